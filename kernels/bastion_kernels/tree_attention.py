@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a mixed batch (prefill chunks, plain decoding, chains, trees) over a paged KV cache.
+
+For the query row at place p of request r (L = seq_lens[r] rows in the cache, the last q of them this
+step's, the last n of these a tail of root and draft nodes):
+
+    out[p] = softmax(cap(scale * query[p] @ K[visible].T)) @ V[visible]
+    visible = { rows <= p }                                        outside the tail
+    visible = { rows < L - n } + { tail row j : bit j of p's node }   inside it
+    cap(s) = softcap * tanh(s / softcap)                           when softcap > 0
+
+`ancestor_bits` has the bits of a node's ancestors and of itself. A chain's bits are causal, so a
+chain and a tree take the same path.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["tree_attention", "tree_attention_reference", "write_kv"]
+
+# Accumulating one precision above the input makes the rounded result independent of where a node's
+# ancestors lie among the tail's rows: a tree row gives what the same path gives as a chain.
+_MATH = {torch.float32: torch.float64, torch.float64: torch.float64}
+# rows of one request that are scored at once, to bound the memory of a long prefill chunk
+_ROW_CHUNK = 256
+
+
+def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store this step's keys and values in the paged cache; rows with slot -1 are skipped.
+
+    Args:
+        key, value: `[>= T, Hkv, d]`.
+        kv_cache: `[blocks, Hkv, block_size, 2d]`, keys in `[..., :d]`, values in `[..., d:]`.
+        slot_mapping: `[T]` int64, block * block_size + offset, or -1.
+    """
+    num_rows, size, dim = slot_mapping.shape[0], kv_cache.shape[2], key.shape[2]
+    live = slot_mapping >= 0
+    slots = slot_mapping[live]
+    block, offset = slots // size, slots % size
+    kv_cache[..., :dim][block, :, offset] = key[:num_rows][live].to(kv_cache.dtype)
+    kv_cache[..., dim:][block, :, offset] = value[:num_rows][live].to(kv_cache.dtype)
+
+
+def _visible(q: int, length: int, tail: int, bits: Tensor, device: torch.device) -> Tensor:
+    """`[q, length]` bool: which cached rows each of a request's last q rows sees."""
+    columns = torch.arange(length, device=device)
+    seen = columns <= columns[length - q :, None]
+    if tail > 1:
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        ancestors = ((bits[:tail, :, None] >> shifts) & 1).flatten(1)[:, :tail].bool()
+        seen[q - tail :, length - tail :] = ancestors
+    return seen
+
+
+def tree_attention_reference(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    tail_lens: Tensor,
+    slots: Tensor,
+    ancestor_bits: Tensor,
+    scale: float,
+    out: Tensor,
+    softcap: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """The definition, in plain PyTorch and one precision up; also the CPU backend's attention."""
+    math = _MATH.get(query.dtype, torch.float32)
+    heads, dim = query.shape[1:]
+    kv_heads, size = kv_cache.shape[1:3]
+    starts, lengths, tails = query_start_loc.tolist(), seq_lens.tolist(), tail_lens.tolist()
+    by_head = kv_cache.transpose(0, 1)
+    for r, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+        q, length, slot = last - first, lengths[r], int(slots[r])
+        if q == 0:
+            continue
+        blocks = block_table[r, : -(-length // size)].long()
+        # [Hkv, L, 2d]
+        kv = by_head[:, blocks].flatten(1, 2)[:, :length].to(math)
+        keys = kv[..., :dim] * (scale if k_scale is None else scale * k_scale.to(math))
+        values = kv[..., dim:] if v_scale is None else kv[..., dim:] * v_scale.to(math)
+        tail = tails[r] if slot >= 0 else 0
+        seen = _visible(q, length, tail, ancestor_bits[slot], query.device)
+        for low in range(0, q, _ROW_CHUNK):
+            high = min(low + _ROW_CHUNK, q)
+            # [Hkv, rows * group, d]: the heads that share a key head are extra rows
+            rows = query[first + low : first + high].to(math)
+            packed = rows.view(high - low, kv_heads, -1, dim).transpose(0, 1).flatten(1, 2)
+            scores = packed @ keys.transpose(1, 2)
+            if softcap > 0:
+                scores = softcap * torch.tanh(scores / softcap)
+            grouped = scores.view(kv_heads, high - low, -1, length)
+            grouped.masked_fill_(~seen[low:high, None], float("-inf"))
+            mixed = grouped.softmax(-1).flatten(1, 2) @ values
+            mixed = mixed.view(kv_heads, high - low, -1, dim).transpose(0, 1)
+            out[first + low : first + high] = mixed.reshape(-1, heads, dim).to(out.dtype)
+
+
+def tree_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    tail_lens: Tensor,
+    slots: Tensor,
+    ancestor_bits: Tensor,
+    scale: float,
+    out: Tensor,
+    softcap: float = 0.0,
+) -> None:
+    """Attention of every row of the step over its request's cached rows.
+
+    Args:
+        query: `[T, Hq, d]`; rows from `query_start_loc[R]` on are neither read nor written.
+        kv_cache: `[blocks, Hkv, block_size, 2d]`, any strides; this step's rows already written.
+        block_table: `[R, *]` int32; entries past a request's length are not read.
+        query_start_loc: `[R+1]` int32. A request without rows (padding) writes nothing.
+        seq_lens: `[R]` int32, cached rows of the request including this step's.
+        tail_lens: `[R]` int32, rows of the request's tail (root and nodes); 0 = causal only.
+        slots: `[R]` int64, the request's row of `ancestor_bits`; -1 = causal only.
+        ancestor_bits: `[S, N+1, W]` int32, bit j of node i set iff j is i or its ancestor.
+        scale: factor of the scores.
+        out: `[T, Hq, d]`, written.
+        softcap: cap of the scores, 0 = none.
+    """
+    tree_attention_reference(
+        query, kv_cache, block_table, query_start_loc, seq_lens, tail_lens, slots,
+        ancestor_bits, scale, out, softcap,
+    )  # fmt: skip
