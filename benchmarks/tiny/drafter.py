@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiny DFlash drafter, computing exactly what vLLM's `qwen3_dflash.py` computes.
+
+One drafter pass guesses a whole block. It sees two kinds of rows:
+
+- context, one row for each position the target has run: `c = hidden_norm(fc(features))`. It only
+  gives keys and values (`k_norm(k_proj(c))` with rotary, `v_proj(c)`), the same c for every layer;
+- the block: the last accepted token, then mask tokens, embedded by the target's embedding. Those
+  rows go through the layers, see all context before the block and each other in both directions,
+  and mask number j (1-based) gives the logits of the token at its own position.
+
+Shapes: B sequences, T context tokens, A blocks (anchors) per sequence, G = block size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from model import Dims, Layer, RMSNorm, Target, hf_config, rope_tables, save_bf16
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+BLOCK_SIZE = 16
+TARGET_LAYER_IDS = (1, 3, 4)
+DRAFTER_LAYERS = 3
+
+
+class Drafter(nn.Module):
+    """DFlash draft model without embedding and head, which are the target's."""
+
+    def __init__(self, dims: Dims, mask_id: int) -> None:
+        super().__init__()
+        self.dims = dims
+        self.mask_id = mask_id
+        h = dims.hidden_size
+        self.fc = nn.Linear(len(TARGET_LAYER_IDS) * h, h, bias=False)
+        self.hidden_norm = RMSNorm(h, dims.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(dims) for _ in range(dims.num_hidden_layers))
+        self.norm = RMSNorm(h, dims.rms_norm_eps)
+        for p in self.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, target: Target, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+        """Draft states for A blocks of every sequence.
+
+        features: [B, T, F*H] of the target for positions 0..T-1.
+        tokens: [B, A], the last accepted token of each block, at position anchors.
+        anchors: [B, A]; a block at position a sees context 0..a-1.
+        Returns [B, A, G-1, H], ready for the target's head; row j guesses position anchor+1+j.
+        """
+        batch, context_len = features.shape[:2]
+        num_blocks = anchors.shape[1]
+        device = features.device
+        context = self.hidden_norm(self.fc(features))
+        ids = torch.full((batch, num_blocks, BLOCK_SIZE), self.mask_id, device=device)
+        ids[:, :, 0] = tokens
+        x = target.embed_tokens(ids.flatten(1))
+        positions = (anchors[..., None] + torch.arange(BLOCK_SIZE, device=device)).flatten(1)
+        q_cos, q_sin = (t[:, None] for t in rope_tables(self.dims, positions))
+        c_positions = torch.arange(context_len, device=device)
+        c_cos, c_sin = (t[None, None] for t in rope_tables(self.dims, c_positions))
+        mask = self._mask(anchors, context_len)
+        for layer in self.layers:
+            attn, normed = layer.self_attn, layer.input_layernorm(x)
+            q = attn.queries(normed, q_cos, q_sin)
+            k, v = attn.keys_values(normed, q_cos, q_sin)
+            ck, cv = attn.keys_values(context, c_cos, c_sin)
+            x = x + attn.attend(q, torch.cat([ck, k], dim=2), torch.cat([cv, v], dim=2), mask)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x).unflatten(1, (num_blocks, BLOCK_SIZE))[:, :, 1:]
+
+    def _mask(self, anchors: Tensor, context_len: int) -> Tensor:
+        """[B, 1, A*G, T + A*G]: context before the own block, and the own block both ways."""
+        batch, num_blocks = anchors.shape
+        arange = torch.arange(context_len, device=anchors.device)
+        context = arange < anchors[..., None]  # [B, A, T]
+        context = context.repeat_interleave(BLOCK_SIZE, dim=1)
+        block = torch.arange(num_blocks * BLOCK_SIZE, device=anchors.device) // BLOCK_SIZE
+        own = (block[:, None] == block).expand(batch, -1, -1)
+        return torch.cat([context, own], dim=-1)[:, None]
+
+
+def save_drafter(model: Drafter, folder: Path, target_layers: int, eos_id: int) -> None:
+    """Write the checkpoint in z-lab's DFlash format (no embedding, no head)."""
+    config = hf_config(
+        model.dims,
+        architectures=["DFlashDraftModel"],
+        block_size=BLOCK_SIZE,
+        dflash_config={
+            "mask_token_id": model.mask_id,
+            "target_layer_ids": list(TARGET_LAYER_IDS),
+        },
+        num_target_layers=target_layers,
+        layer_types=["full_attention"] * model.dims.num_hidden_layers,
+        max_window_layers=model.dims.num_hidden_layers,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=eos_id,
+        pad_token_id=eos_id,
+    )
+    save_bf16(model, folder, "", config)
+
+
+def load_drafter(folder: Path, device: str = "cpu") -> Drafter:
+    """Read back what `save_drafter` wrote, in float32 (of bf16-rounded values)."""
+    config = json.loads((folder / "config.json").read_text())
+    dims = Dims(**{k: config[k] for k in Dims.__dataclass_fields__})
+    model = Drafter(dims, config["dflash_config"]["mask_token_id"])
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({n: w.float() for n, w in weights.items()})
+    return model.to(device).eval()

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per target forward (tau) of the tiny pair, replayed offline in plain torch.
+
+For each prompt the target's continuation is made once (greedy, or sampled at T=1 with fixed seeds).
+Speculative decoding with "a token at every node, then follow it" emits exactly that continuation,
+so the walk can be replayed on it: at every step the drafter sees the tokens emitted so far and its
+chain or tree covers some of the tokens that come next. tau = tokens emitted / target forwards, the
+prompt's own forward and its token left out on both sides.
+
+`--check` compares the target with transformers' Qwen3ForCausalLM instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from drafter import BLOCK_SIZE, TARGET_LAYER_IDS, Drafter, load_drafter
+from model import Target, load_target
+from rollouts import continue_batch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent
+GAMMA = BLOCK_SIZE - 1
+BUDGETS = (8, 16, 32, 64, 128)
+WIDTH = 16  # K: candidates per depth
+NEW_TOKENS = 64
+
+
+def best_first_tree(log_q: Tensor, budget: int) -> list[tuple[int, int, int]]:
+    """The `budget` best nodes of the top-K lattice as (parent, depth, token), parents first.
+
+    log_q: [gamma, V]. A path's score is the product of its q. Node 0 is the root; a node's best
+    child and its next-best sibling enter the heap when it leaves, so nodes leave in score order.
+    """
+    values, tokens = (t.tolist() for t in log_q.topk(WIDTH, dim=-1))
+    nodes: list[tuple[int, int, int]] = []
+    # (-score, tie-break, score of the parent, parent, depth from 0, rank)
+    heap: list[tuple[float, int, float, int, int, int]] = [(-values[0][0], 0, 0.0, 0, 0, 0)]
+    pushed = 1
+    while heap and len(nodes) < budget:
+        minus, _, base, parent, depth, rank = heapq.heappop(heap)
+        nodes.append((parent, depth + 1, tokens[depth][rank]))
+        if rank + 1 < WIDTH:
+            score = base + values[depth][rank + 1]
+            heapq.heappush(heap, (-score, pushed, base, parent, depth, rank + 1))
+            pushed += 1
+        if depth + 1 < len(values):
+            score = -minus + values[depth + 1][0]
+            heapq.heappush(heap, (-score, pushed, -minus, len(nodes), depth + 1, 0))
+            pushed += 1
+    return nodes
+
+
+def accepted_by_tree(log_q: Tensor, truth: list[int], budget: int) -> int:
+    """Draft tokens accepted when the target's tokens are `truth`."""
+    children = {
+        (parent, token): i for i, (parent, _, token) in enumerate(best_first_tree(log_q, budget), 1)
+    }
+    node = depth = 0
+    while depth < GAMMA and (node, truth[depth]) in children:
+        node = children[(node, truth[depth])]
+        depth += 1
+    return depth
+
+
+def accepted_by_chain(log_q: Tensor, truth: list[int]) -> int:
+    """Draft tokens accepted from the drafter's most likely token at every depth."""
+    depth = 0
+    for guess, token in zip(log_q.argmax(-1).tolist(), truth, strict=True):
+        if guess != token:
+            break
+        depth += 1
+    return depth
+
+
+def walk(log_q: Tensor, ids: list[int], start: int, budget: int | None) -> tuple[int, int]:
+    """(tokens, target forwards) from position `start`, the first new token.
+
+    log_q: [anchors, gamma, V], row i for the block at position start + i.
+    """
+    at, forwards = start, 0
+    while at - start < NEW_TOKENS - 1:
+        truth = ids[at + 1 : at + 1 + GAMMA]
+        row = log_q[at - start]
+        hits = (
+            accepted_by_chain(row, truth)
+            if budget is None
+            else accepted_by_tree(row, truth, budget)
+        )
+        at += hits + 1
+        forwards += 1
+    return at - start, forwards
+
+
+@torch.inference_mode()
+def draft(target: Target, drafter: Drafter, ids: Tensor, start: int) -> Tensor:
+    """log q of every block of a continuation: ids [L] -> [NEW_TOKENS, gamma, V]."""
+    anchors = torch.arange(start, start + NEW_TOKENS)[None]
+    _, features = target(ids[None], features=TARGET_LAYER_IDS)
+    states = drafter(target, features, ids[anchors], anchors)[0]
+    return target.logits(states).log_softmax(-1)
+
+
+def loops(ids: list[int]) -> bool:
+    """Whether the continuation ends in a repetition of at most 12 tokens."""
+    tail = ids[-48:]
+    return any(tail[p:] == tail[:-p] for p in range(1, 13))
+
+
+def table(
+    target: Target, drafter: Drafter, prompts: list[dict], tok, temperature: float, samples: int
+) -> None:
+    """Print tau per domain for one temperature."""
+    counts: dict[tuple[str, int | None], list[int]] = defaultdict(lambda: [0, 0])
+    looping: dict[str, list[bool]] = defaultdict(list)
+    length = NEW_TOKENS + 2 * BLOCK_SIZE
+    for number, row in enumerate(prompts):
+        prompt = torch.tensor([tok(row["prompt"])["input_ids"]])
+        start = prompt.shape[1]
+        heat = torch.full((samples,), temperature)
+        many = continue_batch(target, prompt.repeat(samples, 1), start + length, heat, seed=number)
+        for ids in many:
+            log_q = draft(target, drafter, ids, start)
+            names = [row["domain"]]
+            if row["domain"] == "code":
+                names.append("  " + row["id"].rsplit("-", 1)[0])
+            for budget in (None, *BUDGETS):
+                tokens, forwards = walk(log_q, ids.tolist(), start, budget)
+                for name in names:
+                    counts[name, budget][0] += tokens
+                    counts[name, budget][1] += forwards
+            for name in names:
+                looping[name].append(loops(ids[start : start + NEW_TOKENS].tolist()))
+    names = sorted(
+        looping,
+        key=lambda n: (["code", "arithmetic", "chat"].index(n.strip().split("-")[0]), n.strip()),
+    )
+    print(
+        f"\n| T={temperature:g} | chain | "
+        + " | ".join(map(str, BUDGETS))
+        + " | 64/chain | loops |"
+    )
+    print("|---|" + "---|" * (len(BUDGETS) + 3))
+    means: dict[int | None, float] = dict.fromkeys((None, *BUDGETS), 0.0)
+    for name in names:
+        taus = {b: counts[name, b][0] / counts[name, b][1] for b in means}
+        if not name.startswith(" "):
+            means = {b: means[b] + taus[b] / 3 for b in means}
+        _print_row(name, taus, f"{sum(looping[name])}/{len(looping[name])}")
+    _print_row("mean of the domains", means, "")
+
+
+def _print_row(name: str, taus: dict[int | None, float], last: str) -> None:
+    cells = [f"{tau:.2f}" for tau in taus.values()] + [f"{taus[64] / taus[None]:.2f}", last]
+    print(
+        f"| {name.strip() if name[0] != ' ' else '- ' + name.strip()} | " + " | ".join(cells) + " |"
+    )
+
+
+def check(folder: Path, target: Target, prompts: list[dict], tok) -> None:
+    """Largest difference to transformers' Qwen3 in logits and in the drafter's features."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    worst = [0.0, 0.0]
+    with torch.inference_mode():
+        for row in prompts[::10]:
+            ids = torch.tensor([tok(row["prompt"])["input_ids"]])
+            theirs = reference(ids, output_hidden_states=True)
+            hidden, features = target(ids, features=TARGET_LAYER_IDS)
+            picked = torch.cat([theirs.hidden_states[i + 1] for i in TARGET_LAYER_IDS], -1)
+            worst[0] = max(worst[0], float((theirs.logits - target.logits(hidden)).abs().max()))
+            worst[1] = max(worst[1], float((picked - features).abs().max()))
+    print(f"largest difference to transformers: logits {worst[0]:.1e}, features {worst[1]:.1e}")
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--target", type=Path, default=HERE / "target")
+    parser.add_argument("--drafter", type=Path, default=HERE / "drafter")
+    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl")
+    parser.add_argument("--samples", type=int, default=4, help="continuations per prompt at T=1")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    target = load_target(args.target)
+    tok = AutoTokenizer.from_pretrained(args.target)
+    prompts = [json.loads(line) for line in args.prompts.read_text().splitlines()]
+    if args.check:
+        check(args.target, target, prompts, tok)
+        return
+    drafter = load_drafter(args.drafter)
+    table(target, drafter, prompts, tok, 0.0, 1)
+    table(target, drafter, prompts, tok, 1.0, args.samples)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuations by the target itself: what its drafter will have to guess."""
+
+from __future__ import annotations
+
+from random import Random
+
+import data
+import torch
+from model import Cache, Target
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+LENGTH = 224
+BATCH = 256
+# Share of the continuations by source; the last quarter of every batch is sampled at T=1.
+SHARES = {"stdlib": 0.34, "code": 0.18, "arithmetic": 0.26, "chat": 0.22}
+SAMPLED_SHARE = 0.3
+
+
+@torch.inference_mode()
+def continue_batch(
+    target: Target, prompts: Tensor, length: int, temperature: Tensor, seed: int = 0
+) -> Tensor:
+    """Extend prompts [B, P] to [B, length]; temperature [B], where 0 means greedy."""
+    batch, prompt_len = prompts.shape
+    device = prompts.device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    cache = Cache(target.dims, batch, length, device)
+    ids = torch.zeros(batch, length, dtype=torch.int64, device=device)
+    ids[:, :prompt_len] = prompts
+    mask = torch.ones(prompt_len, prompt_len, dtype=torch.bool, device=device).tril()[None, None]
+    positions = torch.arange(prompt_len, device=device)
+    scale = temperature.clamp(min=1e-6)[:, None]
+    for at in range(prompt_len, length):
+        rows = ids[:, positions]
+        hidden, _ = target(rows, cache=cache, positions=positions, mask=mask)
+        logits = target.logits(hidden[:, -1]).float()
+        # Gumbel noise samples; no noise is the argmax.
+        noise = torch.empty_like(logits).exponential_(generator=generator).log().neg()
+        noisy = logits / scale + noise
+        ids[:, at] = torch.where(temperature > 0, noisy.argmax(-1), logits.argmax(-1))
+        positions = torch.tensor([at], device=device)
+        mask = torch.ones(1, 1, 1, at + 1, dtype=torch.bool, device=device)
+    return ids
+
+
+def make_rollouts(
+    target: Target, tok: PreTrainedTokenizerFast, count: int, device: str
+) -> dict[str, Tensor]:
+    """`count` rows of LENGTH tokens: ids int16 [N, LENGTH], greedy bool [N], first int64 [N].
+
+    `first` is the first position a draft block may start at: the last token of the prompt.
+    """
+    rng = Random(7)
+    parts: dict[str, list[Tensor]] = {"ids": [], "greedy": [], "first": []}
+    pools: dict[str, list[list[int]]] = {}
+    for name, share in SHARES.items():
+        texts = data.openings(name, int(share * count) + 64, rng)
+        pools[name] = [i for i in tok(texts)["input_ids"] if len(i) >= 48]
+    for number in range(count // BATCH):
+        prompt_len = rng.randint(24, 100)
+        rows: list[list[int]] = []
+        for name, share in SHARES.items():
+            pool = [i for i in pools[name] if len(i) >= prompt_len]
+            rows += [i[:prompt_len] for i in rng.sample(pool, int(share * BATCH))]
+        prompts = torch.tensor(rows, device=device)
+        sampled = torch.rand(len(rows), generator=torch.Generator().manual_seed(number))
+        temperature = (sampled < SAMPLED_SHARE).float().to(device)
+        ids = continue_batch(target, prompts, LENGTH, temperature, seed=number)
+        parts["ids"].append(ids.to("cpu", torch.int16))
+        parts["greedy"].append((temperature == 0).cpu())
+        parts["first"].append(torch.full((len(rows),), prompt_len - 1))
+        if number % 4 == 0:
+            print("rollouts", number * BATCH, flush=True)
+    return {k: torch.cat(v) for k, v in parts.items()}

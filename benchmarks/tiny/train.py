@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the tiny target and its DFlash drafter from nothing: `python benchmarks/tiny/train.py`.
+
+Stages, each skipped when its result is already in the work folder (delete a file to redo it):
+  data      tokenizer, token streams, prompts.jsonl
+  target    next-token training                          -> target/
+  rollouts  the target continues training text, greedily and at T=1
+  drafter   block drafting on those continuations         -> drafter/
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import data
+import torch
+import torch.nn.functional as F
+from drafter import (
+    BLOCK_SIZE,
+    DRAFTER_LAYERS,
+    TARGET_LAYER_IDS,
+    Drafter,
+    save_drafter,
+)
+from model import Dims, Target, load_target, save_target
+from rollouts import make_rollouts
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+HERE = Path(__file__).resolve().parent
+DOCUMENTS = 5000  # generated training documents per domain
+
+
+def optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embedding and norms."""
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+    rest = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def steps(
+    name: str, model: nn.Module, total: int, lr: float, args: argparse.Namespace
+) -> Iterator[tuple[int, list[torch.optim.Optimizer]]]:
+    """Yield (step, optimisers) with the learning rate set; checkpoints every 200 steps, resumes."""
+    opts = optimisers(model, lr)
+    path = args.work / f"{name}.ckpt"
+    first = 0
+    if path.exists():
+        state = torch.load(path, map_location=args.device)
+        first = state["step"]
+        model.load_state_dict(state["model"])
+        for opt, saved in zip(opts, state["opts"], strict=True):
+            opt.load_state_dict(saved)
+    for step in range(first, total):
+        # Warm up for 40 steps, hold, then fall to 2% along a cosine over the last 70%.
+        phase = max(0.0, (step / total - 0.3) / 0.7)
+        factor = min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * phase)))
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = lr * factor
+        yield step, opts
+        if (step + 1) % 200 == 0:
+            saved = [o.state_dict() for o in opts]
+            torch.save({"step": step + 1, "model": model.state_dict(), "opts": saved}, path)
+
+
+def apply_gradients(model: nn.Module, opts: list[torch.optim.Optimizer]) -> None:
+    """Clip, step and clear."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for opt in opts:
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+
+
+class Log:
+    """Running mean of a loss, printed every 50 steps and kept in the work folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.values, self.start = path, [], time.time()
+
+    def __call__(self, step: int, **values: float) -> None:
+        self.values.append(values)
+        if (step + 1) % 50 == 0:
+            last = self.values[-50:]
+            mean = {k: round(sum(v[k] for v in last) / len(last), 4) for k in values}
+            line = json.dumps(
+                {"step": step + 1, "seconds": round(time.time() - self.start), **mean}
+            )
+            print(self.path.stem, line, flush=True)
+            with self.path.open("a") as f:
+                f.write(line + "\n")
+
+
+def make_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, dict[str, Tensor]]:
+    """Tokenizer, streams and prompts.jsonl."""
+    path, folder = args.work / "streams.pt", args.out / "target"
+    if path.exists():
+        return AutoTokenizer.from_pretrained(folder), torch.load(path)
+    texts = {d: data.generate_texts(d, DOCUMENTS) for d in data.DOMAINS}
+    texts["stdlib"] = list(data.stdlib_modules(data.TRAIN_MODULES).values())
+    sample = [t for name in texts for t in texts[name][:700]]
+    tok = data.train_tokenizer(sample, folder)
+    streams = {name: data.encode(tok, items) for name, items in texts.items()}
+    rows = data.held_out_prompts(tok, [t for items in texts.values() for t in items])
+    (args.out / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    print({name: len(s) for name, s in streams.items()}, flush=True)
+    torch.save(streams, path)
+    return tok, streams
+
+
+def train_target(args: argparse.Namespace, streams: dict[str, Tensor], eos_id: int) -> None:
+    """Next-token prediction on the mixed streams."""
+    torch.manual_seed(0)
+    model = Target(Dims()).to(args.device)
+    corpus = data.Corpus(streams)
+    log = Log(args.work / "target.jsonl")
+    for step, opts in steps("target", model, args.target_steps, 4e-3, args):
+        generator = torch.Generator().manual_seed(step)
+        batch = corpus.batch(12, 384, generator).to(args.device)
+        with torch.autocast(args.device, torch.bfloat16):
+            logits = model.logits(model(batch[:, :-1])[0])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss.backward()
+        apply_gradients(model, opts)
+        log(step, loss=loss.item())
+    save_target(model, args.out / "target", eos_id)
+
+
+def drafter_loss(
+    model: Drafter, target: Target, ids: Tensor, greedy: Tensor, first: Tensor, anchors: int
+) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy of random blocks, and the share of hits at mask 1.
+
+    ids: [B, L]; greedy: [B] whether the row was decoded greedily; first: [B], the first anchor
+    allowed. Labels of greedy rows are the tokens; those of T=1 rows are the target's own
+    distributions, which say the same with less noise.
+    """
+    batch, length = ids.shape
+    gamma = BLOCK_SIZE - 1
+    with torch.no_grad():
+        hidden, features = target(ids, features=TARGET_LAYER_IDS)
+        room = (length - gamma - first)[:, None]
+        at = first[:, None] + (torch.rand(batch, anchors, device=ids.device) * room).long()
+        spots = at[..., None] + 1 + torch.arange(gamma, device=ids.device)  # [B, A, gamma]
+        tokens = ids.gather(1, spots.flatten(1)).view_as(spots)
+        before = hidden.gather(
+            1, (spots - 1).flatten(1)[..., None].expand(-1, -1, hidden.shape[-1])
+        ).unflatten(1, spots.shape[1:])
+        soft = target.logits(before).float().softmax(-1)
+        hard = F.one_hot(tokens, soft.shape[-1]).float()
+        labels = torch.where(greedy[:, None, None, None], hard, soft)
+    states = model(target, features, ids.gather(1, at), at)
+    log_q = target.logits(states).float().log_softmax(-1)
+    loss = -(labels * log_q).sum(-1)  # [B, A, gamma]
+    weight = torch.exp(-torch.arange(gamma, device=ids.device) / 7.0)
+    hit = (log_q[..., 0, :].argmax(-1) == tokens[..., 0]).float().mean()
+    return (loss * weight).sum(-1).mean() / weight.sum(), hit
+
+
+def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
+    """Block drafting on the target's continuations; the target is frozen (its bf16 weights)."""
+    target = load_target(args.out / "target", args.device).requires_grad_(False)
+    rolls = torch.load(args.work / "rollouts.pt")
+    torch.manual_seed(1)
+    model = Drafter(replace(target.dims, num_hidden_layers=DRAFTER_LAYERS), mask_id).to(args.device)
+    log = Log(args.work / "drafter.jsonl")
+    for step, opts in steps("drafter", model, args.drafter_steps, 4e-3, args):
+        torch.manual_seed(step)
+        rows = torch.randint(len(rolls["ids"]), (16,))
+        ids, greedy, first = (rolls[k][rows].to(args.device) for k in ("ids", "greedy", "first"))
+        with torch.autocast(args.device, torch.bfloat16):
+            loss, hit = drafter_loss(model, target, ids.long(), greedy, first, anchors=20)
+        loss.backward()
+        apply_gradients(model, opts)
+        log(step, loss=loss.item(), hit=hit.item())
+    save_drafter(model, args.out / "drafter", target.dims.num_hidden_layers, eos_id)
+
+
+def main() -> None:
+    """Run the stages whose results are missing."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=HERE, help="where target/ and drafter/ go")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="streams and checkpoints")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--target-steps", type=int, default=1600)
+    parser.add_argument("--drafter-steps", type=int, default=2600)
+    parser.add_argument("--rollouts", type=int, default=8192, help="sequences of 224 tokens")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    tok, streams = make_data(args)
+    mask_id = tok.convert_tokens_to_ids(data.MASK)
+    if not (args.out / "target" / "model.safetensors").exists():
+        train_target(args, streams, tok.eos_token_id)
+    if not (args.work / "rollouts.pt").exists():
+        target = load_target(args.out / "target", args.device)
+        torch.save(
+            make_rollouts(target, tok, args.rollouts, args.device), args.work / "rollouts.pt"
+        )
+    if not (args.out / "drafter" / "model.safetensors").exists():
+        train_drafter(args, tok.eos_token_id, mask_id)
+
+
+if __name__ == "__main__":
+    main()
