@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device ops of a tree-verified decoding step: plain tensors in, plain tensors out, no vLLM.
+
+Every op `name` dispatches by device (CUDA: Triton kernel, CPU: `name_reference` in plain PyTorch),
+writes into the outputs it is given and keeps fixed shapes, so that a CUDA graph can hold it. Sizes:
+
+    R  requests of the batch, in batch order        N  node budget, root not counted
+    S  persistent request slots; slots[r] = -1      D  drafted depth (gamma)
+       marks an inert row                           K  candidates per depth
+    T  rows (tokens) of the step                    V  vocabulary
+    L  logits rows of the step                      W  ceil((N + 1) / 32) mask words
+
+Node 0 is the root, the last sampled token; draft node j of a row of [.., N] is node j + 1. Nodes
+are stored in non-increasing path score, parents first, so any prefix of the columns is a tree.
+"""
+
+from bastion_kernels.budget import choose_budget, choose_budget_reference
+from bastion_kernels.gather import gather_rows, gather_rows_reference
+from bastion_kernels.kv_compact import KVCompactor
+from bastion_kernels.topk_logprobs import (
+    merge_topk,
+    merge_topk_reference,
+    topk_logprobs,
+    topk_logprobs_reference,
+    topk_partial,
+    topk_partial_reference,
+)
+from bastion_kernels.tree_attention import tree_attention, tree_attention_reference, write_kv
+from bastion_kernels.tree_build import expand_best_first, expand_best_first_reference
+from bastion_kernels.tree_mask import (
+    ancestor_bits,
+    ancestor_bits_reference,
+    tree_positions,
+    tree_positions_reference,
+)
+from bastion_kernels.tree_verify import accept_path, accept_path_reference
+
+__all__ = [
+    "KVCompactor",
+    "accept_path",
+    "accept_path_reference",
+    "ancestor_bits",
+    "ancestor_bits_reference",
+    "choose_budget",
+    "choose_budget_reference",
+    "expand_best_first",
+    "expand_best_first_reference",
+    "gather_rows",
+    "gather_rows_reference",
+    "merge_topk",
+    "merge_topk_reference",
+    "topk_logprobs",
+    "topk_logprobs_reference",
+    "topk_partial",
+    "topk_partial_reference",
+    "tree_attention",
+    "tree_attention_reference",
+    "tree_positions",
+    "tree_positions_reference",
+    "write_kv",
+]
