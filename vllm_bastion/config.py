@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of method "bastion": a SpeculativeConfig of vLLM with a few keys of its own.
+
+To vLLM the method is `dflash`: drafter loading, auxiliary hidden states and KV look-ahead come with
+that. `num_speculative_tokens` is the node budget N (the most draft nodes verified in a step, the root
+not counted); the depth of the tree, gamma, is the drafter's own block and is read from its checkpoint.
+
+This module is unpickled in the engine's child processes before plugins are loaded there: it must
+import without any hook being in place, and must not import `vllm.v1.worker.gpu`.
+
+`python -m vllm_bastion.config` prints the table of keys that the README shows.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_type_hints
+
+from pydantic import Field
+from vllm.config import VllmConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config, get_attr_docs
+
+PREFIX = "bastion_"
+
+
+@config
+class BastionSpeculativeConfig(SpeculativeConfig):
+    """vLLM's speculative configuration with the settings of method "bastion"."""
+
+    bastion_budget: Literal["adaptive"] | int = "adaptive"
+    """Nodes verified per request and step: chosen each step from the measured cost, or a number."""
+    bastion_top_k: int = Field(default=16, ge=1, le=32)
+    """Candidate tokens kept at each drafted depth, 1 to 32."""
+    bastion_tree: Literal["best_first", "chain", "beam"] = "best_first"
+    """Shape of the tree: best_first is the paper's; chain has width 1; beam is for comparison."""
+    bastion_controller: Literal["argmax", "first_decrease"] = "argmax"
+    """How the budget is found: over all sizes, or the paper's stop at the first decrease."""
+    bastion_budget_timing: Literal["exact", "lagged"] = "exact"
+    """Whether the budget comes from this step's scores or, without a wait, from the last step's."""
+    bastion_latency_model: Literal["table", "static", "ema", "ema_calib"] = "table"
+    """What a step costs: measured table, calibrated roofline, or either corrected while serving."""
+    bastion_calibration: str = "auto"
+    """Where the measured costs come from: auto (cached profile, else measure), off, or a file."""
+    bastion_path_scores: Literal["raw", "calibrated"] = "raw"
+    """Path scores: the drafter's probabilities as they are, or corrected by what was accepted."""
+
+    bastion_gamma: int = Field(default=0, init=False)
+    """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""
+
+    def __post_init__(self) -> None:
+        self.method = "dflash"
+        super().__post_init__()
+        self.bastion_gamma = int(self.draft_model_config.hf_config.block_size) - 1
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Slots that drafting adds to a request's rows: the drafter's block, whatever N is."""
+        return self.bastion_gamma
+
+    def __repr__(self) -> str:
+        # vLLM logs its configuration: the generated repr would print both models' configs in full.
+        return (
+            f"BastionSpeculativeConfig(model={self.model!r}, nodes={self.num_speculative_tokens}, "
+            f"gamma={self.bastion_gamma}, budget={self.bastion_budget!r}, "
+            f"top_k={self.bastion_top_k}, tree={self.bastion_tree!r})"
+        )
+
+
+def bastion_config(vllm_config: Any) -> BastionSpeculativeConfig | None:
+    """The settings of an engine, or None where it does not use method "bastion"."""
+    spec_config = getattr(vllm_config, "speculative_config", None)
+    return spec_config if isinstance(spec_config, BastionSpeculativeConfig) else None
+
+
+def chain_view(spec_config: BastionSpeculativeConfig) -> BastionSpeculativeConfig:
+    """The same settings with `num_speculative_tokens` = gamma, for code that reasons in depths."""
+    # A plain copy: vLLM's `replace` would validate again and rejects what __post_init__ has set.
+    view = copy.copy(spec_config)
+    view.num_speculative_tokens = spec_config.bastion_gamma
+    return view
+
+
+def chain_view_of(vllm_config: VllmConfig) -> VllmConfig:
+    """A VllmConfig whose speculative settings are `chain_view`; the one given where bastion is off."""
+    spec_config = bastion_config(vllm_config)
+    if spec_config is None:
+        return vllm_config
+    view = copy.copy(vllm_config)
+    view.speculative_config = chain_view(spec_config)
+    return view
+
+
+def user_keys() -> tuple[str, ...]:
+    """Names of the bastion_* settings, in the order of the class."""
+    own = fields(BastionSpeculativeConfig)  # type: ignore[arg-type]
+    return tuple(f.name for f in own if f.name.startswith(PREFIX) and f.name != "bastion_gamma")
+
+
+def standard_keys() -> tuple[str, ...]:
+    """Names of vLLM's own settings that a user may give."""
+    engine_made = {"target_model_config", "target_parallel_config"}
+    own = fields(SpeculativeConfig)  # type: ignore[arg-type]
+    return tuple(f.name for f in own if f.name not in engine_made)
+
+
+def key_type(name: str) -> tuple[tuple[str, ...], bool, bool]:
+    """What a bastion_* setting accepts.
+
+    Returns:
+        The literal strings; whether integers do; whether any string does.
+    """
+    hint = get_type_hints(BastionSpeculativeConfig)[name]
+    parts = get_args(hint) or (hint,)
+    literals: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            literals.append(part)
+        else:
+            literals.extend(value for value in get_args(part) if isinstance(value, str))
+    return tuple(literals), int in parts, str in parts
+
+
+def key_default(name: str) -> Any:
+    """Default of a bastion_* setting."""
+    field = next(f for f in fields(BastionSpeculativeConfig) if f.name == name)  # type: ignore[arg-type]
+    return getattr(field.default, "default", field.default)
+
+
+def markdown_table() -> str:
+    """The README's table of keys."""
+    docs = get_attr_docs(BastionSpeculativeConfig)
+    lines = ["| Key | Default | Meaning |", "|---|---|---|"]
+    for name in user_keys():
+        literals, takes_int, takes_any = key_type(name)
+        values = [f"`{value}`" for value in literals]
+        values += ["a number"] * takes_int + ["a path"] * (takes_any and not literals)
+        default = key_default(name)
+        shown = f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
+        help_text = " ".join(docs[name].split())
+        choices = f" ({', '.join(values)})" if literals else ""
+        lines.append(f"| `{name}` | {shown} | {help_text}{choices} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every environment variable of this package, in one place.
+
+None is needed on a CUDA machine: settings belong in `--speculative-config`. Values are read when
+asked for, never at import, so that tests and child processes see what is set now.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Name -> one line of help; the README's table is checked against this.
+VARIABLES: dict[str, str] = {
+    "VLLM_BASTION_TRITON_INTERPRETER": (
+        "`1` lets vLLM run on a CPU host through Triton's interpreter: exact, and slow"
+    ),
+    "VLLM_BASTION_CACHE": (
+        "folder of the measured latency profiles (default `$XDG_CACHE_HOME/vllm-bastion`)"
+    ),
+}
+
+INTERPRETER = "VLLM_BASTION_TRITON_INTERPRETER"
+
+
+def interpreter_requested() -> bool:
+    """Whether the user asked for Triton's interpreter on a host without a Triton back end."""
+    return os.environ.get(INTERPRETER, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def cache_dir() -> Path:
+    """Folder of the latency profiles; not created here."""
+    own = os.environ.get("VLLM_BASTION_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "vllm-bastion"

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger: every place in vLLM that this package changes, and why.
+
+`apply_all` installs it in each vLLM process. The adapters inside the model runner are installed later
+and only for an engine that uses method "bastion", by `vllm_bastion.runner.install`, with the same
+`wrap`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_bastion import compat
+from vllm_bastion.hooks.wrap import HookError, is_wrapped, resolve, signature, wrap
+
+__all__ = [
+    "HOOKS",
+    "Hook",
+    "HookError",
+    "apply_all",
+    "is_wrapped",
+    "require_all",
+    "resolve",
+    "signature",
+    "wrap",
+]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One changed symbol of vLLM."""
+
+    target: str
+    """`package.module:Class.attribute`"""
+    wrapper: str
+    """`module:function` below vllm_bastion.hooks"""
+    expects: str
+    """Signature the wrapper was written for, see `wrap.signature`"""
+    why: str
+    """What goes wrong without it"""
+    what: str
+    """What it does when method "bastion" is in use"""
+    upstream: str
+    """What would make it unnecessary"""
+
+    def function(self) -> Callable[..., Any]:
+        """The wrapper itself."""
+        module, _, name = self.wrapper.partition(":")
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        assert callable(found)
+        return found
+
+
+_ARGS = "vllm.engine.arg_utils:EngineArgs"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+# The entry: installed on every vLLM, so that a request for the method gets our message.
+ENTRY = Hook(
+    target=f"{_ARGS}.create_speculative_config",
+    wrapper="engine_args:create_speculative_config",
+    expects="(self, target_model_config, target_parallel_config)",
+    why='the schema of SpeculativeConfig has neither method "bastion" nor its keys',
+    what="builds a BastionSpeculativeConfig, which vLLM takes for method dflash",
+    upstream="a registry of speculative methods",
+)
+
+HOOKS: tuple[Hook, ...] = (
+    ENTRY,
+    Hook(
+        target=f"{_ARGS}.create_engine_config",
+        wrapper="engine_args:create_engine_config",
+        expects="(self, usage_context=, headless=)",
+        why="what a tree cannot serve is known only once the configuration is finished",
+        what="refuses it in one sentence",
+        upstream="a validation hook for plugins",
+    ),
+    Hook(
+        target=f"{_ARGS}.add_cli_args",
+        wrapper="engine_args:add_cli_args",
+        expects="(parser)",
+        why="the parser refuses --spec-method bastion",
+        what="adds it to the choices",
+        upstream="a registry of speculative methods",
+    ),
+    Hook(
+        target="vllm.config.vllm:VllmConfig.num_lookahead_tokens",
+        wrapper="engine_args:num_lookahead_tokens",
+        expects="(self)",
+        why="vLLM reserves N + 1 KV slots per request for a drafter that writes gamma + 1",
+        what="returns gamma + 1",
+        upstream="the property asks the speculative configuration",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.update_from_output",
+        wrapper="scheduler:update_from_output",
+        expects="(self, scheduler_output, model_runner_output)",
+        why="the engine core knows only how many draft tokens it scheduled",
+        what="subtracts the nodes that were not verified",
+        upstream="adaptive verification reports what it verified",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.make_spec_decoding_stats",
+        wrapper="scheduler:make_spec_decoding_stats",
+        expects=(
+            "(self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, "
+            "num_invalid_spec_tokens, request_id)"
+        ),
+        why="per-position lists of length N, walked for every request, and an index error on trees",
+        what="positions are depths",
+        upstream="statistics that know trees",
+    ),
+    Hook(
+        target="vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__",
+        wrapper="scheduler:prometheus_init",
+        expects="(self, speculative_config, labelnames, per_engine_labelvalues, is_diffusion=)",
+        why="one counter per speculative token, read from lists that have one entry per depth",
+        what="one counter per depth",
+        upstream="statistics that know trees",
+    ),
+    Hook(
+        target="vllm.v1.structured_output:StructuredOutputManager.__init__",
+        wrapper="scheduler:structured_output_init",
+        expects="(self, vllm_config)",
+        why="bitmask memory and grammar roll-back for N tokens per request",
+        what="sizes both by gamma",
+        upstream="a per-request number of speculative tokens",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}._update_after_schedule",
+        wrapper="scheduler:update_after_schedule",
+        expects="(self, scheduler_output)",
+        why="a request admitted with one token to compute is padded with N placeholders",
+        what="keeps gamma of them for a request with a grammar",
+        upstream="a per-request number of speculative tokens",
+    ),
+    Hook(
+        target="vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
+        wrapper="scheduler:async_update_after_schedule",
+        expects="(self, scheduler_output)",
+        why="every request gets N placeholders, each a bitmask row for a request with a grammar",
+        what="gives gamma to a request with a grammar",
+        upstream="a per-request number of speculative tokens",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.update_draft_token_ids",
+        wrapper="scheduler:update_draft_token_ids",
+        expects="(self, draft_token_ids)",
+        why="as above, without async scheduling",
+        what="keeps gamma draft tokens for a request with a grammar",
+        upstream="a per-request number of speculative tokens",
+    ),
+    Hook(
+        target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
+        wrapper="worker:init_device",
+        expects="(self)",
+        why="the runner builds its parts from functions without a registry",
+        what="installs the runner adapters just before the runner is built",
+        upstream="registries of speculators and model states",
+    ),
+)
+
+
+def apply_all(only_entry: bool = False) -> None:
+    """Install the ledger in this process; a second call changes nothing.
+
+    A hook that does not fit is remembered with `compat.disable`: method "bastion" is then refused with
+    that reason, and everything else goes on.
+
+    Args:
+        only_entry: on an unsupported vLLM, only where the method is asked for, unchecked.
+    """
+    if only_entry:
+        wrap(ENTRY.target, ENTRY.function())
+        return
+    for hook in HOOKS:
+        try:
+            wrap(hook.target, hook.function(), expects=hook.expects)
+        except Exception as error:
+            compat.disable(f"{error}; install a vLLM in the range {compat.SUPPORTED_VLLM}")
+
+
+def require_all() -> None:
+    """Raise unless the whole ledger is in place in this process."""
+    missing = [hook.target for hook in HOOKS if not is_wrapped(hook.target)]
+    if missing:
+        compat.disable(f"the hook on {missing[0]} is not in place")
+    compat.require()

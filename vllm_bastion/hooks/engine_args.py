@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on the way from the user's words to a VllmConfig.
+
+`EngineArgs.create_speculative_config` is the only place where user input becomes a speculative
+configuration: `LLM(speculative_config=...)`, `--speculative-config`, `-sc`, the dotted form and the
+short flags `--spec-*` all pass through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_bastion import compat
+
+METHOD = "bastion"
+
+_SHORT_FLAGS = (
+    ("--spec-method", "method", "spec_method"),
+    ("--spec-model", "model", "spec_model"),
+    ("--spec-tokens", "num_speculative_tokens", "spec_tokens"),
+)
+
+
+def requested(engine_args: Any) -> bool:
+    """Whether these arguments ask for method "bastion"."""
+    given = getattr(engine_args, "speculative_config", None)
+    in_config = given.get("method") if isinstance(given, dict) else None
+    return METHOD in (in_config, getattr(engine_args, "spec_method", None))
+
+
+def _merged(engine_args: Any) -> dict[str, Any]:
+    """The user's keys, short flags included, hyphens replaced; what vLLM's original does first."""
+    merged = {
+        key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()
+    }
+    for flag, key, attribute in _SHORT_FLAGS:
+        value = getattr(engine_args, attribute)
+        if value is None:
+            continue
+        if key in merged:
+            raise ValueError(f"{flag} and --speculative-config['{key}'] are mutually exclusive")
+        merged[key] = value
+    return merged
+
+
+def create_speculative_config(
+    original: Callable[..., Any],
+    self: Any,
+    target_model_config: Any,
+    target_parallel_config: Any,
+) -> Any:
+    """Build our configuration where method "bastion" is asked for."""
+    if not requested(self):
+        return original(self, target_model_config, target_parallel_config)
+    compat.require()
+    # Imported late: on an unsupported vLLM neither module may be importable.
+    from vllm_bastion import hooks, validation
+    from vllm_bastion.config import BastionSpeculativeConfig
+
+    hooks.require_all()
+    given = _merged(self)
+    validation.check_user_keys(given)
+    validation.check_host()
+    validation.check_target(target_model_config)
+    drafter = _drafter_config(given, target_model_config)
+    validation.check_drafter(drafter, given["model"], target_model_config)
+    validation.check_token_limit(
+        given["num_speculative_tokens"], drafter.block_size - 1, self.max_num_batched_tokens
+    )
+    if self.enable_lora:  # vLLM would complain first, about the token limit
+        raise validation.BastionConfigError(
+            'enable_lora does not work with method "bastion": remove it'
+        )
+    given["method"] = "dflash"
+    return BastionSpeculativeConfig(
+        **given,
+        target_model_config=target_model_config,
+        target_parallel_config=target_parallel_config,
+    )
+
+
+def _drafter_config(given: dict[str, Any], target_model_config: Any) -> Any:
+    from vllm.transformers_utils.config import get_config
+
+    from vllm_bastion.validation import BastionConfigError
+
+    try:
+        return get_config(
+            given["model"],
+            trust_remote_code=target_model_config.trust_remote_code,
+            revision=given.get("revision"),
+            code_revision=given.get("code_revision"),
+        )
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise BastionConfigError(
+            f'the drafter "model": "{given["model"]}" could not be read ({first_line}): give the path '
+            "or the Hugging Face name of a DFlash checkpoint"
+        ) from error
+
+
+def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check the finished configuration before any process is started for it."""
+    vllm_config = original(self, *args, **kwargs)
+    if requested(self):
+        from vllm_bastion import validation
+
+        validation.check_engine(vllm_config)
+    return vllm_config
+
+
+def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    """Let `--spec-method` accept "bastion"; the parser checks against a list of vLLM's methods."""
+    parser = original(parser)
+    for action in parser._actions:
+        if "--spec-method" in action.option_strings and action.choices:
+            action.choices = [*action.choices, METHOD]
+    return parser
+
+
+def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
+    """KV slots past the target's rows: the drafter writes gamma + 1 there, however large N is."""
+    from vllm_bastion.config import bastion_config
+
+    spec_config = bastion_config(self)
+    return original(self) if spec_config is None else spec_config.bastion_gamma + 1

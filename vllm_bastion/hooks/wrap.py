@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrap a function of vLLM once, and only if it still looks as expected.
+
+A wrapper is called as `wrapper(original, *args, **kwargs)`. It must hand on to the original unless the
+engine at hand uses method "bastion", so that other methods behave as without this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "__bastion_wrapper__"
+
+
+class HookError(RuntimeError):
+    """A symbol of vLLM is missing or has another signature than the hook was written for."""
+
+
+def resolve(target: str) -> tuple[Any, str, Any]:
+    """Find `package.module:Class.attribute` or `package.module:name`.
+
+    Returns:
+        The owner (module or class), the attribute's name, and the raw attribute, descriptors as they
+        are.
+
+    Raises:
+        HookError: naming what is missing.
+    """
+    module_name, _, path = target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        return owner, name, inspect.getattr_static(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise HookError(f"vLLM no longer has {target} ({error})") from error
+
+
+def _function(attribute: Any) -> Callable[..., Any]:
+    """The plain function inside a static method, property or function."""
+    if isinstance(attribute, property):
+        assert attribute.fget is not None
+        return attribute.fget
+    if isinstance(attribute, (staticmethod, classmethod)):
+        return attribute.__func__
+    return attribute  # type: ignore[no-any-return]
+
+
+def signature(function: Callable[..., Any]) -> str:
+    """Parameter names in order, e.g. "(self, request, is_stale=)"; annotations are left out."""
+    parts = []
+    for parameter in inspect.signature(function).parameters.values():
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else "="
+        parts.append(f"{star}{parameter.name}{default}")
+    return f"({', '.join(parts)})"
+
+
+def is_wrapped(target: str) -> bool:
+    """Whether `wrap` has been here."""
+    return hasattr(_function(resolve(target)[2]), _MARK)
+
+
+def wrap(target: str, wrapper: Callable[..., Any], expects: str | None = None) -> None:
+    """Put `wrapper` in front of `target`; a second call with the same wrapper does nothing.
+
+    Args:
+        target: `package.module:Class.attribute` or `package.module:name`; a function, static method
+            or property.
+        wrapper: called as `wrapper(original, *args, **kwargs)`.
+        expects: the `signature` the wrapper was written for; None skips the check.
+
+    Raises:
+        HookError: the target is missing, has another signature, or another wrapper of ours is on it.
+    """
+    owner, name, attribute = resolve(target)
+    original = _function(attribute)
+    present = getattr(original, _MARK, None)
+    if present is wrapper:
+        return
+    if present is not None:
+        raise HookError(f"{target} already has the hook {present.__qualname__}")
+    found = signature(original)
+    if expects is not None and found != expects:
+        raise HookError(f"vLLM's {target} now takes {found}, expected {expects}")
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(hooked, _MARK, wrapper)
+    if isinstance(attribute, property):
+        setattr(owner, name, property(hooked, attribute.fset, attribute.fdel, attribute.__doc__))
+    elif isinstance(attribute, staticmethod):
+        setattr(owner, name, staticmethod(hooked))
+    elif isinstance(attribute, classmethod):
+        setattr(owner, name, classmethod(hooked))
+    else:
+        setattr(owner, name, hooked)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points: what vLLM calls in every one of its processes.
+
+Both functions may run many times, import nothing that touches a device, and never raise: vLLM does
+not guard the call, so an exception here would stop every vLLM command, ours or not.
+"""
+
+from __future__ import annotations
+
+from vllm_bastion import compat, envs
+
+
+def register() -> None:
+    """`vllm.general_plugins`: teach vLLM the method "bastion"; nothing changes until it is asked for.
+
+    On an unsupported vLLM only the place that reads the user's configuration is touched, so that a
+    request for method "bastion" gets the reason instead of a schema error.
+    """
+    try:
+        problem = compat.version_problem(compat.vllm_version())
+        if problem is not None:
+            compat.disable(problem)
+        from vllm_bastion import hooks
+
+        hooks.apply_all(only_entry=problem is not None)
+    except Exception as error:
+        compat.disable(f"its hooks could not be installed ({type(error).__name__}: {error})")
+
+
+def cpu_platform() -> None:
+    """`vllm.platform_plugins`: switch Triton's interpreter on before vLLM looks for Triton.
+
+    vLLM calls this in every process before `vllm.triton_utils` decides whether Triton works, which is
+    why it is done here. It is no platform: the answer is always None.
+    """
+    try:
+        if envs.interpreter_requested():
+            from vllm_bastion import interpreter
+
+            interpreter.enable()
+    except Exception as error:
+        compat.disable(
+            f"Triton's interpreter could not be switched on ({type(error).__name__}: {error})"
+        )

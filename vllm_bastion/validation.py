@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start-up checks: everything a tree cannot serve is refused before the engine exists.
+
+Every message is one sentence that names the key or flag and the way out. The checks come in three
+parts, each as early as what it reads exists: the user's keys, the drafter's checkpoint with the target
+model, and the finished configuration. `check_layers` looks at the loaded target, for what no
+configuration tells.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_bastion import compat, envs
+from vllm_bastion.config import BastionSpeculativeConfig, key_type, standard_keys, user_keys
+
+# Architectures that run vLLM's plain DFlash speculator: one forward pass, independent positions.
+DFLASH_ARCHITECTURES = frozenset({"DFlashDraftModel", "DFlashQwen3ForCausalLM"})
+
+_INTEGER_RANGES = {"bastion_top_k": (1, 32), "bastion_budget": (0, None)}
+
+# vLLM's own keys with a value that a tree cannot honour: key -> (the value that does, why).
+_FIXED_KEYS: dict[str, tuple[Any, str]] = {
+    "draft_sample_method": ("greedy", "a tree holds the drafter's best candidates, not samples"),
+    "rejection_sample_method": ("standard", "bastion accepts by following the target's own samples"),
+    "enable_adaptive_verification": (False, "bastion sizes the verification itself"),
+    "use_heterogeneous_vocab": (False, "drafter and target must share a vocabulary"),
+    "use_local_argmax_reduction": (False, "a tree needs more than the best token of a position"),
+    "num_speculative_tokens_per_batch_size": (None, "bastion shares one budget over the batch"),
+}
+
+
+class BastionConfigError(ValueError):
+    """A configuration that method "bastion" refuses."""
+
+
+def check_user_keys(given: dict[str, Any]) -> None:
+    """Check what the user wrote: names, types, ranges and values of vLLM's own keys.
+
+    Args:
+        given: the speculative configuration, hyphens already replaced by underscores.
+
+    Raises:
+        BastionConfigError: naming the key and the way out.
+    """
+    known = (*user_keys(), *standard_keys())
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(user_keys())}"
+            raise BastionConfigError(f'unknown key "{key}" in speculative_config: {hint}')
+    for key in user_keys():
+        if key in given:
+            _check_own_key(key, given[key])
+    for key, (value, why) in _FIXED_KEYS.items():
+        if given.get(key, value) != value:
+            raise BastionConfigError(
+                f'"{key}": {given[key]!r} does not work with method "bastion" ({why}): remove the key'
+            )
+    if not given.get("model"):
+        raise BastionConfigError(
+            'method "bastion" needs "model" in speculative_config: the path or Hugging Face name of a '
+            "DFlash drafter trained for the target"
+        )
+    nodes = given.get("num_speculative_tokens")
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        raise BastionConfigError(
+            '"num_speculative_tokens" must be a whole number of at least 1, the most draft nodes '
+            f"verified per step (32 is a good start); got {nodes!r}"
+        )
+    budget = given.get("bastion_budget", "adaptive")
+    if isinstance(budget, int) and budget > nodes:
+        raise BastionConfigError(
+            f'"bastion_budget": {budget} is more than "num_speculative_tokens": {nodes}: lower the '
+            "first or raise the second"
+        )
+
+
+def _check_own_key(key: str, value: Any) -> None:
+    literals, takes_int, takes_any = key_type(key)
+    if isinstance(value, str) and (value in literals or (takes_any and value)):
+        return
+    low, high = _INTEGER_RANGES.get(key, (None, None))
+    if takes_int and isinstance(value, int) and not isinstance(value, bool):
+        if (low is None or value >= low) and (high is None or value <= high):
+            return
+    options = [f'"{name}"' for name in literals]
+    if takes_int:
+        span = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        options.append(f"a whole number {span}")
+    if takes_any:
+        options += ['"auto"', '"off"', "a file name"]
+    raise BastionConfigError(f'"{key}" must be {" or ".join(options)}; got {value!r}')
+
+
+def check_host() -> None:
+    """Refuse a CPU host without a Triton back end where the interpreter was not asked for."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        return
+    if current_platform.is_cpu() and not envs.interpreter_requested():
+        raise BastionConfigError(
+            'method "bastion" needs Triton, which has no back end on this CPU host: set '
+            f"{envs.INTERPRETER}=1 to run vLLM's kernels in Triton's interpreter (exact, but slow)"
+        )
+    if current_platform.is_cpu():
+        raise BastionConfigError(
+            f"{envs.INTERPRETER}=1 came too late or was not seen: set it before Python starts, leave "
+            'VLLM_TARGET_DEVICE unset, and let VLLM_PLUGINS (if set) contain "bastion_cpu"'
+        )
+    raise BastionConfigError('method "bastion" needs Triton, which vLLM could not use on this host')
+
+
+def check_drafter(drafter: Any, name: str, target: Any) -> None:
+    """Check the drafter's checkpoint, alone and against the target.
+
+    Args:
+        drafter: its Hugging Face config, as `vllm.transformers_utils.config.get_config` reads it.
+        name: what the user gave as "model".
+        target: vLLM's ModelConfig of the target.
+    """
+    architectures = list(getattr(drafter, "architectures", None) or [])
+    block_size = getattr(drafter, "block_size", None)
+    dflash = getattr(drafter, "dflash_config", None)
+    if not DFLASH_ARCHITECTURES.intersection(architectures) or not isinstance(dflash, dict):
+        shown = ", ".join(architectures) or "none named"
+        raise BastionConfigError(
+            f'"model": "{name}" is no DFlash drafter (architecture: {shown}): give a checkpoint of '
+            'architecture DFlashDraftModel with "block_size" and "dflash_config"'
+        )
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 2:
+        raise BastionConfigError(
+            f'the config of drafter "{name}" has "block_size": {block_size!r}, where a DFlash '
+            "checkpoint has a whole number of at least 2: use a complete checkpoint"
+        )
+    for key, why in (
+        ("sample_from_anchor", "samples from the anchor position"),
+        ("selector_rank", "selects candidates with a head of its own"),
+    ):
+        if dflash.get(key):
+            raise BastionConfigError(
+                f'drafter "{name}" {why} (dflash_config.{key}), which a tree cannot use: use a plain '
+                "DFlash checkpoint"
+            )
+    vocab = target.get_vocab_size()
+    for key in ("vocab_size", "draft_vocab_size"):
+        own = getattr(drafter, key, None)
+        if own is not None and own != vocab:
+            raise BastionConfigError(
+                f'drafter "{name}" has {key} {own} and the target a vocabulary of {vocab}: use the '
+                "drafter that was trained for this target"
+            )
+    layers = target.get_total_num_hidden_layers()
+    beyond = [i for i in dflash.get("target_layer_ids") or () if not 0 <= i < layers]
+    if beyond:
+        raise BastionConfigError(
+            f'drafter "{name}" reads target layer {beyond[0]} (dflash_config.target_layer_ids), and '
+            f"the target has {layers} layers: use the drafter that was trained for this target"
+        )
+
+
+def check_target(model: Any) -> None:
+    """Refuse a target model that a tree cannot be verified on.
+
+    Args:
+        model: vLLM's ModelConfig of the target.
+    """
+    layer_types = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    window = model.get_sliding_window()
+    causes: tuple[tuple[Callable[[], Any], str], ...] = (
+        (lambda: model.runner_type != "generate", "is a pooling model"),
+        (lambda: model.is_encoder_decoder, "is an encoder-decoder"),
+        (lambda: model.is_diffusion, "is a diffusion model"),
+        (lambda: model.is_attention_free or model.is_hybrid, "has recurrent (Mamba-like) layers"),
+        (lambda: model.use_mla, "uses multi-head latent attention"),
+        (
+            lambda: window or layer_types & {"sliding_attention", "chunked_attention"},
+            "has sliding-window or chunked attention",
+        ),
+        (lambda: model.attention_chunk_size, "has chunked local attention"),
+        (lambda: model.rswa_window, "has sliding-window attention"),
+        (lambda: model.uses_alibi, "uses ALiBi"),
+        (lambda: model.uses_mrope, "uses M-RoPE positions"),
+        (lambda: model.is_mm_prefix_lm, "attends to image tokens in both directions"),
+    )
+    for applies, what in causes:
+        if applies():
+            raise BastionConfigError(
+                f'the target "{model.model}" {what}, which method "bastion" cannot verify trees on: '
+                "use another target, or drop speculative_config"
+            )
+
+
+def _refusals(vllm_config: Any) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, sentence) for the finished configuration."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    no = 'does not work with method "bastion"'
+    yield parallel.pipeline_parallel_size > 1, f"pipeline_parallel_size > 1 {no}: set it to 1"
+    yield (
+        parallel.decode_context_parallel_size > 1,
+        f"decode_context_parallel_size > 1 {no}: set it to 1",
+    )
+    yield (
+        parallel.prefill_context_parallel_size > 1,
+        f"prefill_context_parallel_size > 1 {no}: set it to 1",
+    )
+    yield bool(parallel.use_ubatching), f"enable_dbo (dual batch overlap) {no}: remove it"
+    yield (
+        bool(parallel.enable_batch_sharded_sampling),
+        f"enable_batch_sharded_sampling {no}: remove it",
+    )
+    yield vllm_config.lora_config is not None, f"enable_lora {no}: remove it"
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    yield connector is not None, f"the KV connector {connector} {no}: remove kv_transfer_config"
+    yield (
+        cache.cache_dtype not in ("auto", "bfloat16", "float16", "half"),
+        f'kv_cache_dtype "{cache.cache_dtype}" {no}: use "auto"',
+    )
+    yield model.return_sampling_mask, f"return_sampling_mask {no}: remove it"
+    yield (
+        vllm_config.aux_output_config.enable_return_routed_experts,
+        f"enable_return_routed_experts {no}: remove it",
+    )
+    yield vllm_config.watermark_config is not None, f"watermark_config {no}: remove it"
+    yield (
+        not vllm_config.use_v2_model_runner,
+        'method "bastion" needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and drop the options '
+        "that vLLM's warning above names, if any",
+    )
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Check the finished configuration of an engine that uses method "bastion".
+
+    Raises:
+        compat.UnsupportedVllmError: this vLLM cannot run it.
+        BastionConfigError: an option is in the way, or the batch token limit is too small.
+    """
+    compat.require()
+    spec_config = vllm_config.speculative_config
+    assert isinstance(spec_config, BastionSpeculativeConfig)
+    for applies, sentence in _refusals(vllm_config):
+        if applies:
+            raise BastionConfigError(sentence)
+    check_token_limit(
+        spec_config.num_speculative_tokens,
+        spec_config.bastion_gamma,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+    )
+
+
+def check_token_limit(nodes: int, gamma: int, limit: int | None) -> None:
+    """A step of one request (root, nodes, drafter's block) must fit into the batch token limit."""
+    if limit is not None and 1 + nodes + gamma > limit:
+        room = limit - 1 - gamma
+        way_out = f"lower it to {room} or " if room >= 1 else ""
+        raise BastionConfigError(
+            f'"num_speculative_tokens": {nodes} needs max_num_batched_tokens of at least '
+            f"{1 + nodes + gamma} (1 + nodes + the drafter's {gamma}), which is {limit}: "
+            f"{way_out}raise max_num_batched_tokens"
+        )
+
+
+def check_layers(layers: dict[str, Any]) -> None:
+    """Refuse attention layers of a loaded target that the tree kernels do not implement.
+
+    Args:
+        layers: the target's attention layers by name, the drafter's left out.
+    """
+    for name, layer in layers.items():
+        impl = getattr(layer, "impl", None)
+        window = getattr(layer, "sliding_window", None)
+        what = None
+        if getattr(impl, "sinks", None) is not None:
+            what = "has attention sinks"
+        elif getattr(impl, "alibi_slopes", None) is not None:
+            what = "uses ALiBi"
+        elif window is not None:
+            what = f"has a sliding window of {window}"
+        elif getattr(layer, "attn_type", "decoder") != "decoder":
+            what = f"is of type {layer.attn_type}"
+        if what is not None:
+            raise BastionConfigError(
+                f'attention layer {name} of the target {what}, which method "bastion" cannot verify '
+                "trees on: use another target, or drop speculative_config"
+            )
