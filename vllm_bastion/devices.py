@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peak FLOP/s and memory bandwidth: known GPUs from their data sheets, others measured once.
+
+Peaks are dense bf16 tensor throughput with fp32 accumulation (data sheets that print only the
+sparse figure are halved) and the memory's nominal bandwidth, in decimal units.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """The roof of one device."""
+
+    name: str
+    peak_flops: float  # FLOP/s
+    bandwidth: float  # bytes/s
+    source: str
+
+
+_NVIDIA = "nvidia.com data sheet"
+
+# (words that must all be in torch's device name, lower case; most specific first), spec.
+# The memory size tells the two A100 generations apart, so it is part of the words where it matters.
+KNOWN_DEVICES: tuple[tuple[tuple[str, ...], DeviceSpec], ...] = (
+    # A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950): 312 TFLOPS; 80 GB PCIe 1,935 GB/s,
+    # 80 GB SXM 2,039 GB/s, 40 GB (both forms) 1,555 GB/s.
+    (("a100", "pcie", "80gb"), DeviceSpec("A100 PCIe 80GB", 312e12, 1935e9, f"{_NVIDIA} A100")),
+    (("a100", "sxm", "80gb"), DeviceSpec("A100 SXM 80GB", 312e12, 2039e9, f"{_NVIDIA} A100")),
+    (("a100", "40gb"), DeviceSpec("A100 40GB", 312e12, 1555e9, f"{_NVIDIA} A100")),
+    (("a100", "80gb"), DeviceSpec("A100 PCIe 80GB", 312e12, 1935e9, f"{_NVIDIA} A100")),
+    # H100 data sheet (nvidia-tensor-core-gpu-datasheet): 1,979 / 1,513 / 1,671 TFLOPS with
+    # sparsity, 3.35 / 2.0 / 3.9 TB/s for SXM / PCIe / NVL.
+    (("h100", "pcie"), DeviceSpec("H100 PCIe", 756.5e12, 2000e9, f"{_NVIDIA} H100")),
+    (("h100", "nvl"), DeviceSpec("H100 NVL", 835.5e12, 3900e9, f"{_NVIDIA} H100")),
+    (("h100",), DeviceSpec("H100 SXM", 989.5e12, 3350e9, f"{_NVIDIA} H100")),
+    # H200 data sheet (hpc-datasheet-sc23-h200): 1,979 (SXM) / 1,671 (NVL) TFLOPS with sparsity,
+    # 4.8 TB/s.
+    (("h200", "nvl"), DeviceSpec("H200 NVL", 835.5e12, 4800e9, f"{_NVIDIA} H200")),
+    (("h200",), DeviceSpec("H200 SXM", 989.5e12, 4800e9, f"{_NVIDIA} H200")),
+    # HGX B200 data sheet: 36 PFLOPS bf16 with sparsity over eight GPUs; DGX B200: 64 TB/s over
+    # eight.
+    (("b200",), DeviceSpec("B200", 2250e12, 8000e9, f"{_NVIDIA} HGX/DGX B200")),
+    # RTX PRO 6000 Blackwell data sheet: 1,792 GB/s and 4,000 TOPS of sparse FP4, which is eight
+    # times dense bf16 (503.8 TFLOPS in the RTX Blackwell PRO white paper).
+    (
+        ("rtx pro 6000", "blackwell"),
+        DeviceSpec("RTX PRO 6000 Blackwell", 503.8e12, 1792e9, f"{_NVIDIA} RTX PRO 6000"),
+    ),
+    # RTX A6000 data sheet: 309.7 TFLOPS with sparsity, 768 GB/s.
+    (("rtx a6000",), DeviceSpec("RTX A6000", 154.8e12, 768e9, f"{_NVIDIA} RTX A6000")),
+    # L40S data sheet: 362.05 TFLOPS dense, 864 GB/s.
+    (("l40s",), DeviceSpec("L40S", 362.05e12, 864e9, f"{_NVIDIA} L40S")),
+    # Ada GPU architecture white paper, RTX 4090: 165.2 TFLOPS bf16 with fp32 accumulate,
+    # 1,008 GB/s.
+    (("rtx 4090",), DeviceSpec("RTX 4090", 165.2e12, 1008e9, "NVIDIA Ada white paper")),
+)
+
+
+def known_device(name: str) -> DeviceSpec | None:
+    """The data-sheet spec for `torch.cuda.get_device_name()`, or None if it is not in the table."""
+    words = name.lower()
+    for needed, spec in KNOWN_DEVICES:
+        if all(word in words for word in needed):
+            return spec
+    return None
+
+
+def device_spec(device: torch.device | str, dtype: torch.dtype | None = None) -> DeviceSpec:
+    """The table's spec of a CUDA device that is in it; anything else is measured."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        spec = known_device(torch.cuda.get_device_name(device))
+        if spec is not None:
+            return spec
+    return measure_device(device, dtype)
+
+
+def measure_device(
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    *,
+    copy_bytes: int | None = None,
+    matmul_size: int | None = None,
+) -> DeviceSpec:
+    """Bandwidth by a copy and FLOP/s by a square matmul, best of seven each.
+
+    Args:
+        device: where to measure, the CPU included.
+        dtype: of the matmul; default bf16, on the CPU fp32.
+        copy_bytes: size of the buffer copied; must not fit a cache.
+        matmul_size: rows of the square matrices.
+    """
+    import torch
+
+    device = torch.device(device)
+    on_cpu = device.type == "cpu"
+    dtype = dtype or (torch.float32 if on_cpu else torch.bfloat16)
+    source = torch.empty(
+        copy_bytes or (256 << 20 if on_cpu else 1 << 30), dtype=torch.uint8, device=device
+    ).zero_()
+    target = torch.empty_like(source)
+    copy_s = _best_seconds(lambda: target.copy_(source), device)
+    size = matmul_size or (1024 if on_cpu else 8192)
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    b = torch.ones(size, size, dtype=dtype, device=device)
+    matmul_s = _best_seconds(lambda: torch.matmul(a, b), device)
+    name = "cpu" if on_cpu else torch.cuda.get_device_name(device)
+    # a copy reads and writes every byte
+    return DeviceSpec(name, 2 * size**3 / matmul_s, 2 * source.numel() / copy_s, "measured")
+
+
+def _best_seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    import torch
+
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    once()  # the first pass pays for allocation and for choosing a kernel
+    return max(min(once() for _ in range(repeats)), 1e-9)
