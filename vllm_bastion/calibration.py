@@ -168,9 +168,9 @@ def _fit(roofline: Roofline, grid: FloatArray) -> CalibratedRoofline:
     starts = [
         _line(memory, measured, sigma, ~compute_bound)
         + _line(compute, measured, sigma, compute_bound),
-        _line(memory, measured, sigma, ~compute_bound) + (0.0, 0.0),
-        _line(memory, measured, sigma, rows >= 0) + (0.0, 0.0),
-        (0.0, 0.0) + _line(compute, measured, sigma, rows >= 0),
+        (*_line(memory, measured, sigma, ~compute_bound), 0.0, 0.0),
+        (*_line(memory, measured, sigma, rows >= 0), 0.0, 0.0),
+        (0.0, 0.0, *_line(compute, measured, sigma, rows >= 0)),
     ]
     fits = []
     for start in starts:

@@ -90,12 +90,10 @@ def order_scores(rho: ArrayLike, limits: ArrayLike) -> ScoreOrder:
 def speedup_curve(order: ScoreOrder, cost_ms: CostArray, base_rows: int) -> NDArray[np.float64]:
     """S(n) for n = 0 .. as many nodes as there are and the cost table reaches.
 
-    Raises:
-        ValueError: the cost table ends before the rows that are no draft nodes.
+    A step whose other rows alone are beyond the table (a long prompt chunk) gets no draft nodes.
     """
+    base_rows = min(base_rows, len(cost_ms) - 1)
     top = min(len(order.rows), len(cost_ms) - 1 - base_rows)
-    if top < 0:
-        raise ValueError(f"cost table of {len(cost_ms) - 1} rows, {base_rows} rows in the step")
     cost = cost_ms[base_rows : base_rows + top + 1].astype(np.float64)
     return order.expected[: top + 1] / cost
 
@@ -130,7 +128,8 @@ def choose_budget(
 
 
 def _budget(order: ScoreOrder, n: int, cost_ms: CostArray, base_rows: int) -> Budget:
-    return Budget(order.counts(n), float(order.expected[n]), float(cost_ms[base_rows + n]))
+    row = min(base_rows + n, len(cost_ms) - 1)
+    return Budget(order.counts(n), float(order.expected[n]), float(cost_ms[row]))
 
 
 class BudgetController:

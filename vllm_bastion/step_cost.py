@@ -90,7 +90,8 @@ class StepCostTable:
         self.carrier = carrier
         self._columns = _measured_columns(self.samples)
         self._row_points = np.array(sorted(self._columns), dtype=np.float64)
-        self._padded_rows = _padded_rows(self.max_rows, self.captured_sizes)
+        # [max_rows + 1] float64: rows that the target computes for n asked ones
+        self.padded_rows = _padded_rows(self.max_rows, self.captured_sizes)
         self._cache: dict[tuple[int, int], CostArray] = {}
 
     # ---- constructors for tests and for engines that have not been measured -------------------
@@ -157,7 +158,7 @@ class StepCostTable:
         """[max_rows + 1] float64: the target's forward pass alone, by total target rows."""
         context = bucket_context(context_bucket(context_len))
         at_points = self._at_context(max(1, int(num_reqs)), context)
-        by_row = _interpolate(self._padded_rows, self._row_points, at_points)
+        by_row = _interpolate(self.padded_rows, self._row_points, at_points)
         return np.maximum(np.maximum.accumulate(by_row), _MIN_MS)
 
     def drafter_ms(self, num_reqs: int) -> float:
