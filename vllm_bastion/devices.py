@@ -7,9 +7,11 @@ sparse figure are halved) and the memory's nominal bandwidth, in decimal units.
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -134,3 +136,27 @@ def _best_seconds(work: Callable[[], object], device: torch.device, repeats: int
 
     once()  # the first pass pays for allocation and for choosing a kernel
     return max(min(once() for _ in range(repeats)), 1e-9)
+
+
+def device_name(device: torch.device | str) -> str:
+    """What a latency profile calls this device: the CUDA name, or the CPU's model and threads.
+
+    The thread count belongs to a CPU's name because it changes every time measured on it.
+    """
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_model()} x{torch.get_num_threads()}"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.lower().startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "cpu"
