@@ -49,9 +49,14 @@ def enable() -> bool:
     """
     if not is_cpu_build() or has_cpu_backend():
         return False
-    # Before the first import of Triton: kernels choose between compiler and interpreter when they
-    # are decorated.
-    os.environ["TRITON_INTERPRET"] = "1"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        # Functions choose between compiler and interpreter when they are decorated, and torch has
+        # imported Triton's own ones (tl.max and the like) before vLLM calls any plugin: they are
+        # forgotten here and decorated again. The C extension can be loaded only once and stays.
+        os.environ["TRITON_INTERPRET"] = "1"
+        for name in list(sys.modules):
+            if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
+                del sys.modules[name]
     from triton.backends import Backend, backends
 
     compiler: Any = None
@@ -65,4 +70,3 @@ def active() -> bool:
     module = sys.modules.get("triton.backends")
     backend = getattr(module, "backends", {}).get("cpu")
     return backend is not None and backend.driver is _InterpreterDriver
-
