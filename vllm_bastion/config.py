@@ -2,8 +2,9 @@
 """The settings of method "bastion": a SpeculativeConfig of vLLM with a few keys of its own.
 
 To vLLM the method is `dflash`: drafter loading, auxiliary hidden states and KV look-ahead come with
-that. `num_speculative_tokens` is the node budget N (the most draft nodes verified in a step, the root
-not counted); the depth of the tree, gamma, is the drafter's own block and is read from its checkpoint.
+that. `num_speculative_tokens` is the node budget N (the most draft nodes verified in a step, the
+root not counted); the depth of the tree, gamma, is the drafter's own block and is read from its
+checkpoint.
 
 This module is unpickled in the engine's child processes before plugins are loaded there: it must
 import without any hook being in place, and must not import `vllm.v1.worker.gpu`.
@@ -83,7 +84,7 @@ def chain_view(spec_config: BastionSpeculativeConfig) -> BastionSpeculativeConfi
 
 
 def chain_view_of(vllm_config: VllmConfig) -> VllmConfig:
-    """A VllmConfig whose speculative settings are `chain_view`; the one given where bastion is off."""
+    """A VllmConfig with `chain_view` settings; the one given where bastion is off."""
     spec_config = bastion_config(vllm_config)
     if spec_config is None:
         return vllm_config
@@ -124,8 +125,9 @@ def key_type(name: str) -> tuple[tuple[str, ...], bool, bool]:
 
 def key_default(name: str) -> Any:
     """Default of a bastion_* setting."""
-    field = next(f for f in fields(BastionSpeculativeConfig) if f.name == name)  # type: ignore[arg-type]
-    return getattr(field.default, "default", field.default)
+    own = fields(BastionSpeculativeConfig)  # type: ignore[arg-type]
+    default = next(f.default for f in own if f.name == name)
+    return getattr(default, "default", default)
 
 
 def markdown_table() -> str:

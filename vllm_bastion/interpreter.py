@@ -2,9 +2,10 @@
 """Model Runner V2 on a CPU host: vLLM's Triton kernels in Triton's interpreter.
 
 vLLM's CPU build uses Triton only where `triton.backends` has an entry `cpu`, and without Triton it
-falls back to the V1 runner, which has none of the hooks we need. An entry with an inactive driver is
-enough for vLLM, and Triton's own choice of a driver does not see it; TRITON_INTERPRET makes every
-kernel run as Python. Exact and slow, hence only on request (VLLM_BASTION_TRITON_INTERPRETER=1).
+falls back to the V1 runner, which has none of the hooks we need. An entry with an inactive driver
+is enough for vLLM, and Triton's own choice of a driver does not see it; TRITON_INTERPRET makes
+every kernel run as Python. Exact and slow, hence only on request
+(VLLM_BASTION_TRITON_INTERPRETER=1).
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def enable() -> bool:
     """Prepare this process, and its children, for the interpreter.
 
     Returns:
-        True where it is on now; False where the host needs none (a CUDA build of vLLM, or a real CPU
-        back end of Triton).
+        True where it is on now; False where the host needs none (a CUDA build of vLLM, or a real
+        CPU back end of Triton).
     """
     if not is_cpu_build() or has_cpu_backend():
         return False

@@ -11,7 +11,8 @@ from vllm_bastion import compat, envs
 
 
 def register() -> None:
-    """`vllm.general_plugins`: teach vLLM the method "bastion"; nothing changes until it is asked for.
+    """`vllm.general_plugins`: teach vLLM the method "bastion"; nothing changes until it is asked
+    for.
 
     On an unsupported vLLM only the place that reads the user's configuration is touched, so that a
     request for method "bastion" gets the reason instead of a schema error.
@@ -30,8 +31,8 @@ def register() -> None:
 def cpu_platform() -> None:
     """`vllm.platform_plugins`: switch Triton's interpreter on before vLLM looks for Triton.
 
-    vLLM calls this in every process before `vllm.triton_utils` decides whether Triton works, which is
-    why it is done here. It is no platform: the answer is always None.
+    vLLM calls this in every process before `vllm.triton_utils` decides whether Triton works, which
+    is why it is done here. It is no platform: the answer is always None.
     """
     try:
         if envs.interpreter_requested():

@@ -2,9 +2,9 @@
 """Start-up checks: everything a tree cannot serve is refused before the engine exists.
 
 Every message is one sentence that names the key or flag and the way out. The checks come in three
-parts, each as early as what it reads exists: the user's keys, the drafter's checkpoint with the target
-model, and the finished configuration. `check_layers` looks at the loaded target, for what no
-configuration tells.
+parts, each as early as what it reads exists: the user's keys, the drafter's checkpoint with the
+target model, and the finished configuration. `check_layers` looks at the loaded target, for what
+no configuration tells.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTEGER_RANGES = {"bastion_top_k": (1, 32), "bastion_budget": (0, None)}
 # vLLM's own keys with a value that a tree cannot honour: key -> (the value that does, why).
 _FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "draft_sample_method": ("greedy", "a tree holds the drafter's best candidates, not samples"),
-    "rejection_sample_method": ("standard", "bastion accepts by following the target's own samples"),
+    "rejection_sample_method": ("standard", "bastion follows the target's own samples"),
     "enable_adaptive_verification": (False, "bastion sizes the verification itself"),
     "use_heterogeneous_vocab": (False, "drafter and target must share a vocabulary"),
     "use_local_argmax_reduction": (False, "a tree needs more than the best token of a position"),
@@ -57,12 +57,12 @@ def check_user_keys(given: dict[str, Any]) -> None:
     for key, (value, why) in _FIXED_KEYS.items():
         if given.get(key, value) != value:
             raise BastionConfigError(
-                f'"{key}": {given[key]!r} does not work with method "bastion" ({why}): remove the key'
+                f'"{key}": {given[key]!r} does not work with method "bastion" ({why}): remove it'
             )
     if not given.get("model"):
         raise BastionConfigError(
-            'method "bastion" needs "model" in speculative_config: the path or Hugging Face name of a '
-            "DFlash drafter trained for the target"
+            'method "bastion" needs "model" in speculative_config: the path or the Hugging Face '
+            "name of a DFlash drafter trained for the target"
         )
     nodes = given.get("num_speculative_tokens")
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
@@ -84,7 +84,8 @@ def _check_own_key(key: str, value: Any) -> None:
         return
     low, high = _INTEGER_RANGES.get(key, (None, None))
     if takes_int and isinstance(value, int) and not isinstance(value, bool):
-        if (low is None or value >= low) and (high is None or value <= high):
+        above, below = low is None or value >= low, high is None or value <= high
+        if above and below:
             return
     options = [f'"{name}"' for name in literals]
     if takes_int:
@@ -109,8 +110,8 @@ def check_host() -> None:
         )
     if current_platform.is_cpu():
         raise BastionConfigError(
-            f"{envs.INTERPRETER}=1 came too late or was not seen: set it before Python starts, leave "
-            'VLLM_TARGET_DEVICE unset, and let VLLM_PLUGINS (if set) contain "bastion_cpu"'
+            f"{envs.INTERPRETER}=1 came too late or was not seen: set it before Python starts, "
+            'leave VLLM_TARGET_DEVICE unset, and let VLLM_PLUGINS (if set) contain "bastion_cpu"'
         )
     raise BastionConfigError('method "bastion" needs Triton, which vLLM could not use on this host')
 
@@ -143,8 +144,8 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
     ):
         if dflash.get(key):
             raise BastionConfigError(
-                f'drafter "{name}" {why} (dflash_config.{key}), which a tree cannot use: use a plain '
-                "DFlash checkpoint"
+                f'drafter "{name}" {why} (dflash_config.{key}), which a tree cannot use: use a '
+                "plain DFlash checkpoint"
             )
     vocab = target.get_vocab_size()
     for key in ("vocab_size", "draft_vocab_size"):
@@ -158,8 +159,8 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
     beyond = [i for i in dflash.get("target_layer_ids") or () if not 0 <= i < layers]
     if beyond:
         raise BastionConfigError(
-            f'drafter "{name}" reads target layer {beyond[0]} (dflash_config.target_layer_ids), and '
-            f"the target has {layers} layers: use the drafter that was trained for this target"
+            f'drafter "{name}" reads target layer {beyond[0]} (dflash_config.target_layer_ids), '
+            f"and the target has {layers} layers: use the drafter that was trained for this target"
         )
 
 
@@ -190,8 +191,8 @@ def check_target(model: Any) -> None:
     for applies, what in causes:
         if applies():
             raise BastionConfigError(
-                f'the target "{model.model}" {what}, which method "bastion" cannot verify trees on: '
-                "use another target, or drop speculative_config"
+                f'the target "{model.model}" {what}, which method "bastion" cannot verify trees '
+                "on: use another target, or drop speculative_config"
             )
 
 
@@ -229,8 +230,8 @@ def _refusals(vllm_config: Any) -> Iterator[tuple[bool, str]]:
     yield vllm_config.watermark_config is not None, f"watermark_config {no}: remove it"
     yield (
         not vllm_config.use_v2_model_runner,
-        'method "bastion" needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and drop the options '
-        "that vLLM's warning above names, if any",
+        'method "bastion" needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and drop the '
+        "options that vLLM's warning above names, if any",
     )
 
 
@@ -286,6 +287,6 @@ def check_layers(layers: dict[str, Any]) -> None:
             what = f"is of type {layer.attn_type}"
         if what is not None:
             raise BastionConfigError(
-                f'attention layer {name} of the target {what}, which method "bastion" cannot verify '
-                "trees on: use another target, or drop speculative_config"
+                f'attention layer {name} of the target {what}, which method "bastion" cannot '
+                "verify trees on: use another target, or drop speculative_config"
             )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: every place in vLLM that this package changes, and why.
 
-`apply_all` installs it in each vLLM process. The adapters inside the model runner are installed later
-and only for an engine that uses method "bastion", by `vllm_bastion.runner.install`, with the same
-`wrap`.
+`apply_all` installs it in each vLLM process. The adapters inside the model runner are installed
+later and only for an engine that uses method "bastion", by `vllm_bastion.runner.install`, with the
+same `wrap`.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ HOOKS: tuple[Hook, ...] = (
 def apply_all(only_entry: bool = False) -> None:
     """Install the ledger in this process; a second call changes nothing.
 
-    A hook that does not fit is remembered with `compat.disable`: method "bastion" is then refused with
-    that reason, and everything else goes on.
+    A hook that does not fit is remembered with `compat.disable`: method "bastion" is then refused
+    with that reason, and everything else goes on.
 
     Args:
         only_entry: on an unsupported vLLM, only where the method is asked for, unchecked.

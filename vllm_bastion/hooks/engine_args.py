@@ -31,9 +31,8 @@ def requested(engine_args: Any) -> bool:
 
 def _merged(engine_args: Any) -> dict[str, Any]:
     """The user's keys, short flags included, hyphens replaced; what vLLM's original does first."""
-    merged = {
-        key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()
-    }
+    given = engine_args.speculative_config or {}
+    merged = {key.replace("-", "_"): value for key, value in given.items()}
     for flag, key, attribute in _SHORT_FLAGS:
         value = getattr(engine_args, attribute)
         if value is None:
@@ -95,8 +94,8 @@ def _drafter_config(given: dict[str, Any], target_model_config: Any) -> Any:
     except Exception as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise BastionConfigError(
-            f'the drafter "model": "{given["model"]}" could not be read ({first_line}): give the path '
-            "or the Hugging Face name of a DFlash checkpoint"
+            f'the drafter "model": "{given["model"]}" could not be read ({first_line}): give the '
+            "path or the Hugging Face name of a DFlash checkpoint"
         ) from error
 
 

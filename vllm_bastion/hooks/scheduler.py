@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks in the engine core: what is scheduled, and what is counted.
 
-The scheduler plans N placeholders for every request; the worker verifies fewer, and says how many in
-`ModelRunnerOutput.bastion_num_verified` (request id -> nodes). Requests with a grammar are decoded
-along the spine, so that gamma placeholders do: every one costs a bitmask row filled on the CPU.
+The scheduler plans N placeholders for every request; the worker verifies fewer, and says how many
+in `ModelRunnerOutput.bastion_num_verified` (request id -> nodes). Requests with a grammar are
+decoded along the spine, so that gamma placeholders do: every one costs a bitmask row filled on the
+CPU.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _grammar_limit(scheduler: Any) -> int | None:
 
 
 def update_after_schedule(original: Callable[..., Any], self: Any, scheduler_output: Any) -> None:
-    """Take back placeholders past gamma that a grammar request was padded with on (re-)admission."""
+    """Take back placeholders past gamma that a grammar request was padded with on admission."""
     gamma = _grammar_limit(self)
     if gamma is not None:
         scheduled = scheduler_output.scheduled_spec_decode_tokens

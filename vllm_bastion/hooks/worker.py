@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hook in the worker process: where the runner adapters and the interpreter's fixes come in.
 
-It runs when the worker class has been imported (with the platform's own patches) and before the model
-runner is built, which is the only moment that suits both.
+It runs when the worker class has been imported (with the platform's own patches) and before the
+model runner is built, which is the only moment that suits both.
 """
 
 from __future__ import annotations

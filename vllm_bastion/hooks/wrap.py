@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrap a function of vLLM once, and only if it still looks as expected.
 
-A wrapper is called as `wrapper(original, *args, **kwargs)`. It must hand on to the original unless the
-engine at hand uses method "bastion", so that other methods behave as without this package.
+A wrapper is called as `wrapper(original, *args, **kwargs)`. It must hand on to the original unless
+the engine at hand uses method "bastion", so that other methods behave as without this package.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def resolve(target: str) -> tuple[Any, str, Any]:
     """Find `package.module:Class.attribute` or `package.module:name`.
 
     Returns:
-        The owner (module or class), the attribute's name, and the raw attribute, descriptors as they
-        are.
+        The owner (module or class), the attribute's name, and the raw attribute, descriptors as
+        they are.
 
     Raises:
         HookError: naming what is missing.
@@ -76,7 +76,8 @@ def wrap(target: str, wrapper: Callable[..., Any], expects: str | None = None) -
         expects: the `signature` the wrapper was written for; None skips the check.
 
     Raises:
-        HookError: the target is missing, has another signature, or another wrapper of ours is on it.
+        HookError: the target is missing, has another signature, or another wrapper of ours is on
+        it.
     """
     owner, name, attribute = resolve(target)
     original = _function(attribute)
