@@ -34,8 +34,8 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     """Nodes verified per request and step: chosen each step from the measured cost, or a number."""
     bastion_top_k: int = Field(default=16, ge=1, le=32)
     """Candidate tokens kept at each drafted depth, 1 to 32."""
-    bastion_tree: Literal["best_first", "chain", "beam"] = "best_first"
-    """Shape of the tree: best_first is the paper's; chain has width 1; beam is for comparison."""
+    bastion_tree: Literal["best_first", "chain"] = "best_first"
+    """Shape of the tree: best_first is the paper's; chain is the drafter's top-1 at every depth."""
     bastion_controller: Literal["argmax", "first_decrease"] = "argmax"
     """How the budget is found: over all sizes, or the paper's stop at the first decrease."""
     bastion_budget_timing: Literal["exact", "lagged"] = "exact"

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks inside a worker that was asked for method "bastion": the ledger's second half.
+
+They are installed by `vllm_bastion.runner.install`, later than the rest, because importing the model
+runner is only right once the platform has applied its own patches. The names are wrapped in
+`vllm.v1.worker.gpu.model_runner`, which looks them up: it imported them by name. Each wrapper looks
+at the config it is given, so an engine without bastion in the same process gets the originals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_bastion.config import bastion_config
+from vllm_bastion.hooks import Hook
+
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+RUNNER_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="vllm.model_executor.layers.attention.attention:get_attn_backend",
+        wrapper="runner:get_attn_backend",
+        expects=(
+            "(head_size, dtype, kv_cache_dtype, use_mla=, has_sink=, use_sparse=, use_mm_prefix=, "
+            "use_per_head_quant_scales=, attn_type=, num_heads=, has_sliding_window=)"
+        ),
+        why="no backend of vLLM 0.32 takes a tree mask",
+        what="the target's layers get ours; the drafter's keep vLLM's",
+        upstream="a tree-capable backend",
+    ),
+    Hook(
+        target=f"{_RUNNER}:init_speculator",
+        wrapper="runner:init_speculator",
+        expects="(vllm_config, device, req_states)",
+        why="a closed if/elif over the methods",
+        what="builds BastionSpeculator",
+        upstream="a registry of speculators",
+    ),
+    Hook(
+        target=f"{_RUNNER}:init_model_state",
+        wrapper="runner:init_model_state",
+        expects="(vllm_config, model, encoder_cache, device)",
+        why="the class follows from the model, not from the speculative method",
+        what="builds BastionModelState",
+        upstream="a registry of model states",
+    ),
+    Hook(
+        target=f"{_RUNNER}:maybe_create_adaptive_verification_manager",
+        wrapper="runner:create_manager",
+        expects=(
+            "(enable_adaptive_verification, attn_groups, req_states, query_start_loc, "
+            "num_bonus_tokens, max_total_logits, vllm_config, target_layer_names=, "
+            "additional_attn_cg_support=)"
+        ),
+        why="vLLM's manager ranks positions of a chain by confidence",
+        what="builds BastionVerificationManager, which trims to N* exactly",
+        upstream="a seam for other managers",
+    ),
+    Hook(
+        target=f"{_RUNNER}:resolve_adaptive_cudagraph_mode",
+        wrapper="runner:resolve_cudagraph_mode",
+        expects="(mode, piecewise_capture_available)",
+        why="it asserts FULL graphs; an eager engine, and every CPU engine, has none",
+        what="leaves such a mode as it is",
+        upstream="adaptive verification without graphs",
+    ),
+    Hook(
+        target=f"{_RUNNER}:StructuredOutputsWorker",
+        wrapper="runner:structured_outputs_worker",
+        expects="(max_num_logits, vocab_size, device, mask_stride, num_bonus_tokens)",
+        why="a bitmask for N drafts a request: 10 GB at N = 512, 1024 requests, vocabulary 152k",
+        what="sizes it by gamma, which is what a request with a grammar gets",
+        upstream="a per-request number of speculative tokens",
+    ),
+    Hook(
+        target=f"{_RUNNER}:GPUModelRunner.sample_tokens",
+        wrapper="runner:sample_tokens",
+        expects="(self, grammar_output)",
+        why="only the worker knows how many nodes were verified",
+        what="sends the counts to the scheduler's metrics with the step's output",
+        upstream="adaptive verification reports what it verified",
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+        wrapper="runner:warm_up",
+        expects="(self)",
+        why="the step-cost table is measured on the finished engine, before the first request",
+        what="measures it",
+        upstream="a callback after warm-up",
+    ),
+    Hook(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        wrapper="runner:warm_up",
+        expects="(self)",
+        why="as above: the CPU worker overrides the method",
+        what="as above",
+        upstream="a callback after warm-up",
+    ),
+)
+
+
+def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A tree-capable backend for a target layer; vLLM's own for a drafter's."""
+    from vllm.compilation import backends
+    from vllm.config import get_current_vllm_config
+
+    from vllm_bastion.runner.attention import tree_backend
+    backend = original(*args, **kwargs)
+    # load_dflash_model builds the drafter under this tag.
+    if bastion_config(get_current_vllm_config()) is None or backends.model_tag == "dflash_head":
+        return backend
+    return tree_backend(backend)
+
+
+def init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
+    """BastionSpeculator in place of DFlashSpeculator."""
+    from vllm_bastion.runner.runtime import make_runtime
+
+    if bastion_config(vllm_config) is None:
+        return original(vllm_config, device, req_states)
+    from vllm_bastion.runner.speculator import BastionSpeculator
+
+    return BastionSpeculator(make_runtime(vllm_config, device), vllm_config, device)
+
+
+def init_model_state(
+    original: Callable[..., Any], vllm_config: Any, model: Any, encoder_cache: Any, device: Any
+) -> Any:
+    """BastionModelState in place of DefaultModelState."""
+    from vllm_bastion.runner.runtime import runtime_of
+
+    if bastion_config(vllm_config) is None:
+        return original(vllm_config, model, encoder_cache, device)
+    from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    from vllm_bastion.runner.model_state import BastionModelState
+
+    if resolve_model_state_cls(vllm_config, model) is not DefaultModelState:
+        raise ValueError(
+            f"method 'bastion' serves plain decoder models; {type(model).__name__} keeps state of "
+            "its own between tokens. Use method 'dflash' for it."
+        )
+    return BastionModelState(runtime_of(vllm_config), vllm_config, model, encoder_cache, device)
+
+
+def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
+    """BastionVerificationManager."""
+    from vllm_bastion.runner.runtime import runtime_of
+
+    vllm_config = kwargs["vllm_config"]
+    if bastion_config(vllm_config) is None:
+        return original(**kwargs)
+    from vllm_bastion.runner.verification import BastionVerificationManager
+
+    return BastionVerificationManager(
+        runtime_of(vllm_config).trees,
+        kwargs["req_states"],
+        kwargs["query_start_loc"],
+        kwargs["num_bonus_tokens"],
+    )
+
+
+def resolve_cudagraph_mode(original: Callable[..., Any], mode: Any, **kwargs: Any) -> Any:
+    """vLLM itself calls this with FULL graphs only, so nothing changes for it."""
+    return original(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+
+
+def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> Any:
+    """Bitmask rows for gamma drafts a request."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    config = None if vllm_config is None else bastion_config(vllm_config)
+    if config is not None:
+        max_num_reqs = kwargs["max_num_logits"] // kwargs["mask_stride"]
+        kwargs["max_num_logits"] = max_num_reqs * (config.bastion_gamma + 1)
+    return original(**kwargs)
+
+
+def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
+    """Attach the counts of verified nodes to the step's output."""
+    output = original(self, grammar_output)
+    from vllm_bastion.runner.verification import BastionVerificationManager
+
+    manager = self.adaptive_verification
+    runner_output = getattr(output, "model_runner_output", None)
+    if isinstance(manager, BastionVerificationManager) and runner_output is not None:
+        runner_output.bastion_num_verified = manager.take_num_verified()
+    return output
+
+
+def warm_up(original: Callable[..., Any], self: Any) -> Any:
+    """Measure the step costs of an engine that uses method "bastion"."""
+    times = original(self)
+    if bastion_config(self.vllm_config) is not None:
+        from vllm_bastion.runner.calibrate import calibrate
+
+        calibrate(self.model_runner)
+    return times

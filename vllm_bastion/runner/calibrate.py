@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what a step costs on this engine, or take it from a stored profile.
+
+Runs once, after vLLM's warm-up and before the first request. The target's forward pass and the
+drafter are timed by vLLM's own ``StepTimingCollector`` over vLLM's own dummy runs, which replay the
+captured graphs where there are any; the output head, which a verified node also passes, is added.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_bastion.calibration import calibrate_and_report
+from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
+from vllm_bastion.devices import device_spec
+from vllm_bastion.latency import make_latency
+from vllm_bastion.logger import init_logger
+from vllm_bastion.profile_store import Profile, ProfileKey, config_hash, open_profile
+from vllm_bastion.roofline import ModelShape, Roofline
+from vllm_bastion.runner.costs import StepCosts
+from vllm_bastion.runner.runtime import runtime_of
+from vllm_bastion.runner.timing import HostStepTimingCollector, new_mark
+from vllm_bastion.step_cost import StepCostTable
+
+logger = init_logger(__name__)
+
+_REPEATS = 5
+# Sizes timed where there are no graphs to name them, and contexts (cached tokens per request).
+_EAGER_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_CONTEXTS = (128, 2048, 8192)
+
+
+@torch.inference_mode()
+def calibrate(runner: Any) -> None:
+    """Give the engine of `runner` (a ``GPUModelRunner``) its step costs."""
+    vllm_config = runner.vllm_config
+    config = bastion_config(vllm_config)
+    assert config is not None
+    if config.bastion_budget != "adaptive":
+        return
+    runtime = runtime_of(vllm_config)
+    key = profile_key(runner)
+    # Every rank runs the same dummy steps; which file there is, and what was timed, is rank 0's.
+    group = get_tp_group()
+    data = None
+    if group.world_size == 1:
+        profile = open_profile(config.bastion_calibration, key, lambda: measure(runner, key))
+    else:
+        profile = measure(runner, key) if config.bastion_calibration != "off" else None
+        data = group.broadcast_object(profile.to_json() if profile else None, src=0)
+        profile = Profile.from_json(data) if data else None
+    if profile is None:
+        table, roofline = _prior(runner), bare_roofline(runner)
+        calibrated = None
+    else:
+        table, calibrated = profile.table, profile.calibrated
+        roofline = calibrated.roofline if calibrated else None
+    latency = make_latency(
+        config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
+    )
+    runtime.costs = StepCosts(latency, runtime.trees)
+    runtime.costs.install(1, 1.0)
+
+
+def _prior(runner: Any) -> StepCostTable:
+    """The bare roofline as a table, for an engine that is not to be measured."""
+    rows = runner.max_num_tokens
+    roofline = bare_roofline(runner)
+    if roofline is None:
+        return StepCostTable.flat(max_rows=rows)
+    points = np.unique(np.append(np.geomspace(1, rows, 24).astype(int), rows))
+    samples = [
+        (int(n), context, float(roofline.predict_ms(float(n), context)))
+        for n in points
+        for context in _CONTEXTS
+    ]
+    return StepCostTable(samples, max_rows=rows, captured_sizes=captured_sizes(runner))
+
+
+def bare_roofline(runner: Any) -> Roofline | None:
+    """The target's roofline on this device; None where the target is no dense decoder."""
+    model_config = runner.vllm_config.model_config
+    try:
+        shape = ModelShape.from_config(
+            model_config.hf_text_config,
+            bytes_per_element=model_config.dtype.itemsize,
+            tp=runner.parallel_config.tensor_parallel_size,
+        )
+    except ValueError as error:
+        logger.warning("No roofline for this target (%s): costs are the measured ones only", error)
+        return None
+    return Roofline(shape, device_spec(runner.device, model_config.dtype))
+
+
+def captured_sizes(runner: Any) -> list[int]:
+    """Token counts of the FULL graphs of a verifying step, ascending; empty without graphs."""
+    manager = runner.cudagraph_manager
+    if manager is None or not manager.needs_capture() and runner.device.type == "cpu":
+        return []
+    return sorted(manager.captured_token_counts())
+
+
+def profile_key(runner: Any) -> ProfileKey:
+    """Everything that the measured times of this engine depend on."""
+    config = runner.vllm_config
+    spec: BastionSpeculativeConfig = config.speculative_config
+    backend = {g.backend.get_name() for groups in runner.attn_groups for g in groups}
+    name = (
+        torch.cuda.get_device_name(runner.device)
+        if runner.device.type == "cuda"
+        else device_spec(runner.device, config.model_config.dtype).name
+    )
+    return ProfileKey(
+        device=name,
+        target_hash=config_hash(config.model_config.hf_text_config.to_dict()),
+        drafter_hash=config_hash(spec.draft_model_config.hf_config.to_dict()),
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        attention_backend="+".join(sorted(backend)),
+        tp_size=config.parallel_config.tensor_parallel_size,
+        vllm_version=vllm.__version__,
+        graph_sizes=tuple(captured_sizes(runner)),
+    )
+
+
+def measure(runner: Any, key: ProfileKey) -> Profile:
+    """Time the grid rows x contexts and fit the roofline to it."""
+    start = time.perf_counter()
+    sizes = captured_sizes(runner) or [n for n in _EAGER_ROWS if n <= runner.max_num_tokens]
+    longest = max(1, runner.max_model_len - 1)
+    contexts = sorted({min(c, longest) for c in _CONTEXTS})
+    if runner.device.type == "cpu":
+        runner.step_timing = HostStepTimingCollector()
+    head_ms = {n: _head_ms(runner, n) for n in sizes}
+    samples: list[tuple[int, float, float, int]] = []
+    drafter: list[tuple[int, float]] = []
+    for context in contexts:
+        _steps(runner, sizes, context, repeats=1)  # first use of a shape is no measurement
+        for step in _steps(runner, sizes, context, _REPEATS):
+            rows, reqs = step.num_target_tokens, step.num_reqs
+            head = np.interp(rows, list(head_ms), list(head_ms.values()))
+            samples.append((rows, float(context), step.forward_ms + float(head), reqs))
+            drafter.append((reqs, step.drafter_ms))
+    table = StepCostTable(
+        samples,
+        drafter,
+        max_rows=runner.max_num_tokens,
+        captured_sizes=captured_sizes(runner),
+    )
+    roofline = bare_roofline(runner)
+    report = calibrate_and_report(roofline, samples) if roofline else None
+    profile = Profile.from_measurement(key, table, report)
+    error = ""
+    if report is not None:
+        error = f"; roofline error {report.rmse_before:.2f} -> {report.rmse_after:.2f} ms"
+    logger.info(
+        "Measured the cost of a step at %d sizes x %d contexts in %.1f s%s",
+        len(sizes),
+        len(contexts),
+        time.perf_counter() - start,
+        error,
+    )
+    return profile
+
+
+def _steps(runner: Any, sizes: list[int], context: int, repeats: int) -> list[Any]:
+    with runner.step_timing.collect() as timings:
+        for rows in sizes:
+            for _ in range(repeats):
+                runner._dummy_run(rows, context_len=context)
+    return list(timings)
+
+
+def _head_ms(runner: Any, rows: int) -> float:
+    """Median milliseconds of the target's output head over `rows` rows."""
+    hidden = torch.zeros(
+        rows,
+        runner.model_config.get_hidden_size(),
+        dtype=runner.model_config.dtype,
+        device=runner.device,
+    )
+    times = []
+    for _ in range(_REPEATS):
+        start, end = new_mark(runner.device), new_mark(runner.device)
+        start.record()
+        runner.model.compute_logits(hidden)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of real steps, read without making the device or the host wait.
+
+Marks are CUDA events in a ring; a step's times are read when its last event has completed, some
+steps later. On CPU a mark is the host's clock: vLLM's CPU platform replaces CUDA events by stubs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
+
+_RING = 16
+
+
+class Mark(Protocol):
+    """The part of `torch.cuda.Event` that is used here."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: Mark) -> float: ...
+
+
+class HostMark:
+    """A point on the host's clock with the interface of a CUDA timing event."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: Mark) -> float:
+        """Milliseconds from this mark to `end`."""
+        assert isinstance(end, HostMark)
+        return (end._at - self._at) * 1e3
+
+
+def new_mark(device: torch.device) -> Mark:
+    """A mark for work on `device`."""
+    if device.type == "cpu":
+        return HostMark()
+    mark: Mark = torch.cuda.Event(enable_timing=True)
+    return mark
+
+
+class HostStepTimingCollector(StepTimingCollector):
+    """vLLM's collector of step timings, for a CPU engine: host marks in place of its event stubs."""
+
+    def forward_start(self) -> None:
+        if self._collecting:
+            self._step = StepTimingEvents(HostMark(), HostMark(), HostMark(), HostMark())
+            self._step.forward_start.record()
+
+
+@dataclass
+class StepTimes:
+    """One decode step, milliseconds."""
+
+    rows: int
+    num_reqs: int
+    context_len: float
+    # target's forward pass and output head
+    forward_ms: float
+    # from the start of the forward pass to the end of drafting
+    total_ms: float
+
+
+@dataclass
+class _Step:
+    marks: tuple[Mark, Mark, Mark]  # forward start, logits ready, drafting done
+    rows: int = 0
+    num_reqs: int = 0
+    context_len: float = 0.0
+
+
+class StepTimer:
+    """Marks three points of every verifying step and hands the times out when they are there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._free = [
+            _Step((new_mark(device), new_mark(device), new_mark(device))) for _ in range(_RING)
+        ]
+        self._running: _Step | None = None
+        self._pending: deque[_Step] = deque()
+
+    def forward_start(self, rows: int, num_reqs: int, context_len: float) -> None:
+        """Just before the target's forward pass. Steps beyond the ring's size are not timed."""
+        if self._running is not None:  # the step before never verified anything
+            self._free.append(self._running)
+        self._running = self._free.pop() if self._free else None
+        if self._running is not None:
+            step = self._running
+            step.rows, step.num_reqs, step.context_len = rows, num_reqs, context_len
+            step.marks[0].record()
+
+    def logits_ready(self) -> None:
+        """At the entry of the rejection sampler."""
+        if self._running is not None:
+            self._running.marks[1].record()
+            self._pending.append(self._running)
+            self._running = None
+
+    def drafting_done(self) -> None:
+        """After the drafter, of the step that `logits_ready` marked."""
+        if self._pending:
+            self._pending[-1].marks[2].record()
+
+    def completed(self) -> Iterator[StepTimes]:
+        """Times of the steps that are over, oldest first."""
+        while self._pending and self._pending[0].marks[2].query():
+            step = self._pending.popleft()
+            start, logits, end = step.marks
+            yield StepTimes(
+                step.rows,
+                step.num_reqs,
+                step.context_len,
+                start.elapsed_time(logits),
+                start.elapsed_time(end),
+            )
+            self._free.append(step)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft trees of all requests, in buffers that live as long as the engine.
+
+Sizes: R requests of a batch, S request slots (vLLM's ``max_num_reqs``), N nodes of a tree
+(root not counted), D drafted depth (gamma), K candidates per depth, V vocabulary.
+
+A tree is written at the end of step t by the drafter (``grow``), verified by the target in step
+t+1 and gone after it. Nodes are numbered 0 = root, then by column + 1, in non-increasing path
+score, so that any prefix of columns is a tree: trimming to the budget is cutting columns.
+
+Everything of a request is kept in the row of its *slot* (vLLM's ``idx_mapping``), because the
+batch of step t+1 may hold other requests than the batch of step t.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from bastion_kernels import (
+    ancestor_bits,
+    choose_budget,
+    expand_best_first,
+    topk_logprobs,
+    tree_positions,
+)
+
+from vllm_bastion.runner.host import HostMirror, copy_to_device
+
+
+class Trees:
+    """Trees by request slot, and what the current step knows about its rows.
+
+    Args:
+        max_num_reqs: S.
+        max_num_tokens: most rows of one step (vLLM's ``max_num_batched_tokens``).
+        num_nodes: N, vLLM's ``num_speculative_tokens``.
+        depth: D, the drafter's ``block_size - 1``.
+        top_k: K.
+        budget: nodes verified of every request, or None for the controller's choice.
+        rule: how the controller picks the budget, see ``bastion_kernels.choose_budget``.
+        always_spine: every tree is a chain, the drafter's top-1 at every depth.
+        device: where the target runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        num_nodes: int,
+        depth: int,
+        top_k: int,
+        budget: int | None,
+        rule: str,
+        always_spine: bool,
+        device: torch.device,
+    ) -> None:
+        self.num_nodes, self.depth, self.top_k = num_nodes, depth, top_k
+        self.budget, self.rule, self.device = budget, rule, device
+        slots = max_num_reqs
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        # Of the drafter's batch, by row.
+        self.row_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)  # [R]
+        self.top_tokens = zeros(slots, depth, top_k)
+        self.top_logprobs = zeros(slots, depth, top_k, dtype=torch.float32)
+        self.tokens = zeros(slots, num_nodes, dtype=torch.int64)
+        # Of every request, by slot.
+        self.parents = torch.full((slots, num_nodes), -1, dtype=torch.int32, device=device)
+        self.depths = zeros(slots, num_nodes)
+        self.log_rho = torch.full((slots, num_nodes), -torch.inf, device=device)
+        self.size = zeros(slots)  # nodes the tree has
+        self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
+        self.always_spine = always_spine
+        self.spine_only = torch.full((slots,), always_spine, dtype=torch.bool, device=device)
+        self.spine_only_np = np.full(slots, always_spine)
+        self.num_verify = zeros(slots)  # N* of the next step
+        # Of the step being run, by row (padding rows: slot -1, tail 0).
+        self.step_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)
+        self.tail_lens = zeros(slots)
+        self.positions = zeros(max_num_tokens, dtype=torch.int64)
+        self.path = torch.full((slots, depth + 1), -1, dtype=torch.int32, device=device)
+        self.verifying = False
+
+        # Cost of a whole step by its target rows; a buffer, since the drafter's captured graph
+        # reads it. Flat until something was measured: then the largest tree is the best one.
+        self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
+        self.cost_ms_host = torch.ones(max_num_tokens + 1, dtype=torch.float32)
+        self.base_rows = zeros(())
+        # What the host knows of N* and of the scores behind it.
+        self.host_num_verify = HostMirror(self.num_verify)
+        self.host_log_rho = HostMirror(self.log_rho)
+        self.host_size = HostMirror(self.size)
+
+    # ---- end of step t: the drafter's logits become trees -------------------------------
+
+    def bind_rows(self, idx_mapping: torch.Tensor | None) -> None:
+        """Name the slots the next ``grow`` writes to; None for a dummy batch, which writes none.
+
+        idx_mapping: [R] int64 slot of every row.
+        """
+        count = 0
+        if idx_mapping is not None:
+            count = idx_mapping.shape[0]
+            self.row_slots[:count].copy_(idx_mapping)
+        self.row_slots[count:].fill_(-1)
+        self.base_rows.fill_(max(count, 1))
+
+    def grow(self, logits: torch.Tensor, num_reqs: int) -> None:
+        """Build the trees of a batch. Runs inside the drafter's captured graph.
+
+        logits: [num_reqs * D, V] of the drafter, the D positions of a request consecutive.
+        """
+        rows = slice(0, num_reqs)
+        tokens, logprobs = self.top_tokens[rows], self.top_logprobs[rows]
+        topk_logprobs(
+            logits,
+            self.top_k,
+            tokens.view(-1, self.top_k),
+            logprobs.view(-1, self.top_k),
+        )
+        slots = self.row_slots[rows]
+        expand_best_first(
+            tokens,
+            logprobs,
+            self.spine_only,
+            slots,
+            self.tokens[rows],
+            self.parents,
+            self.depths,
+            self.log_rho,
+            self.size,
+        )
+        ancestor_bits(self.parents, slots, self.bits)
+        if self.budget is not None:
+            torch.clamp(self.size, max=self.budget, out=self.num_verify)
+        else:
+            choose_budget(
+                self.log_rho,
+                slots,
+                self.size,
+                self.cost_ms,
+                self.base_rows,
+                self.num_verify,
+                rule=self.rule,
+            )
+
+    def set_cost_ms(self, cost_ms: np.ndarray) -> None:
+        """Install the cost (ms) of a whole step by its target rows: [max_num_tokens + 1]."""
+        self.cost_ms_host = torch.from_numpy(np.ascontiguousarray(cost_ms, dtype=np.float32))
+        copy_to_device(self.cost_ms_host.numpy(), self.cost_ms)
+
+    def publish(self) -> None:
+        """Start the copies by which the host learns N* and the scores, after ``grow``."""
+        self.host_num_verify.start_copy()
+        if self.budget is None:
+            self.host_log_rho.start_copy()
+            self.host_size.start_copy()
+
+    # ---- step t+1: the trees are verified -----------------------------------------------
+
+    def begin_step(self, idx_mapping: torch.Tensor | None, tail_lens: np.ndarray | None) -> None:
+        """Bind the target's batch: which slot each row is, and how many of its rows are a tree.
+
+        idx_mapping: [R] int64, None for a dummy batch. tail_lens: [R] root + verified nodes,
+        0 where the request is a plain causal one.
+        """
+        self.verifying = False
+        count = 0
+        if idx_mapping is not None:
+            count = idx_mapping.shape[0]
+            self.step_slots[:count].copy_(idx_mapping)
+        self.step_slots[count:].fill_(-1)
+        if tail_lens is not None and tail_lens.any():
+            copy_to_device(tail_lens.astype(np.int32), self.tail_lens[:count])
+            self.tail_lens[count:].zero_()
+        else:
+            self.tail_lens.zero_()
+
+    def place(
+        self,
+        positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Positions by depth of every row of the step, in the buffer the graphs read.
+
+        positions: [T] int64, linear. Returns a [T] view.
+        """
+        out = self.positions[: positions.shape[0]]
+        num_reqs = idx_mapping.shape[0]
+        tree_positions(
+            positions,
+            self.depths,
+            idx_mapping,
+            query_start_loc[: num_reqs + 1],
+            cu_num_logits,
+            out,
+        )
+        return out
+
+    def set_spine_only(self, slot: int, spine_only: bool) -> None:
+        """From now on the request in `slot` gets a chain (top-1 at every depth), or a tree."""
+        spine_only |= self.always_spine
+        if self.spine_only_np[slot] != spine_only:
+            self.spine_only_np[slot] = spine_only
+            self.spine_only[slot] = spine_only

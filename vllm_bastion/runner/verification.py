@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many of the scheduled placeholders are verified: N* of every request, every step.
+
+vLLM's scheduler schedules ``1 + num_speculative_tokens`` tokens a decoding request and knows
+nothing of trees. ``AdaptiveVerificationManager`` is vLLM's own seam for verifying fewer; this one
+cuts every request to its share of the budget, exactly, on the host and on the device.
+
+Only this file decides how many nodes are verified. Which nodes they are was decided when the tree
+was built: its first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from bastion_kernels import choose_budget
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+from vllm.v1.worker.gpu.async_utils import StepTimingSample
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_bastion.runner.host import copy_to_device
+from vllm_bastion.runner.trees import Trees
+
+
+class BastionVerificationManager(AdaptiveVerificationManager):
+    """Built by the hook on ``maybe_create_adaptive_verification_manager``.
+
+    The base class's buffers for per-position confidences are not used, so its constructor is not
+    run: at N = 512 they would be the largest allocation of the plugin.
+    """
+
+    def __init__(
+        self,
+        trees: Trees,
+        req_states: RequestState,
+        query_start_loc: torch.Tensor,
+        num_bonus_tokens: int,
+    ) -> None:
+        self.trees = trees
+        self.req_states = req_states
+        self.num_speculative_steps = req_states.num_speculative_steps
+        self.num_bonus_tokens = num_bonus_tokens
+        # The runner's own buffer: FULL graphs read it, so it is filled and returned, not replaced.
+        self.query_start_loc = query_start_loc
+        self._cu_num_logits = torch.zeros_like(query_start_loc)
+        # Slots whose draft tokens are placeholders: no tree was grown for them yet.
+        self._treeless: set[int] = set()
+        self._kept = np.zeros(0, dtype=np.int32)
+        self._rest = np.zeros(0, dtype=np.int32)
+        self._req_ids: list[str] = []
+
+    # ---- the calls of a step, in order --------------------------------------------------
+
+    def add_request(self, req_idx: int) -> None:
+        self._treeless.add(req_idx)
+
+    def get_num_tokens(
+        self,
+        num_tokens_per_req: dict[str, int],
+        draft_tokens: dict[str, list[int]],
+    ) -> int:
+        """Decide N* of every request. Returns the rows of the step: it picks the graph."""
+        order = sort_batch_req_ids(
+            num_tokens_per_req, draft_tokens, self.num_speculative_steps + self.num_bonus_tokens
+        )
+        count = len(order)
+        slot_of = self.req_states.req_id_to_index
+        slots = np.fromiter((slot_of[r] for r in order), dtype=np.int64, count=count)
+        drafts = np.fromiter(
+            (len(draft_tokens.get(r, ())) for r in order), dtype=np.int32, count=count
+        )
+        tokens = np.fromiter((num_tokens_per_req[r] for r in order), dtype=np.int32, count=count)
+        self._rest = tokens - drafts
+        if self._treeless:
+            drafts[[slot in self._treeless for slot in slots.tolist()]] = 0
+        with gpu_sync_allowed():
+            self._kept = self._choose(slots, drafts)
+        self._req_ids = order
+        return int(self._kept.sum() + self._rest.sum())
+
+    def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """N* of every row, [R] int32, at most `drafts`."""
+        trees = self.trees
+        chosen = trees.host_num_verify.wait()[slots]
+        extra_rows = int(self._rest.sum()) - len(slots)
+        if trees.budget is None and extra_rows:
+            # The device priced a batch of decodes. Prompt rows share this step and its cost, so
+            # the same rule is asked again with them counted in.
+            limits = np.zeros(trees.num_verify.shape[0], dtype=np.int32)
+            limits[slots] = np.minimum(trees.host_size.wait()[slots], drafts)
+            out = torch.zeros(limits.shape[0], dtype=torch.int32)
+            choose_budget(
+                torch.from_numpy(trees.host_log_rho.wait()),
+                torch.from_numpy(slots),
+                torch.from_numpy(limits),
+                trees.cost_ms_host,
+                int(self._rest.sum()),
+                out,
+                rule=trees.rule,
+            )
+            chosen = out.numpy()[slots]
+        return np.minimum(chosen, drafts).astype(np.int32)
+
+    def compact_batch(
+        self,
+        num_draft_tokens_per_req: np.ndarray,
+        num_scheduled_tokens: np.ndarray,
+        cu_num_logits_np: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        cu_num_logits = np.zeros_like(cu_num_logits_np)
+        np.cumsum(self._kept + self.num_bonus_tokens, out=cu_num_logits[1:])
+        self._cu_num_logits_np = cu_num_logits
+        return self._kept + self._rest, cu_num_logits
+
+    def reallocate_drafts(
+        self, req_ids: list[str], idx_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        # The CPU counts were exact, so the runner has already filled query_start_loc rightly.
+        cu_num_logits = copy_to_device(
+            self._cu_num_logits_np, self._cu_num_logits[: len(req_ids) + 1]
+        )
+        return cu_num_logits, self.query_start_loc, int(self._kept.sum())
+
+    def record_confidences(
+        self, confidence_probs: torch.Tensor, input_batch: InputBatch
+    ) -> None:
+        """Called after ``propose``: the batch's requests have trees from here on."""
+        self._treeless.difference_update(input_batch.idx_mapping_np.tolist())
+
+    def take_num_verified(self) -> dict[str, int]:
+        """Nodes verified of each request of the last step, for the metrics; clears it."""
+        verified = dict(zip(self._req_ids, self._kept.tolist(), strict=True))
+        self._req_ids, self._kept = [], self._kept[:0]
+        return verified
+
+    # ---- step costs ---------------------------------------------------------------------
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
+        """None here: `vllm_bastion.runner.calibrate` measures, with graphs and without."""
+        return iter(())
+
+    def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
+        """See `batches_to_profile`."""
