@@ -95,15 +95,15 @@ def chain_view_of(vllm_config: VllmConfig) -> VllmConfig:
 
 def user_keys() -> tuple[str, ...]:
     """Names of the bastion_* settings, in the order of the class."""
-    own = fields(BastionSpeculativeConfig)  # type: ignore[arg-type]
-    return tuple(f.name for f in own if f.name.startswith(PREFIX) and f.name != "bastion_gamma")
+    names = (field.name for field in fields(BastionSpeculativeConfig) if field.init)
+    return tuple(name for name in names if name.startswith(PREFIX))
 
 
 def standard_keys() -> tuple[str, ...]:
     """Names of vLLM's own settings that a user may give."""
     engine_made = {"target_model_config", "target_parallel_config"}
-    own = fields(SpeculativeConfig)  # type: ignore[arg-type]
-    return tuple(f.name for f in own if f.name not in engine_made)
+    names = (field.name for field in fields(SpeculativeConfig))
+    return tuple(name for name in names if name not in engine_made)
 
 
 def key_type(name: str) -> tuple[tuple[str, ...], bool, bool]:
@@ -125,8 +125,7 @@ def key_type(name: str) -> tuple[tuple[str, ...], bool, bool]:
 
 def key_default(name: str) -> Any:
     """Default of a bastion_* setting."""
-    own = fields(BastionSpeculativeConfig)  # type: ignore[arg-type]
-    default = next(f.default for f in own if f.name == name)
+    default = next(f.default for f in fields(BastionSpeculativeConfig) if f.name == name)
     return getattr(default, "default", default)
 
 

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything below runs on a machine with Python 3.11 and nothing else; no GPU is needed.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13)
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# vLLM on a CPU host: its Triton kernels run in Triton's interpreter, and one thread is fastest there.
+# conftest.py sets the same for a bare `pytest`.
+export VLLM_BASTION_TRITON_INTERPRETER ?= 1
+export OMP_NUM_THREADS ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+FAST := not e2e and not slow and not gpu
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full check bench clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
+
+# Two stamps: vLLM is installed once; a changed pyproject.toml only reinstalls this package.
+$(VENV)/.vllm-0.32:
+	@.ci/setup vllm "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.vllm-0.32 pyproject.toml
+	@.ci/setup package "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+setup: $(VENV)/.ready  ## Create .venv with vLLM 0.32 for CPU and this plugin (once)
+
+demo: $(VENV)/.ready  ## Decode three prompts as plain, dflash and bastion, and draw a draft tree
+	@$(BIN)/python benchmarks/demo.py
+
+test: $(VENV)/.ready  ## The test suite with a representative part of the end-to-end matrix
+	@$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10
+
+test-full: $(VENV)/.ready  ## All tests, the whole end-to-end matrix included (GPU tests where there is one)
+	@$(BIN)/python -m pytest --durations=20
+
+check: $(VENV)/.ready  ## Lint, format, types and the fast tests
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -m "$(FAST)"
+
+bench: $(VENV)/.ready  ## Time every op against its reference (needs a GPU to say anything)
+	@$(BIN)/python benchmarks/bench_kernels.py
+
+clean:  ## Back to a fresh clone: remove .venv, builds and caches
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
