@@ -34,9 +34,7 @@ def _check(sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor]) -> N
             raise ValueError(f"gather_rows: {rows.shape[0]} rows but output has {out.shape[0]}")
 
 
-def gather_rows_reference(
-    sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor]
-) -> None:
+def gather_rows_reference(sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor]) -> None:
     """The definition, in plain PyTorch; see `gather_rows`."""
     live = rows >= 0
     index = rows[live]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Move the accepted rows of every KV cache to where plain decoding would have put them.
 
-With root row t0 = query_start_loc[r+1] - (cu[r+1] - cu[r]) and slot mapping m_g of KV-cache group g,
+With root row t0 = query_start_loc[r+1] - (cu[r+1] - cu[r]) and slots m_g of KV-cache group g,
 
     cache[m_g[t0 + i]] = cache[m_g[t0 + path[r, i]]]     for i >= 1 while path[r, i] >= 0
 

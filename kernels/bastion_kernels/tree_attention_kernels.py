@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of tree attention: a plan once per step, then one launch per layer.
+
+Work is a line of KV tiles. A q-block is BLOCK_Q query rows of one request, packed with the GROUP
+heads that share a key head into BLOCK_M >= BLOCK_Q * GROUP rows of one matrix product; it has
+ceil(visible rows / BLOCK_N) tiles. All q-blocks of the step, laid end to end, are cut into equal
+pieces of `chunk` tiles, one piece per program (and per key head). So one request with a long
+context fills the GPU exactly as many short ones do, the grid never changes, and everything that
+changes from step to step is read from device memory: the launch can be captured in a graph.
+
+    tiles    |-- q-block 0 --|-- q-block 1 --|---- q-block 2 ----|
+    pieces   |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|-4-|
+
+A q-block that lies in one piece is written at once. One that was cut is left by every piece as
+unnormalised (output, maximum, sum) in fp32, and merged by the program that arrives last, found by a
+counter. A second kernel would cost every layer a launch and its latency, needed or not; the
+merge in place costs nothing when no q-block was cut. Partial results are merged in the order of
+their pieces whoever arrives last, so that a repeat is bit-equal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["plan_kernel", "tree_attention_kernel"]
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def plan_kernel(
+    # [R+1] int32, [R] int32
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    # [2] int32: tiles in a piece, tiles in all (written)
+    header_ptr,
+    # [capacity, 4] int32: request, first row within it, first tile, tiles (written)
+    blocks_ptr,
+    # [pieces] int32: the q-block in which a piece starts (written)
+    first_block_ptr,
+    num_reqs,
+    pieces,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    PIECES: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+):
+    """Lay out the step's q-blocks and cut them into pieces. Grid: (1,).
+
+    Args:
+        CAPACITY: power of two >= rows // BLOCK_Q + requests of any step.
+        PIECES: power of two >= pieces.
+        SEARCH_STEPS: >= log2(CAPACITY) + 1.
+    """
+    # Candidate b belongs to the last request r with query_start_loc[r] // BLOCK_Q + r <= b: no
+    # prefix sum over requests is needed, at the price of some candidates without rows.
+    candidate = tl.arange(0, CAPACITY)
+    low = tl.zeros([CAPACITY], tl.int32)
+    high = low + num_reqs
+    for _ in range(SEARCH_STEPS):
+        open_ = low < high
+        middle = (low + high) // 2
+        start = tl.load(query_start_loc_ptr + middle, mask=open_, other=0)
+        right = start // BLOCK_Q + middle <= candidate
+        low = tl.where(open_ & right, middle + 1, low)
+        high = tl.where(open_ & ~right, middle, high)
+    request = low - 1
+    owned = request >= 0
+    first = tl.load(query_start_loc_ptr + request, mask=owned, other=0)
+    last = tl.load(query_start_loc_ptr + request + 1, mask=owned, other=0)
+    length = tl.load(seq_lens_ptr + request, mask=owned, other=0)
+    row = (candidate - first // BLOCK_Q - request) * BLOCK_Q
+    rows = last - first
+    used = owned & (row < rows)
+    # the last row of the block sees the context and the request's rows up to itself
+    seen = tl.maximum(length - rows, 0) + tl.minimum(row + BLOCK_Q, rows)
+    tiles = tl.where(used, (seen + BLOCK_N - 1) // BLOCK_N, 0)
+
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    # Merging a cut costs about what a tile does, so the time of a q-block of n tiles cut into s is
+    # near n/s + s: pieces shorter than sqrt(n) would be slower.
+    shortest = tl.ceil(tl.sqrt(tl.max(tiles, 0).to(tl.float32))).to(tl.int32)
+    chunk = tl.maximum(tl.maximum((total + pieces - 1) // pieces, shortest), 1)
+    tl.store(header_ptr, chunk)
+    tl.store(header_ptr + 1, total)
+
+    place = tl.cumsum(used.to(tl.int32), 0) - 1
+    entry = blocks_ptr + place * 4
+    tl.store(entry, request, mask=used)
+    tl.store(entry + 1, row, mask=used)
+    tl.store(entry + 2, ends - tiles, mask=used)
+    tl.store(entry + 3, tiles, mask=used)
+    # A piece starts in the block that holds its first tile; the table must be complete before it
+    # is searched.
+    tl.debug_barrier()
+    piece = tl.arange(0, PIECES)
+    low = tl.zeros([PIECES], tl.int32)
+    high = low + tl.sum(used.to(tl.int32), 0)
+    for _ in range(SEARCH_STEPS):
+        open_ = low < high
+        middle = (low + high) // 2
+        start = tl.load(blocks_ptr + middle * 4 + 2, mask=open_, other=0)
+        right = start <= piece * chunk
+        low = tl.where(open_ & right, middle + 1, low)
+        high = tl.where(open_ & ~right, middle, high)
+    tl.store(first_block_ptr + piece, low - 1, mask=piece < pieces)
+
+
+@triton.jit
+def _bits_from(bits_row_ptr, stride_word, start, words, tail_row):
+    """Bits start .. start + 31 of every row's ancestors, [BLOCK_M] int32; start may be negative."""
+    word = tl.zeros_like(tail_row) + (start >> 5)
+    low_ok = (tail_row >= 0) & (word >= 0) & (word < words)
+    high_ok = (tail_row >= 0) & (word >= -1) & (word < words - 1)
+    low_ptr = bits_row_ptr + word * stride_word
+    low_word = tl.load(low_ptr, mask=low_ok, other=0).to(tl.uint32, bitcast=True)
+    high_word = tl.load(low_ptr + stride_word, mask=high_ok, other=0)
+    pair = (high_word.to(tl.int64) << 32) | low_word.to(tl.int64)
+    return (pair >> (start & 31)).to(tl.int32)
+
+
+@triton.jit
+def _hide(
+    scores, column, start, end, position, tail_row, bits_row_ptr, stride_word, words,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Set the scores of columns that a row may not see to -inf.
+
+    Args:
+        start: the tile's first column, counted from the first column of the tail.
+        end: first column that no row of the block sees.
+        position, tail_row: `[BLOCK_M]`, cached row of the query row; its number in the tail or < 0.
+    """
+    visible = column[None, :] <= position[:, None]
+    # tail rows look tail columns up, 32 at a time
+    for k in tl.static_range((BLOCK_N + 31) // 32):
+        bits = _bits_from(bits_row_ptr, stride_word, start + 32 * k, words, tail_row)
+        lane = tl.arange(0, BLOCK_N) - 32 * k
+        mine = (lane >= 0) & (lane < 32) & (start + tl.arange(0, BLOCK_N) >= 0)
+        ancestor = ((bits[:, None] >> (lane & 31)[None, :]) & 1) != 0
+        visible = tl.where(mine[None, :] & (tail_row >= 0)[:, None], ancestor, visible)
+    # a row always sees itself, so that a batch with empty bits stays finite
+    visible |= column[None, :] == position[:, None]
+    visible &= (column < end)[None, :]
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def tree_attention_kernel(
+    # [T, Hq, d]
+    query_ptr,
+    # [blocks, Hkv, PAGE, 2d]
+    kv_ptr,
+    # [R, *] int32
+    table_ptr,
+    # [R+1] int32, [R] int32, [R] int32, [R] int64
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    tail_lens_ptr,
+    slots_ptr,
+    # [S, N+1, W] int32
+    bits_ptr,
+    # [1] float32 each, or None
+    k_scale_ptr,
+    v_scale_ptr,
+    # [T, Hq, d] (written)
+    out_ptr,
+    # the plan
+    header_ptr,
+    blocks_ptr,
+    first_block_ptr,
+    # [pieces, 2, Hkv, BLOCK_M, BLOCK_D] and [pieces, 2, Hkv, 2, BLOCK_M] float32 (written)
+    partial_ptr,
+    partial_stats_ptr,
+    # [q-blocks, Hkv] int32, zero before and after
+    arrived_ptr,
+    score_scale,
+    softcap,
+    stride_query_row,
+    stride_query_head,
+    stride_query_col,
+    stride_out_row,
+    stride_out_head,
+    stride_out_col,
+    stride_kv_block,
+    stride_kv_head,
+    stride_kv_row,
+    stride_kv_col,
+    stride_table,
+    stride_bits_slot,
+    stride_bits_node,
+    stride_bits_word,
+    words,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention of one piece of the plan for one key head. Grid: (pieces * KV_HEADS,)."""
+    head = tl.program_id(0) % KV_HEADS
+    piece = tl.program_id(0) // KV_HEADS
+    chunk = tl.load(header_ptr)
+    total = tl.load(header_ptr + 1)
+    tile = piece * chunk
+    stop = tl.minimum(tile + chunk, total)
+
+    packed = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    if k_scale_ptr is not None:
+        score_scale *= tl.load(k_scale_ptr)
+    block = tl.load(first_block_ptr + piece)
+    while tile < stop:
+        request = tl.load(blocks_ptr + block * 4)
+        block_row = tl.load(blocks_ptr + block * 4 + 1)
+        block_start = tl.load(blocks_ptr + block * 4 + 2)
+        block_tiles = tl.load(blocks_ptr + block * 4 + 3)
+        begin = tile - block_start
+        finish = tl.minimum(stop - block_start, block_tiles)
+
+        first = tl.load(query_start_loc_ptr + request)
+        rows = tl.load(query_start_loc_ptr + request + 1) - first
+        slot = tl.load(slots_ptr + request)
+        tail = tl.where(slot >= 0, tl.load(tail_lens_ptr + request), 0)
+        context = tl.maximum(tl.load(seq_lens_ptr + request) - rows, 0)
+        row = block_row + packed // GROUP
+        live = (packed < BLOCK_Q * GROUP) & (row < rows)
+        query_head = head * GROUP + packed % GROUP
+        token = (first + row).to(tl.int64)
+        inside = live[:, None] & (dim < DIM)[None, :]
+        queries = tl.load(
+            query_ptr
+            + (token * stride_query_row + query_head * stride_query_head)[:, None]
+            + dim[None, :] * stride_query_col,
+            mask=inside,
+            other=0.0,
+        )
+        position = context + row
+        tail_row = tl.where(live, row - (rows - tail), -1)
+        bits_row_ptr = bits_ptr + slot * stride_bits_slot + tail_row * stride_bits_node
+        context_end = context + rows - tail
+        end = context + tl.minimum(block_row + BLOCK_Q, rows)
+        # every row of the block sees all of the tiles before this one
+        unmasked = tl.minimum(context + block_row + 1, context_end) // BLOCK_N
+
+        accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        norm = tl.zeros([BLOCK_M], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        request_table_ptr = table_ptr + request.to(tl.int64) * stride_table
+        kv_head_ptr = kv_ptr + head.to(tl.int64) * stride_kv_head
+        for t in tl.range(begin, finish, num_stages=STAGES):
+            column = t * BLOCK_N + tl.arange(0, BLOCK_N)
+            # columns past the end read the last one and are hidden below
+            cached = tl.minimum(column, end - 1)
+            page = tl.load(request_table_ptr + cached // PAGE).to(tl.int64)
+            row_offset = page * stride_kv_block + (cached % PAGE) * stride_kv_row
+            key_ptr = kv_head_ptr + row_offset[:, None] + dim[None, :] * stride_kv_col
+            if DIM == BLOCK_D:
+                keys = tl.load(key_ptr)
+                values = tl.load(key_ptr + DIM * stride_kv_col)
+            else:
+                keys = tl.load(key_ptr, mask=(dim < DIM)[None, :], other=0.0)
+                values = tl.load(
+                    key_ptr + DIM * stride_kv_col, mask=(dim < DIM)[None, :], other=0.0
+                )
+            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+            if SOFTCAP:
+                # tanh(x) = 1 - 2 / (1 + exp(2x)); here score_scale has a factor 2 / softcap, and
+                # softcap one of log2(e)
+                scores = softcap - 2 * softcap / (1 + tl.exp2(scores * score_scale))
+            else:
+                scores = scores * score_scale
+            if t >= unmasked:
+                scores = _hide(
+                    scores, column, t * BLOCK_N - context_end, end, position, tail_row,
+                    bits_row_ptr, stride_bits_word, words, BLOCK_N,
+                )  # fmt: skip
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            # a row that has seen no column yet has no finite maximum
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - base[:, None])
+            rescale = tl.exp2(top - base)
+            norm = norm * rescale + tl.sum(weights, 1)
+            accumulator = tl.dot(
+                weights.to(queries.dtype),
+                values.to(queries.dtype),
+                accumulator * rescale[:, None],
+                input_precision="ieee",
+            )
+            top = new_top
+
+        complete = (begin == 0) & (finish == block_tiles)
+        if not complete:
+            # A piece has at most one block that began before it and one that ends after it.
+            place = (piece * 2 + (begin == 0).to(tl.int32)).to(tl.int64) * KV_HEADS + head
+            stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
+            tl.store(stats_ptr, top, mask=live)
+            tl.store(stats_ptr + BLOCK_M, norm, mask=live)
+            into_ptr = partial_ptr + place * BLOCK_M * BLOCK_D + packed[:, None] * BLOCK_D
+            tl.store(into_ptr + dim[None, :], accumulator, mask=live[:, None])
+            # all threads' stores come before the one thread's release
+            tl.debug_barrier()
+            counter_ptr = arrived_ptr + block * KV_HEADS + head
+            first_piece = block_start // chunk
+            last_piece = (block_start + block_tiles - 1) // chunk
+            before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+            complete = before == last_piece - first_piece
+            if complete:
+                tl.store(counter_ptr, 0)
+                accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                norm = tl.zeros([BLOCK_M], tl.float32)
+                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                for p in tl.range(first_piece, last_piece + 1):
+                    place = (p * 2 + (p == first_piece).to(tl.int32)).to(tl.int64) * KV_HEADS + head
+                    stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
+                    part_top = tl.load(stats_ptr, mask=live, other=0.0, cache_modifier=".cg")
+                    part_norm = tl.load(
+                        stats_ptr + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg"
+                    )
+                    from_ptr = partial_ptr + place * BLOCK_M * BLOCK_D + packed[:, None] * BLOCK_D
+                    part = tl.load(
+                        from_ptr + dim[None, :], mask=live[:, None], other=0.0, cache_modifier=".cg"
+                    )
+                    new_top = tl.maximum(top, part_top)
+                    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                    old_weight = tl.exp2(top - base)
+                    part_weight = tl.exp2(part_top - base)
+                    accumulator = accumulator * old_weight[:, None] + part * part_weight[:, None]
+                    norm = norm * old_weight + part_norm * part_weight
+                    top = new_top
+        if complete:
+            result = accumulator / tl.where(live, norm, 1.0)[:, None]
+            if v_scale_ptr is not None:
+                result *= tl.load(v_scale_ptr)
+            tl.store(
+                out_ptr
+                + (token * stride_out_row + query_head * stride_out_head)[:, None]
+                + dim[None, :] * stride_out_col,
+                result.to(out_ptr.dtype.element_ty),
+                mask=inside,
+            )
+        tile = block_start + finish
+        block += 1

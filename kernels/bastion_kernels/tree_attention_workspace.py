@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers of the tree-attention kernel, allocated once, and the plan of a step held in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from bastion_kernels.tree_attention_kernels import plan_kernel
+
+__all__ = ["Tiles", "TreeAttentionWorkspace"]
+
+# programs on a device whose size is unknown (the interpreter's)
+_DEFAULT_PROGRAMS = 4
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of the attention kernel."""
+
+    # query rows times heads of a group in one matrix product, a power of two >= 16
+    block_m: int
+    # cached rows in a tile, a power of two >= 16
+    block_n: int
+    num_warps: int
+    # tiles in flight
+    stages: int
+    # programs that share a multiprocessor
+    occupancy: int
+
+
+def default_tiles(dtype: torch.dtype, block_d: int, group: int) -> Tiles:
+    """Tile sizes for a data type, padded head dimension and number of heads per key head.
+
+    On Hopper 64 rows are one warpgroup's matrix instruction, and two or more programs on a
+    multiprocessor let one's softmax run under the other's products. Page numbers take two of the
+    stages, so five keep two tiles in flight. fp32 products are exact (no TF32): they use the
+    ordinary units, and tiles that fit the registers.
+    """
+    if dtype == torch.float32:
+        tiles = Tiles(16 if block_d > 64 else 32, 16, num_warps=4, stages=1, occupancy=2)
+    elif block_d > 128:
+        tiles = Tiles(64, 32, num_warps=8, stages=3, occupancy=2)
+    elif block_d == 128:
+        tiles = Tiles(64, 64, num_warps=4, stages=5, occupancy=2)
+    else:
+        tiles = Tiles(64, 64, num_warps=4, stages=5, occupancy=3)
+    if group > 64:
+        raise ValueError(f"tree_attention: {group} query heads share a key head, at most 64 may")
+    return replace(tiles, block_m=max(tiles.block_m, triton.next_power_of_2(group)))
+
+
+class TreeAttentionWorkspace:
+    """Buffers for batches of up to `max_rows` rows in up to `max_requests` requests.
+
+    `plan` must run once for every step before that step's `tree_attention` calls; it reads device
+    buffers only and may be captured or not. All layers with the same heads share a workspace,
+    which one stream may use at a time.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: of the attention layers.
+        dtype: of the queries.
+        max_rows: largest number of query rows of a step, padding included.
+        max_requests: largest number of requests of a step, padding included.
+        tiles: tile sizes, for tuning and tests.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        max_rows: int,
+        max_requests: int,
+        device: torch.device | str,
+        tiles: Tiles | None = None,
+    ) -> None:
+        device = torch.device(device)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"tree_attention: {num_heads} heads over {num_kv_heads} key heads")
+        self.kv_heads, self.group = num_kv_heads, num_heads // num_kv_heads
+        self.head_dim, self.block_d = head_dim, max(16, triton.next_power_of_2(head_dim))
+        self.dtype, self.max_rows, self.max_requests = dtype, max_rows, max_requests
+        self.tiles = tiles or default_tiles(dtype, self.block_d, self.group)
+        self.block_q = self.tiles.block_m // self.group
+        programs = _DEFAULT_PROGRAMS
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            programs = properties.multi_processor_count * self.tiles.occupancy
+        self.pieces = max(1, programs // num_kv_heads)
+        self.capacity = triton.next_power_of_2(max_rows // self.block_q + max_requests)
+
+        self.header = torch.zeros(2, dtype=torch.int32, device=device)
+        self.blocks = torch.zeros(self.capacity, 4, dtype=torch.int32, device=device)
+        self.first_block = torch.zeros(self.pieces, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(self.capacity, num_kv_heads, dtype=torch.int32, device=device)
+        # a piece cuts at most two q-blocks: the one it begins in and the one it ends in
+        cut, rows = (self.pieces, 2, num_kv_heads), self.tiles.block_m
+        self.partial = torch.empty(*cut, rows, self.block_d, dtype=torch.float32, device=device)
+        self.partial_stats = torch.empty(*cut, 2, rows, dtype=torch.float32, device=device)
+
+    def plan(self, query_start_loc: Tensor, seq_lens: Tensor) -> None:
+        """Divide a step's work.
+
+        Args:
+            query_start_loc: `[R+1]` int32.
+            seq_lens: `[R]` int32, cached rows of each request, this step's included.
+
+        Raises:
+            ValueError: more requests than the workspace was made for.
+        """
+        num_reqs = seq_lens.shape[0]
+        if num_reqs > self.max_requests:
+            raise ValueError(f"tree_attention: {num_reqs} requests, room for {self.max_requests}")
+        plan_kernel[(1,)](
+            query_start_loc,
+            seq_lens,
+            self.header,
+            self.blocks,
+            self.first_block,
+            num_reqs,
+            self.pieces,
+            BLOCK_Q=self.block_q,
+            BLOCK_N=self.tiles.block_n,
+            CAPACITY=self.capacity,
+            PIECES=triton.next_power_of_2(self.pieces),
+            SEARCH_STEPS=self.capacity.bit_length() + 1,
+            num_warps=8 if self.capacity >= 1024 else 4,
+        )
