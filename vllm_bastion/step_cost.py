@@ -92,7 +92,8 @@ class StepCostTable:
         self._row_points = np.array(sorted(self._columns), dtype=np.float64)
         # [max_rows + 1] float64: rows that the target computes for n asked ones
         self.padded_rows = _padded_rows(self.max_rows, self.captured_sizes)
-        self._cache: dict[tuple[int, int], CostArray] = {}
+        self._forward: dict[tuple[int, int], FloatArray] = {}
+        self._cost: dict[tuple[int, int], CostArray] = {}
 
     # ---- constructors for tests and for engines that have not been measured -------------------
 
@@ -139,12 +140,14 @@ class StepCostTable:
             1); finite, positive, non-decreasing, read-only and shared between calls.
         """
         key = (max(1, int(num_reqs)), context_bucket(context_len))
-        cost = self._cache.get(key)
+        cost = self._cost.get(key)
         if cost is None:
-            if len(self._cache) >= _MAX_CACHED:
-                self._cache.clear()
-            cost = self._build(*key)
-            self._cache[key] = cost
+            forward = self.forward_ms(num_reqs, context_len)
+            cost = (forward + self.drafter_ms(key[0]) + self.aux_ms).astype(np.float32)
+            cost.setflags(write=False)
+            if len(self._cost) >= _MAX_CACHED:
+                self._cost.clear()
+            self._cost[key] = cost
         return cost
 
     def plain_ms(self, num_reqs: int, context_len: float) -> float:
@@ -155,11 +158,21 @@ class StepCostTable:
         return float(forward) + self.plain_aux_ms
 
     def forward_ms(self, num_reqs: int, context_len: float) -> FloatArray:
-        """[max_rows + 1] float64: the target's forward pass alone, by total target rows."""
-        context = bucket_context(context_bucket(context_len))
-        at_points = self._at_context(max(1, int(num_reqs)), context)
-        by_row = _interpolate(self.padded_rows, self._row_points, at_points)
-        return np.maximum(np.maximum.accumulate(by_row), _MIN_MS)
+        """[max_rows + 1] float64: the target's forward pass alone, by total target rows.
+
+        Read-only and shared between calls, like `cost_ms`.
+        """
+        key = (max(1, int(num_reqs)), context_bucket(context_len))
+        forward = self._forward.get(key)
+        if forward is None:
+            at_points = self._at_context(key[0], bucket_context(key[1]))
+            by_row = _interpolate(self.padded_rows, self._row_points, at_points)
+            forward = np.maximum(np.maximum.accumulate(by_row), _MIN_MS)
+            forward.setflags(write=False)
+            if len(self._forward) >= _MAX_CACHED:
+                self._forward.clear()
+            self._forward[key] = forward
+        return forward
 
     def drafter_ms(self, num_reqs: int) -> float:
         """Milliseconds of one drafter pass over `num_reqs` requests; 0 where none was measured."""
@@ -204,12 +217,6 @@ class StepCostTable:
             raise ValueError(f"not a step-cost table: {error!r}") from error
 
     # ---- internals ---------------------------------------------------------------------------
-
-    def _build(self, num_reqs: int, bucket: int) -> CostArray:
-        forward = self.forward_ms(num_reqs, bucket_context(bucket))
-        cost = (forward + self.drafter_ms(num_reqs) + self.aux_ms).astype(np.float32)
-        cost.setflags(write=False)
-        return cost
 
     def _at_context(self, num_reqs: int, context_len: float) -> FloatArray:
         """Forward time at every measured number of rows, for this context."""

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recording that replay runs on: what drafter and target said, at every position.
+
+A recording holds, per request, the tokens that the target emitted, and per step the drafter's top-K
+at every drafted depth. Decoding is lossless and its noise is keyed by position, so the emitted
+tokens are the same whatever tree is verified, and the drafter's output depends on the prefix alone:
+with a step recorded at *every* position, any policy can be replayed without a model. Record
+therefore with nothing verified (one token per step), and let the target run `depth + 1` tokens past
+the last step.
+
+One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
+
+    version           ()        int32    FORMAT
+    meta              ()        str      JSON: models, vLLM version, command, seed
+    request_ids       [Q]       str
+    domains           [Q]       str
+    temperatures      [Q]       float32
+    prompt_lens       [Q]       int32
+    token_offsets     [Q + 1]   int64    request q emitted tokens[offsets[q] : offsets[q + 1]]
+    tokens            [sum]     int32
+    step_requests     [M]       int32    which request
+    step_positions    [M]       int32    p >= 1: emitted so far; the root is token p - 1
+    context_lens      [M]       int32    cached tokens before the root: prompt_len + p - 1
+    topk_tokens       [M, D, K] int32    (uint16 on disk where they fit), best first
+    topk_logprobs     [M, D, K] float16  log-probabilities, non-increasing over K
+
+The target's continuation of a step is `tokens[offsets[q] + p :]`. float16 keeps 3 digits of a
+log-probability, far more than a drafter knows, at half the size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recording in memory; the fields are those of the file (see the module)."""
+
+    meta: dict[str, Any]
+    request_ids: list[str]
+    domains: list[str]
+    temperatures: NDArray[np.float32]
+    prompt_lens: NDArray[np.int32]
+    token_offsets: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    step_requests: NDArray[np.int32]
+    step_positions: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    topk_tokens: NDArray[np.int32]
+    topk_logprobs: NDArray[np.float32]
+
+    @property
+    def depth(self) -> int:
+        """Drafted depths, D."""
+        return self.topk_tokens.shape[1]
+
+    @property
+    def num_steps(self) -> int:
+        """Recorded steps, M."""
+        return len(self.step_requests)
+
+    def continuation(self, step: int, length: int | None = None) -> NDArray[np.int32]:
+        """The next `length` (default D + 1) tokens of the target after a step's root."""
+        q, p = int(self.step_requests[step]), int(self.step_positions[step])
+        start = int(self.token_offsets[q]) + p
+        end = start + (self.depth + 1 if length is None else length)
+        return self.tokens[start : min(end, int(self.token_offsets[q + 1]))]
+
+    def check(self) -> None:
+        """Refuse a recording that replay would misread.
+
+        Raises:
+            ValueError: shapes disagree, scores are not sorted log-probabilities, or a step's
+                continuation is shorter than D + 1 tokens.
+        """
+        num_reqs, m = len(self.request_ids), self.num_steps
+        shape = (m, *self.topk_tokens.shape[1:])
+        sizes = {
+            "domains": len(self.domains) == num_reqs,
+            "temperatures": self.temperatures.shape == (num_reqs,),
+            "prompt_lens": self.prompt_lens.shape == (num_reqs,),
+            "token_offsets": self.token_offsets.shape == (num_reqs + 1,),
+            "tokens": len(self.tokens) == self.token_offsets[-1],
+            "step_positions": self.step_positions.shape == (m,),
+            "context_lens": self.context_lens.shape == (m,),
+            "topk_tokens": len(shape) == 3 and self.topk_tokens.shape == shape,
+            "topk_logprobs": self.topk_logprobs.shape == shape,
+        }
+        wrong = [name for name, fits in sizes.items() if not fits]
+        if wrong:
+            raise ValueError(f"recording with shapes that disagree: {', '.join(wrong)}")
+        logprobs = self.topk_logprobs
+        if not (np.all(logprobs <= 0) and np.all(np.diff(logprobs, axis=2) <= 0)):
+            raise ValueError("topk_logprobs must be <= 0 and non-increasing over K")
+        left = np.diff(self.token_offsets)[self.step_requests] - self.step_positions
+        if m and (left.min() < self.depth + 1 or self.step_positions.min() < 1):
+            raise ValueError(
+                f"a step at position p needs the root and tokens p .. p + {self.depth} of its "
+                f"request; one has {int(left.min())} tokens left"
+            )
+
+
+class RecordingWriter:
+    """Collects requests and steps in any order and writes the file.
+
+    Args:
+        meta: whatever identifies the run; must be JSON.
+    """
+
+    def __init__(self, meta: Mapping[str, Any]) -> None:
+        self._meta = dict(meta)
+        self._requests: dict[str, tuple[str, float, int]] = {}
+        self._outputs: dict[str, NDArray[np.int32]] = {}
+        self._steps: list[tuple[str, int, NDArray[np.int32], NDArray[np.float16]]] = []
+
+    def add_request(
+        self, request_id: str, *, domain: str, temperature: float, prompt_len: int
+    ) -> None:
+        """Announce a request."""
+        self._requests[request_id] = (domain, float(temperature), int(prompt_len))
+
+    def add_step(
+        self, request_id: str, position: int, topk_tokens: ArrayLike, topk_logprobs: ArrayLike
+    ) -> None:
+        """One draft.
+
+        Args:
+            request_id: of an announced request.
+            position: tokens emitted when it was drafted; the last of them is the root.
+            topk_tokens: [D, K] token ids, best first.
+            topk_logprobs: [D, K] their log-probabilities.
+        """
+        tokens = np.asarray(topk_tokens, dtype=np.int32)
+        logprobs = np.asarray(topk_logprobs, dtype=np.float16)
+        self._steps.append((request_id, int(position), tokens, logprobs))
+
+    def finish_request(self, request_id: str, output_tokens: ArrayLike) -> None:
+        """All tokens that the request emitted."""
+        self._outputs[request_id] = np.asarray(output_tokens, dtype=np.int32)
+
+    def recording(self) -> Recording:
+        """What was collected; steps too near the end of their request are left out."""
+        ids = [name for name in self._requests if name in self._outputs]
+        index = {name: q for q, name in enumerate(ids)}
+        outputs = [self._outputs[name] for name in ids]
+        info = [self._requests[name] for name in ids]
+        depth = self._steps[0][2].shape[0] if self._steps else 0
+        steps = [
+            step
+            for step in self._steps
+            if step[0] in index and step[1] + depth + 1 <= len(self._outputs[step[0]])
+        ]
+        steps.sort(key=lambda step: (index[step[0]], step[1]))
+        prompt_lens = np.array([prompt_len for *_, prompt_len in info], dtype=np.int32)
+        requests = np.array([index[step[0]] for step in steps], dtype=np.int32)
+        positions = np.array([step[1] for step in steps], dtype=np.int32)
+        empty = np.zeros((0, depth, 0))
+        return Recording(
+            meta=self._meta,
+            request_ids=ids,
+            domains=[domain for domain, *_ in info],
+            temperatures=np.array([temperature for _, temperature, _ in info], dtype=np.float32),
+            prompt_lens=prompt_lens,
+            token_offsets=np.cumsum([0, *(len(output) for output in outputs)], dtype=np.int64),
+            tokens=np.concatenate(outputs) if outputs else np.zeros(0, dtype=np.int32),
+            step_requests=requests,
+            step_positions=positions,
+            context_lens=prompt_lens[requests] + positions - 1 if len(steps) else positions,
+            topk_tokens=np.stack([s[2] for s in steps]) if steps else empty.astype(np.int32),
+            topk_logprobs=(
+                np.stack([s[3] for s in steps]).astype(np.float32)
+                if steps
+                else empty.astype(np.float32)
+            ),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Check what was collected and write it."""
+        save_recording(self.recording(), path)
+
+
+def save_recording(recording: Recording, path: str | Path) -> None:
+    """Write atomically.
+
+    Raises:
+        ValueError: see `Recording.check`.
+    """
+    recording.check()
+    tokens = recording.topk_tokens
+    small = not tokens.size or int(tokens.max()) < 1 << 16
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        np.savez_compressed(
+            file,
+            version=np.int32(FORMAT),
+            meta=np.array(json.dumps(recording.meta)),
+            request_ids=np.array(recording.request_ids, dtype=np.str_),
+            domains=np.array(recording.domains, dtype=np.str_),
+            temperatures=recording.temperatures,
+            prompt_lens=recording.prompt_lens,
+            token_offsets=recording.token_offsets,
+            tokens=recording.tokens,
+            step_requests=recording.step_requests,
+            step_positions=recording.step_positions,
+            context_lens=recording.context_lens,
+            topk_tokens=tokens.astype(np.uint16) if small else tokens,
+            topk_logprobs=recording.topk_logprobs.astype(np.float16),
+        )
+    os.replace(temporary, path)
+
+
+def load_recording(path: str | Path) -> Recording:
+    """Read and check a recording.
+
+    Raises:
+        ValueError: another format version, or see `Recording.check`.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        if "version" not in file or int(file["version"]) != FORMAT:
+            raise ValueError(f"{path} is no recording of format {FORMAT}")
+        recording = Recording(
+            meta=json.loads(str(file["meta"])),
+            request_ids=[str(name) for name in file["request_ids"]],
+            domains=[str(name) for name in file["domains"]],
+            temperatures=file["temperatures"],
+            prompt_lens=file["prompt_lens"],
+            token_offsets=file["token_offsets"],
+            tokens=file["tokens"],
+            step_requests=file["step_requests"],
+            step_positions=file["step_positions"],
+            context_lens=file["context_lens"],
+            topk_tokens=file["topk_tokens"].astype(np.int32),
+            topk_logprobs=file["topk_logprobs"].astype(np.float32),
+        )
+    recording.check()
+    return recording
