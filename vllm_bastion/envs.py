@@ -8,6 +8,7 @@ asked for, never at import, so that tests and child processes see what is set no
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 # Name -> one line of help; the README's table is checked against this.
@@ -21,6 +22,15 @@ VARIABLES: dict[str, str] = {
 }
 
 INTERPRETER = "VLLM_BASTION_TRITON_INTERPRETER"
+
+
+def announce() -> None:
+    """Add the variables that are set to vLLM's list; it warns of names it does not know."""
+    from vllm import envs
+
+    for name in VARIABLES:
+        if name in os.environ:
+            envs.environment_variables.setdefault(name, partial(os.environ.get, name))
 
 
 def interpreter_requested() -> bool:

@@ -24,6 +24,7 @@ def register() -> None:
         from vllm_bastion import hooks
 
         hooks.apply_all(only_entry=problem is not None)
+        envs.announce()
     except Exception as error:
         compat.disable(f"its hooks could not be installed ({type(error).__name__}: {error})")
 

@@ -10,10 +10,10 @@ no configuration tells.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from vllm_bastion import compat, envs
+from vllm_bastion import envs
 from vllm_bastion.config import BastionSpeculativeConfig, key_type, standard_keys, user_keys
 
 # Architectures that run vLLM's plain DFlash speculator: one forward pass, independent positions.
@@ -30,6 +30,25 @@ _FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "use_local_argmax_reduction": (False, "a tree needs more than the best token of a position"),
     "num_speculative_tokens_per_batch_size": (None, "bastion shares one budget over the batch"),
 }
+
+_DOES_NOT_WORK = 'does not work with method "bastion"'
+
+# Options of EngineArgs that a tree cannot serve -> the value that switches them off.
+_OPTIONS_OFF: dict[str, Any] = {
+    "enable_lora": False,  # stale row counts once a batch is trimmed
+    "pipeline_parallel_size": 1,  # early stages know neither path nor budget
+    "decode_context_parallel_size": 1,  # an accepted path's KV is spread over ranks
+    "prefill_context_parallel_size": 1,
+    "enable_dbo": False,
+    "ubatch_size": 0,
+    "enable_batch_sharded_sampling": False,
+    "kv_transfer_config": None,  # could save rows that are not verified
+    "watermark_config": None,
+    "return_sampling_mask": False,  # assumes that row i of a request is its token i
+    "enable_return_routed_experts": False,
+}
+# The tree part of attention is compared with plain decoding bit for bit: no quantised cache yet.
+_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
 
 class BastionConfigError(ValueError):
@@ -56,9 +75,7 @@ def check_user_keys(given: dict[str, Any]) -> None:
             _check_own_key(key, given[key])
     for key, (value, why) in _FIXED_KEYS.items():
         if given.get(key, value) != value:
-            raise BastionConfigError(
-                f'"{key}": {given[key]!r} does not work with method "bastion" ({why}): remove it'
-            )
+            raise BastionConfigError(f'"{key}": {given[key]!r} {_DOES_NOT_WORK} ({why}): remove it')
     if not given.get("model"):
         raise BastionConfigError(
             'method "bastion" needs "model" in speculative_config: the path or the Hugging Face '
@@ -196,58 +213,43 @@ def check_target(model: Any) -> None:
             )
 
 
-def _refusals(vllm_config: Any) -> Iterator[tuple[bool, str]]:
-    """Pairs (applies, sentence) for the finished configuration."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
-    no = 'does not work with method "bastion"'
-    yield parallel.pipeline_parallel_size > 1, f"pipeline_parallel_size > 1 {no}: set it to 1"
-    yield (
-        parallel.decode_context_parallel_size > 1,
-        f"decode_context_parallel_size > 1 {no}: set it to 1",
-    )
-    yield (
-        parallel.prefill_context_parallel_size > 1,
-        f"prefill_context_parallel_size > 1 {no}: set it to 1",
-    )
-    yield bool(parallel.use_ubatching), f"enable_dbo (dual batch overlap) {no}: remove it"
-    yield (
-        bool(parallel.enable_batch_sharded_sampling),
-        f"enable_batch_sharded_sampling {no}: remove it",
-    )
-    yield vllm_config.lora_config is not None, f"enable_lora {no}: remove it"
-    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
-    yield connector is not None, f"the KV connector {connector} {no}: remove kv_transfer_config"
-    yield (
-        cache.cache_dtype not in ("auto", "bfloat16", "float16", "half"),
-        f'kv_cache_dtype "{cache.cache_dtype}" {no}: use "auto"',
-    )
-    yield model.return_sampling_mask, f"return_sampling_mask {no}: remove it"
-    yield (
-        vllm_config.aux_output_config.enable_return_routed_experts,
-        f"enable_return_routed_experts {no}: remove it",
-    )
-    yield vllm_config.watermark_config is not None, f"watermark_config {no}: remove it"
-    yield (
-        not vllm_config.use_v2_model_runner,
-        'method "bastion" needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and drop the '
-        "options that vLLM's warning above names, if any",
-    )
+def check_arguments(engine_args: Any) -> None:
+    """Refuse engine options that do not go with trees.
+
+    Early, because vLLM's own checks of some of them would speak of something else.
+
+    Args:
+        engine_args: vLLM's EngineArgs.
+    """
+    for option, off in _OPTIONS_OFF.items():
+        value = getattr(engine_args, option)
+        if value is not None and value != off:
+            way_out = f"set it to {off}" if off else "remove it"
+            raise BastionConfigError(f"{option} {_DOES_NOT_WORK}: {way_out}")
 
 
 def check_engine(vllm_config: Any) -> None:
     """Check the finished configuration of an engine that uses method "bastion".
 
     Raises:
-        compat.UnsupportedVllmError: this vLLM cannot run it.
         BastionConfigError: an option is in the way, or the batch token limit is too small.
     """
-    compat.require()
     spec_config = vllm_config.speculative_config
     assert isinstance(spec_config, BastionSpeculativeConfig)
-    for applies, sentence in _refusals(vllm_config):
-        if applies:
-            raise BastionConfigError(sentence)
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    if connector is not None:  # kv_offloading_size makes one as well
+        raise BastionConfigError(
+            f"the KV connector {connector} {_DOES_NOT_WORK}: remove kv_transfer_config and "
+            "kv_offloading_size"
+        )
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype not in _CACHE_DTYPES:
+        raise BastionConfigError(f'kv_cache_dtype "{cache_dtype}" {_DOES_NOT_WORK}: use "auto"')
+    if not vllm_config.use_v2_model_runner:
+        raise BastionConfigError(
+            'method "bastion" needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and drop the '
+            "options that vLLM's warning above names, if any"
+        )
     check_token_limit(
         spec_config.num_speculative_tokens,
         spec_config.bastion_gamma,

@@ -61,16 +61,13 @@ def create_speculative_config(
     given = _merged(self)
     validation.check_user_keys(given)
     validation.check_host()
+    validation.check_arguments(self)
     validation.check_target(target_model_config)
     drafter = _drafter_config(given, target_model_config)
     validation.check_drafter(drafter, given["model"], target_model_config)
     validation.check_token_limit(
         given["num_speculative_tokens"], drafter.block_size - 1, self.max_num_batched_tokens
     )
-    if self.enable_lora:  # vLLM would complain first, about the token limit
-        raise validation.BastionConfigError(
-            'enable_lora does not work with method "bastion": remove it'
-        )
     given["method"] = "dflash"
     return BastionSpeculativeConfig(
         **given,

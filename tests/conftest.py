@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment of every test, set before vLLM or Triton is imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # The engine in the test's own process: starts in seconds, and its insides can be looked at.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+_ON_CPU = {
+    # vLLM's own Triton kernels, and ours where a test calls them, run in Triton's interpreter.
+    "VLLM_BASTION_TRITON_INTERPRETER": "1",
+    "TRITON_INTERPRET": "1",
+    "OMP_NUM_THREADS": "1",
+}
+for _name, _value in (_ENVIRONMENT | ({} if ON_GPU else _ON_CPU)).items():
+    os.environ.setdefault(_name, _value)
+if not ON_GPU:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none."""
+    if ON_GPU:
+        return
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)

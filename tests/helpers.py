@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several test files need."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_TARGET: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+_DRAFTER: dict[str, Any] = _TARGET | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "full_attention"],
+    "tie_word_embeddings": False,
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2]},
+}
+
+
+def write_checkpoint(folder: Path, base: str = "target", **changes: Any) -> str:
+    """Write the config of a small target or drafter, without weights; a value None removes a key.
+
+    Args:
+        folder: made if missing.
+        base: "target" or "drafter" (block_size 8, so gamma = 7).
+
+    Returns:
+        The folder's name, to be given as a model.
+    """
+    content = (_TARGET if base == "target" else _DRAFTER) | changes
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {key: value for key, value in content.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return str(folder)
+
+
+def run_python(
+    code: str, cwd: Path | None = None, **env: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a fresh interpreter; an environment value None removes the variable."""
+    environment = os.environ | {name: value for name, value in env.items() if value is not None}
+    for name, value in env.items():
+        if value is None:
+            environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )

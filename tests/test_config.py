@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of method "bastion": what is accepted, what it becomes, and each refusal's sentence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from helpers import write_checkpoint
+from vllm_bastion import config, plugin, validation
+from vllm_bastion.config import BastionSpeculativeConfig
+from vllm_bastion.validation import BastionConfigError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    plugin.register()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Configs of a target (vocabulary 512, 4 layers) and a drafter (gamma 7), without weights."""
+    folder = tmp_path_factory.mktemp("pair")
+    return write_checkpoint(folder / "target"), write_checkpoint(folder / "drafter", "drafter")
+
+
+def _engine(pair: tuple[str, str], arguments: dict[str, Any] | None = None, **keys: Any) -> Any:
+    given = {"method": "bastion", "model": pair[1], "num_speculative_tokens": 32} | keys
+    limits: dict[str, Any] = {
+        "max_model_len": 256,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 2,
+        "enforce_eager": True,
+    }
+    args = EngineArgs(model=pair[0], speculative_config=given, **(limits | (arguments or {})))
+    return args.create_engine_config()
+
+
+# --- accepted ---------------------------------------------------------------------------------
+
+
+def test_the_engine_gets_a_dflash_configuration_with_our_settings(pair: tuple[str, str]) -> None:
+    engine = _engine(pair, bastion_budget=24, bastion_top_k=4)
+    spec = engine.speculative_config
+    assert type(spec) is BastionSpeculativeConfig
+    assert (spec.method, spec.num_speculative_tokens, spec.bastion_gamma) == ("dflash", 32, 7)
+    assert (spec.bastion_budget, spec.bastion_top_k) == (24, 4)
+    assert spec.max_num_new_slots_for_drafting == 7
+    assert engine.num_lookahead_tokens == 8
+    assert engine.uniform_decode_query_len == 33
+    assert engine.use_v2_model_runner
+    assert len(repr(spec)) < 300 and "nodes=32" in repr(spec)
+
+
+def test_settings_survive_the_way_into_another_process(pair: tuple[str, str]) -> None:
+    engine = pickle.loads(pickle.dumps(_engine(pair, bastion_controller="first_decrease")))
+    spec = engine.speculative_config
+    assert type(spec) is BastionSpeculativeConfig
+    assert (spec.bastion_controller, spec.bastion_gamma) == ("first_decrease", 7)
+    assert engine.num_lookahead_tokens == 8
+
+
+def test_the_chain_view_counts_in_depths_and_leaves_the_original_alone(
+    pair: tuple[str, str],
+) -> None:
+    engine = _engine(pair)
+    view = config.chain_view_of(engine)
+    assert view.num_speculative_tokens == 7 and engine.num_speculative_tokens == 32
+    assert view.speculative_config.bastion_gamma == 7
+    plain = SimpleNamespace(speculative_config=None)
+    assert config.chain_view_of(plain) is plain  # type: ignore[arg-type]
+
+
+COMMAND_LINES = {
+    "json": ["--speculative-config", '{"method":"bastion","model":"D","num_speculative_tokens":9}'],
+    "short": ["-sc", '{"method":"bastion","model":"D","num_speculative_tokens":9}'],
+    "hyphens": ["-sc", '{"method":"bastion","model":"D","num-speculative-tokens":9}'],
+    "dotted": [
+        "--speculative-config.method=bastion",
+        "--speculative-config.model=D",
+        "--speculative-config.num_speculative_tokens=9",
+    ],
+    "flags": ["--spec-method", "bastion", "--spec-model", "D", "--spec-tokens", "9"],
+    "mixed": ["--spec-method", "bastion", "-sc", '{"model":"D","num_speculative_tokens":9}'],
+}
+
+
+@pytest.mark.parametrize("form", COMMAND_LINES)
+def test_every_form_of_the_command_line_arrives(form: str, pair: tuple[str, str]) -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    words = [word.replace("D", pair[1]) for word in COMMAND_LINES[form]]
+    limits = ["--max-num-batched-tokens", "128", "--max-model-len", "256", "--enforce-eager"]
+    parsed = parser.parse_args(["--model", pair[0], *limits, *words])
+    engine = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    spec = engine.speculative_config
+    assert type(spec) is BastionSpeculativeConfig
+    assert (spec.num_speculative_tokens, spec.bastion_gamma) == (9, 7)
+
+
+def test_a_key_given_twice_is_refused_as_vllm_refuses_it(pair: tuple[str, str]) -> None:
+    args = EngineArgs(
+        model=pair[0],
+        spec_method="bastion",
+        speculative_config={"method": "bastion", "model": pair[1]},
+    )
+    with pytest.raises(ValueError, match=r"--spec-method .* mutually exclusive"):
+        args.create_engine_config()
+
+
+def test_every_setting_has_a_default_and_one_line_of_help() -> None:
+    table = config.markdown_table().splitlines()[2:]
+    assert [line.split("`")[1] for line in table] == list(config.user_keys())
+    assert all(len(line.split("|")[3].strip()) > 20 for line in table)
+    own = [f.name for f in fields(BastionSpeculativeConfig) if f.name.startswith(config.PREFIX)]
+    assert set(own) == {*config.user_keys(), "bastion_gamma"}
+
+
+# --- refused: the user's keys -----------------------------------------------------------------
+
+KEYS = {
+    "unknown own key": ({"bastion_budgte": 3}, '"bastion_budgte"', 'mean "bastion_budget"'),
+    "unknown key": ({"num_spec_tokens": 3}, '"num_spec_tokens"', '"num_speculative_tokens"'),
+    "nothing like it": ({"zzz": 3}, '"zzz"', "known keys: bastion_budget"),
+    "gamma is not a setting": ({"bastion_gamma": 7}, '"bastion_gamma"', "did you mean"),
+    "wrong type": ({"bastion_top_k": "8"}, '"bastion_top_k"', "from 1 to 32; got '8'"),
+    "bool is no number": ({"bastion_top_k": True}, '"bastion_top_k"', "got True"),
+    "too small": ({"bastion_top_k": 0}, '"bastion_top_k"', "from 1 to 32; got 0"),
+    "too large": ({"bastion_top_k": 33}, '"bastion_top_k"', "got 33"),
+    "fraction": ({"bastion_budget": 1.5}, '"bastion_budget"', '"adaptive" or a whole number'),
+    "negative": ({"bastion_budget": -1}, '"bastion_budget"', "at least 0; got -1"),
+    "word": ({"bastion_budget": "auto"}, '"bastion_budget"', "got 'auto'"),
+    "over the nodes": ({"bastion_budget": 33}, '"bastion_budget": 33', "lower the first"),
+    "controller": ({"bastion_controller": "best"}, '"bastion_controller"', '"first_decrease"'),
+    "timing": ({"bastion_budget_timing": 1}, '"bastion_budget_timing"', '"lagged"'),
+    "latency": ({"bastion_latency_model": "x"}, '"bastion_latency_model"', '"ema_calib"'),
+    "calibration": ({"bastion_calibration": ""}, '"bastion_calibration"', "a file name"),
+    "scores": ({"bastion_path_scores": None}, '"bastion_path_scores"', '"calibrated"'),
+    "tree": ({"bastion_tree": "star"}, '"bastion_tree"', '"chain"'),
+    "no model": ({"model": None}, 'needs "model"', "DFlash drafter"),
+    "no nodes": ({"num_speculative_tokens": None}, '"num_speculative_tokens"', "at least 1"),
+    "zero nodes": ({"num_speculative_tokens": 0}, '"num_speculative_tokens"', "got 0"),
+    "text nodes": ({"num_speculative_tokens": "8"}, '"num_speculative_tokens"', "got '8'"),
+    "sampled drafts": ({"draft_sample_method": "probabilistic"}, "draft_sample_method", "remove"),
+    "block verification": ({"rejection_sample_method": "block"}, "rejection_sample", "remove"),
+    "vllm's own sizing": ({"enable_adaptive_verification": True}, "adaptive_verif", "remove"),
+    "two vocabularies": ({"use_heterogeneous_vocab": True}, "heterogeneous_vocab", "remove"),
+    "local argmax": ({"use_local_argmax_reduction": True}, "local_argmax", "remove"),
+    "by batch size": (
+        {"num_speculative_tokens_per_batch_size": [(1, 8, 4)]},
+        "num_speculative_tokens_per_batch_size",
+        "remove",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_a_wrong_key_is_refused_in_one_sentence(case: str, pair: tuple[str, str]) -> None:
+    keys, names, way_out = KEYS[case]
+    with pytest.raises(BastionConfigError) as caught:
+        _engine(pair, **keys)
+    _is_one_sentence(str(caught.value), names, way_out)
+
+
+def _is_one_sentence(message: str, *parts: str) -> None:
+    for part in parts:
+        assert part in message
+    assert "\n" not in message and ". " not in message and len(message) < 400
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"bastion_budget": 0},
+        {"bastion_budget": 32, "bastion_top_k": 32, "bastion_tree": "chain"},
+        {"bastion_calibration": "/tmp/costs.json", "draft_sample_method": "greedy"},
+        {"bastion_calibration": "off", "revision": None, "attention_backend": None},
+    ],
+)
+def test_right_keys_pass(keys: dict[str, Any]) -> None:
+    validation.check_user_keys({"model": "m", "num_speculative_tokens": 32} | keys)
+
+
+# --- refused: drafter -------------------------------------------------------------------------
+
+DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "another model": ({"architectures": ["Qwen3ForCausalLM"]}, ("no DFlash drafter", "Qwen3For")),
+    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, ("no DFlash drafter", "DFlash2")),
+    "LiLiCorr": ({"architectures": ["LiLiCorrDraftModel"]}, ("no DFlash drafter", "LiLiCorr")),
+    "DSpark": ({"architectures": ["DSparkDraftModel"]}, ("no DFlash drafter", "DSpark")),
+    "no settings": ({"dflash_config": None}, ("no DFlash drafter", '"dflash_config"')),
+    "no block": ({"block_size": None}, ('"block_size": None', "complete checkpoint")),
+    "a block of one": ({"block_size": 1}, ('"block_size": 1',)),
+    "other vocabulary": ({"vocab_size": 500}, ("vocab_size 500", "vocabulary of 512")),
+    "reduced vocabulary": ({"draft_vocab_size": 64}, ("draft_vocab_size 64", "of 512")),
+    "deeper target": (
+        {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 4]}},
+        ("target layer 4", "4 layers"),
+    ),
+    "anchor": (
+        {"dflash_config": {"mask_token_id": 1, "sample_from_anchor": True}},
+        ("sample_from_anchor", "plain DFlash"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DRAFTERS)
+def test_a_drafter_that_does_not_fit_is_refused(
+    case: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    changes, parts = DRAFTERS[case]
+    drafter = write_checkpoint(tmp_path / "drafter", "drafter", **changes)
+    with pytest.raises(BastionConfigError) as caught:
+        _engine((pair[0], drafter))
+    _is_one_sentence(str(caught.value), drafter, *parts)
+
+
+def test_a_drafter_that_is_not_there_is_named(pair: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(BastionConfigError) as caught:
+        _engine((pair[0], str(tmp_path / "nowhere")))
+    for part in ("nowhere", "could not be read", "give the path"):
+        assert part in str(caught.value)
+
+
+# --- refused: target and engine ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes, limit, way_out", [(121, 128, "to 120"), (1, 8, "or raise")])
+def test_more_nodes_than_a_batch_holds_are_refused(
+    nodes: int, limit: int, way_out: str, pair: tuple[str, str]
+) -> None:
+    with pytest.raises(BastionConfigError) as caught:
+        validation.check_token_limit(nodes, 7, limit)
+    needed = f"at least {1 + nodes + 7}"
+    _is_one_sentence(str(caught.value), f'"num_speculative_tokens": {nodes}', needed)
+    assert ("lower it to 120" in str(caught.value)) == (nodes == 121)
+    with pytest.raises(BastionConfigError, match="num_speculative_tokens"):
+        arguments = {"max_num_batched_tokens": limit, "max_num_seqs": 1, "max_model_len": 8}
+        _engine(pair, arguments, num_speculative_tokens=nodes)
+
+
+def test_exactly_as_many_nodes_as_a_batch_holds_pass(pair: tuple[str, str]) -> None:
+    engine = _engine(pair, num_speculative_tokens=120)
+    assert engine.speculative_config.num_speculative_tokens == 120
+
+
+ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "lora": ({"enable_lora": True}, ("enable_lora", "remove")),
+    "pipeline": ({"pipeline_parallel_size": 2}, ("pipeline_parallel_size", "set it to 1")),
+    "dcp": (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        ("decode_context_parallel_size", "set it to 1"),
+    ),
+    "pcp": ({"prefill_context_parallel_size": 2}, ("prefill_context_parallel_size", "to 1")),
+    "dbo": ({"enable_dbo": True}, ("enable_dbo", "remove")),
+    "ubatches": ({"ubatch_size": 2}, ("ubatch_size", "remove")),
+    "sharded": ({"enable_batch_sharded_sampling": True}, ("batch_sharded_sampling", "remove")),
+    "watermark": ({"watermark_config": {}}, ("watermark_config", "remove")),
+    "experts": ({"enable_return_routed_experts": True}, ("routed_experts", "remove")),
+    "offload": ({"kv_offloading_size": 1.0}, ("KV connector", "kv_offloading_size")),
+    "fp8 cache": ({"kv_cache_dtype": "fp8_e5m2"}, ("kv_cache_dtype", 'use "auto"')),
+    "sampling mask": ({"return_sampling_mask": True}, ("return_sampling_mask", "remove")),
+}
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_an_engine_option_in_the_way_is_refused(case: str, pair: tuple[str, str]) -> None:
+    arguments, parts = ENGINES[case]
+    with pytest.raises(BastionConfigError) as caught:
+        _engine(pair, arguments)
+    _is_one_sentence(str(caught.value), *parts)
+
+
+def test_the_v1_runner_is_refused(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(BastionConfigError) as caught:
+        _engine(pair)
+    _is_one_sentence(str(caught.value), "Model Runner V2", "unset VLLM_USE_V2_MODEL_RUNNER")
+
+
+def test_a_kv_connector_is_refused(pair: tuple[str, str]) -> None:
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    with pytest.raises(BastionConfigError) as caught:
+        _engine(pair, {"kv_transfer_config": connector})
+    _is_one_sentence(str(caught.value), "kv_transfer_config", "remove")
+
+
+def _target(**changes: Any) -> Any:
+    plain: dict[str, Any] = {
+        "model": "some/target",
+        "runner_type": "generate",
+        "is_encoder_decoder": False,
+        "is_diffusion": False,
+        "is_attention_free": False,
+        "is_hybrid": False,
+        "use_mla": False,
+        "attention_chunk_size": None,
+        "rswa_window": None,
+        "uses_alibi": False,
+        "uses_mrope": False,
+        "is_mm_prefix_lm": False,
+        "hf_text_config": SimpleNamespace(layer_types=["full_attention"]),
+        "get_sliding_window": lambda: None,
+    }
+    return SimpleNamespace(**(plain | changes))
+
+
+TARGETS: dict[str, tuple[dict[str, Any], str]] = {
+    "pooling": ({"runner_type": "pooling"}, "pooling"),
+    "encoder-decoder": ({"is_encoder_decoder": True}, "encoder-decoder"),
+    "diffusion": ({"is_diffusion": True}, "diffusion"),
+    "mamba": ({"is_attention_free": True}, "recurrent"),
+    "hybrid": ({"is_hybrid": True}, "recurrent"),
+    "mla": ({"use_mla": True}, "latent attention"),
+    "window": ({"get_sliding_window": lambda: 4096}, "sliding-window"),
+    "mixed window": (
+        {"hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])},
+        "sliding-window",
+    ),
+    "chunked": ({"attention_chunk_size": 8192}, "chunked local"),
+    "rswa": ({"rswa_window": 128}, "sliding-window"),
+    "alibi": ({"uses_alibi": True}, "ALiBi"),
+    "mrope": ({"uses_mrope": True}, "M-RoPE"),
+    "prefix lm": ({"is_mm_prefix_lm": True}, "image tokens"),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_target_that_trees_cannot_be_verified_on_is_refused(case: str) -> None:
+    changes, names = TARGETS[case]
+    validation.check_target(_target())
+    with pytest.raises(BastionConfigError) as caught:
+        validation.check_target(_target(**changes))
+    _is_one_sentence(str(caught.value), '"some/target"', names, "drop speculative_config")
+
+
+def test_the_attributes_read_of_a_target_exist(pair: tuple[str, str]) -> None:
+    model = EngineArgs(model=pair[0], max_model_len=256).create_model_config()
+    assert all(hasattr(model, name) for name in vars(_target()))
+    validation.check_target(model)
+
+
+LAYERS: dict[str, tuple[dict[str, Any], str]] = {
+    "sinks": ({"impl": SimpleNamespace(sinks=object())}, "attention sinks"),
+    "alibi": ({"impl": SimpleNamespace(alibi_slopes=[0.5])}, "ALiBi"),
+    "window": ({"sliding_window": 128}, "sliding window of 128"),
+    "encoder": ({"attn_type": "encoder_only"}, "type encoder_only"),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_the_kernels_do_not_implement_is_refused(case: str) -> None:
+    changes, names = LAYERS[case]
+    plain: dict[str, Any] = {
+        "impl": SimpleNamespace(sinks=None, alibi_slopes=None),
+        "sliding_window": None,
+        "attn_type": "decoder",
+    }
+    validation.check_layers({"layers.0.attn": SimpleNamespace(**plain)})
+    with pytest.raises(BastionConfigError) as caught:
+        validation.check_layers({"layers.7.attn": SimpleNamespace(**(plain | changes))})
+    _is_one_sentence(str(caught.value), "layers.7.attn", names)
+
+
+def test_a_cpu_host_without_the_interpreter_is_told_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import vllm.platforms
+    import vllm.triton_utils
+
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
+    monkeypatch.setattr(
+        vllm.platforms, "_current_platform", SimpleNamespace(is_cpu=lambda: True), raising=False
+    )
+    monkeypatch.delenv("VLLM_BASTION_TRITON_INTERPRETER", raising=False)
+    with pytest.raises(BastionConfigError) as caught:
+        validation.check_host()
+    _is_one_sentence(str(caught.value), "set VLLM_BASTION_TRITON_INTERPRETER=1", "CPU host")
+    monkeypatch.setenv("VLLM_BASTION_TRITON_INTERPRETER", "1")
+    with pytest.raises(BastionConfigError, match="before Python starts"):
+        validation.check_host()
+
+
+def test_the_readme_example_is_valid_json() -> None:
+    text = '{"method":"bastion","model":"D","num_speculative_tokens":32}'
+    validation.check_user_keys(json.loads(text))

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry points: light, idempotent, silent, and without effect until they are asked for."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from helpers import run_python, write_checkpoint
+from vllm_bastion import compat, hooks, interpreter, plugin
+
+
+def test_entry_points_lead_to_the_functions() -> None:
+    general = {e.name: e.value for e in entry_points(group="vllm.general_plugins")}
+    platform = {e.name: e.value for e in entry_points(group="vllm.platform_plugins")}
+    assert general["bastion"] == "vllm_bastion.plugin:register"
+    assert platform["bastion_cpu"] == "vllm_bastion.plugin:cpu_platform"
+
+
+def test_registering_twice_leaves_the_same_objects() -> None:
+    plugin.register()
+    first = [hooks.resolve(hook.target)[2] for hook in hooks.HOOKS]
+    plugin.register()
+    second = [hooks.resolve(hook.target)[2] for hook in hooks.HOOKS]
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert all(hooks.is_wrapped(hook.target) for hook in hooks.HOOKS)
+    assert compat.enabled()
+
+
+def test_importing_the_plugin_imports_nothing_else() -> None:
+    result = run_python(
+        "import sys, vllm_bastion.plugin\n"
+        "print([m for m in ('torch', 'triton', 'vllm', 'bastion_kernels') if m in sys.modules])"
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_registering_touches_no_device_and_loads_no_kernels() -> None:
+    result = run_python(
+        "import sys, vllm_bastion.plugin as p\n"
+        "p.register()\n"
+        "import torch\n"
+        "heavy = ('bastion_kernels', 'vllm_bastion.runner', 'vllm.v1.worker.gpu.model_runner')\n"
+        "print([m for m in heavy if m in sys.modules], torch.cuda.is_initialized())"
+    )
+    assert result.stdout.strip().splitlines()[-1] == "[] False", result.stderr
+
+
+@pytest.mark.parametrize("module", ["vllm.engine.arg_utils", "vllm.v1.core.sched.scheduler"])
+def test_a_broken_vllm_is_remembered_and_not_raised(module: str) -> None:
+    result = run_python(
+        "import sys\n"
+        f"sys.modules[{module!r}] = None\n"
+        "from vllm_bastion import compat, plugin\n"
+        "print(plugin.register())\n"
+        "try:\n"
+        "    compat.require()\n"
+        "except RuntimeError as error:\n"
+        "    print(error)"
+    )
+    lines = result.stdout.strip().splitlines()
+    assert lines[-2] == "None", result.stderr
+    assert 'method "bastion" is not available' in lines[-1] and module in lines[-1]
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.1", None])
+def test_another_vllm_works_on_and_refuses_only_bastion(
+    version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "_reasons", [])
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    plugin.register()
+    plugin.register()
+    target = write_checkpoint(tmp_path / "target")
+    ngram: dict[str, Any] = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 4,
+    }
+    assert type(_speculative(target, ngram)) is SpeculativeConfig
+    with pytest.raises(compat.UnsupportedVllmError, match="vLLM") as caught:
+        _speculative(target, {"method": "bastion"})
+    assert (version or "not installed") in str(caught.value)
+
+
+def _speculative(target: str, speculative_config: dict[str, Any] | None) -> Any:
+    args = EngineArgs(model=target, speculative_config=speculative_config, max_model_len=256)
+    model = args.create_model_config()
+    from vllm.config import ParallelConfig
+
+    return args.create_speculative_config(model, ParallelConfig())
+
+
+@pytest.mark.parametrize(
+    "speculative_config",
+    [
+        None,
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        {"method": "dflash", "model": "drafter", "num_speculative_tokens": 7},
+    ],
+    ids=["none", "ngram", "dflash"],
+)
+def test_other_methods_get_what_they_get_without_the_plugin(
+    speculative_config: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    target = write_checkpoint(tmp_path / "target")
+    if speculative_config and "model" in speculative_config:
+        speculative_config["model"] = write_checkpoint(tmp_path / "drafter", "drafter")
+    hooked = _speculative(target, json.loads(json.dumps(speculative_config)))
+    original = EngineArgs.create_speculative_config.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(EngineArgs, "create_speculative_config", original)
+    plain = _speculative(target, json.loads(json.dumps(speculative_config)))
+    assert type(hooked) is type(plain)
+    assert repr(hooked) == repr(plain)
+    if plain is not None:
+        assert hooked.max_num_new_slots_for_drafting == plain.max_num_new_slots_for_drafting
+        assert hooked.compute_hash() == plain.compute_hash()
+
+
+def test_the_cpu_platform_answers_none_and_waits_to_be_asked() -> None:
+    code = (
+        "import os, sys\n"
+        "from vllm_bastion.plugin import cpu_platform\n"
+        "print(cpu_platform(), os.environ.get('TRITON_INTERPRET'), 'triton' in sys.modules)"
+    )
+    result = run_python(code, VLLM_BASTION_TRITON_INTERPRETER=None, TRITON_INTERPRET=None)
+    assert result.stdout.strip() == "None None False", result.stderr
+
+
+@pytest.mark.skipif(not interpreter.is_cpu_build(), reason="needs a CPU build of vLLM")
+def test_on_request_vllm_runs_its_kernels_in_the_interpreter() -> None:
+    # PyTorch has imported Triton by then, bound to the compiler: tl.sum must work all the same.
+    code = (
+        "import torch._inductor.runtime.triton_heuristics\n"
+        "from vllm.triton_utils import HAS_TRITON, tl, triton\n"
+        "import torch\n"
+        "@triton.jit\n"
+        "def total(x, out, n: tl.constexpr):\n"
+        "    tl.store(out, tl.sum(tl.load(x + tl.arange(0, n)), 0))\n"
+        "out = torch.zeros(1)\n"
+        "total[(1,)](torch.arange(8.0), out, 8)\n"
+        "print(HAS_TRITON, out.item())\n"
+    )
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:  # the interpreter reads a kernel's source
+        script = Path(folder) / "kernel.py"
+        script.write_text(code)
+        result = run_python(
+            f"import runpy; runpy.run_path({str(script)!r})",
+            VLLM_BASTION_TRITON_INTERPRETER="1",
+            TRITON_INTERPRET=None,
+        )
+    assert result.stdout.strip().splitlines()[-1] == "True 28.0", result.stderr
+
+
+@pytest.mark.skipif(not interpreter.is_cpu_build(), reason="needs a CPU build of vLLM")
+def test_without_the_request_vllm_stays_as_it_is() -> None:
+    result = run_python(
+        "from vllm.triton_utils import HAS_TRITON\nprint(HAS_TRITON)",
+        VLLM_BASTION_TRITON_INTERPRETER=None,
+        TRITON_INTERPRET=None,
+    )
+    assert result.stdout.strip().splitlines()[-1] == "False", result.stderr
