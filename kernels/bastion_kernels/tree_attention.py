@@ -198,7 +198,7 @@ def _check(
             f"tree_attention: a {kv_cache.dtype} cache does not go with {query.dtype} queries; it "
             "must be of their dtype or float8_e4m3fn (view a byte cache as that)"
         )
-    if out.shape != query.shape or block_table.shape[0] + 1 != query_start_loc.shape[0]:
+    if out.shape != query.shape or block_table.shape[0] + 1 < query_start_loc.shape[0]:
         raise ValueError(
             f"tree_attention: shapes do not fit: query {tuple(query.shape)}, out "
             f"{tuple(out.shape)}, block_table {tuple(block_table.shape)}, query_start_loc "
@@ -244,7 +244,7 @@ def tree_attention(
         query: `[T, Hq, d]`, any strides; rows from `query_start_loc[R]` on are not read.
         kv_cache: `[blocks, Hkv, block_size, 2d]`, any strides, of the queries' dtype or
             float8_e4m3fn; this step's rows already written.
-        block_table: `[R, *]` int32; entries past a request's length are not read.
+        block_table: `[>= R, *]` int32; entries past a request's length are not read.
         query_start_loc: `[R+1]` int32. A request without rows (padding) writes nothing.
         seq_lens: `[R]` int32, cached rows of the request, this step's included.
         tail_lens: `[R]` int32, rows of the request's tail (root and nodes); 0 = causal only.

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row gather against a loop over rows; outputs are poisoned first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bastion_kernels.gather import gather_rows, gather_rows_reference, gather_rows_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POISON = -7777
+
+Run = Callable[[list[Tensor], Tensor, list[Tensor]], None]
+runs = pytest.mark.parametrize("run", [gather_rows_reference, gather_rows_triton, gather_rows])
+
+
+def check(run: Run, sources: list[Tensor], rows: list[int], outs: list[Tensor]) -> None:
+    run(sources, torch.tensor(rows, dtype=torch.int64, device=DEVICE), outs)
+    for source, out in zip(sources, outs, strict=True):
+        for m in range(out.shape[0]):
+            row = rows[m] if m < len(rows) else -1
+            expected = source[row] if row >= 0 else torch.full_like(out[m], POISON)
+            assert torch.equal(out[m], expected)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int32])
+def test_rows_of_several_sources(run: Run, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    sources = [
+        torch.randn(20, width, generator=g).mul(100).to(dtype).to(DEVICE)
+        for width in (64, 64, 64, 5, 1500)
+    ]
+    outs = [torch.full((9, s.shape[1]), POISON, dtype=dtype, device=DEVICE) for s in sources]
+    check(run, sources, [3, 3, -1, 19, 0, -1, 7], outs)
+
+
+@runs
+def test_strided_rows(run: Run) -> None:
+    g = torch.Generator().manual_seed(1)
+    source = torch.randn(12, 40, generator=g).to(DEVICE)[::2, 3:30]
+    out = torch.full((4, 50), float(POISON), device=DEVICE)
+    check(run, [source], [5, 0, 2], [out[:, 10:37]])
+    out[:, 10:37] = POISON
+    assert bool((out == POISON).all())
+
+
+@runs
+def test_one_row_of_one_source(run: Run) -> None:
+    source = torch.arange(6, dtype=torch.float32, device=DEVICE)[None]
+    check(run, [source], [0], [torch.full_like(source, POISON)])
+
+
+def test_nothing_to_do_and_refusals() -> None:
+    source = torch.zeros(3, 4, device=DEVICE)
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    gather_rows([source], none, [source.clone()])
+    gather_rows([], none, [])
+    row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="1 sources but 0 outs"):
+        gather_rows([source], row, [])
+    with pytest.raises(TypeError, match="its output"):
+        gather_rows([source], row, [source.half()])
+    with pytest.raises(ValueError, match="its output"):
+        gather_rows([source], row, [source[:, :2].contiguous()])
+    with pytest.raises(ValueError, match="1 rows do not fit an output of 0"):
+        gather_rows([source], row, [source[:0]])
+    with pytest.raises(TypeError, match="rows"):
+        gather_rows([source], row.int(), [source.clone()])

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV compaction against a loop over rows that reads from a copy made beforehand, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bastion_kernels.kv_compact import KVCompactor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs = pytest.mark.parametrize("run", ["compact_reference", "compact_triton", "compact"])
+
+
+def make_cache(
+    blocks: int, heads: int, page: int, columns: int, dtype: torch.dtype, layout: str, seed: int
+) -> Tensor:
+    """A cache full of random bytes (NaNs among them), seen as [blocks, heads, page, columns]."""
+    g = torch.Generator().manual_seed(seed)
+    order = {"BHN": (0, 1, 2), "BNH": (0, 2, 1), "HBN": (1, 0, 2)}[layout]
+    sizes = [(blocks, heads, page)[i] for i in order]
+    raw = torch.randint(0, 256, (*sizes, columns * dtype.itemsize), generator=g).byte()
+    inverse = [order.index(i) for i in range(3)]
+    return raw.to(DEVICE).view(dtype).permute(*inverse, 3)
+
+
+class Step:
+    """Requests with tails of nodes, shuffled slots, and random paths down random trees."""
+
+    def __init__(self, tails: list[int], width: int, groups: int, room: int, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        chunks = torch.randint(0, 4, (len(tails),), generator=g).tolist()
+        rows = [chunk + tail for chunk, tail in zip(chunks, tails, strict=True)]
+        starts = [0, *torch.tensor(rows).cumsum(0).tolist()]
+        cu = [0, *torch.tensor(tails).cumsum(0).tolist()]
+        self.roots = [end - tail for end, tail in zip(starts[1:], tails, strict=True)]
+        total = starts[-1]
+        self.slots = torch.stack(
+            [torch.randperm(room, generator=g)[: total + 3] for _ in range(groups)]
+        )
+        self.path = torch.full((len(tails), width), -1, dtype=torch.int32)
+        for r, tail in enumerate(tails):
+            node, depth = 0, 0
+            while depth < width and node < tail:
+                self.path[r, depth] = node
+                node += int(torch.randint(1, 4, (1,), generator=g))
+                depth += 1
+        self.starts = torch.tensor(starts, dtype=torch.int32)
+        self.cu = torch.tensor(cu, dtype=torch.int32)
+
+    def run(self, compactor: KVCompactor, run: str) -> None:
+        getattr(compactor, run)(
+            *(x.to(DEVICE) for x in (self.slots, self.starts, self.cu, self.path))
+        )
+
+    def expected(self, cache: Tensor, group: int) -> Tensor:
+        before, after = cache.clone(), cache.clone()
+        page = cache.shape[2]
+        for r, root in enumerate(self.roots):
+            for depth, node in enumerate(self.path[r].tolist()):
+                if node < 0:
+                    break
+                source = int(self.slots[group, root + node])
+                target = int(self.slots[group, root + depth])
+                if source >= 0 and target >= 0:
+                    row = before[source // page, :, source % page]
+                    after[target // page, :, target % page] = row
+        return after
+
+
+def same_bytes(got: Tensor, want: Tensor) -> bool:
+    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@runs
+@pytest.mark.parametrize("layout", ["BHN", "BNH", "HBN"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8])
+def test_rows_move_along_the_path(run: str, layout: str, dtype: torch.dtype) -> None:
+    caches = [make_cache(13, 2, 8, 12, dtype, layout, seed) for seed in range(3)]
+    groups = [0, 1, 0]
+    step = Step([9, 1, 20, 5], width=8, groups=2, room=13 * 8, seed=1)
+    expected = [step.expected(c, g) for c, g in zip(caches, groups, strict=True)]
+    assert not same_bytes(caches[0], expected[0]), "nothing moves: the test shows nothing"
+    step.run(KVCompactor(caches, groups), run)
+    for cache, want in zip(caches, expected, strict=True):
+        assert same_bytes(cache, want)
+
+
+@runs
+def test_random_paths_shapes_and_odd_columns(run: str) -> None:
+    g = torch.Generator().manual_seed(2)
+    for seed in range(25):
+        tails = torch.randint(1, 30, (int(torch.randint(1, 6, (1,), generator=g)),), generator=g)
+        width = int(torch.randint(2, 18, (1,), generator=g))
+        heads, columns = (3, 5) if seed % 2 else (1, 24)
+        page = 16 if seed % 3 else 7
+        cache = make_cache(40, heads, page, columns, torch.float16, "BNH", seed)
+        step = Step(tails.tolist(), width, groups=1, room=40 * page, seed=seed)
+        want = step.expected(cache, 0)
+        step.run(KVCompactor([cache], [0]), run)
+        assert same_bytes(cache, want)
+
+
+@runs
+def test_caches_of_different_shapes_in_one_launch(run: str) -> None:
+    caches = [
+        make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 3),
+        make_cache(18, 5, 4, 34, torch.bfloat16, "BNH", 4),
+        make_cache(9, 1, 8, 300, torch.uint8, "BHN", 5),
+    ]
+    step = Step([12, 7], width=6, groups=3, room=72, seed=3)
+    expected = [step.expected(c, i) for i, c in enumerate(caches)]
+    step.run(KVCompactor(caches, [0, 1, 2]), run)
+    for cache, want in zip(caches, expected, strict=True):
+        assert same_bytes(cache, want)
+
+
+@runs
+def test_identity_paths_and_finished_requests_leave_every_byte(run: str) -> None:
+    cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 6)
+    before = cache.clone()
+    step = Step([6, 6, 1], width=5, groups=1, room=72, seed=4)
+    step.path[0] = torch.arange(5)
+    step.path[1] = torch.tensor([0, -1, 3, 4, 5])
+    step.path[2] = torch.tensor([0, -1, -1, -1, -1])
+    step.run(KVCompactor([cache], [0]), run)
+    assert same_bytes(cache, before)
+
+
+@runs
+def test_stale_paths_beyond_a_tail_are_ignored(run: str) -> None:
+    cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 7)
+    before = cache.clone()
+    step = Step([3, 5], width=4, groups=1, room=72, seed=5)
+    # the second request is padding: no rows, but a path left from another step
+    step.starts[2], step.cu[2] = step.starts[1], step.cu[1]
+    step.path[0] = torch.tensor([0, 3, 4, 5])
+    step.path[1] = torch.tensor([0, 2, 3, 4])
+    step.run(KVCompactor([cache], [0]), run)
+    assert same_bytes(cache, before)
+
+
+@runs
+def test_slots_of_minus_one_are_skipped(run: str) -> None:
+    cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 8)
+    step = Step([12], width=5, groups=1, room=72, seed=6)
+    step.path[0] = torch.tensor([0, 3, 5, 7, 9])
+    root = step.roots[0]
+    step.slots[0, root + 5] = -1
+    step.slots[0, root + 3] = -1
+    want = step.expected(cache, 0)
+    step.run(KVCompactor([cache], [0]), run)
+    assert same_bytes(cache, want)
+
+
+@runs
+def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(run: str) -> None:
+    cache = make_cache(30, 2, 8, 8, torch.bfloat16, "BHN", 9)
+    step = Step([10], width=5, groups=2, room=120, seed=7)
+    step.path[0] = torch.tensor([0, 2, 3, 7, 9])
+    step.slots[1] = step.slots[0] + 120
+    rows = step.slots[:, step.roots[0] : step.roots[0] + 10].flatten()
+    assert len(set(rows.tolist())) == 20, "the groups' rows overlap"
+    want = step.expected(step.expected(cache, 0), 1)
+    compactor = KVCompactor([cache, cache, cache[:]], [0, 0, 1])
+    assert len(compactor.entries) == 2
+    step.run(compactor, run)
+    assert same_bytes(cache, want)
+
+
+def test_refusals_name_the_argument() -> None:
+    cache = make_cache(3, 2, 4, 8, torch.bfloat16, "BHN", 10)
+    with pytest.raises(ValueError, match="0 caches"):
+        KVCompactor([], [])
+    with pytest.raises(ValueError, match="1 caches and 2 groups"):
+        KVCompactor([cache], [0, 0])
+    with pytest.raises(ValueError, match="contiguous"):
+        KVCompactor([cache.transpose(2, 3)], [0])
+    step = Step([3], width=4, groups=1, room=12, seed=0)
+    with pytest.raises(ValueError, match="cu_num_logits"):
+        KVCompactor([cache], [0]).compact(step.slots, step.starts, step.cu[:1], step.path)
