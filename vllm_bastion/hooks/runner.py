@@ -106,6 +106,7 @@ def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     from vllm.config import get_current_vllm_config
 
     from vllm_bastion.runner.attention import tree_backend
+
     backend = original(*args, **kwargs)
     # load_dflash_model builds the drafter under this tag.
     if bastion_config(get_current_vllm_config()) is None or backends.model_tag == "dflash_head":
@@ -113,7 +114,9 @@ def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return tree_backend(backend)
 
 
-def init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
+def init_speculator(
+    original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any
+) -> Any:
     """BastionSpeculator in place of DFlashSpeculator."""
     from vllm_bastion.runner.runtime import make_runtime
 
@@ -150,16 +153,22 @@ def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
     from vllm_bastion.runner.runtime import runtime_of
 
     vllm_config = kwargs["vllm_config"]
-    if bastion_config(vllm_config) is None:
+    config = bastion_config(vllm_config)
+    if config is None:
         return original(**kwargs)
     from vllm_bastion.runner.verification import BastionVerificationManager
+    from vllm_bastion.runner.verification_lagged import LaggedVerificationManager
 
-    return BastionVerificationManager(
-        runtime_of(vllm_config).trees,
+    lagged = config.bastion_budget_timing == "lagged" and config.bastion_budget == "adaptive"
+    runtime = runtime_of(vllm_config)
+    runtime.manager = (LaggedVerificationManager if lagged else BastionVerificationManager)(
+        runtime,
         kwargs["req_states"],
         kwargs["query_start_loc"],
         kwargs["num_bonus_tokens"],
+        kwargs["max_total_logits"],
     )
+    return runtime.manager
 
 
 def resolve_cudagraph_mode(original: Callable[..., Any], mode: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from vllm_bastion.profile_store import Profile, ProfileKey, config_hash, open_pr
 from vllm_bastion.roofline import ModelShape, Roofline
 from vllm_bastion.runner.costs import StepCosts
 from vllm_bastion.runner.runtime import runtime_of
+from vllm_bastion.runner.switch import DraftSwitch
 from vllm_bastion.runner.timing import HostStepTimingCollector, new_mark
 from vllm_bastion.step_cost import StepCostTable
 
@@ -67,6 +68,8 @@ def calibrate(runner: Any) -> None:
     )
     runtime.costs = StepCosts(latency, runtime.trees)
     runtime.costs.install(1, 1.0)
+    if config.bastion_budget_timing == "exact" and runner.dp_size == 1:
+        runtime.switch = DraftSwitch(runtime.costs, runtime.trees)
 
 
 def _prior(runner: Any) -> StepCostTable:

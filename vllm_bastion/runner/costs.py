@@ -40,6 +40,10 @@ class StepCosts:
             self._current = cost  # keeps the id alive
             self._trees.set_cost_ms(cost + np.float32(self.aux_ms))
 
+    def plain_ms(self, num_reqs: int, context_len: float) -> float:
+        """Cost of a step without drafting. T_aux is taken to be the same: most of it is vLLM's."""
+        return self.latency.plain_ms(num_reqs, context_len) + self.aux_ms
+
     def learn(self) -> None:
         """Take in the steps that were completed since the last call."""
         for step in self.timer.completed():

@@ -20,39 +20,52 @@ def copy_to_device(data: np.ndarray, out: torch.Tensor) -> torch.Tensor:
 
 
 class HostMirror:
-    """A device tensor's last published value, readable on the host.
+    """A device tensor's last published values, readable on the host.
 
-    On CPU the mirror is the tensor itself. On CUDA ``start_copy`` enqueues a copy into pinned
-    memory on a stream of its own, ordered after the work queued so far; ``wait`` blocks until the
-    last one has landed.
+    On CUDA ``start_copy`` enqueues a copy into pinned memory on a stream of its own, ordered after
+    the work queued so far. Two host buffers take turns, so that the value published before the last
+    one stays readable while the last one is still on its way.
     """
 
     def __init__(self, source: torch.Tensor) -> None:
         self._source = source
-        self._host = source
         self._on_device = source.device.type != "cpu"
+        self._host = [
+            torch.zeros(source.shape, dtype=source.dtype, pin_memory=self._on_device)
+            for _ in range(2)
+        ]
+        self._last = 0
+        for buffer in self._host:
+            buffer.copy_(source)
         if self._on_device:
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self._host.copy_(source)
             self._stream = torch.cuda.Stream(source.device)
             # blocking=True sleeps instead of spinning on the driver's lock, as vLLM does.
-            self._copied = torch.cuda.Event(blocking=True)
-            self._copied.record(self._stream)
+            self._copied = [torch.cuda.Event(blocking=True) for _ in range(2)]
 
     def start_copy(self) -> None:
         """Publish the tensor's value as of the work queued so far."""
+        self._last ^= 1
+        host = self._host[self._last]
         if not self._on_device:
+            host.copy_(self._source)
             return
         current = torch.cuda.current_stream(self._source.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            self._host.copy_(self._source, non_blocking=True)
-            self._copied.record(self._stream)
-        # The next `grow` must not overwrite the source while it is being read.
-        current.wait_event(self._copied)
+            host.copy_(self._source, non_blocking=True)
+            self._copied[self._last].record()
+        # The source must not be overwritten while it is being read.
+        current.wait_event(self._copied[self._last])
 
     def wait(self) -> np.ndarray:
-        """The last published value; waits for its copy."""
+        """The value published last; waits for its copy."""
+        return self._read(self._last)
+
+    def previous(self) -> np.ndarray:
+        """The value published before the last one; its copy has normally landed long ago."""
+        return self._read(self._last ^ 1)
+
+    def _read(self, index: int) -> np.ndarray:
         if self._on_device:
-            self._copied.synchronize()
-        return self._host.numpy()
+            self._copied[index].synchronize()
+        return self._host[index].numpy()

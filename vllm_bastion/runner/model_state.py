@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from bastion_kernels import KVCompactor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -110,23 +109,18 @@ class BastionModelState(DefaultModelState):
     def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
         metadata = super().prepare_attn(input_batch, *args, **kwargs)
         self._batch = input_batch
-        dummy = input_batch.num_draft_tokens_per_req is None
-        self.trees.begin_step(
-            None if dummy else input_batch.idx_mapping,
-            None if dummy else self._tail_lens(input_batch),
-        )
+        manager = self.runtime.manager
+        if manager is None or input_batch.num_draft_tokens_per_req is None:
+            # A dummy batch, or a step without drafts.
+            self.trees.begin_step(input_batch.idx_mapping)
+        else:
+            masked = manager.drafts > 0
+            masked &= ~self.trees.spine_only_np[input_batch.idx_mapping_np]
+            self.trees.begin_step(input_batch.idx_mapping, input_batch.cu_num_logits, masked)
         for name in self._target_layers:
             if name in metadata:
                 metadata[name].trees = self.trees
         return metadata
-
-    def _tail_lens(self, input_batch: InputBatch) -> np.ndarray:
-        num_reqs = input_batch.num_reqs
-        tail_lens = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1])
-        # A lone root and a spine are plain causal rows: no mask to read.
-        spine = self.trees.spine_only_np[input_batch.idx_mapping_np]
-        tail_lens[(tail_lens == 1) | spine] = 0
-        return tail_lens
 
     # ---- after the target's forward -----------------------------------------------------
 

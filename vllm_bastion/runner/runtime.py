@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig
 
 from vllm_bastion.config import bastion_config
 from vllm_bastion.runner.costs import StepCosts
+from vllm_bastion.runner.switch import DraftSwitch
 from vllm_bastion.runner.trees import Trees
+
+if TYPE_CHECKING:
+    from vllm_bastion.runner.verification import BastionVerificationManager
 
 _ATTRIBUTE = "_bastion_runtime"
 
@@ -22,6 +27,12 @@ class Runtime:
     trees: Trees
     # None until the engine was measured, and where the budget is a fixed number.
     costs: StepCosts | None = None
+    # None where every step drafts: a fixed budget, a lagged one, or data parallelism.
+    switch: DraftSwitch | None = None
+    # None until the KV cache exists.
+    manager: BastionVerificationManager | None = None
+    # Whether the last ``propose`` grew trees.
+    drafted: bool = True
 
 
 def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from bastion_kernels import accept_path
-from vllm.config import SpeculativeConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -24,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.runner.noise import gumbel_sample_on_host
 from vllm_bastion.runner.runtime import Runtime
 
@@ -35,10 +35,13 @@ class TreeRejectionSampler(RejectionSampler):
         self,
         runtime: Runtime,
         sampler: Sampler,
-        spec_config: SpeculativeConfig,
+        spec_config: BastionSpeculativeConfig,
         device: torch.device,
     ) -> None:
         super().__init__(sampler, spec_config, device)
+        # Where the counts per request are exact on the device only, vLLM must not cut the batch
+        # into chunks by the host's; its name for that state is adaptive verification.
+        self.enable_adaptive_verification = spec_config.bastion_budget_timing == "lagged"
         self.runtime, self.trees = runtime, runtime.trees
         self._next_row = 0
 
@@ -80,6 +83,9 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
+        if self.runtime.switch is not None:
+            self.trees.num_emitted[: input_batch.num_reqs].copy_(num_sampled)
+            self.runtime.switch.emitted(input_batch.num_reqs)
         # Accepted chains are where they belong already: nothing to move, nothing to gather.
         spine = self.trees.spine_only_np[input_batch.idx_mapping_np]
         self.trees.verifying = not spine.all()

@@ -40,9 +40,9 @@ class BastionSpeculator(DFlashSpeculator):
         # that trims the scheduled placeholders to N*.
         self.enable_adaptive_verification = True
         self.use_acceptance_estimator = False
-        self._path_row = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
-        self._linear_row = torch.zeros_like(self._path_row)
-        self._kept_positions = torch.zeros_like(self._path_row)
+        self._row_request = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
+        self._row_depth = torch.zeros_like(self._row_request)
+        self._kept_positions = torch.zeros_like(self._row_request)
         self._kept_start = torch.zeros(self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._kept_hidden: list[torch.Tensor] = []
 
@@ -61,6 +61,8 @@ class BastionSpeculator(DFlashSpeculator):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
+        if not self.runtime.drafted:
+            return  # only the context's keys and values were wanted
         hidden_states = self._run_model(
             num_tokens_padded,
             attn_metadata,
@@ -88,15 +90,21 @@ class BastionSpeculator(DFlashSpeculator):
     ) -> torch.Tensor:
         """Draft, and build each request's tree. Returns the nodes' tokens, [R, N] int64."""
         num_reqs = input_batch.num_reqs
+        runtime, costs = self.runtime, self.runtime.costs
+        runtime.drafted = True
         self.trees.bind_rows(None if dummy_run else input_batch.idx_mapping)
-        costs = self.runtime.costs
         if costs is not None and not dummy_run:
+            context_len = float(input_batch.num_computed_tokens_np.mean())
             costs.learn()
-            costs.install(num_reqs, float(input_batch.num_computed_tokens_np.mean()))
+            costs.install(num_reqs, context_len)
+            if runtime.switch is not None and not input_batch.has_prefill:
+                runtime.drafted = runtime.switch.draft_next(num_reqs, context_len)
+                # Without a draft the block is not run; its graph would run it, so: no graph.
+                kwargs["is_profile"] = not runtime.drafted
         if self.trees.verifying and not dummy_run:
             hidden = aux_hidden_states or [last_hidden_states]
             input_batch, hidden, num_rejected = self._keep_accepted(
-                input_batch, hidden, num_rejected
+                input_batch, hidden, num_sampled, num_rejected
             )
             if aux_hidden_states:
                 aux_hidden_states = hidden
@@ -115,7 +123,8 @@ class BastionSpeculator(DFlashSpeculator):
             **kwargs,
         )
         if not dummy_run:
-            self.trees.publish()
+            if runtime.drafted:
+                self.trees.publish(input_batch.idx_mapping_np)
             if costs is not None:
                 costs.timer.drafting_done()
         return self.trees.tokens[:num_reqs]
@@ -123,36 +132,45 @@ class BastionSpeculator(DFlashSpeculator):
     # ---- the drafter's context ----------------------------------------------------------
 
     def _keep_accepted(
-        self, batch: InputBatch, hidden: list[torch.Tensor], num_rejected: torch.Tensor
+        self,
+        batch: InputBatch,
+        hidden: list[torch.Tensor],
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
     ) -> tuple[InputBatch, list[torch.Tensor], torch.Tensor]:
         """Replace each request's tree rows by its accepted path, padded to at most D + 1 rows.
 
-        hidden: tensors [T, H]. Returns the batch, the hidden states [M, H] and num_rejected [R]
-        as the drafter is to see them: vLLM drops the last ``num_rejected`` rows of a request.
+        hidden: tensors [T, H]; num_sampled, num_rejected: [R]. Returns the batch, the hidden states
+        [M, H] and num_rejected [R] as the drafter is to see them: vLLM drops the last
+        ``num_rejected`` rows of a request.
+
+        The host lays the rows out by what was scheduled and not by what was verified, which only
+        the device may know: row i of a request is its path's i-th node, or one that is dropped.
         """
+        manager = self.runtime.manager
+        assert manager is not None
         num_reqs, width = batch.num_reqs, self.trees.depth + 1
-        start = batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
-        tail = np.diff(batch.cu_num_logits_np[: num_reqs + 1]).astype(np.int64)
-        before = np.diff(start) - tail  # rows of a prompt in front of the root
-        kept_tail = np.minimum(tail, width)
-        kept = before + kept_tail
+        tail = np.minimum(manager.drafts + 1, width).astype(np.int64)
+        # Rows of a prompt in front of the root; a decode has none.
+        before = manager.rest - 1
+        kept = before + tail
         kept_start = np.zeros(num_reqs + 1, dtype=np.int32)
         np.cumsum(kept, out=kept_start[1:])
         total = int(kept_start[-1])
-        # Of every kept row: its linear row, and where its path entry is (-1: none, keep linear).
+        # Of every kept row: its request, and its depth below the root (negative: prompt).
         request = np.repeat(np.arange(num_reqs), kept)
-        offset = np.arange(total) - kept_start[request]
-        linear = start[request] + offset
-        depth = offset - before[request]
-        entry = np.where(depth >= 0, request * width + depth, -1)
+        depth = np.arange(total) - kept_start[request] - before[request]
 
-        linear_row = copy_to_device(linear, self._linear_row[:total])
-        path_row = copy_to_device(entry, self._path_row[:total])
-        root_row = batch.query_start_loc[1 : num_reqs + 1] - torch.diff(batch.cu_num_logits)
-        node = self.trees.path[:num_reqs].flatten()[path_row.clamp(min=0)]
-        on_path = (path_row >= 0) & (node >= 0)
-        root_of_row = root_row[path_row.clamp(min=0) // width]
-        source = torch.where(on_path, (root_of_row + node).to(torch.int64), linear_row)
+        request_of = copy_to_device(request, self._row_request[:total])
+        depth_of = copy_to_device(depth, self._row_depth[:total])
+        root = batch.query_start_loc[1 : num_reqs + 1] - torch.diff(batch.cu_num_logits)
+        root_of = root.to(torch.int64)[request_of]
+        node = self.trees.path[request_of, depth_of.clamp(min=0)]
+        on_path = (depth_of >= 0) & (node >= 0)
+        source = root_of + torch.where(on_path, node, depth_of.clamp(max=0))
+        # Positions stay linear: the path's i-th row has the place of the request's i-th row.
+        positions = self._kept_positions[:total]
+        torch.add(batch.positions[root_of], depth_of, out=positions)
 
         if not self._kept_hidden:
             self._kept_hidden = [
@@ -161,12 +179,9 @@ class BastionSpeculator(DFlashSpeculator):
             ]
         kept_hidden = [out[:total] for out in self._kept_hidden]
         gather_rows(hidden, source, kept_hidden)
-        # Positions stay linear: the path's i-th row has the place of the request's i-th row.
-        positions = self._kept_positions[:total]
-        torch.index_select(batch.positions, 0, linear_row, out=positions)
-        dropped = copy_to_device(
-            (tail - kept_tail).astype(np.int32), torch.empty_like(num_rejected)
-        )
+        kept_tail = copy_to_device(tail.astype(np.int32), torch.empty_like(num_rejected))
+        # A prompt chunk that is not the last one samples nothing and rejects nothing.
+        rejected = torch.where(num_sampled > 0, kept_tail - num_sampled, num_rejected)
         kept_batch = replace(
             batch,
             num_tokens=total,
@@ -176,4 +191,4 @@ class BastionSpeculator(DFlashSpeculator):
             query_start_loc=copy_to_device(kept_start, self._kept_start[: num_reqs + 1]),
             query_start_loc_np=kept_start,
         )
-        return kept_batch, kept_hidden, num_rejected - dropped
+        return kept_batch, kept_hidden, rejected

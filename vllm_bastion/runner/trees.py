@@ -82,6 +82,7 @@ class Trees:
         self.tail_lens = zeros(slots)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
         self.path = torch.full((slots, depth + 1), -1, dtype=torch.int32, device=device)
+        self.num_emitted = zeros(slots)  # tokens each row emits: accepted nodes + bonus
         self.verifying = False
 
         # Cost of a whole step by its target rows; a buffer, since the drafter's captured graph
@@ -93,6 +94,7 @@ class Trees:
         self.host_num_verify = HostMirror(self.num_verify)
         self.host_log_rho = HostMirror(self.log_rho)
         self.host_size = HostMirror(self.size)
+        self._published: list[np.ndarray] = []
 
     # ---- end of step t: the drafter's logits become trees -------------------------------
 
@@ -152,20 +154,36 @@ class Trees:
         self.cost_ms_host = torch.from_numpy(np.ascontiguousarray(cost_ms, dtype=np.float32))
         copy_to_device(self.cost_ms_host.numpy(), self.cost_ms)
 
-    def publish(self) -> None:
-        """Start the copies by which the host learns N* and the scores, after ``grow``."""
+    def publish(self, slots: np.ndarray) -> None:
+        """Start the copies by which the host learns N* and the scores, after ``grow``.
+
+        slots: [R] of the batch the trees were grown for.
+        """
+        self._published = [*self._published[-1:], slots]
         self.host_num_verify.start_copy()
         if self.budget is None:
             self.host_log_rho.start_copy()
             self.host_size.start_copy()
 
+    def previous_num_verify(self) -> tuple[int, int]:
+        """Sum of N* over the batch that was published last but one, and its number of requests."""
+        if len(self._published) < 2:
+            return 0, 0
+        slots = self._published[0]
+        return int(self.host_num_verify.previous()[slots].sum()), len(slots)
+
     # ---- step t+1: the trees are verified -----------------------------------------------
 
-    def begin_step(self, idx_mapping: torch.Tensor | None, tail_lens: np.ndarray | None) -> None:
+    def begin_step(
+        self,
+        idx_mapping: torch.Tensor | None = None,
+        cu_num_logits: torch.Tensor | None = None,
+        masked: np.ndarray | None = None,
+    ) -> None:
         """Bind the target's batch: which slot each row is, and how many of its rows are a tree.
 
-        idx_mapping: [R] int64, None for a dummy batch. tail_lens: [R] root + verified nodes,
-        0 where the request is a plain causal one.
+        idx_mapping: [R] int64 slots; cu_num_logits: [R + 1] int32; masked: [R] bool, rows whose
+        tail is a tree and not a chain or a lone root. Without arguments: a dummy batch.
         """
         self.verifying = False
         count = 0
@@ -173,11 +191,14 @@ class Trees:
             count = idx_mapping.shape[0]
             self.step_slots[:count].copy_(idx_mapping)
         self.step_slots[count:].fill_(-1)
-        if tail_lens is not None and tail_lens.any():
-            copy_to_device(tail_lens.astype(np.int32), self.tail_lens[:count])
-            self.tail_lens[count:].zero_()
-        else:
+        if cu_num_logits is None or masked is None or not masked.any():
+            # Plain causal rows everywhere: no mask to read.
             self.tail_lens.zero_()
+            return
+        tail_lens = self.tail_lens[:count]
+        copy_to_device(masked.astype(np.int32), tail_lens)
+        tail_lens.mul_(torch.diff(cu_num_logits))
+        self.tail_lens[count:].zero_()
 
     def place(
         self,

@@ -3,10 +3,10 @@
 
 vLLM's scheduler schedules ``1 + num_speculative_tokens`` tokens a decoding request and knows
 nothing of trees. ``AdaptiveVerificationManager`` is vLLM's own seam for verifying fewer; this one
-cuts every request to its share of the budget, exactly, on the host and on the device.
+cuts every request to its share of the budget.
 
-Only this file decides how many nodes are verified. Which nodes they are was decided when the tree
-was built: its first ones.
+Only this file and ``verification_lagged`` decide how many nodes are verified. Which nodes they are
+was decided when the tree was built: its first ones.
 """
 
 from __future__ import annotations
@@ -24,32 +24,38 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_bastion.runner.host import copy_to_device
-from vllm_bastion.runner.trees import Trees
+from vllm_bastion.runner.runtime import Runtime
 
 
 class BastionVerificationManager(AdaptiveVerificationManager):
-    """Built by the hook on ``maybe_create_adaptive_verification_manager``.
+    """Exact: N* follows from the scores of the very trees it cuts; the host waits for them.
 
-    The base class's buffers for per-position confidences are not used, so its constructor is not
-    run: at N = 512 they would be the largest allocation of the plugin.
+    Built by the hook on ``maybe_create_adaptive_verification_manager``. The base class's buffers for
+    per-position confidences are not used, so its constructor is not run: at N = 512 they would be
+    the largest allocation of the plugin.
     """
 
     def __init__(
         self,
-        trees: Trees,
+        runtime: Runtime,
         req_states: RequestState,
         query_start_loc: torch.Tensor,
         num_bonus_tokens: int,
+        max_total_logits: int,
     ) -> None:
-        self.trees = trees
+        self.runtime, self.trees = runtime, runtime.trees
         self.req_states = req_states
         self.num_speculative_steps = req_states.num_speculative_steps
         self.num_bonus_tokens = num_bonus_tokens
+        self.max_total_logits = max_total_logits
         # The runner's own buffer: FULL graphs read it, so it is filled and returned, not replaced.
         self.query_start_loc = query_start_loc
         self._cu_num_logits = torch.zeros_like(query_start_loc)
         # Slots whose draft tokens are placeholders: no tree was grown for them yet.
         self._treeless: set[int] = set()
+        # Of the step at hand, in batch order: most nodes a request may have, nodes it gets, and
+        # its rows that are no draft nodes.
+        self._drafts = np.zeros(0, dtype=np.int32)
         self._kept = np.zeros(0, dtype=np.int32)
         self._rest = np.zeros(0, dtype=np.int32)
         self._req_ids: list[str] = []
@@ -78,17 +84,16 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._rest = tokens - drafts
         if self._treeless:
             drafts[[slot in self._treeless for slot in slots.tolist()]] = 0
+        self._drafts, self._req_ids = drafts, order
         with gpu_sync_allowed():
             self._kept = self._choose(slots, drafts)
-        self._req_ids = order
         return int(self._kept.sum() + self._rest.sum())
 
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """N* of every row, [R] int32, at most `drafts`."""
         trees = self.trees
         chosen = trees.host_num_verify.wait()[slots]
-        extra_rows = int(self._rest.sum()) - len(slots)
-        if trees.budget is None and extra_rows:
+        if trees.budget is None and self._rest.sum() != len(slots):
             # The device priced a batch of decodes. Prompt rows share this step and its cost, so
             # the same rule is asked again with them counted in.
             limits = np.zeros(trees.num_verify.shape[0], dtype=np.int32)
@@ -104,7 +109,10 @@ class BastionVerificationManager(AdaptiveVerificationManager):
                 rule=trees.rule,
             )
             chosen = out.numpy()[slots]
-        return np.minimum(chosen, drafts).astype(np.int32)
+        kept = np.minimum(chosen, drafts).astype(np.int32)
+        if self.runtime.switch is not None:
+            self.runtime.switch.verifying(trees.host_log_rho.wait()[slots], kept, self._rest)
+        return kept
 
     def compact_batch(
         self,
@@ -112,10 +120,9 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         num_scheduled_tokens: np.ndarray,
         cu_num_logits_np: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        cu_num_logits = np.zeros_like(cu_num_logits_np)
-        np.cumsum(self._kept + self.num_bonus_tokens, out=cu_num_logits[1:])
-        self._cu_num_logits_np = cu_num_logits
-        return self._kept + self._rest, cu_num_logits
+        self._cu_num_logits_np = np.zeros_like(cu_num_logits_np)
+        np.cumsum(self._kept + self.num_bonus_tokens, out=self._cu_num_logits_np[1:])
+        return self._kept + self._rest, self._cu_num_logits_np
 
     def reallocate_drafts(
         self, req_ids: list[str], idx_mapping: torch.Tensor
@@ -126,11 +133,25 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         )
         return cu_num_logits, self.query_start_loc, int(self._kept.sum())
 
-    def record_confidences(
-        self, confidence_probs: torch.Tensor, input_batch: InputBatch
-    ) -> None:
-        """Called after ``propose``: the batch's requests have trees from here on."""
-        self._treeless.difference_update(input_batch.idx_mapping_np.tolist())
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
+        """Called after ``propose``: the batch's requests have trees from here on, or none."""
+        slots = input_batch.idx_mapping_np.tolist()
+        if self.runtime.drafted:
+            self._treeless.difference_update(slots)
+        else:
+            self._treeless.update(slots)
+
+    # ---- what others ask about the step -------------------------------------------------
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """[R] int32, most nodes each row of the step may have; exact in every mode."""
+        return self._drafts
+
+    @property
+    def rest(self) -> np.ndarray:
+        """[R] int32, rows of the step that are no draft nodes; exact in every mode."""
+        return self._rest
 
     def take_num_verified(self) -> dict[str, int]:
         """Nodes verified of each request of the last step, for the metrics; clears it."""
@@ -138,7 +159,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._req_ids, self._kept = [], self._kept[:0]
         return verified
 
-    # ---- step costs ---------------------------------------------------------------------
+    # ---- vLLM's own profiling -----------------------------------------------------------
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         """None here: `vllm_bastion.runner.calibrate` measures, with graphs and without."""

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same without a wait: the step's size from the last step's scores, its members from this one's.
+
+The host must know a step's rows before it launches the step. Waiting for the scores leaves the
+device idle between two steps; here the host takes the number of nodes per request that the scores
+of the step before asked for, which have long arrived, and the device fills that number with the best
+nodes there are now.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from bastion_kernels import choose_budget
+
+from vllm_bastion.runner.host import copy_to_device
+from vllm_bastion.runner.verification import BastionVerificationManager
+
+
+class LaggedVerificationManager(BastionVerificationManager):
+    """``bastion_budget_timing: "lagged"``. Per-request counts are exact on the device only."""
+
+    _limits: torch.Tensor | None = None
+
+    def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """An even split of the step's nodes, [R] int32; only its sum is binding."""
+        trees = self.trees
+        # What each tree has is known without the device: N nodes, or the D of a chain.
+        size = np.where(
+            trees.spine_only_np[slots], min(trees.depth, trees.num_nodes), trees.num_nodes
+        )
+        limits = np.minimum(drafts, size).astype(np.int32)
+        wanted, reqs = trees.previous_num_verify()
+        per_request = wanted / reqs if reqs else float(trees.num_nodes)
+        total = min(
+            round(per_request * int((limits > 0).sum())),
+            int(limits.sum()),
+            max(0, self.max_total_logits - len(slots) * self.num_bonus_tokens),
+        )
+        self._limits_np = limits
+        return _even_split(total, limits)
+
+    def reallocate_drafts(
+        self, req_ids: list[str], idx_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        trees, count = self.trees, len(req_ids)
+        total = int(self._kept.sum())
+        if self._limits is None:
+            slots = trees.num_verify.shape[0]
+            self._limits = torch.zeros(slots, dtype=torch.int32, device=trees.device)
+            self._counts = torch.zeros_like(self._limits)
+            self._rows = torch.zeros_like(self._limits)
+            self._cost = torch.empty_like(trees.cost_ms)
+        limits = copy_to_device(self._limits_np, self._rows[:count])
+        self._limits[idx_mapping] = limits
+        # Nodes are free up to `total` and unaffordable beyond: the rule takes the best `total`.
+        self._cost[: total + 1].fill_(1.0)
+        self._cost[total + 1 :].fill_(torch.finfo(torch.float32).max)
+        choose_budget(
+            trees.log_rho, idx_mapping, self._limits, self._cost, 0, self._counts, rule="argmax"
+        )
+        counts = self._counts[idx_mapping]
+        cu_num_logits = self._cu_num_logits[: count + 1]
+        torch.cumsum(counts + self.num_bonus_tokens, 0, out=cu_num_logits[1:])
+        rest = copy_to_device(self._rest, self._rows[:count])
+        torch.cumsum(counts + rest, 0, out=self.query_start_loc[1 : count + 1])
+        return cu_num_logits, self.query_start_loc, total
+
+
+def _even_split(total: int, limits: np.ndarray) -> np.ndarray:
+    """Share `total` out over rows of at most `limits`, as evenly as they allow."""
+    shares = np.zeros_like(limits)
+    left = total
+    while left > 0:
+        room = np.flatnonzero(shares < limits)
+        step = max(1, left // len(room))
+        grown = np.minimum(limits[room] - shares[room], step)
+        # The last round hands out single nodes to the first rows.
+        over = np.cumsum(grown) - left
+        grown = np.maximum(grown - np.maximum(over, 0), 0)
+        shares[room] += grown
+        left -= int(grown.sum())
+    return shares
