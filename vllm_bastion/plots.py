@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_bastion.controller import ScoreOrder, best_size, speedup_curve
 from vllm_bastion.profile_store import Profile
@@ -82,7 +83,7 @@ def step_figure(order: ScoreOrder, cost_ms: CostArray, base_rows: int, path: Pat
     curve = speedup_curve(order, cost_ms, base_rows)
     nodes = np.arange(len(curve))
     chosen = best_size(curve)
-    panels = {
+    panels: dict[str, NDArray[Any]] = {
         "S(N), tokens per ms": curve,
         "A-hat(N), tokens": order.expected[: len(curve)],
         "C(N), ms": cost_ms[base_rows : base_rows + len(curve)],
