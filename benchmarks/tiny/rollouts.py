@@ -7,13 +7,14 @@ from random import Random
 
 import data
 import torch
+from drafter import TARGET_LAYER_IDS
 from model import Cache, Target
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-LENGTH = 224
+LENGTH = 208
 BATCH = 256
-# Share of the continuations by source; the last quarter of every batch is sampled at T=1.
+# Share of the continuations by source, and the share that is sampled at T=1, not greedy.
 SHARES = {"stdlib": 0.34, "code": 0.18, "arithmetic": 0.26, "chat": 0.22}
 SAMPLED_SHARE = 0.3
 
@@ -48,12 +49,15 @@ def continue_batch(
 def make_rollouts(
     target: Target, tok: PreTrainedTokenizerFast, count: int, device: str
 ) -> dict[str, Tensor]:
-    """`count` rows of LENGTH tokens: ids int16 [N, LENGTH], greedy bool [N], first int64 [N].
+    """`count` rows of LENGTH tokens, with what the target computes on them.
 
-    `first` is the first position a draft block may start at: the last token of the prompt.
+    ids int16 [N, L], greedy bool [N], first int64 [N] (the first position a draft block may start
+    at: the last token of the prompt), hidden bf16 [N, L, H] and features bf16 [N, L, F*H].
     """
     rng = Random(7)
-    parts: dict[str, list[Tensor]] = {"ids": [], "greedy": [], "first": []}
+    parts: dict[str, list[Tensor]] = {
+        k: [] for k in ("ids", "greedy", "first", "hidden", "features")
+    }
     pools: dict[str, list[list[int]]] = {}
     for name, share in SHARES.items():
         texts = data.openings(name, int(share * count) + 64, rng)
@@ -68,6 +72,10 @@ def make_rollouts(
         sampled = torch.rand(len(rows), generator=torch.Generator().manual_seed(number))
         temperature = (sampled < SAMPLED_SHARE).float().to(device)
         ids = continue_batch(target, prompts, LENGTH, temperature, seed=number)
+        with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
+            hidden, features = target(ids, features=TARGET_LAYER_IDS)
+        parts["hidden"].append(hidden.to("cpu", torch.bfloat16))
+        parts["features"].append(features.to("cpu", torch.bfloat16))
         parts["ids"].append(ids.to("cpu", torch.int16))
         parts["greedy"].append((temperature == 0).cpu())
         parts["first"].append(torch.full((len(rows),), prompt_len - 1))

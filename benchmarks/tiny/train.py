@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+# Threads that wait asleep: on a shared machine a spinning one steals the core it waits for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import data
 import torch
@@ -24,7 +27,6 @@ import torch.nn.functional as F
 from drafter import (
     BLOCK_SIZE,
     DRAFTER_LAYERS,
-    TARGET_LAYER_IDS,
     Drafter,
     save_drafter,
 )
@@ -61,9 +63,8 @@ def steps(
         for opt, saved in zip(opts, state["opts"], strict=True):
             opt.load_state_dict(saved)
     for step in range(first, total):
-        # Warm up for 40 steps, hold, then fall to 2% along a cosine over the last 70%.
-        phase = max(0.0, (step / total - 0.3) / 0.7)
-        factor = min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * phase)))
+        # Warm up for 40 steps, hold for 40% of the run, then fall to nothing in a straight line.
+        factor = min(1.0, (step + 1) / 40, (1 - step / total) / 0.6)
         for opt in opts:
             for group in opt.param_groups:
                 group["lr"] = lr * factor
@@ -136,29 +137,27 @@ def train_target(args: argparse.Namespace, streams: dict[str, Tensor], eos_id: i
 
 
 def drafter_loss(
-    model: Drafter, target: Target, ids: Tensor, greedy: Tensor, first: Tensor, anchors: int
+    model: Drafter, target: Target, rolls: dict[str, Tensor], anchors: int
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of random blocks, and the share of hits at mask 1.
 
-    ids: [B, L]; greedy: [B] whether the row was decoded greedily; first: [B], the first anchor
-    allowed. Labels of greedy rows are the tokens; those of T=1 rows are the target's own
-    distributions, which say the same with less noise.
+    rolls: a batch of `make_rollouts`. Labels of greedy rows are the tokens; those of T=1 rows are
+    the target's own distributions, which say the same with less noise.
     """
+    ids, greedy, first = rolls["ids"].long(), rolls["greedy"], rolls["first"]
     batch, length = ids.shape
     gamma = BLOCK_SIZE - 1
     with torch.no_grad():
-        hidden, features = target(ids, features=TARGET_LAYER_IDS)
         room = (length - gamma - first)[:, None]
         at = first[:, None] + (torch.rand(batch, anchors, device=ids.device) * room).long()
         spots = at[..., None] + 1 + torch.arange(gamma, device=ids.device)  # [B, A, gamma]
         tokens = ids.gather(1, spots.flatten(1)).view_as(spots)
-        before = hidden.gather(
-            1, (spots - 1).flatten(1)[..., None].expand(-1, -1, hidden.shape[-1])
-        ).unflatten(1, spots.shape[1:])
-        soft = target.logits(before).float().softmax(-1)
+        row = torch.arange(batch, device=ids.device)[:, None, None]
+        # The state before a token gives the target's distribution of that token.
+        soft = target.logits(rolls["hidden"][row, spots - 1].float()).float().softmax(-1)
         hard = F.one_hot(tokens, soft.shape[-1]).float()
         labels = torch.where(greedy[:, None, None, None], hard, soft)
-    states = model(target, features, ids.gather(1, at), at)
+    states = model(target, rolls["features"].float(), ids.gather(1, at), at)
     log_q = target.logits(states).float().log_softmax(-1)
     loss = -(labels * log_q).sum(-1)  # [B, A, gamma]
     weight = torch.exp(-torch.arange(gamma, device=ids.device) / 7.0)
@@ -171,14 +170,16 @@ def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
     target = load_target(args.out / "target", args.device).requires_grad_(False)
     rolls = torch.load(args.work / "rollouts.pt")
     torch.manual_seed(1)
-    model = Drafter(replace(target.dims, num_hidden_layers=DRAFTER_LAYERS), mask_id).to(args.device)
+    model = Drafter(replace(target.dims, num_hidden_layers=DRAFTER_LAYERS), mask_id)
+    model.norm.load_state_dict(target.norm.state_dict())  # the scale that the shared head expects
+    model.to(args.device)
     log = Log(args.work / "drafter.jsonl")
     for step, opts in steps("drafter", model, args.drafter_steps, 4e-3, args):
         torch.manual_seed(step)
-        rows = torch.randint(len(rolls["ids"]), (16,))
-        ids, greedy, first = (rolls[k][rows].to(args.device) for k in ("ids", "greedy", "first"))
+        rows = torch.randint(len(rolls["ids"]), (24,))
+        batch = {k: v[rows].to(args.device) for k, v in rolls.items()}
         with torch.autocast(args.device, torch.bfloat16):
-            loss, hit = drafter_loss(model, target, ids.long(), greedy, first, anchors=20)
+            loss, hit = drafter_loss(model, target, batch, anchors=14)
         loss.backward()
         apply_gradients(model, opts)
         log(step, loss=loss.item(), hit=hit.item())
@@ -194,9 +195,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=HERE / "work", help="streams and checkpoints")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--target-steps", type=int, default=1600)
-    parser.add_argument("--drafter-steps", type=int, default=2600)
-    parser.add_argument("--rollouts", type=int, default=8192, help="sequences of 224 tokens")
+    parser.add_argument("--target-steps", type=int, default=1000)
+    parser.add_argument("--drafter-steps", type=int, default=1400)
+    parser.add_argument("--rollouts", type=int, default=5120, help="continuations of 208 tokens")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
