@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger against the installed vLLM, and what each hook does.
+
+The first part is the contract: it names what changed when another vLLM is installed. The hooks
+inside the model runner have their own table, checked by the same tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
+
+from vllm_bastion import compat, hooks, plugin
+from vllm_bastion.config import BastionSpeculativeConfig
+from vllm_bastion.hooks import HookError, scheduler, wrap
+from vllm_bastion.hooks.runner import RUNNER_HOOKS
+
+GAMMA, NODES = 7, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    plugin.register()
+
+
+# --- the contract -----------------------------------------------------------------------------
+
+LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS)
+
+
+@pytest.mark.parametrize("hook", LEDGER, ids=lambda hook: hook.target.rpartition(":")[2])
+def test_vllm_still_has_the_hooked_symbol_as_expected(hook: hooks.Hook) -> None:
+    if current_platform.is_cpu():  # what the CPU worker does before it loads the runner
+        importlib.import_module("vllm.v1.worker.cpu.shm")
+    _, _, attribute = hooks.resolve(hook.target)
+    function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
+    original = inspect.unwrap(function)
+    assert hooks.signature(original) == hook.expects, f"vLLM's {hook.target} changed"
+    assert all((hook.why, hook.what, hook.upstream))
+
+
+@pytest.mark.parametrize("hook", LEDGER, ids=lambda hook: hook.target.rpartition(":")[2])
+def test_wrapper_takes_the_original_and_its_arguments(hook: hooks.Hook) -> None:
+    parameters = list(inspect.signature(hook.function()).parameters.values())
+    assert parameters[0].name == "original"
+    expected = hook.expects.strip("()").replace("=", "").split(", ")
+    for given, name in zip(parameters[1:], expected, strict=False):
+        variadic = given.kind in (given.VAR_POSITIONAL, given.VAR_KEYWORD)
+        assert variadic or given.name == name
+
+
+# (where, what): attributes that hooks and adapters around them read or set.
+_FIELDS = (
+    ("vllm.v1.outputs:ModelRunnerOutput", ("req_ids", "sampled_token_ids")),
+    ("vllm.v1.outputs:DraftTokenIds", ("req_ids", "draft_token_ids")),
+    (
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        (
+            "num_scheduled_tokens",
+            "total_num_scheduled_tokens",
+            "scheduled_spec_decode_tokens",
+            "num_invalid_spec_tokens",
+        ),
+    ),
+    (
+        "vllm.v1.spec_decode.metrics:SpecDecodingStats",
+        ("num_spec_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos"),
+    ),
+    (
+        "vllm.engine.arg_utils:EngineArgs",
+        (
+            "speculative_config",
+            "spec_method",
+            "spec_model",
+            "spec_tokens",
+            "max_num_batched_tokens",
+            "enable_lora",
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+            "enable_dbo",
+            "ubatch_size",
+            "enable_batch_sharded_sampling",
+            "kv_transfer_config",
+            "watermark_config",
+            "return_sampling_mask",
+            "enable_return_routed_experts",
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("where, names", _FIELDS, ids=[where for where, _ in _FIELDS])
+def test_vllm_still_has_the_fields_that_are_read(where: str, names: tuple[str, ...]) -> None:
+    owner = hooks.resolve(where)[2]
+    missing = set(names) - {field.name for field in dataclasses.fields(owner)}
+    assert not missing, f"vLLM's {where} no longer has {sorted(missing)}"
+
+
+_SOURCES = (
+    (Scheduler.__init__, ("self.vllm_config = vllm_config", "self.log_stats", "self.requests")),
+    (Scheduler.update_from_output, ("num_invalid_spec_tokens=scheduler_output.num_invalid",)),
+    (Scheduler.make_spec_decoding_stats, ("num_draft_tokens -= num_invalid_spec_tokens.get(",)),
+    (SpecDecodingProm.__init__, ("speculative_config.num_speculative_tokens",)),
+)
+
+
+@pytest.mark.parametrize("function, lines", _SOURCES, ids=[f.__qualname__ for f, _ in _SOURCES])
+def test_vllm_still_does_what_the_hook_relies_on(function: Any, lines: tuple[str, ...]) -> None:
+    source = inspect.getsource(inspect.unwrap(function))
+    for line in lines:
+        assert line in source, f"{function.__qualname__} no longer contains {line!r}"
+
+
+# --- the wrap helper --------------------------------------------------------------------------
+
+
+class Sample:
+    """Stands for a class of vLLM; the tests wrap a fresh subclass each."""
+
+    def method(self, a: int, b: int = 2) -> int:
+        return a + b
+
+    @staticmethod
+    def static(a: int) -> int:
+        return a
+
+    @classmethod
+    def made(cls, a: int) -> tuple[str, int]:
+        return cls.__name__, a
+
+    @property
+    def value(self) -> int:
+        return 3
+
+
+@pytest.fixture
+def sample(monkeypatch: pytest.MonkeyPatch) -> type[Sample]:
+    fresh = type("Sample", (), {k: v for k, v in vars(Sample).items() if k != "__dict__"})
+    monkeypatch.setattr(__import__(__name__), "Sample", fresh)
+    return fresh
+
+
+def _add_hundred(original: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    return (result[0], result[1] + 100) if isinstance(result, tuple) else result + 100
+
+
+@pytest.mark.parametrize("name", ["method", "static", "made", "value"])
+def test_wrapping_keeps_the_kind_of_attribute(name: str, sample: type[Sample]) -> None:
+    target = f"{__name__}:Sample.{name}"
+    assert not hooks.is_wrapped(target)
+    wrap(target, _add_hundred)
+    assert hooks.is_wrapped(target)
+    kind = type(inspect.getattr_static(Sample, name))
+    assert type(inspect.getattr_static(sample, name)) is kind
+    instance = sample()
+    calls = {
+        "method": lambda: (instance.method(1), instance.method(1, b=5)) == (103, 106),
+        "static": lambda: sample.static(1) == instance.static(1) == 101,
+        "made": lambda: sample.made(1) == ("Sample", 101),
+        "value": lambda: instance.value == 103,
+    }
+    assert calls[name]()
+
+
+def test_wrapping_twice_wraps_once(sample: type[Sample]) -> None:
+    target = f"{__name__}:Sample.method"
+    wrap(target, _add_hundred, expects="(self, a, b=)")
+    first = vars(sample)["method"]
+    wrap(target, _add_hundred, expects="(self, a, b=)")
+    assert vars(sample)["method"] is first
+    assert hooks.signature(first.__wrapped__) == "(self, a, b=)"
+    assert sample().method(1) == 103
+    with pytest.raises(HookError, match="already has the hook _add_hundred"):
+        wrap(target, lambda original, *args: original(*args))
+
+
+def test_a_changed_signature_is_told_in_both_forms(sample: type[Sample]) -> None:
+    with pytest.raises(HookError) as caught:
+        wrap(f"{__name__}:Sample.method", _add_hundred, expects="(self, a)")
+    assert "now takes (self, a, b=), expected (self, a)" in str(caught.value)
+    assert sample().method(1) == 3
+
+
+@pytest.mark.parametrize("target", ["vllm.nowhere:f", "vllm.config:Nothing.f", "vllm.config:f"])
+def test_a_missing_symbol_is_named(target: str) -> None:
+    with pytest.raises(HookError, match="no longer has") as caught:
+        wrap(target, _add_hundred)
+    assert target in str(caught.value)
+
+
+def test_a_hook_that_does_not_fit_disables_only_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_reasons", [])
+    changed = dataclasses.replace(hooks.HOOKS[4], expects="(self)", wrapper="scheduler:chain_view")
+    monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS, changed))
+    hooks.apply_all()
+    with pytest.raises(compat.UnsupportedVllmError, match="update_from_output"):
+        hooks.require_all()
+
+
+# --- what the hooks do ------------------------------------------------------------------------
+
+
+def _settings() -> BastionSpeculativeConfig:
+    """Settings without the models that vLLM's constructor wants."""
+    settings = object.__new__(BastionSpeculativeConfig)
+    settings.num_speculative_tokens = NODES
+    settings.bastion_gamma = GAMMA
+    return settings
+
+
+def _engine_with(settings: Any) -> Any:
+    return SimpleNamespace(speculative_config=settings)
+
+
+class Core:
+    """A scheduler as far as the hooks look."""
+
+    log_stats = True
+
+    def __init__(self, settings: Any, **requests: Any) -> None:
+        self.vllm_config = _engine_with(settings)
+        self.num_spec_tokens = NODES
+        self.requests = requests
+
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
+        return Scheduler.make_spec_decoding_stats(self, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def test_lookahead_follows_the_drafter_only_for_bastion() -> None:
+    from vllm_bastion.hooks.engine_args import num_lookahead_tokens
+
+    assert num_lookahead_tokens(lambda _: 99, _engine_with(_settings())) == GAMMA + 1
+    assert num_lookahead_tokens(lambda _: 99, _engine_with(None)) == 99
+
+
+def test_statistics_of_a_tree_count_nodes_and_depths() -> None:
+    core, stats = Core(_settings()), None
+    # (verified, accepted): more nodes than depths, fewer, plain decoding
+    for verified, accepted in ((60, 5), (3, 1), (0, 0)):
+        stats = core.make_spec_decoding_stats(
+            stats,
+            num_draft_tokens=NODES,
+            num_accepted_tokens=accepted,
+            num_invalid_spec_tokens={"r": NODES - verified},
+            request_id="r",
+        )
+    assert (stats.num_spec_tokens, stats.num_drafts) == (GAMMA, 3)
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (63, 6)
+    assert stats.num_accepted_tokens_per_pos == [2, 1, 1, 1, 1, 0, 0]
+    assert len(stats.num_draft_tokens_per_pos) == GAMMA
+    line: list[str] = []
+    log = SpecDecodingLogging()
+    log.observe(stats)
+    log.log(log_fn=lambda text, *values: line.append(text % values))
+    assert "Mean acceptance length: 3.00" in line[0] and "Drafted: 63 tokens" in line[0]
+
+
+def test_statistics_of_other_methods_are_vllms() -> None:
+    core = Core(None)
+    stats = core.make_spec_decoding_stats(None, 64, 5, {"r": 4}, "r")
+    assert type(stats) is SpecDecodingStats
+    assert (stats.num_spec_tokens, stats.num_draft_tokens) == (NODES, 60)
+    core.log_stats = False
+    assert core.make_spec_decoding_stats(None, 64, 5, None, "r") is None
+
+
+def test_statistics_travel_to_the_front_end() -> None:
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    stats = scheduler.TreeSpecDecodingStats.new(GAMMA)
+    stats.observe_draft(60, 5)
+    sent = MsgpackEncoder().encode(SchedulerStats(spec_decoding_stats=stats))
+    got = MsgpackDecoder(SchedulerStats).decode(sent).spec_decoding_stats
+    assert (got.num_draft_tokens, got.num_accepted_tokens) == (60, 5)
+
+
+def test_prometheus_has_one_counter_per_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = prometheus_client.CollectorRegistry()
+
+    def counter(**kwargs: Any) -> prometheus_client.Counter:
+        return prometheus_client.Counter(registry=registry, **kwargs)
+
+    monkeypatch.setattr(SpecDecodingProm, "_counter_cls", staticmethod(counter))
+    metrics = SpecDecodingProm(_settings(), ["model_name", "engine"], {0: ["tiny", "0"]})
+    stats = scheduler.TreeSpecDecodingStats.new(GAMMA)
+    stats.observe_draft(60, 5)
+    metrics.observe(stats)
+    samples = {
+        (sample.name, sample.labels.get("position")): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+    assert samples["vllm:spec_decode_num_draft_tokens_total", None] == 60
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    got = [samples[per_position, str(depth)] for depth in range(GAMMA)]
+    assert got == [1, 1, 1, 1, 1, 0, 0]
+    assert (per_position, str(GAMMA)) not in samples
+
+
+def _scheduled(**drafts: int) -> Any:
+    return SimpleNamespace(
+        scheduled_spec_decode_tokens={name: [-1] * count for name, count in drafts.items()},
+        num_scheduled_tokens={name: 1 + count for name, count in drafts.items()},
+        total_num_scheduled_tokens=sum(1 + count for count in drafts.values()),
+        num_invalid_spec_tokens=None,
+    )
+
+
+def test_nodes_that_were_not_verified_are_not_counted() -> None:
+    output, seen = _scheduled(a=64, b=64, c=15), []
+    output.num_invalid_spec_tokens = {"c": 5}
+
+    def original(core: Any, scheduler_output: Any, runner_output: Any) -> str:
+        seen.append(dict(scheduler_output.num_invalid_spec_tokens))
+        return "result"
+
+    runner_output = SimpleNamespace(bastion_num_verified={"a": 60, "c": 12})
+    core = Core(_settings())
+    assert scheduler.update_from_output(original, core, output, runner_output) == "result"
+    assert seen == [{"a": 4, "b": 64, "c": 5}]
+
+
+@pytest.mark.parametrize("settings, counts", [(None, {"a": 1}), (_settings(), None)])
+def test_counts_stay_where_there_are_none_or_the_method_is_off(settings: Any, counts: Any) -> None:
+    output = _scheduled(a=64)
+    runner_output = SimpleNamespace(**({} if counts is None else {"bastion_num_verified": counts}))
+    scheduler.update_from_output(lambda *_: None, Core(settings), output, runner_output)
+    assert output.num_invalid_spec_tokens is None
+
+
+def _request(grammar: bool, drafts: int = 0) -> Any:
+    return SimpleNamespace(use_structured_output=grammar, spec_token_ids=[-1] * drafts)
+
+
+def test_a_padded_request_with_a_grammar_keeps_gamma_placeholders() -> None:
+    core = Core(_settings(), g=_request(True), p=_request(False))
+    output, passed = _scheduled(g=NODES, p=NODES), []
+    scheduler.update_after_schedule(lambda _, given: passed.append(given), core, output)
+    assert passed == [output]
+    assert {k: len(v) for k, v in output.scheduled_spec_decode_tokens.items()} == {
+        "g": GAMMA,
+        "p": NODES,
+    }
+    assert output.num_scheduled_tokens == {"g": 1 + GAMMA, "p": 1 + NODES}
+    assert output.total_num_scheduled_tokens == 2 + GAMMA + NODES
+
+
+def test_async_scheduling_gives_a_grammar_gamma_placeholders() -> None:
+    shared = [-1] * NODES
+    core = Core(_settings(), g=_request(True), p=_request(False))
+
+    def original(given: Any, output: Any) -> None:
+        for request in given.requests.values():
+            request.spec_token_ids = shared
+
+    output = SimpleNamespace(num_scheduled_tokens={"g": 1, "p": 1})
+    scheduler.async_update_after_schedule(original, core, output)
+    assert core.requests["g"].spec_token_ids == [-1] * GAMMA
+    assert core.requests["p"].spec_token_ids is shared and len(shared) == NODES
+
+
+def test_sync_scheduling_gives_a_grammar_gamma_drafts() -> None:
+    core = Core(_settings(), g=_request(True), p=_request(False))
+    drafts = SimpleNamespace(
+        req_ids=["g", "p", "gone"], draft_token_ids=[list(range(NODES)) for _ in range(3)]
+    )
+    scheduler.update_draft_token_ids(lambda *_: None, core, drafts)
+    assert [len(tokens) for tokens in drafts.draft_token_ids] == [GAMMA, NODES, NODES]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [scheduler.update_after_schedule, scheduler.async_update_after_schedule],
+)
+def test_requests_of_other_methods_keep_their_placeholders(hook: Any) -> None:
+    core = Core(None, g=_request(True, drafts=NODES))
+    output = _scheduled(g=NODES)
+    hook(lambda *_: None, core, output)
+    assert len(output.scheduled_spec_decode_tokens["g"]) == NODES
+    assert len(core.requests["g"].spec_token_ids) == NODES
+
+
+def test_bitmasks_are_sized_by_depth() -> None:
+    given: list[Any] = []
+    engine = _engine_with(_settings())
+    scheduler.structured_output_init(lambda _, config: given.append(config), object(), engine)
+    assert given[0].speculative_config.num_speculative_tokens == GAMMA
+    assert engine.speculative_config.num_speculative_tokens == NODES
+    other = _engine_with(None)
+    scheduler.structured_output_init(lambda _, config: given.append(config), object(), other)
+    assert given[1] is other
+
+
+def test_the_worker_installs_the_adapters_only_for_bastion(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_bastion import runner
+    from vllm_bastion.hooks import worker
+
+    order: list[Any] = []
+    monkeypatch.setattr(runner, "install", lambda config: order.append(config))
+    off, on = _engine_with(None), _engine_with(_settings())
+    for engine in (off, on):
+        wrapper = SimpleNamespace(vllm_config=engine)
+        worker.init_device(lambda _: order.append("device"), wrapper)
+    assert order[0] == "device" and order[1] is on and order[2:] == ["device"]
