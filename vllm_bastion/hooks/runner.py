@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks inside a worker that was asked for method "bastion": the ledger's second half.
 
-They are installed by `vllm_bastion.runner.install`, later than the rest, because importing the model
-runner is only right once the platform has applied its own patches. The names are wrapped in
+They are installed by `vllm_bastion.runner.install`, later than the rest, because importing the
+model runner is only right once the platform has applied its own patches. The names are wrapped in
 `vllm.v1.worker.gpu.model_runner`, which looks them up: it imported them by name. Each wrapper looks
 at the config it is given, so an engine without bastion in the same process gets the originals.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters between bastion and vLLM's Model Runner V2.
 
-`install` runs in each worker process that is asked for bastion, after the platform's own patches and
-before the runner is built.
+`install` runs in each worker process that is asked for bastion, after the platform's own patches
+and before the runner is built.
 """
 
 from typing import Any

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from bastion_kernels import tree_attention, write_kv
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -20,6 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from bastion_kernels import tree_attention, write_kv
 from vllm_bastion.runner.trees import Trees
 
 

@@ -8,7 +8,10 @@ captured graphs where there are any; the output head, which a verified node also
 
 from __future__ import annotations
 
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,7 +25,15 @@ from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
 from vllm_bastion.devices import device_spec
 from vllm_bastion.latency import make_latency
 from vllm_bastion.logger import init_logger
-from vllm_bastion.profile_store import Profile, ProfileKey, config_hash, open_profile
+from vllm_bastion.profile_store import (
+    Profile,
+    ProfileKey,
+    config_hash,
+    open_profile,
+    profile_path,
+    read_profile,
+    write_profile,
+)
 from vllm_bastion.roofline import ModelShape, Roofline
 from vllm_bastion.runner.costs import StepCosts
 from vllm_bastion.runner.runtime import runtime_of
@@ -72,6 +83,35 @@ def calibrate(runner: Any) -> None:
         runtime.switch = DraftSwitch(runtime.costs, runtime.trees)
 
 
+def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:
+    """`vllm-bastion calibrate`: start the engine, let it measure itself, store the profile.
+
+    output: file to write; None for the cache. engine_args: vLLM's own options.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-bastion calibrate"))
+    args = EngineArgs.from_cli_args(parser.parse_args(["--model", target, *engine_args]))
+    with tempfile.TemporaryDirectory() as folder:
+        # A file that does not exist is measured and written, whatever the cache holds.
+        fresh = Path(folder) / "profile.json"
+        given = dict(args.speculative_config or {})
+        args.speculative_config = {
+            "num_speculative_tokens": 64,
+            **given,
+            "method": "bastion",
+            "model": drafter,
+            "bastion_calibration": str(fresh),
+        }
+        engine = LLMEngine.from_engine_args(args)
+        profile = read_profile(fresh)
+        engine.engine_core.shutdown()
+    write_profile(profile, output or profile_path(profile.key))
+    return profile
+
+
 def _prior(runner: Any) -> StepCostTable:
     """The bare roofline as a table, for an engine that is not to be measured."""
     rows = runner.max_num_tokens
@@ -105,7 +145,7 @@ def bare_roofline(runner: Any) -> Roofline | None:
 def captured_sizes(runner: Any) -> list[int]:
     """Token counts of the FULL graphs of a verifying step, ascending; empty without graphs."""
     manager = runner.cudagraph_manager
-    if manager is None or not manager.needs_capture() and runner.device.type == "cpu":
+    if manager is None or (not manager.needs_capture() and runner.device.type == "cpu"):
         return []
     return sorted(manager.captured_token_counts())
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bastion_kernels import KVCompactor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
@@ -30,6 +29,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
+from bastion_kernels import KVCompactor
 from vllm_bastion.runner.runtime import Runtime
 from vllm_bastion.runner.sampler import TreeRejectionSampler
 

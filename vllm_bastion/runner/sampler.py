@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from bastion_kernels import accept_path
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -23,6 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from bastion_kernels import accept_path
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.runner.noise import gumbel_sample_on_host
 from vllm_bastion.runner.runtime import Runtime

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from bastion_kernels import gather_rows
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
+from bastion_kernels import gather_rows
 from vllm_bastion.config import chain_view_of
 from vllm_bastion.runner.host import copy_to_device
 from vllm_bastion.runner.runtime import Runtime

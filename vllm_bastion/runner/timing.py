@@ -11,21 +11,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 
 _RING = 16
-
-
-class Mark(Protocol):
-    """The part of `torch.cuda.Event` that is used here."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end: Mark) -> float: ...
 
 
 class HostMark:
@@ -43,22 +34,18 @@ class HostMark:
     def synchronize(self) -> None:
         return None
 
-    def elapsed_time(self, end: Mark) -> float:
+    def elapsed_time(self, end: HostMark) -> float:
         """Milliseconds from this mark to `end`."""
-        assert isinstance(end, HostMark)
         return (end._at - self._at) * 1e3
 
 
-def new_mark(device: torch.device) -> Mark:
-    """A mark for work on `device`."""
-    if device.type == "cpu":
-        return HostMark()
-    mark: Mark = torch.cuda.Event(enable_timing=True)
-    return mark
+def new_mark(device: torch.device) -> Any:
+    """A mark for work on `device`: a `torch.cuda.Event`, or a `HostMark`."""
+    return HostMark() if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
 
 
 class HostStepTimingCollector(StepTimingCollector):
-    """vLLM's collector of step timings, for a CPU engine: host marks in place of its event stubs."""
+    """vLLM's collector of step timings for a CPU engine: host marks, not its event stubs."""
 
     def forward_start(self) -> None:
         if self._collecting:
@@ -81,7 +68,7 @@ class StepTimes:
 
 @dataclass
 class _Step:
-    marks: tuple[Mark, Mark, Mark]  # forward start, logits ready, drafting done
+    marks: tuple[Any, Any, Any]  # forward start, logits ready, drafting done
     rows: int = 0
     num_reqs: int = 0
     context_len: float = 0.0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from bastion_kernels import (
     ancestor_bits,
     choose_budget,
@@ -23,7 +24,7 @@ from bastion_kernels import (
     topk_logprobs,
     tree_positions,
 )
-
+from vllm_bastion.controller import Rule
 from vllm_bastion.runner.host import HostMirror, copy_to_device
 
 
@@ -51,7 +52,7 @@ class Trees:
         depth: int,
         top_k: int,
         budget: int | None,
-        rule: str,
+        rule: Rule,
         always_spine: bool,
         device: torch.device,
     ) -> None:
@@ -89,7 +90,7 @@ class Trees:
         # reads it. Flat until something was measured: then the largest tree is the best one.
         self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
         self.cost_ms_host = torch.ones(max_num_tokens + 1, dtype=torch.float32)
-        self.base_rows = zeros(())
+        self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
         # What the host knows of N* and of the scores behind it.
         self.host_num_verify = HostMirror(self.num_verify)
         self.host_log_rho = HostMirror(self.log_rho)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from bastion_kernels import choose_budget
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -23,6 +22,7 @@ from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
+from bastion_kernels import choose_budget
 from vllm_bastion.runner.host import copy_to_device
 from vllm_bastion.runner.runtime import Runtime
 
@@ -30,9 +30,9 @@ from vllm_bastion.runner.runtime import Runtime
 class BastionVerificationManager(AdaptiveVerificationManager):
     """Exact: N* follows from the scores of the very trees it cuts; the host waits for them.
 
-    Built by the hook on ``maybe_create_adaptive_verification_manager``. The base class's buffers for
-    per-position confidences are not used, so its constructor is not run: at N = 512 they would be
-    the largest allocation of the plugin.
+    Built by the hook on ``maybe_create_adaptive_verification_manager``. The base class's buffers
+    for per-position confidences are not used, so its constructor is not run: at N = 512 they would
+    be the largest allocation of the plugin.
     """
 
     def __init__(

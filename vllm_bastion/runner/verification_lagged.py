@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same without a wait: the step's size from the last step's scores, its members from this one's.
+"""The same without a wait: a step's size from the last step's scores, its members from its own.
 
 The host must know a step's rows before it launches the step. Waiting for the scores leaves the
 device idle between two steps; here the host takes the number of nodes per request that the scores
-of the step before asked for, which have long arrived, and the device fills that number with the best
-nodes there are now.
+of the step before asked for, which have long arrived, and the device fills that number with the
+best nodes there are now.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from bastion_kernels import choose_budget
 
+from bastion_kernels import choose_budget
 from vllm_bastion.runner.host import copy_to_device
 from vllm_bastion.runner.verification import BastionVerificationManager
 
