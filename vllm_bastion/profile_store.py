@@ -170,6 +170,8 @@ def write_profile(profile: Profile, path: Path) -> None:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+        # mkstemp makes private files; a cache may be shared, and there is no secret in it
+        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
