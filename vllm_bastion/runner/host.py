@@ -28,7 +28,7 @@ class HostMirror:
     """
 
     def __init__(self, source: torch.Tensor) -> None:
-        self._source = source
+        self.source = source
         self._on_device = source.device.type != "cpu"
         self._host = [
             torch.zeros(source.shape, dtype=source.dtype, pin_memory=self._on_device)
@@ -47,12 +47,12 @@ class HostMirror:
         self._last ^= 1
         host = self._host[self._last]
         if not self._on_device:
-            host.copy_(self._source)
+            host.copy_(self.source)
             return
-        current = torch.cuda.current_stream(self._source.device)
+        current = torch.cuda.current_stream(self.source.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            host.copy_(self._source, non_blocking=True)
+            host.copy_(self.source, non_blocking=True)
             self._copied[self._last].record()
         # The source must not be overwritten while it is being read.
         current.wait_event(self._copied[self._last])

@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 
 from vllm_bastion.config import bastion_config
 from vllm_bastion.runner.costs import StepCosts
+from vllm_bastion.runner.scores import ScoreLearner
 from vllm_bastion.runner.switch import DraftSwitch
 from vllm_bastion.runner.trees import Trees
 
@@ -40,8 +41,12 @@ def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:
     config = bastion_config(vllm_config)
     assert config is not None
     budget = config.bastion_budget
+    max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+    scores = None
+    if config.bastion_path_scores == "calibrated":
+        scores = ScoreLearner(max_num_reqs, config.bastion_gamma, config.bastion_top_k, device)
     trees = Trees(
-        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+        max_num_reqs=max_num_reqs,
         max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         num_nodes=config.num_speculative_tokens,
         depth=config.bastion_gamma,
@@ -50,6 +55,7 @@ def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:
         rule=config.bastion_controller,
         always_spine=config.bastion_tree == "chain",
         device=device,
+        scores=scores,
     )
     runtime = Runtime(trees)
     # On the config object itself: it is the one thing every builder is given, and it lives as

@@ -86,6 +86,13 @@ class TreeRejectionSampler(RejectionSampler):
         if self.runtime.switch is not None:
             self.trees.num_emitted[: input_batch.num_reqs].copy_(num_sampled)
             self.runtime.switch.emitted(input_batch.num_reqs)
+        if self.trees.scores is not None:
+            self.trees.scores.verified(
+                sampled,
+                num_sampled,
+                input_batch.idx_mapping,
+                self.trees.tail_lens[: input_batch.num_reqs],
+            )
         # Accepted chains are where they belong already: nothing to move, nothing to gather.
         spine = self.trees.spine_only_np[input_batch.idx_mapping_np]
         self.trees.verifying = not spine.all()

@@ -93,6 +93,8 @@ class BastionSpeculator(DFlashSpeculator):
         runtime, costs = self.runtime, self.runtime.costs
         runtime.drafted = True
         self.trees.bind_rows(None if dummy_run else input_batch.idx_mapping)
+        if self.trees.scores is not None and not dummy_run:
+            self.trees.scores.learn()
         if costs is not None and not dummy_run:
             context_len = float(input_batch.num_computed_tokens_np.mean())
             costs.learn()

@@ -26,6 +26,7 @@ from bastion_kernels import (
 )
 from vllm_bastion.controller import Rule
 from vllm_bastion.runner.host import HostMirror, copy_to_device
+from vllm_bastion.runner.scores import ScoreLearner
 
 
 class Trees:
@@ -41,6 +42,7 @@ class Trees:
         rule: how the controller picks the budget, see ``bastion_kernels.choose_budget``.
         always_spine: every tree is a chain, the drafter's top-1 at every depth.
         device: where the target runs.
+        scores: corrects the drafter's probabilities; None takes them as they are.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class Trees:
         rule: Rule,
         always_spine: bool,
         device: torch.device,
+        scores: ScoreLearner | None = None,
     ) -> None:
+        self.scores = scores
         self.num_nodes, self.depth, self.top_k = num_nodes, depth, top_k
         self.budget, self.rule, self.device = budget, rule, device
         slots = max_num_reqs
@@ -125,6 +129,8 @@ class Trees:
             logprobs.view(-1, self.top_k),
         )
         slots = self.row_slots[rows]
+        if self.scores is not None:
+            self.scores.drafted(tokens, logprobs, slots)
         expand_best_first(
             tokens,
             logprobs,
