@@ -60,9 +60,7 @@ class _Measure:
 @pytest.fixture
 def warnings(monkeypatch):
     messages = []
-    monkeypatch.setattr(
-        profile_store.logger, "warning", lambda text, *args: messages.append(text % args)
-    )
+    monkeypatch.setattr(profile_store, "warn", lambda text, *args: messages.append(text % args))
     return messages
 
 
@@ -188,7 +186,7 @@ def _in_read_only_folder(folder, results):
     if os.geteuid() == 0:
         os.setuid(65534)  # root may write anywhere: become nobody
     messages = []
-    profile_store.logger.warning = lambda text, *args: messages.append(text % args)
+    profile_store.warn = lambda text, *args: messages.append(text % args)
     measure = _Measure()
     loaded = load_or_measure(KEY, measure, Path(folder))
     results.put((measure.calls, loaded.table.samples[0][2], messages))

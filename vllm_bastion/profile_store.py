@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import tempfile
@@ -25,10 +24,8 @@ from typing import Any
 
 from vllm_bastion.calibration import CalibratedRoofline, CalibrationReport
 from vllm_bastion.envs import cache_dir
+from vllm_bastion.logger import init_logger
 from vllm_bastion.step_cost import StepCostTable
-
-# A name below vLLM's, whose handler then shows it; see `vllm_bastion.logger`.
-logger = logging.getLogger("vllm.bastion.profile_store")
 
 SCHEMA = 1
 # Longer than any calibration; a process that waited this long measures for itself.
@@ -202,7 +199,7 @@ def load_or_measure(
             if profile is not None:
                 return profile
         if reason is not None:
-            logger.warning("Latency profile %s is measured again: %s", path, reason)
+            warn("Latency profile %s is measured again: %s", path, reason)
         profile = measure()
         if locked:
             try:
@@ -243,9 +240,7 @@ def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) 
         ) from error
     differences = key.differences(profile.key)
     if differences:
-        logger.warning(
-            "Latency profile %s was measured on another set-up: %s", path, "; ".join(differences)
-        )
+        warn("Latency profile %s was measured on another set-up: %s", path, "; ".join(differences))
     return profile
 
 
@@ -273,7 +268,7 @@ def _lock(path: Path) -> Iterator[bool]:
     except (OSError, NotImplementedError) as error:
         # Timeout is an OSError; NotImplementedError: a file system without locks
         if isinstance(error, Timeout):
-            logger.warning("Latency profile %s is locked by another process", path)
+            warn("Latency profile %s is locked by another process", path)
         else:
             _warn_unwritable(path, error)
         yield False
@@ -285,12 +280,17 @@ def _lock(path: Path) -> Iterator[bool]:
 
 
 def _warn_unwritable(path: Path, error: Exception) -> None:
-    logger.warning(
+    warn(
         "Latency profile %s cannot be stored (%s): it will be measured at every start. Set "
         "VLLM_BASTION_CACHE to a folder that can be written.",
         path,
         error,
     )
+
+
+def warn(text: str, *args: object) -> None:
+    """Log a warning. The logger is made here: it imports vLLM, which `vllm-bastion show` need not."""
+    init_logger(__name__).warning(text, *args)
 
 
 def _refuse_constant(name: str) -> float:
