@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is shipped, and that installing or working here breaks nobody's imports."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT, run_python
+from vllm_bastion import __version__
+
+PACKAGES = {"vllm_bastion", "bastion_kernels"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from a copy of the sources, so that nothing is left behind here."""
+    source = tmp_path_factory.mktemp("source") / "project"
+    source.mkdir()
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "results", "*.safetensors")
+    for name in ("vllm_bastion", "kernels", "tests", "benchmarks"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, source / name, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["--disable-pip-version-check", "-w", str(out), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_our_two_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    top = {name.split("/")[0] for name in wheel.namelist()}
+    assert top == PACKAGES | {f"vllm_bastion-{__version__}.dist-info"}
+
+
+def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
+    shipped = {name for name in wheel.namelist() if name.endswith(".py")}
+    ours = {str(p.relative_to(ROOT)) for p in (ROOT / "vllm_bastion").rglob("*.py")}
+    kernels = ROOT / "kernels"
+    ours |= {str(p.relative_to(kernels)) for p in (kernels / "bastion_kernels").rglob("*.py")}
+    assert shipped == ours
+    assert {"vllm_bastion/py.typed", "bastion_kernels/py.typed"} <= set(wheel.namelist())
+
+
+def test_the_wheel_names_license_entry_points_and_no_vllm(wheel: zipfile.ZipFile) -> None:
+    info = f"vllm_bastion-{__version__}.dist-info"
+    metadata = wheel.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Python: <3.14,>=3.11" in metadata
+    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
+    always = [line for line in needed if "extra ==" not in line]
+    assert not [line for line in always if "vllm" in line or "torch" in line or "triton" in line]
+    entry_points = wheel.read(f"{info}/entry_points.txt").decode()
+    for line in (
+        "bastion = vllm_bastion.plugin:register",
+        "bastion_cpu = vllm_bastion.plugin:cpu_platform",
+        "vllm-bastion = vllm_bastion.cli:main",
+    ):
+        assert line in entry_points
+    assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def test_declared_packages_are_those_that_exist() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        str(init.parent.relative_to(ROOT)).replace("/", ".")
+        for init in (ROOT / "vllm_bastion").rglob("__init__.py")
+    }
+    assert set(settings["packages"]) == found | {"bastion_kernels"}
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "tests", ROOT / "benchmarks"])
+def test_transformers_imports_from_our_folders(folder: Path) -> None:
+    # `python -c` puts the folder first on the path, where a `kernels` package would shadow the
+    # Hugging Face one that transformers looks for.
+    result = run_python("import transformers\nprint('ok')", cwd=folder)
+    assert result.stdout.strip().endswith("ok"), result.stderr
+    result = run_python(
+        "import importlib.util as u; print(getattr(u.find_spec('kernels'), 'origin', None))",
+        cwd=folder,
+    )
+    assert str(ROOT) not in result.stdout

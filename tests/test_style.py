@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""House rules that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+from vllm_bastion import compat, config, envs
+
+LINE_BUDGET = 500
+FOLDERS = ("vllm_bastion", "kernels", "tests", "benchmarks")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+PACKAGE = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in FOLDERS[:2]]
+
+# Modules that may import vLLM when they are loaded; all others work without it.
+USES_VLLM = ("config.py", "validation.py", "hooks", "runner")
+TOP_LEVEL = {
+    "CHANGELOG.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "benchmarks",
+    "kernels",
+    "pyproject.toml",
+    "tests",
+    "vllm_bastion",
+}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_file_has_its_header_and_keeps_the_line_budget(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    if not lines:
+        return
+    first = lines[1] if lines[0].startswith("#!") else lines[0]
+    assert first == "# SPDX-License-Identifier: Apache-2.0"
+    assert ast.get_docstring(ast.parse(text)), "say what the file is for"
+    assert len(lines) <= LINE_BUDGET
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=_name)
+def test_package_does_not_print_and_logs_under_vllms_name(path: Path) -> None:
+    name = _name(path)
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            printing = node.func.id == "print"
+            assert not printing or name in ("vllm_bastion/cli.py", "vllm_bastion/config.py")
+        if isinstance(node, ast.ImportFrom) and node.module == "vllm.logger":
+            assert name == "vllm_bastion/logger.py", "use vllm_bastion.logger"
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "getLogger":
+            given = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+            ours = str(given).startswith("vllm.bastion") or name == "vllm_bastion/logger.py"
+            assert ours, "vLLM shows loggers below `vllm` only: use vllm_bastion.logger"
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+            assert name in ("vllm_bastion/envs.py", "vllm_bastion/interpreter.py"), "use envs.py"
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=_name)
+def test_algorithms_and_kernels_know_no_vllm(path: Path) -> None:
+    parts = path.relative_to(ROOT).parts
+    if parts[0] == "vllm_bastion" and parts[1] in USES_VLLM:
+        return
+    # Imports inside functions are for places that run in vLLM's processes only.
+    body = _tree(path).body if parts[0] == "vllm_bastion" else ast.walk(_tree(path))
+    for node in body:
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules.append(node.module)
+        assert not [m for m in modules if m.partition(".")[0] == "vllm"]
+        if parts[0] == "kernels":
+            assert not [m for m in modules if m.partition(".")[0] == "vllm_bastion"]
+
+
+def test_top_level_holds_what_it_should() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "it would shadow Hugging Face's kernels"
+
+
+def test_readme_shows_the_settings_as_they_are() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- config:begin -->\n(.*?)\n?<!-- config:end -->", readme, re.DOTALL)
+    assert found, "the README needs the markers config:begin and config:end"
+    assert found.group(1) == config.markdown_table(), (
+        "run `python -m vllm_bastion.config` and paste its table between the markers"
+    )
+
+
+def test_readme_names_every_environment_variable_and_the_supported_range() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in envs.VARIABLES:
+        assert f"`{name}`" in readme
+    assert compat.SUPPORTED_VLLM in readme or "0.32" in readme
+
+
+def test_environment_variables_are_declared_where_they_are_read() -> None:
+    used = set()
+    for path in PACKAGE:
+        used |= set(re.findall(r"\bVLLM_BASTION_[A-Z_]+\b", path.read_text(encoding="utf-8")))
+    assert used == set(envs.VARIABLES)
+
+
+def test_every_setting_is_declared_with_a_default() -> None:
+    names = {field.name for field in fields(config.BastionSpeculativeConfig)}
+    assert set(config.user_keys()) <= names
+    for name in config.user_keys():
+        literals, takes_int, takes_text = config.key_type(name)
+        default = config.key_default(name)
+        assert default in literals or (takes_int and type(default) is int) or takes_text
