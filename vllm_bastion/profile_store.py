@@ -289,7 +289,7 @@ def _warn_unwritable(path: Path, error: Exception) -> None:
 
 
 def warn(text: str, *args: object) -> None:
-    """Log a warning. The logger is made here: it imports vLLM, which `vllm-bastion show` need not."""
+    """Log a warning; the logger is made late, as it imports vLLM, which `show` does not need."""
     init_logger(__name__).warning(text, *args)
 
 
