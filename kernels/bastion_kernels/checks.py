@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every launcher checks before it runs: shape, dtype and device, and which code to run.
+"""What every launcher checks before it runs: shape, dtype and strides, and which code to run.
 
 One place, so that a wrong call reads the same for every op: the op, the argument, what was wanted,
 what came.
@@ -13,12 +13,19 @@ __all__ = ["check", "on_gpu"]
 
 
 def check(
-    op: str, name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: dtype
+    op: str,
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    *dtypes: dtype,
+    strided: bool = False,
 ) -> None:
-    """Raise unless `tensor` has this shape (None = any size) and one of the dtypes (none = any).
+    """Raise unless `tensor` has this shape (None = any size) and one of the dtypes.
+
+    The last dimension must be contiguous unless `strided`; the others may have any stride.
 
     Raises:
-        ValueError: wrong number of dimensions or a wrong size.
+        ValueError: wrong number of dimensions, a wrong size or stride.
         TypeError: wrong dtype.
     """
     if tensor.dim() != len(shape) or any(
@@ -26,9 +33,11 @@ def check(
     ):
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         raise ValueError(f"{op}: {name} must have shape [{wanted}], got {list(tensor.shape)}")
-    if dtypes and tensor.dtype not in dtypes:
-        wanted = " or ".join(str(kind) for kind in dtypes)
-        raise TypeError(f"{op}: {name} must be {wanted}, got {tensor.dtype}")
+    if tensor.dtype not in dtypes:
+        kinds = " or ".join(str(kind) for kind in dtypes)
+        raise TypeError(f"{op}: {name} must be {kinds}, got {tensor.dtype}")
+    if not strided and shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{op}: the last dimension of {name} must be contiguous")
 
 
 def on_gpu(tensor: Tensor) -> bool:

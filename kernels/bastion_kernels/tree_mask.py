@@ -12,16 +12,23 @@ it stands for.
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from bastion_kernels.checks import check
+from bastion_kernels.checks import check, on_gpu
 
 __all__ = [
     "ancestor_bits",
     "ancestor_bits_reference",
+    "ancestor_bits_triton",
     "tree_positions",
     "tree_positions_reference",
+    "tree_positions_triton",
 ]
+
+_NODES = 32  # per program of the mask kernel
+_ROWS = 256  # per program of the position kernel
 
 
 def ancestor_bits_reference(parents: Tensor, slots: Tensor, out: Tensor) -> None:
@@ -56,6 +63,126 @@ def tree_positions_reference(
             out[root + 1 : root + tail] = positions[root] + depths[slot, : tail - 1]
 
 
+@triton.jit
+def _bits_kernel(
+    parents_ptr,
+    slots_ptr,
+    out_ptr,
+    parents_s,
+    out_s,
+    out_n,
+    N: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORDS_PAD: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """Grid: (R, ceil((N + 1) / NODES)). Every node climbs to the root, setting bits on its way."""
+    slot = tl.load(slots_ptr + tl.program_id(0))
+    if slot >= 0:
+        parents_ptr += slot * parents_s - 1  # indexed by node number, from 1
+        node = tl.program_id(1) * NODES + tl.arange(0, NODES)
+        word = tl.arange(0, WORDS_PAD)
+        parent = tl.load(parents_ptr + node, mask=(node > 0) & (node <= N), other=-1)
+        used = (node == 0) | ((parent >= 0) & (parent < node))
+        at = tl.where(used, node, -1)
+        bits = tl.zeros([NODES, WORDS_PAD], tl.int32)
+        highest = tl.max(at, 0)
+        while highest >= 0:
+            here = (at[:, None] >= 0) & (word[None, :] == at[:, None] // 32)
+            bits |= tl.where(here, 1 << (at[:, None] & 31), 0)
+            up = tl.load(parents_ptr + at, mask=at > 0, other=-1)
+            at = tl.where(up < at, up, -1)  # strictly downward: ends whatever the memory holds
+            highest = tl.max(at, 0)
+        offset = slot * out_s + node[:, None].to(tl.int64) * out_n + word[None, :]
+        tl.store(out_ptr + offset, bits, mask=(node[:, None] <= N) & (word[None, :] < WORDS))
+
+
+@triton.jit(do_not_specialize=["rows", "reqs", "steps"])
+def _positions_kernel(
+    positions_ptr,
+    depths_ptr,
+    slots_ptr,
+    starts_ptr,
+    logits_ptr,
+    out_ptr,
+    rows,
+    reqs,
+    steps,
+    depths_s,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (ceil(T / BLOCK),). Each row finds its request by binary search in query_start_loc."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = row < rows
+    inside = real & (row < tl.load(starts_ptr + reqs))
+    low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + reqs
+    for _ in range(steps):  # the last request that starts at or before the row
+        middle = (low + high) // 2
+        later = tl.load(starts_ptr + middle, mask=inside, other=0) > row
+        high = tl.where(later, middle, high)
+        low = tl.where(later, low, middle)
+    end = tl.load(starts_ptr + low + 1, mask=inside, other=0)
+    last = tl.load(logits_ptr + low + 1, mask=inside, other=0)
+    root = end - (last - tl.load(logits_ptr + low, mask=inside, other=0))
+    slot = tl.load(slots_ptr + low, mask=inside, other=-1)
+    column = row - root - 1
+    drafted = inside & (slot >= 0) & (column >= 0) & (column < N)
+    depth = tl.load(depths_ptr + slot * depths_s + column, mask=drafted, other=0)
+    origin = tl.load(positions_ptr + root, mask=drafted, other=0)
+    # a root keeps its position, so `out` may be `positions`: what others read does not change
+    linear = tl.load(positions_ptr + row, mask=real & (drafted == 0), other=0)
+    tl.store(out_ptr + row, tl.where(drafted, origin + depth, linear), mask=real)
+
+
+def ancestor_bits_triton(parents: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Nodes in parallel, bits in registers; see `ancestor_bits`."""
+    reqs, limit, words = slots.shape[0], parents.shape[1], out.shape[2]
+    if reqs == 0:
+        return
+    _bits_kernel[(reqs, triton.cdiv(limit + 1, _NODES))](
+        parents,
+        slots,
+        out,
+        parents.stride(0),
+        out.stride(0),
+        out.stride(1),
+        N=limit,
+        WORDS=words,
+        WORDS_PAD=triton.next_power_of_2(words),
+        NODES=_NODES,
+        num_warps=1,
+    )
+
+
+def tree_positions_triton(
+    positions: Tensor,
+    depths: Tensor,
+    slots: Tensor,
+    query_start_loc: Tensor,
+    cu_num_logits: Tensor,
+    out: Tensor,
+) -> None:
+    """Rows in parallel; see `tree_positions`."""
+    rows, reqs = positions.shape[0], slots.shape[0]
+    if rows == 0:
+        return
+    _positions_kernel[(triton.cdiv(rows, _ROWS),)](
+        positions,
+        depths,
+        slots,
+        query_start_loc,
+        cu_num_logits,
+        out,
+        rows,
+        reqs,
+        reqs.bit_length(),
+        depths.stride(0),
+        N=depths.shape[1],
+        BLOCK=_ROWS,
+    )
+
+
 def ancestor_bits(parents: Tensor, slots: Tensor, out: Tensor) -> None:
     """Write the ancestor mask of every request's tree.
 
@@ -74,7 +201,8 @@ def ancestor_bits(parents: Tensor, slots: Tensor, out: Tensor) -> None:
     check(op, "parents", parents, (num_slots, limit), torch.int32)
     check(op, "slots", slots, (None,), torch.int64)
     check(op, "out", out, (num_slots, limit + 1, limit // 32 + 1), torch.int32)
-    ancestor_bits_reference(parents, slots, out)
+    run = ancestor_bits_triton if on_gpu(parents) else ancestor_bits_reference
+    run(parents, slots, out)
 
 
 def tree_positions(
@@ -108,4 +236,5 @@ def tree_positions(
     check(op, "query_start_loc", query_start_loc, (reqs + 1,), torch.int32)
     check(op, "cu_num_logits", cu_num_logits, (reqs + 1,), torch.int32)
     check(op, "out", out, (positions.shape[0],), torch.int64)
-    tree_positions_reference(positions, depths, slots, query_start_loc, cu_num_logits, out)
+    run = tree_positions_triton if on_gpu(positions) else tree_positions_reference
+    run(positions, depths, slots, query_start_loc, cu_num_logits, out)

@@ -6,16 +6,21 @@
 
 Each node's token was drawn from the target's own distribution after the node's prefix, so what the
 walk emits is what plain decoding would have emitted, whatever the tree: exact, at any temperature.
+
+The kernel holds a request's parents and tokens in registers; a step down is one load (the token
+drawn at the node) and one minimum over the columns (the first child that carries it).
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from bastion_kernels.checks import check
+from bastion_kernels.checks import check, on_gpu
 
-__all__ = ["accept_path", "accept_path_reference"]
+__all__ = ["accept_path", "accept_path_reference", "accept_path_triton"]
 
 _OP = "accept_path"
 
@@ -48,6 +53,88 @@ def accept_path_reference(
         out_path[r] = torch.tensor(path + [-1] * padding)
         out_tokens[r] = torch.tensor([drawn[start + node] for node in path] + [0] * padding)
         num_sampled[r] = len(path)
+
+
+@triton.jit
+def _accept_kernel(
+    sampled_ptr,
+    fed_ptr,
+    parents_ptr,
+    slots_ptr,
+    starts_ptr,
+    out_path_ptr,
+    out_tokens_ptr,
+    num_sampled_ptr,
+    parents_s,
+    out_path_r,
+    out_tokens_r,
+    N: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTH_PAD: tl.constexpr,
+):
+    """Grid: (R,)."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    start = tl.load(starts_ptr + row).to(tl.int64)
+    logits = tl.load(starts_ptr + row + 1) - start
+    logits = tl.where(slot >= 0, logits, 0)
+    column, step = tl.arange(0, BLOCK), tl.arange(0, LENGTH_PAD)
+    in_tail = (column < N) & (column + 1 < logits)
+    parent = tl.load(parents_ptr + slot * parents_s + column, mask=in_tail, other=-1)
+    token = tl.load(fed_ptr + start + 1 + column, mask=in_tail, other=-1)
+
+    path = tl.full([LENGTH_PAD], -1, tl.int32)
+    emitted = tl.zeros([LENGTH_PAD], tl.int64)
+    node = tl.where(logits > 0, 0, -1)
+    count = tl.full([], 0, tl.int32)
+    while (node >= 0) & (count < LENGTH):
+        drawn = tl.load(sampled_ptr + start + node)
+        path = tl.where(step == count, node, path)
+        emitted = tl.where(step == count, drawn, emitted)
+        count += 1
+        child = tl.where(in_tail & (parent == node) & (token == drawn), column + 1, 0x7FFFFFFF)
+        child = tl.min(child, 0)
+        node = tl.where(child == 0x7FFFFFFF, -1, child)
+
+    tl.store(out_path_ptr + row * out_path_r + step, path, mask=step < LENGTH)
+    tl.store(out_tokens_ptr + row * out_tokens_r + step, emitted, mask=step < LENGTH)
+    tl.store(num_sampled_ptr + row, count)
+
+
+def accept_path_triton(
+    sampled: Tensor,
+    node_ids: Tensor,
+    parents: Tensor,
+    slots: Tensor,
+    cu_num_logits: Tensor,
+    out_path: Tensor,
+    out_tokens: Tensor,
+    num_sampled: Tensor,
+) -> None:
+    """One warp per request; see `accept_path`."""
+    reqs, length = out_path.shape
+    limit = parents.shape[1]
+    if reqs == 0:
+        return
+    _accept_kernel[(reqs,)](
+        sampled,
+        node_ids,
+        parents,
+        slots,
+        cu_num_logits,
+        out_path,
+        out_tokens,
+        num_sampled,
+        parents.stride(0),
+        out_path.stride(0),
+        out_tokens.stride(0),
+        N=limit,
+        LENGTH=length,
+        BLOCK=max(32, triton.next_power_of_2(limit)),
+        LENGTH_PAD=triton.next_power_of_2(length),
+        num_warps=1,
+    )
 
 
 def accept_path(
@@ -89,6 +176,5 @@ def accept_path(
     check(_OP, "out_path", out_path, (reqs, longest), torch.int32)
     check(_OP, "out_tokens", out_tokens, (reqs, longest), torch.int64)
     check(_OP, "num_sampled", num_sampled, (reqs,), torch.int32)
-    accept_path_reference(
-        sampled, node_ids, parents, slots, cu_num_logits, out_path, out_tokens, num_sampled
-    )
+    run = accept_path_triton if on_gpu(sampled) else accept_path_reference
+    run(sampled, node_ids, parents, slots, cu_num_logits, out_path, out_tokens, num_sampled)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs and poisoned outputs shared by the op tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+POISON = -7777
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose every element says "nobody wrote me"."""
+    return torch.full(shape, float("nan") if dtype.is_floating_point else POISON, dtype=dtype)
+
+
+def assert_same(actual: Tensor, expected: Tensor, name: str = "") -> None:
+    """Bit-for-bit equal, NaN poison included."""
+    torch.testing.assert_close(
+        actual.cpu(), expected.cpu(), rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name}: {m}"
+    )
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Outputs of `expand_best_first`, in the order of its arguments."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    log_rho: Tensor
+    num_nodes: Tensor
+
+    def __iter__(self):
+        return iter((self.tokens, self.parents, self.depths, self.log_rho, self.num_nodes))
+
+    def to(self, device: torch.device) -> Trees:
+        return Trees(*(tensor.to(device) for tensor in self))
+
+    def clone(self) -> Trees:
+        return replace(self, **{name: getattr(self, name).clone() for name in vars(self)})
+
+
+def poisoned_trees(reqs: int, slots: int, limit: int, wider: int = 0) -> Trees:
+    """Outputs full of poison; with `wider` > 0 the rows are slices of longer ones."""
+    width = limit + wider
+    return Trees(
+        poisoned(reqs, width, dtype=torch.int64)[:, :limit],
+        poisoned(slots, width, dtype=torch.int32)[:, :limit],
+        poisoned(slots, width, dtype=torch.int32)[:, :limit],
+        poisoned(slots, width, dtype=torch.float32)[:, :limit],
+        poisoned(slots, dtype=torch.int32),
+    )
+
+
+def lattice(
+    reqs: int, depth: int, width: int, generator: torch.Generator, spread: float = 2.0
+) -> tuple[Tensor, Tensor]:
+    """Distinct tokens and sorted log-probabilities `[R, D, K]`, as a drafter's top-K would be."""
+    vocab = 4 * width + 3
+    logits = spread * torch.randn(reqs, depth, vocab, generator=generator)
+    best = logits.log_softmax(-1).topk(width, dim=-1)
+    return best.indices.int(), best.values
+
+
+def random_parents(limit: int, used: int, generator: torch.Generator) -> list[int]:
+    """A random tree of `used` nodes in `limit` columns: parent numbers, -1 in unused columns."""
+    drawn = torch.rand(used, generator=generator).tolist()
+    return [int(u * (column + 1)) for column, u in enumerate(drawn)] + [-1] * (limit - used)
+
+
+CHAIN = "chain"
+STAR = "star"
+RANDOM = "random"
+
+
+def shaped_parents(shape: str, limit: int, used: int, generator: torch.Generator) -> list[int]:
+    """Parents of a chain, a star or a random tree."""
+    if shape == CHAIN:
+        return [*range(used), *[-1] * (limit - used)]
+    if shape == STAR:
+        return [0] * used + [-1] * (limit - used)
+    return random_parents(limit, used, generator)
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    """Depth of every column's node, 0 in unused columns."""
+    depth = [0]
+    for parent in parents:
+        depth.append(depth[parent] + 1 if parent >= 0 else 0)
+    return depth[1:]

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget against a search in exact arithmetic, and the kernel against the reference."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from op_helpers import assert_same, poisoned
+from torch import Tensor
+
+from bastion_kernels import choose_budget, choose_budget_reference
+from bastion_kernels.budget import choose_budget_triton
+
+RULES = ["argmax", "first_decrease"]
+
+
+def choose(run, log_rho, slots, limits, cost, base, rule="argmax", device="cpu") -> list[int]:
+    """Run on poisoned counts and return them."""
+    out = poisoned(len(log_rho), dtype=torch.int32).to(device)
+    base = base.to(device) if isinstance(base, Tensor) else base
+    log_rho, slots, limits, cost = (t.to(device) for t in (log_rho, slots, limits, cost))
+    run(log_rho, slots, limits, cost, base, out, rule)
+    return out.tolist()
+
+
+def best_counts(log_rho, slots, limits, cost, base) -> list[int]:
+    """Counts at the first maximum of S, one node at a time, in exact fractions."""
+    active = [slot for slot in slots.tolist() if slot >= 0]
+    rho = {
+        slot: [
+            Fraction(math.floor(math.exp(score) * 2**40), 2**40)
+            for score in log_rho[slot, : int(limits[slot])].tolist()
+            if score > -math.inf
+        ]
+        for slot in active
+    }
+    counts = dict.fromkeys(active, 0)
+    best, best_counts = None, counts
+    total, used = Fraction(len(active)), 0
+    while base + used < len(cost):
+        speed = total / Fraction(cost[base + used].item())
+        if best is None or speed > best:
+            best, best_counts = speed, dict(counts)
+        # the next best node of any request; max keeps the first, so ties go to the lower row
+        open_slots = [slot for slot in active if counts[slot] < len(rho[slot])]
+        if not open_slots:
+            break
+        slot = max(open_slots, key=lambda one: log_rho[one, counts[one]].item())
+        total += rho[slot][counts[slot]]
+        counts[slot] += 1
+        used += 1
+    return [best_counts.get(slot, -7777) for slot in range(len(log_rho))]
+
+
+def scores(slots: int, limit: int, generator: torch.Generator, ties: bool = False) -> Tensor:
+    """Sorted path scores with an unused end."""
+    log_rho = -3 * torch.rand(slots, limit, generator=generator).cumsum(1) / limit**0.5
+    if ties:
+        log_rho = log_rho.round()
+    for row in range(slots):
+        log_rho[row, int(torch.randint(0, limit + 1, (), generator=generator)) :] = -math.inf
+    return log_rho
+
+
+def costs(kind: str, rows: int, generator: torch.Generator) -> Tensor:
+    """Cost of 0..rows rows."""
+    row = torch.arange(rows + 1, dtype=torch.float32)
+    return {
+        "flat": torch.full((rows + 1,), 7.0),
+        "linear": 5 + 0.05 * row,
+        "convex": 5 + 0.001 * row**2,
+        "staircase": 5 + 0.4 * (row / 16).floor(),
+        "random": 1 + torch.rand(rows + 1, generator=generator),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["flat", "linear", "convex", "staircase", "random"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_reference_is_the_exact_argmax(kind: str, ties: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(100):
+        slots_total, limit = (int(torch.randint(1, 9, (), generator=generator)) for _ in range(2))
+        log_rho = scores(slots_total, limit, generator, ties)
+        slots = torch.randperm(slots_total, generator=generator)
+        slots[torch.rand(slots_total, generator=generator) < 0.2] = -1
+        limits = torch.randint(0, limit + 1, (slots_total,), generator=generator).int()
+        base = int(torch.randint(1, 9, (), generator=generator))
+        cost = costs(kind, int(torch.randint(5, 60, (), generator=generator)), generator)
+        arguments = (log_rho, slots, limits, cost, base)
+        assert choose(choose_budget_reference, *arguments) == best_counts(*arguments)
+
+
+def test_first_decrease_is_the_argmax_on_convex_costs_only() -> None:
+    generator = torch.Generator().manual_seed(2)
+    slots, limits = torch.arange(3), torch.full((3,), 30, dtype=torch.int32)
+    differs = 0
+    for _ in range(50):
+        log_rho = scores(3, 30, generator)
+        for kind in ("flat", "linear", "convex", "staircase"):
+            arguments = (log_rho, slots, limits, costs(kind, 100, generator), 3)
+            argmax, first = (choose(choose_budget_reference, *arguments, rule) for rule in RULES)
+            if kind == "staircase":
+                differs += argmax != first
+            else:
+                assert argmax == first
+    assert differs, "a staircase stops the paper's rule early"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["flat", "linear", "staircase", "random"])
+def test_kernel_equals_reference(rule: str, kind: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for reqs, limit, ties in ((1, 1, False), (1, 37, False), (3, 16, True), (5, 20, False)):
+        log_rho = torch.cat([scores(reqs + 2, limit, generator, ties), torch.ones(reqs + 2, 3)], 1)
+        log_rho = log_rho[:, :limit]  # rows of a longer buffer
+        slots = torch.randperm(reqs + 2, generator=generator)[:reqs]
+        if reqs > 2:
+            slots[1] = -1
+        limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
+        for rows, base in ((200, torch.tensor(reqs, dtype=torch.int32)), (12, 5), (3, 9)):
+            arguments = (log_rho, slots, limits, costs(kind, rows, generator), base, rule)
+            expected = choose(choose_budget_reference, *arguments)
+            assert choose(choose_budget_triton, *arguments, device=device) == expected
+
+
+def test_equal_scores_go_to_the_lower_row(device: torch.device) -> None:
+    log_rho = torch.full((3, 4), -1.0)
+    slots, limits = torch.tensor([2, 0, 1]), torch.full((3,), 4, dtype=torch.int32)
+    cost = torch.full((3 + 6 + 1,), 1.0)  # room for 6 of the 12 nodes
+    for run in (choose_budget_reference, choose_budget_triton):
+        assert choose(run, log_rho, slots, limits, cost, 3, device=device) == [2, 0, 4]
+
+
+def test_worthless_nodes_are_not_verified(device: torch.device) -> None:
+    log_rho = torch.tensor([[-1.0, -27.0, -28.0, -100.0]])  # 2^-40 = exp(-27.7)
+    slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([4], dtype=torch.int32)
+    for run in (choose_budget_reference, choose_budget_triton):
+        assert choose(run, log_rho, slots, limits, torch.ones(9), 1, device=device) == [2]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_long_lists(rule: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    log_rho = -0.001 * torch.rand(5, 300, generator=generator).cumsum(1)
+    slots, limits = torch.arange(5), torch.full((5,), 300, dtype=torch.int32)
+    for rows, more_than in ((700, 600), (1400, 1024), (2000, 1024)):  # the search goes by 1,024
+        cost = costs("linear", rows, generator)
+        arguments = (log_rho, slots, limits, cost, 5, rule)
+        expected = choose(choose_budget_reference, *arguments)
+        assert choose(choose_budget_triton, *arguments, device=device) == expected
+        assert sum(expected) > more_than
+
+
+def test_no_requests(device: torch.device) -> None:
+    nothing = (torch.zeros(2, 3), torch.zeros(0, dtype=torch.int64), torch.zeros(2).int())
+    for run in (choose_budget_reference, choose_budget_triton):
+        assert choose(run, *nothing, torch.ones(4), 0, device=device) == [-7777, -7777]
+
+
+def test_full_size(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("hours in the interpreter")
+    generator = torch.Generator().manual_seed(5)
+    log_rho, slots = scores(64, 512, generator), torch.randperm(64, generator=generator)
+    limits = torch.randint(0, 513, (64,), generator=generator).int()
+    for kind in ("linear", "staircase", "random"):
+        arguments = (log_rho, slots, limits, costs(kind, 40_000, generator), 64)
+        expected = choose(choose_budget_reference, *arguments)
+        assert choose(choose_budget_triton, *arguments, device=device) == expected
+
+
+def test_wrong_arguments_are_named() -> None:
+    log_rho, slots, limits = torch.zeros(2, 3), torch.zeros(1).long(), torch.zeros(2).int()
+    out, cost = torch.zeros(2).int(), torch.ones(4)
+    with pytest.raises(ValueError, match="rule must be one of"):
+        choose_budget(log_rho, slots, limits, cost, 1, out, "best")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"base_rows must be torch\.int32"):
+        choose_budget(log_rho, slots, limits, cost, torch.tensor(1), out)
+    choose_budget(log_rho, slots, limits, cost, 1, out)
+    assert_same(out, torch.tensor([0, 0], dtype=torch.int32))

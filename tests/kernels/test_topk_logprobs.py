@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Top-K log-probabilities against a stable sort and a float64 log-softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from op_helpers import assert_same, poisoned
+from torch import Tensor
+
+from bastion_kernels import (
+    merge_topk_reference,
+    topk_logprobs,
+    topk_logprobs_reference,
+    topk_partial_reference,
+)
+from bastion_kernels.topk_logprobs import (
+    merge_topk_triton,
+    topk_logprobs_triton,
+    topk_partial_triton,
+)
+
+
+def top(run, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Run into slices of wider, poisoned outputs and return the result, on the CPU."""
+    tokens = poisoned(logits.shape[0], k + 3, dtype=torch.int32).to(logits.device)
+    logprobs = poisoned(logits.shape[0], k + 3, dtype=torch.float32).to(logits.device)
+    run(logits, k, tokens[:, :k], logprobs[:, :k])
+    assert tokens[:, k:].eq(-7777).all() and logprobs[:, k:].isnan().all()
+    return tokens[:, :k].cpu(), logprobs[:, :k].cpu()
+
+
+def assert_top(result: tuple[Tensor, Tensor], logits: Tensor) -> None:
+    """Tokens exactly as by a stable sort; log-probabilities within twice PyTorch's fp32 error."""
+    tokens, logprobs = result
+    logits = logits.cpu().float()
+    expected = logits.sort(dim=1, descending=True, stable=True).indices[:, : tokens.shape[1]]
+    assert_same(tokens, expected.int(), "tokens")
+    truth = logits.double().log_softmax(1).gather(1, expected)
+    torch_error = (logits.log_softmax(1).gather(1, expected) - truth).abs().nan_to_num().max()
+    finite = truth.isfinite()
+    assert torch.equal(logprobs.isfinite(), finite)
+    error = (logprobs - truth)[finite].abs().max() if finite.any() else torch.zeros(())
+    assert error <= 2 * torch_error + 1e-5
+    assert logprobs[finite].le(0).all()
+
+
+CASES = {  # M, V, K, dtype
+    "one logit": (1, 1, 1, torch.float32),
+    "all of them": (2, 8, 8, torch.float32),
+    "odd vocabulary": (3, 257, 5, torch.float16),
+    "bf16": (4, 1024, 8, torch.bfloat16),
+    "two chunks": (2, 2049, 16, torch.float32),
+    "large K": (1, 5000, 33, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("run", [topk_logprobs, topk_logprobs_reference, topk_logprobs_triton])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_against_sort(run, case, device: torch.device) -> None:
+    rows, vocab, k, dtype = case
+    logits = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits = logits.to(dtype).to(device)
+    assert_top(top(run, logits, k), logits)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # NumPy, of log 0
+@pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
+def test_ties_go_to_the_lower_token(run, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rounded = torch.randn(3, 3000, generator=generator).round()
+    rounded[0] = 0.0
+    rounded[0, ::2] = -0.0  # equal to 0.0, so token 0 is still the first
+    rounded[1, 100:] = float("-inf")
+    rounded[2, :2500] = float("-inf")
+    logits = rounded.to(device)
+    assert_top(top(run, logits, 12), logits)
+
+
+@pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
+def test_extreme_logits(run, device: torch.device) -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(2))
+    logits[0] *= 1e4
+    logits[1] = float("-inf")
+    logits[1, 7] = -3.0
+    logits[2] += 1e30
+    assert_top(top(run, logits.to(device), 4), logits)
+
+
+@pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
+def test_nan_gives_valid_tokens(run, device: torch.device) -> None:
+    logits = torch.full((1, 50), float("nan"), device=device)
+    tokens, logprobs = top(run, logits, 5)
+    assert len(set(tokens[0].tolist())) == 5
+    assert tokens.ge(0).all() and tokens.lt(50).all()
+    assert logprobs.isnan().all()
+
+
+@pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
+def test_strided_logits(run, device: torch.device) -> None:
+    logits = torch.randn(600, 6, generator=torch.Generator().manual_seed(3)).to(device)
+    assert_top(top(run, logits.t()[::2], 6), logits.t()[::2])
+    assert_top(top(run, logits[:3, 1:5], 3), logits[:3, 1:5])
+
+
+def test_real_vocabulary(device: torch.device) -> None:
+    logits = torch.randn(1, 151_936, generator=torch.Generator().manual_seed(4)).bfloat16()
+    for run in (topk_logprobs_reference, topk_logprobs_triton):
+        assert_top(top(run, logits.to(device), 4), logits)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("lane", ["reference", "triton"])
+def test_sharded_vocabulary_gives_the_same(shards: int, lane: str, device: torch.device) -> None:
+    partial, merge = {
+        "reference": (topk_partial_reference, merge_topk_reference),
+        "triton": (topk_partial_triton, merge_topk_triton),
+    }[lane]
+    rows, vocab, k = 2, 4 * 11 + 1, 12  # slices of unequal size, some smaller than K
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5)).round(decimals=1)
+    logits[1, :23] = float("-inf")  # whole slices of nothing
+    keys = poisoned(rows, shards, k, dtype=torch.int64).to(device)
+    mass = poisoned(rows, shards, dtype=torch.float32).to(device)
+    start = 0
+    for shard, part in enumerate(logits.to(device).tensor_split(shards, dim=1)):
+        one_keys, one_mass = keys[:, shard].clone(), mass[:, shard].clone()
+        partial(part, k, start, one_keys, one_mass)
+        keys[:, shard], mass[:, shard] = one_keys, one_mass  # as an all-gather would
+        start += part.shape[1]
+    tokens, logprobs = (poisoned(rows, k, dtype=t) for t in (torch.int32, torch.float32))
+    tokens, logprobs = tokens.to(device), logprobs.to(device)
+    merge(keys, mass, tokens, logprobs)
+    assert_top((tokens.cpu(), logprobs.cpu()), logits)
+    whole = top(topk_logprobs_reference, logits, k)
+    assert_same(tokens, whole[0])
+    torch.testing.assert_close(logprobs.cpu(), whole[1], rtol=0, atol=2e-6)
+
+
+def test_no_rows(device: torch.device) -> None:
+    for run in (topk_logprobs_reference, topk_logprobs_triton):
+        tokens, _ = top(run, torch.zeros(0, 9, device=device), 2)
+        assert tokens.shape == (0, 2)
+
+
+def test_wrong_arguments_are_named() -> None:
+    logits, tokens, logprobs = torch.zeros(2, 5), torch.zeros(2, 6).int(), torch.zeros(2, 6)
+    with pytest.raises(ValueError, match="k must be at most 5"):
+        topk_logprobs(logits, 6, tokens, logprobs)
+    with pytest.raises(ValueError, match=r"k must be in 1\.\.1024, got 0"):
+        topk_logprobs(logits, 0, tokens[:, :0], logprobs[:, :0])
+    with pytest.raises(TypeError, match="logits must be"):
+        topk_logprobs(logits.int(), 5, tokens[:, :5], logprobs[:, :5])
