@@ -17,6 +17,10 @@ def tree_backend(backend: type[AttentionBackend]) -> type[AttentionBackend]:
         from vllm_bastion.runner.attention_cpu import TreeCPUAttentionBackend
 
         return TreeCPUAttentionBackend
+    if name == "FLASH_ATTN":
+        from vllm_bastion.runner.attention_cuda import TreeFlashAttentionBackend
+
+        return TreeFlashAttentionBackend
     raise ValueError(
         f"method 'bastion' has no tree attention for the backend {name}. "
         "Leave attention_config.backend unset, or set it to FLASH_ATTN."

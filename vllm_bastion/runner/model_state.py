@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData
@@ -106,21 +106,39 @@ class BastionModelState(DefaultModelState):
         inputs["positions"] = self.trees.positions[:num_tokens]
         return inputs
 
-    def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        metadata = super().prepare_attn(input_batch, *args, **kwargs)
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        metadata = super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
         self._batch = input_batch
-        manager = self.runtime.manager
-        if manager is None or input_batch.num_draft_tokens_per_req is None:
-            # A dummy batch, or a step without drafts.
-            self.trees.begin_step(input_batch.idx_mapping)
-        else:
-            masked = manager.drafts > 0
-            masked &= ~self.trees.spine_only_np[input_batch.idx_mapping_np]
-            self.trees.begin_step(input_batch.idx_mapping, input_batch.cu_num_logits, masked)
+        self._begin_step(input_batch)
+        if cudagraph_mode == CUDAGraphMode.FULL:
+            # What is captured must serve every later batch: the tree kernel, chains included.
+            self.trees.masking = True
         for name in self._target_layers:
             if name in metadata:
                 metadata[name].trees = self.trees
         return metadata
+
+    def _begin_step(self, batch: InputBatch) -> None:
+        trees, drafts = self.trees, batch.num_draft_tokens_per_req
+        if drafts is None:
+            # A dummy batch, or a step without drafts.
+            trees.begin_step(batch.idx_mapping)
+            return
+        scheduled = batch.num_scheduled_tokens
+        trees.step_rest = scheduled - drafts
+        if batch.max_query_len is not None:
+            # Trimmed by our manager; vLLM's warm-up steps are not, and keep what was scheduled.
+            assert self.runtime.manager is not None
+            drafts = self.runtime.manager.drafts
+        trees.step_drafts = drafts
+        masked = (drafts > 0) & ~trees.spine_only_np[batch.idx_mapping_np]
+        trees.begin_step(batch.idx_mapping, batch.cu_num_logits, masked)
 
     # ---- after the target's forward -----------------------------------------------------
 

@@ -49,6 +49,15 @@ def _log1p_neg(value: np.ndarray) -> np.ndarray:
     return np.where(value < np.float32(0.25), -value * polynomial, direct)
 
 
+def gumbel_noise(seeds: torch.Tensor, pos: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The noise of draws: [L] int64 seeds and positions to [L, V] fp32."""
+    random = _murmur3(seeds.numpy(), pos.numpy(), vocab_size)
+    uniform = (random >> _U32(16)).astype(np.float32) * np.float32(1.52587890625e-05) + (
+        (random & _U32(0xFFFF)).astype(np.float32) + np.float32(0.5)
+    ) * np.float32(2.3283064365386963e-10)
+    return torch.from_numpy(-np.log(-_log1p_neg(uniform)))
+
+
 def gumbel_sample_on_host(
     logits: torch.Tensor,
     expanded_idx_mapping: torch.Tensor,
@@ -79,10 +88,6 @@ def gumbel_sample_on_host(
     rows = (temperature[expanded_idx_mapping] != 0).nonzero().flatten()
     if rows.numel():
         slots = expanded_idx_mapping[rows]
-        random = _murmur3(seed[slots].numpy(), pos[rows].numpy(), logits.shape[1])
-        uniform = (random >> _U32(16)).astype(np.float32) * np.float32(1.52587890625e-05) + (
-            (random & _U32(0xFFFF)).astype(np.float32) + np.float32(0.5)
-        ) * np.float32(2.3283064365386963e-10)
-        noise = torch.from_numpy(-np.log(-_log1p_neg(uniform)))
+        noise = gumbel_noise(seed[slots], pos[rows], logits.shape[1])
         noised = noised.index_add(0, rows, noise) if rows.numel() < len(noised) else noised + noise
     return noised.argmax(dim=-1)

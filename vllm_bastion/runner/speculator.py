@@ -149,12 +149,10 @@ class BastionSpeculator(DFlashSpeculator):
         The host lays the rows out by what was scheduled and not by what was verified, which only
         the device may know: row i of a request is its path's i-th node, or one that is dropped.
         """
-        manager = self.runtime.manager
-        assert manager is not None
         num_reqs, width = batch.num_reqs, self.trees.depth + 1
-        tail = np.minimum(manager.drafts + 1, width).astype(np.int64)
+        tail = np.minimum(self.trees.step_drafts + 1, width).astype(np.int64)
         # Rows of a prompt in front of the root; a decode has none.
-        before = manager.rest - 1
+        before = self.trees.step_rest - 1
         kept = before + tail
         kept_start = np.zeros(num_reqs + 1, dtype=np.int32)
         np.cumsum(kept, out=kept_start[1:])

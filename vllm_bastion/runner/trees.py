@@ -88,7 +88,11 @@ class Trees:
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
         self.path = torch.full((slots, depth + 1), -1, dtype=torch.int32, device=device)
         self.num_emitted = zeros(slots)  # tokens each row emits: accepted nodes + bonus
-        self.verifying = False
+        # [R] on the host, exact in every mode: most nodes a row may have, rows that are no nodes.
+        self.step_drafts = np.zeros(0, dtype=np.int32)
+        self.step_rest = np.zeros(0, dtype=np.int32)
+        self.masking = False  # whether the step's attention reads the mask
+        self.verifying = False  # whether the step's acceptance moved along trees
 
         # Cost of a whole step by its target rows; a buffer, since the drafter's captured graph
         # reads it. Flat until something was measured: then the largest tree is the best one.
@@ -192,13 +196,14 @@ class Trees:
         idx_mapping: [R] int64 slots; cu_num_logits: [R + 1] int32; masked: [R] bool, rows whose
         tail is a tree and not a chain or a lone root. Without arguments: a dummy batch.
         """
+        self.masking = masked is not None and bool(masked.any())
         self.verifying = False
         count = 0
         if idx_mapping is not None:
             count = idx_mapping.shape[0]
             self.step_slots[:count].copy_(idx_mapping)
         self.step_slots[count:].fill_(-1)
-        if cu_num_logits is None or masked is None or not masked.any():
+        if not self.masking or cu_num_logits is None or masked is None:
             # Plain causal rows everywhere: no mask to read.
             self.tail_lens.zero_()
             return

@@ -148,11 +148,6 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         """[R] int32, most nodes each row of the step may have; exact in every mode."""
         return self._drafts
 
-    @property
-    def rest(self) -> np.ndarray:
-        """[R] int32, rows of the step that are no draft nodes; exact in every mode."""
-        return self._rest
-
     def take_num_verified(self) -> dict[str, int]:
         """Nodes verified of each request of the last step, for the metrics; clears it."""
         verified = dict(zip(self._req_ids, self._kept.tolist(), strict=True))
