@@ -9,7 +9,7 @@ draft nodes (roots and prefill tokens) and cost C by total rows, taking the n be
 which for one request is the paper's S(N) without its constant L_AR. The budget is the smallest n
 that maximises S, n = 0 (plain decoding) included. "first_decrease" stops where the paper's
 Algorithm 1 does, at the first n whose successor does not improve S: the same n on a convex cost
-(Proposition 3), not on a staircase.
+(the paper's unimodality of S), not on a staircase.
 
 rho is summed as a multiple of 2^-40, so that the sum does not depend on the order of additions:
 every rank of a tensor-parallel group, and the reference, get the same count. A node of rho below

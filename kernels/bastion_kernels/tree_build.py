@@ -7,7 +7,7 @@ A node is a prefix (k_1, .., k_d) of candidate ranks, one per depth; its path sc
 
 and best-first expansion adds the open node of largest rho, N times (Algorithm 1). A child never
 beats its parent, so the nodes come out in non-increasing rho and every prefix of them is the
-optimal prefix-closed tree of its size (Proposition 2).
+optimal prefix-closed tree of its size (paper, optimality of best-first expansion).
 
 The frontier needs one entry per node of the tree: the best child of that node not taken yet. Taking
 it adds a node (with an entry of its own) and moves the entry on to the next sibling. Ties go to the

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft trees: what they must satisfy, three ways to build them, and a drawing of one.
+
+This file only knows shapes of trees. How many of a tree's nodes to verify is the controller's
+affair: nodes are sorted so that any number of leading ones is a tree itself.
+
+A node is a prefix x_1 .. x_d of candidate tokens with path score rho = prod q_i(x_i), the drafter's
+probability of drawing that prefix (paper, section 3.1). If the drafter verified itself, a tree
+would commit as many tokens as it has nodes on the drawn path (Lemma 1), in expectation
+
+    A-hat(T) = 1 + sum of rho over the draft nodes of T      (path-sum surrogate; 1 is the root)
+
+Best-first expansion takes the nodes in order of rho: nested trees, each the best of its size
+(optimality of best-first expansion). Chain and beam are there to be compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bastion_kernels import expand_best_first
+
+__all__ = ["DraftTree", "beam", "best_first", "chain"]
+
+_UNUSED = {"tokens": 0, "parents": -1, "depths": 0, "log_rho": float("-inf")}
+_GREEN, _DIM, _PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The draft trees of R requests, in fixed shapes: N columns each, a node a column.
+
+    Column j is node j + 1; node 0 is the root, the last sampled token, and has no column. In every
+    row, as `validate` checks:
+
+    - the first `num_nodes` columns are in use; the others hold token 0, parent -1, depth 0,
+      log rho -inf;
+    - a parent's number is at most the column of its child, so parents come first;
+    - a node is one deeper than its parent, and siblings carry different tokens;
+    - log rho does not increase from column to column, hence not from parent to child.
+    """
+
+    # [R, N] int64, token of each node
+    tokens: Tensor
+    # [R, N] int32, number of the parent node
+    parents: Tensor
+    # [R, N] int32, 1 for a child of the root
+    depths: Tensor
+    # [R, N] fp32, log of the path score
+    log_rho: Tensor
+    # [R] int32, columns in use
+    num_nodes: Tensor
+
+    def validate(self) -> None:
+        """Raise ValueError that names row, column and rule if an invariant does not hold."""
+        for row, used in enumerate(self.num_nodes.tolist()):
+            if not 0 <= used <= self.tokens.shape[1]:
+                raise ValueError(f"row {row}: {used} nodes in {self.tokens.shape[1]} columns")
+            for name, filler in _UNUSED.items():
+                if not bool((getattr(self, name)[row, used:] == filler).all()):
+                    raise ValueError(f"row {row}: an unused column's {name} is not {filler}")
+            parents, depth = self.parents[row].tolist(), [0, *self.depths[row].tolist()]
+            scores, tokens = [0.0, *self.log_rho[row].tolist()], self.tokens[row].tolist()
+            seen: set[tuple[int, int]] = set()
+            for column in range(used):
+                where, parent = f"row {row}, column {column}", parents[column]
+                if not 0 <= parent <= column:
+                    raise ValueError(f"{where}: parent {parent} does not come before the node")
+                if depth[column + 1] != depth[parent] + 1:
+                    raise ValueError(f"{where}: depth {depth[column + 1]} below {depth[parent]}")
+                if not scores[column + 1] <= scores[column]:
+                    raise ValueError(f"{where}: log rho increases")
+                if (parent, tokens[column]) in seen:
+                    raise ValueError(f"{where}: a sibling carries token {tokens[column]} already")
+                seen.add((parent, tokens[column]))
+
+    def prefix(self, limit: int) -> DraftTree:
+        """The trees of the first `limit` columns."""
+        return DraftTree(
+            self.tokens[:, :limit],
+            self.parents[:, :limit],
+            self.depths[:, :limit],
+            self.log_rho[:, :limit],
+            self.num_nodes.clamp(max=limit),
+        )
+
+    def surrogate(self) -> Tensor:
+        """A-hat of every size, `[R, N + 1]` float64: n leading nodes and the root."""
+        root = torch.ones_like(self.log_rho[:, :1], dtype=torch.float64)
+        return torch.cat([root, self.log_rho.double().exp()], dim=1).cumsum(1)
+
+    def paths(self, row: int = 0) -> list[tuple[int, ...]]:
+        """Token path of every node of one row, the root's empty one first."""
+        paths: list[tuple[int, ...]] = [()]
+        columns = zip(self.parents[row].tolist(), self.tokens[row].tolist(), strict=True)
+        for parent, token in list(columns)[: int(self.num_nodes[row])]:
+            paths.append((*paths[parent], token))
+        return paths
+
+    def render(
+        self,
+        row: int = 0,
+        accepted: Collection[int] = (),
+        decode: Callable[[int], str] = str,
+        root: str = "root",
+        color: bool = False,
+    ) -> str:
+        """Draw one row's tree for a terminal, best child first, a run of only children a line.
+
+        Args:
+            row: which request.
+            accepted: node numbers of the accepted path (`accept_path`'s out_path row will do);
+                drawn with a filled dot, and in green with `color`.
+            decode: text of a token id.
+            root: text of the root.
+            color: use terminal colours.
+        """
+        parents, tokens = self.parents[row].tolist(), self.tokens[row].tolist()
+        rho = [1.0, *self.log_rho[row].double().exp().tolist()]
+        children: list[list[int]] = [[] for _ in range(int(self.num_nodes[row]) + 1)]
+        for node in range(1, len(children)):
+            children[parents[node - 1]].append(node)
+        lines = [f"● {_printable(root)}"]
+
+        def draw(node: int, indent: str, last: bool) -> None:
+            run = [node]
+            while len(children[run[-1]]) == 1 and (
+                (children[run[-1]][0] in accepted) == (node in accepted)
+            ):
+                run.append(children[run[-1]][0])
+            text = " ".join(_printable(decode(tokens[one - 1])) for one in run)
+            text = f"{'●' if node in accepted else '○'} {text}"
+            score = f"{rho[run[-1]]:.2g}"
+            if color:
+                text = f"{_GREEN}{text}{_PLAIN}" if node in accepted else text
+                score = f"{_DIM}{score}{_PLAIN}"
+            lines.append(f"{indent}{'└─' if last else '├─'}{text}  {score}")
+            below = children[run[-1]]
+            for child in below:
+                draw(child, indent + ("  " if last else "│ "), child == below[-1])
+
+        for child in children[0]:
+            draw(child, "", child == children[0][-1])
+        return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    """Spaces and control characters made visible, so that a token cannot break the drawing."""
+    text = text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥")
+    return "".join(char if char.isprintable() else "�" for char in text) or "∅"
+
+
+def best_first(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:
+    """The `limit` nodes of largest rho in the top-K lattice (Algorithm 1 without its budget).
+
+    Args:
+        topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
+        topk_logprobs: `[R, D, K]` fp32, their log-probabilities, non-increasing over K.
+        limit: N, columns of the tree; fewer are used where the lattice has fewer nodes.
+    """
+    return _expand(topk_tokens, topk_logprobs, limit, spine_only=False)
+
+
+def chain(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:
+    """The top-1 token of every depth in a row, min(D, N) nodes: what DFlash verifies.
+
+    Args:
+        topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
+        topk_logprobs: `[R, D, K]` fp32, their log-probabilities.
+        limit: N, columns of the tree.
+    """
+    return _expand(topk_tokens, topk_logprobs, limit, spine_only=True)
+
+
+def _expand(tokens: Tensor, logprobs: Tensor, limit: int, spine_only: bool) -> DraftTree:
+    reqs, device = tokens.shape[0], tokens.device
+    tree = DraftTree(
+        torch.empty(reqs, limit, dtype=torch.int64, device=device),
+        torch.empty(reqs, limit, dtype=torch.int32, device=device),
+        torch.empty(reqs, limit, dtype=torch.int32, device=device),
+        torch.empty(reqs, limit, dtype=torch.float32, device=device),
+        torch.empty(reqs, dtype=torch.int32, device=device),
+    )
+    expand_best_first(
+        tokens,
+        logprobs,
+        torch.full((reqs,), spine_only, device=device),
+        torch.arange(reqs, device=device),
+        tree.tokens,
+        tree.parents,
+        tree.depths,
+        tree.log_rho,
+        tree.num_nodes,
+    )
+    return tree
+
+
+def beam(topk_tokens: Tensor, topk_logprobs: Tensor, width: int, depth: int) -> DraftTree:
+    """Beam search: at each depth the `width` best extensions of the depth before, all of them kept.
+
+    The rectangle of width x depth nodes that the paper compares with (section 5). Sorted by rho
+    like every tree here, which keeps parents before their children.
+
+    Args:
+        topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
+        topk_logprobs: `[R, D, K]` fp32, their log-probabilities, non-increasing over K.
+        width: nodes kept at each depth.
+        depth: depths to go down, at most D.
+    """
+    reqs, limit = topk_tokens.shape[0], width * depth
+    filled = {"tokens": torch.int64, "parents": torch.int32, "depths": torch.int32}
+    columns = {
+        name: torch.full((reqs, limit), _UNUSED[name], dtype=filled.get(name, torch.float32))
+        for name in _UNUSED
+    }
+    num_nodes = torch.zeros(reqs, dtype=torch.int32)
+    for row in range(reqs):
+        # (log rho, creation number of the parent, token, depth); a parent is created earlier
+        nodes: list[tuple[float, int, int, int]] = [(0.0, -1, 0, 0)]
+        level = [0]
+        for d in range(depth):
+            candidates = zip(topk_logprobs[row, d].tolist(), topk_tokens[row, d].tolist())
+            extensions = [
+                (nodes[node][0] + logprob, node, token, d + 1)
+                for logprob, token in candidates
+                for node in level
+            ]
+            extensions.sort(key=lambda node: (-node[0], node[1]))
+            level = list(range(len(nodes), len(nodes) + len(extensions[:width])))
+            nodes += extensions[:width]
+        order = sorted(range(1, len(nodes)), key=lambda node: (-nodes[node][0], node))
+        number = {0: 0} | {node: place + 1 for place, node in enumerate(order)}
+        num_nodes[row] = len(order)
+        for place, node in enumerate(order):
+            log_rho, parent, token, node_depth = nodes[node]
+            values = (token, number[parent], node_depth, log_rho)
+            for name, value in zip(columns, values, strict=True):
+                columns[name][row, place] = value
+    return DraftTree(**columns, num_nodes=num_nodes)
