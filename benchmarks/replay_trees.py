@@ -5,9 +5,10 @@ Replay needs no tree, only its scores and its outcome. Best-first trees are nest
 path score, so one number per depth says it all: `enter[d]` is how many nodes must be verified for
 the target's token at depth d + 1 to be among them, and n nodes accept `sum(enter <= n)` tokens.
 
-The N best prefixes of the top-K lattice are found level by level instead of with a heap: the i-th
-best node of one depth (from 0) can have its k-th child among the N best of the next depth only if
-(i + 1)(k + 1) <= N, which leaves about N ln K candidates per depth, in array operations.
+The N best prefixes of the top-K lattice are found level by level instead of with a heap. The k-th
+child (both from 0) of a depth's i-th best node is beaten or equalled by (i + 1)(k + 1) - 1 children
+of its depth and by i + 1 nodes above, so it is among the N best only if (i + 1)(k + 2) <= N. That
+leaves about N ln K candidates per depth, in array operations.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def _enter(logprobs: NDArray[np.floating], ranks: IntArray, log_rho: FloatArray)
 @lru_cache(maxsize=16)
 def _pairs(max_nodes: int, top_k: int) -> tuple[IntArray, IntArray]:
     """(parent, rank) pairs that can be among the `max_nodes` best, in any order."""
-    parents = [np.arange(max(max_nodes // (k + 1), 1)) for k in range(top_k)]
+    # the root is no node of the tree: its children are bounded by their own number alone
+    parents = [np.arange(max(max_nodes // (k + 2), 1)) for k in range(top_k)]
     ranks = [np.full(len(column), k) for k, column in enumerate(parents)]
     return np.concatenate(parents), np.concatenate(ranks)

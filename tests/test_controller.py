@@ -5,7 +5,9 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
+from bastion_kernels import choose_budget as choose_budget_op
 from vllm_bastion.controller import BudgetController, best_size, choose_budget
 from vllm_bastion.latency import TableLatency
 from vllm_bastion.step_cost import StepCostTable
@@ -74,6 +76,31 @@ def test_ties_go_to_the_lower_row_and_the_smaller_size():
     np.testing.assert_array_equal(budget.counts, [1, 0])
     assert best_size(np.array([1.0, 3.0, 3.0])) == 1
     assert best_size(np.array([1.0, 3.0, 3.0]), "first_decrease") == 1
+
+
+@pytest.mark.parametrize("rule", ["argmax", "first_decrease"])
+@pytest.mark.parametrize("seed", range(12))
+def test_counts_equal_the_device_op(seed, rule):
+    # coarse scores make many ties across and within the rows
+    rng = np.random.default_rng(seed)
+    reqs, columns = 5, 60
+    log_rho = np.log(-np.sort(-np.ceil(8 * rng.random((reqs, columns)) ** 2) / 8, axis=1))
+    log_rho = log_rho.astype(np.float32)
+    limits = rng.integers(0, columns + 1, reqs).astype(np.int32)
+    cost = (1.0 + np.cumsum(rng.random(200) ** 4 * 0.1)).astype(np.float32)
+    base_rows = reqs + int(rng.integers(0, 20))
+    counts = torch.full((reqs,), -7, dtype=torch.int32)
+    choose_budget_op(
+        torch.from_numpy(log_rho),
+        torch.arange(reqs),
+        torch.from_numpy(limits),
+        torch.from_numpy(cost),
+        base_rows,
+        counts,
+        rule=rule,
+    )
+    got = choose_budget(np.exp(log_rho.astype(np.float64)), limits, cost, base_rows, rule)
+    np.testing.assert_array_equal(got.counts, counts.numpy())
 
 
 def test_flat_cost_takes_everything_and_dear_rows_take_nothing():

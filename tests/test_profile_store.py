@@ -124,6 +124,9 @@ def _damage(path, how):
     elif how == "NaN coefficient":
         data["calibrated"]["memory_slope"] = float("nan")
         path.write_text(json.dumps(data))
+    elif how == "NaN error":
+        data["rmse_after"] = float("nan")
+        path.write_text(json.dumps(data))
     elif how == "another GPU":
         data["key"]["device"] = "NVIDIA L40S"
         path.write_text(json.dumps(data))
@@ -145,6 +148,7 @@ DAMAGES = [
     "NaN",
     "negative time",
     "NaN coefficient",
+    "NaN error",
     "another GPU",
 ]
 

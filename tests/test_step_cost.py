@@ -77,6 +77,14 @@ def test_noise_never_makes_a_larger_step_cheaper():
     assert table.drafter_ms(1) <= table.drafter_ms(2) <= table.drafter_ms(8)
 
 
+def test_sizes_measured_at_different_batches_stay_monotone():
+    # as vLLM's dummy runs do it: few rows with few requests, many rows with many, so that each
+    # size has its own total context; 64 rows over 10 tokens were measured below 8 rows over 800
+    table = StepCostTable([(8, 800, 5.0, 8), (64, 10, 4.0, 1)], max_rows=64)
+    cost = table.cost_ms(1, 100)
+    assert (np.diff(cost) >= 0).all() and cost[64] == 5.0
+
+
 def test_one_slow_outlier_does_not_lift_the_larger_sizes():
     table = StepCostTable([(1, 0, 5.0), (2, 0, 50.0), (3, 0, 5.5), (4, 0, 6.0)] * 1, max_rows=4)
     assert table.cost_ms(1, 0)[4] < 50.0
