@@ -77,7 +77,13 @@ def calibrate(runner: Any) -> None:
     latency = make_latency(
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
     )
-    runtime.costs = StepCosts(latency, runtime.trees)
+    alone = group.world_size == 1
+    if config.bastion_latency_model.startswith("ema") and not alone:
+        raise ValueError(
+            f"bastion_latency_model {config.bastion_latency_model!r} learns on each GPU by itself, "
+            "and tensor-parallel GPUs must agree: use 'table' or 'static'"
+        )
+    runtime.costs = StepCosts(latency, runtime.trees, online=alone)
     runtime.costs.install(1, 1.0)
     if config.bastion_budget_timing == "exact" and runner.dp_size == 1:
         runtime.switch = DraftSwitch(runtime.costs, runtime.trees)

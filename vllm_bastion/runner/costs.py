@@ -22,8 +22,10 @@ _AUX_STEPS = 15
 class StepCosts:
     """Cost of a whole step by its target rows, for the batch at hand."""
 
-    def __init__(self, latency: LatencyModel, trees: Trees) -> None:
+    def __init__(self, latency: LatencyModel, trees: Trees, *, online: bool) -> None:
         self.latency = latency
+        # Under tensor parallelism every rank must see the same costs, so none learns its own.
+        self.online = online
         self.timer = StepTimer(trees.device)
         self._trees = trees
         self._aux: list[float] = []
@@ -46,7 +48,7 @@ class StepCosts:
 
     def learn(self) -> None:
         """Take in the steps that were completed since the last call."""
-        for step in self.timer.completed():
+        for step in self.timer.completed() if self.online else ():
             self.latency.observe(step.rows, step.num_reqs, step.context_len, step.forward_ms)
             if len(self._aux) < _AUX_STEPS:
                 cycle = self.latency.cycle_cost_ms(step.num_reqs, step.context_len)

@@ -54,8 +54,11 @@ class HostMirror:
         with torch.cuda.stream(self._stream):
             host.copy_(self.source, non_blocking=True)
             self._copied[self._last].record()
-        # The source must not be overwritten while it is being read.
-        current.wait_event(self._copied[self._last])
+
+    def before_write(self) -> None:
+        """Order what comes next after the last copy: call it before the source is overwritten."""
+        if self._on_device:
+            torch.cuda.current_stream(self.source.device).wait_event(self._copied[self._last])
 
     def wait(self) -> np.ndarray:
         """The value published last; waits for its copy."""

@@ -84,8 +84,7 @@ class TreeRejectionSampler(RejectionSampler):
             self.sampler.req_states.prefill_len.gpu,
         )
         if self.runtime.switch is not None:
-            self.trees.num_emitted[: input_batch.num_reqs].copy_(num_sampled)
-            self.runtime.switch.emitted(input_batch.num_reqs)
+            self.runtime.switch.emitted(num_sampled)
         if self.trees.scores is not None:
             self.trees.scores.verified(
                 sampled,

@@ -58,6 +58,8 @@ class ScoreLearner:
         """
         count, depth = slots.shape[0], self._depths.shape[0]
         hits = self._tokens[slots] == sampled[:, :depth, None]
+        self._ranks.before_write()
+        self._seen.before_write()
         ranks = torch.where(hits.any(-1), hits.to(torch.int32).argmax(-1).to(torch.int32), -1)
         known = (self._depths <= num_sampled[:, None]) & (masked > 0)[:, None]
         self._ranks.source[:count] = ranks.masked_fill(~known, _UNSEEN)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from vllm_bastion.controller import Budget
 from vllm_bastion.modes import ModeSelector
@@ -22,7 +23,7 @@ class DraftSwitch:
     def __init__(self, costs: StepCosts, trees: Trees) -> None:
         self._selector = ModeSelector()
         self._costs, self._trees = costs, trees
-        self._emitted = HostMirror(trees.num_emitted)
+        self._emitted = HostMirror(torch.zeros_like(trees.num_verify))
         self._budget: Budget | None = None
         # Of the step whose emitted tokens were published last.
         self._reqs = 0
@@ -48,10 +49,12 @@ class DraftSwitch:
         )
         self._reqs = 0
 
-    def emitted(self, num_reqs: int) -> None:
-        """The step's acceptance is queued: `trees.num_emitted` will hold its tokens."""
+    def emitted(self, num_sampled: torch.Tensor) -> None:
+        """The step's acceptance is queued: num_sampled, [R], will hold its tokens."""
+        self._reqs = num_sampled.shape[0]
+        self._emitted.before_write()
+        self._emitted.source[: self._reqs].copy_(num_sampled)
         self._emitted.start_copy()
-        self._reqs = num_reqs
 
     def draft_next(self, num_reqs: int, context_len: float) -> bool:
         """Whether to draft for the coming step."""

@@ -87,7 +87,6 @@ class Trees:
         self.tail_lens = zeros(slots)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
         self.path = torch.full((slots, depth + 1), -1, dtype=torch.int32, device=device)
-        self.num_emitted = zeros(slots)  # tokens each row emits: accepted nodes + bonus
         # [R] on the host, exact in every mode: most nodes a row may have, rows that are no nodes.
         self.step_drafts = np.zeros(0, dtype=np.int32)
         self.step_rest = np.zeros(0, dtype=np.int32)
@@ -112,6 +111,8 @@ class Trees:
 
         idx_mapping: [R] int64 slot of every row.
         """
+        for mirror in (self.host_num_verify, self.host_log_rho, self.host_size):
+            mirror.before_write()
         count = 0
         if idx_mapping is not None:
             count = idx_mapping.shape[0]

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM-free parts of the runner adapters, on the CPU; the whole is tested in tests/e2e."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_bastion.controller import choose_budget as choose_budget_on_host
+from vllm_bastion.runner.host import HostMirror
+from vllm_bastion.runner.scores import ScoreLearner
+from vllm_bastion.runner.trees import Trees
+
+DEPTH, TOP_K, NODES, VOCAB, SLOTS = 4, 3, 10, 32, 5
+
+
+def make_trees(**changes: object) -> Trees:
+    settings: dict[str, object] = {
+        "max_num_reqs": SLOTS,
+        "max_num_tokens": 64,
+        "num_nodes": NODES,
+        "depth": DEPTH,
+        "top_k": TOP_K,
+        "budget": None,
+        "rule": "argmax",
+        "always_spine": False,
+        "device": torch.device("cpu"),
+    }
+    return Trees(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def logits_of(num_reqs: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(num_reqs * DEPTH, VOCAB, generator=generator)
+
+
+def best_paths(logits: torch.Tensor) -> list[tuple[float, tuple[int, ...]]]:
+    """The NODES most probable prefixes of one request, by brute force over the lattice."""
+    logprobs = logits.log_softmax(-1)
+    top = logprobs.topk(TOP_K, dim=-1)
+    found: list[tuple[float, tuple[int, ...]]] = []
+    prefixes: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for d in range(DEPTH):
+        prefixes = [
+            (score + float(top.values[d, k]), (*path, int(top.indices[d, k])))
+            for score, path in prefixes
+            for k in range(TOP_K)
+        ]
+        found += prefixes
+    return heapq.nlargest(NODES, found)
+
+
+def path_of(trees: Trees, row: int, slot: int, node: int) -> tuple[int, ...]:
+    path: tuple[int, ...] = ()
+    while node:
+        path = (int(trees.tokens[row, node - 1]), *path)
+        node = int(trees.parents[slot, node - 1])
+    return path
+
+
+def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots() -> None:
+    trees = make_trees()
+    logits = logits_of(2)
+    trees.bind_rows(torch.tensor([3, 1]))
+    trees.grow(logits, 2)
+    for row, slot in enumerate((3, 1)):
+        expected = best_paths(logits.view(2, DEPTH, VOCAB)[row])
+        got = [path_of(trees, row, slot, node) for node in range(1, NODES + 1)]
+        assert got == [path for _, path in expected]
+        scores = torch.tensor([score for score, _ in expected])
+        torch.testing.assert_close(trees.log_rho[slot], scores)
+        assert trees.depths[slot].tolist() == [len(path) for path in got]
+    assert (trees.parents[[0, 2, 4]] == -1).all()
+
+
+def test_a_dummy_batch_leaves_every_tree_alone() -> None:
+    trees = make_trees()
+    trees.bind_rows(torch.tensor([0, 1, 2, 3, 4]))
+    trees.grow(logits_of(5), 5)
+    before = [t.clone() for t in (trees.parents, trees.depths, trees.log_rho, trees.bits)]
+    trees.bind_rows(None)
+    trees.grow(logits_of(5, seed=1), 5)
+    after = (trees.parents, trees.depths, trees.log_rho, trees.bits)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_the_budget_weighs_all_requests_against_one_cost() -> None:
+    trees = make_trees()
+    cost = np.concatenate([[1.0], 1.0 + 0.02 * np.arange(64) ** 1.3]).astype(np.float32)
+    trees.set_cost_ms(cost)
+    trees.bind_rows(torch.tensor([4, 0, 2]))
+    trees.grow(logits_of(3), 3)
+    rho = np.exp(trees.log_rho[[4, 0, 2]].numpy())
+    expected = choose_budget_on_host(rho, [NODES] * 3, cost, base_rows=3)
+    assert trees.num_verify[[4, 0, 2]].tolist() == expected.counts.tolist()
+    assert 0 < expected.num_nodes < 3 * NODES
+
+
+def test_a_fixed_budget_cuts_every_tree_to_the_number() -> None:
+    trees = make_trees(budget=6)
+    trees.set_spine_only(1, True)
+    trees.bind_rows(torch.tensor([0, 1]))
+    trees.grow(logits_of(2), 2)
+    assert trees.num_verify[:2].tolist() == [6, DEPTH]
+
+
+def test_a_spine_is_the_drafters_top_choice_at_every_depth() -> None:
+    trees = make_trees(always_spine=True)
+    logits = logits_of(1)
+    trees.set_spine_only(2, False)  # asked in vain: every tree of this engine is a chain
+    trees.bind_rows(torch.tensor([2]))
+    trees.grow(logits, 1)
+    assert trees.tokens[0, :DEPTH].tolist() == logits.argmax(-1).tolist()
+    assert trees.parents[2, :DEPTH].tolist() == list(range(DEPTH))
+    assert int(trees.size[2]) == DEPTH
+
+
+def test_positions_are_root_plus_depth_in_the_tail_and_linear_before_it() -> None:
+    trees = make_trees()
+    trees.bind_rows(torch.tensor([3]))
+    trees.grow(logits_of(1), 1)
+    # A prompt chunk of 4 rows in slot 0, then a root with 5 nodes in slot 3.
+    positions = torch.tensor([10, 11, 12, 13, 40, 41, 42, 43, 44, 45])
+    placed = trees.place(
+        positions,
+        torch.tensor([0, 3]),
+        torch.tensor([0, 4, 10], dtype=torch.int32),
+        torch.tensor([0, 1, 7], dtype=torch.int32),
+    )
+    depths = trees.depths[3, :5].tolist()
+    assert placed.tolist() == [10, 11, 12, 13, 40, *(40 + d for d in depths)]
+    assert placed.data_ptr() == trees.positions.data_ptr()
+
+
+def test_only_rows_with_a_tree_have_a_masked_tail() -> None:
+    trees = make_trees()
+    cu_num_logits = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    trees.begin_step(torch.tensor([2, 0, 1]), cu_num_logits, np.array([True, False, False]))
+    assert trees.tail_lens.tolist() == [4, 0, 0, 0, 0]
+    assert trees.step_slots.tolist() == [2, 0, 1, -1, -1]
+    assert trees.masking
+    trees.begin_step(torch.tensor([2, 0, 1]), cu_num_logits, np.zeros(3, dtype=bool))
+    assert not trees.masking and not trees.tail_lens.any()
+
+
+def test_a_mirror_keeps_the_value_published_before_the_last() -> None:
+    source = torch.zeros(3)
+    mirror = HostMirror(source)
+    for value in (1.0, 2.0):
+        mirror.before_write()
+        source.fill_(value)
+        mirror.start_copy()
+    source.fill_(9.0)
+    assert mirror.wait().tolist() == [2.0] * 3
+    assert mirror.previous().tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 12, 19])
+def test_an_even_split_respects_the_limits_and_the_sum(total: int) -> None:
+    from vllm_bastion.runner.verification_lagged import _even_split
+
+    limits = np.array([3, 0, 8, 8], dtype=np.int32)
+    shares = _even_split(total, limits)
+    assert shares.sum() == total and (shares <= limits).all() and (shares >= 0).all()
+    roomy = shares[shares < limits]
+    assert roomy.size == 0 or shares.max() - roomy.min() <= 5
+
+
+def test_scores_learn_that_the_second_choice_is_always_right() -> None:
+    learner = ScoreLearner(SLOTS, DEPTH, TOP_K, torch.device("cpu"))
+    tokens = torch.arange(TOP_K, dtype=torch.int32).repeat(2, DEPTH, 1)
+    raw = torch.log(torch.tensor([0.6, 0.3, 0.05])).repeat(2, DEPTH, 1)
+    slots = torch.tensor([4, 1])
+    for _ in range(100):
+        logprobs = raw.clone()
+        learner.drafted(tokens, logprobs, slots)
+        sampled = torch.ones(2, DEPTH + 1, dtype=torch.int64)  # rank 1 at every depth
+        learner.verified(
+            sampled,
+            torch.tensor([DEPTH + 1, DEPTH + 1], dtype=torch.int32),
+            slots,
+            torch.tensor([5, 0], dtype=torch.int32),  # slot 1 is a spine: it must not count
+        )
+        learner.learn()
+    corrected = raw.clone()
+    learner.drafted(tokens, corrected, slots)
+    assert (corrected[0, :, 0] < math.log(0.6)).all()
+    assert (corrected.diff(dim=-1) <= 0).all()
+
+
+def test_scores_ignore_depths_the_target_never_reached() -> None:
+    learner = ScoreLearner(SLOTS, DEPTH, TOP_K, torch.device("cpu"))
+    tokens = torch.zeros(1, DEPTH, TOP_K, dtype=torch.int32)
+    tokens[..., 1:] = torch.tensor([1, 2], dtype=torch.int32)
+    learner.drafted(tokens, torch.log(torch.full((1, DEPTH, TOP_K), 0.3)), torch.tensor([0]))
+    learner.verified(
+        torch.tensor([[1, 7, 0, 0, 0]]),  # rank 1 accepted, then a token that was no candidate
+        torch.tensor([2], dtype=torch.int32),
+        torch.tensor([0]),
+        torch.tensor([3], dtype=torch.int32),
+    )
+    assert learner._ranks.wait()[0].tolist() == [1, -1, -2, -2]
