@@ -89,7 +89,10 @@ class Outcome:
 class Policy(Protocol):
     """Decides how many nodes of every request are verified."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the tables call it."""
+        ...
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         """One step of the batch whose recorded steps are `steps`."""

@@ -159,7 +159,7 @@ def score_study(corpus: Corpus, source: CostSource) -> dict[str, dict[str, float
             for request in corpus.requests
             for step in range(request.first_step, request.first_step + request.last)
         ]
-        logprobs = recording.topk_logprobs[steps]
+        logprobs = recording.topk_logprobs[steps].astype(np.float64)
         if correction is not None:
             logprobs = correction.apply(logprobs)
         chain = np.exp(np.cumsum(logprobs[:, :, 0], axis=1)).sum(axis=1)

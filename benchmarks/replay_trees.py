@@ -86,8 +86,8 @@ def beam_accepted(logprobs: NDArray[np.floating], ranks: IntArray, width: int) -
     for d, rank in enumerate(ranks):
         scores = (level[:, None] + logprobs[d][None, :]).ravel()
         order = np.argsort(-scores, kind="stable")[:width]
-        where = np.flatnonzero(order == on_path * logprobs.shape[1] + rank) if rank >= 0 else ()
-        if not len(where):
+        where = np.flatnonzero(order == on_path * logprobs.shape[1] + rank)
+        if rank < 0 or not len(where):
             return d
         level, on_path = scores[order], int(where[0])
     return len(ranks)
