@@ -25,6 +25,7 @@ which is cheaper than a third launch.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Literal
 
 import torch
@@ -68,8 +69,9 @@ def choose_budget_reference(
             best_n, best = n, speed
         elif rule == "first_decrease":
             break
+    counts = Counter(slot for _, _, slot in nodes[:best_n])
     for _, slot in active:
-        num_verify[slot] = sum(owner == slot for _, _, owner in nodes[:best_n])
+        num_verify[slot] = counts[slot]
 
 
 @triton.jit(do_not_specialize=["reqs"])
@@ -249,8 +251,8 @@ def choose_budget(
         slots: `[R]` int64, request slot of each row, or -1 for a row that takes no part.
         limits: `[S]` int32, the most nodes each slot may have.
         cost_ms: `[rows + 1]` fp32, positive: cost of one step of 0..rows target rows.
-        base_rows: rows of the step that are no draft nodes; an int, or a 0-d int32 tensor on the
-            device, read there.
+        base_rows: rows of the step that are no draft nodes; an int (frozen by a CUDA graph), or a
+            0-d int32 tensor on the device, read there.
         num_verify: `[S]` int32, written for the slots of active rows.
         rule: "argmax" or "first_decrease".
 

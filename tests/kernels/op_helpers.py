@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ POISON = -7777
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor whose every element says "nobody wrote me"."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else POISON, dtype=dtype)
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy on `device` with the same strides, which `Tensor.to` does not keep for slices."""
+    if not tensor.numel():
+        return tensor.to(device)
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return copy.copy_(tensor)
 
 
 def assert_same(actual: Tensor, expected: Tensor, name: str = "") -> None:
@@ -37,10 +45,7 @@ class Trees:
         return iter((self.tokens, self.parents, self.depths, self.log_rho, self.num_nodes))
 
     def to(self, device: torch.device) -> Trees:
-        return Trees(*(tensor.to(device) for tensor in self))
-
-    def clone(self) -> Trees:
-        return replace(self, **{name: getattr(self, name).clone() for name in vars(self)})
+        return Trees(*(moved(tensor, device) for tensor in self))
 
 
 def poisoned_trees(reqs: int, slots: int, limit: int, wider: int = 0) -> Trees:

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from op_helpers import assert_same, poisoned
+from op_helpers import assert_same, moved, poisoned
 from torch import Tensor
 
 from bastion_kernels import choose_budget, choose_budget_reference
@@ -21,7 +21,7 @@ def choose(run, log_rho, slots, limits, cost, base, rule="argmax", device="cpu")
     """Run on poisoned counts and return them."""
     out = poisoned(len(log_rho), dtype=torch.int32).to(device)
     base = base.to(device) if isinstance(base, Tensor) else base
-    log_rho, slots, limits, cost = (t.to(device) for t in (log_rho, slots, limits, cost))
+    log_rho, slots, limits, cost = (moved(t, device) for t in (log_rho, slots, limits, cost))
     run(log_rho, slots, limits, cost, base, out, rule)
     return out.tolist()
 

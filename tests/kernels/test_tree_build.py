@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from op_helpers import Trees, assert_same, lattice, poisoned_trees
+from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees
 from torch import Tensor
 
 from bastion_kernels import expand_best_first, expand_best_first_reference
@@ -21,7 +21,7 @@ def expand(run, tokens: Tensor, logprobs: Tensor, limit: int, **options) -> Tree
     spine = options.get("spine", torch.zeros(max(reqs, int(slots.max()) + 1), dtype=torch.bool))
     device = options.get("device", torch.device("cpu"))
     out = poisoned_trees(reqs, len(spine), limit, options.get("wider", 0)).to(device)
-    inputs = (tensor.to(device) for tensor in (tokens, logprobs, spine, slots))
+    inputs = (moved(tensor, device) for tensor in (tokens, logprobs, spine, slots))
     run(*inputs, *out)
     return out.to(torch.device("cpu"))
 

@@ -12,6 +12,7 @@ from op_helpers import (
     STAR,
     assert_same,
     depths_of,
+    moved,
     poisoned,
     random_parents,
     shaped_parents,
@@ -53,7 +54,7 @@ def closure(parents: list[int]) -> Tensor:
 def mask(run, parents: Tensor, slots: Tensor, device: torch.device) -> Tensor:
     limit = parents.shape[1]
     out = poisoned(len(parents), limit + 2, limit // 32 + 3, dtype=torch.int32).to(device)
-    run(parents.to(device), slots.to(device), out[:, : limit + 1, : limit // 32 + 1])
+    run(moved(parents, device), slots.to(device), out[:, : limit + 1, : limit // 32 + 1])
     out = out.cpu()
     assert out[:, limit + 1 :].eq(POISON).all() and out[:, :, limit // 32 + 1 :].eq(POISON).all()
     return out[:, : limit + 1, : limit // 32 + 1]
@@ -116,7 +117,7 @@ def test_positions(run, in_place: bool, device: torch.device) -> None:
     out = source if in_place else poisoned(len(positions), dtype=torch.int64).to(device)
     run(
         source,
-        depths.to(device),
+        moved(depths, device),
         torch.tensor([slot for slot, _, _ in batch]).to(device),
         torch.tensor(starts, dtype=torch.int32).to(device),
         torch.tensor(logits, dtype=torch.int32).to(device),

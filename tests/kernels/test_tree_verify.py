@@ -11,6 +11,7 @@ from op_helpers import (
     STAR,
     assert_same,
     depths_of,
+    moved,
     poisoned,
     shaped_parents,
 )
@@ -28,7 +29,7 @@ def accept(run, sampled, fed, parents, slots, starts, depth, device) -> tuple[Te
         poisoned(reqs, depth + 4, dtype=torch.int64).to(device),
         poisoned(reqs + 2, dtype=torch.int32).to(device),
     )
-    inputs = (tensor.to(device) for tensor in (sampled, fed, parents, slots, starts))
+    inputs = (moved(tensor, device) for tensor in (sampled, fed, parents, slots, starts))
     run(*inputs, out[0][:, : depth + 1], out[1][:, : depth + 1], out[2][:reqs])
     for tensor in (out[0][:, depth + 1 :], out[1][:, depth + 1 :], out[2][reqs:]):
         assert tensor.eq(-7777).all()
