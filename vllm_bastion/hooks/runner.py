@@ -135,16 +135,21 @@ def init_model_state(
 
     if bastion_config(vllm_config) is None:
         return original(vllm_config, model, encoder_cache, device)
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
     from vllm_bastion.runner.model_state import BastionModelState
+    from vllm_bastion.validation import check_layers
 
     if resolve_model_state_cls(vllm_config, model) is not DefaultModelState:
         raise ValueError(
             f"method 'bastion' serves plain decoder models; {type(model).__name__} keeps state of "
             "its own between tokens. Use method 'dflash' for it."
         )
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    check_layers({n: la for n, la in layers.items() if not getattr(la, "is_draft_layer", False)})
     return BastionModelState(runtime_of(vllm_config), vllm_config, model, encoder_cache, device)
 
 

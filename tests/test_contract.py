@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runner adapters assume of vLLM beyond the signatures in the ledger.
+
+Each entry is something an adapter reads, overrides or is called by. On a vLLM where one is gone the
+test names it, and the file to look at, instead of an engine failing somewhere inside a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+pytest.importorskip("vllm")
+
+# class -> (adapter that relies on it, its methods and their parameters)
+METHODS = {
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState": (
+        "model_state.py",
+        {
+            "add_request": ["self", "req_index", "new_req_data"],
+            "prepare_inputs": ["self", "input_batch", "req_states"],
+            "prepare_dummy_inputs": ["self", "num_reqs", "num_tokens"],
+            "prepare_attn": ["self", "input_batch", "cudagraph_mode"],
+            "custom_sampler": ["self", "sampler"],
+            "initialize_kv_cache": ["self", "kv_cache_config", "block_tables"],
+            "postprocess_state": ["self", "idx_mapping", "num_sampled", "num_computed_tokens"],
+        },
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator": (
+        "speculator.py",
+        {
+            "_generate_draft": [
+                "self",
+                "num_reqs",
+                "num_tokens_padded",
+                "attn_metadata",
+                "slot_mappings",
+                "num_tokens_across_dp",
+                "cudagraph_runtime_mode",
+            ],
+            "_run_model": ["self", "num_tokens", "attn_metadata", "slot_mappings"],
+            "compute_draft_logits": ["self", "hidden_states", "spec_step_idx"],
+            "capture": ["self"],
+            "propose": [
+                "self",
+                "input_batch",
+                "attn_metadata",
+                "slot_mappings",
+                "last_hidden_states",
+                "aux_hidden_states",
+                "num_sampled",
+                "num_rejected",
+            ],
+        },
+    ),
+    "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager": (
+        "verification.py",
+        {
+            "add_request": ["self", "req_idx"],
+            "get_num_tokens": ["self", "num_tokens_per_req", "draft_tokens"],
+            "compact_batch": [
+                "self",
+                "num_draft_tokens_per_req",
+                "num_scheduled_tokens",
+                "cu_num_logits_np",
+            ],
+            "reallocate_drafts": ["self", "req_ids", "idx_mapping"],
+            "record_confidences": ["self", "confidence_probs", "input_batch"],
+            "batches_to_profile": ["self", "capture_sizes"],
+            "set_initial_cost_curves": ["self", "samples"],
+        },
+    ),
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler": (
+        "sampler.py",
+        {
+            "__call__": ["self", "logits", "input_batch", "draft_logits", "invalid_drafts"],
+            "_verify_in_chunks": [
+                "self",
+                "logits",
+                "input_batch",
+                "draft_logits",
+                "draft_sampled",
+                "pos",
+                "max_chunk_logits",
+                "max_num_logprobs",
+                "verify_draft_sampled",
+            ],
+            "_verify": [
+                "self",
+                "logits",
+                "draft_logits",
+                "draft_sampled",
+                "pos",
+                "cu_num_logits",
+                "idx_mapping",
+                "idx_mapping_np",
+                "expanded_idx_mapping",
+                "expanded_local_pos",
+                "seq_lens_upper_bound_np",
+                "verify_draft_sampled",
+            ],
+        },
+    ),
+    "vllm.v1.worker.gpu.async_utils:StepTimingCollector": (
+        "calibrate.py",
+        {"collect": ["self"], "forward_start": ["self"], "forward_end": ["self"]},
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+        "calibrate.py",
+        {"_dummy_run": ["self", "num_tokens"], "sample_tokens": ["self", "grammar_output"]},
+    ),
+}
+
+# dataclass -> (adapter, fields read or replaced)
+FIELDS = {
+    "vllm.v1.worker.gpu.input_batch:InputBatch": (
+        "speculator.py",
+        {
+            "num_reqs",
+            "num_tokens",
+            "num_tokens_after_padding",
+            "idx_mapping",
+            "idx_mapping_np",
+            "num_scheduled_tokens",
+            "num_draft_tokens_per_req",
+            "query_start_loc",
+            "query_start_loc_np",
+            "num_computed_tokens_np",
+            "has_prefill",
+            "positions",
+            "input_ids",
+            "logits_indices",
+            "cu_num_logits",
+            "cu_num_logits_np",
+            "max_query_len",
+        },
+    ),
+    "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
+        "sampler.py",
+        {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"},
+    ),
+    "vllm.v1.worker.gpu.async_utils:StepTimingSample": (
+        "calibrate.py",
+        {"forward_ms", "drafter_ms", "num_target_tokens", "num_reqs"},
+    ),
+}
+
+# function of vLLM -> (adapter, source text its behaviour here rests on)
+SOURCE = {
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled": (
+        "model_state.py: compaction must run after sampling and before drafting",
+        ["self.model_state.postprocess_state("],
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": (
+        "verification.py: trees are known to exist once record_confidences is called",
+        ["self.postprocess_sampled(", "self.speculator.propose(", ".record_confidences("],
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": (
+        "model_state.py: prepare_attn binds the step before prepare_inputs places its rows",
+        ["self.model_state.prepare_attn(", "**self.model_state.prepare_inputs("],
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
+        "speculator.py: is_profile runs the drafter without its graph",
+        ["need_eager=is_profile"],
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.utils:load_dflash_model": (
+        "hooks/runner.py: the drafter's layers are told from the target's by this tag",
+        ['set_model_tag("dflash_head")'],
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cpu_patches() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # vLLM's CPU worker imports this first, too.
+        import vllm.v1.worker.cpu.shm  # noqa: F401
+
+
+def found(target: str) -> object:
+    from vllm_bastion.hooks import resolve
+
+    owner, name, _ = resolve(target)
+    return getattr(owner, name)
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [(t, n) for t, (_, methods) in METHODS.items() for n in methods]
+)
+def test_overridden_and_called_methods(target: str, name: str) -> None:
+    adapter, methods = METHODS[target]
+    method = getattr(found(target), name, None)
+    assert method is not None, f"vLLM's {target} lost {name}: see runner/{adapter}"
+    names = list(inspect.signature(inspect.unwrap(method)).parameters)
+    expected = methods[name]
+    assert names[: len(expected)] == expected, (
+        f"vLLM's {target}.{name} now takes {names}: see runner/{adapter}"
+    )
+
+
+@pytest.mark.parametrize("target", FIELDS)
+def test_fields_that_are_read(target: str) -> None:
+    adapter, wanted = FIELDS[target]
+    present = {f.name for f in dataclasses.fields(found(target))}  # type: ignore[arg-type]
+    assert wanted <= present, f"vLLM's {target} lost {wanted - present}: see runner/{adapter}"
+
+
+@pytest.mark.parametrize("target", SOURCE)
+def test_the_order_of_calls(target: str) -> None:
+    reason, lines = SOURCE[target]
+    source = inspect.getsource(inspect.unwrap(found(target)))  # type: ignore[arg-type]
+    at = [source.find(line) for line in lines]
+    assert -1 not in at and at == sorted(at), f"vLLM's {target} has changed ({reason})"
