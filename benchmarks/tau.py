@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per target forward (tau) of plain decoding, vLLM's dflash chain and bastion, per domain.
+
+    python benchmarks/tau.py                      # T=0: results/tau.json, results/tau.md
+    python benchmarks/tau.py --temperature 1      # results/tau-t1.json, results/tau-t1.md
+    python benchmarks/tau.py --prompts 10         # a third of the prompts
+
+Every configuration is an engine of its own that decodes the held-out prompts one at a time, as the
+paper does. tau of a domain = tokens emitted / target forwards over its prompts; the forward that
+ends a prompt and the token it emits are left out on both sides (see `benchmarks.engine`). At T=1
+prompt number i has the seed i.
+
+"adaptive" chooses the budget of each step by cost. What tree is best depends on the machine, so
+there are two rows: with the costs measured on this CPU (`results/cpu-profile.json`, the
+interpreter's overhead included), and with those that the paper prints for an A100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.costs import write_a100_profile
+from benchmarks.engine import (
+    DOMAINS,
+    GAMMA,
+    RESULTS,
+    TINY,
+    Engine,
+    Request,
+    Run,
+    bastion,
+    count,
+    dflash,
+    load_prompts,
+    provenance,
+    run_engine,
+)
+from benchmarks.progress import Progress
+
+BUDGETS = (8, 16, 32, 64)
+NODES = max(BUDGETS)
+PLAIN = "plain"
+
+
+def configurations(target: Path, drafter: Path, profile: Path, folder: Path) -> dict[str, Engine]:
+    """Engines by the name of their row."""
+    rows = 128
+    a100 = write_a100_profile(folder / "a100.json", rows)
+    spec = {PLAIN: None, "dflash chain": dflash(drafter)}
+    spec |= {f"bastion, N = {n}": bastion(drafter, n, n) for n in BUDGETS}
+    spec |= {
+        f"bastion, adaptive ({name})": bastion(drafter, NODES, "adaptive", calibration=str(path))
+        for name, path in (("A100 costs", a100), ("this CPU's costs", profile))
+    }
+    return {
+        name: Engine(speculative, target, max_num_batched_tokens=rows)
+        for name, speculative in spec.items()
+    }
+
+
+def summary(
+    done: Run, reference: Run, domain_of: dict[str, str]
+) -> dict[str, dict[str, float | int]]:
+    """Counts by domain and over all."""
+    truth = {c.name: c.token_ids for c in reference.completions}
+    out: dict[str, dict[str, float | int]] = {}
+    for domain in (*DOMAINS, "all"):
+        own = [c for c in done.completions if domain in (domain_of[c.name], "all")]
+        total = count(own)
+        out[domain] = {
+            "prompts": len(own),
+            "identical_to_plain": sum(c.token_ids == truth[c.name] for c in own),
+            "tokens": total.tokens,
+            "forwards": total.forwards,
+            "tau": round(total.tau, 4),
+            "verified_per_forward": round(total.mean_verified, 2),
+        }
+    out["all"]["tau_mean_of_domains"] = round(sum(out[d]["tau"] for d in DOMAINS) / 3, 4)
+    return out
+
+
+def markdown(results: dict[str, Any], temperature: float, command: str, marker: str) -> str:
+    """The README's table, between markers."""
+    lines = [
+        f"<!-- {marker}:begin -->",
+        f"| tau at T={temperature:g} | code | arithmetic | chat | mean | nodes verified "
+        "| forwards | same tokens as plain |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in results.items():
+        total = row["all"]
+        taus = [row[domain]["tau"] for domain in DOMAINS]
+        cells = [f"{tau:.2f}" for tau in (*taus, total["tau_mean_of_domains"])]
+        cells += [f"{total['verified_per_forward']:.1f}", str(total["forwards"])]
+        cells += [f"{total['identical_to_plain']}/{total['prompts']}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", f"`{command}`", f"<!-- {marker}:end -->", ""]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--prompts", type=int, default=30, help="per domain (default 30)")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens (default 64)")
+    parser.add_argument("--only", nargs="*", default=[], help="rows whose name has one of these")
+    parser.add_argument("--target", type=Path, default=TINY / "target")
+    parser.add_argument("--drafter", type=Path, default=TINY / "drafter")
+    parser.add_argument("--data", type=Path, default=TINY / "prompts.jsonl")
+    parser.add_argument("--profile", type=Path, default=RESULTS / "cpu-profile.json")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(argv)
+    stem = "tau" if given.temperature == 0 else f"tau-t{given.temperature:g}"
+    prompts = load_prompts(given.data, given.prompts)
+    requests = [
+        Request(row["id"], row["prompt"], given.tokens, given.temperature, seed)
+        for seed, row in enumerate(prompts)
+    ]
+    domain_of = {row["id"]: row["domain"] for row in prompts}
+    source = provenance()
+    results: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    reference: Run | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        engines = configurations(given.target, given.drafter, given.profile, Path(folder))
+        for name, engine in engines.items():
+            if given.only and not any(part in name for part in (*given.only, PLAIN)):
+                continue
+            progress = Progress(name)
+            done = run_engine(engine, requests, progress)
+            reference = reference or done
+            results[name] = summary(done, reference, domain_of)
+            total = results[name]["all"]
+            seconds[name] = round(progress.seconds, 1)
+            progress.done(f"tau {total['tau_mean_of_domains']:.2f} in {seconds[name]:.0f} s")
+    given.out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "temperature": given.temperature,
+        "new_tokens": given.tokens,
+        "prompts_per_domain": given.prompts,
+        "batch": 1,
+        "gamma": GAMMA,
+        "nodes": NODES,
+        "dtype": "float32",
+    }
+    report = {"provenance": source, "settings": settings, "results": results, "seconds": seconds}
+    (given.out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
+    table = markdown(results, given.temperature, source["command"], stem)
+    (given.out / f"{stem}.md").write_text(table)
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
