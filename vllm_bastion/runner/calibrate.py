@@ -8,9 +8,10 @@ captured graphs where there are any; the output head, which a verified node also
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,14 +23,13 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_bastion.calibration import calibrate_and_report
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
-from vllm_bastion.devices import device_spec
+from vllm_bastion.devices import device_name, device_spec
 from vllm_bastion.latency import make_latency
 from vllm_bastion.logger import init_logger
 from vllm_bastion.profile_store import (
     Profile,
     ProfileKey,
     config_hash,
-    open_profile,
     profile_path,
     read_profile,
     write_profile,
@@ -59,15 +59,8 @@ def calibrate(runner: Any) -> None:
         return
     runtime = runtime_of(vllm_config)
     key = profile_key(runner)
-    # Every rank runs the same dummy steps; which file there is, and what was timed, is rank 0's.
     group = get_tp_group()
-    data = None
-    if group.world_size == 1:
-        profile = open_profile(config.bastion_calibration, key, lambda: measure(runner, key))
-    else:
-        profile = measure(runner, key) if config.bastion_calibration != "off" else None
-        data = group.broadcast_object(profile.to_json() if profile else None, src=0)
-        profile = Profile.from_json(data) if data else None
+    profile = shared_profile(config.bastion_calibration, key, lambda: measure(runner, key), group)
     if profile is None:
         table, roofline = _prior(runner), bare_roofline(runner)
         calibrated = None
@@ -87,6 +80,41 @@ def calibrate(runner: Any) -> None:
     runtime.costs.install(1, 1.0)
     if config.bastion_budget_timing == "exact" and runner.dp_size == 1:
         runtime.switch = DraftSwitch(runtime.costs, runtime.trees)
+
+
+class _NotStored(Exception):
+    """There is no profile to read, so the engine must be measured."""
+
+
+def shared_profile(
+    setting: str, key: ProfileKey, measured: Callable[[], Profile], group: Any
+) -> Profile | None:
+    """What `open_profile` gives, agreed on by a tensor-parallel group.
+
+    Rank 0 reads and writes the files and its times are everybody's; a measurement needs every rank,
+    because its steps are collective.
+    """
+    if group.world_size == 1:
+        return open_profile(setting, key, measured)
+    if setting == "off":
+        return None
+
+    def not_stored() -> Profile:
+        raise _NotStored
+
+    stored = None
+    if group.rank_in_group == 0:
+        with contextlib.suppress(_NotStored):
+            profile = open_profile(setting, key, not_stored)
+            assert profile is not None
+            stored = profile.to_json()
+    stored = group.broadcast_object(stored, src=0)
+    if stored is None:
+        profile = measured()
+        if group.rank_in_group == 0:
+            open_profile(setting, key, lambda: profile)
+        stored = group.broadcast_object(profile.to_json(), src=0)
+    return Profile.from_json(stored)
 
 
 def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:
@@ -161,13 +189,8 @@ def profile_key(runner: Any) -> ProfileKey:
     config = runner.vllm_config
     spec: BastionSpeculativeConfig = config.speculative_config
     backend = {g.backend.get_name() for groups in runner.attn_groups for g in groups}
-    name = (
-        torch.cuda.get_device_name(runner.device)
-        if runner.device.type == "cuda"
-        else device_spec(runner.device, config.model_config.dtype).name
-    )
     return ProfileKey(
-        device=name,
+        device=device_name(runner.device),
         target_hash=config_hash(config.model_config.hf_text_config.to_dict()),
         drafter_hash=config_hash(spec.draft_model_config.hf_config.to_dict()),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
