@@ -30,6 +30,7 @@ from vllm_bastion.profile_store import (
     Profile,
     ProfileKey,
     config_hash,
+    open_profile,
     profile_path,
     read_profile,
     write_profile,
