@@ -25,7 +25,12 @@ from bastion_kernels.topk_logprobs import (
     topk_partial,
     topk_partial_reference,
 )
-from bastion_kernels.tree_attention import tree_attention, tree_attention_reference, write_kv
+from bastion_kernels.tree_attention import (
+    TreeAttentionWorkspace,
+    tree_attention,
+    tree_attention_reference,
+    write_kv,
+)
 from bastion_kernels.tree_build import expand_best_first, expand_best_first_reference
 from bastion_kernels.tree_mask import (
     ancestor_bits,
@@ -37,6 +42,7 @@ from bastion_kernels.tree_verify import accept_path, accept_path_reference
 
 __all__ = [
     "KVCompactor",
+    "TreeAttentionWorkspace",
     "accept_path",
     "accept_path_reference",
     "ancestor_bits",

@@ -86,9 +86,10 @@ def tree_attention_reference(
     heads, dim = query.shape[1:]
     kv_heads, size = kv_cache.shape[1:3]
     starts, lengths, tails = query_start_loc.tolist(), seq_lens.tolist(), tail_lens.tolist()
+    rows_of_bits = slots.tolist()
     by_head = kv_cache.transpose(0, 1)
     for r, (first, last) in enumerate(pairwise(starts)):
-        q, length, slot = last - first, lengths[r], int(slots[r])
+        q, length, slot = last - first, lengths[r], rows_of_bits[r]
         if q == 0:
             continue
         blocks = block_table[r, : -(-length // size)].long()

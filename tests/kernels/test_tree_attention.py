@@ -406,6 +406,15 @@ def test_inert_slots_are_causal() -> None:
         batch.check(getattr(batch, path)())
 
 
+@pytest.mark.parametrize("cached", [0, 9])
+def test_empty_bits_leave_a_row_its_context_and_itself(cached: int) -> None:
+    # a parent of -1 everywhere: no node has an ancestor in the tail
+    batch = Batch([Request(cached, parents=[-1] * 5)])
+    batch.bits.zero_()
+    for path in ("reference", "triton"):
+        batch.check(getattr(batch, path)())
+
+
 def test_launcher_on_cpu_needs_no_workspace() -> None:
     batch = Batch(mixed())
     tree_attention(*batch.args())

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the attention, compaction and gather kernels as their launchers launch them.
+
+`python compile_attention.py [all]` prints one line per kernel built for sm_90: whether it has
+Hopper's matrix instructions, name, registers, stack bytes (spills), barriers. Triton itself takes
+the launch apart (tuples and absent pointers among the arguments), over a driver that says what the
+GPU would be. No GPU is needed, but TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from compile_kernels import report
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from bastion_kernels.gather import gather_rows_triton
+from bastion_kernels.kv_compact import KVCompactor
+from bastion_kernels.tree_attention import tree_attention_triton
+from bastion_kernels.tree_attention_workspace import TreeAttentionWorkspace
+
+
+class Hopper:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead() -> None:
+    """Make every kernel launch compile, and print what came out."""
+    driver.set_active(Hopper())
+    launch = JITFunction.run
+
+    def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        print("wgmma" if "wgmma.mma_async" in kernel.asm["ptx"] else "-", end=" ")
+        report(self.__name__, kernel.asm["cubin"])
+
+    JITFunction.run = build  # type: ignore[method-assign]
+
+
+def attend(
+    dtype: torch.dtype, dim: int, heads: tuple[int, int], kv_dtype: torch.dtype, softcap: float
+) -> None:
+    """Launch tree attention once, over fused queries and a cache as vLLM lays it out."""
+    rows = 65
+    fused = torch.zeros(rows, heads[0] + 2 * heads[1], dim, dtype=dtype)
+    cache = torch.zeros(4, 16, heads[1], 2 * dim, dtype=kv_dtype).transpose(1, 2)
+    ints = torch.zeros(8, dtype=torch.int32)
+    scales = torch.ones(1) if kv_dtype != dtype else None
+    workspace = TreeAttentionWorkspace(*heads, dim, dtype, 8192, 256, "cpu")
+    workspace.plan(ints[:2], ints[:1])
+    tree_attention_triton(
+        fused[:, : heads[0]], cache, ints[None], ints[:2], ints[:1], ints[:1],
+        torch.zeros(1, dtype=torch.int64), torch.zeros(1, rows, 3, dtype=torch.int32), dim**-0.5,
+        torch.zeros(rows, heads[0], dim, dtype=dtype), softcap, scales, scales,
+        workspace=workspace,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    compile_instead()
+    bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+    attend(bf16, 128, (32, 8), bf16, 0.0)
+    if "all" in sys.argv:
+        attend(bf16, 64, (14, 2), bf16, 0.0)
+        attend(fp16, 80, (8, 8), fp16, 0.0)
+        attend(bf16, 256, (8, 4), bf16, 50.0)
+        attend(bf16, 128, (32, 8), fp8, 0.0)
+        attend(fp32, 64, (6, 2), fp32, 0.0)
+        attend(fp32, 128, (6, 2), fp32, 0.0)
+    caches = [torch.zeros(4, 16, 8, 256, dtype=bf16).transpose(1, 2)]
+    int32, int64 = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int64)
+    path = torch.zeros(1, 16, dtype=torch.int32)
+    KVCompactor(caches, [0]).compact_triton(int64, int32, int32, path)
+    odd = [torch.zeros(4, 2, 16, 5, dtype=torch.uint8)]
+    KVCompactor(odd, [0]).compact_triton(int64, int32, int32, path)
+    hidden = [torch.zeros(70, 4096, dtype=bf16) for _ in range(5)]
+    gather_rows_triton(hidden, int64[0], [h[:16].clone() for h in hidden])
