@@ -139,6 +139,18 @@ def test_worthless_nodes_are_not_verified(device: torch.device) -> None:
     slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([4], dtype=torch.int32)
     for run in (choose_budget_reference, choose_budget_triton):
         assert choose(run, log_rho, slots, limits, torch.ones(9), 1, device=device) == [2]
+        assert choose(run, log_rho - 30, slots, limits, torch.ones(9), 1, device=device) == [0]
+
+
+def test_ties_of_s_go_to_the_smaller_budget(device: torch.device) -> None:
+    # S is 1, then 1.25 for all budgets from 1 to 1,100: more than one round of the search
+    log_rho = torch.full((1, 1100), -100.0)
+    log_rho[0, 0] = math.log(0.25)
+    slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([1100], dtype=torch.int32)
+    for run in (choose_budget_reference, choose_budget_triton):
+        for rule in RULES:
+            arguments = (log_rho, slots, limits, torch.ones(1200), 1, rule)
+            assert choose(run, *arguments, device=device) == [1]
 
 
 @pytest.mark.parametrize("rule", RULES)
