@@ -136,17 +136,21 @@ def test_the_cpu_platform_answers_none_and_waits_to_be_asked() -> None:
 
 @pytest.mark.skipif(not interpreter.is_cpu_build(), reason="needs a CPU build of vLLM")
 def test_on_request_vllm_runs_its_kernels_in_the_interpreter() -> None:
-    # PyTorch has imported Triton by then, bound to the compiler: tl.sum must work all the same.
+    # PyTorch has imported Triton by then, bound to the compiler: tl.sum must work all the same, and
+    # a scalar comparison must do as a mask.
     code = (
         "import torch._inductor.runtime.triton_heuristics\n"
         "from vllm.triton_utils import HAS_TRITON, tl, triton\n"
         "import torch\n"
         "@triton.jit\n"
         "def total(x, out, n: tl.constexpr):\n"
-        "    tl.store(out, tl.sum(tl.load(x + tl.arange(0, n)), 0))\n"
-        "out = torch.zeros(1)\n"
-        "total[(1,)](torch.arange(8.0), out, 8)\n"
-        "print(HAS_TRITON, out.item())\n"
+        "    i = tl.arange(0, n)\n"
+        "    value = tl.load(x + i)\n"
+        "    some = tl.load(x) < 1\n"
+        "    tl.store(out + i, tl.sum(value, 0), mask=some & (i < 2))\n"
+        "out = torch.zeros(4)\n"
+        "total[(1,)](torch.arange(4.0), out, 4)\n"
+        "print(HAS_TRITON, out.tolist())\n"
     )
     import tempfile
 
@@ -158,7 +162,7 @@ def test_on_request_vllm_runs_its_kernels_in_the_interpreter() -> None:
             VLLM_BASTION_TRITON_INTERPRETER="1",
             TRITON_INTERPRET=None,
         )
-    assert result.stdout.strip().splitlines()[-1] == "True 28.0", result.stderr
+    assert result.stdout.strip().splitlines()[-1] == "True [6.0, 6.0, 0.0, 0.0]", result.stderr
 
 
 @pytest.mark.skipif(not interpreter.is_cpu_build(), reason="needs a CPU build of vLLM")

@@ -10,6 +10,7 @@ every kernel run as Python. Exact and slow, hence only on request
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from importlib import metadata
@@ -50,20 +51,61 @@ def enable() -> bool:
     """
     if not is_cpu_build() or has_cpu_backend():
         return False
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        # Functions choose between compiler and interpreter when they are decorated, and torch has
-        # imported Triton's own ones (tl.max and the like) before vLLM calls any plugin: they are
-        # forgotten here and decorated again. The C extension can be loaded only once and stays.
-        os.environ["TRITON_INTERPRET"] = "1"
-        for name in list(sys.modules):
-            if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
-                del sys.modules[name]
+    # Functions choose between compiler and interpreter when they are decorated, from here on: the
+    # variable first, for a Triton that has not been imported yet and for child processes.
+    os.environ["TRITON_INTERPRET"] = "1"
+    _interpret_triton_library()
+    _keep_masks_boolean()
     from triton.backends import Backend, backends
 
     compiler: Any = None
     driver: Any = _InterpreterDriver
     backends.setdefault("cpu", Backend(compiler, driver))
     return True
+
+
+def _interpret_triton_library() -> None:
+    """Decorate Triton's own functions (tl.sum, tl.max, ...) again if they were imported too early.
+
+    PyTorch imports Triton before vLLM asks for its platform, so that they are bound to the compiler
+    by then, and an interpreted kernel cannot call them.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    interpreted: dict[int, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "triton":
+            continue
+        for attribute, value in list(vars(module).items()):
+            if type(value) is JITFunction:
+                # One object for every name it is re-exported under.
+                if id(value) not in interpreted:
+                    interpreted[id(value)] = InterpretedFunction(value.fn)
+                setattr(module, attribute, interpreted[id(value)])
+
+
+def _keep_masks_boolean() -> None:
+    """Let a scalar comparison be used as a mask, as vLLM's grammar kernel does.
+
+    Triton 3.9's interpreter labels the result of a comparison with the type of what was compared,
+    and so spreads a scalar truth value as integers, which its store then refuses.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.create_splat
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        if arg.data.dtype == np.bool_:
+            arg = TensorHandle(arg.data, tl.int1)
+        return original(self, ret_ty, arg)
+
+    InterpreterBuilder.create_splat = create_splat
 
 
 def active() -> bool:
