@@ -18,8 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.costs import write_a100_profile
+from benchmarks.costs import write_costs
 from benchmarks.engine import (
+    ROWS,
     TINY,
     Completion,
     Engine,
@@ -33,6 +34,7 @@ from benchmarks.engine import (
 )
 from benchmarks.probes import SeenTree
 from benchmarks.progress import Progress
+from benchmarks.replay_costs import paper_a100
 
 PROMPTS = ("code-made-05", "arithmetic-15", "chat-20")
 NODES, TOKENS, WIDTH = 64, 64, 100
@@ -63,8 +65,8 @@ def decode(target: Path, drafter: Path, requests: list[Request]) -> dict[str, Ru
     """One engine after the other, each in its own process."""
     runs = {}
     with tempfile.TemporaryDirectory() as folder:
-        costs = write_a100_profile(Path(folder) / "a100.json", Engine.max_num_batched_tokens)
-        tree = bastion(drafter, NODES, "adaptive", calibration=str(costs))
+        costs = write_costs(paper_a100(ROWS), Path(folder) / "a100.json")
+        tree = bastion(drafter, NODES, "adaptive", calibration=costs)
         engines = {
             "plain": Engine(None, target),
             "dflash": Engine(dflash(drafter), target),

@@ -27,11 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.costs import write_a100_profile
+from benchmarks.costs import write_costs
 from benchmarks.engine import (
     DOMAINS,
     GAMMA,
     RESULTS,
+    ROWS,
     TINY,
     Engine,
     Request,
@@ -44,6 +45,7 @@ from benchmarks.engine import (
     run_engine,
 )
 from benchmarks.progress import Progress
+from benchmarks.replay_costs import from_profile, paper_a100
 
 BUDGETS = (8, 16, 32, 64)
 NODES = max(BUDGETS)
@@ -52,18 +54,13 @@ PLAIN = "plain"
 
 def configurations(target: Path, drafter: Path, profile: Path, folder: Path) -> dict[str, Engine]:
     """Engines by the name of their row."""
-    rows = 128
-    a100 = write_a100_profile(folder / "a100.json", rows)
     spec = {PLAIN: None, "dflash chain": dflash(drafter)}
     spec |= {f"bastion, N = {n}": bastion(drafter, n, n) for n in BUDGETS}
-    spec |= {
-        f"bastion, adaptive ({name})": bastion(drafter, NODES, "adaptive", calibration=str(path))
-        for name, path in (("A100 costs", a100), ("this CPU's costs", profile))
-    }
-    return {
-        name: Engine(speculative, target, max_num_batched_tokens=rows)
-        for name, speculative in spec.items()
-    }
+    for source in (paper_a100(ROWS), from_profile("this CPU", profile, ROWS)):
+        costs = write_costs(source, folder / f"{len(spec)}.json")
+        tree = bastion(drafter, NODES, "adaptive", calibration=costs)
+        spec[f"bastion, adaptive ({source.name})"] = tree
+    return {name: Engine(speculative, target) for name, speculative in spec.items()}
 
 
 def summary(
@@ -121,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", type=Path, default=RESULTS / "cpu-profile.json")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
+    if not given.profile.exists():
+        parser.error(f"no {given.profile}: make it with 'python benchmarks/record.py --profile'")
     stem = "tau" if given.temperature == 0 else f"tau-t{given.temperature:g}"
     prompts = load_prompts(given.data, given.prompts)
     requests = [

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.costs import write_a100_profile
+from benchmarks.costs import write_costs
 from benchmarks.engine import GAMMA, Completion, Run, bastion, count, load_prompts
 from benchmarks.probes import SeenDraft, SeenTree
 from benchmarks.record import collect, requests_for
+from benchmarks.replay_costs import paper_a100
 from benchmarks.tau import markdown, summary
 from vllm_bastion.profile_store import read_profile
 from vllm_bastion.recording import load_recording
@@ -124,7 +125,7 @@ def test_where_a_chain_would_have_stopped(path: list[int], chain: int) -> None:
 
 
 def test_a_gpus_costs_as_a_profile(tmp_path: Path) -> None:
-    profile = read_profile(write_a100_profile(tmp_path / "a100.json", 128))
+    profile = read_profile(Path(write_costs(paper_a100(128), tmp_path / "a100.json")))
     costs = profile.table.cost_ms(1, 100.0)
     assert len(costs) == 129
     # The paper's 22.0 ms at 32 nodes and 55.9 ms at 1024, with the drafter's 3.06 ms on top.
