@@ -48,14 +48,17 @@ def _function(attribute: Any) -> Callable[..., Any]:
         return attribute.fget
     if isinstance(attribute, (staticmethod, classmethod)):
         return attribute.__func__
-    return attribute  # type: ignore[no-any-return]
+    function: Callable[..., Any] = attribute
+    return function
 
 
 def signature(function: Callable[..., Any]) -> str:
     """Parameter names in order, e.g. "(self, request, is_stale=)"; annotations are left out."""
     parts = []
     for parameter in inspect.signature(function).parameters.values():
-        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        star = ""
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            star = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
         default = "" if parameter.default is parameter.empty else "="
         parts.append(f"{star}{parameter.name}{default}")
     return f"({', '.join(parts)})"
