@@ -243,3 +243,11 @@ def test_ranks_agree_on_the_profile_and_only_rank_0_touches_the_file(tmp_path: P
         assert first.table.to_json() == other.table.to_json()
         assert first.table.plain_ms(1, 0) == 1.0
     assert measured == [0, 1]
+
+
+def test_sizes_beyond_the_graphs_are_measured_too() -> None:
+    from vllm_bastion.runner.calibrate import sizes_to_measure
+
+    assert sizes_to_measure([8, 64, 512], 8192) == [8, 64, 512, 576, 1152, 2304, 4608]
+    assert sizes_to_measure([8, 64, 512], 512) == [8, 64, 512]
+    assert sizes_to_measure([], 20) == [1, 2, 4, 8, 12, 16]
