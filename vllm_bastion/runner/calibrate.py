@@ -202,10 +202,25 @@ def profile_key(runner: Any) -> ProfileKey:
     )
 
 
+def sizes_to_measure(captured: list[int], max_rows: int) -> list[int]:
+    """Rows to time: every captured size, and beyond the last one, where steps run without graphs.
+
+    Leaving graphs is a jump that no extrapolation finds, so the tail starts right behind it.
+    """
+    if not captured:
+        return [n for n in _EAGER_ROWS if n <= max_rows]
+    sizes = list(captured)
+    beyond = captured[-1] + captured[-1] // 8
+    while beyond < max_rows and len(sizes) < len(captured) + 4:
+        sizes.append(beyond)
+        beyond *= 2
+    return [n for n in sizes if n <= max_rows]
+
+
 def measure(runner: Any, key: ProfileKey) -> Profile:
     """Time the grid rows x contexts and fit the roofline to it."""
     start = time.perf_counter()
-    sizes = captured_sizes(runner) or [n for n in _EAGER_ROWS if n <= runner.max_num_tokens]
+    sizes = sizes_to_measure(captured_sizes(runner), runner.max_num_tokens)
     longest = max(1, runner.max_model_len - 1)
     contexts = sorted({min(c, longest) for c in _CONTEXTS})
     if runner.device.type == "cpu":
