@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-Make = Callable[[Tensor, Tensor], Callable[[], None]]
+Make = Callable[[Tensor, Tensor], Callable[[], Tensor]]
 
 
 def baseline(
@@ -56,7 +56,7 @@ def _vllm(
     starts: Tensor,
     lengths: Tensor,
 ) -> Make:
-    def make(query: Tensor, kv_cache: Tensor) -> Callable[[], None]:
+    def make(query: Tensor, kv_cache: Tensor) -> Callable[[], Tensor]:
         keys, values = kv_cache.transpose(1, 2).split(query.shape[2], dim=-1)
         schedule = None
         if version == 3:
@@ -89,7 +89,7 @@ def _unpaged(kv_cache: Tensor, block_table: Tensor, length: int) -> Tensor:
 def _flash_attn(
     attend: Callable[..., Tensor], rows: int, length: int, block_table: Tensor, starts: Tensor
 ) -> Make:
-    def make(query: Tensor, kv_cache: Tensor) -> Callable[[], None]:
+    def make(query: Tensor, kv_cache: Tensor) -> Callable[[], Tensor]:
         kv = _unpaged(kv_cache, block_table, length).transpose(1, 2).flatten(0, 1)
         keys, values = (part.contiguous() for part in kv.split(query.shape[2], dim=-1))
         key_starts = starts // rows * length
@@ -99,7 +99,7 @@ def _flash_attn(
 
 
 def _sdpa(rows: int, length: int, reqs: int, block_table: Tensor) -> Make:
-    def make(query: Tensor, kv_cache: Tensor) -> Callable[[], None]:
+    def make(query: Tensor, kv_cache: Tensor) -> Callable[[], Tensor]:
         kv = _unpaged(kv_cache, block_table, length)
         keys, values = (part.contiguous() for part in kv.split(query.shape[2], dim=-1))
         group = query.shape[1] // keys.shape[1]

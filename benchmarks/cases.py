@@ -133,9 +133,11 @@ class DraftStage:
         same("topk_logprobs' tokens", tokens, want_tokens)
         torch.testing.assert_close(logprobs, want_logprobs, rtol=1e-5, atol=1e-5)
         tree = tuple(torch.full_like(x, POISON, device="cpu") for x in self.tree)
-        lattice = (x.cpu() for x in self._lattice())
+        lattice_tokens, lattice_logprobs = (x.cpu() for x in self._lattice())
         slots = self.slots.cpu()
-        expand_best_first_reference(*lattice, self.spine_only.cpu(), slots, *tree)
+        expand_best_first_reference(
+            lattice_tokens, lattice_logprobs, self.spine_only.cpu(), slots, *tree
+        )
         for got, want in zip(self.tree, tree, strict=True):
             same("expand_best_first", got, want)
         verify = torch.empty_like(self.num_verify, device="cpu")

@@ -302,10 +302,10 @@ def test_wide_and_deep_trees_of_several_mask_words(path: str) -> None:
     batch.check(getattr(batch, path)())
 
 
-@pytest.mark.parametrize("path", ["reference", "triton"])
-def test_random_trees(path: str) -> None:
+@pytest.mark.parametrize(("path", "batches"), [("reference", 50), ("triton", 4)])
+def test_random_trees(path: str, batches: int) -> None:
     g = torch.Generator().manual_seed(4)
-    for seed in range(4):
+    for seed in range(batches):
         sizes = torch.randint(1, 14, (20,), generator=g).tolist()
         cached = torch.randint(0, 30, (20,), generator=g).tolist()
         requests = [
