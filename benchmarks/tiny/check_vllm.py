@@ -20,7 +20,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
 from drafter import load_drafter
-from evaluate import GAMMA, HERE, NEW_TOKENS, draft, walk
+from evaluate import GAMMA, HERE, NEW_TOKENS, Drafts, draft, walk
 from model import load_target
 from rollouts import continue_batch
 from transformers import AutoTokenizer
@@ -98,7 +98,7 @@ def main() -> None:
                 steps += 1
         print(
             f"{row['id']}: same text {same}, forwards {steps} in vLLM, "
-            f"{walk(log_q, ids.tolist(), start, None)[1]} offline",
+            f"{walk(Drafts(log_q), ids.tolist(), start, None)[1]} offline",
             flush=True,
         )
     print(f"guesses that agree: {agree} of {total}")

@@ -188,7 +188,8 @@ def held_out_prompts(tok: PreTrainedTokenizerFast, train_texts: list[str]) -> li
     def stdlib_prompt() -> str:
         text, at = rng.choice(spots)
         lines = text[at : at + 900].split("\n")
-        return "\n".join(lines[: rng.randint(3, 6)]) + "\n"
+        # No newline at the end: the tokenizer joins it with the indent that follows.
+        return "\n".join(lines[: rng.randint(3, 6)]).rstrip()
 
     makers = {
         "code-stdlib": stdlib_prompt,

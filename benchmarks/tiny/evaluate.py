@@ -57,43 +57,45 @@ def best_first_tree(log_q: Tensor, budget: int) -> list[tuple[int, int, int]]:
     return nodes
 
 
-def accepted_by_tree(log_q: Tensor, truth: list[int], budget: int) -> int:
-    """Draft tokens accepted when the target's tokens are `truth`."""
-    children = {
-        (parent, token): i for i, (parent, _, token) in enumerate(best_first_tree(log_q, budget), 1)
-    }
-    node = depth = 0
-    while depth < GAMMA and (node, truth[depth]) in children:
-        node = children[(node, truth[depth])]
-        depth += 1
-    return depth
+class Drafts:
+    """Chains and trees of every block of one continuation; a tree is grown once, when asked for.
+
+    Nodes leave the heap in score order, so the tree of a smaller budget is a prefix of the largest.
+    """
+
+    def __init__(self, log_q: Tensor) -> None:
+        self.log_q = log_q  # [anchors, gamma, V]
+        self.chains = log_q.argmax(-1).tolist()
+        self.trees: dict[int, dict[tuple[int, int], int]] = {}
+
+    def accepted(self, anchor: int, truth: list[int], budget: int | None) -> int:
+        """Draft tokens accepted at a block if the target says `truth`; budget None: the chain."""
+        depth = 0
+        if budget is None:
+            while depth < GAMMA and self.chains[anchor][depth] == truth[depth]:
+                depth += 1
+            return depth
+        if anchor not in self.trees:
+            nodes = best_first_tree(self.log_q[anchor], max(BUDGETS))
+            self.trees[anchor] = {(parent, t): i for i, (parent, _, t) in enumerate(nodes, 1)}
+        node = 0
+        while depth < GAMMA:
+            node = self.trees[anchor].get((node, truth[depth]), budget + 1)
+            if node > budget:
+                break
+            depth += 1
+        return depth
 
 
-def accepted_by_chain(log_q: Tensor, truth: list[int]) -> int:
-    """Draft tokens accepted from the drafter's most likely token at every depth."""
-    depth = 0
-    for guess, token in zip(log_q.argmax(-1).tolist(), truth, strict=True):
-        if guess != token:
-            break
-        depth += 1
-    return depth
-
-
-def walk(log_q: Tensor, ids: list[int], start: int, budget: int | None) -> tuple[int, int]:
+def walk(drafts: Drafts, ids: list[int], start: int, budget: int | None) -> tuple[int, int]:
     """(tokens, target forwards) from position `start`, the first new token.
 
-    log_q: [anchors, gamma, V], row i for the block at position start + i.
+    Block i of `drafts` stands at position start + i.
     """
     at, forwards = start, 0
     while at - start < NEW_TOKENS - 1:
         truth = ids[at + 1 : at + 1 + GAMMA]
-        row = log_q[at - start]
-        hits = (
-            accepted_by_chain(row, truth)
-            if budget is None
-            else accepted_by_tree(row, truth, budget)
-        )
-        at += hits + 1
+        at += drafts.accepted(at - start, truth, budget) + 1
         forwards += 1
     return at - start, forwards
 
@@ -126,12 +128,12 @@ def table(
         heat = torch.full((samples,), temperature)
         many = continue_batch(target, prompt.repeat(samples, 1), start + length, heat, seed=number)
         for ids in many:
-            log_q = draft(target, drafter, ids, start)
+            drafts = Drafts(draft(target, drafter, ids, start))
             names = [row["domain"]]
             if row["domain"] == "code":
                 names.append("  " + row["id"].rsplit("-", 1)[0])
             for budget in (None, *BUDGETS):
-                tokens, forwards = walk(log_q, ids.tolist(), start, budget)
+                tokens, forwards = walk(drafts, ids.tolist(), start, budget)
                 for name in names:
                     counts[name, budget][0] += tokens
                     counts[name, budget][1] += forwards
@@ -186,7 +188,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=HERE / "target")
     parser.add_argument("--drafter", type=Path, default=HERE / "drafter")
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl")
-    parser.add_argument("--samples", type=int, default=4, help="continuations per prompt at T=1")
+    parser.add_argument("--samples", type=int, default=2, help="continuations per prompt at T=1")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 LENGTH = 208
 BATCH = 256
-# Share of the continuations by source, and the share that is sampled at T=1, not greedy.
-SHARES = {"stdlib": 0.34, "code": 0.18, "arithmetic": 0.26, "chat": 0.22}
-SAMPLED_SHARE = 0.3
+# Share of the continuations by source, and how much of each is sampled at T=1 instead of greedy.
+# Chat is only sampled: its free choices are then learnt as choices, as in real dialogue, instead
+# of the one answer that the argmax would give to all of them.
+SHARES = {"stdlib": 0.36, "code": 0.20, "arithmetic": 0.28, "chat": 0.16}
+SAMPLED = {"stdlib": 0.2, "code": 0.2, "arithmetic": 0.2, "chat": 1.0}
 
 
 @torch.inference_mode()
@@ -65,12 +67,14 @@ def make_rollouts(
     for number in range(count // BATCH):
         prompt_len = rng.randint(24, 100)
         rows: list[list[int]] = []
+        odds: list[float] = []
         for name, share in SHARES.items():
             pool = [i for i in pools[name] if len(i) >= prompt_len]
             rows += [i[:prompt_len] for i in rng.sample(pool, int(share * BATCH))]
+            odds += [SAMPLED[name]] * (len(rows) - len(odds))
         prompts = torch.tensor(rows, device=device)
         sampled = torch.rand(len(rows), generator=torch.Generator().manual_seed(number))
-        temperature = (sampled < SAMPLED_SHARE).float().to(device)
+        temperature = (sampled < torch.tensor(odds)).float().to(device)
         ids = continue_batch(target, prompts, LENGTH, temperature, seed=number)
         with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
             hidden, features = target(ids, features=TARGET_LAYER_IDS)

@@ -131,4 +131,5 @@ def document(rng: Random) -> str:
 def prompt(rng: Random) -> str:
     """The first lines of a class, test or main function that is long enough to go on."""
     lines = rng.choice((_class, _tests, _main, _convert))(rng).split("\n")
-    return "\n".join(lines[: rng.randint(4, 6)]) + "\n"
+    # No newline at the end: the tokenizer joins it with the indent that follows.
+    return "\n".join(lines[: rng.randint(4, 6)]).rstrip()

@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--target-steps", type=int, default=1000)
-    parser.add_argument("--drafter-steps", type=int, default=1400)
+    parser.add_argument("--drafter-steps", type=int, default=1000)
     parser.add_argument("--rollouts", type=int, default=5120, help="continuations of 208 tokens")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
