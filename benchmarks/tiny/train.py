@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=HERE, help="where target/ and drafter/ go")
+    parser.add_argument("--out", type=Path, default=HERE / "work", help="where the pair goes")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="streams and checkpoints")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
