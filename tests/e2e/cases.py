@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches that engines are compared on, made from the held-out prompts."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from tests.e2e.engines import PAIR, Batch
+
+DOMAINS = ("code", "arithmetic", "chat")
+_SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.95, "top_k": 50},
+    {"temperature": 1.0},
+)
+
+
+@functools.cache
+def prompts() -> dict[str, list[str]]:
+    """The held-out prompts of every domain; kinds within a domain in turn."""
+    out: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
+    for line in (PAIR / "prompts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        out[row["domain"]].append(row["prompt"])
+    for texts in out.values():
+        half = len(texts) // 2
+        texts[:] = [text for two in zip(texts[:half], texts[half:], strict=False) for text in two]
+    return out
+
+
+def some(per_domain: int, first: int = 0) -> list[tuple[str, str]]:
+    """Pairs (name, text), `per_domain` of each domain, the domains in turn."""
+    return [
+        (f"{domain}{i}", prompts()[domain][i])
+        for i in range(first, first + per_domain)
+        for domain in DOMAINS
+    ]
+
+
+def long_prompt(domain: str, words: int) -> str:
+    """Held-out prompts of a domain strung together, about `words` words."""
+    return " ".join(" ".join(prompts()[domain]).split(" ")[:words])
+
+
+def greedy(per_domain: int, tokens: int = 64) -> Batch:
+    """T=0."""
+    batch = Batch(f"T=0, {tokens} tokens")
+    for name, text in some(per_domain):
+        batch.add(f"greedy-{name}", text, temperature=0, max_tokens=tokens)
+    return batch
+
+
+def sampled(count: int, tokens: int = 64) -> Batch:
+    """T=0.8 and T=1, plain and with top-p and top-k, a seed per request."""
+    batch = Batch("T=0.8 and T=1, top-p, top-k, seeds")
+    for i, (name, text) in enumerate(some(count // 3)):
+        params = _SAMPLING[i % len(_SAMPLING)]
+        batch.add(f"sampled-{name}", text, max_tokens=tokens, seed=1000 + i, **params)
+    return batch
+
+
+def chunked() -> Batch:
+    """Prompts longer than the 128 tokens of a step, prefilled while others decode."""
+    batch = Batch("prompts longer than a prefill chunk")
+    short, *_ = prompts()["code"]
+    batch.add("chunked-short", short, temperature=0, max_tokens=40, ignore_eos=True)
+    for i, domain in enumerate(DOMAINS):
+        text = long_prompt(domain, 100 + 20 * i)
+        extra = {"temperature": 1.0, "seed": 5} if domain == "chat" else {"temperature": 0}
+        batch.add(f"chunked-{domain}", text, arrive=4 * i, max_tokens=24, **extra)
+    return batch
+
+
+def stops() -> Batch:
+    """Stop strings, stop tokens and token limits, met wherever a path happens to be."""
+    batch = Batch("stop strings and max_tokens inside a path")
+    strings = {"code": ["\n\n", "return", " ="], "arithmetic": ["So", "="], "chat": [".", "ou"]}
+    for domain, found in strings.items():
+        for i, text in enumerate(found):
+            prompt = prompts()[domain][i]
+            batch.add(f"stop-{domain}{i}", prompt, temperature=0, max_tokens=48, stop=[text])
+    batch.add("stop-kept", prompts()["chat"][3], temperature=0, max_tokens=48, stop=[" "],
+              include_stop_str_in_output=True)  # fmt: skip
+    batch.add("stop-token", prompts()["code"][3], temperature=0, max_tokens=48,
+              stop_token_ids=list(range(2, 40)))  # fmt: skip
+    for tokens in (1, 2, 3, 5, 7, 10, 13, 18):
+        domain = DOMAINS[tokens % 3]
+        batch.add(f"limit-{tokens}", prompts()[domain][4], temperature=0, max_tokens=tokens,
+                  ignore_eos=True)  # fmt: skip
+    return batch
+
+
+def context_end(max_model_len: int) -> Batch:
+    """Contexts that end at max_model_len, the last steps with less room than a tree's depth."""
+    batch = Batch("context ends at max_model_len")
+    for i, domain in enumerate(DOMAINS):
+        prompt = long_prompt(domain, 110)
+        temperature = float(domain == "code")
+        batch.add(f"end-{domain}", prompt, temperature=temperature, seed=i,
+                  max_tokens=max_model_len, ignore_eos=True)  # fmt: skip
+    return batch
+
+
+def prefix_cache() -> list[Batch]:
+    """A cold batch, then prompts that continue it: hits on blocks that decoding has filled."""
+    cold, warm = Batch("prefix cache, cold"), Batch("prefix cache, warm")
+    for name, text in some(1, first=6):
+        cold.add(f"cold-{name}", text, temperature=0, max_tokens=80, ignore_eos=True)
+        warm.add(f"warm-{name}", "", temperature=0, max_tokens=32,
+                 follow={"id": f"cold-{name}", "tokens": 72})  # fmt: skip
+    return [cold, warm]
+
+
+def aborted() -> Batch:
+    """A request that is aborted while others decode, and others that arrive late."""
+    batch = Batch("aborted and late requests")
+    names = some(2, first=8)
+    for i, (name, text) in enumerate(names):
+        more = {"abort_after": 9} if i in (1, 3) else {"arrive": 3 * i}
+        batch.add(f"abort-{name}", text, temperature=0, max_tokens=40, ignore_eos=True, **more)
+    return batch
+
+
+def spines() -> Batch:
+    """Requests that read their history by position, next to requests with trees."""
+    batch = Batch("penalties, bad words, min tokens, logprobs next to trees")
+    texts = [text for _, text in some(3, first=10)]
+    features: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "repetition_penalty": 1.3},
+        {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
+        {"temperature": 1.0, "seed": 4},
+        {"temperature": 0, "bad_words": ["the", "return", "="]},
+        {"temperature": 0, "min_tokens": 12, "stop": ["e"]},
+        {"temperature": 0, "logprobs": 3},
+        {"temperature": 1.0, "seed": 5, "logprobs": 0, "top_k": 30, "prompt_logprobs": 2},
+        {"temperature": 0, "allowed_token_ids": list(range(2, 600))},
+    ]
+    for i, (text, params) in enumerate(zip(texts, features, strict=True)):
+        batch.add(f"spine-{i}", text, max_tokens=32, **params)
+    return batch
+
+
+def structured() -> Batch:
+    """Grammars next to free requests."""
+    batch = Batch("structured output next to trees")
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Tom"]}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    texts = [text for _, text in some(2, first=13)]
+    features: list[dict[str, Any]] = [
+        {"temperature": 0, "structured_outputs": {"json": schema}},
+        {"temperature": 0},
+        {"temperature": 0, "structured_outputs": {"regex": r"(ab|cd){3,9}[0-9]{4} (yes|no)"}},
+        {"temperature": 0, "structured_outputs": {"choice": ["one apple", "two pears", "none"]}},
+        {"temperature": 1.0, "seed": 8},
+        {"temperature": 1.0, "seed": 9, "structured_outputs": {"regex": r"[a-z ]{8,24}\.[0-9]+;"}},
+    ]
+    for i, (text, params) in enumerate(zip(texts, features, strict=True)):
+        batch.add(f"grammar-{i}", text, max_tokens=40, **params)
+    return batch

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run engine configurations, each in a process of its own, two at a time.
+
+    plain = Engine(max_num_seqs=4)
+    tree = plain.with_bastion(nodes=16)
+    first, second = runner.all([plain, tree], [batch])
+
+Processes are forked from a server that has imported vLLM, which takes half of the 15 seconds that
+an engine needs to start. A configuration asked for twice in a session runs once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.worker import work
+
+ROOT = Path(__file__).resolve().parents[2]
+PAIR = Path(os.environ.get("VLLM_BASTION_TEST_PAIR", ROOT / "benchmarks" / "tiny"))
+TARGET, DRAFTER = str(PAIR / "target"), str(PAIR / "drafter")
+GAMMA = 15
+
+ENVIRONMENT = {
+    "VLLM_BASTION_TRITON_INTERPRETER": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+_PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.core"]
+_TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Settings of an engine; the defaults are small enough for two cores and four requests."""
+
+    max_num_seqs: int = 4
+    max_model_len: int = 320
+    num_blocks: int = 96
+    async_scheduling: bool = False
+    # What `speculative_config` gets, as sorted pairs; empty for plain decoding.
+    speculative: tuple[tuple[str, Any], ...] = ()
+    # Further arguments of `LLM`.
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def with_bastion(self, nodes: int, budget: int | str = "adaptive", **keys: Any) -> Engine:
+        """The same engine decoding with method "bastion"; keys without their prefix."""
+        own = {f"bastion_{key}": value for key, value in keys.items()}
+        return self.with_method("bastion", nodes, bastion_budget=budget, **own)
+
+    def with_method(self, method: str, tokens: int, **keys: Any) -> Engine:
+        """The same engine with a speculative method of vLLM."""
+        given = {"method": method, "model": DRAFTER, "num_speculative_tokens": tokens, **keys}
+        return replace(self, speculative=tuple(sorted(given.items())))
+
+    def with_async(self) -> Engine:
+        """The same engine with asynchronous scheduling."""
+        return replace(self, async_scheduling=True)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `LLM`."""
+        arguments = {
+            "model": TARGET,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_num_seqs": self.max_num_seqs,
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": 128,
+            "block_size": 32,
+            "num_gpu_blocks_override": self.num_blocks,
+            "async_scheduling": self.async_scheduling,
+            "disable_log_stats": False,
+            **dict(self.extra),
+        }
+        if self.speculative:
+            arguments["speculative_config"] = dict(self.speculative)
+        return arguments
+
+
+@dataclass
+class Batch:
+    """Requests decoded together, see `Session.run`; `case` names them in the result table."""
+
+    case: str
+    requests: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, name: str, prompt: str | list[int], **params: Any) -> None:
+        """Append a request; `arrive`, `abort_after` and `follow` are the session's, not vLLM's."""
+        request: dict[str, Any] = {"id": name, "prompt": prompt}
+        for key in ("arrive", "abort_after", "follow"):
+            if key in params:
+                request[key] = params.pop(key)
+        self.requests.append({**request, "params": params})
+
+    def spec(self) -> dict[str, Any]:
+        """The batch as the worker reads it."""
+        return {"requests": self.requests}
+
+
+class Runner:
+    """Runs engines, and keeps what it has run; specs, results and logs go to `folder`."""
+
+    def __init__(self, folder: Path, processes: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(processes)
+        self._done: dict[str, Future[dict[str, Any]]] = {}
+        self._folder = folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        with _environment({**ENVIRONMENT, "VLLM_BASTION_CACHE": str(folder / "profiles")}):
+            forkserver.ensure_running()
+
+    def submit(
+        self, engine: Engine, batches: Sequence[Batch], **more: Any
+    ) -> Future[dict[str, Any]]:
+        """Start a run, or find it; `more` are further keys of the worker's spec."""
+        spec = {
+            "engine": engine.arguments(),
+            "batches": [batch.spec() for batch in batches],
+            **more,
+        }
+        key = json.dumps(spec, sort_keys=True)
+        if key not in self._done:
+            self._done[key] = self._pool.submit(self._run, spec, len(self._done))
+        return self._done[key]
+
+    def run(self, engine: Engine, batches: Sequence[Batch], **more: Any) -> dict[str, Any]:
+        """Run one engine and wait for it."""
+        return self.submit(engine, batches, **more).result()
+
+    def _run(self, spec: dict[str, Any], number: int) -> dict[str, Any]:
+        result, log = (self._folder / f"{number}.{kind}" for kind in ("json", "log"))
+        process = self._context.Process(target=work, args=(spec, str(result), str(log)))
+        process.start()
+        process.join(_TIMEOUT_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        if process.exitcode != 0:
+            tail = log.read_text(errors="replace")[-6000:] if log.exists() else "(no log)"
+            raise RuntimeError(f"engine process ended with {process.exitcode}:\n{tail}")
+        return json.loads(result.read_text())
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """A changed environment, for as long as the server of the engines' processes is started."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter that knows the answer, most of the time: long and branchy accepted paths on demand.
+
+The drafter's logits are replaced, just before they become a tree, by noise with bumps on the token
+that plain decoding emits and on its neighbour, of different heights, so that the right token is now
+first, now second among the candidates. The drafter itself runs as always and its context is kept,
+and what the target accepts is still its own choice.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# Called with the tokens to come, the tokens emitted so far, and logits [D, V] to write into.
+Bumps = Callable[[Sequence[int], int, torch.Tensor], None]
+
+
+def install(runner: Any, answers: dict[str, list[int]], plan: Any = None, seed: int = 0) -> None:
+    """Patch the trees of an engine.
+
+    Args:
+        answers: request id -> the tokens plain decoding emits; other requests draft noise.
+        plan: None for random bumps, of which the first is missing at a tenth of the depths; or
+            {"accept": [..], "swap": bool} for known ones, see `_planned`.
+    """
+    bumps = _random(random.Random(seed)) if plan is None else _planned(**plan)
+    generator = torch.Generator().manual_seed(seed)
+    trees, states = runner.speculator.trees, runner.req_states
+    grow = trees.grow
+
+    def grow_known(logits: torch.Tensor, num_reqs: int) -> None:
+        vocab = logits.shape[-1]
+        made = torch.randn(num_reqs, trees.depth, vocab, generator=generator)
+        for row in range(num_reqs):
+            slot = int(trees.row_slots[row])
+            if slot < 0:
+                continue
+            name = states.index_to_req_id[slot].rsplit("-", 1)[0]
+            emitted = int(states.total_len.gpu[slot]) - int(states.prompt_len.gpu[slot])
+            truth = answers.get(name, [])[emitted : emitted + trees.depth]
+            bumps(truth, emitted, made[row])
+        grow(made.view(-1, vocab), num_reqs)
+
+    trees.grow = grow_known
+
+
+def _random(rng: random.Random, miss: float = 0.1) -> Bumps:
+    def bumps(truth: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        for depth, token in enumerate(truth):
+            if rng.random() < miss:
+                break
+            logits[depth, token] += rng.choice((4, 5, 6, 7))
+            logits[depth, (token + 1) % logits.shape[1]] += rng.choice((4, 5, 6, 7))
+
+    return bumps
+
+
+def _planned(accept: Sequence[int], swap: bool) -> Bumps:
+    """Exactly `accept[i % len(accept)]` tokens right after i emitted ones.
+
+    With `swap` every other depth prefers a wrong token to the right one, so that the accepted path
+    branches off; without it the right one comes first at every depth: a chain.
+    """
+
+    def bumps(truth: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        right = accept[emitted % len(accept)]
+        logits *= 0.3
+        for depth, token in enumerate(truth):
+            wrong = (token + 1) % logits.shape[1]
+            if depth >= right:
+                logits[depth, token] = -20.0
+            elif swap:
+                logits[depth, token] += 10 - depth % 2
+                logits[depth, wrong] += 9 + depth % 2
+            else:
+                logits[depth, token] += 14
+
+    return bumps

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A custom logits processor, loaded by engines by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
+
+
+class NoEcho(LogitsProcessor):
+    """Forbids the token that came two places before: reads the row above, as in a chain."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self._states = req_states
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        above = ctx.input_ids.roll(1)
+        history = self._states.all_token_ids.gpu
+        committed = history[ctx.expanded_idx_mapping, (ctx.pos - 1).clamp(min=0)].long()
+        before = torch.where(ctx.expanded_local_pos > 0, above.long(), committed)
+        logits.scatter_(1, before[:, None], -1e4)
+        return logits

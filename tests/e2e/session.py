@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One vLLM engine in this process, driven step by step, and everything a test asks of it.
+
+`Session(spec)` builds the engine; `run(batch)` feeds it requests and returns what came out. Both
+take and return plain JSON values, because the worker process that uses this class is talked to in
+JSON. Use it only in a process made for one engine: engines in one process share global state.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.metrics.reader import Counter, Vector
+
+_METRICS = ("spec_decode", "num_preemptions", "prefix_cache_hits")
+_MAX_IDLE_STEPS = 200
+
+
+def allow_async_scheduling() -> None:
+    """Keep `async_scheduling` as asked for: vLLM's CPU platform switches it off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def sampling_params(given: dict[str, Any]) -> SamplingParams:
+    """SamplingParams from JSON."""
+    given = dict(given)
+    if "structured_outputs" in given:
+        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+    if "logit_bias" in given:
+        given["logit_bias"] = {int(k): v for k, v in given["logit_bias"].items()}
+    return SamplingParams(**given)
+
+
+class Session:
+    """An engine and its counters.
+
+    Args:
+        spec: `engine`, keyword arguments of `LLM`; optional `oracle`, arguments of
+            `tests.e2e.oracle.install`; optional `probe`, `module:function` called with the session
+            after every engine step of a batch, whose JSON results are collected.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        allow_async_scheduling()
+        begin = time.process_time()
+        self.llm = LLM(**spec["engine"])
+        self.init_s = time.process_time() - begin
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.forwards = 0
+        # Of every tree that was verified: its request, its nodes and the accepted path.
+        self.path_requests: list[str] = []
+        self.verified: list[int] = []
+        self.paths: list[list[int]] = []
+        self._results: dict[str, dict[str, Any]] = {}
+        self._count_forwards()
+        self._record_trees()
+        if "oracle" in spec:
+            from tests.e2e import oracle
+
+            oracle.install(self.runner, **spec["oracle"])
+        self._probe = None
+        if "probe" in spec:
+            module, _, name = spec["probe"].partition(":")
+            self._probe = getattr(importlib.import_module(module), name)
+
+    def _count_forwards(self) -> None:
+        execute = self.runner.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.forwards += scheduler_output.total_num_scheduled_tokens > 0
+            return execute(scheduler_output, *args, **kwargs)
+
+        self.runner.execute_model = execute_model
+
+    def _record_trees(self) -> None:
+        """Read what was verified from the target's batch, not from what the plugin reports."""
+        state = self.runner.model_state
+        trees = getattr(state, "trees", None)
+        if trees is None:
+            return
+        postprocess = state.postprocess_state
+
+        def postprocess_state(*args: Any, **kwargs: Any) -> None:
+            batch = state._batch
+            paths = trees.path[: batch.num_reqs].tolist()
+            # Counted on the device: the root is a row as well.
+            verified = (batch.cu_num_logits.diff()[: batch.num_reqs] - 1).tolist()
+            for name, path, nodes in zip(batch.req_ids, paths, verified, strict=True):
+                if nodes > 0:
+                    self.paths.append([node for node in path if node >= 0])
+                    self.verified.append(nodes)
+                    self.path_requests.append(name.rsplit("-", 1)[0])
+            postprocess(*args, **kwargs)
+
+        state.postprocess_state = postprocess_state
+
+    def info(self) -> dict[str, Any]:
+        """What kind of engine this became."""
+        return {
+            "init_cpu_s": self.init_s,
+            "scheduler": type(self.scheduler).__name__,
+            "speculator": type(self.runner.speculator).__name__,
+            "num_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
+        }
+
+    def free_blocks(self) -> int:
+        """KV blocks nobody holds; those kept for prefix hits are free."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def metrics(self) -> dict[str, Any]:
+        """vLLM's counters, `vllm:` cut off; per-position counters as lists."""
+        out: dict[str, Any] = {}
+        for metric in self.llm.get_metrics():
+            name = metric.name.removeprefix("vllm:")
+            if any(part in name for part in _METRICS):
+                if isinstance(metric, Counter):
+                    out[name] = metric.value
+                elif isinstance(metric, Vector):
+                    out[name] = list(metric.values)
+        return out
+
+    def run(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Decode a batch to the end.
+
+        batch: `requests`, a list of {`id`, `prompt` (text or token ids), `params`} with optional
+        `arrive` (engine step at which it is added, default 0), `abort_after` (tokens after which
+        it is aborted) and `follow` ({`id`, `tokens`}: the prompt becomes the prompt and the first
+        tokens of that request of an earlier batch).
+        """
+        before, begin, forwards = self.metrics(), time.process_time(), self.forwards
+        free_before = self.free_blocks()
+        self.path_requests, self.verified, self.paths = [], [], []
+        probed: list[Any] = []
+        waiting = sorted(batch["requests"], key=lambda request: request.get("arrive", 0))
+        abort_after = {r["id"]: r["abort_after"] for r in waiting if "abort_after" in r}
+        results: dict[str, dict[str, Any]] = {}
+        step = idle = 0
+        while waiting or self.engine.has_unfinished_requests():
+            while waiting and waiting[0].get("arrive", 0) <= step:
+                self._add(waiting.pop(0), results)
+            outputs = self.engine.step()
+            for output in outputs:
+                result = results[output.request_id]
+                _take(output, result)
+                limit = abort_after.get(output.request_id)
+                if limit is not None and not output.finished and len(result["token_ids"]) >= limit:
+                    self.engine.abort_request([output.request_id])
+                    result["finish_reason"] = "abort"
+                    del abort_after[output.request_id]
+            if self._probe is not None:
+                probed += self._probe(self)
+            step += 1
+            idle = 0 if outputs or waiting else idle + 1
+            assert idle < _MAX_IDLE_STEPS, "the engine makes no progress"
+        while self.scheduler.has_requests() or self.core.batch_queue:
+            # What was aborted leaves with a step of the engine.
+            self.core.step_fn()
+        return {
+            "requests": results,
+            "forwards": self.forwards - forwards,
+            "cpu_s": time.process_time() - begin,
+            "path_requests": self.path_requests,
+            "verified": self.verified,
+            "paths": self.paths,
+            "probed": probed,
+            "metrics": _difference(self.metrics(), before),
+            "free_blocks": [free_before, self.free_blocks()],
+        }
+
+    def _add(self, request: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
+        prompt = request["prompt"]
+        if "follow" in request:
+            earlier = self._results[request["follow"]["id"]]
+            made = earlier["token_ids"][: request["follow"]["tokens"]]
+            prompt = earlier["prompt_token_ids"] + made
+        if not isinstance(prompt, str):
+            prompt = {"prompt_token_ids": prompt}
+        results[request["id"]] = result = {
+            "token_ids": [],
+            "chunks": [],
+            "text": "",
+            "finish_reason": None,
+            "error": None,
+        }
+        try:
+            self.engine.add_request(request["id"], prompt, sampling_params(request["params"]))
+        except (ValueError, VLLMValidationError) as error:
+            result["error"] = str(error)
+        self._results[request["id"]] = result
+
+
+def _take(output: Any, result: dict[str, Any]) -> None:
+    """Note what is new in a RequestOutput; `chunks` are the tokens of each step."""
+    completion = output.outputs[0]
+    new = len(completion.token_ids) - len(result["token_ids"])
+    if new:
+        result["chunks"].append(new)
+    result["token_ids"] = list(completion.token_ids)
+    result["prompt_token_ids"] = list(output.prompt_token_ids)
+    result["text"] = completion.text
+    result["finish_reason"] = completion.finish_reason
+    result["stop_reason"] = completion.stop_reason
+    result["cached_tokens"] = output.num_cached_tokens
+    if completion.logprobs is not None:
+        result["logprobs"] = [
+            {str(token): entry.logprob for token, entry in position.items()}
+            for position in completion.logprobs
+        ]
+
+
+def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name, 0)
+        if isinstance(value, list):
+            old = old or [0] * len(value)
+            out[name] = [a - b for a, b in zip(value, old, strict=True)]
+        else:
+            out[name] = value - old
+    return out

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids are those of plain vLLM decoding, whatever is asked for and however it is scheduled.
+
+Every engine decodes the same batches as a plain one with the same settings; see
+`tests.e2e.compare` for what counts as the same. `oracle` engines have their drafter's logits
+replaced (`tests.e2e.oracle`), so that accepted paths are long and wind through the tree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.compare import Comparison
+from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+
+pytestmark = pytest.mark.e2e
+
+Run = dict[str, Any]
+MODES = ("sync", "async")
+
+
+def edge_cases() -> list[Batch]:
+    """One batch for each thing that is easy to get wrong."""
+    return [
+        cases.chunked(),
+        cases.stops(),
+        cases.context_end(Engine().max_model_len),
+        *cases.prefix_cache(),
+        cases.aborted(),
+        cases.spines(),
+        cases.structured(),
+    ]
+
+
+def batches_of(mode: str) -> list[Batch]:
+    """What the default lane decodes: the prompts once, the edge cases with either scheduler."""
+    if mode == "sync":
+        return [cases.greedy(6), cases.sampled(9), *edge_cases()]
+    return [cases.greedy(1), cases.sampled(6, tokens=40), *edge_cases()]
+
+
+def engine_of(mode: str) -> Engine:
+    """The plain engine of four requests at once."""
+    return Engine().with_async() if mode == "async" else Engine()
+
+
+def answers(run: Run) -> dict[str, list[int]]:
+    """Request id -> tokens, over all batches of a run."""
+    return {
+        name: result["token_ids"]
+        for batch in run["batches"]
+        for name, result in batch["requests"].items()
+    }
+
+
+def results(batches: list[Batch], run: Run, prefix: str) -> list[Run]:
+    """The results of the requests whose id begins with `prefix`."""
+    return [
+        result
+        for batch in run["batches"]
+        for name, result in batch["requests"].items()
+        if name.startswith(prefix)
+    ]
+
+
+class Matrix:
+    """The runs of the default lane; all are started at once."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.batches = {mode: batches_of(mode) for mode in MODES}
+        self._runner = runner
+        for mode in MODES:
+            self._submit(mode, engine_of(mode))
+            self._submit(mode, engine_of(mode).with_bastion(16))
+
+    def _submit(self, mode: str, engine: Engine, **more: Any) -> Any:
+        return self._runner.submit(engine, self.batches[mode], **more)
+
+    def plain(self, mode: str) -> Run:
+        """Plain decoding."""
+        return self._submit(mode, engine_of(mode)).result()
+
+    def tree(self, mode: str) -> Run:
+        """Method bastion with the real drafter."""
+        return self._submit(mode, engine_of(mode).with_bastion(16)).result()
+
+    def oracle(self, mode: str) -> Run:
+        """Method bastion with an oracle for a drafter."""
+        known = {"answers": answers(self.plain(mode))}
+        engine = engine_of(mode).with_bastion(16, 16)
+        return self._submit(mode, engine, oracle=known).result()
+
+
+@pytest.fixture(scope="module")
+def matrix(runner: Runner) -> Matrix:
+    return Matrix(runner)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_drafter(matrix: Matrix, compare: Comparison, mode: str) -> None:
+    """The pair as it is, adaptive budget."""
+    run = matrix.tree(mode)
+    compare.same(f"batch 4, {mode}", matrix.batches[mode], matrix.plain(mode), run)
+    assert run["info"]["speculator"] == "BastionSpeculator"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_oracle(matrix: Matrix, compare: Comparison, mode: str) -> None:
+    """Long paths that leave the spine."""
+    run = matrix.oracle(mode)
+    compare.same(f"batch 4, {mode}, oracle", matrix.batches[mode], matrix.plain(mode), run)
+    paths = [path for batch in run["batches"] for path in batch["paths"]]
+    branchy = [path for path in paths if path != list(range(len(path)))]
+    assert len(branchy) > 100
+    assert max(len(path) for path in branchy) > 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scheduler(matrix: Matrix, mode: str) -> None:
+    """The scheduler asked for is the one that ran."""
+    expected = {"sync": "Scheduler", "async": "AsyncScheduler"}[mode]
+    assert matrix.tree(mode)["info"]["scheduler"] == expected
+    assert matrix.plain(mode)["info"]["scheduler"] == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cases_happened(matrix: Matrix, mode: str) -> None:
+    """The edge cases are what they say, in the run with long paths."""
+    batches, run = matrix.batches[mode], matrix.oracle(mode)
+    by_case = dict(zip([batch.case for batch in batches], run["batches"], strict=True))
+
+    long = [result for result in results(batches, run, "chunked-") if result["token_ids"]]
+    assert sum(len(result["prompt_token_ids"]) > 128 for result in long) == 3
+
+    limit = Engine().max_model_len
+    for result in results(batches, run, "end-"):
+        assert len(result["prompt_token_ids"]) + len(result["token_ids"]) == limit
+
+    for cold, warm in zip(results(batches, run, "cold-"), results(batches, run, "warm-")):
+        # A hit beyond the cold prompt is on blocks that decoding has filled and compacted.
+        assert warm["cached_tokens"] > len(cold["prompt_token_ids"])
+
+    stopped = results(batches, run, "stop-")
+    assert sum(result["finish_reason"] == "stop" for result in stopped) >= 6
+    cut = by_case["stop strings and max_tokens inside a path"]
+    emitted = {name: len(result["token_ids"]) for name, result in cut["requests"].items()}
+    offered = dict.fromkeys(emitted, 1)  # the first token comes from the prompt
+    for name, path in zip(cut["path_requests"], cut["paths"], strict=True):
+        offered[name] += len(path)
+    inside = [name for name in emitted if offered[name] > emitted[name]]
+    assert any(name.startswith("limit") for name in inside)
+    assert any(name.startswith("stop") for name in inside)
+
+    aborted = [r["finish_reason"] for r in results(batches, run, "abort-")]
+    assert aborted.count("abort") == 2
+    grammars = results(batches, run, "grammar-")
+    assert sum(result["finish_reason"] == "stop" for result in grammars) >= 4
+
+
+_FULL = [(seqs, nodes, mode) for seqs, nodes in ((1, 64), (2, 32), (4, 16)) for mode in MODES]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("seqs", "nodes", "mode"), _FULL)
+def test_all_prompts(runner: Runner, compare: Comparison, seqs: int, nodes: int, mode: str) -> None:
+    """T=0 on all 90 prompts, T=0.8 and T=1 on 30; batch 1, 2 and 4, either scheduler."""
+    plain = Engine(max_num_seqs=seqs, async_scheduling=mode == "async")
+    batches = [cases.greedy(30), cases.sampled(30)]
+    futures = [runner.submit(engine, batches) for engine in (plain, plain.with_bastion(nodes))]
+    compare.same(f"batch {seqs}, {mode}, {nodes} nodes", batches, *(f.result() for f in futures))
+
+
+_BUDGETS: list[tuple[str, Engine]] = [
+    ("1 node", Engine().with_bastion(1)),
+    ("8 nodes, fixed", Engine().with_bastion(8, 8)),
+    ("32 nodes, fixed", Engine(max_num_seqs=2).with_bastion(32, 32)),
+    ("64 nodes, fixed", Engine(max_num_seqs=1).with_bastion(64, 64)),
+    ("none verified", Engine().with_bastion(16, 0)),
+    ("lagged", Engine().with_bastion(16, budget_timing="lagged")),
+    ("first_decrease", Engine().with_bastion(16, controller="first_decrease")),
+    ("top-1", Engine().with_bastion(GAMMA, GAMMA, top_k=1)),
+]
+
+
+def _check_budget(
+    runner: Runner, compare: Comparison, label: str, engine: Engine, batches: list[Batch]
+) -> None:
+    plain = Engine(max_num_seqs=engine.max_num_seqs)
+    first = runner.submit(plain, batches)
+    second = runner.submit(engine, batches)
+    compare.same(label, batches, first.result(), second.result())
+    known = {"answers": answers(first.result())}
+    compare.same(
+        f"{label}, oracle", batches, first.result(), runner.run(engine, batches, oracle=known)
+    )
+
+
+@pytest.mark.parametrize(("label", "engine"), _BUDGETS[:4], ids=lambda value: str(value)[:12])
+def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
+    """Fixed budgets, few prompts."""
+    _check_budget(runner, compare, label, engine, [cases.greedy(1, 48), cases.sampled(3, 48)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("label", "engine"), _BUDGETS, ids=lambda value: str(value)[:12])
+def test_all_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
+    """Every way to choose the budget, more prompts."""
+    _check_budget(runner, compare, label, engine, [cases.greedy(6), cases.sampled(9)])

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` with method "bastion": OpenAI requests, streams, metrics and start-up errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.engines import DRAFTER, ENVIRONMENT, GAMMA, ROOT, TARGET, Batch, Engine, Runner
+
+pytestmark = pytest.mark.e2e
+
+NODES = 32
+START_S = 300
+SPECULATIVE = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": NODES}
+OPTIONS = (
+    "--dtype float32 --enforce-eager --max-model-len 320 --max-num-seqs 2 --block-size 32 "
+    "--max-num-batched-tokens 128 --num-gpu-blocks-override 96 --host 127.0.0.1"
+).split()
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def environment() -> dict[str, str]:
+    """What a user sets on a CPU host, and nothing that eases testing."""
+    env = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO"}
+    del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    env.pop("TRITON_INTERPRET", None)
+    return env
+
+
+def serve(log: Path, port: int, speculative: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start a server in a process group of its own, its output in `log`."""
+    command = [*VLLM, "serve", TARGET, "--port", str(port), *OPTIONS,
+               "--speculative-config", json.dumps(speculative)]  # fmt: skip
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=out, env=environment(), cwd=ROOT, start_new_session=True
+        )
+
+
+class Server:
+    """A running server and its requests."""
+
+    def __init__(self, url: str, log: Path) -> None:
+        self.url, self.log = url, log
+
+    def get(self, path: str) -> str:
+        with urlopen(self.url + path, timeout=60) as answer:
+            return answer.read().decode()
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        return json.loads(self._open(path, body).read())
+
+    def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
+        """The chunks of a streamed answer."""
+        for line in self._open(path, {**body, "stream": True}):
+            text = line.decode().strip()
+            if text.startswith("data: ") and text != "data: [DONE]":
+                yield json.loads(text.removeprefix("data: "))
+
+    def _open(self, path: str, body: dict[str, Any]) -> Any:
+        data = json.dumps({"model": TARGET, **body}).encode()
+        request = Request(self.url + path, data, {"Content-Type": "application/json"})
+        return urlopen(request, timeout=120)
+
+    def counters(self) -> dict[str, float]:
+        """The spec_decode counters of /metrics; per position `.._per_pos/i`."""
+        out = {}
+        for line in self.get("/metrics").splitlines():
+            name, _, rest = line.partition("{")
+            if name.startswith("vllm:spec_decode") and not name.endswith("_created"):
+                labels, _, value = rest.rpartition("} ")
+                position = [part for part in labels.split(",") if part.startswith("position=")]
+                key = name.removeprefix("vllm:spec_decode_num_").removesuffix("_total")
+                key += "/" + position[0].split('"')[1] if position else ""
+                out[key] = float(value)
+        return out
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("serve") / "server.log"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = serve(log, port, SPECULATIVE)
+    running = Server(f"http://127.0.0.1:{port}", log)
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            try:
+                running.get("/health")
+                break
+            except (URLError, HTTPError, ConnectionError):
+                time.sleep(1)
+        yield running
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def plain(runner: Runner) -> dict[str, Any]:
+    """The same prompts decoded by a plain engine, submitted so that it runs beside the server."""
+    batch = Batch("serving")
+    for name, text in cases.some(1, first=25):
+        batch.add(name, text, temperature=0, max_tokens=40)
+    batch.add(
+        "seeded", cases.prompts()["chat"][26], temperature=1.0, seed=5, top_p=0.9, max_tokens=40
+    )
+    return {"batch": batch, "run": runner.submit(Engine(max_num_seqs=2), [batch])}
+
+
+def test_answers_streams_and_counters(plain: dict[str, Any], server: Server) -> None:
+    """Completions, plain and streamed, give plain decoding's text; the counters add up."""
+    before = server.counters()
+    expected = plain["run"].result()["batches"][0]["requests"]
+    emitted = 0
+    for request in plain["batch"].requests:
+        body = {"prompt": request["prompt"], **request["params"]}
+        answer = server.post("/v1/completions", **body)
+        assert answer["choices"][0]["text"] == expected[request["id"]]["text"], request["id"]
+        assert answer["choices"][0]["finish_reason"] == expected[request["id"]]["finish_reason"]
+        emitted += answer["usage"]["completion_tokens"]
+        chunks = list(server.stream("/v1/completions", **body))
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert text == answer["choices"][0]["text"]
+        emitted += answer["usage"]["completion_tokens"]
+    after = server.counters()
+    gained = {name: after[name] - before.get(name, 0) for name in after}
+    positions = [gained[f"accepted_tokens_per_pos/{i}"] for i in range(GAMMA)]
+    assert f"accepted_tokens_per_pos/{GAMMA}" not in gained
+    assert positions == sorted(positions, reverse=True)
+    assert sum(positions) == gained["accepted_tokens"]
+    assert 0 < gained["drafts"] <= emitted
+    assert gained["draft_tokens"] <= NODES * gained["drafts"]
+    assert gained["accepted_tokens"] <= gained["draft_tokens"]
+    # Every step of a request emits the accepted tokens and one more; its last may be cut short.
+    requests = 2 * len(plain["batch"].requests)
+    total = requests + gained["drafts"] + gained["accepted_tokens"]
+    assert emitted <= total <= emitted + requests * (GAMMA + 1)
+
+
+def test_chat_stream(server: Server) -> None:
+    """Chat completions stream the same text that they return in one piece."""
+    body = {"messages": [{"role": "user", "content": "Hi, can you help me plan my week?"}],
+            "temperature": 0, "max_tokens": 24}  # fmt: skip
+    answer = server.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    chunks = list(server.stream("/v1/chat/completions", **body))
+    deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    assert answer
+    assert "".join(deltas) == answer
+
+
+def test_requests_with_grammar_and_penalties(server: Server) -> None:
+    """Spines in the server's own processes."""
+    answer = server.post(
+        "/v1/completions", prompt="Answer: ", temperature=0, max_tokens=16,
+        structured_outputs={"choice": ["positive", "negative"]},
+    )  # fmt: skip
+    assert answer["choices"][0]["text"] in ("positive", "negative")
+    answer = server.post(
+        "/v1/completions", prompt="a a a a", temperature=0, max_tokens=8, repetition_penalty=1.5,
+        logprobs=2,
+    )  # fmt: skip
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.slow
+def test_bench_serve(server: Server) -> None:
+    """`vllm bench serve` runs and reads the counters."""
+    command = [*VLLM, "bench", "serve", "--backend", "openai", "--base-url", server.url,
+               "--model", TARGET, "--dataset-name", "random", "--random-input-len", "40",
+               "--random-output-len", "24", "--num-prompts", "4"]  # fmt: skip
+    done = subprocess.run(
+        command,
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Acceptance length" in done.stdout
+    assert "Successful requests:                     4" in done.stdout
+
+
+def test_wrong_configuration(tmp_path: Path) -> None:
+    """An unknown key ends the start with one sentence that names it."""
+    log = tmp_path / "server.log"
+    process = serve(log, 1, SPECULATIVE | {"bastion_budgte": 8})
+    try:
+        assert process.wait(START_S) != 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    last = log.read_text().strip().splitlines()[-1]
+    assert 'unknown key "bastion_budgte"' in last
+    assert 'did you mean "bastion_budget"?' in last

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine in its own process: a spec in, JSON results in a file, the engine's log in another."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def work(spec: dict[str, Any], result: str, log: str) -> None:
+    """Entry of the process; an error ends it with 1 and the traceback at the end of `log`.
+
+    spec: that of `tests.e2e.session.Session`, with a list `batches`, decoded one after the other.
+    `result` gets `{"info": ..., "batches": [...]}`; where `spec["may_fail"]` and the engine could
+    not be built, `{"error": "Type: text"}`.
+    """
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    Path(result).write_text(json.dumps(_run(spec)))
+
+
+def _run(spec: dict[str, Any]) -> dict[str, Any]:
+    from tests.e2e.session import Session
+
+    try:
+        session = Session(spec)
+    except Exception as error:
+        if spec.get("may_fail"):
+            return {"error": f"{type(error).__name__}: {error}"}
+        raise
+    batches = [session.run(batch) for batch in spec["batches"]]
+    return {"info": session.info(), "batches": batches}
