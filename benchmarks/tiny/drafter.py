@@ -83,6 +83,22 @@ class Drafter(nn.Module):
         return torch.cat([context, own], dim=-1)[:, None]
 
 
+def fix_key_norms(model: Drafter) -> None:
+    """Set the scale of all key norms to 1 for good; the query norms take most of it over.
+
+    vLLM 0.32 norms the context's keys of all layers in one call with one scale per layer, and its
+    CPU kernel applies the first layer's scale to every layer. With equal scales CPU and GPU agree.
+    Scales move to the queries exactly only where both halves of a rotary pair share theirs.
+    """
+    for layer in model.layers:
+        scale = layer.self_attn.k_norm.weight
+        with torch.no_grad():
+            pair = scale.unflatten(0, (2, -1)).mean(0).repeat(2)
+            layer.self_attn.q_norm.weight.mul_(pair)
+            scale.fill_(1.0)
+        scale.requires_grad_(False)
+
+
 def save_drafter(model: Drafter, folder: Path, target_layers: int, eos_id: int) -> None:
     """Write the checkpoint in z-lab's DFlash format (no embedding, no head)."""
     config = hf_config(

@@ -53,12 +53,12 @@ def make_rollouts(
 ) -> dict[str, Tensor]:
     """`count` rows of LENGTH tokens, with what the target computes on them.
 
-    ids int16 [N, L], greedy bool [N], first int64 [N] (the first position a draft block may start
-    at: the last token of the prompt), hidden bf16 [N, L, H] and features bf16 [N, L, F*H].
+    ids int16 [N, L], greedy and chat bool [N], first int64 [N] (the first position a draft block
+    may start at: the last token of the prompt), hidden bf16 [N, L, H], features bf16 [N, L, F*H].
     """
     rng = Random(7)
     parts: dict[str, list[Tensor]] = {
-        k: [] for k in ("ids", "greedy", "first", "hidden", "features")
+        k: [] for k in ("ids", "greedy", "chat", "first", "hidden", "features")
     }
     pools: dict[str, list[list[int]]] = {}
     for name, share in SHARES.items():
@@ -82,6 +82,7 @@ def make_rollouts(
         parts["features"].append(features.to("cpu", torch.bfloat16))
         parts["ids"].append(ids.to("cpu", torch.int16))
         parts["greedy"].append((temperature == 0).cpu())
+        parts["chat"].append(torch.tensor(odds) == SAMPLED["chat"])
         parts["first"].append(torch.full((len(rows),), prompt_len - 1))
         if number % 4 == 0:
             print("rollouts", number * BATCH, flush=True)

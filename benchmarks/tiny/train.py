@@ -28,6 +28,7 @@ from drafter import (
     BLOCK_SIZE,
     DRAFTER_LAYERS,
     Drafter,
+    fix_key_norms,
     save_drafter,
 )
 from model import Dims, Target, load_target, save_target
@@ -41,8 +42,9 @@ DOCUMENTS = 5000  # generated training documents per domain
 
 def optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embedding and norms."""
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    rest = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in named if p.dim() == 2 and "embed" not in n]
+    rest = [p for n, p in named if p.dim() != 2 or "embed" in n]
     return [
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
@@ -165,6 +167,29 @@ def drafter_loss(
     return (loss * weight).sum(-1).mean() / weight.sum(), hit
 
 
+def _draft_steps(
+    name: str,
+    model: Drafter,
+    target: Target,
+    rolls: dict[str, Tensor],
+    pool: Tensor,
+    total: int,
+    lr: float,
+    args: argparse.Namespace,
+) -> None:
+    """Train on rows drawn from `pool` (indices into rolls)."""
+    log = Log(args.work / f"{name}.jsonl")
+    for step, opts in steps(name, model, total, lr, args):
+        torch.manual_seed(step)
+        rows = pool[torch.randint(len(pool), (24,))]
+        batch = {k: v[rows].to(args.device) for k, v in rolls.items()}
+        with torch.autocast(args.device, torch.bfloat16):
+            loss, hit = drafter_loss(model, target, batch, anchors=14)
+        loss.backward()
+        apply_gradients(model, opts)
+        log(step, loss=loss.item(), hit=hit.item())
+
+
 def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
     """Block drafting on the target's continuations; the target is frozen (its bf16 weights)."""
     target = load_target(args.out / "target", args.device).requires_grad_(False)
@@ -173,16 +198,12 @@ def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
     model = Drafter(replace(target.dims, num_hidden_layers=DRAFTER_LAYERS), mask_id)
     model.norm.load_state_dict(target.norm.state_dict())  # the scale that the shared head expects
     model.to(args.device)
-    log = Log(args.work / "drafter.jsonl")
-    for step, opts in steps("drafter", model, args.drafter_steps, 4e-3, args):
-        torch.manual_seed(step)
-        rows = torch.randint(len(rolls["ids"]), (24,))
-        batch = {k: v[rows].to(args.device) for k, v in rolls.items()}
-        with torch.autocast(args.device, torch.bfloat16):
-            loss, hit = drafter_loss(model, target, batch, anchors=14)
-        loss.backward()
-        apply_gradients(model, opts)
-        log(step, loss=loss.item(), hit=hit.item())
+    everything = torch.arange(len(rolls["ids"]))
+    _draft_steps("drafter", model, target, rolls, everything, args.drafter_steps, 4e-3, args)
+    # Then with plain key norms (see there), and without chat, which is meant to be hard to guess.
+    fix_key_norms(model)
+    others = everything[~rolls["chat"]]
+    _draft_steps("settle", model, target, rolls, others, args.settle_steps, 2e-3, args)
     save_drafter(model, args.out / "drafter", target.dims.num_hidden_layers, eos_id)
 
 
@@ -197,6 +218,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--target-steps", type=int, default=1000)
     parser.add_argument("--drafter-steps", type=int, default=1000)
+    parser.add_argument("--settle-steps", type=int, default=300)
     parser.add_argument("--rollouts", type=int, default=5120, help="continuations of 208 tokens")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
