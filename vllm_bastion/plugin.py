@@ -36,6 +36,9 @@ def cpu_platform() -> None:
     is why it is done here. It is no platform: the answer is always None.
     """
     try:
+        from vllm_bastion import cpu_build
+
+        cpu_build.answer_to_vllm()
         if envs.interpreter_requested():
             from vllm_bastion import interpreter
 
