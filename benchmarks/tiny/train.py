@@ -5,7 +5,8 @@ Stages, each skipped when its result is already in the work folder (delete a fil
   data      tokenizer, token streams, prompts.jsonl
   target    next-token training                          -> target/
   rollouts  the target continues training text, greedily and at T=1
-  drafter   block drafting on those continuations         -> drafter/
+  drafter   block drafting on those continuations
+  settle    the same with plain key norms                 -> drafter/
 """
 
 from __future__ import annotations
