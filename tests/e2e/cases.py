@@ -7,6 +7,8 @@ import functools
 import json
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from tests.e2e.engines import PAIR, Batch
 
 DOMAINS = ("code", "arithmetic", "chat")
@@ -41,9 +43,10 @@ def some(per_domain: int, first: int = 0) -> list[tuple[str, str]]:
     ]
 
 
-def long_prompt(domain: str, words: int) -> str:
-    """Held-out prompts of a domain strung together, about `words` words."""
-    return " ".join(" ".join(prompts()[domain]).split(" ")[:words])
+def long_prompt(domain: str, tokens: int) -> list[int]:
+    """The first token ids of a domain's held-out prompts strung together."""
+    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
+    return tokenizer.encode("\n".join(prompts()[domain])).ids[:tokens]
 
 
 def greedy(per_domain: int, tokens: int = 64) -> Batch:
@@ -69,9 +72,9 @@ def chunked() -> Batch:
     short, *_ = prompts()["code"]
     batch.add("chunked-short", short, temperature=0, max_tokens=40, ignore_eos=True)
     for i, domain in enumerate(DOMAINS):
-        text = long_prompt(domain, 100 + 20 * i)
+        prompt = long_prompt(domain, 150 + 60 * i)
         extra = {"temperature": 1.0, "seed": 5} if domain == "chat" else {"temperature": 0}
-        batch.add(f"chunked-{domain}", text, arrive=4 * i, max_tokens=24, **extra)
+        batch.add(f"chunked-{domain}", prompt, arrive=4 * i, max_tokens=24, **extra)
     return batch
 
 
@@ -98,7 +101,7 @@ def context_end(max_model_len: int) -> Batch:
     """Contexts that end at max_model_len, the last steps with less room than a tree's depth."""
     batch = Batch("context ends at max_model_len")
     for i, domain in enumerate(DOMAINS):
-        prompt = long_prompt(domain, 110)
+        prompt = long_prompt(domain, max_model_len - 70 - 5 * i)
         temperature = float(domain == "code")
         batch.add(f"end-{domain}", prompt, temperature=temperature, seed=i,
                   max_tokens=max_model_len, ignore_eos=True)  # fmt: skip

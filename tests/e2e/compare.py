@@ -85,6 +85,22 @@ def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
+def _logprobs_differ(left: list[dict[str, float]], right: list[dict[str, float]]) -> str | None:
+    """What is wrong with the log-probabilities of the same tokens; None where nothing is.
+
+    The tokens that are reported may differ at the end of the list, where two are as good.
+    """
+    if len(left) != len(right):
+        return f"{len(left)} log-probabilities became {len(right)}"
+    for at, (one, other) in enumerate(zip(left, right, strict=True)):
+        for token in one.keys() & other.keys():
+            if abs(one[token] - other[token]) > NEAR_TIE:
+                return f"log-probability {one[token]} at {at} became {other[token]}"
+        if len(one) != len(other) or not one.keys() & other.keys():
+            return f"log-probabilities of {sorted(one)} at {at} became those of {sorted(other)}"
+    return None
+
+
 class Comparison:
     """Compares runs with plain ones and fails on what no near-tie explains."""
 
@@ -134,7 +150,7 @@ class Comparison:
             for key in ("finish_reason", "stop_reason", "text", "error"):
                 if left.get(key) != right.get(key):
                     return f"{key} {left.get(key)!r} became {right.get(key)!r}"
-            return None
+            return _logprobs_differ(left.get("logprobs", []), right.get("logprobs", []))
         row.mismatches += 1
         prefix = left["prompt_token_ids"] + tokens[:at]
         gap = self._gap(request, prefix, tokens[at : at + 1], others[at : at + 1])

@@ -169,9 +169,7 @@ class Session:
             step += 1
             idle = 0 if outputs or waiting else idle + 1
             assert idle < _MAX_IDLE_STEPS, "the engine makes no progress"
-        while self.scheduler.has_requests() or self.core.batch_queue:
-            # What was aborted leaves with a step of the engine.
-            self.core.step_fn()
+        self.drain()
         return {
             "requests": results,
             "forwards": self.forwards - forwards,
@@ -183,6 +181,11 @@ class Session:
             "metrics": _difference(self.metrics(), before),
             "free_blocks": [free_before, self.free_blocks()],
         }
+
+    def drain(self) -> None:
+        """Let what was aborted leave: it does so with a step of the engine."""
+        while self.scheduler.has_requests() or self.core.batch_queue:
+            self.core.step_fn()
 
     def _add(self, request: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
         prompt = request["prompt"]

@@ -26,10 +26,11 @@ pytestmark = pytest.mark.e2e
 NODES = 32
 START_S = 300
 SPECULATIVE = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": NODES}
-OPTIONS = (
-    "--dtype float32 --enforce-eager --max-model-len 320 --max-num-seqs 2 --block-size 32 "
-    "--max-num-batched-tokens 128 --num-gpu-blocks-override 96 --host 127.0.0.1"
-).split()
+OPTIONS = [
+    *("--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--block-size", "32"),
+    *("--max-model-len", "320", "--max-num-seqs", "2", "--max-num-batched-tokens", "128"),
+    *("--num-gpu-blocks-override", "96"),
+]
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
@@ -49,6 +50,18 @@ def serve(log: Path, port: int, speculative: dict[str, Any]) -> subprocess.Popen
         return subprocess.Popen(
             command, stdout=out, stderr=out, env=environment(), cwd=ROOT, start_new_session=True
         )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server and its processes."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 class Server:
@@ -110,11 +123,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
                 time.sleep(1)
         yield running
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        stop(process)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +193,6 @@ def test_requests_with_grammar_and_penalties(server: Server) -> None:
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"]
 
 
-@pytest.mark.slow
 def test_bench_serve(server: Server) -> None:
     """`vllm bench serve` runs and reads the counters."""
     command = [*VLLM, "bench", "serve", "--backend", "openai", "--base-url", server.url,
@@ -211,8 +219,7 @@ def test_wrong_configuration(tmp_path: Path) -> None:
     try:
         assert process.wait(START_S) != 0
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        stop(process)
     last = log.read_text().strip().splitlines()[-1]
     assert 'unknown key "bastion_budgte"' in last
     assert 'did you mean "bastion_budget"?' in last
