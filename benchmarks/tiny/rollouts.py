@@ -53,12 +53,13 @@ def make_rollouts(
 ) -> dict[str, Tensor]:
     """`count` rows of LENGTH tokens, with what the target computes on them.
 
-    ids int16 [N, L], greedy and chat bool [N], first int64 [N] (the first position a draft block
-    may start at: the last token of the prompt), hidden bf16 [N, L, H], features bf16 [N, L, F*H].
+    ids int16 [N, L], greedy, chat and code bool [N], first int64 [N] (the first position a draft
+    block may start at: the last token of the prompt), hidden bf16 [N, L, H], features bf16
+    [N, L, F*H].
     """
     rng = Random(7)
     parts: dict[str, list[Tensor]] = {
-        k: [] for k in ("ids", "greedy", "chat", "first", "hidden", "features")
+        k: [] for k in ("ids", "greedy", "chat", "code", "first", "hidden", "features")
     }
     pools: dict[str, list[list[int]]] = {}
     for name, share in SHARES.items():
@@ -67,14 +68,15 @@ def make_rollouts(
     for number in range(count // BATCH):
         prompt_len = rng.randint(24, 100)
         rows: list[list[int]] = []
-        odds: list[float] = []
+        names: list[str] = []
         for name, share in SHARES.items():
             pool = [i for i in pools[name] if len(i) >= prompt_len]
             rows += [i[:prompt_len] for i in rng.sample(pool, int(share * BATCH))]
-            odds += [SAMPLED[name]] * (len(rows) - len(odds))
+            names += [name] * (len(rows) - len(names))
         prompts = torch.tensor(rows, device=device)
         sampled = torch.rand(len(rows), generator=torch.Generator().manual_seed(number))
-        temperature = (sampled < torch.tensor(odds)).float().to(device)
+        odds = torch.tensor([SAMPLED[name] for name in names])
+        temperature = (sampled < odds).float().to(device)
         ids = continue_batch(target, prompts, LENGTH, temperature, seed=number)
         with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
             hidden, features = target(ids, features=TARGET_LAYER_IDS)
@@ -82,7 +84,8 @@ def make_rollouts(
         parts["features"].append(features.to("cpu", torch.bfloat16))
         parts["ids"].append(ids.to("cpu", torch.int16))
         parts["greedy"].append((temperature == 0).cpu())
-        parts["chat"].append(torch.tensor(odds) == SAMPLED["chat"])
+        parts["chat"].append(torch.tensor([name == "chat" for name in names]))
+        parts["code"].append(torch.tensor([name in ("stdlib", "code") for name in names]))
         parts["first"].append(torch.full((len(rows),), prompt_len - 1))
         if number % 4 == 0:
             print("rollouts", number * BATCH, flush=True)
