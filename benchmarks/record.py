@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", type=int, default=10, help="per domain (default 10)")
+    parser.add_argument("--prompts", type=int, default=15, help="per domain (default 15)")
     parser.add_argument("--steps", type=int, default=64, help="steps per request (default 64)")
     parser.add_argument("--top-k", type=int, default=16, help="candidates per depth (default 16)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
