@@ -26,12 +26,18 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import KVCompactor
 from vllm_bastion.runner.runtime import Runtime
 from vllm_bastion.runner.sampler import TreeRejectionSampler
+
+# vLLM's own processors: what they need is known from the request, see `needs_spine`.
+_BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)
 
 
 def needs_spine(params: SamplingParams | None) -> bool:
@@ -64,8 +70,7 @@ class BastionModelState(DefaultModelState):
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(vllm_config, *args)
         self.runtime, self.trees = runtime, runtime.trees
-        # A custom logits processor may keep any state of its own.
-        self._always_spine = bool(self.model_config.logits_processors)
+        self._always_spine = False
         self._batch: InputBatch | None = None
         self._target_layers: list[str] = []
         self._compactor: KVCompactor | None = None
@@ -143,6 +148,11 @@ class BastionModelState(DefaultModelState):
     # ---- after the target's forward -----------------------------------------------------
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
+        # A custom logits processor may keep any state of its own. Asked here, because installed
+        # packages bring processors that no configuration names.
+        self._always_spine = any(
+            not isinstance(processor, _BUILT_IN) for processor in sampler.logits_processors
+        )
         spec_config = self.vllm_config.speculative_config
         return sampler, TreeRejectionSampler(self.runtime, sampler, spec_config, self.device)
 
