@@ -14,6 +14,7 @@ from tests.e2e.engines import ROOT, Runner
 HERE = Path(__file__).parent
 RESULTS = ROOT / "benchmarks" / "results" / "lossless"
 _TALLY = pytest.StashKey[Tally]()
+_ENGINES = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,9 +22,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def runner(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[Runner]:
     """Runs engines in processes of their own; what has run once is kept."""
-    return Runner(tmp_path_factory.mktemp("engines"))
+    made = Runner(tmp_path_factory.mktemp("engines"))
+    yield made
+    pytestconfig.stash[_ENGINES] = f"{len(made.cpu_s)} engines, {sum(made.cpu_s):.0f} s of CPU"
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +55,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if tally.rows:
         terminalreporter.section("token identity with plain vLLM decoding")
         terminalreporter.write(tally.markdown())
+        terminalreporter.write_line(terminalreporter.config.stash.get(_ENGINES, ""))

@@ -9,7 +9,6 @@ JSON. Use it only in a process made for one engine: engines in one process share
 from __future__ import annotations
 
 import importlib
-import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -56,9 +55,7 @@ class Session:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         allow_async_scheduling()
-        begin = time.process_time()
         self.llm = LLM(**spec["engine"])
-        self.init_s = time.process_time() - begin
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
@@ -114,7 +111,6 @@ class Session:
     def info(self) -> dict[str, Any]:
         """What kind of engine this became."""
         return {
-            "init_cpu_s": self.init_s,
             "scheduler": type(self.scheduler).__name__,
             "speculator": type(self.runner.speculator).__name__,
             "num_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
@@ -144,7 +140,7 @@ class Session:
         it is aborted) and `follow` ({`id`, `tokens`}: the prompt becomes the prompt and the first
         tokens of that request of an earlier batch).
         """
-        before, begin, forwards = self.metrics(), time.process_time(), self.forwards
+        before, forwards = self.metrics(), self.forwards
         free_before = self.free_blocks()
         self.path_requests, self.verified, self.paths = [], [], []
         probed: list[Any] = []
@@ -173,7 +169,6 @@ class Session:
         return {
             "requests": results,
             "forwards": self.forwards - forwards,
-            "cpu_s": time.process_time() - begin,
             "path_requests": self.path_requests,
             "verified": self.verified,
             "paths": self.paths,

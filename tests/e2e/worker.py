@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,4 +33,4 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
             return {"error": f"{type(error).__name__}: {error}"}
         raise
     batches = [session.run(batch) for batch in spec["batches"]]
-    return {"info": session.info(), "batches": batches}
+    return {"info": session.info(), "batches": batches, "cpu_s": time.process_time()}

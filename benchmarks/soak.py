@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Soak: random requests against one engine for a long time, every T=0 one checked.
+
+    python -m benchmarks.soak --minutes 30
+
+An engine with method "bastion" and a KV cache too small for its requests decodes prompts of random
+length with random sampling parameters; some are aborted, some share prefixes, some need a spine
+(penalties, grammars, logprobs). A second process decodes every finished T=0 request again with
+plain vLLM decoding and compares. Nothing may fail, every KV block must come back, and every token
+must be the same, near-ties apart (see `tests.e2e.compare`); the summary is written as JSON either
+way, and the exit status tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import DOMAINS, GAMMA, RESULTS, TINY, bastion, load_prompts, provenance
+from tests.e2e.engines import ENVIRONMENT
+
+OUTSTANDING = 7  # requests in the engine at any time; four of them run
+NEAR_TIE = 1e-4
+_REPORT_S = 30
+_GRAMMARS = (
+    {"choice": ["one apple", "two pears", "none at all"]},
+    {"regex": r"(ab|cd){2,12} [0-9]{2,6}"},
+)
+
+
+def engine_arguments(pair: Path, asynchronous: bool) -> dict[str, Any]:
+    """Both engines' settings: four requests at once, and blocks for about half of them."""
+    return {
+        "model": str(pair / "target"),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": 4,
+        "max_model_len": 288,
+        "max_num_batched_tokens": 128,
+        "block_size": 32,
+        "num_gpu_blocks_override": 20,
+        "async_scheduling": asynchronous,
+        "disable_log_stats": False,
+    }
+
+
+class Requests:
+    """An endless supply of random requests, the same for the same seed."""
+
+    def __init__(self, prompts: list[list[int]], seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._prompts = prompts
+        self._last: list[int] = prompts[0]
+        self._count = 0
+
+    def draw(self) -> dict[str, Any]:
+        """The next request, with `abort_after` (tokens) where it is to be aborted."""
+        rng = self._rng
+        self._count += 1
+        params: dict[str, Any] = {"max_tokens": rng.randint(1, 110), "temperature": 0}
+        if rng.random() < 0.3:
+            params |= {"temperature": rng.choice((0.5, 0.8, 1.0)), "seed": rng.randrange(1 << 30)}
+            params |= rng.choice(({}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.95, "top_k": 40}))
+        if rng.random() < 0.2:
+            params |= rng.choice(
+                (
+                    {"repetition_penalty": 1.2},
+                    {"presence_penalty": 0.5, "frequency_penalty": 0.3},
+                    {"min_tokens": rng.randint(0, params["max_tokens"])},
+                    {"bad_words": ["the", "return"]},
+                    {"logprobs": 2},
+                    {"structured_outputs": rng.choice(_GRAMMARS)},
+                )
+            )
+        if rng.random() < 0.2:
+            params["stop"] = rng.choice((["\n\n"], ["."], ["="], ["return", "So"]))
+        params["ignore_eos"] = rng.random() < 0.7
+        request = {"id": f"soak{self._count}", "prompt": self._prompt(), "params": params}
+        if rng.random() < 0.2:
+            request["abort_after"] = rng.randint(1, 60)
+        return request
+
+    def _prompt(self) -> list[int]:
+        """Part of a prompt, of several in a row, or of the last one again for prefix hits."""
+        rng = self._rng
+        if rng.random() > 0.3:
+            self._last = list(rng.choice(self._prompts))
+            while rng.random() < 0.35:
+                self._last += rng.choice(self._prompts)
+            self._last = self._last[rng.choice((0, 0, rng.randrange(len(self._last)))) :]
+        return self._last[: rng.randint(1, 240)]
+
+
+class Soak:
+    """Keeps an engine busy and hands over what it finished."""
+
+    def __init__(self, session: Any, requests: Requests) -> None:
+        self._session, self._requests = session, requests
+        self._running: dict[str, dict[str, Any]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def step(self, draw: bool) -> list[dict[str, Any]]:
+        """One engine step; returns the requests that finished in it, with their tokens."""
+        from tests.e2e.session import sampling_params
+
+        engine, finished = self._session.engine, []
+        while draw and len(self._running) < OUTSTANDING:
+            request = self._requests.draw()
+            prompt = {"prompt_token_ids": request["prompt"]}
+            engine.add_request(request["id"], prompt, sampling_params(request["params"]))
+            self._running[request["id"]] = request
+            self.counts["requests"] += 1
+        for output in engine.step():
+            request = self._running.get(output.request_id)
+            if request is None:  # the step that was running when it was aborted
+                continue
+            request["token_ids"] = list(output.outputs[0].token_ids)
+            if output.finished:
+                finished.append(request)
+                self.counts["finished"] += 1
+                self.counts["tokens"] += len(request["token_ids"])
+                del self._running[output.request_id]
+            elif len(request["token_ids"]) >= request.get("abort_after", 1 << 30):
+                engine.abort_request([output.request_id])
+                self.counts["aborted"] += 1
+                del self._running[output.request_id]
+        return finished
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine holds nothing any more."""
+        return not self._session.engine.has_unfinished_requests()
+
+
+def verify(arguments: dict[str, Any], log: str, inbox: Any, outbox: Any) -> None:
+    """Entry of the second process: decode again, plainly, and compare.
+
+    Takes requests with their tokens from `inbox` until None; puts one summary into `outbox`.
+    """
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    from tests.e2e.session import Session
+
+    session = Session({"engine": arguments})
+    counts: Counter[str] = Counter()
+    mismatches = []
+    closed = False
+    while not closed:
+        batch: list[dict[str, Any]] = []
+        while len(batch) < 8 and not closed:
+            item = inbox.get()
+            closed = item is None
+            batch += [] if closed else [item]
+        done = session.run(
+            {"requests": [{k: r[k] for k in ("id", "prompt", "params")} for r in batch]}
+        )
+        for request in batch:
+            result = done["requests"][request["id"]]
+            counts["checked"] += 1
+            counts["checked_tokens"] += len(request["token_ids"])
+            if request["token_ids"] != result["token_ids"]:
+                mismatches.append(_mismatch(session, request, result["token_ids"]))
+    outbox.put({**counts, "mismatches": mismatches})
+
+
+def _mismatch(session: Any, request: dict[str, Any], plain: list[int]) -> dict[str, Any]:
+    """Where two outputs part, and how far apart the target's two best tokens are there."""
+    ours = request["token_ids"]
+    pairs = enumerate(zip(ours, plain, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(plain)))
+    gap = float("inf")
+    if at < min(len(ours), len(plain)):
+        probe = {"id": f"{request['id']}gap", "prompt": request["prompt"] + plain[:at],
+                 "params": {"temperature": 0, "max_tokens": 1, "logprobs": 2}}  # fmt: skip
+        logprobs = session.run({"requests": [probe]})["requests"][probe["id"]]["logprobs"][0]
+        best = sorted(logprobs.values())
+        gap = best[-1] - best[-2]
+    return {**request, "plain": plain, "at": at, "gap": gap, "near_tie": gap < NEAR_TIE}
+
+
+def resident_mib() -> float:
+    """Resident memory of this process, MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def soak(options: argparse.Namespace) -> dict[str, Any]:
+    """Run it. Returns the summary; `error` in it is None where the engine never failed."""
+    os.environ.update(ENVIRONMENT)
+    arguments = engine_arguments(options.pair, options.scheduling == "async")
+    spawn = multiprocessing.get_context("spawn")
+    inbox, outbox = spawn.Queue(), spawn.Queue()
+    log = str(Path(tempfile.mkdtemp(prefix="bastion-soak-")) / "plain.log")
+    checker = spawn.Process(target=verify, args=(arguments, log, inbox, outbox), daemon=True)
+    checker.start()
+
+    from tests.e2e.session import Session
+
+    speculative = bastion(options.pair / "drafter", 16, "adaptive")
+    session = Session({"engine": {**arguments, "speculative_config": speculative}})
+    tokenizer = session.llm.get_tokenizer()
+    rows = load_prompts(options.pair / "prompts.jsonl")
+    prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
+    assert {row["domain"] for row in rows} == set(DOMAINS)
+    run = Soak(session, Requests(prompts, options.seed))
+    free, memory = session.free_blocks(), [resident_mib()]
+    error = None
+    begin = reported = time.monotonic()
+    end = begin + 60 * options.minutes
+    try:
+        while time.monotonic() < end or not run.idle:
+            for request in run.step(draw=time.monotonic() < end):
+                if request["params"]["temperature"] == 0:
+                    inbox.put(request)
+            if time.monotonic() - reported > _REPORT_S:
+                reported = time.monotonic()
+                memory.append(resident_mib())
+                left = max(0.0, end - reported) / 60
+                print(f"{left:.1f} min left, {dict(run.counts)}", file=sys.stderr, flush=True)
+        session.drain()
+    except Exception as failure:  # the summary is the point of a soak that fails
+        error = f"{type(failure).__name__}: {failure}"
+    elapsed = time.monotonic() - begin
+    inbox.put(None)
+    print("waiting for plain decoding to catch up", file=sys.stderr, flush=True)
+    while checker.is_alive() and outbox.empty():
+        time.sleep(1)
+    checked = outbox.get() if not outbox.empty() else {"error": Path(log).read_text()[-2000:]}
+    depths = [len(path) - 1 for path in session.paths]
+    return {
+        "what": "random requests against method bastion; T=0 ones decoded again plainly",
+        **provenance(),
+        "minutes": round(elapsed / 60, 2),
+        "seed": options.seed,
+        "scheduler": type(session.scheduler).__name__,
+        "gamma": GAMMA,
+        **run.counts,
+        **checked,
+        "preemptions": session.metrics()["num_preemptions"],
+        "prefix_cache_hits": session.metrics()["prefix_cache_hits"],
+        "trees": len(depths),
+        "accepted_tokens": sum(depths),
+        "paths_off_the_first_rows": sum(p != list(range(len(p))) for p in session.paths),
+        "blocks": [free, session.free_blocks()],
+        "resident_mib": [round(memory[0]), round(memory[len(memory) // 2]), round(resident_mib())],
+        "error": error,
+    }
+
+
+def passed(summary: dict[str, Any]) -> bool:
+    """Whether nothing went wrong, and what should have happened did."""
+    return (
+        summary["error"] is None
+        and all(mismatch["near_tie"] for mismatch in summary.get("mismatches", [None]))
+        and summary["blocks"][0] == summary["blocks"][1]
+        and summary["preemptions"] > 0
+        and summary["aborted"] > 0
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scheduling", choices=("async", "sync"), default="async")
+    parser.add_argument("--pair", type=Path, default=TINY, help="folder of target and drafter")
+    parser.add_argument("--out", type=Path, default=RESULTS / "soak.json")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    summary = soak(options)
+    options.out.write_text(json.dumps(summary, indent=1) + "\n")
+    shown = {key: value for key, value in summary.items() if key != "mismatches"}
+    print(json.dumps({**shown, "mismatches": len(summary.get("mismatches", []))}, indent=1))
+    sys.exit(0 if passed(summary) else 1)
+
+
+if __name__ == "__main__":
+    main()
