@@ -64,7 +64,14 @@ def profile_figure(profile: Profile, path: Path) -> None:
             axis.plot(curve_rows, bare, "--", color=color, linewidth=1.0)
     context = float(np.median([context for _, context, *_ in table.samples]))
     steps = table.forward_ms(1, context)
-    axis.step(np.arange(len(steps))[1:], steps[1:], where="mid", color="gray", alpha=0.6, label="what a step costs")
+    axis.step(
+        np.arange(len(steps))[1:],
+        steps[1:],
+        where="mid",
+        color="gray",
+        alpha=0.6,
+        label="what a step costs",
+    )
     for size in table.captured_sizes:
         axis.axvline(size, ymax=0.03, color="black", linewidth=1.0)
     axis.set(
