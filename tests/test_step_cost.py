@@ -163,3 +163,12 @@ def test_context_buckets_are_stable_and_fine():
         bucket = context_bucket(context)
         assert context_bucket(bucket_context(bucket)) == bucket
         assert abs(bucket_context(bucket) - context) <= 0.03 * (context + 1)
+
+
+def test_a_table_serves_an_engine_with_another_row_limit() -> None:
+    table = StepCostTable.linear(5.0, 0.25, max_rows=64, drafter_ms=1.0, aux_ms=0.5)
+    longer = table.with_max_rows(200)
+    assert longer.cost_ms(1, 0).shape == (201,)
+    np.testing.assert_allclose(longer.cost_ms(1, 0)[:65], table.cost_ms(1, 0), rtol=1e-6)
+    assert longer.cost_ms(1, 0)[200] == pytest.approx(5.0 + 0.25 * 200 + 1.5)
+    assert table.with_max_rows(64) is table

@@ -126,6 +126,20 @@ class StepCostTable:
             captured_sizes=captured_sizes,
         )
 
+    def with_max_rows(self, max_rows: int) -> StepCostTable:
+        """The same measurements for an engine that may run `max_rows` rows in a step."""
+        if max_rows == self.max_rows:
+            return self
+        return StepCostTable(
+            self.samples,
+            self.drafter_samples,
+            self.aux_ms,
+            max_rows=max_rows,
+            captured_sizes=self.captured_sizes,
+            plain_aux_ms=self.plain_aux_ms,
+            carrier=self.carrier,
+        )
+
     # ---- queries -----------------------------------------------------------------------------
 
     def cost_ms(self, num_reqs: int, context_len: float) -> CostArray:

@@ -66,7 +66,9 @@ def calibrate(runner: Any) -> None:
         table, roofline = _prior(runner), bare_roofline(runner)
         calibrated = None
     else:
-        table, calibrated = profile.table, profile.calibrated
+        # A profile does not depend on how many rows a step may have; the table's length does.
+        table = profile.table.with_max_rows(runner.max_num_tokens)
+        calibrated = profile.calibrated
         roofline = calibrated.roofline if calibrated else None
     latency = make_latency(
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated

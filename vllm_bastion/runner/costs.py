@@ -14,6 +14,7 @@ import numpy as np
 from vllm_bastion.latency import LatencyModel
 from vllm_bastion.runner.timing import StepTimer
 from vllm_bastion.runner.trees import Trees
+from vllm_bastion.step_cost import CostArray
 
 # Steps whose median gives T_aux: everything of a step that calibration could not time.
 _AUX_STEPS = 15
@@ -31,6 +32,7 @@ class StepCosts:
         self._aux: list[float] = []
         self.aux_ms = 0.0
         self._installed: tuple[int, float] | None = None
+        self._current: CostArray | None = None
 
     def install(self, num_reqs: int, context_len: float) -> None:
         """Make the trees' cost buffer the one of this batch; a copy only when it changed."""
