@@ -50,6 +50,10 @@ from benchmarks.replay_costs import from_profile, paper_a100
 BUDGETS = (8, 16, 32, 64)
 NODES = max(BUDGETS)
 PLAIN = "plain"
+_SAMPLED = (
+    "Requests have seeds. dflash keeps the target's distribution but not plain decoding's draws; "
+    "bastion keeps both."
+)
 
 
 def configurations(target: Path, drafter: Path, profile: Path, folder: Path) -> dict[str, Engine]:
@@ -99,6 +103,8 @@ def markdown(results: dict[str, Any], temperature: float, command: str, marker: 
         cells += [f"{total['verified_per_forward']:.1f}", str(total["forwards"])]
         cells += [f"{total['identical_to_plain']}/{total['prompts']}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    if temperature:
+        lines += ["", _SAMPLED]
     lines += ["", f"`{command}`", f"<!-- {marker}:end -->", ""]
     return "\n".join(lines)
 
