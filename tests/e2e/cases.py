@@ -81,7 +81,7 @@ def chunked() -> Batch:
 def stops() -> Batch:
     """Stop strings, stop tokens and token limits, met wherever a path happens to be."""
     batch = Batch("stop strings and max_tokens inside a path")
-    strings = {"code": ["\n\n", "return", " ="], "arithmetic": ["So", "="], "chat": [".", "ou"]}
+    strings = {"code": ["):", "\n ", "("], "arithmetic": ["So", "="], "chat": [".", "ou"]}
     for domain, found in strings.items():
         for i, text in enumerate(found):
             prompt = prompts()[domain][i]
@@ -153,7 +153,7 @@ def structured() -> Batch:
     batch = Batch("structured output next to trees")
     schema = {
         "type": "object",
-        "properties": {"name": {"enum": ["Ada", "Tom"]}, "age": {"type": "integer"}},
+        "properties": {"name": {"enum": ["Ada", "Tom"]}, "age": {"enum": [7, 44]}},
         "required": ["name", "age"],
         "additionalProperties": False,
     }
@@ -164,7 +164,11 @@ def structured() -> Batch:
         {"temperature": 0, "structured_outputs": {"regex": r"(ab|cd){3,9}[0-9]{4} (yes|no)"}},
         {"temperature": 0, "structured_outputs": {"choice": ["one apple", "two pears", "none"]}},
         {"temperature": 1.0, "seed": 8},
-        {"temperature": 1.0, "seed": 9, "structured_outputs": {"regex": r"[a-z ]{8,24}\.[0-9]+;"}},
+        {
+            "temperature": 1.0,
+            "seed": 9,
+            "structured_outputs": {"regex": r"[a-z ]{8,20}\.[0-9]{1,3};"},
+        },
     ]
     for i, (text, params) in enumerate(zip(texts, features, strict=True)):
         batch.add(f"grammar-{i}", text, max_tokens=40, **params)

@@ -83,6 +83,8 @@ class Engine:
             "num_gpu_blocks_override": self.num_blocks,
             "async_scheduling": self.async_scheduling,
             "disable_log_stats": False,
+            # A model this small would fill a JSON text with blanks up to max_tokens.
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
             **dict(self.extra),
         }
         if self.speculative:

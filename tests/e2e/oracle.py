@@ -53,8 +53,8 @@ def _random(rng: random.Random, miss: float = 0.1) -> Bumps:
         for depth, token in enumerate(truth):
             if rng.random() < miss:
                 break
-            logits[depth, token] += rng.choice((4, 5, 6, 7))
-            logits[depth, (token + 1) % logits.shape[1]] += rng.choice((4, 5, 6, 7))
+            logits[depth, token] += rng.choice((9, 10, 11, 12))
+            logits[depth, (token + 1) % logits.shape[1]] += rng.choice((7, 8, 9, 10))
 
     return bumps
 

@@ -9,6 +9,7 @@ JSON. Use it only in a process made for one engine: engines in one process share
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -17,7 +18,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.metrics.reader import Counter, Vector
 
 _METRICS = ("spec_decode", "num_preemptions", "prefix_cache_hits")
-_MAX_IDLE_STEPS = 200
+# A step may have nothing to run for a while: grammars are compiled beside the engine.
+_MAX_IDLE_S = 120.0
 
 
 def allow_async_scheduling() -> None:
@@ -147,7 +149,7 @@ class Session:
         waiting = sorted(batch["requests"], key=lambda request: request.get("arrive", 0))
         abort_after = {r["id"]: r["abort_after"] for r in waiting if "abort_after" in r}
         results: dict[str, dict[str, Any]] = {}
-        step = idle = 0
+        step, active = 0, time.monotonic()
         while waiting or self.engine.has_unfinished_requests():
             while waiting and waiting[0].get("arrive", 0) <= step:
                 self._add(waiting.pop(0), results)
@@ -163,8 +165,11 @@ class Session:
             if self._probe is not None:
                 probed += self._probe(self)
             step += 1
-            idle = 0 if outputs or waiting else idle + 1
-            assert idle < _MAX_IDLE_STEPS, "the engine makes no progress"
+            if outputs or waiting:
+                active = time.monotonic()
+            elif time.monotonic() - active > 0.05:
+                time.sleep(0.005)
+                assert time.monotonic() - active < _MAX_IDLE_S, "the engine makes no progress"
         self.drain()
         return {
             "requests": results,
