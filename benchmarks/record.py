@@ -2,11 +2,13 @@
 """Record drafts and continuations from a real vLLM run, for `benchmarks/replay.py`.
 
     python benchmarks/record.py                     # results/recordings/tiny.npz
-    python benchmarks/record.py --profile           # also results/cpu-profile.json, measured anew
+    python benchmarks/record.py --profile           # instead: results/cpu-profile.json
 
 A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) with nothing
 verified, so one token per step, and the drafter's top-K is kept at every position. Tokens and
 drafts do not depend on what is verified, so any budget policy can be replayed on this.
+
+The profile is what steps cost on this machine (`bastion_calibration`); measure it on an idle one.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=64, help="steps per request (default 64)")
     parser.add_argument("--top-k", type=int, default=16, help="candidates per depth (default 16)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--profile", action="store_true", help="measure the step costs, too")
+    parser.add_argument("--profile", action="store_true", help="measure step costs instead")
     parser.add_argument("--target", type=Path, default=TINY / "target")
     parser.add_argument("--drafter", type=Path, default=TINY / "drafter")
     parser.add_argument("--data", type=Path, default=TINY / "prompts.jsonl")
@@ -101,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.profile:
         record_profile(given.target, given.drafter, given.out / "cpu-profile.json")
+        return 0
     asked = requests_for(load_prompts(given.data, given.prompts), given.temperatures, given.steps)
     engine = Engine(
         bastion(given.drafter, 1, 1, top_k=given.top_k),
