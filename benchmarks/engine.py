@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -240,7 +241,7 @@ def provenance() -> dict[str, Any]:
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     return {
-        "command": " ".join(["python", str(shown), *sys.argv[1:]]),
+        "command": shlex.join(["python", str(shown), *sys.argv[1:]]),
         "commit": commit.stdout.strip() or None,
         "uncommitted_changes": bool(changed.stdout.strip()),
         "python": platform.python_version(),

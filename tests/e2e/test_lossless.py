@@ -197,10 +197,10 @@ def test_all_prompts(runner: Runner, compare: Comparison, seqs: int, nodes: int,
 
 _BUDGETS: list[tuple[str, Engine]] = [
     ("1 node", Engine().with_bastion(1, 1)),
-    ("1 node, adaptive", Engine().with_bastion(1)),
     ("8 nodes, fixed", Engine().with_bastion(8, 8)),
     ("32 nodes, fixed", Engine(max_num_seqs=2).with_bastion(32, 32)),
     ("64 nodes, fixed", Engine(max_num_seqs=1).with_bastion(64, 64)),
+    ("1 node, adaptive", Engine().with_bastion(1)),
     ("none verified", Engine().with_bastion(16, 0)),
     ("lagged", Engine().with_bastion(16, budget_timing="lagged")),
     ("first_decrease", Engine().with_bastion(16, controller="first_decrease")),
@@ -217,12 +217,8 @@ def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine
     plain = runner.submit(Engine(max_num_seqs=engine.max_num_seqs), batches)
     tree = runner.submit(engine, batches)
     compare.same(label, batches, plain.result(), tree.result())
-    given, verified = dict(engine.speculative), tree.result()["batches"][0]["verified"]
-    if given["bastion_budget"] == "adaptive":
-        # What pays depends on the machine; more than N nodes never exist.
-        assert all(nodes <= given["num_speculative_tokens"] for nodes in verified)
-    else:
-        assert max(verified) == given["bastion_budget"]
+    budget = dict(engine.speculative)["bastion_budget"]
+    assert max(tree.result()["batches"][0]["verified"]) == budget
 
 
 @pytest.mark.slow
