@@ -14,7 +14,12 @@ Node 0 is the root, the last sampled token; draft node j of a row of [.., N] is 
 are stored in non-increasing path score, parents first, so any prefix of the columns is a tree.
 """
 
-from bastion_kernels.budget import choose_budget, choose_budget_reference
+from bastion_kernels.budget import (
+    choose_budget,
+    choose_budget_reference,
+    take_best,
+    take_best_reference,
+)
 from bastion_kernels.gather import gather_rows, gather_rows_reference
 from bastion_kernels.kv_compact import KVCompactor
 from bastion_kernels.topk_logprobs import (
@@ -55,6 +60,8 @@ __all__ = [
     "gather_rows_reference",
     "merge_topk",
     "merge_topk_reference",
+    "take_best",
+    "take_best_reference",
     "topk_logprobs",
     "topk_logprobs_reference",
     "topk_partial",

@@ -9,17 +9,20 @@ draft nodes (roots and prefill tokens) and cost C by total rows, taking the n be
 which for one request is the paper's S(N) without its constant L_AR. The budget is the smallest n
 that maximises S, n = 0 (plain decoding) included. "first_decrease" stops where the paper's
 Algorithm 1 does, at the first n whose successor does not improve S: the same n on a convex cost
-(the paper's unimodality of S), not on a staircase.
+(the paper's unimodality of S), not on a staircase. `take_best` is for a step whose n is settled
+already: it only shares n out.
 
 rho is summed as a multiple of 2^-40, so that the sum does not depend on the order of additions:
 every rank of a tensor-parallel group, and the reference, get the same count. A node of rho below
 2^-40 adds nothing.
 
-Two launches. `_rank_kernel` gives every node its place in the list of all nodes: each request's
-list is sorted already, so a node's place is its own column plus, by binary search, the number of
-better nodes in each other request. It scatters rho to that place. `_choose_kernel` sums along the
-list, takes the best n, and counts a request's nodes before it; its R programs do the same search,
-which is cheaper than a third launch.
+With every node's place in the list of all nodes (`node_places.py`), `take_best` is done.
+`choose_budget` scatters rho by place, and a second launch sums along the list, takes the best n,
+and counts a request's nodes before it; its R programs do the same search, which is cheaper than a
+third launch.
+
+Nothing that the compiler specialises on depends on R, so a batch of any size runs what the first
+one compiled.
 """
 
 from __future__ import annotations
@@ -34,10 +37,17 @@ import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.node_places import place_constants, places, sorted_nodes
 
-__all__ = ["choose_budget", "choose_budget_reference", "choose_budget_triton"]
+__all__ = [
+    "choose_budget",
+    "choose_budget_reference",
+    "choose_budget_triton",
+    "take_best",
+    "take_best_reference",
+    "take_best_triton",
+]
 
-_OP = "choose_budget"
 _RULES = ("argmax", "first_decrease")
 _UNIT = 2**40  # units of rho = 1
 _BLOCK = 1024  # places of the list per round of the search
@@ -51,30 +61,70 @@ def choose_budget_reference(
     base_rows: int | Tensor,
     num_verify: Tensor,
     rule: str = "argmax",
+    promised: Tensor | None = None,
 ) -> None:
     """Sort all nodes, walk down the list, keep the best S; see `choose_budget`."""
     cost, base = cost_ms.tolist(), int(base_rows)
-    active = [(r, slot) for r, slot in enumerate(slots.tolist()) if slot >= 0]
-    nodes: list[tuple[float, int, int]] = []  # -log rho, row, slot: ties go to the lower row
-    for r, slot in active:
-        scores = log_rho[slot, : max(int(limits[slot]), 0)].tolist()
-        nodes += [(-score, r, slot) for score in scores if score > -math.inf]
-    nodes.sort()
+    active = [slot for slot in slots.tolist() if slot >= 0]
+    nodes = sorted_nodes(log_rho, slots, limits, torch.finfo(torch.float32).min)
+    gains = [int(math.exp(-cost) * _UNIT) for cost, _, _ in nodes]
     best_n, best, total = 0, 0.0, len(active) * _UNIT
     for n in range(min(len(nodes) + 1, len(cost) - base)):
         if n > 0:
-            total += int(math.exp(-nodes[n - 1][0]) * _UNIT)
+            total += gains[n - 1]
         speed = total / cost[base + n]
         if speed > best:
             best_n, best = n, speed
         elif rule == "first_decrease":
             break
-    counts = Counter(slot for _, _, slot in nodes[:best_n])
-    for _, slot in active:
+    counts, sums = Counter[int](), Counter[int]()
+    for (_, _, slot), gain in zip(nodes[:best_n], gains):
+        counts[slot] += 1
+        sums[slot] += gain
+    for slot in active:
         num_verify[slot] = counts[slot]
+        if promised is not None:
+            promised[slot] = sums[slot] / _UNIT
 
 
-@triton.jit(do_not_specialize=["reqs"])
+def take_best_reference(
+    log_rho: Tensor, slots: Tensor, limits: Tensor, total: int, num_verify: Tensor
+) -> None:
+    """Sort all columns, those without a node last, and count; see `take_best`."""
+    nodes = sorted_nodes(log_rho, slots, limits, -math.inf)
+    counts = Counter(slot for _, _, slot in nodes[:total])
+    for slot in slots.tolist():
+        if slot >= 0:
+            num_verify[slot] = counts[slot]
+
+
+# `slots` may be a slice of a longer batch, at any address.
+@triton.jit(do_not_specialize=["reqs", "total"], do_not_specialize_on_alignment=["slots_ptr"])
+def _take_kernel(
+    log_rho_ptr,
+    slots_ptr,
+    limits_ptr,
+    num_verify_ptr,
+    reqs,
+    total,
+    log_rho_s,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RIVALS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Grid: (R,). Counts the request's nodes among the `total` best."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        _, mine, place = places(
+            log_rho_ptr, slots_ptr, limits_ptr, reqs, log_rho_s, row, slot,
+            N, True, BLOCK, RIVALS, STEPS,
+        )  # fmt: skip
+        tl.store(num_verify_ptr + slot, tl.sum((mine & (place < total)).to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["reqs"], do_not_specialize_on_alignment=["slots_ptr"])
 def _rank_kernel(
     log_rho_ptr,
     slots_ptr,
@@ -87,6 +137,7 @@ def _rank_kernel(
     N: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    RIVALS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Grid: (R,). Writes rank [R, N], count [R] (-1: inert) and, by rank, gain [R * N] of rho."""
@@ -94,35 +145,23 @@ def _rank_kernel(
     slot = tl.load(slots_ptr + row)
     count = tl.full([], -1, tl.int32)
     if slot >= 0:
-        column = tl.arange(0, BLOCK)
-        mine = column < tl.minimum(tl.load(limits_ptr + slot), N)
-        score = tl.load(log_rho_ptr + slot * log_rho_s + column, mask=mine, other=float("-inf"))
-        mine = score > float("-inf")
-        rank = column
-        for other in range(reqs):
-            slot = tl.load(slots_ptr + other)
-            if (slot >= 0) & (other != row):
-                # nodes of the other request before this one: a prefix of its list
-                low = tl.zeros([BLOCK], tl.int32)
-                high = low + tl.maximum(tl.minimum(tl.load(limits_ptr + slot), N), 0)
-                for _ in range(STEPS):
-                    middle = (low + high) // 2
-                    open = low < high
-                    rival_ptr = log_rho_ptr + slot * log_rho_s + middle
-                    rival = tl.load(rival_ptr, mask=open, other=float("-inf"))
-                    before = (rival > score) | ((rival == score) & (other < row))
-                    low = tl.where(open & before, middle + 1, low)
-                    high = tl.where(open & (before == 0), middle, high)
-                rank += low
+        score, mine, rank = places(
+            log_rho_ptr, slots_ptr, limits_ptr, reqs, log_rho_s, row, slot,
+            N, False, BLOCK, RIVALS, STEPS,
+        )  # fmt: skip
         gain = (tl.exp(score.to(tl.float64)) * UNIT).to(tl.int64)
         tl.store(gain_ptr + rank, gain, mask=mine)
+        column = tl.arange(0, BLOCK)
         row_ptr = rank_ptr + row.to(tl.int64) * N
         tl.store(row_ptr + column, tl.where(mine, rank, 0x7FFFFFFF), mask=column < N)
         count = tl.sum(mine.to(tl.int32), 0)
     tl.store(count_ptr + row, count)
 
 
-@triton.jit(do_not_specialize=["reqs", "base_rows"])
+@triton.jit(
+    do_not_specialize=["reqs", "base_rows", "costs"],
+    do_not_specialize_on_alignment=["slots_ptr", "base_rows"],
+)
 def _choose_kernel(
     rank_ptr,
     gain_ptr,
@@ -131,6 +170,7 @@ def _choose_kernel(
     cost_ptr,
     base_rows,
     num_verify_ptr,
+    promised_ptr,
     reqs,
     costs,
     N: tl.constexpr,
@@ -178,7 +218,11 @@ def _choose_kernel(
         column = tl.arange(0, BLOCK_N)
         row_ptr = rank_ptr + row.to(tl.int64) * N
         rank = tl.load(row_ptr + column, mask=column < N, other=0x7FFFFFFF)
-        tl.store(num_verify_ptr + slot, tl.sum((rank < budget).to(tl.int32), 0))
+        chosen = rank < budget
+        tl.store(num_verify_ptr + slot, tl.sum(chosen.to(tl.int32), 0))
+        if promised_ptr is not None:
+            gain = tl.sum(tl.load(gain_ptr + rank, mask=chosen, other=0), 0)
+            tl.store(promised_ptr + slot, (gain.to(tl.float64) / UNIT).to(tl.float32))
 
 
 def choose_budget_triton(
@@ -189,15 +233,17 @@ def choose_budget_triton(
     base_rows: int | Tensor,
     num_verify: Tensor,
     rule: str = "argmax",
+    promised: Tensor | None = None,
 ) -> None:
     """Rank all nodes, then search the list; see `choose_budget`."""
-    reqs, limit = slots.shape[0], log_rho.shape[1]
+    reqs, (num_slots, limit) = slots.shape[0], log_rho.shape
     if reqs == 0:
         return
+    # Allocated anew: kept scratch would tie calls of different streams and graphs together, and
+    # one first made inside a capture would belong to that graph.
     rank = torch.empty((reqs, limit), dtype=torch.int32, device=log_rho.device)
     gain = torch.empty(reqs * limit, dtype=torch.int64, device=log_rho.device)
     count = torch.empty(reqs, dtype=torch.int32, device=log_rho.device)
-    columns = triton.next_power_of_2(limit)
     _rank_kernel[(reqs,)](
         log_rho,
         slots,
@@ -207,10 +253,8 @@ def choose_budget_triton(
         count,
         reqs,
         log_rho.stride(0),
-        N=limit,
         UNIT=_UNIT,
-        BLOCK=columns,
-        STEPS=limit.bit_length(),
+        **place_constants(limit),
     )
     _choose_kernel[(reqs,)](
         rank,
@@ -220,16 +264,45 @@ def choose_budget_triton(
         cost_ms,
         base_rows,
         num_verify,
+        promised,
         reqs,
         cost_ms.shape[0],
         N=limit,
         UNIT=_UNIT,
         BASE_ON_DEVICE=isinstance(base_rows, Tensor),
         FIRST_DECREASE=rule == "first_decrease",
-        REQS_PAD=triton.next_power_of_2(reqs),
-        BLOCK_N=columns,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(reqs * limit)),
+        # by the slots, of which there are as many in every call
+        REQS_PAD=triton.next_power_of_2(num_slots),
+        BLOCK_N=triton.next_power_of_2(limit),
+        BLOCK=min(_BLOCK, triton.next_power_of_2(num_slots * limit)),
     )
+
+
+def take_best_triton(
+    log_rho: Tensor, slots: Tensor, limits: Tensor, total: int, num_verify: Tensor
+) -> None:
+    """One launch, no scratch; see `take_best`."""
+    if slots.shape[0] > 0:
+        _take_kernel[(slots.shape[0],)](
+            log_rho,
+            slots,
+            limits,
+            num_verify,
+            slots.shape[0],
+            min(total, log_rho.numel()),
+            log_rho.stride(0),
+            **place_constants(log_rho.shape[1]),
+        )
+
+
+def _check_trees(
+    op: str, log_rho: Tensor, slots: Tensor, limits: Tensor, num_verify: Tensor
+) -> None:
+    num_slots = log_rho.shape[0]
+    check(op, "log_rho", log_rho, (None, None), torch.float32)
+    check(op, "slots", slots, (None,), torch.int64)
+    check(op, "limits", limits, (num_slots,), torch.int32)
+    check(op, "num_verify", num_verify, (num_slots,), torch.int32)
 
 
 def choose_budget(
@@ -240,6 +313,7 @@ def choose_budget(
     base_rows: int | Tensor,
     num_verify: Tensor,
     rule: Literal["argmax", "first_decrease"] = "argmax",
+    promised: Tensor | None = None,
 ) -> None:
     """Write how many leading nodes of every request's tree this step should verify.
 
@@ -255,19 +329,49 @@ def choose_budget(
             0-d int32 tensor on the device, read there.
         num_verify: `[S]` int32, written for the slots of active rows.
         rule: "argmax" or "first_decrease".
+        promised: `[S]` fp32 or None, written for the slots of active rows: sum of rho over the
+            request's chosen nodes, each rounded down to a multiple of 2^-40.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together, or an unknown rule.
     """
-    num_slots, limit = log_rho.shape
-    check(_OP, "log_rho", log_rho, (num_slots, limit), torch.float32)
-    check(_OP, "slots", slots, (None,), torch.int64)
-    check(_OP, "limits", limits, (num_slots,), torch.int32)
-    check(_OP, "cost_ms", cost_ms, (None,), torch.float32)
-    check(_OP, "num_verify", num_verify, (num_slots,), torch.int32)
+    op = "choose_budget"
+    _check_trees(op, log_rho, slots, limits, num_verify)
+    check(op, "cost_ms", cost_ms, (None,), torch.float32)
     if isinstance(base_rows, Tensor):
-        check(_OP, "base_rows", base_rows, (), torch.int32)
+        check(op, "base_rows", base_rows, (), torch.int32)
     if rule not in _RULES:
-        raise ValueError(f'{_OP}: rule must be one of {", ".join(_RULES)}, got "{rule}"')
+        raise ValueError(f'{op}: rule must be one of {", ".join(_RULES)}, got "{rule}"')
+    if promised is not None:
+        check(op, "promised", promised, (log_rho.shape[0],), torch.float32)
     run = choose_budget_triton if on_gpu(log_rho) else choose_budget_reference
-    run(log_rho, slots, limits, cost_ms, base_rows, num_verify, rule)
+    run(log_rho, slots, limits, cost_ms, base_rows, num_verify, rule, promised)
+
+
+def take_best(
+    log_rho: Tensor, slots: Tensor, limits: Tensor, total: int, num_verify: Tensor
+) -> None:
+    """Write how many leading nodes of every request are among the `total` best of the batch.
+
+    For a step whose size the host has settled: exactly min(total, sum of min(limit, N) over the
+    active rows) nodes are counted, whatever their scores. Columns of score -inf are nodes like any
+    other and come last; equal scores go to the lower row.
+
+    Args:
+        log_rho: `[S, N]` fp32, by slot: path scores, non-increasing and not NaN.
+        slots: `[R]` int64, request slot of each row, or -1 for a row that takes no part.
+        limits: `[S]` int32, the most nodes each slot may have; none where negative.
+        total: nodes of the step, at least 0.
+        num_verify: `[S]` int32, not `limits` itself; written for the slots of active rows.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit together, or a negative total.
+    """
+    op = "take_best"
+    _check_trees(op, log_rho, slots, limits, num_verify)
+    if total < 0:
+        raise ValueError(f"{op}: total must be at least 0, got {total}")
+    if num_verify.data_ptr() == limits.data_ptr():
+        raise ValueError(f"{op}: num_verify must not be limits, which it still reads")
+    run = take_best_triton if on_gpu(log_rho) else take_best_reference
+    run(log_rho, slots, limits, total, num_verify)

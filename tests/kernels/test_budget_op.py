@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget against a search in exact arithmetic, and the kernel against the reference."""
+"""Budgets and shares against exact arithmetic and full sorts, kernels against the references."""
 
 from __future__ import annotations
 
@@ -11,19 +11,51 @@ import torch
 from op_helpers import assert_same, moved, poisoned
 from torch import Tensor
 
-from bastion_kernels import choose_budget, choose_budget_reference
-from bastion_kernels.budget import choose_budget_triton
+from bastion_kernels import choose_budget, choose_budget_reference, take_best, take_best_reference
+from bastion_kernels.budget import choose_budget_triton, take_best_triton
 
 RULES = ["argmax", "first_decrease"]
 
 
 def choose(run, log_rho, slots, limits, cost, base, rule="argmax", device="cpu") -> list[int]:
     """Run on poisoned counts and return them."""
+    return choose_and_promise(run, log_rho, slots, limits, cost, base, rule, device, False)[0]
+
+
+def choose_and_promise(
+    run, log_rho, slots, limits, cost, base, rule="argmax", device="cpu", promise=True
+) -> tuple[list[int], Tensor]:
+    """Run on poisoned counts and promises and return both."""
     out = poisoned(len(log_rho), dtype=torch.int32).to(device)
+    promised = poisoned(len(log_rho), dtype=torch.float32).to(device)
     base = base.to(device) if isinstance(base, Tensor) else base
     log_rho, slots, limits, cost = (moved(t, device) for t in (log_rho, slots, limits, cost))
-    run(log_rho, slots, limits, cost, base, out, rule)
+    run(log_rho, slots, limits, cost, base, out, rule, promised if promise else None)
+    assert promise or promised.isnan().all()
+    return out.tolist(), promised.cpu()
+
+
+def take(run, log_rho, slots, limits, total, device="cpu") -> list[int]:
+    """Run on poisoned counts and return them."""
+    out = poisoned(len(log_rho), dtype=torch.int32).to(device)
+    run(*(moved(t, device) for t in (log_rho, slots, limits)), total, out)
     return out.tolist()
+
+
+def taken(log_rho, slots, limits, total) -> list[int]:
+    """Counts after taking the best column of any request `total` times."""
+    active = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0]
+    counts = {slot: 0 for _, slot in active}
+    for _ in range(total):
+        ready = [
+            (-log_rho[slot, counts[slot]].item(), row, slot)
+            for row, slot in active
+            if counts[slot] < min(int(limits[slot]), log_rho.shape[1])
+        ]
+        if not ready:
+            break
+        counts[min(ready)[2]] += 1
+    return [counts.get(slot, -7777) for slot in range(len(log_rho))]
 
 
 def best_counts(log_rho, slots, limits, cost, base) -> list[int]:
@@ -166,6 +198,71 @@ def test_long_lists(rule: str, device: torch.device) -> None:
         assert sum(expected) > more_than
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_promised_is_the_sum_over_the_chosen(rule: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(6)
+    for reqs, limit in ((1, 1), (4, 23), (9, 16)):
+        log_rho = scores(reqs + 2, limit, generator)
+        slots = torch.randperm(reqs + 2, generator=generator)[:reqs]
+        slots[1:][torch.rand(reqs - 1, generator=generator) < 0.3] = -1
+        limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
+        arguments = (log_rho, slots, limits, costs("linear", 200, generator), reqs, rule)
+        for run in (choose_budget_reference, choose_budget_triton):
+            counts, promised = choose_and_promise(run, *arguments, device=device)
+            assert counts == choose(choose_budget_reference, *arguments)
+            for slot, count in enumerate(counts):
+                if slot in slots.tolist():
+                    rho = log_rho[slot, :count].double().exp().sum()
+                    # 2^-40 a node, and the rounding to fp32
+                    tolerance = count * 2**-40 + float(rho) * 2**-24
+                    torch.testing.assert_close(promised[slot].double(), rho, rtol=0, atol=tolerance)
+                else:
+                    assert promised[slot].isnan()
+        if device.type == "cpu":  # elsewhere exp may differ in its last bit
+            expected = choose_and_promise(choose_budget_reference, *arguments)
+            assert_same(choose_and_promise(choose_budget_triton, *arguments)[1], expected[1])
+
+
+@pytest.mark.parametrize("run", [take_best_reference, take_best_triton])
+@pytest.mark.parametrize("kind", ["continuous", "ties", "far below 2^-40", "nothing"])
+def test_take_best_against_a_greedy_walk(run, kind: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for reqs, limit in ((1, 1), (1, 9), (3, 5), (6, 13), (19, 4)):
+        log_rho = scores(reqs + 2, limit, generator, ties=kind == "ties")
+        if kind == "far below 2^-40":
+            log_rho = 50 * log_rho - 1000
+        if kind == "nothing":
+            log_rho.fill_(-math.inf)
+        log_rho = torch.cat([log_rho, torch.ones(reqs + 2, 3)], 1)[:, :limit]
+        slots = torch.randperm(reqs + 2, generator=generator)[:reqs]
+        slots[1:][torch.rand(reqs - 1, generator=generator) < 0.3] = -1
+        limits = torch.randint(-1, limit + 3, (reqs + 2,), generator=generator).int()
+        room = int(limits[slots[slots >= 0]].clamp(0, limit).sum())
+        for total in {0, 1, room // 3, max(room - 1, 0), room, room + 1, 2**40}:
+            counts = take(run, log_rho, slots, limits, total, device)
+            assert counts == taken(log_rho, slots, limits, min(total, room + 1))
+            assert sum(counts[slot] for slot in slots.tolist() if slot >= 0) == min(total, room)
+
+
+def test_take_best_of_many_requests(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(8)
+    reqs, limit = 70, 16  # several rounds of rivals
+    log_rho = scores(reqs, limit, generator, ties=True)
+    slots = torch.randperm(reqs, generator=generator)
+    slots[::9] = -1
+    limits = torch.full((reqs,), limit, dtype=torch.int32)
+    for total in (17, 500, 1000):
+        counts = take(take_best_triton, log_rho, slots, limits, total, device)
+        assert counts == take(take_best_reference, log_rho, slots, limits, total)
+
+
+def test_no_rows_to_take_from(device: torch.device) -> None:
+    for run in (take_best_reference, take_best_triton):
+        for slots in (torch.zeros(0, dtype=torch.int64), torch.tensor([-1, -1])):
+            limits = torch.full((2,), 3, dtype=torch.int32)
+            assert take(run, torch.zeros(2, 3), slots, limits, 4, device) == [-7777, -7777]
+
+
 def test_no_requests(device: torch.device) -> None:
     nothing = (torch.zeros(2, 3), torch.zeros(0, dtype=torch.int64), torch.zeros(2).int())
     for run in (choose_budget_reference, choose_budget_triton):
@@ -182,14 +279,25 @@ def test_full_size(device: torch.device) -> None:
         arguments = (log_rho, slots, limits, costs(kind, 40_000, generator), 64)
         expected = choose(choose_budget_reference, *arguments)
         assert choose(choose_budget_triton, *arguments, device=device) == expected
+    for total in (1, 5_000, 20_000):
+        expected = take(take_best_reference, log_rho, slots, limits, total)
+        assert take(take_best_triton, log_rho, slots, limits, total, device) == expected
 
 
 def test_wrong_arguments_are_named() -> None:
     log_rho, slots, limits = torch.zeros(2, 3), torch.zeros(1).long(), torch.zeros(2).int()
-    out, cost = torch.zeros(2).int(), torch.ones(4)
+    out, cost = torch.full((2,), -1).int(), torch.ones(4)
     with pytest.raises(ValueError, match="rule must be one of"):
         choose_budget(log_rho, slots, limits, cost, 1, out, "best")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"base_rows must be torch\.int32"):
         choose_budget(log_rho, slots, limits, cost, torch.tensor(1), out)
+    with pytest.raises(ValueError, match=r"promised must have shape \[2\]"):
+        choose_budget(log_rho, slots, limits, cost, 1, out, promised=torch.zeros(3))
+    with pytest.raises(ValueError, match="total must be at least 0, got -1"):
+        take_best(log_rho, slots, limits, -1, out)
+    with pytest.raises(ValueError, match="num_verify must not be limits"):
+        take_best(log_rho, slots, out, 1, out)
+    take_best(log_rho, slots, limits, 1, out)
+    assert_same(out, torch.tensor([0, -1], dtype=torch.int32))
     choose_budget(log_rho, slots, limits, cost, 1, out)
-    assert_same(out, torch.tensor([0, 0], dtype=torch.int32))
+    assert_same(out, torch.tensor([0, -1], dtype=torch.int32))
