@@ -55,7 +55,20 @@ def accept_path_reference(
         num_sampled[r] = len(path)
 
 
-@triton.jit
+# All of these may be slices that start at any row of a batch (chunked verification): a variant by
+# alignment would be compiled while serving.
+_SLICES = [
+    "sampled_ptr",
+    "fed_ptr",
+    "slots_ptr",
+    "starts_ptr",
+    "out_path_ptr",
+    "out_tokens_ptr",
+    "num_sampled_ptr",
+]
+
+
+@triton.jit(do_not_specialize_on_alignment=_SLICES)
 def _accept_kernel(
     sampled_ptr,
     fed_ptr,

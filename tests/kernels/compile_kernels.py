@@ -4,8 +4,9 @@
 The interpreter accepts code that Triton's compiler refuses (a variable whose type changes in a
 loop, a missing conversion), so the interpreted tests alone would not show that a GPU can run the
 kernels. `python compile_kernels.py 90` prints one line per kernel: name, registers, stack bytes
-(spills). Needs Triton's NVIDIA back end (part of its wheel), no GPU. A script of its own, because
-TRITON_INTERPRET must not be set.
+(spills). `python compile_kernels.py 90 variants` serves batches of many sizes and prints one line
+per kernel: name, how many variants of it were built. Needs Triton's NVIDIA back end (part of its
+wheel), no GPU. A script of its own, because TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -13,60 +14,57 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from bastion_kernels.budget import choose_budget_triton
+from bastion_kernels.budget import choose_budget_triton, take_best_triton
+from bastion_kernels.kv_compact import KVCompactor
 from bastion_kernels.topk_logprobs import topk_logprobs_triton, topk_partial_triton
 from bastion_kernels.tree_build import expand_best_first_triton
 from bastion_kernels.tree_mask import ancestor_bits_triton, tree_positions_triton
 from bastion_kernels.tree_verify import accept_path_triton
 
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-    torch.bool: "*i1",
-}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def compile_instead(capability: int) -> None:
-    """Make every kernel launch compile for sm_`capability` and print what came out."""
+class Gpu:
+    """As much of a driver as compiling asks for."""
 
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        values = dict(zip(self.arg_names, args, strict=False))
-        values |= {name: options.pop(name) for name in list(options) if name in self.arg_names}
-        signature, constants, attributes = {}, {}, {}
-        for place, parameter in enumerate(self.params):
-            value = values[parameter.name]
-            whole = isinstance(value, int) and not parameter.do_not_specialize
-            if parameter.is_constexpr or (whole and value == 1):
-                signature[parameter.name] = "constexpr"
-                constants[(place,)] = value
-                continue
-            if isinstance(value, Tensor):
-                signature[parameter.name] = _TYPES[value.dtype]
-            else:
-                signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
-            if isinstance(value, Tensor) or (whole and value % 16 == 0):
-                attributes[(place,)] = [["tt.divisibility", 16]]
-        source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
-        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        report(self.__name__, kernel.asm["cubin"])
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
-    JITFunction.run = run  # type: ignore[method-assign]
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead(capability: int) -> dict[str, set[str]]:
+    """Make every kernel launch compile for sm_`capability`; hashes by kernel, filled as they do."""
+    driver.set_active(Gpu(capability))
+    launch, built = JITFunction.run, defaultdict(set)
+
+    def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if kernel.hash not in built[self.__name__]:
+            built[self.__name__].add(kernel.hash)
+            if "variants" not in sys.argv:
+                report(self.__name__, kernel.asm["cubin"])
+
+    JITFunction.run = build  # type: ignore[method-assign]
+    return built
 
 
 def report(name: str, cubin: bytes) -> None:
@@ -100,8 +98,9 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     trees = (out_tokens, parents, depths, log_rho, counts)
     expand_best_first_triton(tokens.view(shape), logprobs.view(shape), spine, slots, *trees)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
-    choose_budget_triton(log_rho, slots, counts, cost, base, counts)
+    choose_budget_triton(log_rho, slots, counts, cost, base, counts, promised=cost)
     choose_budget_triton(log_rho, slots, counts, cost, 1, counts, "first_decrease")
+    take_best_triton(log_rho, slots, counts, 100, counts)
     bits = torch.zeros(slots_total, limit + 1, limit // 32 + 1, dtype=torch.int32)
     ancestor_bits_triton(parents, slots, bits)
     rows = torch.zeros(reqs * (limit + 1), dtype=torch.int64)
@@ -110,7 +109,41 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     accept_path_triton(rows, rows, parents, slots, ends, path, path.long(), counts)
 
 
+def serve(slots_total: int, limit: int) -> None:
+    """Eager calls of one engine: any number of requests, in slices that start anywhere."""
+    depth, width = 15, 8
+    slots = torch.zeros(2 * slots_total, dtype=torch.int64)
+    ends = torch.zeros(2 * slots_total, dtype=torch.int32)
+    parents = torch.zeros(slots_total, limit, dtype=torch.int32)
+    log_rho, counts = torch.zeros(slots_total, limit), torch.zeros(slots_total, dtype=torch.int32)
+    cost, path = torch.ones(600), torch.zeros(2 * slots_total, depth + 1, dtype=torch.int32)
+    rows = torch.zeros(2 * slots_total * (limit + 1), dtype=torch.int64)
+    emitted = path.long()
+    cache = torch.zeros(4, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2)
+    compactor = KVCompactor([cache, cache.clone()], [0, 0])
+    for reqs in (1, 2, 3, 8, 16, 17, 33, slots_total):
+        start = reqs % 5  # of a slice
+        part, edges = slice(start, start + reqs), slice(start, start + reqs + 1)
+        base = torch.zeros(16, dtype=torch.int32)[start]
+        choose_budget_triton(log_rho, slots[part], counts, cost, base, counts, promised=cost)
+        take_best_triton(log_rho, slots[part], counts, reqs * limit // 2, counts)
+        accept_path_triton(
+            rows[reqs:], rows[start:], parents, slots[part], ends[edges],
+            path[part], emitted[part], ends[part],
+        )  # fmt: skip
+        mapping = rows[None, : reqs * (limit + 1)]
+        compactor.compact_triton(mapping, ends[edges], ends[edges], path[part])
+        tokens = torch.zeros(reqs * depth, width, dtype=torch.int32)
+        logits = torch.zeros(reqs * depth, 4096, dtype=torch.bfloat16)
+        topk_logprobs_triton(logits, width, tokens, tokens.float())
+
+
 if __name__ == "__main__":
-    compile_instead(int(sys.argv[1]))
-    launch_all(reqs=1, limit=64, width=8, dtype=torch.bfloat16)
-    launch_all(reqs=3, limit=512, width=32, dtype=torch.float32)
+    built = compile_instead(int(sys.argv[1]))
+    if "variants" in sys.argv:
+        serve(slots_total=64, limit=64)
+        for name, variants in built.items():
+            print(name, len(variants))
+    else:
+        launch_all(reqs=1, limit=64, width=8, dtype=torch.bfloat16)
+        launch_all(reqs=3, limit=512, width=32, dtype=torch.float32)

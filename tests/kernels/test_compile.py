@@ -15,19 +15,28 @@ HERE = Path(__file__).parent
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-@pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this Triton has no NVIDIA back end")
-@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
-def test_kernels_compile_and_do_not_spill(capability: str) -> None:
+pytestmark = pytest.mark.skipif(
+    not (TOOLS / "cuobjdump").exists(), reason="this Triton has no NVIDIA back end"
+)
+
+
+def compiled(*arguments: str) -> list[list[str]]:
+    """The words of every line that `compile_kernels.py` prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(HERE.parent.parent / "kernels")
     done = subprocess.run(
-        [sys.executable, HERE / "compile_kernels.py", capability],
+        [sys.executable, HERE / "compile_kernels.py", *arguments],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    kernels = [line.split() for line in done.stdout.splitlines()]
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
+def test_kernels_compile_and_do_not_spill(capability: str) -> None:
+    kernels = compiled(capability)
     assert {name for name, *_ in kernels} == {
         "_accept_kernel",
         "_bits_kernel",
@@ -37,6 +46,13 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
         "_merge_kernel",
         "_positions_kernel",
         "_rank_kernel",
+        "_take_kernel",
     }
     # stack bytes: a call of the float64 division takes 8, spilled registers take more
     assert [line for line in kernels if int(line[2]) > 8] == []
+
+
+def test_a_batch_of_any_size_runs_the_same_code() -> None:
+    variants = compiled("90", "variants")
+    assert [line for line in variants if line[1] != "1"] == []
+    assert {"_accept_kernel", "_choose_kernel", "_take_kernel"} <= {name for name, _ in variants}
