@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Everything below runs on a machine with Python 3.11 and nothing else; no GPU is needed.
+# Everything below but `bench` runs on a machine with Python 3.11 and nothing else; no GPU is needed.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13)
@@ -47,8 +47,15 @@ check: $(VENV)/.ready  ## Lint, format, types and the fast tests
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -m "$(FAST)"
 
-bench: $(VENV)/.ready  ## Time every op against its reference (needs a GPU to say anything)
-	@$(BIN)/python benchmarks/bench_kernels.py
+# In the Python that has PyTorch for CUDA, which .venv has not; without what this file sets for CPUs.
+BENCH_PYTHON ?= $(shell command -v python || command -v python3)
+BENCH_ARGS ?=
+
+bench:  ## Time every op against its reference (a GPU, PyTorch for CUDA; BENCH_ARGS=--quick: minutes)
+	@test -n "$(BENCH_PYTHON)" || { echo "no python here: name one with PyTorch for CUDA and" \
+		"Triton, make bench BENCH_PYTHON=..."; exit 1; }
+	@env -u VLLM_BASTION_TRITON_INTERPRETER -u OMP_NUM_THREADS \
+		"$(BENCH_PYTHON)" benchmarks/bench_kernels.py $(BENCH_ARGS)
 
 clean:  ## Back to a fresh clone: remove .venv, builds and caches
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
