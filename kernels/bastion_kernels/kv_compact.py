@@ -5,10 +5,12 @@ With root row t0 = query_start_loc[r+1] - (cu[r+1] - cu[r]) and slots m_g of KV-
 
     cache[m_g[t0 + i]] = cache[m_g[t0 + path[r, i]]]     for i >= 1 while path[r, i] >= 0
 
-for all caches of all groups in one launch: a table in device memory says where each cache is and
-how it is laid out. Nodes are numbered parents first, so path[i] >= i; but a destination can be the
-source of another entry, so a program holds all source rows of its columns before it writes one.
-Entries with path[i] = i are where they belong already and cost no memory traffic.
+in one launch for all caches of one layout, in whatever groups: a table in device memory says where
+each cache is. A model has one layout, or a few if its layers differ; being constants, they make
+index arithmetic cheap and show the compiler where 16 bytes can move at once. Nodes are numbered
+parents first, so path[i] >= i; but a destination can be the source of another entry, so a program
+holds all source rows of its columns before it writes one. Entries with path[i] = i are where they
+belong already and cost no memory traffic.
 
 Moving rows is independent of what they hold: caches of any dtype are moved as the widest integers
 that their layout allows. Bytes moved: 2 * rows * heads * C * itemsize for each cache.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,14 +33,35 @@ __all__ = ["KVCompactor"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TRITON_INTEGERS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-_UNITS = 128  # largest number of integers of a row in one program
-_FIELDS = 8  # int64 fields of a cache in the table
+_UNITS = 256  # largest number of integers of a row in one program
+_TILE = 4096  # integers in one program: 32 of each thread, or registers run out
 
 
-@triton.jit(do_not_specialize=["stride_slots", "stride_path"])
+@triton.jit
+def _second(first, second):
+    """A scan with this gives back its input; see where it is used."""
+    return second
+
+
+@triton.jit
+def _row_offset(slot, PAGE: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_ROW: tl.constexpr):
+    """Where the row of a uint32 slot begins; unlike a slot, this need not fit 32 bits."""
+    if STRIDE_BLOCK == PAGE * STRIDE_ROW:
+        offset = slot.to(tl.int64) * STRIDE_ROW
+    else:
+        offset = (slot // PAGE).to(tl.int64) * STRIDE_BLOCK + (slot % PAGE) * STRIDE_ROW
+    return offset
+
+
+# Slices of longer buffers, at any address: a variant by alignment would be compiled while serving.
+_SLICES = ["slots_ptr", "query_start_loc_ptr", "cu_num_logits_ptr", "path_ptr"]
+
+
+@triton.jit(
+    do_not_specialize=["stride_slots", "stride_path"], do_not_specialize_on_alignment=_SLICES
+)
 def _compact_kernel(
-    # [caches, 8] int64: address, strides of block, head and row, block size, heads, integers of
-    # a head, group
+    # [caches, 2] int64: address and group of each
     table_ptr,
     # [G, T] int64
     slots_ptr,
@@ -50,11 +74,22 @@ def _compact_kernel(
     stride_path,
     WIDTH: tl.constexpr,
     DEPTHS: tl.constexpr,
-    UNITS: tl.constexpr,
-    FIELDS: tl.constexpr,
+    # layout of the caches, in integers
     INTEGER: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PAGE: tl.constexpr,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    HEAD_UNITS: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
-    """Move UNITS integers of all accepted rows of one request. Grid: (R, caches, unit blocks)."""
+    """Move UNITS integers of all accepted rows of one request. Grid: (R, caches, unit blocks).
+
+    ALIGNMENT is that of the caches' addresses, in bytes. HEAD_UNITS are contiguous, and STRIDE_HEAD
+    leads to the next as many; a row has ROW_UNITS in all.
+    """
     request = tl.program_id(0)
     depth = tl.arange(0, DEPTHS)
     end = tl.load(cu_num_logits_ptr + request + 1)
@@ -66,31 +101,56 @@ def _compact_kernel(
     stop = tl.min(tl.where((node >= 0) & (node < tail), DEPTHS, depth), 0)
     live = (depth < stop) & (node != depth)
     if tl.max(live.to(tl.int32), 0) > 0:
-        entry_ptr = table_ptr + tl.program_id(1) * FIELDS
+        entry_ptr = table_ptr + tl.program_id(1) * 2
         cache_ptr = tl.load(entry_ptr).to(tl.pointer_type(INTEGER))
-        stride_block = tl.load(entry_ptr + 1)
-        stride_head = tl.load(entry_ptr + 2)
-        stride_row = tl.load(entry_ptr + 3)
-        page = tl.load(entry_ptr + 4).to(tl.int32)
-        heads = tl.load(entry_ptr + 5).to(tl.int32)
-        head_units = tl.load(entry_ptr + 6).to(tl.int32)
-        group = tl.load(entry_ptr + 7)
-
-        group_slots_ptr = slots_ptr + group * stride_slots + root
+        cache_ptr = tl.multiple_of(cache_ptr, ALIGNMENT)
+        group_slots_ptr = slots_ptr + tl.load(entry_ptr + 1) * stride_slots + root
         source = tl.load(group_slots_ptr + node, mask=live, other=-1)
         target = tl.load(group_slots_ptr + depth, mask=live, other=-1)
         live &= (source >= 0) & (target >= 0)
+        # A slot fits 31 bits (checked). The scan changes nothing, but the compiler cannot repeat
+        # it: otherwise every thread would load all slots itself, by some 500 instructions.
+        move = tl.where(live, (source << 32) | target, -1)
+        move = tl.associative_scan(move, 0, _second)
+        live = move >= 0
+        source, target = (move >> 32).to(tl.uint32), move.to(tl.uint32)
         unit = tl.program_id(2) * UNITS + tl.arange(0, UNITS)
-        column = (unit // head_units).to(tl.int64) * stride_head + unit % head_units
-        moved = live[:, None] & (unit < heads * head_units)[None, :]
-        # a slot fits 32 bits (checked), where division is cheap; an offset need not
-        source, target = source.to(tl.int32), target.to(tl.int32)
-        source_row = (source // page).to(tl.int64) * stride_block + source % page * stride_row
-        target_row = (target // page).to(tl.int64) * stride_block + target % page * stride_row
+        column = (unit // HEAD_UNITS).to(tl.int64) * STRIDE_HEAD + unit % HEAD_UNITS
+        moved = live[:, None] & (unit < ROW_UNITS)[None, :]
+        source_row = _row_offset(source, PAGE, STRIDE_BLOCK, STRIDE_ROW)
+        target_row = _row_offset(target, PAGE, STRIDE_BLOCK, STRIDE_ROW)
         held = tl.load(cache_ptr + source_row[:, None] + column[None, :], mask=moved, other=0)
         # every thread's reads come before any thread's writes
         tl.debug_barrier()
         tl.store(cache_ptr + target_row[:, None] + column[None, :], held, mask=moved)
+
+
+class _Layout(NamedTuple):
+    """How a cache is laid out, in integers of `unit` bytes."""
+
+    unit: int
+    page: int
+    stride_block: int
+    stride_row: int
+    stride_head: int
+    head_units: int  # contiguous: of one head, or of all
+    row_units: int
+
+    @classmethod
+    def of(cls, cache: Tensor) -> _Layout:
+        size = cache.element_size()
+        _, heads, page, columns = cache.shape
+        lengths = [length * size for length in (*cache.stride()[:3], columns)]
+        unit = math.gcd(8, cache.data_ptr(), *lengths)
+        block, head, row, units = (length // unit for length in lengths)
+        contiguous = heads * units if heads == 1 or head == units else units
+        return cls(unit, page, block, row, head, contiguous, heads * units)
+
+
+class _Launch(NamedTuple):
+    table: Tensor  # [caches, 2] int64: address and group
+    layout: _Layout
+    alignment: int  # of all addresses, bytes
 
 
 class KVCompactor:
@@ -119,24 +179,21 @@ class KVCompactor:
             key = (group, cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
             unique.setdefault(key, (cache.view(_INTEGERS[cache.element_size()]), group))
         self.entries = list(unique.values())
-        self._make_table()
+        self._launches = self._make_launches()
 
-    def _make_table(self) -> None:
-        unit = 8
-        for cache, _ in self.entries:
-            size = cache.element_size()
-            lengths = (*cache.stride()[:3], cache.shape[3])
-            unit = math.gcd(unit, cache.data_ptr(), *(length * size for length in lengths))
-        rows = []
+    def _make_launches(self) -> list[_Launch]:
+        tables: dict[_Layout, list[tuple[int, int]]] = {}
         for cache, group in self.entries:
-            _, heads, page, columns = cache.shape
-            in_units = [x * cache.element_size() // unit for x in (*cache.stride()[:3], columns)]
-            row = [cache.data_ptr(), *in_units[:3], page, heads, in_units[3], group]
-            assert len(row) == _FIELDS
-            rows.append(row)
-        self._table = torch.tensor(rows, dtype=torch.int64, device=self.entries[0][0].device)
-        self._integer = _TRITON_INTEGERS[unit]
-        self._row_units = max(row[5] * row[6] for row in rows)
+            tables.setdefault(_Layout.of(cache), []).append((cache.data_ptr(), group))
+        device = self.entries[0][0].device
+        return [
+            _Launch(
+                torch.tensor(table, dtype=torch.int64, device=device),
+                layout,
+                math.gcd(16, *(address for address, _ in table)),
+            )
+            for layout, table in tables.items()
+        ]
 
     def compact_reference(
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
@@ -161,23 +218,30 @@ class KVCompactor:
     ) -> None:
         """The Triton kernel; see `compact`."""
         num_reqs, width = path.shape
-        units = min(_UNITS, triton.next_power_of_2(self._row_units))
-        grid = (num_reqs, len(self.entries), triton.cdiv(self._row_units, units))
-        _compact_kernel[grid](
-            self._table,
-            slot_mappings,
-            query_start_loc,
-            cu_num_logits,
-            path,
-            slot_mappings.stride(0),
-            path.stride(0),
-            WIDTH=width,
-            DEPTHS=triton.next_power_of_2(width),
-            UNITS=units,
-            FIELDS=_FIELDS,
-            INTEGER=self._integer,
-            num_warps=8,
-        )
+        depths = triton.next_power_of_2(width)
+        for table, layout, alignment in self._launches:
+            units = min(_UNITS, max(_TILE // depths, 32), triton.next_power_of_2(layout.row_units))
+            _compact_kernel[(num_reqs, len(table), triton.cdiv(layout.row_units, units))](
+                table,
+                slot_mappings,
+                query_start_loc,
+                cu_num_logits,
+                path,
+                slot_mappings.stride(0),
+                path.stride(0),
+                WIDTH=width,
+                DEPTHS=depths,
+                INTEGER=_TRITON_INTEGERS[layout.unit],
+                ALIGNMENT=alignment,
+                PAGE=layout.page,
+                STRIDE_BLOCK=layout.stride_block,
+                STRIDE_ROW=layout.stride_row,
+                STRIDE_HEAD=layout.stride_head,
+                HEAD_UNITS=layout.head_units,
+                ROW_UNITS=layout.row_units,
+                UNITS=units,
+                num_warps=4,
+            )
 
     def compact(
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor

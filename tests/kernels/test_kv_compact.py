@@ -103,7 +103,7 @@ def test_random_paths_shapes_and_odd_columns(run: str) -> None:
 
 
 @runs
-def test_caches_of_different_shapes_in_one_launch(run: str) -> None:
+def test_caches_of_different_shapes(run: str) -> None:
     caches = [
         make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 3),
         make_cache(18, 5, 4, 34, torch.bfloat16, "BNH", 4),
@@ -114,6 +114,41 @@ def test_caches_of_different_shapes_in_one_launch(run: str) -> None:
     step.run(KVCompactor(caches, [0, 1, 2]), run)
     for cache, want in zip(caches, expected, strict=True):
         assert same_bytes(cache, want)
+
+
+@runs
+def test_padded_strides_odd_addresses_and_long_paths(run: str) -> None:
+    whole = make_cache(31, 3, 8, 40, torch.bfloat16, "BNH", 11)
+    caches = [
+        whole[:, :, :, :32],  # rows with gaps
+        whole[1:31, 1:2],  # one head of several
+        make_cache(61, 4, 8, 16, torch.bfloat16, "BNH", 12)[::2],  # blocks with gaps
+        make_cache(30, 8, 8, 256, torch.bfloat16, "BNH", 13),  # several programs a row
+        make_cache(31, 2, 8, 16, torch.uint8, "BHN", 14).flatten()[6:-250].view(30, 2, 8, 16),
+    ]
+    step = Step([120, 3, 60], width=33, groups=2, room=30 * 8, seed=8)
+    groups = [0, 1, 1, 0, 0]
+    for cache, group in zip(caches, groups, strict=True):  # one by one: two share their memory
+        want = step.expected(cache, group)
+        step.run(KVCompactor([cache], [group]), run)
+        assert same_bytes(cache, want)
+
+
+@pytest.mark.parametrize("run", ["compact_reference", "compact_triton"])
+def test_offsets_beyond_32_bits(run: str) -> None:
+    stride = 2**31 + 5
+    try:
+        memory = torch.empty(stride + 100, dtype=torch.uint8, device=DEVICE)
+    except RuntimeError:
+        pytest.skip("needs 2 GiB of address space")
+    cache = memory.as_strided((2, 1, 4, 5), (stride, 5, 5, 1))
+    cache.copy_(torch.arange(40).view(2, 1, 4, 5))
+    step = Step([4], width=3, groups=1, room=8, seed=9)
+    step.slots[0, step.roots[0] :][:4] = torch.tensor([3, 0, 6, 7])
+    step.path[0] = torch.tensor([0, 2, 3])
+    step.run(KVCompactor([cache], [0]), run)
+    assert cache[0, 0, 0].tolist() == [30, 31, 32, 33, 34]
+    assert cache[1, 0, 2].tolist() == [35, 36, 37, 38, 39]
 
 
 @runs
