@@ -22,6 +22,14 @@ from bastion_kernels.budget import (
 )
 from bastion_kernels.gather import gather_rows, gather_rows_reference
 from bastion_kernels.kv_compact import KVCompactor
+from bastion_kernels.rows import (
+    bind_slots,
+    bind_slots_reference,
+    bind_tails,
+    bind_tails_reference,
+    kept_rows,
+    kept_rows_reference,
+)
 from bastion_kernels.topk_logprobs import (
     merge_topk,
     merge_topk_reference,
@@ -52,12 +60,18 @@ __all__ = [
     "accept_path_reference",
     "ancestor_bits",
     "ancestor_bits_reference",
+    "bind_slots",
+    "bind_slots_reference",
+    "bind_tails",
+    "bind_tails_reference",
     "choose_budget",
     "choose_budget_reference",
     "expand_best_first",
     "expand_best_first_reference",
     "gather_rows",
     "gather_rows_reference",
+    "kept_rows",
+    "kept_rows_reference",
     "merge_topk",
     "merge_topk_reference",
     "take_best",

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row bookkeeping against plain Python over random batches; outputs are poisoned first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from op_helpers import POISON, poisoned
+
+from bastion_kernels.rows import (
+    bind_slots,
+    bind_slots_reference,
+    bind_slots_triton,
+    bind_tails,
+    bind_tails_reference,
+    bind_tails_triton,
+    kept_rows,
+    kept_rows_reference,
+    kept_rows_triton,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("run", [bind_slots, bind_slots_reference, bind_slots_triton])
+@pytest.mark.parametrize(("mapped", "size"), [([], 3), ([2, 0], 3), ([4, 1, 130], 200)])
+def test_slots_of_the_draft(run, mapped, size):
+    slots, base = poisoned(size, dtype=torch.int64).to(DEVICE), ints(POISON)
+    run(ints(mapped, torch.int64), slots, base)
+    assert slots.tolist() == mapped + [-1] * (size - len(mapped))
+    assert base.item() == max(len(mapped), 1)
+
+
+@pytest.mark.parametrize("run", [bind_tails, bind_tails_reference, bind_tails_triton])
+@pytest.mark.parametrize("size", [5, 128, 300])
+def test_tails_of_a_verified_batch(run, size):
+    rng = np.random.default_rng(size)
+    mapped = rng.permutation(size)[: size // 2 + 1].tolist()
+    tails = [int(n) for n in rng.integers(1, 65, len(mapped))]
+    tails[0] = 1
+    spine = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 0.3
+    slots = poisoned(size, dtype=torch.int64).to(DEVICE)
+    lens = poisoned(size, dtype=torch.int32).to(DEVICE)
+    # the runner's buffer is longer than the batch
+    cu = ints([0, *np.cumsum(tails).tolist(), 9999])
+    run(ints(mapped, torch.int64), cu, spine.to(DEVICE), slots, lens)
+    assert slots.tolist() == mapped + [-1] * (size - len(mapped))
+    expected = [0 if spine[s] or n == 1 else n for s, n in zip(mapped, tails, strict=True)]
+    assert lens.tolist() == expected + [0] * (size - len(mapped))
+    run(ints(mapped, torch.int64), None, spine.to(DEVICE), slots, lens.fill_(POISON))
+    assert slots.tolist()[: len(mapped)] == mapped and not lens.any()
+    run(ints([], torch.int64), cu, spine.to(DEVICE), slots, lens.fill_(POISON))
+    assert (slots == -1).all() and not lens.any()
+
+
+@pytest.mark.parametrize("run", [kept_rows, kept_rows_reference, kept_rows_triton])
+@pytest.mark.parametrize("seed", range(8))
+def test_kept_rows_are_the_accepted_path(run, seed):
+    rng = np.random.default_rng(seed)
+    reqs, width, slack = int(rng.integers(1, 6)), int(rng.integers(2, 17)), 3
+    prompts = [int(rng.choice([0, 0, 1, 5, 300])) for _ in range(reqs)]
+    nodes = [int(rng.integers(0, 40)) for _ in range(reqs)]
+    # what the host laid out may be more than what the device verified
+    allowed = [min(n + int(rng.integers(0, 4)), width - 1) + 1 for n in nodes]
+    starts = np.cumsum([0] + [p + 1 + n for p, n in zip(prompts, nodes, strict=True)])
+    kept = np.cumsum([0] + [p + a for p, a in zip(prompts, allowed, strict=True)])
+    positions = np.concatenate([1000 * r + np.arange(p + 1 + n) for r, (p, n) in
+                                enumerate(zip(prompts, nodes, strict=True))])  # fmt: skip
+    paths, sampled, rejected = [], [], []
+    for n, most in zip(nodes, allowed, strict=True):
+        length = int(rng.integers(0, min(n, most - 1) + 1))
+        path = [0, *sorted(rng.permutation(np.arange(1, n + 1))[:length].tolist())]
+        paths.append(path + [-1] * (width - len(path)))
+        sampled.append(0 if rng.random() < 0.2 else len(path))
+        rejected.append(0 if sampled[-1] == 0 else n + 1 - len(path))
+    expected_rows, expected_positions, expected_rejected = [], [], []
+    for r in range(reqs):
+        root = int(starts[r + 1]) - 1 - nodes[r]
+        for row in range(-prompts[r], allowed[r]):
+            node = paths[r][row] if row >= 0 else row
+            expected_rows.append(root + (node if row < 0 or node >= 0 else 0))
+            expected_positions.append(int(positions[root]) + row)
+        full = sampled[r] > 0
+        expected_rejected.append(allowed[r] - sampled[r] if full else rejected[r])
+    total = int(kept[-1])
+    source = poisoned(total + slack, dtype=torch.int64).to(DEVICE)
+    out_positions, out_rejected = source.clone(), poisoned(reqs, dtype=torch.int32).to(DEVICE)
+    cu = np.cumsum([0] + [1 + n for n in nodes])
+    run(
+        ints(kept.tolist()),
+        ints(prompts),
+        ints(starts.tolist()),
+        ints(cu.tolist()),
+        ints([*paths, [-1] * width]),
+        ints(positions.tolist(), torch.int64),
+        ints(sampled),
+        ints(rejected),
+        source,
+        out_positions,
+        out_rejected,
+        int(np.diff(kept).max()),
+    )
+    assert source.tolist() == expected_rows + [POISON] * slack
+    assert out_positions.tolist() == expected_positions + [POISON] * slack
+    assert out_rejected.tolist() == expected_rejected
+
+
+def test_wrong_arguments_are_named():
+    slots = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"base_rows must be torch\.int32"):
+        bind_slots(slots, slots, torch.zeros((), dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"tail_lens must have shape \[4\]"):
+        bind_tails(slots, None, torch.zeros(4, dtype=torch.bool), slots, torch.zeros(3).int())
+    one, two = torch.zeros(1).int(), torch.zeros(2).int()
+    with pytest.raises(ValueError, match="kept_start"):
+        kept_rows(one, one, two, two, two[None], slots, one, one, slots, slots, one, 1)
