@@ -66,7 +66,7 @@ def decode(target: Path, drafter: Path, requests: list[Request]) -> dict[str, Ru
     runs = {}
     with tempfile.TemporaryDirectory() as folder:
         costs = write_costs(paper_a100(ROWS), Path(folder) / "a100.json")
-        tree = bastion(drafter, NODES, "adaptive", calibration=costs)
+        tree = bastion(drafter, NODES, "adaptive", calibration=costs, latency_model="table")
         engines = {
             "plain": Engine(None, target),
             "dflash": Engine(dflash(drafter), target),

@@ -36,13 +36,14 @@ class CostSource:
     calibrated: CalibratedRoofline | None
 
     def latency(self, name: LatencyName) -> LatencyModel:
-        """One of the four estimators, fresh."""
+        """One of the estimators, fresh."""
         bare = self.calibrated.roofline if self.calibrated else None
         return make_latency(name, self.table, roofline=bare, calibrated=self.calibrated)
 
     def estimators(self) -> list[LatencyName]:
         """Those that this source can feed."""
-        return ["table", "static", "ema", "ema_calib"] if self.calibrated else ["table"]
+        of_table: list[LatencyName] = ["table", "ema_table"]
+        return [*of_table, "static", "ema", "ema_calib"] if self.calibrated else of_table
 
 
 def paper_a100(max_rows: int) -> CostSource:

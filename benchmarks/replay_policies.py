@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks.replay_sim import Corpus, Outcome
 from benchmarks.replay_trees import StepTree, beam_accepted, best_first, chain_accepted
 from vllm_bastion.controller import Budget, BudgetController, Rule, Timing, choose_budget
+from vllm_bastion.drafting import DraftGate
 from vllm_bastion.latency import LatencyModel
-from vllm_bastion.modes import ModeSelector
 from vllm_bastion.path_scores import PathScoreCorrection
 
 
@@ -127,7 +127,7 @@ class Adaptive:
         self.shared = shared
         self.controller = BudgetController(latency, rule=rule, timing=timing)
         self.correction = correction
-        self.modes = ModeSelector() if plain else None
+        self.gate = DraftGate() if plain else None
         self._drafted = True
         # (A-hat, accepted) of every request and step that had a tree
         self.predictions: list[tuple[float, int]] = []
@@ -135,25 +135,52 @@ class Adaptive:
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         """See `Policy`."""
-        num_reqs = len(steps)
-        budget, accepted = None, [0] * num_reqs
-        if self._drafted:
-            trees = [self._tree(step) for step in steps]
-            budget = self._decide(trees, context_len)
-            accepted = [tree.accepted(int(n)) for tree, n in zip(trees, budget.counts, strict=True)]
-            for tree, n, hit in zip(trees, budget.counts, accepted, strict=True):
-                self.predictions.append((float(tree.rho[:n].sum()), hit))
-            self._learn(steps, accepted)
-        if self.modes is not None:
-            if budget is not None:
-                self.modes.observe(budget, num_reqs, num_reqs + sum(accepted))
-            plain_ms = self.latency.plain_ms(num_reqs, context_len)
-            self._drafted = self.modes.next_mode(num_reqs, plain_ms, budget) != "plain"
-        return Outcome(accepted, budget.num_nodes if budget else 0, self._drafted)
+        self._decide_drafting(steps, context_len, arrived=True)
+        if not self._drafted:
+            self._decide_drafting(steps, context_len)
+            return Outcome([0] * len(steps), 0, drafted=False)
+        trees = [self._tree(step) for step in steps]
+        budget = self._decide(trees, context_len)
+        accepted = [tree.accepted(int(n)) for tree, n in zip(trees, budget.counts, strict=True)]
+        promised = [float(tree.rho[:n].sum()) for tree, n in zip(trees, budget.counts, strict=True)]
+        self.predictions.extend(zip(promised, accepted, strict=True))
+        self._learn(steps, accepted)
+        if self.gate is not None:
+            self.gate.promised(self._requests(steps), promised, budget.counts)
+            self.gate.realised(sum(promised), sum(accepted))
+        self._decide_drafting(steps, context_len)
+        return Outcome(accepted, budget.num_nodes)
 
     def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
         """See `Policy`."""
         self.latency.observe(rows, num_reqs, context_len, forward_ms)
+
+    def _requests(self, steps: Sequence[int]) -> list[int]:
+        return [int(q) for q in self.corpus.recording.step_requests[list(steps)]]
+
+    def _decide_drafting(
+        self, steps: Sequence[int], context_len: float, *, arrived: bool = False
+    ) -> None:
+        """Whether the next step has trees; `arrived`: asked again if the batch has new requests.
+
+        The engine drafts behind a prompt's last chunk too, and for the whole batch.
+        """
+        if self.gate is None:
+            return
+        requests = self._requests(steps)
+        if arrived:
+            positions = self.corpus.recording.step_positions[list(steps)]
+            new = [name for name, at in zip(requests, positions, strict=True) if at == 1]
+            for name in new:
+                self.gate.forget(name)
+            if not new:
+                return
+        num_reqs = len(steps)
+        self._drafted = self.gate.draft(
+            requests,
+            self.latency.cycle_cost_ms(num_reqs, context_len),
+            self.latency.plain_ms(num_reqs, context_len),
+        )
 
     def _tree(self, step: int) -> StepTree:
         if self.correction is None:

@@ -82,7 +82,7 @@ class Outcome:
     accepted: Sequence[int]
     # draft nodes verified, whole batch
     nodes: int
-    # whether the step ended with a drafter pass
+    # whether the step verified a draft, and so pays for one drafter pass
     drafted: bool = True
 
 

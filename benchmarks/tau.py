@@ -62,7 +62,7 @@ def configurations(target: Path, drafter: Path, profile: Path, folder: Path) -> 
     spec |= {f"bastion, N = {n}": bastion(drafter, n, n) for n in BUDGETS}
     for source in (paper_a100(ROWS), from_profile("this CPU", profile, ROWS)):
         costs = write_costs(source, folder / f"{len(spec)}.json")
-        tree = bastion(drafter, NODES, "adaptive", calibration=costs)
+        tree = bastion(drafter, NODES, "adaptive", calibration=costs, latency_model="table")
         spec[f"bastion, adaptive ({source.name})"] = tree
     return {name: Engine(speculative, target) for name, speculative in spec.items()}
 

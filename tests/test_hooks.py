@@ -211,9 +211,10 @@ def test_a_hook_that_does_not_fit_disables_only_the_method(monkeypatch: pytest.M
 # --- what the hooks do ------------------------------------------------------------------------
 
 
-def _settings() -> BastionSpeculativeConfig:
+def _settings(budget: int | str = "adaptive") -> BastionSpeculativeConfig:
     """Settings without the models that vLLM's constructor wants."""
     settings = object.__new__(BastionSpeculativeConfig)
+    settings.bastion_budget = budget
     settings.num_speculative_tokens = NODES
     settings.bastion_gamma = GAMMA
     return settings
@@ -232,6 +233,8 @@ class Core:
         self.vllm_config = _engine_with(settings)
         self.num_spec_tokens = NODES
         self.requests = requests
+        self.running = list(requests.values())
+        self.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048)
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
         return Scheduler.make_spec_decoding_stats(self, *args, **kwargs)  # type: ignore[arg-type]
@@ -369,6 +372,29 @@ def test_async_scheduling_gives_a_grammar_gamma_placeholders() -> None:
     scheduler.async_update_after_schedule(original, core, output)
     assert core.requests["g"].spec_token_ids == [-1] * GAMMA
     assert core.requests["p"].spec_token_ids is shared and len(shared) == NODES
+
+
+@pytest.mark.parametrize(
+    ("reqs", "budget", "expected"),
+    [
+        (1, "adaptive", NODES),
+        # three quarters of 2,048 tokens over 40 requests, less the root and the drafter's block
+        (40, "adaptive", 1536 // 40 - 1 - (GAMMA + 1)),
+        # never less than the chain that vLLM's own DFlash would get
+        (500, "adaptive", GAMMA),
+        (1, 8, 8),
+        (20, 8, 8),
+        (1, 0, 1),
+    ],
+)
+def test_placeholders_leave_room_for_others(reqs: int, budget: Any, expected: int) -> None:
+    core = Core(_settings(budget), **{str(i): _request(False, NODES) for i in range(reqs)})
+    output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(core.requests, 1))
+    scheduler.async_update_after_schedule(lambda *_: None, core, output)
+    assert {len(request.spec_token_ids) for request in core.requests.values()} == {expected}
+    drafts = SimpleNamespace(req_ids=["0"], draft_token_ids=[[7] * NODES])
+    scheduler.update_draft_token_ids(lambda *_: None, core, drafts)
+    assert drafts.draft_token_ids == [[7] * expected]
 
 
 def test_sync_scheduling_gives_a_grammar_gamma_drafts() -> None:

@@ -22,7 +22,7 @@ def _table():
     return StepCostTable(samples, [(1, 1.5)], 0.5, max_rows=64, captured_sizes=SIZES)
 
 
-@pytest.mark.parametrize("name", ["static", "ema", "ema_calib"])
+@pytest.mark.parametrize("name", ["ema_table", "static", "ema", "ema_calib"])
 def test_curves_are_taken_at_captured_sizes_with_drafter_and_overhead(name):
     model = make_latency(name, _table(), roofline=_Line(), calibrated=_Line())
     cost = model.cycle_cost_ms(1, 0)
@@ -38,9 +38,9 @@ def test_names_choose_curves():
     assert static.curve is fitted and static.bias is None
     assert make_latency("ema", table, roofline=bare, calibrated=fitted).curve is bare
     assert make_latency("ema_calib", table, roofline=bare, calibrated=fitted).curve is fitted
-    with pytest.raises(ValueError, match=r"'ema_calib'.*use 'table'"):
+    with pytest.raises(ValueError, match=r"'ema_calib'.*use 'ema_table'"):
         make_latency("ema_calib", table, roofline=bare)
-    with pytest.raises(ValueError, match="one of table, static, ema, ema_calib"):
+    with pytest.raises(ValueError, match="one of table, ema_table, static, ema, ema_calib"):
         make_latency("fast", table)
 
 

@@ -139,6 +139,8 @@ def test_positions_are_root_plus_depth_in_the_tail_and_linear_before_it() -> Non
 
 def test_only_rows_with_a_tree_have_a_masked_tail() -> None:
     trees = make_trees()
+    # a tree, a lone root whose slot never had one, and a chain
+    trees.set_spine_only(1, True)
     cu_num_logits = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
     trees.begin_step(torch.tensor([2, 0, 1]), cu_num_logits, np.array([True, False, False]))
     assert trees.tail_lens.tolist() == [4, 0, 0, 0, 0]
@@ -146,6 +148,113 @@ def test_only_rows_with_a_tree_have_a_masked_tail() -> None:
     assert trees.masking
     trees.begin_step(torch.tensor([2, 0, 1]), cu_num_logits, np.zeros(3, dtype=bool))
     assert not trees.masking and not trees.tail_lens.any()
+
+
+def test_the_host_learns_the_budget_and_what_it_promises() -> None:
+    trees = make_trees()
+    slots = np.array([4, 0, 2])
+    cost = (1.0 + 0.02 * np.arange(65) ** 1.3).astype(np.float32)
+    trees.set_cost_ms(cost)
+    trees.bind_rows(torch.tensor(slots))
+    trees.grow(logits_of(3), 3)
+    trees.publish(slots)
+    counts, promised = trees.decision(slots)
+    rho = np.exp(trees.log_rho[slots].numpy())
+    expected = choose_budget_on_host(rho, [NODES] * 3, cost, base_rows=3)
+    assert counts.tolist() == expected.counts.tolist()
+    sums = [row[:n].sum() for row, n in zip(rho, counts, strict=True)]
+    np.testing.assert_allclose(promised, sums, rtol=1e-5)
+
+
+def test_a_step_with_prompt_rows_is_priced_again() -> None:
+    trees = make_trees()
+    slots = np.array([1, 3])
+    cost = (1.0 + 0.02 * np.arange(65) ** 1.3).astype(np.float32)
+    trees.set_cost_ms(cost)
+    trees.bind_rows(torch.tensor(slots))
+    trees.grow(logits_of(2), 2)
+    trees.publish(slots)
+    alone = trees.decision(slots)[0].tolist()
+    # 40 prompt rows in the step, and the second request has room for one more draft token
+    trees.choose_again(slots, np.array([NODES, 1]), base_rows=42)
+    rho = np.exp(trees.log_rho[slots].numpy())
+    expected = choose_budget_on_host(rho, [NODES, 1], cost, base_rows=42)
+    assert trees.decision(slots)[0].tolist() == expected.counts.tolist() != alone
+
+
+class Event:
+    """A CUDA event's rules: never recorded counts as done, and has no time."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.at = clock, None
+
+    def record(self) -> None:
+        self.at = self.clock[0]
+
+    def query(self) -> bool:
+        return self.at is None or self.at <= self.clock[0] - 2.0  # the device lags behind
+
+    def elapsed_time(self, end: Event) -> float:
+        if self.at is None or end.at is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return end.at - self.at
+
+
+def test_steps_are_timed_when_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_bastion.runner import timing
+
+    clock = [0.0]
+    monkeypatch.setattr(timing, "new_mark", lambda device: Event(clock))
+    timer = timing.StepTimer(torch.device("cpu"))
+    seen = []
+    for step in range(40):
+        seen += timer.completed()  # as the engine does: in the middle of a step
+        if step == 20:
+            timer.interrupted()  # a step with prompts, not timed
+            clock[0] += 100.0
+            continue
+        timer.forward_start(8 + step, 2, 100.0)
+        clock[0] += 3.0
+        timer.logits_ready()
+        seen += timer.completed()
+        clock[0] += 1.0
+        timer.step_done(drafted=step % 2 == 0)
+        clock[0] += 0.5
+    clock[0] += 10.0
+    seen += timer.completed()
+    assert [one.rows for one in seen] == [8 + step for step in range(40) if step != 20]
+    assert {one.forward_ms for one in seen} == {3.0}
+    assert [one.drafted for one in seen] == [step % 2 == 0 for step in range(40) if step != 20]
+    unknown = [one.rows - 8 for one in seen if one.total_ms is None]
+    assert unknown == [0, 21]
+    assert {one.total_ms for one in seen if one.total_ms is not None} == {4.5}
+
+
+def test_steps_that_never_end_are_not_timed() -> None:
+    from vllm_bastion.runner import timing
+
+    timer = timing.StepTimer(torch.device("cpu"))
+    for _ in range(100):  # nothing was verified, or nothing drafted: no mark may be lost
+        timer.forward_start(4, 1, 10.0)
+        timer.forward_start(4, 1, 10.0)
+        timer.logits_ready()
+    assert not list(timer.completed())
+    timer.forward_start(5, 1, 10.0)
+    timer.logits_ready()
+    timer.step_done(drafted=True)
+    assert [one.rows for one in timer.completed()] == [5]
+
+
+def test_overhead_is_what_forward_and_draft_leave_of_a_step() -> None:
+    from vllm_bastion.runner.costs import AuxTime
+
+    aux = AuxTime()
+    for step in range(64):
+        aux.add(1000.0 if step % 8 == 0 else 2.5)  # pauses between requests
+    assert aux.ms == 2.5
+    for _ in range(64):
+        aux.add(-1.0)
+    assert aux.ms == 0.0
 
 
 def test_a_mirror_keeps_the_value_published_before_the_last() -> None:

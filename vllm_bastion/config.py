@@ -40,8 +40,8 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     """How the budget is found: over all sizes, or the paper's stop at the first decrease."""
     bastion_budget_timing: Literal["exact", "lagged"] = "exact"
     """Whether the budget comes from this step's scores or, without a wait, from the last step's."""
-    bastion_latency_model: Literal["table", "static", "ema", "ema_calib"] = "table"
-    """What a step costs: measured table, calibrated roofline, or either corrected while serving."""
+    bastion_latency_model: Literal["table", "ema_table", "static", "ema", "ema_calib"] = "ema_table"
+    """What a step costs: measured table or calibrated roofline, with ema_ corrected in service."""
     bastion_calibration: str = "auto"
     """Where the measured costs come from: auto (cached profile, else measure), off, or a file."""
     bastion_path_scores: Literal["raw", "calibrated"] = "raw"
@@ -121,6 +121,11 @@ def key_type(name: str) -> tuple[tuple[str, ...], bool, bool]:
         else:
             literals.extend(value for value in get_args(part) if isinstance(value, str))
     return tuple(literals), int in parts, str in parts
+
+
+def is_lagged(config: BastionSpeculativeConfig) -> bool:
+    """Whether steps are sized by the scores of the step before; a fixed budget needs neither."""
+    return config.bastion_budget_timing == "lagged" and config.bastion_budget == "adaptive"
 
 
 def key_default(name: str) -> Any:

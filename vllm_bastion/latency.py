@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latency estimators: what the controller believes one cycle costs.
 
-`LatencyModel` is the seam between what is measured and what is decided. Four models:
+`LatencyModel` is the seam between what is measured and what is decided. Five models:
 
     table      C(n) = measured step-cost table
+    ema_table  C(n) = c * its forward time                       + T_draft + T_aux
     static     C(n) = calibrated roofline at the padded size     + T_draft + T_aux   (the paper's)
     ema        C(n) = c * bare roofline at the padded size       + T_draft + T_aux
     ema_calib  C(n) = c * calibrated roofline at the padded size + T_draft + T_aux
@@ -33,7 +34,7 @@ from vllm_bastion.step_cost import (
     context_bucket,
 )
 
-LatencyName = Literal["table", "static", "ema", "ema_calib"]
+LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
 
 _ALPHA = 0.1
 _WINDOW = 5
@@ -58,6 +59,10 @@ class LatencyModel(Protocol):
 
     def plain_ms(self, num_reqs: int, context_len: float) -> float:
         """Milliseconds of a step that neither drafts nor verifies."""
+        ...
+
+    def drafter_ms(self, num_reqs: int) -> float:
+        """Milliseconds of a draft for `num_reqs` requests, as contained in `cycle_cost_ms`."""
         ...
 
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
@@ -87,20 +92,24 @@ class TableLatency:
         """See `LatencyModel`."""
         return self.table.plain_ms(num_reqs, context_len)
 
+    def drafter_ms(self, num_reqs: int) -> float:
+        """See `LatencyModel`."""
+        return self.table.drafter_ms(num_reqs)
+
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
         """Nothing: the table is what was measured at start-up."""
 
 
 class CurveLatency:
-    """`static`, `ema` and `ema_calib`: a roofline, corrected online or not.
+    """All but `table`: a curve of the target's forward time, corrected online or not.
 
     Args:
-        curve: the target's forward time, bare or calibrated.
-        table: drafter time, T_aux and graph sizes; its forward times are not used.
+        curve: the bare or the calibrated roofline; None for the table's own forward times.
+        table: drafter time, T_aux and graph sizes.
         online: whether `observe` corrects the curve.
     """
 
-    def __init__(self, curve: Carrier, table: StepCostTable, *, online: bool) -> None:
+    def __init__(self, curve: Carrier | None, table: StepCostTable, *, online: bool) -> None:
         self.curve = curve
         self.table = table
         self.bias = RobustBias() if online else None
@@ -130,6 +139,10 @@ class CurveLatency:
         row = min(num_reqs, self.table.max_rows)
         return float(forward[row]) * bias + self.table.plain_aux_ms
 
+    def drafter_ms(self, num_reqs: int) -> float:
+        """See `LatencyModel`."""
+        return self.table.drafter_ms(num_reqs)
+
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
         """See `LatencyModel`."""
         if self.bias is None:
@@ -144,10 +157,12 @@ class CurveLatency:
         if forward is None:
             if len(self._forward) >= _MAX_CACHED:
                 self._forward.clear()
-            rows = self.table.padded_rows
-            forward = np.maximum.accumulate(
-                self.curve.predict_ms(rows, bucket_context(bucket), num_reqs)
-            )
+            context = bucket_context(bucket)
+            if self.curve is None:
+                forward = self.table.forward_ms(num_reqs, context)
+            else:
+                rows = self.table.padded_rows
+                forward = np.maximum.accumulate(self.curve.predict_ms(rows, context, num_reqs))
             self._forward[num_reqs, bucket] = forward
         return forward
 
@@ -199,6 +214,8 @@ def make_latency(
     """
     if name == "table":
         return TableLatency(table)
+    if name == "ema_table":
+        return CurveLatency(None, table, online=True)
     if name not in get_args(LatencyName):
         names = ", ".join(get_args(LatencyName))
         raise ValueError(f"bastion_latency_model must be one of {names}, got {name!r}")
@@ -206,6 +223,6 @@ def make_latency(
     if curve is None:
         raise ValueError(
             f"bastion_latency_model {name!r} needs a roofline of the target, and there is none for "
-            "this model or profile; use 'table'"
+            "this model or profile; use 'ema_table'"
         )
     return CurveLatency(curve, table, online=name != "static")

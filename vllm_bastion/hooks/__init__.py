@@ -140,8 +140,9 @@ HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
         wrapper="scheduler:async_update_after_schedule",
         expects="(self, scheduler_output)",
-        why="every request gets N placeholders, each a bitmask row for a request with a grammar",
-        what="gives gamma to a request with a grammar",
+        why="N placeholders for each of many requests use up a step's tokens; with a grammar each "
+        "is a bitmask row",
+        what="gives a request its share, and gamma at most with a grammar",
         upstream="a per-request number of speculative tokens",
     ),
     Hook(
@@ -149,7 +150,7 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="scheduler:update_draft_token_ids",
         expects="(self, draft_token_ids)",
         why="as above, without async scheduling",
-        what="keeps gamma draft tokens for a request with a grammar",
+        what="keeps a request's share of draft tokens, and gamma at most with a grammar",
         upstream="a per-request number of speculative tokens",
     ),
     Hook(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_bastion.config import bastion_config
+from vllm_bastion.config import bastion_config, is_lagged
 from vllm_bastion.hooks import Hook
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
@@ -164,9 +164,9 @@ def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
     from vllm_bastion.runner.verification import BastionVerificationManager
     from vllm_bastion.runner.verification_lagged import LaggedVerificationManager
 
-    lagged = config.bastion_budget_timing == "lagged" and config.bastion_budget == "adaptive"
     runtime = runtime_of(vllm_config)
-    runtime.manager = (LaggedVerificationManager if lagged else BastionVerificationManager)(
+    manager = LaggedVerificationManager if is_lagged(config) else BastionVerificationManager
+    runtime.manager = manager(
         runtime,
         kwargs["req_states"],
         kwargs["query_start_loc"],
@@ -206,10 +206,14 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
 
 
 def warm_up(original: Callable[..., Any], self: Any) -> Any:
-    """Measure the step costs of an engine that uses method "bastion"."""
-    times = original(self)
-    if bastion_config(self.vllm_config) is not None:
-        from vllm_bastion.runner.calibrate import calibrate
+    """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
+    if bastion_config(self.vllm_config) is None:
+        return original(self)
+    from vllm_bastion.runner.calibrate import calibrate
 
-        calibrate(self.model_runner)
+    runner = self.model_runner
+    for part in (runner.model_state, runner.speculator, runner.adaptive_verification):
+        part.warm_up()
+    times = original(self)
+    calibrate(runner)
     return times

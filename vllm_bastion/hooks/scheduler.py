@@ -4,7 +4,8 @@
 The scheduler plans N placeholders for every request; the worker verifies fewer, and says how many
 in `ModelRunnerOutput.bastion_num_verified` (request id -> nodes). Requests with a grammar are
 decoded along the spine, so that gamma placeholders do: every one costs a bitmask row filled on the
-CPU.
+CPU. And placeholders count against the tokens of a step, so that N for each of many requests would
+leave some of them, and every prompt, without a turn.
 """
 
 from __future__ import annotations
@@ -87,20 +88,34 @@ def structured_output_init(original: Callable[..., Any], self: Any, vllm_config:
     original(self, chain_view_of(vllm_config))
 
 
-def _grammar_limit(scheduler: Any) -> int | None:
+# Share of a step's tokens that placeholders may take where requests are many.
+_SHARE = 0.75
+
+
+def _limits(scheduler: Any) -> tuple[int, int] | None:
+    """Most placeholders of a request: of a free one, and of one with a grammar. None: not ours."""
     spec_config = bastion_config(scheduler.vllm_config)
-    return None if spec_config is None else spec_config.bastion_gamma
+    if spec_config is None:
+        return None
+    gamma = spec_config.bastion_gamma
+    tokens = int(_SHARE * scheduler.scheduler_config.max_num_batched_tokens)
+    # vLLM charges a request its rows and the drafter's gamma + 1; never less than for a chain.
+    fair = tokens // max(len(scheduler.running), 1) - 1 - (gamma + 1)
+    free = max(fair, gamma)
+    if spec_config.bastion_budget != "adaptive":
+        free = min(free, max(spec_config.bastion_budget, 1))
+    return free, min(free, gamma)
 
 
 def update_after_schedule(original: Callable[..., Any], self: Any, scheduler_output: Any) -> None:
     """Take back placeholders past gamma that a grammar request was padded with on admission."""
-    gamma = _grammar_limit(self)
-    if gamma is not None:
+    limits = _limits(self)
+    if limits is not None:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         for request_id, tokens in scheduled.items():
-            extra = len(tokens) - gamma
+            extra = len(tokens) - limits[1]
             if extra > 0 and self.requests[request_id].use_structured_output:
-                scheduled[request_id] = tokens[:gamma]
+                scheduled[request_id] = tokens[: limits[1]]
                 scheduler_output.num_scheduled_tokens[request_id] -= extra
                 scheduler_output.total_num_scheduled_tokens -= extra
     original(self, scheduler_output)
@@ -109,24 +124,25 @@ def update_after_schedule(original: Callable[..., Any], self: Any, scheduler_out
 def async_update_after_schedule(
     original: Callable[..., Any], self: Any, scheduler_output: Any
 ) -> None:
-    """Give grammar requests gamma placeholders for the next step; all others get N."""
+    """Give every request its share of placeholders for the next step; vLLM gives all of them N."""
     original(self, scheduler_output)
-    gamma = _grammar_limit(self)
-    if gamma is not None:
+    limits = _limits(self)
+    if limits is not None:
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
-            if request.use_structured_output and len(request.spec_token_ids) > gamma:
+            most = limits[request.use_structured_output]
+            if len(request.spec_token_ids) > most:
                 # A new list: the placeholders are one list shared by all requests.
-                request.spec_token_ids = request.spec_token_ids[:gamma]
+                request.spec_token_ids = request.spec_token_ids[:most]
 
 
 def update_draft_token_ids(original: Callable[..., Any], self: Any, draft_token_ids: Any) -> None:
-    """Without async scheduling the drafts come from the worker: keep gamma for a grammar."""
-    gamma = _grammar_limit(self)
-    if gamma is not None:
+    """The same without async scheduling, where the drafts come from the worker."""
+    limits = _limits(self)
+    if limits is not None:
         drafts = draft_token_ids.draft_token_ids
         for index, request_id in enumerate(draft_token_ids.req_ids):
             request = self.requests.get(request_id)
-            if request is not None and request.use_structured_output:
-                drafts[index] = drafts[index][:gamma]
+            if request is not None:
+                drafts[index] = drafts[index][: limits[request.use_structured_output]]
     original(self, draft_token_ids)

@@ -87,6 +87,8 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
         if attn_metadata is None or attn_metadata.trees is None or not attn_metadata.trees.masking:
+            # A graph outlives the batch that it was captured with: it must hold the tree kernel.
+            assert attn_metadata is None or not torch.cuda.is_current_stream_capturing()
             return super().forward(
                 layer,
                 query,

@@ -22,7 +22,7 @@ import vllm
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_bastion.calibration import calibrate_and_report
-from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
+from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
 from vllm_bastion.devices import device_name, device_spec
 from vllm_bastion.latency import make_latency
 from vllm_bastion.logger import init_logger
@@ -73,15 +73,18 @@ def calibrate(runner: Any) -> None:
     latency = make_latency(
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
     )
+    # What one GPU learns the others do not know, and all must choose the same budget.
     alone = group.world_size == 1
-    if config.bastion_latency_model.startswith("ema") and not alone:
+    if not alone and config.bastion_latency_model in ("ema", "ema_calib"):
         raise ValueError(
             f"bastion_latency_model {config.bastion_latency_model!r} learns on each GPU by itself, "
-            "and tensor-parallel GPUs must agree: use 'table' or 'static'"
+            "and tensor-parallel GPUs must agree: use 'ema_table' or 'static'"
         )
-    runtime.costs = StepCosts(latency, runtime.trees, online=alone)
+    # A table or a curve that was asked for by name is believed as it stands, T_aux included.
+    online = alone and config.bastion_latency_model.startswith("ema")
+    runtime.costs = StepCosts(latency, runtime.trees, online=online)
     runtime.costs.install(1, 1.0)
-    if config.bastion_budget_timing == "exact" and runner.dp_size == 1:
+    if not is_lagged(config) and runner.dp_size == 1:
         runtime.switch = DraftSwitch(runtime.costs, runtime.trees)
 
 

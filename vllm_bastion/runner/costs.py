@@ -3,10 +3,14 @@
 
 ``StepCosts`` joins a latency model (vLLM-free) with the trees' cost buffer: it installs the row of
 the table that fits the batch and feeds real step times back to the model.
+
+T_aux, everything of a step that calibration could not time (sampling, tree building, compaction,
+the host's part, waiting for N*), is what real steps take beyond their forward pass and the draft.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from statistics import median
 
 import numpy as np
@@ -16,21 +20,42 @@ from vllm_bastion.runner.timing import StepTimer
 from vllm_bastion.runner.trees import Trees
 from vllm_bastion.step_cost import CostArray
 
-# Steps whose median gives T_aux: everything of a step that calibration could not time.
-_AUX_STEPS = 15
+# T_aux is a median over this many steps, and is looked at again every half of them.
+_AUX_STEPS = 32
+
+
+class AuxTime:
+    """T_aux in milliseconds, a running median; 0 until there are steps to tell it from."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self._recent: deque[float] = deque(maxlen=_AUX_STEPS)
+        self._new = 0
+
+    def add(self, ms: float) -> None:
+        """Take in one step. A pause between two requests is an outlier that the median ignores."""
+        self._recent.append(ms)
+        self._new += 1
+        if self._new >= _AUX_STEPS // 2:
+            self._new = 0
+            self.ms = max(0.0, median(self._recent))
 
 
 class StepCosts:
-    """Cost of a whole step by its target rows, for the batch at hand."""
+    """Cost of a whole step by its target rows, for the batch at hand.
+
+    Args:
+        latency: what a forward pass costs.
+        trees: holder of the cost buffer.
+        online: whether real steps correct the costs.
+    """
 
     def __init__(self, latency: LatencyModel, trees: Trees, *, online: bool) -> None:
         self.latency = latency
-        # Under tensor parallelism every rank must see the same costs, so none learns its own.
         self.online = online
         self.timer = StepTimer(trees.device)
         self._trees = trees
-        self._aux: list[float] = []
-        self.aux_ms = 0.0
+        self._aux, self._plain_aux = AuxTime(), AuxTime()
         self._installed: tuple[int, float] | None = None
         self._current: CostArray | None = None
 
@@ -38,23 +63,29 @@ class StepCosts:
         """Make the trees' cost buffer the one of this batch; a copy only when it changed."""
         cost = self.latency.cycle_cost_ms(num_reqs, context_len)
         # The model hands out the same array while nothing has changed.
-        state = (id(cost), self.aux_ms)
+        state = (id(cost), self._aux.ms)
         if state != self._installed:
             self._installed = state
             self._current = cost  # keeps the id alive
-            self._trees.set_cost_ms(cost + np.float32(self.aux_ms))
+            self._trees.set_cost_ms(cost + np.float32(self._aux.ms))
 
     def plain_ms(self, num_reqs: int, context_len: float) -> float:
-        """Cost of a step without drafting. T_aux is taken to be the same: most of it is vLLM's."""
-        return self.latency.plain_ms(num_reqs, context_len) + self.aux_ms
+        """Cost of a step without drafting."""
+        # Until plain steps were seen, take theirs to be that of a step with a draft: most of T_aux
+        # is vLLM's own.
+        aux = self._plain_aux.ms or self._aux.ms
+        return self.latency.plain_ms(num_reqs, context_len) + aux
 
     def learn(self) -> None:
         """Take in the steps that were completed since the last call."""
-        for step in self.timer.completed() if self.online else ():
+        for step in self.timer.completed():
+            if not self.online:
+                continue
             self.latency.observe(step.rows, step.num_reqs, step.context_len, step.forward_ms)
-            if len(self._aux) < _AUX_STEPS:
-                cycle = self.latency.cycle_cost_ms(step.num_reqs, step.context_len)
-                rest = step.total_ms - float(cycle[min(step.rows, len(cycle) - 1)])
-                self._aux.append(rest)
-                if len(self._aux) == _AUX_STEPS:
-                    self.aux_ms = max(0.0, median(self._aux))
+            if step.total_ms is None:
+                continue
+            rest = step.total_ms - step.forward_ms
+            if step.drafted:
+                self._aux.add(rest - self.latency.drafter_ms(step.num_reqs))
+            else:
+                self._plain_aux.add(rest)

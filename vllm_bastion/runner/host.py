@@ -39,8 +39,9 @@ class HostMirror:
             buffer.copy_(source)
         if self._on_device:
             self._stream = torch.cuda.Stream(source.device)
-            # blocking=True sleeps instead of spinning on the driver's lock, as vLLM does.
-            self._copied = [torch.cuda.Event(blocking=True) for _ in range(2)]
+            # Waits spin: the host waits while the device is about to run dry, and waking up from
+            # a blocking event takes longer than the copy.
+            self._copied = [torch.cuda.Event() for _ in range(2)]
 
     def start_copy(self) -> None:
         """Publish the tensor's value as of the work queued so far."""

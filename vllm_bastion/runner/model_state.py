@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
 
 from bastion_kernels import KVCompactor
 from vllm_bastion.runner.runtime import Runtime
@@ -72,7 +73,8 @@ class BastionModelState(DefaultModelState):
         self.runtime, self.trees = runtime, runtime.trees
         self._always_spine = False
         self._batch: InputBatch | None = None
-        self._target_layers: list[str] = []
+        # name -> layer, KV-cache group
+        self._target_layers: dict[str, tuple[Attention, int]] = {}
         self._compactor: KVCompactor | None = None
         self._block_tables: BlockTables | None = None
 
@@ -98,11 +100,14 @@ class BastionModelState(DefaultModelState):
         costs = self.runtime.costs
         if costs is not None:
             # The last host code before the forward pass.
-            costs.timer.forward_start(
-                input_batch.num_tokens,
-                input_batch.num_reqs,
-                float(input_batch.num_computed_tokens_np.mean()),
-            )
+            if input_batch.has_prefill:
+                costs.timer.interrupted()
+            else:
+                costs.timer.forward_start(
+                    input_batch.num_tokens,
+                    input_batch.num_reqs,
+                    float(input_batch.num_computed_tokens_np.mean()),
+                )
         return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
@@ -115,14 +120,28 @@ class BastionModelState(DefaultModelState):
         self,
         input_batch: InputBatch,
         cudagraph_mode: CUDAGraphMode,
-        *args: Any,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        metadata = super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
+        metadata = super().prepare_attn(
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+            for_capture,
+            **kwargs,
+        )
         self._batch = input_batch
         self._begin_step(input_batch)
-        if cudagraph_mode == CUDAGraphMode.FULL:
+        if for_capture or cudagraph_mode == CUDAGraphMode.FULL:
             # What is captured must serve every later batch: the tree kernel, chains included.
+            # (vLLM captures FULL graphs with `for_capture` and mode NONE.)
             self.trees.masking = True
         for name in self._target_layers:
             if name in metadata:
@@ -160,19 +179,29 @@ class BastionModelState(DefaultModelState):
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
-        caches: list[torch.Tensor] = []
-        groups: list[int] = []
-        self._target_layers = []
+        self._target_layers = {}
         for group, spec in enumerate(kv_cache_config.kv_cache_groups):
             layers = get_layers_from_vllm_config(self.vllm_config, Attention, spec.layer_names)
             for name, layer in layers.items():
                 if getattr(layer, "is_draft_layer", False):
                     continue
-                self._target_layers.append(name)
-                caches.append(layer.kv_cache)
-                groups.append(group)
-        self._compactor = KVCompactor(caches, groups)
+                self._target_layers[name] = (layer, group)
+        # Built in `warm_up`: vLLM profiles with a cache of its own, which it would keep alive.
+        self._compactor = None
         self._block_tables = block_tables
+
+    def warm_up(self) -> None:
+        """Bind the KV caches, and compile what the first tree would wait for."""
+        assert self._block_tables is not None
+        nothing = torch.zeros(2, dtype=torch.int32, device=self.device)
+        slot_mappings = self._block_tables.slot_mappings
+        self._bound_compactor().compact(slot_mappings, nothing, nothing, self.trees.path[:1])
+
+    def _bound_compactor(self) -> KVCompactor:
+        if self._compactor is None:
+            layers = self._target_layers.values()
+            self._compactor = KVCompactor([la.kv_cache for la, _ in layers], [g for _, g in layers])
+        return self._compactor
 
     def postprocess_state(
         self,
@@ -184,8 +213,8 @@ class BastionModelState(DefaultModelState):
         batch = self._batch
         if not self.trees.verifying or batch is None:
             return
-        assert self._compactor is not None and self._block_tables is not None
-        self._compactor.compact(
+        assert self._block_tables is not None
+        self._bound_compactor().compact(
             self._block_tables.slot_mappings,
             batch.query_start_loc[: batch.num_reqs + 1],
             batch.cu_num_logits,

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from bastion_kernels import accept_path
-from vllm_bastion.config import BastionSpeculativeConfig
+from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
 from vllm_bastion.runner.noise import gumbel_sample_on_host
 from vllm_bastion.runner.runtime import Runtime
 
@@ -41,7 +41,7 @@ class TreeRejectionSampler(RejectionSampler):
         super().__init__(sampler, spec_config, device)
         # Where the counts per request are exact on the device only, vLLM must not cut the batch
         # into chunks by the host's; its name for that state is adaptive verification.
-        self.enable_adaptive_verification = spec_config.bastion_budget_timing == "lagged"
+        self.enable_adaptive_verification = is_lagged(spec_config)
         self.runtime, self.trees = runtime, runtime.trees
         self._next_row = 0
 
@@ -86,6 +86,8 @@ class TreeRejectionSampler(RejectionSampler):
         if self.runtime.switch is not None:
             self.runtime.switch.emitted(num_sampled)
         if self.trees.scores is not None:
+            # Of the step before: by now its copy has arrived, and nobody waits.
+            self.trees.scores.learn()
             self.trees.scores.verified(
                 sampled,
                 num_sampled,

@@ -21,7 +21,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from bastion_kernels import gather_rows
+from bastion_kernels import gather_rows, kept_rows
 from vllm_bastion.config import chain_view_of
 from vllm_bastion.runner.host import copy_to_device
 from vllm_bastion.runner.runtime import Runtime
@@ -40,10 +40,11 @@ class BastionSpeculator(DFlashSpeculator):
         # that trims the scheduled placeholders to N*.
         self.enable_adaptive_verification = True
         self.use_acceptance_estimator = False
-        self._row_request = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
-        self._row_depth = torch.zeros_like(self._row_request)
-        self._kept_positions = torch.zeros_like(self._row_request)
-        self._kept_start = torch.zeros(self.max_num_reqs + 1, dtype=torch.int32, device=device)
+        # The batch as the drafter sees it, see `_keep_accepted`.
+        self._kept_source = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
+        self._kept_positions = torch.zeros_like(self._kept_source)
+        self._kept_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._kept_layout = torch.zeros(2 * self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._kept_hidden: list[torch.Tensor] = []
 
     # ---- the drafter's forward and the trees --------------------------------------------
@@ -93,18 +94,23 @@ class BastionSpeculator(DFlashSpeculator):
         runtime, costs = self.runtime, self.runtime.costs
         runtime.drafted = True
         self.trees.bind_rows(None if dummy_run else input_batch.idx_mapping)
-        if self.trees.scores is not None and not dummy_run:
-            self.trees.scores.learn()
         if costs is not None and not dummy_run:
             context_len = float(input_batch.num_computed_tokens_np.mean())
             costs.learn()
             costs.install(num_reqs, context_len)
-            if runtime.switch is not None and not input_batch.has_prefill:
-                runtime.drafted = runtime.switch.draft_next(num_reqs, context_len)
+            if runtime.switch is not None:
+                slots = input_batch.idx_mapping_np
+                runtime.drafted = runtime.switch.draft_next(slots, context_len)
                 # Without a draft the block is not run; its graph would run it, so: no graph.
                 kwargs["is_profile"] = not runtime.drafted
+        hidden = aux_hidden_states or [last_hidden_states]
+        if not self._kept_hidden:
+            # In the profiling run, so that vLLM counts it before it sizes the KV cache.
+            self._kept_hidden = [
+                torch.zeros(self.max_num_tokens, h.shape[1], dtype=h.dtype, device=h.device)
+                for h in hidden
+            ]
         if self.trees.verifying and not dummy_run:
-            hidden = aux_hidden_states or [last_hidden_states]
             input_batch, hidden, num_rejected = self._keep_accepted(
                 input_batch, hidden, num_sampled, num_rejected
             )
@@ -128,7 +134,7 @@ class BastionSpeculator(DFlashSpeculator):
             if runtime.drafted:
                 self.trees.publish(input_batch.idx_mapping_np)
             if costs is not None:
-                costs.timer.drafting_done()
+                costs.timer.step_done(runtime.drafted)
         return self.trees.tokens[:num_reqs]
 
     # ---- the drafter's context ----------------------------------------------------------
@@ -150,45 +156,50 @@ class BastionSpeculator(DFlashSpeculator):
         the device may know: row i of a request is its path's i-th node, or one that is dropped.
         """
         num_reqs, width = batch.num_reqs, self.trees.depth + 1
-        tail = np.minimum(self.trees.step_drafts + 1, width).astype(np.int64)
+        tail = np.minimum(self.trees.step_drafts + 1, width)
         # Rows of a prompt in front of the root; a decode has none.
         before = self.trees.step_rest - 1
-        kept = before + tail
-        kept_start = np.zeros(num_reqs + 1, dtype=np.int32)
-        np.cumsum(kept, out=kept_start[1:])
-        total = int(kept_start[-1])
-        # Of every kept row: its request, and its depth below the root (negative: prompt).
-        request = np.repeat(np.arange(num_reqs), kept)
-        depth = np.arange(total) - kept_start[request] - before[request]
-
-        request_of = copy_to_device(request, self._row_request[:total])
-        depth_of = copy_to_device(depth, self._row_depth[:total])
-        root = batch.query_start_loc[1 : num_reqs + 1] - torch.diff(batch.cu_num_logits)
-        root_of = root.to(torch.int64)[request_of]
-        node = self.trees.path[request_of, depth_of.clamp(min=0)]
-        on_path = (depth_of >= 0) & (node >= 0)
-        source = root_of + torch.where(on_path, node, depth_of.clamp(max=0))
-        # Positions stay linear: the path's i-th row has the place of the request's i-th row.
-        positions = self._kept_positions[:total]
-        torch.add(batch.positions[root_of], depth_of, out=positions)
-
-        if not self._kept_hidden:
-            self._kept_hidden = [
-                torch.empty(self.max_num_tokens, h.shape[1], dtype=h.dtype, device=h.device)
-                for h in hidden
-            ]
+        layout = np.zeros(2 * num_reqs + 1, dtype=np.int32)
+        start = layout[: num_reqs + 1]
+        np.cumsum(before + tail, out=start[1:])
+        layout[num_reqs + 1 :] = before
+        total = int(start[-1])
+        on_device = copy_to_device(layout, self._kept_layout[: len(layout)])
+        kept_start, source = on_device[: num_reqs + 1], self._kept_source[:total]
+        positions, rejected = self._kept_positions[:total], self._kept_rejected[:num_reqs]
+        kept_rows(
+            kept_start,
+            on_device[num_reqs + 1 :],
+            batch.query_start_loc[: num_reqs + 1],
+            batch.cu_num_logits,
+            self.trees.path,
+            batch.positions,
+            num_sampled,
+            num_rejected,
+            source,
+            # Positions stay linear: the path's i-th row has the place of the request's i-th row.
+            positions,
+            rejected,
+            int((before + tail).max()),
+        )
         kept_hidden = [out[:total] for out in self._kept_hidden]
         gather_rows(hidden, source, kept_hidden)
-        kept_tail = copy_to_device(tail.astype(np.int32), torch.empty_like(num_rejected))
-        # A prompt chunk that is not the last one samples nothing and rejects nothing.
-        rejected = torch.where(num_sampled > 0, kept_tail - num_sampled, num_rejected)
         kept_batch = replace(
             batch,
             num_tokens=total,
             num_tokens_after_padding=total,
-            num_scheduled_tokens=kept.astype(np.int32),
+            num_scheduled_tokens=(before + tail).astype(np.int32),
             positions=positions,
-            query_start_loc=copy_to_device(kept_start, self._kept_start[: num_reqs + 1]),
-            query_start_loc_np=kept_start,
+            query_start_loc=kept_start,
+            query_start_loc_np=start,
         )
         return kept_batch, kept_hidden, rejected
+
+    def warm_up(self) -> None:
+        """Compile what the first accepted path would wait for."""
+        one = self._kept_layout[:1].zero_()
+        two = torch.zeros(2, dtype=torch.int32, device=self.device)
+        kept_rows(two, one, two, two, self.trees.path, self._kept_positions, one, one,
+                  self._kept_source, self._kept_positions, self._kept_rejected[:1], 1)  # fmt: skip
+        rows = self._kept_source[:1].fill_(-1)
+        gather_rows(self._kept_hidden, rows, [torch.empty_like(h[:1]) for h in self._kept_hidden])

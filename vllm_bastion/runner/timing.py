@@ -60,18 +60,22 @@ class StepTimes:
     rows: int
     num_reqs: int
     context_len: float
+    # whether it ended with a draft
+    drafted: bool
     # target's forward pass and output head
     forward_ms: float
-    # from the start of the forward pass to the end of drafting
-    total_ms: float
+    # from the end of the step before it to its own, whatever lies between; None for the first
+    total_ms: float | None
 
 
 @dataclass
 class _Step:
-    marks: tuple[Any, Any, Any]  # forward start, logits ready, drafting done
+    marks: tuple[Any, Any, Any]  # forward start, logits ready, end of the step
     rows: int = 0
     num_reqs: int = 0
     context_len: float = 0.0
+    drafted: bool = True
+    follows: bool = False  # whether the step before it was timed as well
 
 
 class StepTimer:
@@ -82,40 +86,56 @@ class StepTimer:
             _Step((new_mark(device), new_mark(device), new_mark(device))) for _ in range(_RING)
         ]
         self._running: _Step | None = None
+        self._drafting: _Step | None = None
         self._pending: deque[_Step] = deque()
+        # The step before the oldest pending one: its end is where that one's time begins.
+        self._before: _Step | None = None
+        self._unbroken = False
 
     def forward_start(self, rows: int, num_reqs: int, context_len: float) -> None:
         """Just before the target's forward pass. Steps beyond the ring's size are not timed."""
-        if self._running is not None:  # the step before never verified anything
-            self._free.append(self._running)
-        self._running = self._free.pop() if self._free else None
-        if self._running is not None:
-            step = self._running
+        if self._running is not None or self._drafting is not None or not self._free:
+            self.interrupted()
+        if self._free:
+            step = self._running = self._free.pop()
             step.rows, step.num_reqs, step.context_len = rows, num_reqs, context_len
+            step.follows = self._unbroken
             step.marks[0].record()
+
+    def interrupted(self) -> None:
+        """A step that is not timed, or one that never came to its end, lies in between."""
+        self._free += [step for step in (self._running, self._drafting) if step is not None]
+        self._running = self._drafting = None
+        self._unbroken = False
 
     def logits_ready(self) -> None:
         """At the entry of the rejection sampler."""
         if self._running is not None:
             self._running.marks[1].record()
-            self._pending.append(self._running)
-            self._running = None
+            self._drafting, self._running = self._running, None
 
-    def drafting_done(self) -> None:
+    def step_done(self, drafted: bool) -> None:
         """After the drafter, of the step that `logits_ready` marked."""
-        if self._pending:
-            self._pending[-1].marks[2].record()
+        if self._drafting is not None:
+            self._drafting.drafted = drafted
+            self._drafting.marks[2].record()
+            self._pending.append(self._drafting)
+            self._drafting = None
+            self._unbroken = True
 
     def completed(self) -> Iterator[StepTimes]:
         """Times of the steps that are over, oldest first."""
         while self._pending and self._pending[0].marks[2].query():
             step = self._pending.popleft()
             start, logits, end = step.marks
+            before, self._before = self._before, step
             yield StepTimes(
                 step.rows,
                 step.num_reqs,
                 step.context_len,
+                step.drafted,
                 start.elapsed_time(logits),
-                start.elapsed_time(end),
+                before.marks[2].elapsed_time(end) if before is not None and step.follows else None,
             )
-            self._free.append(step)
+            if before is not None:
+                self._free.append(before)

@@ -19,6 +19,8 @@ import torch
 
 from bastion_kernels import (
     ancestor_bits,
+    bind_slots,
+    bind_tails,
     choose_budget,
     expand_best_first,
     topk_logprobs,
@@ -61,6 +63,9 @@ class Trees:
     ) -> None:
         self.scores = scores
         self.num_nodes, self.depth, self.top_k = num_nodes, depth, top_k
+        # Nodes of the whole lattice, as far as they fit: fewer than N only for tiny lattices.
+        self.tree_size = min(num_nodes, sum(top_k**d for d in range(1, depth + 1)))
+        self.chain_size = min(num_nodes, depth)
         self.budget, self.rule, self.device = budget, rule, device
         slots = max_num_reqs
 
@@ -81,7 +86,12 @@ class Trees:
         self.always_spine = always_spine
         self.spine_only = torch.full((slots,), always_spine, dtype=torch.bool, device=device)
         self.spine_only_np = np.full(slots, always_spine)
-        self.num_verify = zeros(slots)  # N* of the next step
+        # N* of the next step, and the accepted tokens that its nodes promise (the sum of their
+        # path scores), in one buffer: the host learns both by one copy.
+        self._decision = zeros(2, slots)
+        self.num_verify = self._decision[0]
+        self.promised = self._decision[1].view(torch.float32)
+        self._limits = zeros(slots)  # for a budget chosen again, see `choose_again`
         # Of the step being run, by row (padding rows: slot -1, tail 0).
         self.step_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)
         self.tail_lens = zeros(slots)
@@ -98,10 +108,7 @@ class Trees:
         self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
         self.cost_ms_host = torch.ones(max_num_tokens + 1, dtype=torch.float32)
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
-        # What the host knows of N* and of the scores behind it.
-        self.host_num_verify = HostMirror(self.num_verify)
-        self.host_log_rho = HostMirror(self.log_rho)
-        self.host_size = HostMirror(self.size)
+        self._host_decision = HostMirror(self._decision)
         self._published: list[np.ndarray] = []
 
     # ---- end of step t: the drafter's logits become trees -------------------------------
@@ -111,14 +118,10 @@ class Trees:
 
         idx_mapping: [R] int64 slot of every row.
         """
-        for mirror in (self.host_num_verify, self.host_log_rho, self.host_size):
-            mirror.before_write()
-        count = 0
-        if idx_mapping is not None:
-            count = idx_mapping.shape[0]
-            self.row_slots[:count].copy_(idx_mapping)
-        self.row_slots[count:].fill_(-1)
-        self.base_rows.fill_(max(count, 1))
+        self._host_decision.before_write()
+        if idx_mapping is None:
+            idx_mapping = self.row_slots[:0]
+        bind_slots(idx_mapping, self.row_slots, self.base_rows)
 
     def grow(self, logits: torch.Tensor, num_reqs: int) -> None:
         """Build the trees of a batch. Runs inside the drafter's captured graph.
@@ -159,6 +162,7 @@ class Trees:
                 self.base_rows,
                 self.num_verify,
                 rule=self.rule,
+                promised=self.promised,
             )
 
     def set_cost_ms(self, cost_ms: np.ndarray) -> None:
@@ -167,22 +171,45 @@ class Trees:
         copy_to_device(self.cost_ms_host.numpy(), self.cost_ms)
 
     def publish(self, slots: np.ndarray) -> None:
-        """Start the copies by which the host learns N* and the scores, after ``grow``.
+        """Start the copy by which the host learns N* and what it promises, after ``grow``.
 
         slots: [R] of the batch the trees were grown for.
         """
         self._published = [*self._published[-1:], slots]
-        self.host_num_verify.start_copy()
-        if self.budget is None:
-            self.host_log_rho.start_copy()
-            self.host_size.start_copy()
+        self._host_decision.start_copy()
+
+    def decision(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """N* and the promised tokens of these slots, [R] int32 and float32; waits for the copy."""
+        num_verify, promised = self._host_decision.wait()[:, slots]
+        return num_verify, promised.view(np.float32)
+
+    def choose_again(self, slots: np.ndarray, drafts: np.ndarray, base_rows: int) -> None:
+        """Choose N* anew for a step with `base_rows` rows that are no nodes, and publish it.
+
+        slots: [R]; drafts: [R] most nodes each may have.
+        """
+        packed = torch.empty((2, len(slots)), dtype=torch.int64, device=self.device)
+        rows, most = copy_to_device(np.stack([slots, drafts]).astype(np.int64), packed)
+        self._host_decision.before_write()
+        self._limits[rows] = torch.minimum(self.size[rows], most.to(torch.int32))
+        choose_budget(
+            self.log_rho,
+            rows,
+            self._limits,
+            self.cost_ms,
+            base_rows,
+            self.num_verify,
+            rule=self.rule,
+            promised=self.promised,
+        )
+        self._host_decision.start_copy()
 
     def previous_num_verify(self) -> tuple[int, int]:
         """Sum of N* over the batch that was published last but one, and its number of requests."""
         if len(self._published) < 2:
             return 0, 0
         slots = self._published[0]
-        return int(self.host_num_verify.previous()[slots].sum()), len(slots)
+        return int(self._host_decision.previous()[0, slots].sum()), len(slots)
 
     # ---- step t+1: the trees are verified -----------------------------------------------
 
@@ -199,19 +226,11 @@ class Trees:
         """
         self.masking = masked is not None and bool(masked.any())
         self.verifying = False
-        count = 0
-        if idx_mapping is not None:
-            count = idx_mapping.shape[0]
-            self.step_slots[:count].copy_(idx_mapping)
-        self.step_slots[count:].fill_(-1)
-        if not self.masking or cu_num_logits is None or masked is None:
-            # Plain causal rows everywhere: no mask to read.
-            self.tail_lens.zero_()
-            return
-        tail_lens = self.tail_lens[:count]
-        copy_to_device(masked.astype(np.int32), tail_lens)
-        tail_lens.mul_(torch.diff(cu_num_logits))
-        self.tail_lens[count:].zero_()
+        if idx_mapping is None:
+            idx_mapping = self.step_slots[:0]
+        # Plain causal rows everywhere: no mask to read.
+        tails = cu_num_logits if self.masking else None
+        bind_tails(idx_mapping, tails, self.spine_only, self.step_slots, self.tail_lens)
 
     def place(
         self,

@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
-from bastion_kernels import choose_budget
 from vllm_bastion.runner.host import copy_to_device
 from vllm_bastion.runner.runtime import Runtime
 
@@ -64,6 +63,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
 
     def add_request(self, req_idx: int) -> None:
         self._treeless.add(req_idx)
+        if self.runtime.switch is not None:
+            self.runtime.switch.add_request(req_idx)
 
     def get_num_tokens(
         self,
@@ -92,27 +93,15 @@ class BastionVerificationManager(AdaptiveVerificationManager):
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """N* of every row, [R] int32, at most `drafts`."""
         trees = self.trees
-        chosen = trees.host_num_verify.wait()[slots]
-        if trees.budget is None and self._rest.sum() != len(slots):
+        base_rows = int(self._rest.sum())
+        if trees.budget is None and base_rows != len(slots) and drafts.any():
             # The device priced a batch of decodes. Prompt rows share this step and its cost, so
             # the same rule is asked again with them counted in.
-            limits = np.zeros(trees.num_verify.shape[0], dtype=np.int32)
-            limits[slots] = np.minimum(trees.host_size.wait()[slots], drafts)
-            out = torch.zeros(limits.shape[0], dtype=torch.int32)
-            choose_budget(
-                torch.from_numpy(trees.host_log_rho.wait()),
-                torch.from_numpy(slots),
-                torch.from_numpy(limits),
-                trees.cost_ms_host,
-                int(self._rest.sum()),
-                out,
-                rule=trees.rule,
-            )
-            chosen = out.numpy()[slots]
-        kept = np.minimum(chosen, drafts).astype(np.int32)
+            trees.choose_again(slots, drafts, base_rows)
+        chosen, promised = trees.decision(slots)
         if self.runtime.switch is not None:
-            self.runtime.switch.verifying(trees.host_log_rho.wait()[slots], kept, self._rest)
-        return kept
+            self.runtime.switch.verifying(slots, drafts > 0, chosen, promised)
+        return np.minimum(chosen, drafts).astype(np.int32)
 
     def compact_batch(
         self,
@@ -153,6 +142,11 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         verified = dict(zip(self._req_ids, self._kept.tolist(), strict=True))
         self._req_ids, self._kept = [], self._kept[:0]
         return verified
+
+    def warm_up(self) -> None:
+        """Compile what the first mixed step would wait for."""
+        if self.trees.budget is None:
+            self.trees.choose_again(np.zeros(1, np.int64), np.zeros(1, np.int32), 1)
 
     # ---- vLLM's own profiling -----------------------------------------------------------
 

@@ -9,29 +9,35 @@ best nodes there are now.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from bastion_kernels import choose_budget
+from bastion_kernels import take_best
 from vllm_bastion.runner.host import copy_to_device
+from vllm_bastion.runner.runtime import Runtime
 from vllm_bastion.runner.verification import BastionVerificationManager
 
 
 class LaggedVerificationManager(BastionVerificationManager):
     """``bastion_budget_timing: "lagged"``. Per-request counts are exact on the device only."""
 
-    _limits: torch.Tensor | None = None
+    def __init__(self, runtime: Runtime, *args: Any) -> None:
+        super().__init__(runtime, *args)
+        self._limits, self._counts, self._rows = (
+            torch.zeros_like(self.trees.num_verify) for _ in range(3)
+        )
 
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """An even split of the step's nodes, [R] int32; only its sum is binding."""
         trees = self.trees
-        # What each tree has is known without the device: N nodes, or the D of a chain.
-        size = np.where(
-            trees.spine_only_np[slots], min(trees.depth, trees.num_nodes), trees.num_nodes
-        )
+        # Columns of each tree, known without the device. A tree can have fewer nodes than that,
+        # where a candidate's probability is 0: rows past its end are verified and lead nowhere.
+        size = np.where(trees.spine_only_np[slots], trees.chain_size, trees.tree_size)
         limits = np.minimum(drafts, size).astype(np.int32)
         wanted, reqs = trees.previous_num_verify()
-        per_request = wanted / reqs if reqs else float(trees.num_nodes)
+        per_request = wanted / reqs if reqs else float(trees.tree_size)
         total = min(
             round(per_request * int((limits > 0).sum())),
             int(limits.sum()),
@@ -45,26 +51,22 @@ class LaggedVerificationManager(BastionVerificationManager):
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         trees, count = self.trees, len(req_ids)
         total = int(self._kept.sum())
-        if self._limits is None:
-            slots = trees.num_verify.shape[0]
-            self._limits = torch.zeros(slots, dtype=torch.int32, device=trees.device)
-            self._counts = torch.zeros_like(self._limits)
-            self._rows = torch.zeros_like(self._limits)
-            self._cost = torch.empty_like(trees.cost_ms)
         limits = copy_to_device(self._limits_np, self._rows[:count])
         self._limits[idx_mapping] = limits
-        # Nodes are free up to `total` and unaffordable beyond: the rule takes the best `total`.
-        self._cost[: total + 1].fill_(1.0)
-        self._cost[total + 1 :].fill_(torch.finfo(torch.float32).max)
-        choose_budget(
-            trees.log_rho, idx_mapping, self._limits, self._cost, 0, self._counts, rule="argmax"
-        )
+        take_best(trees.log_rho, idx_mapping, self._limits, total, self._counts)
         counts = self._counts[idx_mapping]
         cu_num_logits = self._cu_num_logits[: count + 1]
         torch.cumsum(counts + self.num_bonus_tokens, 0, out=cu_num_logits[1:])
         rest = copy_to_device(self._rest, self._rows[:count])
         torch.cumsum(counts + rest, 0, out=self.query_start_loc[1 : count + 1])
+        # Padded requests of a FULL graph have no rows: their start is the last one's end.
+        self.query_start_loc[count + 1 :] = self.query_start_loc[count]
         return cu_num_logits, self.query_start_loc, total
+
+    def warm_up(self) -> None:
+        """Compile what the first step would wait for."""
+        trees = self.trees
+        take_best(trees.log_rho, trees.step_slots[:1], self._limits, 0, self._counts)
 
 
 def _even_split(total: int, limits: np.ndarray) -> np.ndarray:

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FULL graphs capture: the tree's attention, whatever batch stands in while they are made.
+
+A graph is captured over a dummy batch without a tree and replayed for every later one, so it must
+hold the kernel that reads the mask. No graph can be captured on a CPU, but vLLM's own preparation
+of the batch to capture runs here.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.engines import Engine, Runner
+
+pytestmark = pytest.mark.e2e
+
+
+def test_full_graphs_capture_the_mask(runner: Runner) -> None:
+    engine = Engine(max_num_seqs=2).with_bastion(8)
+    run = runner.run(engine, [cases.greedy(1, tokens=4)], probe="tests.e2e.capture_probe:captured")
+    seen = run["batches"][0]["probed"]
+    full = [one for one in seen if one["full"]]
+    piecewise = [one for one in seen if not one["full"]]
+    assert full and piecewise
+    assert all(one["bound"] and one["masked"] for one in full)
+    # A PIECEWISE graph holds no attention; a batch without trees takes vLLM's own kernel there.
+    assert not any(one["masked"] for one in piecewise)
+    assert not any(one["drafter_bound"] for one in seen)
