@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor-parallel workers, each with its own trees, agree on every budget and every token."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.engines import ENVIRONMENT, ROOT, Engine
+
+pytestmark = pytest.mark.e2e
+
+
+def generate(engine: Engine, folder: Path, name: str) -> dict[str, Any]:
+    """Run the offline API in processes of its own."""
+    prompts, params = [], []
+    for i, (_, text) in enumerate(cases.some(1, first=3)):
+        prompts.append(text)
+        sampling = {"temperature": 1.0, "seed": 3} if i == 2 else {"temperature": 0}
+        params.append({**sampling, "max_tokens": 40, "ignore_eos": True})
+    spec, result = folder / f"{name}.json", folder / f"{name}-result.json"
+    spec.write_text(
+        json.dumps({"engine": engine.arguments(), "prompts": prompts, "params": params})
+    )
+    env = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env["VLLM_BASTION_CACHE"] = str(folder / "profiles")
+    del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    command = [sys.executable, "-m", "tests.e2e.offline", str(spec), str(result)]
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return dict(json.loads(result.read_text()))
+
+
+def test_two_workers_give_the_tokens_of_one(tmp_path: Path) -> None:
+    plain = Engine(max_num_seqs=3)
+    two = Engine(max_num_seqs=3, extra=(("tensor_parallel_size", 2),))
+    expected = generate(plain, tmp_path, "plain")
+    tree = generate(two.with_bastion(16), tmp_path, "tree")
+    assert tree["token_ids"] == expected["token_ids"]
+    drafts = tree["metrics"]["vllm:spec_decode_num_drafts"]
+    accepted = tree["metrics"]["vllm:spec_decode_num_accepted_tokens"]
+    assert accepted > drafts > 0
