@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.tree_attention_kernels import tree_attention_kernel
+from bastion_kernels.tree_attention_plan import RUN_FIELDS
 from bastion_kernels.tree_attention_workspace import TreeAttentionWorkspace
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
 _MATH = {torch.float32: torch.float64, torch.float64: torch.float64}
 # rows of one request that are scored at once, to bound the memory of a long prefill chunk
 _ROW_CHUNK = 256
+# partial results in flight while they are merged, plus one
+_MERGE_STAGES = 3
 
 
 def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -133,7 +136,7 @@ def tree_attention_triton(
 ) -> None:
     """The Triton kernel, for a step that `workspace` has planned; see `tree_attention`."""
     log2_e = 1.4426950408889634
-    tree_attention_kernel[(workspace.pieces * workspace.kv_heads,)](
+    tree_attention_kernel[(workspace.programs,)](
         query,
         kv_cache,
         block_table,
@@ -146,8 +149,8 @@ def tree_attention_triton(
         v_scale,
         out,
         workspace.header,
-        workspace.blocks,
-        workspace.first_block,
+        workspace.bundles,
+        workspace.runs,
         workspace.partial,
         workspace.partial_stats,
         workspace.arrived,
@@ -169,6 +172,8 @@ def tree_attention_triton(
         PAGE=kv_cache.shape[2],
         SOFTCAP=softcap > 0,
         STAGES=workspace.tiles.stages,
+        MERGE_STAGES=_MERGE_STAGES,
+        RUN_FIELDS=RUN_FIELDS,
         num_warps=workspace.tiles.num_warps,
     )
 

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of tree attention: a plan once per step, then one launch per layer.
+"""Triton kernel of tree attention: one launch per layer, divided as `plan_kernel` says.
 
-Work is a line of KV tiles. A q-block is BLOCK_Q query rows of one request, packed with the GROUP
-heads that share a key head into BLOCK_M >= BLOCK_Q * GROUP rows of one matrix product; it has
-ceil(visible rows / BLOCK_N) tiles. All q-blocks of the step, laid end to end, are cut into equal
-pieces of `chunk` tiles, one piece per program (and per key head). So one request with a long
+A q-block is BLOCK_Q query rows of one request, packed with the GROUP heads that share a key head
+into BLOCK_M >= BLOCK_Q * GROUP rows of one matrix product. A program walks its run of the line of
+bundles (`tree_attention_plan`), in each of which it has one q-block. So one request with a long
 context fills the GPU exactly as many short ones do, the grid never changes, and everything that
 changes from step to step is read from device memory: the launch can be captured in a graph.
 
-    tiles    |-- q-block 0 --|-- q-block 1 --|---- q-block 2 ----|
-    pieces   |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|-4-|
-
-A q-block that lies in one piece is written at once. One that was cut is left by every piece as
+A q-block that lies in one run is written at once. One that was cut is left by every program as
 unnormalised (output, maximum, sum) in fp32, and merged by the program that arrives last, found by a
 counter. A second kernel would cost every layer a launch and its latency, needed or not; the
 merge in place costs nothing when no q-block was cut. Partial results are merged in the order of
-their pieces whoever arrives last, so that a repeat is bit-equal.
+their tiles whoever arrives last, so that a repeat is bit-equal.
 """
 
 from __future__ import annotations
@@ -23,88 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["plan_kernel", "tree_attention_kernel"]
-
-
-@triton.jit(do_not_specialize=["num_reqs"])
-def plan_kernel(
-    # [R+1] int32, [R] int32
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    # [2] int32: tiles in a piece, tiles in all (written)
-    header_ptr,
-    # [capacity, 4] int32: request, first row within it, first tile, tiles (written)
-    blocks_ptr,
-    # [pieces] int32: the q-block in which a piece starts (written)
-    first_block_ptr,
-    num_reqs,
-    pieces,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    PIECES: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
-):
-    """Lay out the step's q-blocks and cut them into pieces. Grid: (1,).
-
-    Args:
-        CAPACITY: power of two >= rows // BLOCK_Q + requests of any step.
-        PIECES: power of two >= pieces.
-        SEARCH_STEPS: >= log2(CAPACITY) + 1.
-    """
-    # Candidate b belongs to the last request r with query_start_loc[r] // BLOCK_Q + r <= b: no
-    # prefix sum over requests is needed, at the price of some candidates without rows.
-    candidate = tl.arange(0, CAPACITY)
-    low = tl.zeros([CAPACITY], tl.int32)
-    high = low + num_reqs
-    for _ in range(SEARCH_STEPS):
-        open_ = low < high
-        middle = (low + high) // 2
-        start = tl.load(query_start_loc_ptr + middle, mask=open_, other=0)
-        right = start // BLOCK_Q + middle <= candidate
-        low = tl.where(open_ & right, middle + 1, low)
-        high = tl.where(open_ & ~right, middle, high)
-    request = low - 1
-    owned = request >= 0
-    first = tl.load(query_start_loc_ptr + request, mask=owned, other=0)
-    last = tl.load(query_start_loc_ptr + request + 1, mask=owned, other=0)
-    length = tl.load(seq_lens_ptr + request, mask=owned, other=0)
-    row = (candidate - first // BLOCK_Q - request) * BLOCK_Q
-    rows = last - first
-    used = owned & (row < rows)
-    # the last row of the block sees the context and the request's rows up to itself
-    seen = tl.maximum(length - rows, 0) + tl.minimum(row + BLOCK_Q, rows)
-    tiles = tl.where(used, (seen + BLOCK_N - 1) // BLOCK_N, 0)
-
-    ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0)
-    # Merging a cut costs about what a tile does, so the time of a q-block of n tiles cut into s is
-    # near n/s + s: pieces shorter than sqrt(n) would be slower.
-    shortest = tl.ceil(tl.sqrt(tl.max(tiles, 0).to(tl.float32))).to(tl.int32)
-    chunk = tl.maximum(tl.maximum((total + pieces - 1) // pieces, shortest), 1)
-    tl.store(header_ptr, chunk)
-    tl.store(header_ptr + 1, total)
-
-    place = tl.cumsum(used.to(tl.int32), 0) - 1
-    entry = blocks_ptr + place * 4
-    tl.store(entry, request, mask=used)
-    tl.store(entry + 1, row, mask=used)
-    tl.store(entry + 2, ends - tiles, mask=used)
-    tl.store(entry + 3, tiles, mask=used)
-    # A piece starts in the block that holds its first tile; the table must be complete before it
-    # is searched.
-    tl.debug_barrier()
-    piece = tl.arange(0, PIECES)
-    low = tl.zeros([PIECES], tl.int32)
-    high = low + tl.sum(used.to(tl.int32), 0)
-    for _ in range(SEARCH_STEPS):
-        open_ = low < high
-        middle = (low + high) // 2
-        start = tl.load(blocks_ptr + middle * 4 + 2, mask=open_, other=0)
-        right = start <= piece * chunk
-        low = tl.where(open_ & right, middle + 1, low)
-        high = tl.where(open_ & ~right, middle, high)
-    tl.store(first_block_ptr + piece, low - 1, mask=piece < pieces)
+__all__ = ["tree_attention_kernel"]
 
 
 @triton.jit
@@ -168,12 +83,12 @@ def tree_attention_kernel(
     out_ptr,
     # the plan
     header_ptr,
-    blocks_ptr,
-    first_block_ptr,
-    # [pieces, 2, Hkv, BLOCK_M, BLOCK_D] and [pieces, 2, Hkv, 2, BLOCK_M] float32 (written)
+    bundles_ptr,
+    runs_ptr,
+    # [programs, 2, BLOCK_M, BLOCK_D] and [programs, 2, 2, BLOCK_M] float32 (written)
     partial_ptr,
     partial_stats_ptr,
-    # [q-blocks, Hkv] int32, zero before and after
+    # [programs] int32, zero before and after
     arrived_ptr,
     score_scale,
     softcap,
@@ -202,27 +117,35 @@ def tree_attention_kernel(
     PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,
+    RUN_FIELDS: tl.constexpr,
 ):
-    """Attention of one piece of the plan for one key head. Grid: (pieces * KV_HEADS,)."""
-    head = tl.program_id(0) % KV_HEADS
-    piece = tl.program_id(0) // KV_HEADS
+    """Attention of one run of the plan. Grid: (programs,)."""
+    program = tl.program_id(0)
     chunk = tl.load(header_ptr)
-    total = tl.load(header_ptr + 1)
-    tile = piece * chunk
-    stop = tl.minimum(tile + chunk, total)
+    run_ptr = runs_ptr + program * RUN_FIELDS
+    bundle = tl.load(run_ptr)
+    member = tl.load(run_ptr + 1)
+    members = tl.load(run_ptr + 2)
+    line = tl.load(run_ptr + 3)
+    stop = tl.load(run_ptr + 4)
+    team = line // chunk
 
     packed = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr)
-    block = tl.load(first_block_ptr + piece)
-    while tile < stop:
-        request = tl.load(blocks_ptr + block * 4)
-        block_row = tl.load(blocks_ptr + block * 4 + 1)
-        block_start = tl.load(blocks_ptr + block * 4 + 2)
-        block_tiles = tl.load(blocks_ptr + block * 4 + 3)
-        begin = tile - block_start
-        finish = tl.minimum(stop - block_start, block_tiles)
+    # capped scores are powers of two's already
+    exponent_scale = 1.0 if SOFTCAP else score_scale
+    while line < stop:
+        request = tl.load(bundles_ptr + bundle * 4)
+        block_row = tl.load(bundles_ptr + bundle * 4 + 1) + member * BLOCK_Q
+        bundle_start = tl.load(bundles_ptr + bundle * 4 + 2) * KV_HEADS
+        bundle_tiles = tl.load(bundles_ptr + bundle * 4 + 3)
+        head = (line - bundle_start) // bundle_tiles
+        # where this head's part of the line starts
+        start = bundle_start + head * bundle_tiles
+        begin = line - start
 
         first = tl.load(query_start_loc_ptr + request)
         rows = tl.load(query_start_loc_ptr + request + 1) - first
@@ -246,6 +169,9 @@ def tree_attention_kernel(
         bits_row_ptr = bits_ptr + slot * stride_bits_slot + tail_row * stride_bits_node
         context_end = context + rows - tail
         end = context + tl.minimum(block_row + BLOCK_Q, rows)
+        # earlier q-blocks of a bundle may see a few tiles less than its last
+        tiles = (end + BLOCK_N - 1) // BLOCK_N
+        finish = tl.minimum(stop - start, tiles)
         # every row of the block sees all of the tiles before this one
         unmasked = tl.minimum(context + block_row + 1, context_end) // BLOCK_N
 
@@ -274,17 +200,16 @@ def tree_attention_kernel(
                 # tanh(x) = 1 - 2 / (1 + exp(2x)); here score_scale has a factor 2 / softcap, and
                 # softcap one of log2(e)
                 scores = softcap - 2 * softcap / (1 + tl.exp2(scores * score_scale))
-            else:
-                scores = scores * score_scale
             if t >= unmasked:
                 scores = _hide(
                     scores, column, t * BLOCK_N - context_end, end, position, tail_row,
                     bits_row_ptr, stride_bits_word, words, BLOCK_N,
                 )  # fmt: skip
-            new_top = tl.maximum(top, tl.max(scores, 1))
+            # The scale is applied within the exponent, where it costs no instruction.
+            new_top = tl.maximum(top, tl.max(scores, 1) * exponent_scale)
             # a row that has seen no column yet has no finite maximum
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - base[:, None])
+            weights = tl.exp2(scores * exponent_scale - base[:, None])
             rescale = tl.exp2(top - base)
             norm = norm * rescale + tl.sum(weights, 1)
             accumulator = tl.dot(
@@ -295,10 +220,12 @@ def tree_attention_kernel(
             )
             top = new_top
 
-        complete = (begin == 0) & (finish == block_tiles)
-        if not complete:
-            # A piece has at most one block that began before it and one that ends after it.
-            place = (piece * 2 + (begin == 0).to(tl.int32)).to(tl.int64) * KV_HEADS + head
+        first_team = start // chunk
+        last_team = (start + tiles - 1) // chunk
+        complete = (first_team == last_team) & (begin < finish)
+        if (first_team != last_team) & (begin < finish):
+            # A run cuts at most two q-blocks: one that began before it, one that ends after it.
+            place = (program * 2 + (begin == 0).to(tl.int32)).to(tl.int64)
             stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
             tl.store(stats_ptr, top, mask=live)
             tl.store(stats_ptr + BLOCK_M, norm, mask=live)
@@ -306,18 +233,18 @@ def tree_attention_kernel(
             tl.store(into_ptr + dim[None, :], accumulator, mask=live[:, None])
             # all threads' stores come before the one thread's release
             tl.debug_barrier()
-            counter_ptr = arrived_ptr + block * KV_HEADS + head
-            first_piece = block_start // chunk
-            last_piece = (block_start + block_tiles - 1) // chunk
+            # Only one q-block can begin in a run and end after it: its counter is that program's.
+            counter_ptr = arrived_ptr + program - (team - first_team) * members
             before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-            complete = before == last_piece - first_piece
+            complete = before == last_team - first_team
             if complete:
                 tl.store(counter_ptr, 0)
                 accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 norm = tl.zeros([BLOCK_M], tl.float32)
                 top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                for p in tl.range(first_piece, last_piece + 1):
-                    place = (p * 2 + (p == first_piece).to(tl.int32)).to(tl.int64) * KV_HEADS + head
+                for p in tl.range(first_team, last_team + 1, num_stages=MERGE_STAGES):
+                    place = (program - (team - p) * members) * 2 + (p == first_team).to(tl.int32)
+                    place = place.to(tl.int64)
                     stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
                     part_top = tl.load(stats_ptr, mask=live, other=0.0, cache_modifier=".cg")
                     part_norm = tl.load(
@@ -345,5 +272,6 @@ def tree_attention_kernel(
                 result.to(out_ptr.dtype.element_ty),
                 mask=inside,
             )
-        tile = block_start + finish
-        block += 1
+        line = tl.minimum(start + bundle_tiles, stop)
+        if line == bundle_start + bundle_tiles * KV_HEADS:
+            bundle += 1

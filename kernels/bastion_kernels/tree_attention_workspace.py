@@ -9,12 +9,15 @@ import torch
 import triton
 from torch import Tensor
 
-from bastion_kernels.tree_attention_kernels import plan_kernel
+from bastion_kernels.tree_attention_plan import RUN_FIELDS, plan_kernel
 
 __all__ = ["Tiles", "TreeAttentionWorkspace"]
 
 # programs on a device whose size is unknown (the interpreter's)
 _DEFAULT_PROGRAMS = 4
+# q-blocks that walk the same tiles together: more would save no time, as eight do more arithmetic
+# on a tile than its way from memory takes
+_MAX_WIDTH = 8
 
 
 @dataclass(frozen=True)
@@ -35,19 +38,19 @@ class Tiles:
 def default_tiles(dtype: torch.dtype, block_d: int, group: int) -> Tiles:
     """Tile sizes for a data type, padded head dimension and number of heads per key head.
 
-    On Hopper 64 rows are one warpgroup's matrix instruction, and two or more programs on a
-    multiprocessor let one's softmax run under the other's products. Page numbers take two of the
-    stages, so five keep two tiles in flight. fp32 products are exact (no TF32): they use the
-    ordinary units, and tiles that fit the registers.
+    On Hopper a warpgroup's matrix instruction has 64 rows. Two of them in a program read each
+    tile once for 128 rows, and the softmax of one runs under the products of the other. Page
+    numbers take two of the stages, so five keep two tiles in flight. fp32 products are exact (no
+    TF32): they use the ordinary units, and tiles that fit the registers.
     """
     if dtype == torch.float32:
         tiles = Tiles(16 if block_d > 64 else 32, 16, num_warps=4, stages=1, occupancy=2)
     elif block_d > 128:
-        tiles = Tiles(64, 32, num_warps=8, stages=3, occupancy=2)
+        tiles = Tiles(64, 32, num_warps=8, stages=3, occupancy=1)
     elif block_d == 128:
-        tiles = Tiles(64, 64, num_warps=4, stages=5, occupancy=2)
+        tiles = Tiles(128, 64, num_warps=8, stages=5, occupancy=1)
     else:
-        tiles = Tiles(64, 64, num_warps=4, stages=5, occupancy=3)
+        tiles = Tiles(64, 64, num_warps=4, stages=5, occupancy=2)
     if group > 64:
         raise ValueError(f"tree_attention: {group} query heads share a key head, at most 64 may")
     return replace(tiles, block_m=max(tiles.block_m, triton.next_power_of_2(group)))
@@ -87,19 +90,21 @@ class TreeAttentionWorkspace:
         self.dtype, self.max_rows, self.max_requests = dtype, max_rows, max_requests
         self.tiles = tiles or default_tiles(dtype, self.block_d, self.group)
         self.block_q = self.tiles.block_m // self.group
-        programs = _DEFAULT_PROGRAMS
+        self.programs = _DEFAULT_PROGRAMS
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
-            programs = properties.multi_processor_count * self.tiles.occupancy
-        self.pieces = max(1, programs // num_kv_heads)
-        self.capacity = triton.next_power_of_2(max_rows // self.block_q + max_requests)
+            self.programs = properties.multi_processor_count * self.tiles.occupancy
+        # a step may have a team of every width
+        self.width = max(w for w in range(1, _MAX_WIDTH + 1) if w * (w + 1) // 2 <= self.programs)
+        bundles = max_rows // (self.block_q * self.width) + max_requests
+        self.capacity = triton.next_power_of_2(bundles)
 
         self.header = torch.zeros(2, dtype=torch.int32, device=device)
-        self.blocks = torch.zeros(self.capacity, 4, dtype=torch.int32, device=device)
-        self.first_block = torch.zeros(self.pieces, dtype=torch.int32, device=device)
-        self.arrived = torch.zeros(self.capacity, num_kv_heads, dtype=torch.int32, device=device)
-        # a piece cuts at most two q-blocks: the one it begins in and the one it ends in
-        cut, rows = (self.pieces, 2, num_kv_heads), self.tiles.block_m
+        self.bundles = torch.zeros(self.capacity, 4, dtype=torch.int32, device=device)
+        self.runs = torch.zeros(self.programs, RUN_FIELDS, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(self.programs, dtype=torch.int32, device=device)
+        # a run cuts at most two q-blocks: the one it begins in and the one it ends in
+        cut, rows = (self.programs, 2), self.tiles.block_m
         self.partial = torch.empty(*cut, rows, self.block_d, dtype=torch.float32, device=device)
         self.partial_stats = torch.empty(*cut, 2, rows, dtype=torch.float32, device=device)
 
@@ -120,14 +125,18 @@ class TreeAttentionWorkspace:
             query_start_loc,
             seq_lens,
             self.header,
-            self.blocks,
-            self.first_block,
+            self.bundles,
+            self.runs,
             num_reqs,
-            self.pieces,
+            self.programs,
+            KV_HEADS=self.kv_heads,
             BLOCK_Q=self.block_q,
             BLOCK_N=self.tiles.block_n,
+            WIDTH=self.width,
+            CLASSES=triton.next_power_of_2(self.width),
             CAPACITY=self.capacity,
-            PIECES=triton.next_power_of_2(self.pieces),
+            PROGRAMS=triton.next_power_of_2(self.programs),
+            RUN_FIELDS=RUN_FIELDS,
             SEARCH_STEPS=self.capacity.bit_length() + 1,
-            num_warps=8 if self.capacity >= 1024 else 4,
+            num_warps=8 if self.capacity >= 512 else 4,
         )

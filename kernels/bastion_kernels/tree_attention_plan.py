@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernel that divides a step's attention among programs, once for all layers.
+
+A q-block is BLOCK_Q query rows of one request; it has ceil(visible rows / BLOCK_N) tiles of cached
+rows. All q-blocks of a request read nearly the same tiles. Were they to do so at different times,
+a long context would come from memory once for each of them: the L2 cache forgets it in between. So
+up to WIDTH neighbouring q-blocks of a request form a bundle, and the programs that work on a bundle
+form a team of as many members, one to a q-block, which walk the same tiles at the same time.
+
+Bundles of one width are laid end to end, once for each key head, and this line is cut into equal
+runs of `chunk` tiles, one for each team:
+
+    width 3    |- bundle 0, head 0 -|- bundle 0, head 1 -|- bundle 1, head 0 -|- ...
+    teams      |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|- ...
+                 x 3 programs
+
+There are as many lines as there are widths in the step. `chunk` is the smallest for which all teams
+together have no more members than there are programs: nobody walks further than that, and what is
+lost to rounding is less than one team for each width in use.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["RUN_FIELDS", "plan_kernel"]
+
+# int32 values kept for a program, the last three unused
+RUN_FIELDS = 8
+
+
+@triton.jit
+def _last_not_above(table_ptr, stride, factor, low, high, limit, STEPS: tl.constexpr):
+    """Last place in low .. high - 1 of an ascending table with value * factor <= limit."""
+    for _ in range(STEPS):
+        open_ = low < high
+        middle = (low + high) // 2
+        value = tl.load(table_ptr + middle * stride, mask=open_, other=0)
+        right = value * factor <= limit
+        low = tl.where(open_ & right, middle + 1, low)
+        high = tl.where(open_ & ~right, middle, high)
+    return low - 1
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def plan_kernel(
+    # [R+1] int32, [R] int32
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    # [2] int32: tiles in a run, programs with work (written)
+    header_ptr,
+    # [capacity, 4] int32, by width: request, first row within it, first tile in the line of one
+    # head, tiles (written)
+    bundles_ptr,
+    # [programs, 8] int32: first bundle, member, members of the team, first position in the line,
+    # end position (written)
+    runs_ptr,
+    num_reqs,
+    programs,
+    KV_HEADS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CLASSES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    RUN_FIELDS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+):
+    """Lay out the step's bundles and cut them into runs. Grid: (1,).
+
+    Args:
+        WIDTH: most q-blocks in a bundle; 1 + 2 + ... + WIDTH <= programs.
+        CLASSES, PROGRAMS: powers of two >= WIDTH and >= programs.
+        CAPACITY: power of two >= rows // (BLOCK_Q * WIDTH) + requests of any step.
+        SEARCH_STEPS: >= log2(CAPACITY) + 1.
+    """
+    # Candidate i belongs to the last request r with query_start_loc[r] // span + r <= i: no prefix
+    # sum over requests is needed, at the price of some candidates without rows.
+    span: tl.constexpr = BLOCK_Q * WIDTH
+    candidate = tl.arange(0, CAPACITY)
+    low = tl.zeros([CAPACITY], tl.int32)
+    high = low + num_reqs
+    for _ in range(SEARCH_STEPS):
+        open_ = low < high
+        middle = (low + high) // 2
+        start = tl.load(query_start_loc_ptr + middle, mask=open_, other=0)
+        right = start // span + middle <= candidate
+        low = tl.where(open_ & right, middle + 1, low)
+        high = tl.where(open_ & ~right, middle, high)
+    request = low - 1
+    owned = request >= 0
+    first = tl.load(query_start_loc_ptr + request, mask=owned, other=0)
+    last = tl.load(query_start_loc_ptr + request + 1, mask=owned, other=0)
+    length = tl.load(seq_lens_ptr + request, mask=owned, other=0)
+    rows = last - first
+    nth = candidate - first // span - request
+    used = owned & (nth * span < rows)
+    # the request's q-blocks shared out evenly over its bundles
+    blocks = (rows + BLOCK_Q - 1) // BLOCK_Q
+    number = tl.maximum((blocks + WIDTH - 1) // WIDTH, 1)
+    block = nth * blocks // number
+    width = tl.where(used, (nth + 1) * blocks // number - block, 0)
+    row = block * BLOCK_Q
+    # the last row of the bundle sees the context and the request's rows up to itself
+    seen = tl.maximum(length - rows, 0) + tl.minimum(row + width * BLOCK_Q, rows)
+    tiles = tl.where(used, (seen + BLOCK_N - 1) // BLOCK_N, 0)
+
+    # Bundles and tiles before each bundle in the line of its width: one scan over the pair.
+    kind = tl.arange(0, CLASSES)
+    mine = width[None, :] == kind[:, None] + 1
+    pair = tl.where(mine, (tiles.to(tl.int64) + (1 << 32))[None, :], 0)
+    before = tl.sum(tl.where(mine, tl.cumsum(pair, 1) - pair, 0), 0)
+    totals = tl.sum(pair, 1)
+    bundles = (totals >> 32).to(tl.int32)
+    ends = (totals & 0xFFFFFFFF).to(tl.int32) * KV_HEADS
+    offsets = tl.cumsum(bundles, 0) - bundles
+    place = (before >> 32).to(tl.int32) + tl.sum(tl.where(mine, offsets[:, None], 0), 0)
+
+    entry = bundles_ptr + place * 4
+    tl.store(entry, request, mask=used)
+    tl.store(entry + 1, row, mask=used)
+    tl.store(entry + 2, (before & 0xFFFFFFFF).to(tl.int32), mask=used)
+    tl.store(entry + 3, tiles, mask=used)
+
+    members = kind + 1
+    area = tl.sum(ends * members, 0)
+    # Merging a cut costs about what a tile does, so the time of a q-block of n tiles cut into s is
+    # near n/s + s: runs shorter than sqrt(n) would be slower.
+    shortest = tl.ceil(tl.sqrt(tl.max(tiles, 0).to(tl.float32))).to(tl.int32)
+    chunk = tl.maximum(tl.maximum((area + programs - 1) // programs, shortest), 1)
+    # Rounding adds less than one team to each line, so this many tiles are certainly enough; so
+    # is one team for each line.
+    spare = tl.maximum(programs - tl.sum(tl.where(bundles > 0, members, 0), 0), 0)
+    longest = tl.max(ends, 0)
+    enough = tl.where(spare > 0, (area + spare - 1) // tl.maximum(spare, 1), longest)
+    enough = tl.maximum(tl.minimum(enough, longest), chunk)
+    while chunk < enough:
+        middle = (chunk + enough) // 2
+        needed = tl.sum((ends + middle - 1) // middle * members, 0)
+        chunk = tl.where(needed <= programs, chunk, middle + 1)
+        enough = tl.where(needed <= programs, middle, enough)
+    needs = (ends + chunk - 1) // chunk * members
+    bases = tl.cumsum(needs, 0) - needs
+    busy = tl.sum(needs, 0)
+    tl.store(header_ptr, chunk)
+    tl.store(header_ptr + 1, busy)
+
+    # program -> width, team, member
+    program = tl.arange(0, PROGRAMS)
+    which = tl.sum((bases[:, None] <= program[None, :]).to(tl.int32), 0) - 1
+    chosen = kind[:, None] == which[None, :]
+    within = program - tl.sum(tl.where(chosen, bases[:, None], 0), 0)
+    line = within // (which + 1) * chunk
+    end = tl.minimum(line + chunk, tl.sum(tl.where(chosen, ends[:, None], 0), 0))
+    low = tl.sum(tl.where(chosen, offsets[:, None], 0), 0)
+    high = low + tl.sum(tl.where(chosen, bundles[:, None], 0), 0)
+    # the table of bundles must be complete before it is searched
+    tl.debug_barrier()
+    first_bundle = _last_not_above(bundles_ptr + 2, 4, KV_HEADS, low, high, line, SEARCH_STEPS)
+    run = runs_ptr + program * RUN_FIELDS
+    exists = program < programs
+    tl.store(run, first_bundle, mask=exists)
+    tl.store(run + 1, within % (which + 1), mask=exists)
+    tl.store(run + 2, which + 1, mask=exists)
+    tl.store(run + 3, line, mask=exists)
+    tl.store(run + 4, tl.where(program < busy, end, 0), mask=exists)
