@@ -175,6 +175,8 @@ def tree_attention_triton(
         MERGE_STAGES=_MERGE_STAGES,
         RUN_FIELDS=RUN_FIELDS,
         num_warps=workspace.tiles.num_warps,
+        # the default until Triton 3.10
+        enable_fp_fusion=True,
     )
 
 

@@ -11,7 +11,8 @@ A q-block that lies in one run is written at once. One that was cut is left by e
 unnormalised (output, maximum, sum) in fp32, and merged by the program that arrives last, found by a
 counter. A second kernel would cost every layer a launch and its latency, needed or not; the
 merge in place costs nothing when no q-block was cut. Partial results are merged in the order of
-their tiles whoever arrives last, so that a repeat is bit-equal.
+their tiles whoever arrives last, so that a repeat is bit-equal. The last one's own is taken from
+its registers.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def tree_attention_kernel(
     dim = tl.arange(0, BLOCK_D)
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr)
-    # capped scores are powers of two's already
+    # capped scores have the scale already
     exponent_scale = 1.0 if SOFTCAP else score_scale
     while line < stop:
         request = tl.load(bundles_ptr + bundle * 4)
@@ -172,6 +173,15 @@ def tree_attention_kernel(
         # earlier q-blocks of a bundle may see a few tiles less than its last
         tiles = (end + BLOCK_N - 1) // BLOCK_N
         finish = tl.minimum(stop - start, tiles)
+        # the teams that have the first and the last tile
+        first_team = start // chunk
+        last_team = (start + tiles - 1) // chunk
+        cut = (first_team != last_team) & (begin < finish)
+        # Only one q-block can begin in a run and end after it: its counter is that program's.
+        counter_ptr = arrived_ptr + program - (team - first_team) * members
+        # A hint, asked for so early that nothing waits for it: when all others have arrived, this
+        # program's part need not be left for anyone.
+        seen = tl.load(counter_ptr, volatile=True)
         # every row of the block sees all of the tiles before this one
         unmasked = tl.minimum(context + block_row + 1, context_end) // BLOCK_N
 
@@ -205,7 +215,7 @@ def tree_attention_kernel(
                     scores, column, t * BLOCK_N - context_end, end, position, tail_row,
                     bits_row_ptr, stride_bits_word, words, BLOCK_N,
                 )  # fmt: skip
-            # The scale is applied within the exponent, where it costs no instruction.
+            # the scale is applied within the exponent, where a fused multiply-add does it for free
             new_top = tl.maximum(top, tl.max(scores, 1) * exponent_scale)
             # a row that has seen no column yet has no finite maximum
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -220,40 +230,43 @@ def tree_attention_kernel(
             )
             top = new_top
 
-        first_team = start // chunk
-        last_team = (start + tiles - 1) // chunk
         complete = (first_team == last_team) & (begin < finish)
-        if (first_team != last_team) & (begin < finish):
-            # A run cuts at most two q-blocks: one that began before it, one that ends after it.
-            place = (program * 2 + (begin == 0).to(tl.int32)).to(tl.int64)
-            stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
-            tl.store(stats_ptr, top, mask=live)
-            tl.store(stats_ptr + BLOCK_M, norm, mask=live)
-            into_ptr = partial_ptr + place * BLOCK_M * BLOCK_D + packed[:, None] * BLOCK_D
-            tl.store(into_ptr + dim[None, :], accumulator, mask=live[:, None])
+        if cut:
+            if seen != last_team - first_team:
+                # A run cuts at most two q-blocks: one that began before it, one that ends after it.
+                place = (program * 2 + (begin == 0).to(tl.int32)).to(tl.int64)
+                stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
+                tl.store(stats_ptr, top, mask=live)
+                tl.store(stats_ptr + BLOCK_M, norm, mask=live)
+                into_ptr = partial_ptr + place * BLOCK_M * BLOCK_D + packed[:, None] * BLOCK_D
+                tl.store(into_ptr + dim[None, :], accumulator, mask=live[:, None])
             # all threads' stores come before the one thread's release
             tl.debug_barrier()
-            # Only one q-block can begin in a run and end after it: its counter is that program's.
-            counter_ptr = arrived_ptr + program - (team - first_team) * members
             before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
             complete = before == last_team - first_team
             if complete:
                 tl.store(counter_ptr, 0)
+                own, own_norm, own_top = accumulator, norm, top
                 accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 norm = tl.zeros([BLOCK_M], tl.float32)
                 top = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 for p in tl.range(first_team, last_team + 1, num_stages=MERGE_STAGES):
                     place = (program - (team - p) * members) * 2 + (p == first_team).to(tl.int32)
                     place = place.to(tl.int64)
+                    other = tl.where(p == team, False, live)
                     stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
-                    part_top = tl.load(stats_ptr, mask=live, other=0.0, cache_modifier=".cg")
+                    part_top = tl.load(stats_ptr, mask=other, other=0.0, cache_modifier=".cg")
                     part_norm = tl.load(
-                        stats_ptr + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg"
+                        stats_ptr + BLOCK_M, mask=other, other=0.0, cache_modifier=".cg"
                     )
                     from_ptr = partial_ptr + place * BLOCK_M * BLOCK_D + packed[:, None] * BLOCK_D
                     part = tl.load(
-                        from_ptr + dim[None, :], mask=live[:, None], other=0.0, cache_modifier=".cg"
-                    )
+                        from_ptr + dim[None, :], mask=other[:, None], other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    part_top = tl.where(p == team, own_top, part_top)
+                    part_norm = tl.where(p == team, own_norm, part_norm)
+                    part = tl.where(p == team, own, part)
                     new_top = tl.maximum(top, part_top)
                     base = tl.where(new_top == float("-inf"), 0.0, new_top)
                     old_weight = tl.exp2(top - base)
