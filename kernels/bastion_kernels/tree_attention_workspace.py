@@ -38,19 +38,21 @@ class Tiles:
 def default_tiles(dtype: torch.dtype, block_d: int, group: int) -> Tiles:
     """Tile sizes for a data type, padded head dimension and number of heads per key head.
 
-    On Hopper a warpgroup's matrix instruction has 64 rows. Two of them in a program read each
-    tile once for 128 rows, and the softmax of one runs under the products of the other. Page
-    numbers take two of the stages, so five keep two tiles in flight. fp32 products are exact (no
-    TF32): they use the ordinary units, and tiles that fit the registers.
+    A warpgroup's matrix instruction has 64 rows on Hopper. Two warpgroups in a program read a tile
+    once for 128 rows, half as often as two programs would, and the softmax of one runs under the
+    products of the other. That takes nearly all registers, so one program is all that a
+    multiprocessor holds (`occupancy`). Page numbers take two of the stages, so five keep two tiles
+    in flight and seven keep three. fp32 products are exact (no TF32): they use the ordinary units,
+    and tiles that fit the registers.
     """
     if dtype == torch.float32:
         tiles = Tiles(16 if block_d > 64 else 32, 16, num_warps=4, stages=1, occupancy=2)
     elif block_d > 128:
         tiles = Tiles(64, 32, num_warps=8, stages=3, occupancy=1)
-    elif block_d == 128:
-        tiles = Tiles(128, 64, num_warps=8, stages=5, occupancy=1)
     else:
-        tiles = Tiles(64, 64, num_warps=4, stages=5, occupancy=2)
+        # half as large tiles need more of them on their way to keep the memory busy
+        stages = 5 if block_d == 128 else 7
+        tiles = Tiles(128, 64, num_warps=8, stages=stages, occupancy=1)
     if group > 64:
         raise ValueError(f"tree_attention: {group} query heads share a key head, at most 64 may")
     return replace(tiles, block_m=max(tiles.block_m, triton.next_power_of_2(group)))
