@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the attention, compaction and gather kernels as their launchers launch them.
 
-`python compile_attention.py [all]` prints one line per kernel built for sm_90: whether it has
-Hopper's matrix instructions, name, registers, stack bytes (spills), barriers. Triton itself takes
-the launch apart (tuples and absent pointers among the arguments), over a driver that says what the
-GPU would be. No GPU is needed, but TRITON_INTERPRET must not be set.
+`python compile_attention.py [all]` prints one line of JSON per kernel built for sm_90, see `Built`.
+Triton itself takes the launch apart (tuples and absent pointers among the arguments), over a driver
+that says what the GPU would be. No GPU is needed, but TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
+from unittest import mock
 
 import torch
-from compile_kernels import report
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from bastion_kernels import tree_attention_workspace
 from bastion_kernels.gather import gather_rows_triton
 from bastion_kernels.kv_compact import KVCompactor
 from bastion_kernels.tree_attention import tree_attention_triton
@@ -37,6 +44,77 @@ class Hopper:
         return 0
 
 
+@dataclass
+class Built:
+    """What became of one launch."""
+
+    name: str
+    # head dimension and bytes of a query's number, of an attention launch
+    dim: int
+    item: int
+    threads: int
+    # per thread
+    registers: int
+    # bytes of a thread's registers that had to be put by in memory, and how many instructions do so
+    # between the matrix instructions of the inner loop
+    stack: int
+    spills_in_loop: int
+    # bytes of a program
+    shared: int
+    # programs on a multiprocessor that the grid counts on
+    occupancy: int
+    # whether it has Hopper's matrix instructions
+    wgmma: bool
+
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+H200_PROCESSORS = 132
+LAUNCH: dict[str, int] = {"dim": 0, "item": 0, "occupancy": 1}
+
+
+def spills_in_loop(assembly: str) -> int:
+    """Accesses to local memory between the label before the first product and the way back to it.
+
+    The loop over tiles is the innermost one with matrix instructions.
+    """
+    lines = assembly.splitlines()
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    if not products:
+        return 0
+    labels = [i for i, line in enumerate(lines[: products[0]]) if re.match(r"\.L_x_\d+:", line)]
+    label = lines[labels[-1]].split(":")[0]
+    back = [i for i, line in enumerate(lines) if "BRA" in line and f"`({label})" in line]
+    return sum("LDL" in line or "STL" in line for line in lines[labels[-1] : back[-1]])
+
+
+def inspect(name: str, kernel: Any) -> Built:
+    def tool(*command: str) -> str:
+        with NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            done = subprocess.run(
+                [TOOLS / command[0], *command[1:], file.name], capture_output=True, text=True
+            )
+        return done.stdout + done.stderr
+
+    usage = tool("cuobjdump", "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    attention = name == "tree_attention_kernel"
+    return Built(
+        name=name,
+        dim=LAUNCH["dim"] if attention else 0,
+        item=LAUNCH["item"] if attention else 0,
+        threads=32 * kernel.metadata.num_warps,
+        registers=int(found[1]),
+        stack=int(found[2]),
+        spills_in_loop=spills_in_loop(tool("nvdisasm", "-c")) if attention else 0,
+        shared=kernel.metadata.shared,
+        occupancy=LAUNCH["occupancy"] if attention else 1,
+        wgmma="wgmma.mma_async" in kernel.asm["ptx"],
+    )
+
+
 def compile_instead() -> None:
     """Make every kernel launch compile, and print what came out."""
     driver.set_active(Hopper())
@@ -44,8 +122,7 @@ def compile_instead() -> None:
 
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        print("wgmma" if "wgmma.mma_async" in kernel.asm["ptx"] else "-", end=" ")
-        report(self.__name__, kernel.asm["cubin"])
+        print(json.dumps(asdict(inspect(self.__name__, kernel))))
 
     JITFunction.run = build  # type: ignore[method-assign]
 
@@ -59,7 +136,9 @@ def attend(
     cache = torch.zeros(4, 16, heads[1], 2 * dim, dtype=kv_dtype).transpose(1, 2)
     ints = torch.zeros(8, dtype=torch.int32)
     scales = torch.ones(1) if kv_dtype != dtype else None
-    workspace = TreeAttentionWorkspace(*heads, dim, dtype, 8192, 256, "cpu")
+    with mock.patch.object(tree_attention_workspace, "_DEFAULT_PROGRAMS", H200_PROCESSORS):
+        workspace = TreeAttentionWorkspace(*heads, dim, dtype, 8192, 256, "cpu")
+    LAUNCH.update(dim=dim, item=dtype.itemsize, occupancy=workspace.tiles.occupancy)
     workspace.plan(ints[:2], ints[:1])
     tree_attention_triton(
         fused[:, : heads[0]], cache, ints[None], ints[:2], ints[:1], ints[:1],
@@ -72,12 +151,15 @@ def attend(
 if __name__ == "__main__":
     compile_instead()
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+    # the shapes that are measured against FlashAttention
     attend(bf16, 128, (32, 8), bf16, 0.0)
     if "all" in sys.argv:
         attend(bf16, 64, (14, 2), bf16, 0.0)
         attend(fp16, 80, (8, 8), fp16, 0.0)
         attend(bf16, 256, (8, 4), bf16, 50.0)
+        attend(bf16, 256, (8, 4), bf16, 0.0)
         attend(bf16, 128, (32, 8), fp8, 0.0)
+        attend(bf16, 128, (40, 8), bf16, 30.0)
         attend(fp32, 64, (6, 2), fp32, 0.0)
         attend(fp32, 128, (6, 2), fp32, 0.0)
     caches = [torch.zeros(4, 16, 8, 256, dtype=bf16).transpose(1, 2)]
