@@ -48,7 +48,7 @@ def default_tiles(dtype: torch.dtype, block_d: int, group: int) -> Tiles:
     if dtype == torch.float32:
         tiles = Tiles(16 if block_d > 64 else 32, 16, num_warps=4, stages=1, occupancy=2)
     elif block_d > 128:
-        tiles = Tiles(64, 32, num_warps=8, stages=3, occupancy=1)
+        tiles = Tiles(64, 32, num_warps=8, stages=5, occupancy=1)
     else:
         # half as large tiles need more of them on their way to keep the memory busy
         stages = 5 if block_d == 128 else 7
