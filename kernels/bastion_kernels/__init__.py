@@ -31,13 +31,12 @@ from bastion_kernels.rows import (
     kept_rows_reference,
 )
 from bastion_kernels.topk_logprobs import (
-    merge_topk,
-    merge_topk_reference,
     topk_logprobs,
     topk_logprobs_reference,
     topk_partial,
     topk_partial_reference,
 )
+from bastion_kernels.topk_merge import merge_topk, merge_topk_reference
 from bastion_kernels.tree_attention import (
     TreeAttentionWorkspace,
     tree_attention,

@@ -8,16 +8,19 @@ holds a slice of the vocabulary: `topk_partial` gives its K best as sortable 64-
 mass, log sum exp(logit - largest logit of the slice); the ranks exchange these (M * (8 K + 4)
 bytes), and `merge_topk` gives what one rank with the whole vocabulary would have.
 
-A key is (logit as an order-preserving int32) << 32 | (2^31 - 1 - token), so that larger is better
-and no two keys are equal: the order is total, and any grouping of the work gives the same tokens.
+NaN counts as -inf in the choice; a row with a NaN has NaN for all its log-probabilities.
 
-Two launches, one warp per program, no sort. `_chunk_kernel` reads the logits once, in chunks of
-2,048, so that the 15 rows of one request make 1,125 programs at V = 151,936. Seen as 128 groups of
-16 logits, a chunk's best is the best of the groups' maxima; K times it is taken, and only its group
-is read again (from L1) for the next smaller one. Groups are strided, so that their maxima need no
-exchange between threads. `_merge_kernel` does the same with the sorted lists of a row's chunks, by
-their heads. A round is a few reductions within the warp and one load. Memory traffic is that of the
-logits: M * V * itemsize bytes.
+Two launches, one warp per program, no sort. `_maxima_kernel` streams the logits once, in chunks of
+2,048 (the 15 rows of one request make 1,125 programs at V = 151,936). It keeps the maximum of every
+segment of 64, and of every chunk the mass and the best segment. `_pop_kernel`, a warp to a row,
+takes the best of the row K times. It holds the best of every chunk, 4 each thread at that V, so the
+best of all is a reduction within the warp. The segment it comes from is read again, for the token
+and for what is left in it, and beside it the maxima of the other segments of its chunk, for the
+next best of the chunk. What was taken before needs no record but in these maxima: it is what
+precedes the last token taken in the total order.
+
+A round is two loads side by side and seven integer reductions (`redux.sync`), 123 instructions for
+sm_90. Memory traffic is that of the logits, M * V * itemsize bytes, and some 2% for the maxima.
 """
 
 from __future__ import annotations
@@ -28,11 +31,16 @@ import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.topk_merge import (
+    MAX_TOKEN,
+    NO_KEY,
+    check_k,
+    merge_topk_reference,
+    shift_of,
+    unorder,
+)
 
 __all__ = [
-    "merge_topk",
-    "merge_topk_reference",
-    "merge_topk_triton",
     "topk_logprobs",
     "topk_logprobs_reference",
     "topk_logprobs_triton",
@@ -42,42 +50,23 @@ __all__ = [
 ]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_TOKEN = 2**31 - 1
-_NO_KEY = -(2**63)  # below every real key
-_GROUPS, _GROUP_SIZE = 128, 16  # of one chunk
-_MAX_K = 1024  # one round each
+_SEGMENTS, _SEGMENT = 32, 64  # segments of a chunk, logits of a segment
 
 
 def topk_partial_reference(
     logits: Tensor, k: int, vocab_start: int, out_keys: Tensor, out_mass: Tensor
 ) -> None:
     """Keys of the `k` best of one vocabulary slice; see `topk_partial`."""
-    values = logits.float() + 0.0  # -0.0 becomes 0.0: equal logits must have equal keys
-    bits = values.view(torch.int32)
+    values = logits.float()
+    # -0.0 becomes 0.0: equal logits must have equal keys
+    bits = (torch.where(values.isnan(), -torch.inf, values) + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     token = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
-    best = ((ordered << 32) | (_MAX_TOKEN - token)).topk(min(k, logits.shape[1]), dim=1).values
-    out_keys.fill_(_NO_KEY)
+    best = ((ordered << 32) | (MAX_TOKEN - token)).topk(min(k, logits.shape[1]), dim=1).values
+    out_keys.fill_(NO_KEY)
     out_keys[:, : best.shape[1]] = best
     largest = values.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     out_mass.copy_((values - largest).logsumexp(1))
-
-
-def _value(keys: Tensor) -> Tensor:
-    """The fp32 logit of every key."""
-    ordered = (keys >> 32).int()
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
-
-
-def merge_topk_reference(
-    keys: Tensor, mass: Tensor, out_tokens: Tensor, out_logprobs: Tensor
-) -> None:
-    """The best of several slices' keys, normalised; see `merge_topk`."""
-    best = keys.flatten(1).topk(out_tokens.shape[1], dim=1).values
-    largest = _value(best[:, :1])
-    total = (_value(keys[:, :, 0]) - largest + mass).logsumexp(1, keepdim=True)
-    out_tokens.copy_(_MAX_TOKEN - (best & _MAX_TOKEN))
-    out_logprobs.copy_(_value(best) - largest - total)
 
 
 def topk_logprobs_reference(
@@ -91,175 +80,182 @@ def topk_logprobs_reference(
 
 
 @triton.jit
-def _order(value, inside):
-    """int32 that sorts like the fp32 `value`; below all of them where not `inside`."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    order = tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x7FFFFFFF)
-    return tl.where(inside, order, -0x80000000)
+def _order(value):
+    """int32 above -2^31 that sorts like the fp32 `value`."""
+    value = tl.where(value == value, value, float("-inf")) + 0.0  # -0.0 becomes 0.0
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _unorder(order):
-    """The fp32 value that `_order` made this int32 of."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _chunk_kernel(
+def _maxima_kernel(
     logits_ptr,
-    keys_ptr,
+    maxima_ptr,
+    heads_ptr,
     mass_ptr,
     vocab,
-    vocab_start,
     chunks,
     logits_m,
     logits_v,
-    K: tl.constexpr,
-    NO_KEY: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
-    """Grid: (M, chunks). Writes keys [M, chunks, K], best first, and mass [M, chunks]."""
+    """Grid: (M, chunks). Writes maxima [M, chunks * SEGMENTS], heads and mass [M, chunks].
+
+    A head is the order of a chunk's best logit << 32 | the segment it is in.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    logits_ptr += row * logits_m
-    keys_ptr += (row * chunks + chunk) * K
-    group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)
-    start = chunk * (GROUPS * SIZE)
-    token = start + member[:, None] * GROUPS + group[None, :]
-    inside = token < vocab
-    offset = token.to(tl.int64) * logits_v
-    value = tl.load(logits_ptr + offset, mask=inside, other=float("-inf")).to(tl.float32)
-
-    top = tl.max(tl.max(value, 0), 0)
-    top = tl.where(top == float("-inf"), 0.0, top)  # nothing but -inf: log 0, not NaN
-    total = tl.sum(tl.sum(tl.exp(value - top), 0), 0)
+    segment = chunk * SEGMENTS + tl.arange(0, SEGMENTS)
+    token = segment[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
+    logits_ptr += row * logits_m + token.to(tl.int64) * logits_v
+    value = tl.load(logits_ptr, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    maxima = tl.max(value, 1)  # of what is not NaN
+    maxima = tl.where(maxima > float("-inf"), maxima, float("-inf"))
+    maxima_ptr += row * (chunks * SEGMENTS) + segment
+    tl.store(maxima_ptr, maxima.to(maxima_ptr.dtype.element_ty))
+    top = tl.max(maxima, 0)
+    first = tl.min(tl.where(maxima == top, segment, 0x7FFFFFFF), 0)
+    tl.store(heads_ptr + row * chunks + chunk, (_order(top).to(tl.int64) << 32) | first)
+    power = (value - shift_of(top)) * 1.4426950408889634  # of 2
+    total = tl.sum(tl.sum(tl.exp2(power), 1), 0)
     tl.store(mass_ptr + row * chunks + chunk, tl.log(total))
-
-    order = _order(value, inside)
-    group_order = tl.max(order, 0)
-    group_token = tl.min(tl.where(order == group_order[None, :], token, 0x7FFFFFFF), 0)
-    for rank in range(K):
-        best = tl.max(group_order, 0)
-        winner = tl.min(tl.where(group_order == best, group_token, 0x7FFFFFFF), 0)
-        real = best != -0x80000000
-        key = (best.to(tl.int64) << 32) | (0x7FFFFFFF - winner - vocab_start).to(tl.int64)
-        tl.store(keys_ptr + rank, tl.where(real, key, NO_KEY))
-        # the winner's group falls back to its best member after the winner
-        index = (winner - start) % GROUPS
-        rest = start + member * GROUPS + index
-        left = rest < vocab
-        again_ptr = logits_ptr + rest.to(tl.int64) * logits_v
-        again = tl.load(again_ptr, mask=left, other=float("-inf")).to(tl.float32)
-        rest_order = _order(again, left)
-        after = (rest_order < best) | ((rest_order == best) & (rest > winner))
-        rest_order = tl.where(after, rest_order, -0x80000000)
-        next_order = tl.max(rest_order, 0)
-        next_token = tl.min(tl.where(rest_order == next_order, rest, 0x7FFFFFFF), 0)
-        group_order = tl.where(group == index, next_order, group_order)
-        group_token = tl.where(group == index, next_token, group_token)
 
 
 @triton.jit
-def _merge_kernel(
-    keys_ptr,
+def _pop_kernel(
+    logits_ptr,
+    maxima_ptr,
+    heads_ptr,
     mass_ptr,
     out_keys_ptr,
     out_mass_ptr,
     out_tokens_ptr,
     out_logprobs_ptr,
-    parts,
-    keys_m,
-    keys_p,
-    mass_m,
+    vocab,
+    vocab_start,
+    chunks,
+    logits_m,
+    logits_v,
     out_keys_m,
     out_tokens_m,
     out_logprobs_m,
     K: tl.constexpr,
     NO_KEY: tl.constexpr,
     FINAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
 ):
-    """Grid: (M,). keys [M, parts, K] to the K best: keys and mass again, or if FINAL the result."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, BLOCK)
-    keys_ptr += row * keys_m + part * keys_p
-    head = tl.zeros([BLOCK], tl.int32)
-    key = tl.load(keys_ptr, mask=part < parts, other=NO_KEY)
+    """Grid: (M,). The K best of a row: keys and mass, or if FINAL tokens and log-probabilities.
 
-    largest = _unorder((tl.max(key, 0) >> 32).to(tl.int32))
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-    mass = tl.load(mass_ptr + row * mass_m + part, mask=part < parts, other=float("-inf"))
-    mass = tl.exp(_unorder((key >> 32).to(tl.int32)) - largest + mass)
-    total = tl.log(tl.sum(tl.where(part < parts, mass, 0.0), 0))
+    Of every segment, the order of the best logit left is in `maxima`, kept up to date.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_m
+    maxima_ptr += row * (chunks * SEGMENTS)
+    chunk = tl.arange(0, CHUNKS_PAD)
+    real = chunk < chunks
+    heads = tl.load(heads_ptr + row * chunks + chunk, mask=real, other=NO_KEY)
+    head, home = (heads >> 32).to(tl.int32), heads.to(tl.int32)
+
+    top = tl.where(real, unorder(head), float("-inf"))
+    largest = shift_of(tl.max(top, 0))
+    mass = tl.load(mass_ptr + row * chunks + chunk, mask=real, other=float("-inf"))
+    total = tl.log(tl.sum(tl.exp(shift_of(top) - largest + mass), 0))
     if not FINAL:
         tl.store(out_mass_ptr + row, total)
 
+    member, sibling = tl.arange(0, SEGMENT), tl.arange(0, SEGMENTS)
+    last, last_token = tl.full([], 0x7FFFFFFF, tl.int32), tl.full([], -1, tl.int32)
     for rank in range(K):
-        best = tl.max(key, 0)
+        best = tl.max(head, 0)
+        segment = tl.min(tl.where(head == best, home, 0x7FFFFFFF), 0)
+        token = segment * SEGMENT + member
+        value_ptr = logits_ptr + token.to(tl.int64) * logits_v
+        # beyond the vocabulary there is -inf, which comes after every token of the vocabulary
+        value = tl.load(value_ptr, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        other = segment // SEGMENTS * SEGMENTS + sibling
+        rest = tl.load(maxima_ptr + other).to(tl.float32)
+        rest = tl.where((rest == rest) & (other != segment), _order(rest), -0x80000000)
+
+        # equals are taken by token, so those of an earlier round are the ones up to the last
+        order = _order(value)
+        equal = (order == best) & (token > tl.where(best < last, -1, last_token))
+        winner = tl.min(tl.where(equal, token, 0x7FFFFFFF), 0)
+        more = tl.max(tl.where(equal, token, -1), 0) > winner
+        lower = tl.max(tl.where(order < best, order, -0x80000000), 0)
+        left = tl.where(more, best, lower)
+        last, last_token = best, winner
+
+        rest_best = tl.max(rest, 0)
+        rest_home = tl.min(tl.where(rest == rest_best, other, 0x7FFFFFFF), 0)
+        stays = (left > rest_best) | ((left == rest_best) & (segment < rest_home))
+        here = chunk == segment // SEGMENTS
+        head = tl.where(here, tl.where(stays, left, rest_best), head)
+        home = tl.where(here, tl.where(stays, segment, rest_home), home)
+        left = tl.where(left == -0x80000000, float("nan"), unorder(left))
+        tl.store(maxima_ptr + segment, left.to(maxima_ptr.dtype.element_ty))
+        tl.debug_barrier()  # before any thread reads it
+
         if FINAL:
-            value = _unorder((best >> 32).to(tl.int32))
-            token = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
-            tl.store(out_tokens_ptr + row * out_tokens_m + rank, token)
-            tl.store(out_logprobs_ptr + row * out_logprobs_m + rank, value - largest - total)
+            tl.store(out_tokens_ptr + row * out_tokens_m + rank, winner)
+            logprob = unorder(best) - largest - total
+            tl.store(out_logprobs_ptr + row * out_logprobs_m + rank, logprob)
         else:
-            tl.store(out_keys_ptr + row * out_keys_m + rank, best)
-        won = key == best
-        head = tl.where(won, head + 1, head)
-        left = won & (part < parts) & (head < K)
-        key = tl.where(won, tl.load(keys_ptr + head, mask=left, other=NO_KEY), key)
+            key = (best.to(tl.int64) << 32) | (0x7FFFFFFF - winner - vocab_start).to(tl.int64)
+            tl.store(out_keys_ptr + row * out_keys_m + rank, tl.where(winner < vocab, key, NO_KEY))
 
 
-def _chunk_keys(logits: Tensor, k: int, vocab_start: int) -> tuple[Tensor, Tensor]:
-    """Keys `[M, chunks, K]` and masses `[M, chunks]` of every chunk."""
-    rows, vocab = logits.shape
-    chunks = triton.cdiv(vocab, _GROUPS * _GROUP_SIZE)
-    keys = torch.empty((rows, chunks, k), dtype=torch.int64, device=logits.device)
-    mass = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
-    _chunk_kernel[(rows, chunks)](
-        logits,
-        keys,
-        mass,
-        vocab,
-        vocab_start,
-        chunks,
-        *logits.stride(),
-        K=k,
-        NO_KEY=_NO_KEY,
-        GROUPS=_GROUPS,
-        SIZE=_GROUP_SIZE,
-        num_warps=1,
-    )
-    return keys, mass
-
-
-def _merge(
-    keys: Tensor,
-    mass: Tensor,
+def _pop(
+    logits: Tensor,
     k: int,
+    vocab_start: int,
     partial: tuple[Tensor, Tensor] | None = None,
     final: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    rows, parts, _ = keys.shape
-    out_keys, out_mass = partial or (keys, mass)
-    out_tokens, out_logprobs = final or (keys, mass)
-    _merge_kernel[(rows,)](
-        keys,
+    """Maxima, then the K best, as keys and mass or as tokens and log-probabilities."""
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, _SEGMENTS * _SEGMENT)
+    device = logits.device
+    maxima = torch.empty((rows, chunks * _SEGMENTS), dtype=logits.dtype, device=device)
+    heads = torch.empty((rows, chunks), dtype=torch.int64, device=device)
+    mass = torch.empty((rows, chunks), dtype=torch.float32, device=device)
+    out_keys, out_mass = partial or (heads, mass)
+    out_tokens, out_logprobs = final or (heads, mass)
+    _maxima_kernel[(rows, chunks)](
+        logits,
+        maxima,
+        heads,
+        mass,
+        vocab,
+        chunks,
+        *logits.stride(),
+        SEGMENTS=_SEGMENTS,
+        SEGMENT=_SEGMENT,
+        num_warps=1,
+    )
+    _pop_kernel[(rows,)](
+        logits,
+        maxima,
+        heads,
         mass,
         out_keys,
         out_mass,
         out_tokens,
         out_logprobs,
-        parts,
-        keys.stride(0),
-        keys.stride(1),
-        mass.stride(0),
+        vocab,
+        vocab_start,
+        chunks,
+        *logits.stride(),
         out_keys.stride(0),
         out_tokens.stride(0),
         out_logprobs.stride(0),
         K=k,
-        NO_KEY=_NO_KEY,
+        NO_KEY=NO_KEY,
         FINAL=final is not None,
-        BLOCK=max(32, triton.next_power_of_2(parts)),
+        SEGMENTS=_SEGMENTS,
+        SEGMENT=_SEGMENT,
+        CHUNKS_PAD=max(32, triton.next_power_of_2(chunks)),
         num_warps=1,
     )
 
@@ -267,23 +263,13 @@ def _merge(
 def topk_partial_triton(
     logits: Tensor, k: int, vocab_start: int, out_keys: Tensor, out_mass: Tensor
 ) -> None:
-    """Chunks, then each row's chunks merged; see `topk_partial`."""
-    _merge(*_chunk_keys(logits, k, vocab_start), k, partial=(out_keys, out_mass))
-
-
-def merge_topk_triton(keys: Tensor, mass: Tensor, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """One program per row; see `merge_topk`."""
-    _merge(keys, mass, out_tokens.shape[1], final=(out_tokens, out_logprobs))
+    """Two launches; see `topk_partial`."""
+    _pop(logits, k, vocab_start, partial=(out_keys, out_mass))
 
 
 def topk_logprobs_triton(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """Chunks, then each row's chunks merged and normalised; see `topk_logprobs`."""
-    _merge(*_chunk_keys(logits, k, 0), k, final=(out_tokens, out_logprobs))
-
-
-def _check_k(op: str, k: int) -> None:
-    if not 1 <= k <= _MAX_K:
-        raise ValueError(f"{op}: k must be in 1..{_MAX_K}, got {k}")
+    """Two launches; see `topk_logprobs`."""
+    _pop(logits, k, 0, final=(out_tokens, out_logprobs))
 
 
 def topk_partial(
@@ -306,32 +292,9 @@ def topk_partial(
     check(op, "logits", logits, (None, None), *_FLOATS, strided=True)
     check(op, "out_keys", out_keys, (logits.shape[0], k), torch.int64)
     check(op, "out_mass", out_mass, (logits.shape[0],), torch.float32)
-    _check_k(op, k)
+    check_k(op, k)
     run = topk_partial_triton if on_gpu(logits) else topk_partial_reference
     run(logits, k, vocab_start, out_keys, out_mass)
-
-
-def merge_topk(keys: Tensor, mass: Tensor, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """Merge the slices' keys into the K best tokens of the whole vocabulary.
-
-    Args:
-        keys: `[M, P, K]` int64, from `topk_partial` of P slices, with one K at least the number
-            wanted.
-        mass: `[M, P]` fp32, theirs.
-        out_tokens: `[M, K]` int32, global token ids, written.
-        out_logprobs: `[M, K]` fp32, over the whole vocabulary, written.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
-    """
-    op, (rows, parts, _), k = "merge_topk", keys.shape, out_tokens.shape[1]
-    check(op, "keys", keys, (rows, parts, k), torch.int64)
-    check(op, "mass", mass, (rows, parts), torch.float32)
-    check(op, "out_tokens", out_tokens, (rows, k), torch.int32)
-    check(op, "out_logprobs", out_logprobs, (rows, k), torch.float32)
-    _check_k(op, k)
-    run = merge_topk_triton if on_gpu(keys) else merge_topk_reference
-    run(keys, mass, out_tokens, out_logprobs)
 
 
 def topk_logprobs(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tensor) -> None:
@@ -348,7 +311,7 @@ def topk_logprobs(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tens
     """
     op = "topk_logprobs"
     check(op, "logits", logits, (None, None), *_FLOATS, strided=True)
-    _check_k(op, k)
+    check_k(op, k)
     if k > logits.shape[1]:
         raise ValueError(f"{op}: k must be at most {logits.shape[1]} (the vocabulary), got {k}")
     check(op, "out_tokens", out_tokens, (logits.shape[0], k), torch.int32)

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from bastion_kernels.budget import choose_budget_triton, take_best_triton
 from bastion_kernels.kv_compact import KVCompactor
 from bastion_kernels.topk_logprobs import topk_logprobs_triton, topk_partial_triton
+from bastion_kernels.topk_merge import merge_topk_triton
 from bastion_kernels.tree_build import expand_best_first_triton
 from bastion_kernels.tree_mask import ancestor_bits_triton, tree_positions_triton
 from bastion_kernels.tree_verify import accept_path_triton
@@ -89,6 +90,7 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     topk_logprobs_triton(logits, width, tokens, logprobs)
     keys = torch.zeros(reqs * depth, width, dtype=torch.int64)
     topk_partial_triton(logits, width, 0, keys, logprobs[:, 0].contiguous())
+    merge_topk_triton(keys[:, None], logprobs[:, :1], tokens, logprobs)
 
     out_tokens = torch.zeros(reqs, limit, dtype=torch.int64)
     parents, depths = (torch.zeros(slots_total, limit, dtype=torch.int32) for _ in range(2))

@@ -14,11 +14,8 @@ from bastion_kernels import (
     topk_logprobs_reference,
     topk_partial_reference,
 )
-from bastion_kernels.topk_logprobs import (
-    merge_topk_triton,
-    topk_logprobs_triton,
-    topk_partial_triton,
-)
+from bastion_kernels.topk_logprobs import topk_logprobs_triton, topk_partial_triton
+from bastion_kernels.topk_merge import merge_topk_triton
 
 
 def top(run, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -77,23 +74,61 @@ def test_ties_go_to_the_lower_token(run, device: torch.device) -> None:
     assert_top(top(run, logits, 12), logits)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, of overflow and log 0
 @pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
 def test_extreme_logits(run, device: torch.device) -> None:
-    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(2))
+    logits = torch.randn(5, 3000, generator=torch.Generator().manual_seed(2))
     logits[0] *= 1e4
     logits[1] = float("-inf")
     logits[1, 7] = -3.0
     logits[2] += 1e30
+    logits[3, 100:] = torch.finfo(torch.float32).min  # as some mask what must not be drawn
+    logits[4] = torch.finfo(torch.float32).min
     assert_top(top(run, logits.to(device), 4), logits)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
 @pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
-def test_nan_gives_valid_tokens(run, device: torch.device) -> None:
-    logits = torch.full((1, 50), float("nan"), device=device)
-    tokens, logprobs = top(run, logits, 5)
-    assert len(set(tokens[0].tolist())) == 5
-    assert tokens.ge(0).all() and tokens.lt(50).all()
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nan_counts_as_minus_infinity(run, sign: float, device: torch.device) -> None:
+    nan = torch.tensor(float("nan")).copysign(torch.tensor(sign))
+    logits = torch.randn(3, 2500, generator=torch.Generator().manual_seed(6))
+    logits[0] = nan
+    logits[1, ::2] = nan
+    logits[2, 3:] = nan
+    logits[2, 1] = float("-inf")
+    tokens, logprobs = top(run, logits.to(device), 7)
+    clean = logits.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+    expected = clean.sort(dim=1, descending=True, stable=True).indices[:, :7]
+    assert_same(tokens, expected.int())
     assert logprobs.isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(7)
+    cases = {
+        "one value": torch.full((1, 2100), 1.5),  # more equals than a segment holds
+        "few values": torch.randn(2, 4200, generator=generator).round(),
+        "all in one segment": torch.randn(2, 4200, generator=generator),
+        "descending": torch.arange(2100, 0, -1.0)[None] / 16,
+        "ascending": torch.arange(2100.0)[None] / 16,
+        "too few": torch.randn(2, 70, generator=generator),
+        "nothing": torch.full((1, 2100), float("-inf")),
+    }
+    cases["all in one segment"][:, 2130:2170] += 100
+    for name, logits in cases.items():
+        k = {"one value": 70, "too few": 75}.get(name, 20)
+        logits, results = logits.to(dtype).to(device), []
+        for run in (topk_partial_reference, topk_partial_triton):
+            keys = poisoned(len(logits), k, dtype=torch.int64).to(device)
+            mass = poisoned(len(logits), dtype=torch.float32).to(device)
+            run(logits, k, 1000, keys, mass)
+            results.append((keys, mass))
+        (want_keys, want_mass), (keys, mass) = results
+        assert_same(keys, want_keys, name)
+        torch.testing.assert_close(mass, want_mass, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
