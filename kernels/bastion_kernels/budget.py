@@ -256,6 +256,7 @@ def choose_budget_triton(
         UNIT=_UNIT,
         **place_constants(limit),
     )
+    block = min(_BLOCK, triton.next_power_of_2(num_slots * limit))
     _choose_kernel[(reqs,)](
         rank,
         gain,
@@ -274,7 +275,8 @@ def choose_budget_triton(
         # by the slots, of which there are as many in every call
         REQS_PAD=triton.next_power_of_2(num_slots),
         BLOCK_N=triton.next_power_of_2(limit),
-        BLOCK=min(_BLOCK, triton.next_power_of_2(num_slots * limit)),
+        BLOCK=block,
+        num_warps=min(max(block // 128, 1), 8),
     )
 
 
