@@ -90,7 +90,11 @@ def kept_rows_reference(
         kept_rejected[r] = kept_tail - sampled if sampled > 0 else num_rejected[r]
 
 
-@triton.jit(do_not_specialize=["reqs"])
+@triton.jit(
+    do_not_specialize=["reqs"],
+    # slices of longer buffers, which may start anywhere: one variant for all of them
+    do_not_specialize_on_alignment=["idx_mapping_ptr", "cu_num_logits_ptr"],
+)
 def _bind_kernel(
     idx_mapping_ptr,
     cu_num_logits_ptr,
@@ -122,7 +126,19 @@ def _bind_kernel(
             tl.store(base_rows_ptr, tl.maximum(reqs, 1))
 
 
-@triton.jit(do_not_specialize=["stride_path"])
+@triton.jit(
+    do_not_specialize=["stride_path"],
+    do_not_specialize_on_alignment=[
+        "kept_start_ptr",
+        "before_ptr",
+        "query_start_loc_ptr",
+        "cu_num_logits_ptr",
+        "path_ptr",
+        "num_sampled_ptr",
+        "num_rejected_ptr",
+        "kept_rejected_ptr",
+    ],
+)
 def _kept_rows_kernel(
     kept_start_ptr,
     before_ptr,

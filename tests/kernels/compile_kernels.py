@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from bastion_kernels.budget import choose_budget_triton, take_best_triton
 from bastion_kernels.kv_compact import KVCompactor
+from bastion_kernels.rows import bind_slots_triton, bind_tails_triton, kept_rows_triton
 from bastion_kernels.topk_logprobs import topk_logprobs_triton, topk_partial_triton
 from bastion_kernels.topk_merge import merge_topk_triton
 from bastion_kernels.tree_build import expand_best_first_triton
@@ -109,6 +110,11 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     tree_positions_triton(rows, depths, slots, ends, ends, rows)
     path = torch.zeros(reqs, depth + 1, dtype=torch.int32)
     accept_path_triton(rows, rows, parents, slots, ends, path, path.long(), counts)
+    bind_slots_triton(slots, slots, base)
+    bind_tails_triton(slots, ends, spine, slots, counts)
+    bind_tails_triton(slots, None, spine, slots, counts)
+    few = counts[:reqs]
+    kept_rows_triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
 
 
 def serve(slots_total: int, limit: int) -> None:
@@ -132,6 +138,11 @@ def serve(slots_total: int, limit: int) -> None:
         accept_path_triton(
             rows[reqs:], rows[start:], parents, slots[part], ends[edges],
             path[part], emitted[part], ends[part],
+        )  # fmt: skip
+        few, spine = ends[part], torch.zeros(slots_total, dtype=torch.bool)
+        bind_tails_triton(slots[part], ends[edges], spine, slots, counts)
+        kept_rows_triton(
+            ends[edges], few, ends[edges], ends[edges], path, rows, few, few, rows, rows, few, 16
         )  # fmt: skip
         mapping = rows[None, : reqs * (limit + 1)]
         compactor.compact_triton(mapping, ends[edges], ends[edges], path[part])

@@ -39,9 +39,11 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
     kernels = compiled(capability)
     assert {name for name, *_ in kernels} == {
         "_accept_kernel",
+        "_bind_kernel",
         "_bits_kernel",
         "_choose_kernel",
         "_expand_kernel",
+        "_kept_rows_kernel",
         "_maxima_kernel",
         "_merge_kernel",
         "_pop_kernel",
