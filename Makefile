@@ -45,7 +45,7 @@ check: $(VENV)/.ready  ## Lint, format, types and the fast tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -m "$(FAST)"
+	@$(BIN)/python -m pytest -m "$(FAST)" -n auto
 
 # In the Python that has PyTorch for CUDA, which .venv has not; without what this file sets for CPUs.
 BENCH_PYTHON ?= $(shell command -v python || command -v python3)
