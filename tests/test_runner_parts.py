@@ -257,6 +257,38 @@ def test_overhead_is_what_forward_and_draft_leave_of_a_step() -> None:
     assert aux.ms == 0.0
 
 
+def test_steps_without_a_verification_give_the_plain_overhead() -> None:
+    from types import SimpleNamespace
+
+    from vllm_bastion.latency import make_latency
+    from vllm_bastion.runner import timing
+    from vllm_bastion.runner.costs import StepCosts
+    from vllm_bastion.step_cost import StepCostTable
+
+    clock, installed = [0.0], []
+    table = StepCostTable.flat(3.0, max_rows=64, drafter_ms=1.0, aux_ms=0.25)
+    trees = SimpleNamespace(device=torch.device("cpu"), set_cost_ms=installed.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "new_mark", lambda device: Event(clock))
+        costs = StepCosts(make_latency("ema_table", table), trees, online=True)
+    for step in range(120):
+        plain = step >= 60
+        costs.timer.forward_start(1 if plain else 9, 1, 50.0)
+        clock[0] += 3.0
+        if not plain:
+            costs.timer.logits_ready()
+            clock[0] += 1.0
+        clock[0] += 0.5 if plain else 2.0
+        costs.timer.step_done(drafted=not plain)
+        costs.learn()
+    clock[0] += 10.0
+    costs.learn()
+    costs.install(1, 50.0)
+    # 3 ms forward, 1 ms draft, 2 ms of all the rest; 3 ms and 0.5 ms without a draft
+    assert installed[-1][9] == pytest.approx(6.0)
+    assert costs.plain_ms(1, 50.0) == pytest.approx(3.5)
+
+
 def test_a_mirror_keeps_the_value_published_before_the_last() -> None:
     source = torch.zeros(3)
     mirror = HostMirror(source)

@@ -61,8 +61,8 @@ class LatencyModel(Protocol):
         """Milliseconds of a step that neither drafts nor verifies."""
         ...
 
-    def drafter_ms(self, num_reqs: int) -> float:
-        """Milliseconds of a draft for `num_reqs` requests, as contained in `cycle_cost_ms`."""
+    def beyond_forward_ms(self, num_reqs: int) -> float:
+        """Milliseconds of `cycle_cost_ms` that are not the forward pass: T_draft + T_aux."""
         ...
 
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
@@ -92,9 +92,9 @@ class TableLatency:
         """See `LatencyModel`."""
         return self.table.plain_ms(num_reqs, context_len)
 
-    def drafter_ms(self, num_reqs: int) -> float:
+    def beyond_forward_ms(self, num_reqs: int) -> float:
         """See `LatencyModel`."""
-        return self.table.drafter_ms(num_reqs)
+        return self.table.drafter_ms(num_reqs) + self.table.aux_ms
 
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
         """Nothing: the table is what was measured at start-up."""
@@ -139,9 +139,9 @@ class CurveLatency:
         row = min(num_reqs, self.table.max_rows)
         return float(forward[row]) * bias + self.table.plain_aux_ms
 
-    def drafter_ms(self, num_reqs: int) -> float:
+    def beyond_forward_ms(self, num_reqs: int) -> float:
         """See `LatencyModel`."""
-        return self.table.drafter_ms(num_reqs)
+        return self.table.drafter_ms(num_reqs) + self.table.aux_ms
 
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
         """See `LatencyModel`."""

@@ -25,10 +25,10 @@ _AUX_STEPS = 32
 
 
 class AuxTime:
-    """T_aux in milliseconds, a running median; 0 until there are steps to tell it from."""
+    """Milliseconds of T_aux, a running median; None until there are steps to tell it from."""
 
     def __init__(self) -> None:
-        self.ms = 0.0
+        self.ms: float | None = None
         self._recent: deque[float] = deque(maxlen=_AUX_STEPS)
         self._new = 0
 
@@ -63,17 +63,18 @@ class StepCosts:
         """Make the trees' cost buffer the one of this batch; a copy only when it changed."""
         cost = self.latency.cycle_cost_ms(num_reqs, context_len)
         # The model hands out the same array while nothing has changed.
-        state = (id(cost), self._aux.ms)
+        aux = self._aux.ms or 0.0
+        state = (id(cost), aux)
         if state != self._installed:
             self._installed = state
             self._current = cost  # keeps the id alive
-            self._trees.set_cost_ms(cost + np.float32(self._aux.ms))
+            self._trees.set_cost_ms(cost + np.float32(aux))
 
     def plain_ms(self, num_reqs: int, context_len: float) -> float:
         """Cost of a step without drafting."""
-        # Until plain steps were seen, take theirs to be that of a step with a draft: most of T_aux
-        # is vLLM's own.
-        aux = self._plain_aux.ms or self._aux.ms
+        aux = self._plain_aux.ms
+        if aux is None:  # like that of a step with a draft: most of T_aux is vLLM's own
+            aux = self._aux.ms or 0.0
         return self.latency.plain_ms(num_reqs, context_len) + aux
 
     def learn(self) -> None:
@@ -81,11 +82,14 @@ class StepCosts:
         for step in self.timer.completed():
             if not self.online:
                 continue
-            self.latency.observe(step.rows, step.num_reqs, step.context_len, step.forward_ms)
-            if step.total_ms is None:
+            if step.verified:
+                self.latency.observe(step.rows, step.num_reqs, step.context_len, step.forward_ms)
+            # A step from trees to plain decoding, or back, is neither.
+            if step.total_ms is None or step.verified != step.drafted:
                 continue
-            rest = step.total_ms - step.forward_ms
-            if step.drafted:
-                self._aux.add(rest - self.latency.drafter_ms(step.num_reqs))
+            if step.verified:
+                beyond = self.latency.beyond_forward_ms(step.num_reqs)
+                self._aux.add(step.total_ms - step.forward_ms - beyond)
             else:
-                self._plain_aux.add(rest)
+                plain = self.latency.plain_ms(step.num_reqs, step.context_len)
+                self._plain_aux.add(step.total_ms - plain)

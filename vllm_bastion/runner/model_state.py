@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -196,6 +197,9 @@ class BastionModelState(DefaultModelState):
         nothing = torch.zeros(2, dtype=torch.int32, device=self.device)
         slot_mappings = self._block_tables.slot_mappings
         self._bound_compactor().compact(slot_mappings, nothing, nothing, self.trees.path[:1])
+        # vLLM's own warm-up requests are chains, without a mask.
+        self.trees.begin_step(self.trees.step_slots[:1].zero_(), nothing, np.ones(1, dtype=bool))
+        self.trees.begin_step()
 
     def _bound_compactor(self) -> KVCompactor:
         if self._compactor is None:

@@ -75,6 +75,11 @@ class BastionSpeculator(DFlashSpeculator):
         logits = self.compute_draft_logits(hidden_states[self.sample_indices[:num_sample]], 0)
         self.trees.grow(logits, num_reqs)
 
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            super()._build_uniform_attn_metadata(*args, **kwargs) if self.runtime.drafted else None
+        )
+
     @torch.inference_mode()
     def propose(
         self,
@@ -100,11 +105,15 @@ class BastionSpeculator(DFlashSpeculator):
             costs.install(num_reqs, context_len)
             if runtime.switch is not None:
                 slots = input_batch.idx_mapping_np
-                runtime.drafted = runtime.switch.draft_next(slots, context_len)
+                # Prompts that go on in the next step have no use for a draft.
+                seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+                runtime.drafted = bool(
+                    (seen >= input_batch.prefill_len_np).any()
+                ) and runtime.switch.draft_next(slots, context_len)
                 # Without a draft the block is not run; its graph would run it, so: no graph.
                 kwargs["is_profile"] = not runtime.drafted
         hidden = aux_hidden_states or [last_hidden_states]
-        if not self._kept_hidden:
+        if not self._kept_hidden and not self.trees.always_spine:
             # In the profiling run, so that vLLM counts it before it sizes the KV cache.
             self._kept_hidden = [
                 torch.zeros(self.max_num_tokens, h.shape[1], dtype=h.dtype, device=h.device)

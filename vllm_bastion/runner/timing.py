@@ -60,9 +60,10 @@ class StepTimes:
     rows: int
     num_reqs: int
     context_len: float
-    # whether it ended with a draft
+    # whether it verified anything, and whether it ended with a draft
+    verified: bool
     drafted: bool
-    # target's forward pass and output head
+    # target's forward pass and output head; without a verification, up to the end of the step
     forward_ms: float
     # from the end of the step before it to its own, whatever lies between; None for the first
     total_ms: float | None
@@ -74,6 +75,7 @@ class _Step:
     rows: int = 0
     num_reqs: int = 0
     context_len: float = 0.0
+    verified: bool = True
     drafted: bool = True
     follows: bool = False  # whether the step before it was timed as well
 
@@ -112,10 +114,15 @@ class StepTimer:
         """At the entry of the rejection sampler."""
         if self._running is not None:
             self._running.marks[1].record()
+            self._running.verified = True
             self._drafting, self._running = self._running, None
 
     def step_done(self, drafted: bool) -> None:
-        """After the drafter, of the step that `logits_ready` marked."""
+        """After the drafter. A step that verifies nothing never comes to `logits_ready`."""
+        if self._running is not None:
+            self.logits_ready()
+            assert self._drafting is not None
+            self._drafting.verified = False
         if self._drafting is not None:
             self._drafting.drafted = drafted
             self._drafting.marks[2].record()
@@ -133,6 +140,7 @@ class StepTimer:
                 step.rows,
                 step.num_reqs,
                 step.context_len,
+                step.verified,
                 step.drafted,
                 start.elapsed_time(logits),
                 before.marks[2].elapsed_time(end) if before is not None and step.follows else None,

@@ -99,9 +99,12 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             # the same rule is asked again with them counted in.
             trees.choose_again(slots, drafts, base_rows)
         chosen, promised = trees.decision(slots)
+        kept = np.minimum(chosen, drafts).astype(np.int32)
         if self.runtime.switch is not None:
-            self.runtime.switch.verifying(slots, drafts > 0, chosen, promised)
-        return np.minimum(chosen, drafts).astype(np.int32)
+            # A request near its end, or in a crowd, has fewer placeholders than it would use.
+            part = promised * kept / np.maximum(chosen, 1)
+            self.runtime.switch.verifying(slots, drafts > 0, kept, part)
+        return kept
 
     def compact_batch(
         self,
@@ -134,8 +137,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
 
     @property
     def drafts(self) -> np.ndarray:
-        """[R] int32, most nodes each row of the step may have; exact in every mode."""
-        return self._drafts
+        """[R] int32, most nodes each row of the step may have on the device."""
+        return self._kept
 
     def take_num_verified(self) -> dict[str, int]:
         """Nodes verified of each request of the last step, for the metrics; clears it."""

@@ -59,9 +59,12 @@ class LaggedVerificationManager(BastionVerificationManager):
         torch.cumsum(counts + self.num_bonus_tokens, 0, out=cu_num_logits[1:])
         rest = copy_to_device(self._rest, self._rows[:count])
         torch.cumsum(counts + rest, 0, out=self.query_start_loc[1 : count + 1])
-        # Padded requests of a FULL graph have no rows: their start is the last one's end.
-        self.query_start_loc[count + 1 :] = self.query_start_loc[count]
         return cu_num_logits, self.query_start_loc, total
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """[R] int32; the device may give a row any number of nodes up to its placeholders."""
+        return self._drafts
 
     def warm_up(self) -> None:
         """Compile what the first step would wait for."""
