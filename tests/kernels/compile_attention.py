@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the attention, compaction and gather kernels as their launchers launch them.
 
-`python compile_attention.py [all]` prints one line of JSON per kernel built for sm_90, see `Built`.
-Triton itself takes the launch apart (tuples and absent pointers among the arguments), over a driver
-that says what the GPU would be. No GPU is needed, but TRITON_INTERPRET must not be set.
+`python compile_attention.py 90 [all]` prints one line of JSON per kernel built for sm_90, see
+`Built`; attention gets the tiles that it has on such a GPU. Triton itself takes the launch apart
+(tuples and absent pointers among the arguments), over a driver that says what the GPU would be. No
+GPU is needed, but TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from bastion_kernels.tree_attention import tree_attention_triton
 from bastion_kernels.tree_attention_workspace import TreeAttentionWorkspace
 
 
-class Hopper:
+class Gpu:
     """As much of a driver as compiling asks for."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -49,6 +53,7 @@ class Built:
     """What became of one launch."""
 
     name: str
+    capability: int
     # head dimension and bytes of a query's number, of an attention launch
     dim: int
     item: int
@@ -59,8 +64,9 @@ class Built:
     # between the matrix instructions of the inner loop
     stack: int
     spills_in_loop: int
-    # bytes of a program
+    # bytes of a program, and how many one may have on this GPU
     shared: int
+    shared_limit: int
     # programs on a multiprocessor that the grid counts on
     occupancy: int
     # whether it has Hopper's matrix instructions
@@ -69,25 +75,30 @@ class Built:
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 H200_PROCESSORS = 132
+# bytes of shared memory that a program may have, by compute capability
+SHARED_LIMIT = {
+    capability: kilobytes * 1024
+    for capability, kilobytes in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()
+}
 LAUNCH: dict[str, int] = {"dim": 0, "item": 0, "occupancy": 1}
 
 
 def spills_in_loop(assembly: str) -> int:
-    """Accesses to local memory between the label before the first product and the way back to it.
-
-    The loop over tiles is the innermost one with matrix instructions.
-    """
+    """Accesses to local memory in the loop over tiles: the smallest loop with a matrix product."""
     lines = assembly.splitlines()
-    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    products = [i for i, line in enumerate(lines) if re.search(r"\b(H|HG|UTCH)MMA\.", line)]
     if not products:
         return 0
-    labels = [i for i, line in enumerate(lines[: products[0]]) if re.match(r"\.L_x_\d+:", line)]
-    label = lines[labels[-1]].split(":")[0]
-    back = [i for i, line in enumerate(lines) if "BRA" in line and f"`({label})" in line]
-    return sum("LDL" in line or "STL" in line for line in lines[labels[-1] : back[-1]])
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith(".L_x_")}
+    branches = ((i, re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) for i, line in enumerate(lines))
+    # the last way back to each label
+    ends = {labels[found[1]]: i for i, found in branches if found}
+    loops = [(i, end) for i, end in ends.items() if any(i < p < end for p in products)]
+    start, end = min(loops, key=lambda loop: loop[1] - loop[0])
+    return sum("LDL" in line or "STL" in line for line in lines[start:end])
 
 
-def inspect(name: str, kernel: Any) -> Built:
+def inspect(name: str, capability: int, kernel: Any) -> Built:
     def tool(*command: str) -> str:
         with NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
@@ -103,6 +114,7 @@ def inspect(name: str, kernel: Any) -> Built:
     attention = name == "tree_attention_kernel"
     return Built(
         name=name,
+        capability=capability,
         dim=LAUNCH["dim"] if attention else 0,
         item=LAUNCH["item"] if attention else 0,
         threads=32 * kernel.metadata.num_warps,
@@ -110,19 +122,20 @@ def inspect(name: str, kernel: Any) -> Built:
         stack=int(found[2]),
         spills_in_loop=spills_in_loop(tool("nvdisasm", "-c")) if attention else 0,
         shared=kernel.metadata.shared,
+        shared_limit=SHARED_LIMIT[capability],
         occupancy=LAUNCH["occupancy"] if attention else 1,
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
     )
 
 
-def compile_instead() -> None:
-    """Make every kernel launch compile, and print what came out."""
-    driver.set_active(Hopper())
+def compile_instead(capability: int) -> None:
+    """Make every kernel launch compile for sm_`capability`, and print what came out."""
+    driver.set_active(Gpu(capability))
     launch = JITFunction.run
 
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        print(json.dumps(asdict(inspect(self.__name__, kernel))))
+        print(json.dumps(asdict(inspect(self.__name__, capability, kernel))))
 
     JITFunction.run = build  # type: ignore[method-assign]
 
@@ -136,7 +149,10 @@ def attend(
     cache = torch.zeros(4, 16, heads[1], 2 * dim, dtype=kv_dtype).transpose(1, 2)
     ints = torch.zeros(8, dtype=torch.int32)
     scales = torch.ones(1) if kv_dtype != dtype else None
-    with mock.patch.object(tree_attention_workspace, "_DEFAULT_PROGRAMS", H200_PROCESSORS):
+    shared = SHARED_LIMIT[driver.active.get_current_target().arch]
+    with mock.patch.multiple(
+        tree_attention_workspace, _DEFAULT_PROGRAMS=H200_PROCESSORS, _DEFAULT_SHARED=shared
+    ):
         workspace = TreeAttentionWorkspace(*heads, dim, dtype, 8192, 256, "cpu")
     LAUNCH.update(dim=dim, item=dtype.itemsize, occupancy=workspace.tiles.occupancy)
     workspace.plan(ints[:2], ints[:1])
@@ -149,7 +165,8 @@ def attend(
 
 
 if __name__ == "__main__":
-    compile_instead()
+    capability = int(sys.argv[1])
+    compile_instead(capability)
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
     # the shapes that are measured against FlashAttention
     attend(bf16, 128, (32, 8), bf16, 0.0)
@@ -158,10 +175,15 @@ if __name__ == "__main__":
         attend(fp16, 80, (8, 8), fp16, 0.0)
         attend(bf16, 256, (8, 4), bf16, 50.0)
         attend(bf16, 256, (8, 4), bf16, 0.0)
-        attend(bf16, 128, (32, 8), fp8, 0.0)
         attend(bf16, 128, (40, 8), bf16, 30.0)
         attend(fp32, 64, (6, 2), fp32, 0.0)
         attend(fp32, 128, (6, 2), fp32, 0.0)
+        attend(fp32, 256, (8, 4), fp32, 0.0)
+        # Triton does not convert from this type for earlier GPUs
+        if capability >= 89:
+            attend(bf16, 64, (14, 2), fp8, 0.0)
+            attend(bf16, 128, (32, 8), fp8, 0.0)
+            attend(bf16, 256, (8, 4), fp8, 0.0)
     caches = [torch.zeros(4, 16, 8, 256, dtype=bf16).transpose(1, 2)]
     int32, int64 = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int64)
     path = torch.zeros(1, 16, dtype=torch.int32)

@@ -4,9 +4,10 @@
 The interpreter accepts code that Triton's compiler refuses (a variable whose type changes in a
 loop, a missing conversion), so the interpreted tests alone would not show that a GPU can run the
 kernels. `python compile_kernels.py 90` prints one line per kernel: name, registers, stack bytes
-(spills). `python compile_kernels.py 90 variants` serves batches of many sizes and prints one line
-per kernel: name, how many variants of it were built. Needs Triton's NVIDIA back end (part of its
-wheel), no GPU. A script of its own, because TRITON_INTERPRET must not be set.
+(spills), bytes of shared memory. `python compile_kernels.py 90 variants` serves batches of many
+sizes and prints one line per kernel: name, how many variants of it were built. Needs Triton's
+NVIDIA back end (part of its wheel), no GPU. A script of its own, because TRITON_INTERPRET must not
+be set.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ def compile_instead(capability: int) -> dict[str, set[str]]:
         if kernel.hash not in built[self.__name__]:
             built[self.__name__].add(kernel.hash)
             if "variants" not in sys.argv:
-                report(self.__name__, kernel.asm["cubin"])
+                report(self.__name__, kernel.asm["cubin"], kernel.metadata.shared)
 
     JITFunction.run = build  # type: ignore[method-assign]
     return built
 
 
-def report(name: str, cubin: bytes) -> None:
+def report(name: str, cubin: bytes, shared: int) -> None:
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -77,7 +78,7 @@ def report(name: str, cubin: bytes) -> None:
         usage = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
     assert found, usage.stdout + usage.stderr
-    print(name, *found.groups())
+    print(name, *found.groups(), shared)
 
 
 def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:

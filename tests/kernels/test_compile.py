@@ -53,6 +53,8 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
     }
     # stack bytes: a call of the float64 division takes 8, spilled registers take more
     assert [line for line in kernels if int(line[2]) > 8] == []
+    # what a program may have on the GPUs with least
+    assert [line for line in kernels if int(line[3]) > 99 * 1024] == []
 
 
 def test_a_batch_of_any_size_runs_the_same_code() -> None:

@@ -455,6 +455,22 @@ def test_refusals_name_the_argument() -> None:
         small.plan(torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="share a key head"):
         default_tiles(torch.float32, 128, 65)
+    with pytest.raises(ValueError, match="at most 32 may with 101376 bytes"):
+        default_tiles(torch.bfloat16, 256, 33, shared=99 * 1024)
+    with pytest.raises(ValueError, match="and 65536 bytes of shared memory"):
+        default_tiles(torch.float16, 64, 1, shared=64 * 1024)
+    with pytest.raises(ValueError, match="dimension of 512"):
+        default_tiles(torch.bfloat16, 512, 1)
+
+
+@pytest.mark.parametrize("kilobytes", [99, 163])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tiles_of_gpus_with_less_shared_memory(kilobytes: int, dim: int) -> None:
+    tiles = default_tiles(torch.bfloat16, dim, 2, kilobytes * 1024)
+    assert tiles != default_tiles(torch.bfloat16, dim, 2) or (kilobytes, dim) == (163, 256)
+    requests = [Request(70, parents=random_parents(21, torch.Generator().manual_seed(dim)))]
+    batch = Batch(requests, heads=(4, 2), dim=dim, page=16, dtype=torch.bfloat16, seed=dim)
+    batch.check(batch.triton(tiles=tiles))
 
 
 def test_write_kv_skips_inert_rows_and_follows_strides() -> None:
