@@ -374,10 +374,19 @@ def test_async_scheduling_gives_a_grammar_gamma_placeholders() -> None:
     assert core.requests["p"].spec_token_ids is shared and len(shared) == NODES
 
 
+def test_a_lone_request_gets_all_its_nodes_in_a_small_step() -> None:
+    core = Core(_settings(), a=_request(False, NODES))
+    core.scheduler_config.max_num_batched_tokens = 128
+    output = SimpleNamespace(num_scheduled_tokens={"a": 1})
+    scheduler.async_update_after_schedule(lambda *_: None, core, output)
+    assert len(core.requests["a"].spec_token_ids) == NODES
+
+
 @pytest.mark.parametrize(
     ("reqs", "budget", "expected"),
     [
         (1, "adaptive", NODES),
+        (19, "adaptive", NODES),
         # three quarters of 2,048 tokens over 40 requests, less the root and the drafter's block
         (40, "adaptive", 1536 // 40 - 1 - (GAMMA + 1)),
         # never less than the chain that vLLM's own DFlash would get

@@ -98,10 +98,7 @@ def _limits(scheduler: Any) -> tuple[int, int] | None:
     if spec_config is None:
         return None
     gamma = spec_config.bastion_gamma
-    limit = scheduler.scheduler_config.max_num_batched_tokens
-    # vLLM pads a newcomer with a single token left to N placeholders, and admits it whole or not.
-    newcomer = 1 + spec_config.num_speculative_tokens + 2 * gamma
-    tokens = min(int(_SHARE * limit), limit - newcomer)
+    tokens = int(_SHARE * scheduler.scheduler_config.max_num_batched_tokens)
     # vLLM charges a request its rows and the drafter's gamma + 1; never less than for a chain.
     fair = tokens // max(len(scheduler.running), 1) - 1 - (gamma + 1)
     free = max(fair, gamma)
