@@ -68,16 +68,19 @@ class Tally:
             lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
         return "\n".join(lines) + "\n"
 
-    def write(self, stem: Path) -> None:
-        """Write `stem`.md and `stem`.json."""
+    def write(self, stem: Path, source: dict[str, Any]) -> None:
+        """Write `stem`.md and `stem`.json; `source` says what the result was made with."""
         title = "# Token identity with plain vLLM decoding\n\n"
+        made = ", ".join(f"{key} {value}" for key, value in source.items())
         note = (
             "Written by `make test-full`. A near-tie is a mismatch where the target's two best "
             f"logits differ by less than {NEAR_TIE:g}; any other mismatch fails the test.\n\n"
+            f"Made with: {made}.\n\n"
         )
         stem.with_suffix(".md").write_text(title + note + self.markdown())
         rows = [asdict(row) for row in [*self.rows, self.total()]]
-        stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+        report = {"provenance": source, "rows": rows}
+        stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:

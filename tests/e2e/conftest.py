@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine import provenance
 from tests.e2e.compare import Comparison, Tally
 from tests.e2e.engines import ROOT, Runner
 
@@ -46,7 +47,7 @@ def _table(request: pytest.FixtureRequest) -> Iterator[None]:
     narrowed = config.option.markexpr or config.option.keyword or request.session.testsfailed
     files = {item.path for item in request.session.items}
     if tally.rows and not narrowed and files >= set(HERE.glob("test_*.py")):
-        tally.write(RESULTS)
+        tally.write(RESULTS, {**provenance(), "command": "make test-full"})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
