@@ -2,50 +2,27 @@
 """Compile the attention, compaction and gather kernels as their launchers launch them.
 
 `python compile_attention.py 90 [all]` prints one line of JSON per kernel built for sm_90, see
-`Built`; attention gets the tiles that it has on such a GPU. Triton itself takes the launch apart
-(tuples and absent pointers among the arguments), over a driver that says what the GPU would be. No
-GPU is needed, but TRITON_INTERPRET must not be set.
+`Built`; attention gets the tiles that it has on such a GPU. See `cross_compile` for how.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
+from cross_compile import compile_instead, read, usage
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from bastion_kernels import tree_attention_workspace
 from bastion_kernels.gather import gather_rows_triton
 from bastion_kernels.kv_compact import KVCompactor
 from bastion_kernels.tree_attention import tree_attention_triton
 from bastion_kernels.tree_attention_workspace import TreeAttentionWorkspace
-
-
-class Gpu:
-    """As much of a driver as compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @dataclass
@@ -73,7 +50,6 @@ class Built:
     wgmma: bool
 
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 H200_PROCESSORS = 132
 # bytes of shared memory that a program may have, by compute capability
 SHARED_LIMIT = {
@@ -98,19 +74,9 @@ def spills_in_loop(assembly: str) -> int:
     return sum("LDL" in line or "STL" in line for line in lines[start:end])
 
 
-def inspect(name: str, capability: int, kernel: Any) -> Built:
-    def tool(*command: str) -> str:
-        with NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            done = subprocess.run(
-                [TOOLS / command[0], *command[1:], file.name], capture_output=True, text=True
-            )
-        return done.stdout + done.stderr
-
-    usage = tool("cuobjdump", "-res-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
+def inspect(name: str, kernel: Any) -> Built:
+    capability = kernel.metadata.target.arch
+    registers, stack = usage(kernel)
     attention = name == "tree_attention_kernel"
     return Built(
         name=name,
@@ -118,26 +84,14 @@ def inspect(name: str, capability: int, kernel: Any) -> Built:
         dim=LAUNCH["dim"] if attention else 0,
         item=LAUNCH["item"] if attention else 0,
         threads=32 * kernel.metadata.num_warps,
-        registers=int(found[1]),
-        stack=int(found[2]),
-        spills_in_loop=spills_in_loop(tool("nvdisasm", "-c")) if attention else 0,
+        registers=registers,
+        stack=stack,
+        spills_in_loop=spills_in_loop(read(kernel, "nvdisasm", "-c")) if attention else 0,
         shared=kernel.metadata.shared,
         shared_limit=SHARED_LIMIT[capability],
         occupancy=LAUNCH["occupancy"] if attention else 1,
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
     )
-
-
-def compile_instead(capability: int) -> None:
-    """Make every kernel launch compile for sm_`capability`, and print what came out."""
-    driver.set_active(Gpu(capability))
-    launch = JITFunction.run
-
-    def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        print(json.dumps(asdict(inspect(self.__name__, capability, kernel))))
-
-    JITFunction.run = build  # type: ignore[method-assign]
 
 
 def attend(
@@ -166,7 +120,7 @@ def attend(
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    compile_instead(capability)
+    compile_instead(capability, lambda *built: print(json.dumps(asdict(inspect(*built)))))
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
     # the shapes that are measured against FlashAttention
     attend(bf16, 128, (32, 8), bf16, 0.0)

@@ -12,19 +12,12 @@ be set.
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
 from collections import defaultdict
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from cross_compile import compile_instead, usage
 
 from bastion_kernels.budget import choose_budget_triton, take_best_triton
 from bastion_kernels.kv_compact import KVCompactor
@@ -35,50 +28,19 @@ from bastion_kernels.tree_build import expand_best_first_triton
 from bastion_kernels.tree_mask import ancestor_bits_triton, tree_positions_triton
 from bastion_kernels.tree_verify import accept_path_triton
 
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
+def build(capability: int) -> dict[str, set[str]]:
+    """Make every launch compile for sm_`capability`; hashes by kernel, filled as they do."""
+    built = defaultdict(set)
 
-class Gpu:
-    """As much of a driver as compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def compile_instead(capability: int) -> dict[str, set[str]]:
-    """Make every kernel launch compile for sm_`capability`; hashes by kernel, filled as they do."""
-    driver.set_active(Gpu(capability))
-    launch, built = JITFunction.run, defaultdict(set)
-
-    def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        if kernel.hash not in built[self.__name__]:
-            built[self.__name__].add(kernel.hash)
+    def add(name: str, kernel: Any) -> None:
+        if kernel.hash not in built[name]:
+            built[name].add(kernel.hash)
             if "variants" not in sys.argv:
-                report(self.__name__, kernel.asm["cubin"], kernel.metadata.shared)
+                print(name, *usage(kernel), kernel.metadata.shared)
 
-    JITFunction.run = build  # type: ignore[method-assign]
+    compile_instead(capability, add)
     return built
-
-
-def report(name: str, cubin: bytes, shared: int) -> None:
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [_TOOLS / "cuobjdump", "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
-    assert found, usage.stdout + usage.stderr
-    print(name, *found.groups(), shared)
 
 
 def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
@@ -153,7 +115,7 @@ def serve(slots_total: int, limit: int) -> None:
 
 
 if __name__ == "__main__":
-    built = compile_instead(int(sys.argv[1]))
+    built = build(int(sys.argv[1]))
     if "variants" in sys.argv:
         serve(slots_total=64, limit=64)
         for name, variants in built.items():
