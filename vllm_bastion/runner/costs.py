@@ -47,13 +47,12 @@ class StepCosts:
     Args:
         latency: what a forward pass costs.
         trees: holder of the cost buffer.
-        online: whether real steps correct the costs.
+        online: whether real steps are timed and correct the costs.
     """
 
     def __init__(self, latency: LatencyModel, trees: Trees, *, online: bool) -> None:
         self.latency = latency
-        self.online = online
-        self.timer = StepTimer(trees.device)
+        self.timer = StepTimer(trees.device) if online else None
         self._trees = trees
         self._aux, self._plain_aux = AuxTime(), AuxTime()
         self._installed: tuple[int, float] | None = None
@@ -79,9 +78,9 @@ class StepCosts:
 
     def learn(self) -> None:
         """Take in the steps that were completed since the last call."""
+        if self.timer is None:
+            return
         for step in self.timer.completed():
-            if not self.online:
-                continue
             if step.verified:
                 self.latency.observe(step.rows, step.num_reqs, step.context_len, step.forward_ms)
             # A step from trees to plain decoding, or back, is neither.

@@ -98,13 +98,13 @@ class BastionModelState(DefaultModelState):
             input_batch.query_start_loc,
             input_batch.cu_num_logits,
         )
-        costs = self.runtime.costs
-        if costs is not None:
+        timer = self.runtime.timer
+        if timer is not None:
             # The last host code before the forward pass.
             if input_batch.has_prefill:
-                costs.timer.interrupted()
+                timer.interrupted()
             else:
-                costs.timer.forward_start(
+                timer.forward_start(
                     input_batch.num_tokens,
                     input_batch.num_reqs,
                     float(input_batch.num_computed_tokens_np.mean()),

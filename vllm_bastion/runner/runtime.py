@@ -13,6 +13,7 @@ from vllm_bastion.config import bastion_config
 from vllm_bastion.runner.costs import StepCosts
 from vllm_bastion.runner.scores import ScoreLearner
 from vllm_bastion.runner.switch import DraftSwitch
+from vllm_bastion.runner.timing import StepTimer
 from vllm_bastion.runner.trees import Trees
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ class Runtime:
     manager: BastionVerificationManager | None = None
     # Whether the last ``propose`` grew trees.
     drafted: bool = True
+
+    @property
+    def timer(self) -> StepTimer | None:
+        """Times the engine's steps; None where nobody learns from them."""
+        return self.costs.timer if self.costs is not None else None
 
 
 def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:

@@ -57,8 +57,8 @@ class TreeRejectionSampler(RejectionSampler):
         logits: [L, V], the rows of a request consecutive, root first. invalid_drafts: [L] bool,
         drafts that met no grammar row and must not be followed. Returns tokens [R, D + 1].
         """
-        if self.runtime.costs is not None:
-            self.runtime.costs.timer.logits_ready()
+        if self.runtime.timer is not None:
+            self.runtime.timer.logits_ready()
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         node_ids = input_batch.input_ids[input_batch.logits_indices]
         followed_ids = node_ids

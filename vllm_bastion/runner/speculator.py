@@ -142,8 +142,8 @@ class BastionSpeculator(DFlashSpeculator):
         if not dummy_run:
             if runtime.drafted:
                 self.trees.publish(input_batch.idx_mapping_np)
-            if costs is not None:
-                costs.timer.step_done(runtime.drafted)
+            if runtime.timer is not None:
+                runtime.timer.step_done(runtime.drafted)
         return self.trees.tokens[:num_reqs]
 
     # ---- the drafter's context ----------------------------------------------------------
