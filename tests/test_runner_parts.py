@@ -142,11 +142,11 @@ def test_only_rows_with_a_tree_have_a_masked_tail() -> None:
     # a tree, a lone root whose slot never had one, and a chain
     trees.set_spine_only(1, True)
     cu_num_logits = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
-    trees.begin_step(torch.tensor([2, 0, 1]), cu_num_logits, np.array([True, False, False]))
+    trees.begin_step(torch.tensor([2, 0, 1]), cu_num_logits)
     assert trees.tail_lens.tolist() == [4, 0, 0, 0, 0]
     assert trees.step_slots.tolist() == [2, 0, 1, -1, -1]
     assert trees.masking
-    trees.begin_step(torch.tensor([2, 0, 1]), cu_num_logits, np.zeros(3, dtype=bool))
+    trees.begin_step(torch.tensor([2, 0, 1]))
     assert not trees.masking and not trees.tail_lens.any()
 
 

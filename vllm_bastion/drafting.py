@@ -66,7 +66,7 @@ class DraftGate:
         self._population: _Worth | None = None
         # decayed sums of accepted draft tokens, realised and promised; one token of prior each
         self._realised = self._promised = 1.0
-        self._waited = 0.0
+        self._waited = 0
         self._doublings = 0
         self._batch = 0
 

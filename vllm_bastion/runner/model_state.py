@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -163,7 +162,7 @@ class BastionModelState(DefaultModelState):
             drafts = self.runtime.manager.drafts
         trees.step_drafts = drafts
         masked = (drafts > 0) & ~trees.spine_only_np[batch.idx_mapping_np]
-        trees.begin_step(batch.idx_mapping, batch.cu_num_logits, masked)
+        trees.begin_step(batch.idx_mapping, batch.cu_num_logits if masked.any() else None)
 
     # ---- after the target's forward -----------------------------------------------------
 
@@ -198,7 +197,7 @@ class BastionModelState(DefaultModelState):
         slot_mappings = self._block_tables.slot_mappings
         self._bound_compactor().compact(slot_mappings, nothing, nothing, self.trees.path[:1])
         # vLLM's own warm-up requests are chains, without a mask.
-        self.trees.begin_step(self.trees.step_slots[:1].zero_(), nothing, np.ones(1, dtype=bool))
+        self.trees.begin_step(self.trees.step_slots[:1].zero_(), nothing)
         self.trees.begin_step()
 
     def _bound_compactor(self) -> KVCompactor:

@@ -61,4 +61,4 @@ class DraftSwitch:
     def draft_next(self, slots: np.ndarray, context_len: float) -> bool:
         """Whether to draft for the coming step of the requests in `slots`, [R]."""
         plain_ms = self._costs.plain_ms(len(slots), context_len)
-        return self._gate.draft(slots.tolist(), self._trees.cost_ms_host.numpy(), plain_ms)
+        return self._gate.draft(slots.tolist(), self._trees.cost_ms_host, plain_ms)

@@ -106,7 +106,7 @@ class Trees:
         # Cost of a whole step by its target rows; a buffer, since the drafter's captured graph
         # reads it. Flat until something was measured: then the largest tree is the best one.
         self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
-        self.cost_ms_host = torch.ones(max_num_tokens + 1, dtype=torch.float32)
+        self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
         self._host_decision = HostMirror(self._decision)
         self._published: list[np.ndarray] = []
@@ -154,21 +154,26 @@ class Trees:
         if self.budget is not None:
             torch.clamp(self.size, max=self.budget, out=self.num_verify)
         else:
-            choose_budget(
-                self.log_rho,
-                slots,
-                self.size,
-                self.cost_ms,
-                self.base_rows,
-                self.num_verify,
-                rule=self.rule,
-                promised=self.promised,
-            )
+            self._choose(slots, self.size, self.base_rows)
+
+    def _choose(
+        self, slots: torch.Tensor, limits: torch.Tensor, base_rows: torch.Tensor | int
+    ) -> None:
+        choose_budget(
+            self.log_rho,
+            slots,
+            limits,
+            self.cost_ms,
+            base_rows,
+            self.num_verify,
+            rule=self.rule,
+            promised=self.promised,
+        )
 
     def set_cost_ms(self, cost_ms: np.ndarray) -> None:
         """Install the cost (ms) of a whole step by its target rows: [max_num_tokens + 1]."""
-        self.cost_ms_host = torch.from_numpy(np.ascontiguousarray(cost_ms, dtype=np.float32))
-        copy_to_device(self.cost_ms_host.numpy(), self.cost_ms)
+        self.cost_ms_host = np.ascontiguousarray(cost_ms, dtype=np.float32)
+        copy_to_device(self.cost_ms_host, self.cost_ms)
 
     def publish(self, slots: np.ndarray) -> None:
         """Start the copy by which the host learns N* and what it promises, after ``grow``.
@@ -192,16 +197,7 @@ class Trees:
         rows, most = copy_to_device(np.stack([slots, drafts]).astype(np.int64), packed)
         self._host_decision.before_write()
         self._limits[rows] = torch.minimum(self.size[rows], most.to(torch.int32))
-        choose_budget(
-            self.log_rho,
-            rows,
-            self._limits,
-            self.cost_ms,
-            base_rows,
-            self.num_verify,
-            rule=self.rule,
-            promised=self.promised,
-        )
+        self._choose(rows, self._limits, base_rows)
         self._host_decision.start_copy()
 
     def previous_num_verify(self) -> tuple[int, int]:
@@ -214,22 +210,18 @@ class Trees:
     # ---- step t+1: the trees are verified -----------------------------------------------
 
     def begin_step(
-        self,
-        idx_mapping: torch.Tensor | None = None,
-        cu_num_logits: torch.Tensor | None = None,
-        masked: np.ndarray | None = None,
+        self, idx_mapping: torch.Tensor | None = None, tails: torch.Tensor | None = None
     ) -> None:
         """Bind the target's batch: which slot each row is, and how many of its rows are a tree.
 
-        idx_mapping: [R] int64 slots; cu_num_logits: [R + 1] int32; masked: [R] bool, rows whose
-        tail is a tree and not a chain or a lone root. Without arguments: a dummy batch.
+        idx_mapping: [R] int64 slots, None for a dummy batch. tails: [R + 1] int32, vLLM's
+        ``cu_num_logits``; None where every tail is a chain or a lone root, plain causal rows that
+        need no mask.
         """
-        self.masking = masked is not None and bool(masked.any())
+        self.masking = tails is not None
         self.verifying = False
         if idx_mapping is None:
             idx_mapping = self.step_slots[:0]
-        # Plain causal rows everywhere: no mask to read.
-        tails = cu_num_logits if self.masking else None
         bind_tails(idx_mapping, tails, self.spine_only, self.step_slots, self.tail_lens)
 
     def place(
