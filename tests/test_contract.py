@@ -22,7 +22,16 @@ METHODS = {
             "add_request": ["self", "req_index", "new_req_data"],
             "prepare_inputs": ["self", "input_batch", "req_states"],
             "prepare_dummy_inputs": ["self", "num_reqs", "num_tokens"],
-            "prepare_attn": ["self", "input_batch", "cudagraph_mode"],
+            "prepare_attn": [
+                "self",
+                "input_batch",
+                "cudagraph_mode",
+                "block_tables",
+                "slot_mappings",
+                "attn_groups",
+                "kv_cache_config",
+                "for_capture",
+            ],
             "custom_sampler": ["self", "sampler"],
             "initialize_kv_cache": ["self", "kv_cache_config", "block_tables"],
             "postprocess_state": ["self", "idx_mapping", "num_sampled", "num_computed_tokens"],
@@ -41,6 +50,7 @@ METHODS = {
                 "cudagraph_runtime_mode",
             ],
             "_run_model": ["self", "num_tokens", "attn_metadata", "slot_mappings"],
+            "_build_uniform_attn_metadata": ["self"],
             "compute_draft_logits": ["self", "hidden_states", "spec_step_idx"],
             "capture": ["self"],
             "propose": [
@@ -128,6 +138,7 @@ FIELDS = {
             "query_start_loc",
             "query_start_loc_np",
             "num_computed_tokens_np",
+            "prefill_len_np",
             "has_prefill",
             "positions",
             "input_ids",
@@ -160,6 +171,26 @@ SOURCE = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": (
         "model_state.py: prepare_attn binds the step before prepare_inputs places its rows",
         ["self.model_state.prepare_attn(", "**self.model_state.prepare_inputs("],
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample": (
+        "timing.py: a step without draft tokens never enters the rejection sampler",
+        ["input_batch.num_draft_tokens == 0"],
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__": (
+        "hooks/runner.py: warm_up finds our manager under this name",
+        ["self.adaptive_verification"],
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils:prepare_inputs_to_capture": (
+        "model_state.py: FULL graphs are captured with mode NONE, told by for_capture",
+        ["CUDAGraphMode.NONE", "for_capture=full_cudagraph"],
+    ),
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": (
+        "model_state.py: processors that keep state of their own are found in this list",
+        ["self.logits_processors"],
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": (
+        "hooks/scheduler.py: what a running request is charged decides its placeholders",
+        ["spec.max_num_new_slots_for_drafting", "self.running"],
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
         "speculator.py: is_profile runs the drafter without its graph",
