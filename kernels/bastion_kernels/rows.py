@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows a step has: small index arithmetic between the big ops, one launch each.
 
-In PyTorch each of these is a dozen launches of a microsecond or two, more than the work of all the
-other tree ops together.
+In PyTorch each of these is a dozen launches of a few numbers each.
 
 `bind_slots` and `bind_tails` name the request slot of every batch row for the drafter and for the
 target. `kept_rows` lays out what the drafter is to read of a verified batch: of request r the rows

@@ -85,8 +85,9 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
         wrapper="runner:warm_up",
         expects="(self)",
-        why="the step-cost table is measured on the finished engine, before the first request",
-        what="measures it",
+        why="the step-cost table is measured on the finished engine, and our kernels are compiled, "
+        "before the first request",
+        what="compiles them, runs vLLM's warm-up and measures the table",
         upstream="a callback after warm-up",
     ),
     Hook(

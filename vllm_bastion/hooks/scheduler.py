@@ -99,7 +99,8 @@ def _limits(scheduler: Any) -> tuple[int, int] | None:
         return None
     gamma = spec_config.bastion_gamma
     tokens = int(_SHARE * scheduler.scheduler_config.max_num_batched_tokens)
-    # vLLM charges a request its rows and the drafter's gamma + 1; never less than for a chain.
+    # vLLM charges a request its root, its placeholders and `max_num_new_slots_for_drafting`, which
+    # is gamma; one is left to spare. Never fewer placeholders than a chain has.
     fair = tokens // max(len(scheduler.running), 1) - 1 - (gamma + 1)
     free = max(fair, gamma)
     if spec_config.bastion_budget != "adaptive":

@@ -39,8 +39,8 @@ class HostMirror:
             buffer.copy_(source)
         if self._on_device:
             self._stream = torch.cuda.Stream(source.device)
-            # Waits spin: the host waits while the device is about to run dry, and waking up from
-            # a blocking event takes longer than the copy.
+            # Waits spin: the host waits while the device is about to run dry, so it must not
+            # have to be woken up first.
             self._copied = [torch.cuda.Event() for _ in range(2)]
 
     def start_copy(self) -> None:
