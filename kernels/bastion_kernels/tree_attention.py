@@ -20,6 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from bastion_kernels.checks import on_gpu
 from bastion_kernels.tree_attention_kernels import tree_attention_kernel
 from bastion_kernels.tree_attention_plan import RUN_FIELDS
 from bastion_kernels.tree_attention_workspace import TreeAttentionWorkspace
@@ -277,7 +278,7 @@ def tree_attention(
         query, kv_cache, block_table, query_start_loc, seq_lens, tail_lens, slots, ancestor_bits,
         scale, out, softcap, k_scale, v_scale,
     )  # fmt: skip
-    if query.device.type == "cpu":
+    if not on_gpu(query):
         tree_attention_reference(*args)
         return
     if workspace is None:

@@ -6,7 +6,11 @@
     first, second = runner.all([plain, tree], [batch])
 
 Processes are forked from a server that has imported vLLM, which takes half of the 15 seconds that
-an engine needs to start. A configuration asked for twice in a session runs once.
+an engine needs to start; on a GPU they are spawned. A configuration asked for twice in a session
+runs once.
+
+On a GPU engines have the dtype, the backend and the CUDA graphs that they would have there in
+service, so rounding decides more often which of two tokens is the best: see `compare.NEAR_TIE`.
 """
 
 from __future__ import annotations
@@ -22,21 +26,34 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.e2e.worker import work
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = Path(os.environ.get("VLLM_BASTION_TEST_PAIR", ROOT / "benchmarks" / "tiny"))
 TARGET, DRAFTER = str(PAIR / "target"), str(PAIR / "drafter")
 GAMMA = 15
+ON_GPU = torch.cuda.is_available()
 
-ENVIRONMENT = {
+_ON_CPU = {
     "VLLM_BASTION_TRITON_INTERPRETER": "1",
     "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    **({} if ON_GPU else _ON_CPU),
+}
+# Compiled kernels and FULL graphs; a model this small is not worth torch.compile's time.
+_GPU_ARGUMENTS = {
+    "dtype": "bfloat16",
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "gpu_memory_utilization": 0.15,
 }
 
 _PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.core"]
@@ -85,6 +102,7 @@ class Engine:
             "disable_log_stats": False,
             # A model this small would fill a JSON text with blanks up to max_tokens.
             "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+            **(_GPU_ARGUMENTS if ON_GPU else {}),
             **dict(self.extra),
         }
         if self.speculative:
@@ -115,14 +133,20 @@ class Batch:
 class Runner:
     """Runs engines, and keeps what it has run; specs, results and logs go to `folder`."""
 
-    def __init__(self, folder: Path, processes: int = 2) -> None:
+    def __init__(self, folder: Path, processes: int = 4 if ON_GPU else 2) -> None:
         self._pool = ThreadPoolExecutor(processes)
         self._done: dict[str, Future[dict[str, Any]]] = {}
         self._folder = folder
         self.cpu_s: list[float] = []  # of every engine that has run
+        environment = {**ENVIRONMENT, "VLLM_BASTION_CACHE": str(folder / "profiles")}
+        if ON_GPU:
+            # A process that CUDA was asked about must not be forked.
+            self._context: Any = multiprocessing.get_context("spawn")
+            os.environ.update(environment)
+            return
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
-        with _environment({**ENVIRONMENT, "VLLM_BASTION_CACHE": str(folder / "profiles")}):
+        with _environment(environment):
             forkserver.ensure_running()
 
     def submit(

@@ -31,6 +31,9 @@ def install(runner: Any, answers: dict[str, list[int]], plan: Any = None, seed: 
     generator = torch.Generator().manual_seed(seed)
     trees, states = runner.speculator.trees, runner.req_states
     grow = trees.grow
+    graphs = runner.speculator.query_cudagraph_manager
+    if graphs is not None:
+        graphs._graphs_captured = False  # a replay would not come by here
 
     def grow_known(logits: torch.Tensor, num_reqs: int) -> None:
         vocab = logits.shape[-1]
@@ -43,7 +46,7 @@ def install(runner: Any, answers: dict[str, list[int]], plan: Any = None, seed: 
             emitted = int(states.total_len.gpu[slot]) - int(states.prompt_len.gpu[slot])
             truth = answers.get(name, [])[emitted : emitted + trees.depth]
             bumps(truth, emitted, made[row])
-        grow(made.view(-1, vocab), num_reqs)
+        grow(made.view(-1, vocab).to(logits), num_reqs)
 
     trees.grow = grow_known
 

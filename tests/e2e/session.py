@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -46,17 +48,27 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
+def _function(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
 class Session:
     """An engine and its counters.
 
     Args:
-        spec: `engine`, keyword arguments of `LLM`; optional `oracle`, arguments of
+        spec: `engine`, keyword arguments of `LLM`; optional `setup`, a list of `module:function`
+            called before the engine is built; optional `oracle`, arguments of
             `tests.e2e.oracle.install`; optional `probe`, `module:function` called with the session
             after every engine step of a batch, whose JSON results are collected.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        allow_async_scheduling()
+        if not torch.cuda.is_available():
+            allow_async_scheduling()
+        for name in spec.get("setup", ()):
+            _function(name)()
         self.llm = LLM(**spec["engine"])
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -74,10 +86,7 @@ class Session:
             from tests.e2e import oracle
 
             oracle.install(self.runner, **spec["oracle"])
-        self._probe = None
-        if "probe" in spec:
-            module, _, name = spec["probe"].partition(":")
-            self._probe = getattr(importlib.import_module(module), name)
+        self._probe = _function(spec["probe"]) if "probe" in spec else None
 
     def _count_forwards(self) -> None:
         execute = self.runner.execute_model

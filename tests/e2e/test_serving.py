@@ -19,9 +19,19 @@ from urllib.request import Request, urlopen
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import DRAFTER, ENVIRONMENT, GAMMA, ROOT, TARGET, Batch, Engine, Runner
+from tests.e2e.engines import (
+    DRAFTER,
+    ENVIRONMENT,
+    GAMMA,
+    ON_GPU,
+    ROOT,
+    TARGET,
+    Batch,
+    Engine,
+    Runner,
+)
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="starts a CPU server")]
 
 NODES = 32
 START_S = 300

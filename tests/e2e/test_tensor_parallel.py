@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import ENVIRONMENT, ROOT, Engine
+from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Engine
 from vllm_bastion.profile_store import Profile, ProfileKey, write_profile
 from vllm_bastion.step_cost import StepCostTable
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(ON_GPU, reason="splits the model over CPU workers"),
+]
 
 
 def generate(engine: Engine, folder: Path, name: str) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA adapter in an engine on the CPU: vLLM's FlashAttention backend without its kernels.
+
+The backend's Python is vLLM's own: metadata, cache layout, the order of its calls. Three kernels of
+it exist on a GPU only, and PyTorch stands in for them. The tree kernel is the Triton one, in
+Triton's interpreter, behind the plan and the workspace that it has on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.e2e.cuda_graphs import kernel
+
+
+@kernel
+def varlen_attention(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    **_: Any,
+) -> None:
+    """FlashAttention over a paged cache: q [T, Hq, d]; k and v [blocks, block_size, Hkv, d]."""
+    starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    for r, length in enumerate(lengths):
+        rows = slice(starts[r], starts[r + 1])
+        count = rows.stop - rows.start
+        if count == 0:
+            continue
+        blocks = block_table[r, : -(-length // k.shape[1])].long()
+        keys, values = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (k, v))
+        mask = torch.ones(count, length, dtype=torch.bool)
+        if causal:
+            mask = mask.tril(length - count)
+        out[rows] = F.scaled_dot_product_attention(
+            q[rows].transpose(0, 1), keys, values, mask, scale=softmax_scale, enable_gqa=True
+        ).transpose(0, 1)
+
+
+@kernel
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *_: Any,
+) -> None:
+    """Write keys and values [T, Hkv, d] to their slots; -1 is not written."""
+    real = slot_mapping >= 0
+    slots, size = slot_mapping[real], key_cache.shape[1]
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        cache[slots // size, slots % size] = rows[: len(real)][real]
+
+
+def install() -> None:
+    """Have every attention layer of this process use it; before the engine is built."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends import flash_attn
+
+    import bastion_kernels
+
+    # Every op of ours is its Triton kernel, which the interpreter runs.
+    for module in pkgutil.iter_modules(bastion_kernels.__path__, "bastion_kernels."):
+        found = importlib.import_module(module.name)
+        if hasattr(found, "on_gpu"):
+            found.on_gpu = lambda tensor: True
+    torch.cuda.is_current_stream_capturing = lambda: False
+    # As on a Hopper GPU.
+    flash_attn.get_flash_attn_version = lambda *args, **kwargs: 3
+    flash_attn.get_scheduler_metadata = lambda **kwargs: None
+    flash_attn.flash_attn_varlen_func = varlen_attention
+    flash_attn.reshape_and_cache_flash = reshape_and_cache
+    CpuPlatform.get_attn_backend_cls = classmethod(
+        lambda cls, *args, **kwargs: f"{flash_attn.__name__}.FlashAttentionBackend"
+    )

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The path of a GPU, run on the CPU: Triton kernels, the FlashAttention adapter, FULL graphs.
+
+`flash_backend` and `cuda_graphs` say what stands in for the hardware. Tokens are compared with
+those of plain decoding on vLLM's own CPU path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e import cases
+from tests.e2e.compare import Comparison
+from tests.e2e.cuda_graphs import Tape, capture, kernel
+from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from vllm_bastion.profile_store import Profile, ProfileKey, write_profile
+from vllm_bastion.step_cost import StepCostTable
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="stands in for a GPU")]
+
+SETUP = ["tests.e2e.flash_backend:install", "tests.e2e.cuda_graphs:install"]
+REPLAYS = "tests.e2e.cuda_graphs:replays"
+# Rows of the target's graphs, and of the drafter's: 16 for each of two requests.
+TARGET_SIZES, DRAFTER_SIZES = [4, 8, 18], [16, 32]
+
+
+def with_graphs(engine: Engine) -> Engine:
+    """The same engine with FULL graphs for decode steps, captured for these rows."""
+    compilation = {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": TARGET_SIZES + DRAFTER_SIZES[1:],
+    }
+    return replace(engine, extra=(("compilation_config", compilation), ("enforce_eager", False)))
+
+
+def batch() -> Batch:
+    """Trees, a chain and a sampling request, and a prompt of two chunks that joins them."""
+    out = Batch("trees, chains and prompt chunks")
+    code, arithmetic, chat = (text for _, text in cases.some(1))
+    out.add("code", code, temperature=0, max_tokens=12)
+    out.add("chain", arithmetic, temperature=0, max_tokens=6, repetition_penalty=1.2)
+    out.add("sampled", chat, temperature=0.8, seed=3, max_tokens=8)
+    out.add("chunked", cases.long_prompt("code", 150), arrive=2, temperature=0, max_tokens=6)
+    return out
+
+
+@pytest.mark.parametrize("timing", ["exact", pytest.param("lagged", marks=pytest.mark.slow)])
+def test_graphs_replay_what_decoding_needs(
+    runner: Runner, compare: Comparison, tmp_path: Path, timing: str
+) -> None:
+    """Every captured launch sees the step it is replayed for through its buffers alone."""
+    profile = tmp_path / "profile.json"
+    table = StepCostTable.linear(10.0, 0.4, max_rows=128)
+    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
+    plain, requests = Engine(max_num_seqs=2).with_async(), [batch()]
+    costs = {"calibration": str(profile), "latency_model": "table", "budget_timing": timing}
+    tree = with_graphs(plain).with_bastion(8, top_k=4, **costs)
+    futures = [
+        runner.submit(plain, requests),
+        runner.submit(tree, requests, setup=SETUP, probe=REPLAYS),
+    ]
+    run = futures[1].result()
+    compare.same(f"GPU path, {timing}", requests, futures[0].result(), run)
+    outcome = run["batches"][0]
+    last = {(g["of"], g["rows"]): g for g in outcome["probed"]}
+    graphs = list(last.values())
+    target = {g["rows"]: g["replays"] for g in graphs if g["of"] == "target"}
+    assert sorted(target) == TARGET_SIZES
+    assert sum(count > 0 for count in target.values()) > 1, target
+    assert all("tree_attention_kernel" in g["kernels"] for g in graphs if g["of"] == "target")
+    # Logits to the next tree and its budget are in the drafter's graph.
+    drafter = [g for g in graphs if g["of"] == "drafter"]
+    assert sorted(g["rows"] for g in drafter) == DRAFTER_SIZES
+    assert all(g["replays"] > 0 for g in drafter), drafter
+    for g in drafter:
+        assert {"_expand_kernel", "_bits_kernel", "_choose_kernel"} <= set(g["kernels"])
+    assert any(path != list(range(len(path))) for path in outcome["paths"])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_tape_replays_buffers_and_not_python(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        _check_tape()
+
+
+def _check_tape() -> None:
+    source, number, out = torch.arange(6), 10, torch.zeros(3, dtype=torch.int64)
+    double = kernel(lambda x, y: y.copy_(2 * x))
+
+    def step() -> None:
+        part = source[:3].to(torch.int64) + number
+        double(part, out)
+
+    tape = Tape()
+    with capture(tape):
+        step()
+    source += 100
+    number = 1000  # a graph has the number of its capture
+    tape.replay()
+    assert out.tolist() == [220, 222, 224]
+    with capture(Tape()), pytest.raises(RuntimeError, match="makes the host wait"):
+        source.sum().item()
