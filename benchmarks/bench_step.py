@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time a decoding step of vLLM at the shapes of Qwen3-8B, without its weights: needs a GPU.
 
-    python benchmarks/bench_step.py [--contexts 1024 8192] [--nodes 16 32 64 128] [--out FILE.json]
+    python benchmarks/bench_step.py [--contexts 1024 8192] [--nodes 16 32 64 128] [--profile]
+        [--only NAME ...] [--compilation JSON] [--out FILE.json]
 
 Plain decoding, vLLM's own DFlash chain, the chain through bastion's machinery, and bastion trees of
 fixed sizes, each in an engine of its own with `--load-format dummy`, CUDA graphs and async
 scheduling. With weights of noise nothing is accepted, so every step emits one token and a step's
 time is the slope of the run time over the number of tokens: what it takes to verify, not what it
-gains. The machinery is the difference between the two chains, which verify the same rows.
+gains. The machinery is the difference between the two chains, which verify the same rows;
+`--profile` says what it consists of. "exact" and "lagged" are the controller's two timings over
+costs that are flat, so that both verify all nodes: what waiting for N* takes.
 
-`--tiny` runs the same on the tiny pair on whatever device there is, to see that it works.
+The file is rewritten after every engine, and one that fails does not stop the others. `--tiny` runs
+the same on the tiny pair on whatever device there is, to see that it works.
 """
 
 from __future__ import annotations
@@ -22,13 +26,19 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._harness import provenance
+from benchmarks._provenance import provenance
+from benchmarks.step_profile import profile_steps, profiler_config
+from vllm_bastion.profile_store import Profile, ProfileKey, write_profile
+from vllm_bastion.step_cost import StepCostTable
 
 ROOT = Path(__file__).resolve().parents[1]
 GAMMA = 15
@@ -60,10 +70,11 @@ _DRAFTER = {
 }
 
 
-def modes(drafter: str, nodes: list[int]) -> dict[str, dict[str, Any] | None]:
-    """Name -> `speculative_config`."""
+def modes(drafter: str, nodes: list[int], flat: str) -> dict[str, dict[str, Any] | None]:
+    """Name -> `speculative_config`. flat: a profile in which rows cost nothing."""
     bastion = {"method": "bastion", "model": drafter, "bastion_calibration": "off"}
     chain = {**bastion, "num_speculative_tokens": GAMMA, "bastion_budget": GAMMA}
+    costs = {"bastion_calibration": flat, "bastion_latency_model": "table"}
     return {
         "plain": None,
         "dflash chain": {"method": "dflash", "model": drafter, "num_speculative_tokens": GAMMA},
@@ -73,10 +84,21 @@ def modes(drafter: str, nodes: list[int]) -> dict[str, dict[str, Any] | None]:
             f"bastion {n} nodes": {**bastion, "num_speculative_tokens": n, "bastion_budget": n}
             for n in nodes
         },
+        **{
+            f"bastion {n} nodes, {timing}": {
+                **bastion,
+                **costs,
+                "num_speculative_tokens": n,
+                "bastion_budget_timing": timing,
+            }
+            for n in nodes
+            if n == 64
+            for timing in ("exact", "lagged")
+        },
     }
 
 
-def time_steps(job: dict[str, Any]) -> list[dict[str, float]]:
+def time_steps(job: dict[str, Any]) -> list[dict[str, Any]]:
     """In a fresh process: milliseconds of a step at each context, batch 1."""
     import torch
     from vllm import LLM, SamplingParams
@@ -91,6 +113,8 @@ def time_steps(job: dict[str, Any]) -> list[dict[str, float]]:
         max_num_seqs=job["batch"],
         max_num_batched_tokens=job["rows"],
         enforce_eager=not torch.cuda.is_available(),
+        compilation_config=job["compilation"],
+        profiler_config=profiler_config(job["traces"]) if job["profile"] else None,
         seed=0,
     )
 
@@ -111,7 +135,18 @@ def time_steps(job: dict[str, Any]) -> list[dict[str, float]]:
             1e3 * (seconds(context, job["tokens"]) - seconds(context, 1)) / (job["tokens"] - 1)
             for _ in range(job["repeats"])
         ]
-        rows.append({"context": context, "ms": statistics.median(slopes), "worst_ms": max(slopes)})
+        step_ms = statistics.median(slopes)
+        row: dict[str, Any] = {"context": context, "ms": step_ms, "worst_ms": max(slopes)}
+        if job["profile"]:
+
+            def generate(tokens: int, context: int = context) -> float:
+                return seconds(context, tokens)
+
+            steps = min(32, job["tokens"] - 1)
+            row["profile"] = profile_steps(llm, generate, steps, step_ms, Path(job["traces"]))
+        rows.append(row)
+    # Its processes are children of this one, which would wait for them for ever.
+    llm.llm_engine.engine_core.shutdown()
     return rows
 
 
@@ -124,6 +159,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--only", nargs="+", help="names of modes to run")
+    parser.add_argument("--profile", action="store_true", help="say what a step consists of")
+    parser.add_argument("--compilation", type=json.loads, help="vLLM's compilation_config")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -133,49 +170,71 @@ def main() -> int:
         print("bench_step: this needs a GPU; --tiny runs the tiny pair on the CPU")
         return 1
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    result: dict[str, Any] = {"provenance": provenance(), "complete": False, "steps": {}}
     with tempfile.TemporaryDirectory() as folder:
-        target, drafter = Path(folder) / "target", Path(folder) / "drafter"
+        target, drafter, traces = (Path(folder) / name for name in ("target", "drafter", "traces"))
+        traces.mkdir()
         if options.tiny:
             target, drafter = ROOT / "benchmarks/tiny/target", ROOT / "benchmarks/tiny/drafter"
         else:
             for path, config in ((target, _TARGET), (drafter, _DRAFTER)):
                 path.mkdir()
                 (path / "config.json").write_text(json.dumps(config))
-        result: dict[str, Any] = {"provenance": provenance(), "steps": {}}
-        spawn = multiprocessing.get_context("spawn")
-        for name, speculative in modes(str(drafter), options.nodes).items():
+        flat = Path(folder) / "flat.json"
+        table = StepCostTable.flat(10.0, max_rows=options.rows)
+        write_profile(Profile(ProfileKey("flat", "", "", "", "", 1, ""), table), flat)
+        common = {
+            "target": str(target),
+            "traces": str(traces),
+            **{name: value for name, value in vars(options).items() if name != "out"},
+        }
+        for name, speculative in modes(str(drafter), options.nodes, str(flat)).items():
             if options.only and name not in options.only:
                 continue
-            job = {
-                "target": str(target),
-                "speculative": speculative,
-                "tiny": options.tiny,
-                "contexts": options.contexts,
-                "tokens": options.tokens,
-                "repeats": options.repeats,
-                "batch": options.batch,
-                "rows": options.rows,
-            }
-            with spawn.Pool(1) as pool:
-                result["steps"][name] = pool.apply(time_steps, (job,))
-            for row in result["steps"][name]:
-                print(
-                    f"{name:20s} context {row['context']:6d}  {row['ms']:8.3f} ms/step", flush=True
-                )
+            try:
+                # A process of its own, which may have children: vLLM's engine is one.
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                    job = {**common, "speculative": speculative}
+                    result["steps"][name] = pool.submit(time_steps, job).result()
+            except Exception as error:
+                traceback.print_exc()
+                result.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"
+            _print_steps(name, result["steps"].get(name, ()))
+            _write(result, options.out)
     _print_machinery(result["steps"])
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    result["complete"] = True
+    _write(result, options.out)
+    return 1 if "failed" in result else 0
 
 
-def _print_machinery(steps: dict[str, list[dict[str, float]]]) -> None:
-    for ours, theirs, what in (
+def _write(result: dict[str, Any], out: Path | None) -> None:
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _print_steps(name: str, rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        line = f"{name:24s} context {row['context']:6d}  {row['ms']:8.3f} ms/step"
+        profile = row.get("profile")
+        if profile and profile["busy_ms"]:  # a CPU shows no device
+            ours = ", ".join(f"{kernel} {ms:.3f}" for kernel, ms in profile["ours"].items())
+            line += f", busy {profile['busy_ms']:.3f}, idle {profile['idle_ms']:.3f}; {ours}"
+        print(line, flush=True)
+
+
+def _print_machinery(steps: dict[str, list[dict[str, Any]]]) -> None:
+    differences = [
         ("bastion chain", "dflash chain", "machinery (chain through bastion - dflash chain)"),
         (f"bastion {GAMMA} nodes", "bastion chain", "mask, compaction and path gather"),
-    ):
+    ]
+    exact = [name for name in steps if name.endswith(", exact")]
+    differences += [
+        (name, name.replace("exact", "lagged"), f"waiting for N* ({name})") for name in exact
+    ]
+    for ours, theirs, what in differences:
         for a, b in zip(steps.get(ours, ()), steps.get(theirs, ()), strict=False):
-            print(f"{what}, context {a['context']:.0f}: {a['ms'] - b['ms']:+.3f} ms")
+            print(f"{what}, context {a['context']}: {a['ms'] - b['ms']:+.3f} ms")
 
 
 if __name__ == "__main__":
