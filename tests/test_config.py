@@ -394,3 +394,23 @@ def test_a_cpu_host_without_the_interpreter_is_told_the_variable(
 def test_the_readme_example_is_valid_json() -> None:
     text = '{"method":"bastion","model":"D","num_speculative_tokens":32}'
     validation.check_user_keys(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "given", "expected"),
+    [(True, None, "FLASH_ATTN"), (True, "TRITON_ATTN", "TRITON_ATTN"), (False, None, None)],
+)
+def test_a_gpu_uses_flash_attention_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, given: str | None, expected: str | None
+) -> None:
+    import vllm.platforms
+    from vllm.config import AttentionConfig
+
+    from vllm_bastion.hooks.engine_args import prefer_flash_attention
+
+    platform = SimpleNamespace(is_cuda=lambda: cuda)
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform)
+    engine = SimpleNamespace(attention_config=AttentionConfig(backend=given))
+    prefer_flash_attention(engine)
+    backend = engine.attention_config.backend
+    assert (backend.name if backend else None) == expected

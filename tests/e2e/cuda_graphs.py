@@ -123,6 +123,7 @@ def install() -> None:
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
     check = CpuPlatform.check_and_update_config.__func__
+    measure_memory = CPUWorker.determine_available_memory
     warm_up = CPUWorker.compile_or_warm_up_model
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
@@ -130,17 +131,26 @@ def install() -> None:
         check(cls, vllm_config)
         vllm_config.compilation_config.cudagraph_capture_sizes = sizes
 
+    # Both where the GPU worker does it: graphs are captured once to see what they take, over a
+    # KV cache that is thrown away, and once for good.
+    def determine_available_memory(self: Any) -> Any:
+        available = measure_memory(self)
+        self.model_runner.profile_cudagraph_memory()
+        return available
+
     def compile_or_warm_up_model(self: Any) -> Any:
         times = warm_up(self)
-        self.model_runner.capture_model()  # where the GPU worker does it
+        self.model_runner.capture_model()
         return times
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    CPUWorker.determine_available_memory = determine_available_memory
     CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model
     CpuPlatform.support_static_graph_mode = classmethod(lambda cls: True)
     # So that a layer calls its attention directly, where the tape sees the launches inside.
     CpuPlatform.opaque_attention_op = classmethod(lambda cls: False)
     CpuPlatform.get_global_graph_pool = classmethod(lambda cls: None)
+    CpuPlatform.graph_pool_handle = classmethod(lambda cls: None)
     GridExecutor.__call__ = kernel(GridExecutor.__call__)
     cudagraph_utils.capture_pool = lambda *args: nullcontext()
     cudagraph_utils.graph_capture = lambda device: nullcontext()

@@ -74,7 +74,7 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="engine_args:create_engine_config",
         expects="(self, usage_context=, headless=)",
         why="what a tree cannot serve is known only once the configuration is finished",
-        what="refuses it in one sentence",
+        what="refuses it in one sentence, and has a GPU use FlashAttention unless told otherwise",
         upstream="a validation hook for plugins",
     ),
     Hook(

@@ -103,7 +103,21 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
         from vllm_bastion import validation
 
         validation.check_engine(vllm_config)
+        prefer_flash_attention(vllm_config)
     return vllm_config
+
+
+def prefer_flash_attention(vllm_config: Any) -> None:
+    """Use FlashAttention where the choice was left to vLLM, which takes FlashInfer on some GPUs.
+
+    Tree attention stands in for FlashAttention's kernel and no other.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    attention_config = vllm_config.attention_config
+    if current_platform.is_cuda() and attention_config.backend is None:
+        attention_config.backend = AttentionBackendEnum.FLASH_ATTN
 
 
 def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
