@@ -179,9 +179,6 @@ def tree_attention_kernel(
         cut = (first_team != last_team) & (begin < finish)
         # Only one q-block can begin in a run and end after it: its counter is that program's.
         counter_ptr = arrived_ptr + program - (team - first_team) * members
-        # A hint, asked for so early that nothing waits for it: when all others have arrived, this
-        # program's part need not be left for anyone.
-        seen = tl.load(counter_ptr, volatile=True)
         # every row of the block sees all of the tiles before this one
         unmasked = tl.minimum(context + block_row + 1, context_end) // BLOCK_N
 
@@ -232,14 +229,15 @@ def tree_attention_kernel(
 
         complete = (first_team == last_team) & (begin < finish)
         if cut:
-            if seen != last_team - first_team:
-                # A run cuts at most two q-blocks: one that began before it, one that ends after it.
-                place = (program * 2 + (begin == 0).to(tl.int32)).to(tl.int64)
-                stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
-                tl.store(stats_ptr, top, mask=live)
-                tl.store(stats_ptr + BLOCK_M, norm, mask=live)
-                into_ptr = partial_ptr + place * BLOCK_M * BLOCK_D + packed[:, None] * BLOCK_D
-                tl.store(into_ptr + dim[None, :], accumulator, mask=live[:, None])
+            # A run cuts at most two q-blocks: one that began before it, one that ends after it.
+            # Left by the last one too: who that is only the atomic below may say, since a counter
+            # that others still write may look different to each warp, and warps must not part.
+            place = (program * 2 + (begin == 0).to(tl.int32)).to(tl.int64)
+            stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
+            tl.store(stats_ptr, top, mask=live)
+            tl.store(stats_ptr + BLOCK_M, norm, mask=live)
+            into_ptr = partial_ptr + place * BLOCK_M * BLOCK_D + packed[:, None] * BLOCK_D
+            tl.store(into_ptr + dim[None, :], accumulator, mask=live[:, None])
             # all threads' stores come before the one thread's release
             tl.debug_barrier()
             before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")

@@ -48,6 +48,8 @@ class Built:
     occupancy: int
     # whether it has Hopper's matrix instructions
     wgmma: bool
+    # whether threads read for themselves what other programs may be writing
+    volatile: bool
 
 
 H200_PROCESSORS = 132
@@ -91,6 +93,7 @@ def inspect(name: str, kernel: Any) -> Built:
         shared_limit=SHARED_LIMIT[capability],
         occupancy=LAUNCH["occupancy"] if attention else 1,
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
+        volatile="ld.volatile" in kernel.asm["ptx"],
     )
 
 
