@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks an engine for what a CUDA graph would capture, for `tests.e2e.test_capture`."""
+"""Asks an engine which attention it would capture, compile and time: for `test_capture`."""
 
 from __future__ import annotations
 
@@ -44,3 +44,23 @@ def captured(session: Any) -> list[dict[str, Any]]:
             }
         )
     return out
+
+
+def dummies(session: Any) -> list[dict[str, Any]]:
+    """Whether the target's attention reads the mask in dummy batches: of ours, and of vLLM's."""
+    from vllm_bastion.runner.calibrate import dummy_tree_step
+
+    runner, state = session.runner, session.runner.model_state
+    prepare, masked = state.prepare_attn, []
+
+    def prepare_attn(*args: Any, **kwargs: Any) -> Any:
+        metadata = prepare(*args, **kwargs)
+        masked.append(state.trees.masking)
+        return metadata
+
+    state.prepare_attn = prepare_attn
+    dummy_tree_step(runner, 8)
+    ours, masked[:] = list(masked), []
+    runner._dummy_run(8)
+    state.prepare_attn = prepare
+    return [{"tree step": ours, "vLLM's own": masked, "after": state.trees.always_masking}]

@@ -27,3 +27,11 @@ def test_full_graphs_capture_the_mask(runner: Runner) -> None:
     # A PIECEWISE graph holds no attention; a batch without trees takes vLLM's own kernel there.
     assert not any(one["masked"] for one in piecewise)
     assert not any(one["drafter_bound"] for one in seen)
+
+
+def test_warm_up_and_calibration_run_the_kernel_that_trees_have(runner: Runner) -> None:
+    """Without graphs too: what they compile and time is what a step with trees will run."""
+    engine = Engine(max_num_seqs=2).with_bastion(8)
+    run = runner.run(engine, [cases.greedy(1, tokens=2)], probe="tests.e2e.capture_probe:dummies")
+    first = run["batches"][0]["probed"][0]
+    assert first == {"tree step": [True], "vLLM's own": [False], "after": False}

@@ -210,11 +210,13 @@ def warm_up(original: Callable[..., Any], self: Any) -> Any:
     """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
     if bastion_config(self.vllm_config) is None:
         return original(self)
-    from vllm_bastion.runner.calibrate import calibrate
+    from vllm_bastion.runner.calibrate import calibrate, dummy_tree_step
 
     runner = self.model_runner
     for part in (runner.model_state, runner.speculator, runner.adaptive_verification):
         part.warm_up()
+    # vLLM's warm-up requests are chains, and without FULL graphs nothing else has a mask.
+    dummy_tree_step(runner, runner.decode_query_len)
     times = original(self)
     calibrate(runner)
     return times

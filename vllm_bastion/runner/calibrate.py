@@ -266,8 +266,18 @@ def _steps(runner: Any, sizes: list[int], context: int, repeats: int) -> list[An
     with runner.step_timing.collect() as timings:
         for rows in sizes:
             for _ in range(repeats):
-                runner._dummy_run(rows, context_len=context)
+                dummy_tree_step(runner, rows, context)
     return list(timings)
+
+
+def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
+    """Run a dummy batch as a step with trees is run: on the kernel that reads the mask."""
+    trees = runtime_of(runner.vllm_config).trees
+    trees.always_masking = True
+    try:
+        runner._dummy_run(rows, context_len=context)
+    finally:
+        trees.always_masking = False
 
 
 def _head_ms(runner: Any, rows: int) -> float:

@@ -139,7 +139,7 @@ class BastionModelState(DefaultModelState):
         )
         self._batch = input_batch
         self._begin_step(input_batch)
-        if for_capture or cudagraph_mode == CUDAGraphMode.FULL:
+        if for_capture or cudagraph_mode == CUDAGraphMode.FULL or self.trees.always_masking:
             # What is captured must serve every later batch: the tree kernel, chains included.
             # (vLLM captures FULL graphs with `for_capture` and mode NONE.)
             self.trees.masking = True

@@ -101,6 +101,7 @@ class Trees:
         self.step_drafts = np.zeros(0, dtype=np.int32)
         self.step_rest = np.zeros(0, dtype=np.int32)
         self.masking = False  # whether the step's attention reads the mask
+        self.always_masking = False  # whether every step's does, trees or not
         self.verifying = False  # whether the step's acceptance moved along trees
 
         # Cost of a whole step by its target rows; a buffer, since the drafter's captured graph
