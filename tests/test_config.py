@@ -286,6 +286,15 @@ def test_the_v1_runner_is_refused(pair: tuple[str, str], monkeypatch: pytest.Mon
     _is_one_sentence(str(caught.value), "Model Runner V2", "unset VLLM_USE_V2_MODEL_RUNNER")
 
 
+def test_batch_invariance_is_refused(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(BastionConfigError) as caught:
+        _engine(pair)
+    _is_one_sentence(str(caught.value), "VLLM_BATCH_INVARIANT=1", "unset it")
+
+
 def test_a_kv_connector_is_refused(pair: tuple[str, str]) -> None:
     from vllm.config import KVTransferConfig
 

@@ -303,10 +303,10 @@ def test_a_mirror_keeps_the_value_published_before_the_last() -> None:
 
 @pytest.mark.parametrize("total", [0, 1, 7, 12, 19])
 def test_an_even_split_respects_the_limits_and_the_sum(total: int) -> None:
-    from vllm_bastion.runner.verification_lagged import _even_split
+    from vllm_bastion.runner.verification import even_split
 
     limits = np.array([3, 0, 8, 8], dtype=np.int32)
-    shares = _even_split(total, limits)
+    shares = even_split(total, limits)
     assert shares.sum() == total and (shares <= limits).all() and (shares >= 0).all()
     roomy = shares[shares < limits]
     assert roomy.size == 0 or shares.max() - roomy.min() <= 5
@@ -346,6 +346,29 @@ def test_scores_ignore_depths_the_target_never_reached() -> None:
         torch.tensor([3], dtype=torch.int32),
     )
     assert learner._ranks.wait()[0].tolist() == [1, -1, -2, -2]
+
+
+@pytest.mark.parametrize(("room", "expected"), [(100, 18), (14, 11), (2, 0)])
+def test_a_step_verifies_what_vllm_has_memory_for(room: int, expected: int) -> None:
+    from types import SimpleNamespace
+
+    from vllm_bastion.runner.runtime import Runtime
+    from vllm_bastion.runner.verification import BastionVerificationManager
+
+    trees, names = make_trees(budget=6), {"a": 1, "b": 3, "c": 0}
+    slots = np.array(list(names.values()))
+    trees.bind_rows(torch.tensor(slots))
+    trees.grow(logits_of(3), 3)
+    trees.publish(slots)
+    states = SimpleNamespace(req_id_to_index=names, num_speculative_steps=NODES)
+    starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
+    manager = BastionVerificationManager(Runtime(trees), states, starts, 1, room)
+    drafts = {name: [-1] * NODES for name in names}
+    rows = manager.get_num_tokens(dict.fromkeys(names, 1 + NODES), drafts)
+    assert rows == 3 + expected
+    verified = manager.take_num_verified()
+    assert sum(verified.values()) == expected
+    assert max(verified.values()) - min(verified.values()) <= 1
 
 
 class _Group:

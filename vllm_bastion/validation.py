@@ -13,6 +13,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+from vllm import envs as vllm_envs
+
 from vllm_bastion import envs
 from vllm_bastion.config import BastionSpeculativeConfig, key_type, standard_keys, user_keys
 
@@ -245,6 +247,11 @@ def check_engine(vllm_config: Any) -> None:
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in _CACHE_DTYPES:
         raise BastionConfigError(f'kv_cache_dtype "{cache_dtype}" {_DOES_NOT_WORK}: use "auto"')
+    if vllm_envs.VLLM_BATCH_INVARIANT:
+        raise BastionConfigError(
+            f"VLLM_BATCH_INVARIANT=1 {_DOES_NOT_WORK}, because how tree attention sums depends on "
+            "the batch: unset it"
+        )
     if not vllm_config.use_v2_model_runner:
         raise BastionConfigError(
             'method "bastion" needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and drop the '

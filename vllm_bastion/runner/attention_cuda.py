@@ -45,8 +45,10 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # FlashAttention is left the prompt-only batches, which run too seldom to plan ahead.
+        # FlashAttention is left the prompt-only batches, which run too seldom to plan ahead and
+        # never in a FULL graph: it may split them as it likes.
         self.aot_schedule = False
+        self.max_num_splits = 0
         scheduler = vllm_config.scheduler_config
         self.workspace = TreeAttentionWorkspace(
             self.num_heads_q,
@@ -120,6 +122,11 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Where a request's keys are cut depends on the batch it is in."""
+        return False
+
     @staticmethod
     def get_impl_cls() -> type[TreeFlashAttentionImpl]:
         return TreeFlashAttentionImpl

@@ -100,11 +100,18 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             trees.choose_again(slots, drafts, base_rows)
         chosen, promised = trees.decision(slots)
         kept = np.minimum(chosen, drafts).astype(np.int32)
+        room = self._room(len(slots))
+        if kept.sum() > room:
+            kept = even_split(room, kept)
         if self.runtime.switch is not None:
             # A request near its end, or in a crowd, has fewer placeholders than it would use.
             part = promised * kept / np.maximum(chosen, 1)
             self.runtime.switch.verifying(slots, drafts > 0, kept, part)
         return kept
+
+    def _room(self, num_reqs: int) -> int:
+        """Nodes whose logits vLLM has memory for in one step."""
+        return max(0, self.max_total_logits - num_reqs * self.num_bonus_tokens)
 
     def compact_batch(
         self,
@@ -159,3 +166,19 @@ class BastionVerificationManager(AdaptiveVerificationManager):
 
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
         """See `batches_to_profile`."""
+
+
+def even_split(total: int, limits: np.ndarray) -> np.ndarray:
+    """Share `total` out over rows of at most `limits`, as evenly as they allow."""
+    shares = np.zeros_like(limits)
+    left = total
+    while left > 0:
+        room = np.flatnonzero(shares < limits)
+        step = max(1, left // len(room))
+        grown = np.minimum(limits[room] - shares[room], step)
+        # The last round hands out single nodes to the first rows.
+        over = np.cumsum(grown) - left
+        grown = np.maximum(grown - np.maximum(over, 0), 0)
+        shares[room] += grown
+        left -= int(grown.sum())
+    return shares

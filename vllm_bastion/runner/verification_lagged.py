@@ -17,7 +17,7 @@ import torch
 from bastion_kernels import take_best
 from vllm_bastion.runner.host import copy_to_device
 from vllm_bastion.runner.runtime import Runtime
-from vllm_bastion.runner.verification import BastionVerificationManager
+from vllm_bastion.runner.verification import BastionVerificationManager, even_split
 
 
 class LaggedVerificationManager(BastionVerificationManager):
@@ -41,10 +41,10 @@ class LaggedVerificationManager(BastionVerificationManager):
         total = min(
             round(per_request * int((limits > 0).sum())),
             int(limits.sum()),
-            max(0, self.max_total_logits - len(slots) * self.num_bonus_tokens),
+            self._room(len(slots)),
         )
         self._limits_np = limits
-        return _even_split(total, limits)
+        return even_split(total, limits)
 
     def reallocate_drafts(
         self, req_ids: list[str], idx_mapping: torch.Tensor
@@ -70,19 +70,3 @@ class LaggedVerificationManager(BastionVerificationManager):
         """Compile what the first step would wait for."""
         trees = self.trees
         take_best(trees.log_rho, trees.step_slots[:1], self._limits, 0, self._counts)
-
-
-def _even_split(total: int, limits: np.ndarray) -> np.ndarray:
-    """Share `total` out over rows of at most `limits`, as evenly as they allow."""
-    shares = np.zeros_like(limits)
-    left = total
-    while left > 0:
-        room = np.flatnonzero(shares < limits)
-        step = max(1, left // len(room))
-        grown = np.minimum(limits[room] - shares[room], step)
-        # The last round hands out single nodes to the first rows.
-        over = np.cumsum(grown) - left
-        grown = np.maximum(grown - np.maximum(over, 0), 0)
-        shares[room] += grown
-        left -= int(grown.sum())
-    return shares
