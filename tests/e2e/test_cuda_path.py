@@ -65,7 +65,7 @@ def test_graphs_replay_what_decoding_needs(
         runner.submit(tree, requests, setup=SETUP, probe=REPLAYS),
     ]
     run = futures[1].result()
-    compare.same(f"GPU path, {timing}", requests, futures[0].result(), run)
+    compare.same(f"GPU path on a CPU, {timing}", requests, futures[0].result(), run)
     outcome = run["batches"][0]
     last = {(g["of"], g["rows"]): g for g in outcome["probed"]}
     graphs = list(last.values())

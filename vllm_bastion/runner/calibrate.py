@@ -275,7 +275,7 @@ def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
     trees = runtime_of(runner.vllm_config).trees
     trees.always_masking = True
     try:
-        runner._dummy_run(rows, context_len=context)
+        runner._dummy_run(rows, context_len=context, skip_eplb=True)
     finally:
         trees.always_masking = False
 
