@@ -65,6 +65,34 @@ METHODS = {
             ],
         },
     ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend": (
+        "attention_cuda.py",
+        {"supports_batch_invariance": [], "get_impl_cls": [], "get_builder_cls": []},
+    ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": (
+        "attention_cuda.py",
+        {
+            "__init__": ["self", "kv_cache_spec", "layer_names", "vllm_config", "device"],
+            "build": ["self", "common_prefix_len", "common_attn_metadata", "fast_build"],
+        },
+    ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
+        "attention_cuda.py",
+        {
+            "forward": [
+                "self",
+                "layer",
+                "query",
+                "key",
+                "value",
+                "kv_cache",
+                "attn_metadata",
+                "output",
+                "output_scale",
+                "output_block_scale",
+            ]
+        },
+    ),
     "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager": (
         "verification.py",
         {
@@ -148,6 +176,11 @@ FIELDS = {
             "max_query_len",
         },
     ),
+    "vllm.config:AttentionConfig": ("../hooks/engine_args.py", {"backend"}),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": (
+        "attention_cuda.py",
+        {"query_start_loc", "seq_lens", "block_table"},
+    ),
     "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
         "sampler.py",
         {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"},
@@ -179,6 +212,14 @@ SOURCE = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__": (
         "hooks/runner.py: warm_up finds our manager under this name",
         ["self.adaptive_verification"],
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run": (
+        "calibrate.py: dummy_tree_step names both",
+        ["context_len: int = 0", "skip_eplb: bool = False"],
+    ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build": (
+        "attention_cuda.py: what its builder switches off is asked for here",
+        ["self.aot_schedule", "max_num_splits = self.max_num_splits"],
     ),
     "vllm.v1.worker.gpu.cudagraph_utils:prepare_inputs_to_capture": (
         "model_state.py: FULL graphs are captured with mode NONE, told by for_capture",
