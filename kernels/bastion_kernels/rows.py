@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows a step has: small index arithmetic between the big ops, one launch each.
 
-In PyTorch each of these is a dozen launches of a few numbers each.
+In PyTorch each of these is several launches over a few numbers.
 
 `bind_slots` and `bind_tails` name the request slot of every batch row for the drafter and for the
 target. `kept_rows` lays out what the drafter is to read of a verified batch: of request r the rows

@@ -6,7 +6,8 @@ closer than that rounding either may win. Such a *near-tie* is the only mismatch
 at the first divergence the target's top-2 logits must differ by less than 1e-4. For a request
 that samples, the logits are those that vLLM takes the maximum of (temperature, top-k, top-p and the
 seeded noise applied). Every mismatch is counted and printed, allowed or not. On a GPU the logits
-are bfloat16, 0.06 apart where they are 8 to 16, and the bound is what two such steps make of it.
+are bfloat16, 1/16 apart where they are 8 to 16: the bound is four such steps, one for each of the
+two logits in each of the two engines.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Processes are forked from a server that has imported vLLM, which takes half of t
 an engine needs to start; on a GPU they are spawned. A configuration asked for twice in a session
 runs once.
 
-On a GPU engines have the dtype, the backend and the CUDA graphs that they would have there in
-service, so rounding decides more often which of two tokens is the best: see `compare.NEAR_TIE`.
+On a GPU engines have bf16, FlashAttention and FULL graphs, so rounding decides more often which of
+two tokens is the best: see `compare.NEAR_TIE`.
 """
 
 from __future__ import annotations
