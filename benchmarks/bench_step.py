@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,7 @@ def time_steps(job: dict[str, Any]) -> list[dict[str, Any]]:
         step_ms = statistics.median(slopes)
         row: dict[str, Any] = {"context": context, "ms": step_ms, "worst_ms": max(slopes)}
         if job["profile"]:
-
-            def generate(tokens: int, context: int = context) -> float:
-                return seconds(context, tokens)
-
-            steps = min(32, job["tokens"] - 1)
+            generate, steps = partial(seconds, context), min(32, job["tokens"] - 1)
             row["profile"] = profile_steps(llm, generate, steps, step_ms, Path(job["traces"]))
         rows.append(row)
     # Its processes are children of this one, which would wait for them for ever.

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from tests.e2e.engines import ON_GPU, PAIR, Batch
 
 DOMAINS = ("code", "arithmetic", "chat")
-# On a GPU without filters: rounding also moves their edge, and no near-tie would tell.
 _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.9},
@@ -20,7 +19,7 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.95, "top_k": 50},
     {"temperature": 1.0},
 )
-if ON_GPU:
+if ON_GPU:  # without filters: rounding also moves their edge, and no near-tie would tell
     _SAMPLING = ({"temperature": 0.8}, {"temperature": 1.0})
 
 

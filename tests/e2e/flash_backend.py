@@ -66,7 +66,7 @@ def reshape_and_cache(
 
 
 def install() -> None:
-    """Have every attention layer of this process use it; before the engine is built."""
+    """Have every attention layer of this process use it; beside `cuda_graphs.install`."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends import flash_attn
 
@@ -77,7 +77,6 @@ def install() -> None:
         found = importlib.import_module(module.name)
         if hasattr(found, "on_gpu"):
             found.on_gpu = lambda tensor: True
-    torch.cuda.is_current_stream_capturing = lambda: False
     # As on a Hopper GPU.
     flash_attn.get_flash_attn_version = lambda *args, **kwargs: 3
     flash_attn.get_scheduler_metadata = lambda **kwargs: None

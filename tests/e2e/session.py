@@ -8,9 +8,8 @@ JSON. Use it only in a process made for one engine: engines in one process share
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.metrics.reader import Counter, Vector
+
+from tests.e2e.engines import ON_GPU
 
 _METRICS = ("spec_decode", "num_preemptions", "prefix_cache_hits")
 # A step may have nothing to run for a while: grammars are compiled beside the engine.
@@ -48,12 +49,6 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def _function(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return found
-
-
 class Session:
     """An engine and its counters.
 
@@ -65,10 +60,10 @@ class Session:
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        if not torch.cuda.is_available():
+        if not ON_GPU:
             allow_async_scheduling()
         for name in spec.get("setup", ()):
-            _function(name)()
+            resolve_name(name)()
         self.llm = LLM(**spec["engine"])
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -87,7 +82,7 @@ class Session:
             from tests.e2e import oracle
 
             oracle.install(self.runner, **spec["oracle"])
-        self._probe = _function(spec["probe"]) if "probe" in spec else None
+        self._probe = resolve_name(spec["probe"]) if "probe" in spec else None
 
     def _count_forwards(self) -> None:
         execute = self.runner.execute_model
