@@ -55,7 +55,7 @@ bench:  ## Time every op against its reference (a GPU, PyTorch for CUDA; BENCH_A
 	@test -n "$(BENCH_PYTHON)" || { echo "no python here: name one with PyTorch for CUDA and" \
 		"Triton, make bench BENCH_PYTHON=..."; exit 1; }
 	@env -u VLLM_BASTION_TRITON_INTERPRETER -u OMP_NUM_THREADS \
-		"$(BENCH_PYTHON)" benchmarks/bench_kernels.py $(BENCH_ARGS)
+		"$(BENCH_PYTHON)" benchmarks/gpu/bench_kernels.py $(BENCH_ARGS)
 
 clean:  ## Back to a fresh clone: remove .venv, builds and caches
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

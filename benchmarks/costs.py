@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.replay_costs import CostSource
-from vllm_bastion.profile_store import Profile, ProfileKey, write_profile
+from benchmarks.replay.costs import CostSource
+from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
 
 
 def write_costs(source: CostSource, path: Path) -> str:

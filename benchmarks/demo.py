@@ -34,7 +34,7 @@ from benchmarks.engine import (
 )
 from benchmarks.probes import SeenTree
 from benchmarks.progress import Progress
-from benchmarks.replay_costs import paper_a100
+from benchmarks.replay.costs import paper_a100
 
 PROMPTS = ("code-made-05", "arithmetic-15", "chat-20")
 NODES, TOKENS, WIDTH = 64, 64, 100

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.engine_process import request_index
 
 if TYPE_CHECKING:
-    from vllm_bastion.tree import DraftTree
+    from benchmarks.replay.draft_tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SeenTree:
         """All of it, the part that was not verified included."""
         import torch
 
-        from vllm_bastion.tree import DraftTree
+        from benchmarks.replay.draft_tree import DraftTree
 
         return DraftTree(
             torch.tensor([self.tokens]),
@@ -76,7 +76,7 @@ class SeenDraft:
 
 def trees(llm: Any) -> Callable[[], list[SeenTree]]:
     """Every verified tree of an engine with `max_num_seqs` 1."""
-    from vllm_bastion.runner.sampler import TreeRejectionSampler
+    from vllm_bastion.step.sampler import TreeRejectionSampler
 
     runner = _runner(llm)
     grown, states = runner.speculator.trees, runner.req_states

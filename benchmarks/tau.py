@@ -45,7 +45,7 @@ from benchmarks.engine import (
     run_engine,
 )
 from benchmarks.progress import Progress
-from benchmarks.replay_costs import from_profile, paper_a100
+from benchmarks.replay.costs import from_profile, paper_a100
 
 BUDGETS = (8, 16, 32, 64)
 NODES = max(BUDGETS)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if not given.profile.exists():
-        parser.error(f"no {given.profile}: make it with 'python benchmarks/record.py --profile'")
+        parser.error(f"no {given.profile}: run 'python -m benchmarks.replay.record --profile'")
     stem = "tau" if given.temperature == 0 else f"tau-t{given.temperature:g}"
     prompts = load_prompts(given.data, given.prompts)
     requests = [

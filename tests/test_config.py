@@ -61,10 +61,10 @@ def test_the_engine_gets_a_dflash_configuration_with_our_settings(pair: tuple[st
 
 
 def test_settings_survive_the_way_into_another_process(pair: tuple[str, str]) -> None:
-    engine = pickle.loads(pickle.dumps(_engine(pair, bastion_controller="first_decrease")))
+    engine = pickle.loads(pickle.dumps(_engine(pair, bastion_budget_timing="lagged")))
     spec = engine.speculative_config
     assert type(spec) is BastionSpeculativeConfig
-    assert (spec.bastion_controller, spec.bastion_gamma) == ("first_decrease", 7)
+    assert (spec.bastion_budget_timing, spec.bastion_gamma) == ("lagged", 7)
     assert engine.num_lookahead_tokens == 8
 
 
@@ -138,12 +138,12 @@ KEYS = {
     "negative": ({"bastion_budget": -1}, '"bastion_budget"', "at least 0; got -1"),
     "word": ({"bastion_budget": "auto"}, '"bastion_budget"', "got 'auto'"),
     "over the nodes": ({"bastion_budget": 33}, '"bastion_budget": 33', "lower the first"),
-    "controller": ({"bastion_controller": "best"}, '"bastion_controller"', '"first_decrease"'),
+    "controller": ({"bastion_controller": "argmax"}, '"bastion_controller"', "no longer a key"),
     "timing": ({"bastion_budget_timing": 1}, '"bastion_budget_timing"', '"lagged"'),
     "latency": ({"bastion_latency_model": "x"}, '"bastion_latency_model"', '"ema_calib"'),
     "calibration": ({"bastion_calibration": ""}, '"bastion_calibration"', "a file name"),
-    "scores": ({"bastion_path_scores": None}, '"bastion_path_scores"', '"calibrated"'),
-    "tree": ({"bastion_tree": "star"}, '"bastion_tree"', '"chain"'),
+    "scores": ({"bastion_path_scores": "raw"}, '"bastion_path_scores"', "remove it"),
+    "tree": ({"bastion_tree": "chain"}, '"bastion_tree"', '"bastion_top_k": 1'),
     "no model": ({"model": None}, 'needs "model"', "DFlash drafter"),
     "no nodes": ({"num_speculative_tokens": None}, '"num_speculative_tokens"', "at least 1"),
     "zero nodes": ({"num_speculative_tokens": 0}, '"num_speculative_tokens"', "got 0"),
@@ -180,7 +180,7 @@ def _is_one_sentence(message: str, *parts: str) -> None:
     [
         {},
         {"bastion_budget": 0},
-        {"bastion_budget": 32, "bastion_top_k": 32, "bastion_tree": "chain"},
+        {"bastion_budget": 32, "bastion_top_k": 32},
         {"bastion_calibration": "/tmp/costs.json", "draft_sample_method": "greedy"},
         {"bastion_calibration": "off", "revision": None, "attention_backend": None},
     ],

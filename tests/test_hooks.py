@@ -439,7 +439,7 @@ def test_bitmasks_are_sized_by_depth() -> None:
 
 
 def test_the_worker_installs_the_adapters_only_for_bastion(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_bastion import runner
+    from vllm_bastion import step as runner
     from vllm_bastion.hooks import worker
 
     order: list[Any] = []

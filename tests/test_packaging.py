@@ -72,10 +72,11 @@ def test_the_wheel_names_license_entry_points_and_no_vllm(wheel: zipfile.ZipFile
 def test_declared_packages_are_those_that_exist() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found = {
-        str(init.parent.relative_to(ROOT)).replace("/", ".")
-        for init in (ROOT / "vllm_bastion").rglob("__init__.py")
+        str(init.parent.relative_to(folder)).replace("/", ".")
+        for folder, name in ((ROOT, "vllm_bastion"), (ROOT / "kernels", "bastion_kernels"))
+        for init in (folder / name).rglob("__init__.py")
     }
-    assert set(settings["packages"]) == found | {"bastion_kernels"}
+    assert set(settings["packages"]) == found
 
 
 def test_transformers_imports_from_the_repository_root() -> None:

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from helpers import run_python, write_checkpoint
 from vllm_bastion import compat, hooks, plugin
-from vllm_bastion.cpu_build import is_cpu_build
+from vllm_bastion.cpu.build import is_cpu_build
 
 
 def test_entry_points_lead_to_the_functions() -> None:
@@ -47,7 +47,7 @@ def test_registering_touches_no_device_and_loads_no_kernels() -> None:
         "import sys, vllm_bastion.plugin as p\n"
         "p.register()\n"
         "import torch\n"
-        "heavy = ('bastion_kernels', 'vllm_bastion.runner', 'vllm.v1.worker.gpu.model_runner')\n"
+        "heavy = ('bastion_kernels', 'vllm_bastion.step', 'vllm.v1.worker.gpu.model_runner')\n"
         "print([m for m in heavy if m in sys.modules], torch.cuda.is_initialized())"
     )
     assert result.stdout.strip().splitlines()[-1] == "[] False", result.stderr

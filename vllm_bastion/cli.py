@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-bastion calibrate | show | explain`: measure an engine, look at what was measured, and at
-what one step's decision was made of.
+"""`vllm-bastion calibrate | show`: measure an engine, and look at what was measured.
 
-`show` and `explain` need neither vLLM nor a device.
+`show` needs neither vLLM nor a device.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_bastion.cost.store import Profile, read_profile
 from vllm_bastion.envs import cache_dir
-from vllm_bastion.profile_store import Profile, read_profile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,9 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "calibrate":
             return _calibrate(arguments, rest)
-        if arguments.command == "show":
-            return _show(arguments)
-        return _explain(arguments)
+        return _show(arguments)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"vllm-bastion {arguments.command}: {error}", file=sys.stderr)
         return 1
@@ -44,21 +41,13 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("target", help="target model, a name or a folder")
     calibrate.add_argument("drafter", help="its DFlash drafter")
     calibrate.add_argument("--out", type=Path, help="profile file; default: the cache")
-    show = commands.add_parser("show", help="print a profile and draw it")
+    show = commands.add_parser("show", help="print a profile")
     show.add_argument("profile", type=Path, nargs="?", help="default: the newest in the cache")
-    show.add_argument("--png", type=Path, help="also draw it into this file")
-    explain = commands.add_parser("explain", help="one recorded step: scores, costs, decision")
-    explain.add_argument("recording", type=Path)
-    explain.add_argument("--step", type=int, default=0, help="index of the step (default 0)")
-    explain.add_argument("--profile", type=Path, help="default: the newest in the cache")
-    explain.add_argument("--nodes", type=int, default=64, help="N_max (default 64)")
-    explain.add_argument("--tokenizer", help="model whose tokenizer turns ids into text")
-    explain.add_argument("--out", type=Path, default=Path("."), help="folder for PNG and page")
     return parser
 
 
 def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
-    from vllm_bastion.runner.calibrate import main as calibrate
+    from vllm_bastion.cost.measure import main as calibrate
 
     profile = calibrate(
         arguments.target, arguments.drafter, output=arguments.out, engine_args=engine_args
@@ -72,31 +61,6 @@ def _show(arguments: argparse.Namespace) -> int:
     profile = read_profile(path)
     print(path)
     print(profile_text(profile))
-    if arguments.png:
-        from vllm_bastion.plots import profile_figure
-
-        profile_figure(profile, arguments.png)
-        print(f"drawn: {arguments.png}")
-    return 0
-
-
-def _explain(arguments: argparse.Namespace) -> int:
-    from vllm_bastion.explain import explain_step, explanation_html, explanation_text
-    from vllm_bastion.latency import TableLatency
-    from vllm_bastion.plots import step_figure
-    from vllm_bastion.recording import load_recording
-
-    profile = read_profile(arguments.profile or newest_profile())
-    recording = load_recording(arguments.recording)
-    step = explain_step(recording, arguments.step, TableLatency(profile.table), arguments.nodes)
-    text = _token_text(arguments.tokenizer)
-    print(explanation_text(step, text))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    page = arguments.out / f"step-{arguments.step}.html"
-    page.write_text(explanation_html(step, text), encoding="utf-8")
-    figure = arguments.out / f"step-{arguments.step}.png"
-    step_figure(step.order, step.cost_ms, 1, figure)
-    print(f"\ndrawn: {page}, {figure}")
     return 0
 
 
@@ -146,16 +110,6 @@ def profile_text(profile: Profile) -> str:
             curves = f"{fitted:10.3f}{bare:10.3f}"
         lines.append(f"{rows:6d}{reqs:6d}{context:10.0f}{middle:13.3f}  {curves}")
     return "\n".join(lines)
-
-
-def _token_text(tokenizer: str | None) -> Callable[[int], str]:
-    """Turn token ids into text, or into their numbers without a tokenizer."""
-    if tokenizer is None:
-        return str
-    from transformers import AutoTokenizer
-
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
-    return lambda token: str(loaded.decode([token]))
 
 
 if __name__ == "__main__":

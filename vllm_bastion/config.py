@@ -34,18 +34,13 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     """Nodes verified per request and step: chosen each step from the measured cost, or a number."""
     bastion_top_k: int = Field(default=16, ge=1, le=32)
     """Candidate tokens kept at each drafted depth, 1 to 32."""
-    bastion_tree: Literal["best_first", "chain"] = "best_first"
-    """Shape of the tree: best_first is the paper's; chain is the drafter's top-1 at every depth."""
-    bastion_controller: Literal["argmax", "first_decrease"] = "argmax"
-    """How the budget is found: over all sizes, or the paper's stop at the first decrease."""
-    bastion_budget_timing: Literal["exact", "lagged"] = "exact"
-    """Whether the budget comes from this step's scores or, without a wait, from the last step's."""
+    bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
+    """Whether a step is sized by its own scores, for which the host waits, or by the last step's.
+    auto: lagged on CUDA, exact on a CPU."""
     bastion_latency_model: Literal["table", "ema_table", "static", "ema", "ema_calib"] = "ema_table"
     """What a step costs: measured table or calibrated roofline, with ema_ corrected in service."""
     bastion_calibration: str = "auto"
     """Where the measured costs come from: auto (cached profile, else measure), off, or a file."""
-    bastion_path_scores: Literal["raw", "calibrated"] = "raw"
-    """Path scores: the drafter's probabilities as they are, or corrected by what was accepted."""
 
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""
@@ -65,7 +60,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         return (
             f"BastionSpeculativeConfig(model={self.model!r}, nodes={self.num_speculative_tokens}, "
             f"gamma={self.bastion_gamma}, budget={self.bastion_budget!r}, "
-            f"top_k={self.bastion_top_k}, tree={self.bastion_tree!r})"
+            f"top_k={self.bastion_top_k})"
         )
 
 
@@ -125,7 +120,14 @@ def key_type(name: str) -> tuple[tuple[str, ...], bool, bool]:
 
 def is_lagged(config: BastionSpeculativeConfig) -> bool:
     """Whether steps are sized by the scores of the step before; a fixed budget needs neither."""
-    return config.bastion_budget_timing == "lagged" and config.bastion_budget == "adaptive"
+    if config.bastion_budget != "adaptive":
+        return False
+    if config.bastion_budget_timing != "auto":
+        return config.bastion_budget_timing == "lagged"
+    from vllm.platforms import current_platform
+
+    # Only a device of its own runs dry while the host waits for it.
+    return bool(current_platform.is_cuda())
 
 
 def key_default(name: str) -> Any:

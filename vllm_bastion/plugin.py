@@ -36,11 +36,11 @@ def cpu_platform() -> None:
     is why it is done here. It is no platform: the answer is always None.
     """
     try:
-        from vllm_bastion import cpu_build
+        from vllm_bastion.cpu import build as cpu_build
 
         cpu_build.answer_to_vllm()
         if envs.interpreter_requested():
-            from vllm_bastion import interpreter
+            from vllm_bastion.cpu import interpreter
 
             interpreter.enable()
     except Exception as error:

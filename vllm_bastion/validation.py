@@ -33,6 +33,13 @@ _FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "num_speculative_tokens_per_batch_size": (None, "bastion shares one budget over the batch"),
 }
 
+# Our own keys of earlier versions -> what became of them.
+_REMOVED_KEYS = {
+    "bastion_tree": 'trees are best-first; "bastion_top_k": 1 makes every tree a chain',
+    "bastion_controller": "the budget is the best of all sizes",
+    "bastion_path_scores": "path scores are the drafter's own probabilities",
+}
+
 _DOES_NOT_WORK = 'does not work with method "bastion"'
 
 # Options of EngineArgs that a tree cannot serve -> the value that switches them off.
@@ -68,6 +75,10 @@ def check_user_keys(given: dict[str, Any]) -> None:
     """
     known = (*user_keys(), *standard_keys())
     for key in given:
+        if key in _REMOVED_KEYS:
+            raise BastionConfigError(
+                f'"{key}" is no longer a key of method "bastion" ({_REMOVED_KEYS[key]}): remove it'
+            )
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(user_keys())}"

@@ -14,14 +14,35 @@ Node 0 is the root, the last sampled token; draft node j of a row of [.., N] is 
 are stored in non-increasing path score, parents first, so any prefix of the columns is a tree.
 """
 
-from bastion_kernels.budget import (
+from bastion_kernels.accept.gather import gather_rows, gather_rows_reference
+from bastion_kernels.accept.kv_compact import KVCompactor
+from bastion_kernels.accept.walk import accept_path, accept_path_reference
+from bastion_kernels.attention.mask import (
+    ancestor_bits,
+    ancestor_bits_reference,
+    tree_positions,
+    tree_positions_reference,
+)
+from bastion_kernels.attention.tree_attention import (
+    TreeAttentionWorkspace,
+    tree_attention,
+    tree_attention_reference,
+    write_kv,
+)
+from bastion_kernels.draft.best_first import expand_best_first, expand_best_first_reference
+from bastion_kernels.draft.budget import (
     choose_budget,
     choose_budget_reference,
     take_best,
     take_best_reference,
 )
-from bastion_kernels.gather import gather_rows, gather_rows_reference
-from bastion_kernels.kv_compact import KVCompactor
+from bastion_kernels.draft.topk_logprobs import (
+    topk_logprobs,
+    topk_logprobs_reference,
+    topk_partial,
+    topk_partial_reference,
+)
+from bastion_kernels.draft.topk_merge import merge_topk, merge_topk_reference
 from bastion_kernels.rows import (
     bind_slots,
     bind_slots_reference,
@@ -30,27 +51,6 @@ from bastion_kernels.rows import (
     kept_rows,
     kept_rows_reference,
 )
-from bastion_kernels.topk_logprobs import (
-    topk_logprobs,
-    topk_logprobs_reference,
-    topk_partial,
-    topk_partial_reference,
-)
-from bastion_kernels.topk_merge import merge_topk, merge_topk_reference
-from bastion_kernels.tree_attention import (
-    TreeAttentionWorkspace,
-    tree_attention,
-    tree_attention_reference,
-    write_kv,
-)
-from bastion_kernels.tree_build import expand_best_first, expand_best_first_reference
-from bastion_kernels.tree_mask import (
-    ancestor_bits,
-    ancestor_bits_reference,
-    tree_positions,
-    tree_positions_reference,
-)
-from bastion_kernels.tree_verify import accept_path, accept_path_reference
 
 __all__ = [
     "KVCompactor",

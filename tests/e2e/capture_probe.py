@@ -48,7 +48,7 @@ def captured(session: Any) -> list[dict[str, Any]]:
 
 def dummies(session: Any) -> list[dict[str, Any]]:
     """Whether the target's attention reads the mask in dummy batches: of ours, and of vLLM's."""
-    from vllm_bastion.runner.calibrate import dummy_tree_step
+    from vllm_bastion.cost.measure import dummy_tree_step
 
     runner, state = session.runner, session.runner.model_state
     prepare, masked = state.prepare_attn, []

@@ -192,7 +192,7 @@ def _scores(logits: torch.Tensor, params: dict[str, Any], position: int) -> torc
         return logits
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-    from vllm_bastion.runner.noise import gumbel_noise
+    from vllm_bastion.cpu.noise import gumbel_noise
 
     logits = logits / params.get("temperature", 1.0)
     top_k = torch.tensor([params["top_k"]]) if "top_k" in params else None

@@ -73,7 +73,7 @@ def install() -> None:
     import bastion_kernels
 
     # Every op of ours is its Triton kernel, which the interpreter runs.
-    for module in pkgutil.iter_modules(bastion_kernels.__path__, "bastion_kernels."):
+    for module in pkgutil.walk_packages(bastion_kernels.__path__, "bastion_kernels."):
         found = importlib.import_module(module.name)
         if hasattr(found, "on_gpu"):
             found.on_gpu = lambda tensor: True

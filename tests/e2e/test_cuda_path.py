@@ -17,8 +17,8 @@ from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.cuda_graphs import Tape, capture, kernel
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
-from vllm_bastion.profile_store import Profile, ProfileKey, write_profile
-from vllm_bastion.step_cost import StepCostTable
+from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.cost.table import StepCostTable
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="stands in for a GPU")]
 

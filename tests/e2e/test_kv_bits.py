@@ -6,7 +6,7 @@ of tokens accepted in every step (a planned oracle, `tests.e2e.oracle`):
 
 - `tree`: best-first trees of 15 nodes in which the right tokens are spread, so that the accepted
   path's keys and values must be moved, and its hidden states gathered for the drafter;
-- `chain`: chains of 15 nodes, `bastion_tree="chain"`: plain causal attention, nothing is moved, the
+- `chain`: chains of 15 nodes, `bastion_top_k=1`: plain causal attention, nothing is moved, the
   drafter reads the first rows as vLLM's own DFlash does.
 
 After every step every block that holds computed tokens only is compared bit by bit, for all layers
@@ -44,10 +44,10 @@ def test_bits_of_the_caches(runner: Runner, compare: Comparison) -> None:
     first = runner.run(plain, [batch])
     answers = {name: r["token_ids"] for name, r in first["batches"][0]["requests"].items()}
     runs = {}
-    for kind, tree in (("tree", "best_first"), ("chain", "chain")):
+    for kind, top_k in (("tree", 16), ("chain", 1)):
         plan = {"accept": ACCEPT, "swap": kind == "tree"}
         runs[kind] = runner.submit(
-            plain.with_bastion(GAMMA, GAMMA, tree=tree),
+            plain.with_bastion(GAMMA, GAMMA, top_k=top_k),
             [batch],
             oracle={"answers": answers, "plan": plan},
             probe=PROBE,

@@ -205,9 +205,7 @@ _BUDGETS: list[tuple[str, Engine]] = [
     ("lagged", Engine().with_bastion(16, budget_timing="lagged")),
     ("lagged, fixed", Engine().with_bastion(16, 8, budget_timing="lagged")),
     ("lagged, top-1", Engine().with_bastion(32, budget_timing="lagged", top_k=1)),
-    ("calibrated scores", Engine().with_bastion(16, path_scores="calibrated")),
     ("ema_calib", Engine().with_bastion(16, latency_model="ema_calib")),
-    ("first_decrease", Engine().with_bastion(16, controller="first_decrease")),
     ("top-1", Engine().with_bastion(GAMMA, GAMMA, top_k=1)),
 ]
 

@@ -49,7 +49,7 @@ def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
     batch.add("min_p", "x = 1\n", max_tokens=4, min_p=0.1)
     plain = Engine()
     dflash = runner.submit(plain.with_method("dflash", GAMMA), [batch])
-    chain = runner.submit(plain.with_bastion(GAMMA, GAMMA, tree="chain"), [batch])
+    chain = runner.submit(plain.with_bastion(GAMMA, GAMMA, top_k=1), [batch])
     compare.same("chain against dflash", [batch], dflash.result(), chain.result())
     left, right = dflash.result()["batches"][0], chain.result()["batches"][0]
     for name in ("bias", "min_p"):

@@ -14,8 +14,8 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Engine
-from vllm_bastion.profile_store import Profile, ProfileKey, write_profile
-from vllm_bastion.step_cost import StepCostTable
+from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.cost.table import StepCostTable
 
 pytestmark = [
     pytest.mark.e2e,

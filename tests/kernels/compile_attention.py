@@ -18,11 +18,11 @@ import torch
 from cross_compile import compile_instead, read, usage
 from triton.runtime import driver
 
-from bastion_kernels import tree_attention_workspace
-from bastion_kernels.gather import gather_rows_triton
-from bastion_kernels.kv_compact import KVCompactor
-from bastion_kernels.tree_attention import tree_attention_triton
-from bastion_kernels.tree_attention_workspace import TreeAttentionWorkspace
+from bastion_kernels.accept.gather import gather_rows_triton
+from bastion_kernels.accept.kv_compact import KVCompactor
+from bastion_kernels.attention import workspace as tree_attention_workspace
+from bastion_kernels.attention.tree_attention import tree_attention_triton
+from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 
 
 @dataclass

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from cross_compile import compile_instead, usage
 
-from bastion_kernels.budget import choose_budget_triton, take_best_triton
-from bastion_kernels.kv_compact import KVCompactor
+from bastion_kernels.accept.kv_compact import KVCompactor
+from bastion_kernels.accept.walk import accept_path_triton
+from bastion_kernels.attention.mask import ancestor_bits_triton, tree_positions_triton
+from bastion_kernels.draft.best_first import expand_best_first_triton
+from bastion_kernels.draft.budget import choose_budget_triton, take_best_triton
+from bastion_kernels.draft.topk_logprobs import topk_logprobs_triton, topk_partial_triton
+from bastion_kernels.draft.topk_merge import merge_topk_triton
 from bastion_kernels.rows import bind_slots_triton, bind_tails_triton, kept_rows_triton
-from bastion_kernels.topk_logprobs import topk_logprobs_triton, topk_partial_triton
-from bastion_kernels.topk_merge import merge_topk_triton
-from bastion_kernels.tree_build import expand_best_first_triton
-from bastion_kernels.tree_mask import ancestor_bits_triton, tree_positions_triton
-from bastion_kernels.tree_verify import accept_path_triton
 
 
 def build(capability: int) -> dict[str, set[str]]:
@@ -65,7 +65,7 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     expand_best_first_triton(tokens.view(shape), logprobs.view(shape), spine, slots, *trees)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
     choose_budget_triton(log_rho, slots, counts, cost, base, counts, promised=cost)
-    choose_budget_triton(log_rho, slots, counts, cost, 1, counts, "first_decrease")
+    choose_budget_triton(log_rho, slots, counts, cost, 1, counts)
     take_best_triton(log_rho, slots, counts, 100, counts)
     bits = torch.zeros(slots_total, limit + 1, limit // 32 + 1, dtype=torch.int32)
     ancestor_bits_triton(parents, slots, bits)

@@ -12,25 +12,23 @@ from op_helpers import assert_same, moved, poisoned
 from torch import Tensor
 
 from bastion_kernels import choose_budget, choose_budget_reference, take_best, take_best_reference
-from bastion_kernels.budget import choose_budget_triton, take_best_triton
-
-RULES = ["argmax", "first_decrease"]
+from bastion_kernels.draft.budget import choose_budget_triton, take_best_triton
 
 
-def choose(run, log_rho, slots, limits, cost, base, rule="argmax", device="cpu") -> list[int]:
+def choose(run, log_rho, slots, limits, cost, base, device="cpu") -> list[int]:
     """Run on poisoned counts and return them."""
-    return choose_and_promise(run, log_rho, slots, limits, cost, base, rule, device, False)[0]
+    return choose_and_promise(run, log_rho, slots, limits, cost, base, device, False)[0]
 
 
 def choose_and_promise(
-    run, log_rho, slots, limits, cost, base, rule="argmax", device="cpu", promise=True
+    run, log_rho, slots, limits, cost, base, device="cpu", promise=True
 ) -> tuple[list[int], Tensor]:
     """Run on poisoned counts and promises and return both."""
     out = poisoned(len(log_rho), dtype=torch.int32).to(device)
     promised = poisoned(len(log_rho), dtype=torch.float32).to(device)
     base = base.to(device) if isinstance(base, Tensor) else base
     log_rho, slots, limits, cost = (moved(t, device) for t in (log_rho, slots, limits, cost))
-    run(log_rho, slots, limits, cost, base, out, rule, promised if promise else None)
+    run(log_rho, slots, limits, cost, base, out, promised if promise else None)
     assert promise or promised.isnan().all()
     return out.tolist(), promised.cpu()
 
@@ -125,25 +123,8 @@ def test_reference_is_the_exact_argmax(kind: str, ties: bool) -> None:
         assert choose(choose_budget_reference, *arguments) == best_counts(*arguments)
 
 
-def test_first_decrease_is_the_argmax_on_convex_costs_only() -> None:
-    generator = torch.Generator().manual_seed(2)
-    slots, limits = torch.arange(3), torch.full((3,), 30, dtype=torch.int32)
-    differs = 0
-    for _ in range(50):
-        log_rho = scores(3, 30, generator)
-        for kind in ("flat", "linear", "convex", "staircase"):
-            arguments = (log_rho, slots, limits, costs(kind, 100, generator), 3)
-            argmax, first = (choose(choose_budget_reference, *arguments, rule) for rule in RULES)
-            if kind == "staircase":
-                differs += argmax != first
-            else:
-                assert argmax == first
-    assert differs, "a staircase stops the paper's rule early"
-
-
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["flat", "linear", "staircase", "random"])
-def test_kernel_equals_reference(rule: str, kind: str, device: torch.device) -> None:
+def test_kernel_equals_reference(kind: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(3)
     for reqs, limit, ties in ((1, 1, False), (1, 37, False), (3, 16, True), (5, 20, False)):
         log_rho = torch.cat([scores(reqs + 2, limit, generator, ties), torch.ones(reqs + 2, 3)], 1)
@@ -153,7 +134,7 @@ def test_kernel_equals_reference(rule: str, kind: str, device: torch.device) -> 
             slots[1] = -1
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
         for rows, base in ((200, torch.tensor(reqs, dtype=torch.int32)), (12, 5), (3, 9)):
-            arguments = (log_rho, slots, limits, costs(kind, rows, generator), base, rule)
+            arguments = (log_rho, slots, limits, costs(kind, rows, generator), base)
             expected = choose(choose_budget_reference, *arguments)
             assert choose(choose_budget_triton, *arguments, device=device) == expected
 
@@ -180,33 +161,30 @@ def test_ties_of_s_go_to_the_smaller_budget(device: torch.device) -> None:
     log_rho[0, 0] = math.log(0.25)
     slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([1100], dtype=torch.int32)
     for run in (choose_budget_reference, choose_budget_triton):
-        for rule in RULES:
-            arguments = (log_rho, slots, limits, torch.ones(1200), 1, rule)
-            assert choose(run, *arguments, device=device) == [1]
+        arguments = (log_rho, slots, limits, torch.ones(1200), 1)
+        assert choose(run, *arguments, device=device) == [1]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_long_lists(rule: str, device: torch.device) -> None:
+def test_long_lists(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     log_rho = -0.001 * torch.rand(5, 300, generator=generator).cumsum(1)
     slots, limits = torch.arange(5), torch.full((5,), 300, dtype=torch.int32)
     for rows, more_than in ((700, 600), (1400, 1024), (2000, 1024)):  # the search goes by 1,024
         cost = costs("linear", rows, generator)
-        arguments = (log_rho, slots, limits, cost, 5, rule)
+        arguments = (log_rho, slots, limits, cost, 5)
         expected = choose(choose_budget_reference, *arguments)
         assert choose(choose_budget_triton, *arguments, device=device) == expected
         assert sum(expected) > more_than
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_promised_is_the_sum_over_the_chosen(rule: str, device: torch.device) -> None:
+def test_promised_is_the_sum_over_the_chosen(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(6)
     for reqs, limit in ((1, 1), (4, 23), (9, 16)):
         log_rho = scores(reqs + 2, limit, generator)
         slots = torch.randperm(reqs + 2, generator=generator)[:reqs]
         slots[1:][torch.rand(reqs - 1, generator=generator) < 0.3] = -1
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
-        arguments = (log_rho, slots, limits, costs("linear", 200, generator), reqs, rule)
+        arguments = (log_rho, slots, limits, costs("linear", 200, generator), reqs)
         for run in (choose_budget_reference, choose_budget_triton):
             counts, promised = choose_and_promise(run, *arguments, device=device)
             assert counts == choose(choose_budget_reference, *arguments)
@@ -287,8 +265,6 @@ def test_full_size(device: torch.device) -> None:
 def test_wrong_arguments_are_named() -> None:
     log_rho, slots, limits = torch.zeros(2, 3), torch.zeros(1).long(), torch.zeros(2).int()
     out, cost = torch.full((2,), -1).int(), torch.ones(4)
-    with pytest.raises(ValueError, match="rule must be one of"):
-        choose_budget(log_rho, slots, limits, cost, 1, out, "best")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"base_rows must be torch\.int32"):
         choose_budget(log_rho, slots, limits, cost, torch.tensor(1), out)
     with pytest.raises(ValueError, match=r"promised must have shape \[2\]"):

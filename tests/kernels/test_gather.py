@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bastion_kernels.gather import gather_rows, gather_rows_reference, gather_rows_triton
+from bastion_kernels.accept.gather import gather_rows, gather_rows_reference, gather_rows_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bastion_kernels.kv_compact import KVCompactor
+from bastion_kernels.accept.kv_compact import KVCompactor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.parametrize("run", ["compact_reference", "compact_triton", "compact"])

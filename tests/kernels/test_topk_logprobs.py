@@ -14,8 +14,8 @@ from bastion_kernels import (
     topk_logprobs_reference,
     topk_partial_reference,
 )
-from bastion_kernels.topk_logprobs import topk_logprobs_triton, topk_partial_triton
-from bastion_kernels.topk_merge import merge_topk_triton
+from bastion_kernels.draft.topk_logprobs import topk_logprobs_triton, topk_partial_triton
+from bastion_kernels.draft.topk_merge import merge_topk_triton
 
 
 def top(run, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

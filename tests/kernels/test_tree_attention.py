@@ -13,15 +13,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
 
-import bastion_kernels.tree_attention_workspace as workspace_module
-from bastion_kernels.tree_attention import (
+import bastion_kernels.attention.workspace as workspace_module
+from bastion_kernels.attention.tree_attention import (
     TreeAttentionWorkspace,
     tree_attention,
     tree_attention_reference,
     tree_attention_triton,
     write_kv,
 )
-from bastion_kernels.tree_attention_workspace import Tiles, default_tiles
+from bastion_kernels.attention.workspace import Tiles, default_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777.0

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-import bastion_kernels.tree_attention_workspace as workspace_module
-from bastion_kernels.tree_attention_workspace import Tiles, TreeAttentionWorkspace
+import bastion_kernels.attention.workspace as workspace_module
+from bastion_kernels.attention.workspace import Tiles, TreeAttentionWorkspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, GROUP = 8, 4

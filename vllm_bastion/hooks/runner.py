@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks inside a worker that was asked for method "bastion": the ledger's second half.
 
-They are installed by `vllm_bastion.runner.install`, later than the rest, because importing the
+They are installed by `vllm_bastion.step.install`, later than the rest, because importing the
 model runner is only right once the platform has applied its own patches. The names are wrapped in
 `vllm.v1.worker.gpu.model_runner`, which looks them up: it imported them by name. Each wrapper looks
 at the config it is given, so an engine without bastion in the same process gets the originals.
@@ -106,7 +106,7 @@ def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     from vllm.compilation import backends
     from vllm.config import get_current_vllm_config
 
-    from vllm_bastion.runner.attention import tree_backend
+    from vllm_bastion.attention import tree_backend
 
     backend = original(*args, **kwargs)
     # load_dflash_model builds the drafter under this tag.
@@ -119,11 +119,11 @@ def init_speculator(
     original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any
 ) -> Any:
     """BastionSpeculator in place of DFlashSpeculator."""
-    from vllm_bastion.runner.runtime import make_runtime
+    from vllm_bastion.step.runtime import make_runtime
 
     if bastion_config(vllm_config) is None:
         return original(vllm_config, device, req_states)
-    from vllm_bastion.runner.speculator import BastionSpeculator
+    from vllm_bastion.step.drafter import BastionSpeculator
 
     return BastionSpeculator(make_runtime(vllm_config, device), vllm_config, device)
 
@@ -132,7 +132,7 @@ def init_model_state(
     original: Callable[..., Any], vllm_config: Any, model: Any, encoder_cache: Any, device: Any
 ) -> Any:
     """BastionModelState in place of DefaultModelState."""
-    from vllm_bastion.runner.runtime import runtime_of
+    from vllm_bastion.step.runtime import runtime_of
 
     if bastion_config(vllm_config) is None:
         return original(vllm_config, model, encoder_cache, device)
@@ -141,7 +141,7 @@ def init_model_state(
     from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-    from vllm_bastion.runner.model_state import BastionModelState
+    from vllm_bastion.step.target import BastionModelState
     from vllm_bastion.validation import check_layers
 
     if resolve_model_state_cls(vllm_config, model) is not DefaultModelState:
@@ -156,14 +156,14 @@ def init_model_state(
 
 def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
     """BastionVerificationManager."""
-    from vllm_bastion.runner.runtime import runtime_of
+    from vllm_bastion.step.runtime import runtime_of
 
     vllm_config = kwargs["vllm_config"]
     config = bastion_config(vllm_config)
     if config is None:
         return original(**kwargs)
-    from vllm_bastion.runner.verification import BastionVerificationManager
-    from vllm_bastion.runner.verification_lagged import LaggedVerificationManager
+    from vllm_bastion.step.lagged import LaggedVerificationManager
+    from vllm_bastion.step.verification import BastionVerificationManager
 
     runtime = runtime_of(vllm_config)
     manager = LaggedVerificationManager if is_lagged(config) else BastionVerificationManager
@@ -197,7 +197,7 @@ def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> An
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
     """Attach the counts of verified nodes to the step's output."""
     output = original(self, grammar_output)
-    from vllm_bastion.runner.verification import BastionVerificationManager
+    from vllm_bastion.step.verification import BastionVerificationManager
 
     manager = self.adaptive_verification
     runner_output = getattr(output, "model_runner_output", None)
@@ -210,7 +210,7 @@ def warm_up(original: Callable[..., Any], self: Any) -> Any:
     """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
     if bastion_config(self.vllm_config) is None:
         return original(self)
-    from vllm_bastion.runner.calibrate import calibrate, dummy_tree_step
+    from vllm_bastion.cost.measure import calibrate, dummy_tree_step
 
     runner = self.model_runner
     for part in (runner.model_state, runner.speculator, runner.adaptive_verification):

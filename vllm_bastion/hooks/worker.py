@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_bastion import interpreter
 from vllm_bastion.config import bastion_config
+from vllm_bastion.cpu import interpreter
 from vllm_bastion.hooks.wrap import wrap
 
 
@@ -36,7 +36,7 @@ def init_device(original: Callable[..., Any], self: Any) -> None:
             expects="(logits, k, p, mask_value=)",
         )
     if bastion_config(self.vllm_config) is not None:
-        from vllm_bastion import runner
+        from vllm_bastion import step as runner
 
         runner.install(self.vllm_config)
     original(self)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention as a case: several KV caches in turn, a check in fp32, and its rivals.
+
+In a model every layer reads a cache of its own, after the weights of a layer have gone through the
+L2 cache. Here the calls of a graph go round caches that together are many times the L2 cache, so
+that each call reads its keys and values from memory. The queries, as in a model, are still warm.
+The rivals, which are causal, get the same caches, or copies, in the same turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bastion_kernels.attention.mask import ancestor_bits_reference
+from bastion_kernels.attention.tree_attention import TreeAttentionWorkspace, tree_attention_triton
+from benchmarks.gpu.attention_baseline import Offer, Step, offers
+from benchmarks.gpu.harness import Call, Case, Rival
+from benchmarks.gpu.shapes import POISON, Model
+
+_MOST_CACHES = 128
+
+
+def dense(query: Tensor, kv: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[rows, Hq, d]` masked attention of one request over `[L, Hkv, 2d]`, all in `dtype`."""
+    heads, dim = query.shape[1:]
+    kv = kv.to(dtype).repeat_interleave(heads // kv.shape[1], dim=1)
+    scores = torch.einsum("qhd,lhd->hql", query.to(dtype), kv[..., :dim]) * dim**-0.5
+    scores.masked_fill_(~allowed, float("-inf"))
+    return torch.einsum("hql,lhd->qhd", scores.softmax(-1), kv[..., dim:])
+
+
+def check_attention(
+    name: str, out: Tensor, step: Step, query: Tensor, kv_cache: Tensor, tails: Tensor
+) -> None:
+    """Raise unless `out` is at most twice as far from fp32 as plain PyTorch in the queries' dtype.
+
+    Args:
+        out: `[T, Hq, d]`.
+        tails: `[R, rows, rows]` bool, which of the last rows each of them sees.
+    """
+    context = step.length - step.rows
+    pages = -(-step.length // kv_cache.shape[2])
+    for r, tail in enumerate(tails):
+        kv = kv_cache[step.table[r, :pages].long()].transpose(1, 2).flatten(0, 1)[: step.length]
+        allowed = torch.cat([tail.new_ones(step.rows, context), tail], dim=1).to(query.device)
+        mine = slice(r * step.rows, (r + 1) * step.rows)
+        truth = dense(query[mine], kv, allowed, torch.float32)
+        usual = (dense(query[mine], kv, allowed, query.dtype) - truth).abs().max().item()
+        error = (out[mine].float() - truth).abs().max().item()
+        if not error <= 2 * usual + 1e-5:  # NaN fails
+            raise AssertionError(f"{name}: error {error:.3g}, PyTorch's {usual:.3g}")
+
+
+def causal_tails(step: Step) -> Tensor:
+    """Tails of rivals."""
+    tails = torch.ones(step.rows, step.rows, dtype=torch.bool).tril()
+    return tails.expand(len(step.lengths), -1, -1)
+
+
+def in_turn(calls: Sequence[Callable[[], object]], least: int) -> list[Call]:
+    """All of them once, and again from the first on until there are `least`."""
+    return [calls[i % len(calls)] for i in range(max(least, len(calls)))]
+
+
+def random_trees(
+    reqs: int, nodes: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:  # [R, N] parents, [R, N+1, N+1] bool: who sees whom
+    """Every node under a node before it, drawn evenly."""
+    parents = torch.stack(
+        [(torch.rand(reqs, generator=generator) * (j + 1)).long() for j in range(nodes)], dim=1
+    )
+    sees = torch.eye(nodes + 1, dtype=torch.bool).repeat(reqs, 1, 1)
+    for j in range(nodes):
+        sees[:, j + 1] |= sees[torch.arange(reqs), parents[:, j]]
+    return parents, sees
+
+
+def rival_of(
+    offer: Offer, step: Step, query: Tensor, caches: Sequence[Tensor], least: int
+) -> Rival:
+    """An installed attention function on this batch; its copies are made when it is built."""
+
+    def build() -> tuple[Sequence[Call], Call]:
+        calls = [offer.prepare(step, query, kv_cache) for kv_cache in caches]
+
+        def check() -> None:
+            out = calls[0]().reshape(query.shape)
+            check_attention(offer.name, out, step, query, caches[0], causal_tails(step))
+
+        return in_turn(calls, least), check
+
+    return Rival(offer.name, build, offer.fa3)
+
+
+def attention_case(model: Model, reqs: int, nodes: int, context: int, device: str) -> Case:
+    """Trees of `nodes` nodes over `context` cached rows."""
+    rows, dim = nodes + 1, model.head_dim
+    length = context + rows
+    pages = -(-length // model.page)
+    bytes_read = model.dtype.itemsize * reqs * length * model.kv_heads * 2 * dim
+    count = min(_MOST_CACHES, max(2, -(-model.cold_bytes // bytes_read)))
+    g = torch.Generator().manual_seed(context + reqs)
+    table = torch.randperm(reqs * pages, generator=g).view(reqs, pages).int().to(device)
+    shape = (reqs * pages, model.page, model.kv_heads, 2 * dim)
+    caches = [
+        torch.randn(shape, device=device, dtype=model.dtype).transpose(1, 2) for _ in range(count)
+    ]
+    query = torch.randn(reqs * rows, model.heads, dim, device=device, dtype=model.dtype)
+    out = torch.full_like(query, POISON)
+    starts = torch.arange(reqs + 1, dtype=torch.int32, device=device) * rows
+    lengths = torch.full((reqs,), length, dtype=torch.int32, device=device)
+    tails = torch.full((reqs,), rows, dtype=torch.int32, device=device)
+    slots = torch.arange(reqs)
+    parents, sees = random_trees(reqs, nodes, g)
+    bits = torch.zeros(reqs, rows, (rows + 31) // 32, dtype=torch.int32)
+    ancestor_bits_reference(parents.int(), slots, bits)
+    bits, slots = bits.to(device), slots.to(device)
+    workspace = TreeAttentionWorkspace(
+        model.heads, model.kv_heads, dim, model.dtype, reqs * rows, reqs, device
+    )
+    workspace.plan(starts, lengths)  # once per step, so not part of a layer's time
+    step = Step(rows, length, table, starts, lengths)
+
+    def attend(kv_cache: Tensor) -> None:
+        tree_attention_triton(
+            query, kv_cache, table, starts, lengths, tails, slots, bits, dim**-0.5, out,
+            workspace=workspace,
+        )  # fmt: skip
+
+    def check() -> None:
+        for kv_cache in (caches[0], caches[-1]):
+            out.fill_(POISON)
+            attend(kv_cache)
+            check_attention("tree_attention", out, step, query, kv_cache, sees)
+
+    found = () if device == "cpu" else offers()[0]
+    return Case(
+        check=check,
+        calls=in_turn([partial(attend, kv_cache) for kv_cache in caches], model.least_calls),
+        bytes_moved=bytes_read + 2 * out.nbytes,
+        flops=4 * reqs * rows * length * model.heads * dim,
+        memory=f"cold: {count} caches of {bytes_read / 1e6:.0f} MB in turn",
+        rivals=[rival_of(offer, step, query, caches, model.least_calls) for offer in found],
+    )

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check every op of bastion_kernels, then time it.
+
+    python benchmarks/gpu/bench_kernels.py [--op attention] [--replays 100] [--out FILE.json]
+    python benchmarks/gpu/bench_kernels.py --quick   # only what there is a promise about: minutes
+    python benchmarks/gpu/bench_kernels.py --check   # only the checks; small shapes without a GPU
+
+Prints per case: median, 20th and 80th percentile in microseconds under CUDA-graph replay, GB/s or
+TFLOP/s, the fraction of what a plain copy or matrix product reached in the same run, the clock, the
+fastest rival, and the case's bar as measured over allowed (met when at most 1). No speed is printed
+where the check fails. The JSON file is rewritten after every case, so that a run that is cut short
+leaves what it measured; there, every row also says what its data was ("memory") and every rival.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # from a checkout, installed or not
+NEEDS = (
+    "Speed is measured on a CUDA GPU, by a Python (3.11 or newer) whose PyTorch is built for CUDA "
+    "and which has Triton; vLLM or flash-attn, where installed, are timed beside our ops. Choose "
+    "the Python with `make bench BENCH_PYTHON=...`."
+)
+
+# not imported before the variable below is set, which Triton's own functions heed when defined
+for package in ("torch", "triton"):
+    if importlib.util.find_spec(package) is None:
+        raise SystemExit(f"bench_kernels: {sys.executable} has no {package}. {NEEDS}")
+
+import torch  # noqa: E402
+
+if torch.cuda.is_available():
+    os.environ.pop("TRITON_INTERPRET", None)  # the interpreter's speed is nobody's
+else:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
+from benchmarks.gpu.attention_baseline import offers  # noqa: E402
+from benchmarks.gpu.cases import QWEN3_8B, TINY, cases  # noqa: E402
+from benchmarks.gpu.harness import (  # noqa: E402
+    Ceilings,
+    Row,
+    measure_ceilings,
+    provenance,
+    reason,
+    run_entry,
+)
+
+OPS = ("draft", "walk", "compact", "gather", "attention")
+
+
+def line(row: Row) -> str:
+    """One line of the table."""
+    if row.timing is None:
+        return f"{row.name:44} {row.failed.upper()} FAILED, not timed: {row.error}"
+    t = row.timing
+    text = f"{row.name:44} {t.median:9.1f} {t.p20:9.1f} {t.p80:9.1f}"
+    text += f" {row.gb_per_s:8.0f}" if row.gb_per_s else " " * 9
+    text += f" {row.tflop_per_s:8.1f}" if row.tflop_per_s else " " * 9
+    text += f" {row.fraction:8.0%}" if row.fraction else " " * 9
+    text += f" {t.sm_mhz or '?':>5}"
+    # the fastest rival, and the bar's where that is another
+    beside = {row.baseline: row.baseline_timing, row.judge: row.judge_timing}
+    for name, timing in beside.items():
+        if timing is not None:
+            text += f"  {t.median / timing.median:.2f}x {name} ({timing.median:.1f} us)"
+    if row.bar is not None:
+        measured = "" if row.bar_ratio is None else f"{row.bar_ratio:.2f} "
+        text += f"  bar {row.bar.limit:g} {row.bar.kind}: {measured}{row.verdict}"
+    return text
+
+
+class Report:
+    """The results so far, in a file that is whole at any time."""
+
+    def __init__(self, path: Path, ceilings: Ceilings | None, planned: int) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        found, missing = offers() if torch.cuda.is_available() else ((), {})
+        self.head: dict[str, Any] = {
+            "provenance": provenance(),
+            "ceilings": ceilings
+            and {"copy_gb_per_s": ceilings.copy, "matmul_tflop_per_s": ceilings.matmul},
+            "rivals": {"installed": [offer.name for offer in found], "missing": missing},
+            "planned": planned,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.write()
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
+        rows = [row.as_json() for row in self.rows]
+        whole = {**self.head, "complete": len(rows) == self.head["planned"], "rows": rows}
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_text(json.dumps(whole, indent=1) + "\n")
+        os.replace(unfinished, self.path)
+
+    def summary(self) -> str:
+        verdicts = Counter(row.verdict for row in self.rows if row.verdict)
+        parts = [f"{count} {verdict}" for verdict, count in verdicts.items()]
+        failed = sum(bool(row.failed) for row in self.rows)
+        return f"bars: {', '.join(parts) or 'none'}" + (f"; {failed} FAILED" if failed else "")
+
+
+def run_checks(ops: Sequence[str], quick: bool) -> int:
+    """Run the checks alone; on a CPU the Triton code is interpreted, at small shapes."""
+    on_gpu = torch.cuda.is_available()
+    failed = 0
+    for entry in cases(QWEN3_8B if on_gpu else TINY, "cuda" if on_gpu else "cpu", quick):
+        if ops and entry.op not in ops:
+            continue
+        try:
+            entry.make().check()
+        except Exception as error:
+            failed += 1
+            print(f"{entry.name:44} FAILED: {reason(error)}")
+        else:
+            print(f"{entry.name:44} ok")
+    return failed
+
+
+def run_timings(ops: Sequence[str], replays: int, quick: bool, out: Path) -> Report:
+    """Check and time, writing `out` all along."""
+    entries = [e for e in cases(QWEN3_8B, "cuda", quick) if not ops or e.op in ops]
+    ceilings = measure_ceilings(replays)
+    torch.cuda.empty_cache()
+    report = Report(out, ceilings, len(entries))
+    print(f"{torch.cuda.get_device_name()}: a copy reaches {ceilings.copy:.0f} GB/s,", end=" ")
+    print(f"a bf16 matrix product {ceilings.matmul:.0f} TFLOP/s")
+    if any(entry.op == "attention" for entry in entries):
+        rivals = report.head["rivals"]
+        print(f"rivals of attention: {'; '.join(rivals['installed'])}")
+        for name, why in rivals["missing"].items():
+            print(f"  not {name}: {why}")
+    print(f"{'case':44} {'median us':>9} {'p20':>9} {'p80':>9}", end=" ")
+    print(f"{'GB/s':>8} {'TFLOP/s':>8} {'of it':>8} {'MHz':>5}", flush=True)
+    for entry in entries:
+        row = run_entry(entry, ceilings, replays)
+        report.add(row)
+        print(line(row), flush=True)
+        for rival in row.rivals:
+            if "error" in rival:
+                print(f"  not {rival['name']}: {rival['error'][:160]}", flush=True)
+        torch.cuda.empty_cache()
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit code is 1 where a case failed, whatever the bars."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", action="append", choices=OPS, help="only this op (repeatable)")
+    parser.add_argument("--quick", action="store_true", help="only the cases that have a bar")
+    parser.add_argument("--replays", type=int, default=100, help="graph replays per case, at most")
+    parser.add_argument("--out", type=Path, help="JSON file, by default under benchmarks/results")
+    parser.add_argument("--check", action="store_true", help="only check, do not time")
+    args = parser.parse_args(argv)
+    if args.check:
+        return 1 if run_checks(args.op or (), args.quick) else 0
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "bench_kernels: no CUDA device, so there is no speed to measure; --check runs the "
+            f"correctness checks on this machine. {NEEDS}"
+        )
+    begin = time.perf_counter()
+    gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
+    out = args.out or ROOT / "benchmarks" / "results" / f"kernels-{gpu}.json"
+    report = run_timings(args.op or (), args.replays, args.quick, out)
+    print(f"{report.summary()}; {time.perf_counter() - begin:.0f} s; written to {out}")
+    return 1 if any(row.failed for row in report.rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing under CUDA-graph replay, against the machine's own ceilings and against rivals.
+
+A case is a check and a list of calls. No call is timed before the check has passed. The calls, five
+or more, are captured one after another into one graph, so that host time stays out, the start of a
+replay is shared among them, and each call may use its own data (a layer's cache, say), which the
+calls before it have driven out of the L2 cache. The time of a call is a replay's time divided by
+their number; gaps between kernels are in it, as they are in a model.
+
+A rival does the same work by other means. Each is checked too, all are timed, and the fastest is
+the baseline. A bar about FlashAttention 3 is judged against the fastest of its rivals that is one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.provenance import provenance, sm_clock
+
+__all__ = ["Bar", "Call", "Case", "Ceilings", "Entry", "Rival", "Row", "Timing", "measure_ceilings",
+           "provenance", "quantiles", "run_entry", "time_calls"]  # fmt: skip
+
+Call = Callable[[], object]
+
+# Clocks fall within the seconds that a check on the host takes and need this long to come back.
+WARM_UP_S = 0.3
+# All replays of one measurement together, at most: a slow rival gets fewer of them.
+MEASURED_S = 1.0
+LEAST_REPLAYS = 10
+# The device is kept busy this long while its clock is read.
+CLOCK_READ_S = 0.03
+US, OF_COPY, FA3 = "us", "of copy", "x FlashAttention 3"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call over the replays, and the clock they ran at."""
+
+    median: float
+    p20: float
+    p80: float
+    sm_mhz: int | None = None
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What plain PyTorch reached on this machine in this run."""
+
+    # bytes read and written per second by a large copy, GB/s
+    copy: float
+    # a large bf16 matrix product, TFLOP/s
+    matmul: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a case has to reach; `kind` is US, OF_COPY or FA3 (times the fastest rival's time)."""
+
+    kind: str
+    limit: float
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Another way to do a case's work."""
+
+    name: str
+    # makes its calls and its check; may fail
+    build: Callable[[], tuple[Sequence[Call], Call]]
+    # whether it is FlashAttention 3, which the bar is about
+    fa3: bool = False
+
+
+@dataclass
+class Case:
+    """One op at one shape, with its buffers."""
+
+    check: Call
+    calls: Sequence[Call]
+    # of one call
+    bytes_moved: int = 0
+    flops: int = 0
+    # where a call finds its data: "hot" in the L2 cache, or "cold" and why
+    memory: str = "hot"
+    rivals: Sequence[Rival] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case that is yet to be made: one at a time, because of the memory they take."""
+
+    op: str
+    name: str
+    make: Callable[[], Case]
+    bar: Bar | None = None
+    # part of `--quick`
+    quick: bool = False
+
+
+@dataclass
+class Row:
+    """A result: without a timing if something failed."""
+
+    name: str
+    bar: Bar | None = None
+    # "build", "check" or "timing"
+    failed: str = ""
+    error: str = ""
+    traceback: str = ""
+    timing: Timing | None = None
+    calls: int | None = None
+    memory: str = ""
+    gb_per_s: float | None = None
+    tflop_per_s: float | None = None
+    # of the ceiling that the case is nearer to
+    fraction: float | None = None
+    # the fastest rival
+    baseline: str = ""
+    baseline_timing: Timing | None = None
+    # the rival that the bar is judged against
+    judge: str = ""
+    judge_timing: Timing | None = None
+    # name and timing, or error, of every rival
+    rivals: list[dict[str, Any]] = field(default_factory=list)
+    # what was measured over what is allowed: met when <= 1
+    bar_ratio: float | None = None
+    verdict: str = ""
+    seconds: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain types, empty fields left out."""
+        return {key: value for key, value in asdict(self).items() if value not in (None, "", [])}
+
+
+Timer = Callable[[Sequence[Call], int], Timing]
+
+
+def quantiles(samples: Sequence[float]) -> Timing:
+    """Median, 20th and 80th percentile, by linear interpolation."""
+    if len(samples) == 1:
+        return Timing(samples[0], samples[0], samples[0])
+    cuts = statistics.quantiles(samples, n=10, method="inclusive")
+    return Timing(statistics.median(samples), cuts[1], cuts[7])
+
+
+def warm_up(run: Call, wait: Call, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Run for WARM_UP_S; returns the seconds that one run takes."""
+    done, batch, start = 0, 1, clock()
+    while done == 0 or clock() - start < WARM_UP_S:
+        for _ in range(batch):
+            run()
+        wait()
+        done += batch
+        batch = min(2 * batch, 32)
+    return (clock() - start) / done
+
+
+def time_calls(calls: Sequence[Call], replays: int) -> Timing:
+    """Time a call by replaying a graph of all of them; needs a CUDA device."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compile, and allocate what is allocated once
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    each = warm_up(graph.replay, torch.cuda.synchronize)
+    replays = max(min(replays, int(MEASURED_S / each)), min(replays, LEAST_REPLAYS))
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(replays)
+    ]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    for _ in range(math.ceil(CLOCK_READ_S / each)):
+        graph.replay()
+    mhz = sm_clock()
+    torch.cuda.synchronize()
+    samples = [1e3 * start.elapsed_time(end) / len(calls) for start, end in events]
+    return replace(quantiles(samples), sm_mhz=mhz)
+
+
+def measure_ceilings(replays: int) -> Ceilings:
+    """Time a 2 GiB copy and a square bf16 product of random matrices."""
+    source = torch.randn(2**29, device="cuda")
+    copy = time_calls([partial(torch.empty_like(source).copy_, source)], replays)
+    moved = 2 * source.nbytes
+    size = 8192
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    product = time_calls([partial(torch.mm, a, b, out=torch.empty_like(a))], replays)
+    return Ceilings(1e-3 * moved / copy.median, 1e-6 * 2 * size**3 / product.median)
+
+
+def run_entry(entry: Entry, ceilings: Ceilings, replays: int, timer: Timer = time_calls) -> Row:
+    """Make, check, then time; where anything fails there is an error and no speed."""
+    row = Row(entry.name, bar=entry.bar)
+    start, stage = time.perf_counter(), "build"
+    try:
+        case = entry.make()
+        stage = "check"
+        case.check()
+        stage = "timing"
+        row.timing = timer(case.calls, replays)
+    except Exception as error:  # whatever is wrong, the other cases still run
+        row.failed, row.error = stage, reason(error)
+        row.traceback = traceback.format_exc()[-3000:]
+    else:
+        row.calls, row.memory = len(case.calls), case.memory
+        _rate(row, case, ceilings)
+        for rival in case.rivals:
+            row.rivals.append(_run_rival(rival, replays, timer))
+        _compare(row)
+        _judge(row, ceilings)
+    row.seconds = round(time.perf_counter() - start, 2)
+    return row
+
+
+def reason(error: BaseException) -> str:
+    """An error in a line."""
+    text = f"{type(error).__name__}: {error}".strip()
+    return " ".join(text.split())[:300]
+
+
+def _run_rival(rival: Rival, replays: int, timer: Timer) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": rival.name, "fa3": rival.fa3}
+    try:
+        calls, check = rival.build()
+        check()
+        told["timing"] = timer(calls, replays)
+    except Exception as error:  # not every rival takes every shape
+        told["error"] = reason(error)
+    if torch.cuda.is_available():
+        calls = check = None  # type: ignore[assignment]  # its copies of the caches go first
+        torch.cuda.empty_cache()
+    return told
+
+
+def _rate(row: Row, case: Case, ceilings: Ceilings) -> None:
+    assert row.timing is not None
+    fractions = []
+    if case.bytes_moved:
+        row.gb_per_s = 1e-3 * case.bytes_moved / row.timing.median
+        fractions.append(row.gb_per_s / ceilings.copy)
+    if case.flops:
+        row.tflop_per_s = 1e-6 * case.flops / row.timing.median
+        fractions.append(row.tflop_per_s / ceilings.matmul)
+    row.fraction = max(fractions, default=None)
+
+
+def _compare(row: Row) -> None:
+    timed = [told for told in row.rivals if "timing" in told]
+    timed.sort(key=lambda told: told["timing"].median)
+    if timed:
+        row.baseline, row.baseline_timing = timed[0]["name"], timed[0]["timing"]
+    of_the_bar = [told for told in timed if told["fa3"]]
+    if of_the_bar:
+        row.judge, row.judge_timing = of_the_bar[0]["name"], of_the_bar[0]["timing"]
+
+
+def _judge(row: Row, ceilings: Ceilings) -> None:
+    assert row.timing is not None
+    if row.bar is None:
+        return
+    if row.bar.kind == US:
+        row.bar_ratio = row.timing.median / row.bar.limit
+    elif row.bar.kind == OF_COPY:
+        assert row.gb_per_s is not None
+        row.bar_ratio = row.bar.limit * ceilings.copy / row.gb_per_s
+    elif row.judge_timing is not None:
+        row.bar_ratio = row.timing.median / row.judge_timing.median / row.bar.limit
+    else:
+        tried = any(told["fa3"] for told in row.rivals)
+        row.verdict = f"{'FA3 failed' if tried else 'no FA3'} here: not judged"
+        return
+    row.verdict = "met" if row.bar_ratio <= 1 else "MISSED"

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluate budget policies on a recording, with any cost table, without a model.
+
+    python -m benchmarks.replay RECORDING.npz [--cost NAME=PROFILE.json ...] [--out FOLDER]
+
+Prints the tables and writes them as `replay.json`, with two PNG figures per cost table. The paper's
+A100 points are always among the cost tables; a measured one is any latency profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.replay.costs import CostSource, from_profile, paper_a100
+from benchmarks.replay.figures import sweep_figure, tradeoff_figure
+from benchmarks.replay.recording import load_recording
+from benchmarks.replay.simulation import Corpus
+from benchmarks.replay.studies import (
+    BATCH_NODES,
+    BATCHES,
+    batch_study,
+    budget_study,
+    drift_study,
+    overhead,
+    score_study,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recording", type=Path, nargs="+")
+    parser.add_argument("--cost", action="append", default=[], metavar="NAME=PROFILE.json")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay"))
+    parser.add_argument("--max-nodes", type=int, default=1024)
+    parser.add_argument("--no-figures", action="store_true", help="skip the PNGs")
+    arguments = parser.parse_args(argv)
+    max_rows = max(arguments.max_nodes + 1, max(BATCHES) * (BATCH_NODES + 1))
+    sources = [paper_a100(max_rows)]
+    for pair in arguments.cost:
+        name, _, path = pair.partition("=")
+        if not path:
+            parser.error(f"--cost wants NAME=PROFILE.json, got {pair!r}")
+        sources.append(from_profile(name, Path(path), max_rows))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report = []
+    for path in arguments.recording:
+        recording = load_recording(path)
+        for temperature in sorted(set(recording.temperatures.tolist())):
+            corpus = Corpus(recording, arguments.max_nodes, temperature)
+            label = f"{path.stem}, T={temperature:g}"
+            report.append(
+                {
+                    "recording": path.name,
+                    "meta": recording.meta,
+                    "temperature": temperature,
+                    "requests": len(corpus.requests),
+                    "positions": sum(request.last for request in corpus.requests),
+                    "costs": _evaluate(
+                        corpus, sources, label, None if arguments.no_figures else arguments.out
+                    ),
+                }
+            )
+    (arguments.out / "replay.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _evaluate(
+    corpus: Corpus, sources: list[CostSource], label: str, figures: Path | None
+) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for source in sources:
+        start = time.perf_counter()
+        print(f"\n## {label}, cost: {source.name}\n")
+        study = budget_study(corpus, source)
+        _print_budgets(study)
+        scores = score_study(corpus, source)
+        print("\nA-hat against the accepted length\n")
+        _print_rows([{"scores": name, **row} for name, row in scores.items()])
+        drift = drift_study(corpus, source)
+        print("\nEstimators, speed as a share of a controller that knows the slowdown\n")
+        _print_rows(drift)
+        batches = batch_study(corpus, source)
+        print("\nBatches, speed-up over plain decoding at the same batch\n")
+        _print_rows(batches)
+        own = overhead(corpus, source)
+        print(
+            f"\nController on the host, batch 1: {own['decision us']:.0f} us a step, "
+            f"{100 * own['share']:.2f} % of {own['step ms']:.1f} ms"
+        )
+        out[source.name] = {
+            "budgets": study,
+            "scores": scores,
+            "drift": drift,
+            "batches": batches,
+            "overhead": own,
+            "seconds": time.perf_counter() - start,
+        }
+        if figures is not None:
+            stem = _slug(f"{label}-{source.name}")
+            tradeoff_figure(corpus, source, study, figures / f"tradeoff-{stem}.png")
+    if figures is not None:
+        studies = {name: result["budgets"] for name, result in out.items()}
+        sweep_figure(studies, figures / f"sweep-{_slug(label)}.png")
+    return out
+
+
+def _print_budgets(study: dict[str, Any]) -> None:
+    columns = [*study["domains"], "average"]
+    print("| policy | " + " | ".join(f"{c}: speed-up, tau, N" for c in columns) + " |")
+    print("|---|" + "---|" * len(columns))
+    for name, row in study["rows"].items():
+        cells = [
+            f"{row[c]['speedup']:.2f}x, {row[c]['tau']:.2f}, {row[c]['nodes']:.0f}" for c in columns
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    print()
+    for name, value in study["summary"].items():
+        print(f"- {name}: {value:.3f}" if isinstance(value, float) else f"- {name}: {value}")
+
+
+def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float | np.floating) else str(value)
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-").replace("--", "-")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many draft nodes to verify: S(N) over the whole batch, on the host.
+
+This file only decides counts. The shape of a tree is fixed by best-first expansion: its nodes come
+sorted by path score rho, and any prefix of them is a tree, so a request's decision is one number.
+
+Nodes of all requests compete by rho. With n the n best of them, R the requests and `base_rows` the
+rows that are no draft nodes (roots and prefill tokens),
+
+    S(n) = (R + sum of the n best rho) / C(base_rows + n)          tokens per millisecond
+
+and N* = argmax S. For R = 1 this is the paper's S(N) without its constant L_AR. `first_decrease` is
+the paper's Algorithm 1, which stops at the first n that does not improve S: the same answer on a
+convex cost (Proposition 3), not on a staircase. `bastion_kernels.choose_budget` is the same rule on
+the device; this one serves the lagged size, the replay and the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vllm_bastion.cost.online import LatencyModel
+from vllm_bastion.cost.table import CostArray
+
+Rule = Literal["argmax", "first_decrease"]
+Timing = Literal["exact", "lagged"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The decision for one step."""
+
+    # [R] int32, nodes to verify of each request (a prefix of its columns)
+    counts: NDArray[np.int32]
+    # expected tokens of the step: R + sum of the chosen rho
+    expected_tokens: float
+    # cost of the whole cycle at this size, ms
+    cost_ms: float
+
+    @property
+    def num_nodes(self) -> int:
+        """Draft nodes of the whole batch, N*."""
+        return int(self.counts.sum())
+
+    @property
+    def tokens_per_ms(self) -> float:
+        """S(N*)."""
+        return self.expected_tokens / self.cost_ms
+
+
+@dataclass(frozen=True)
+class ScoreOrder:
+    """Nodes of a batch from the highest path score down; ties keep the lower row first."""
+
+    # [M] int64, batch row of each node
+    rows: NDArray[np.int64]
+    # [M + 1] float64, R + sum of the first n scores
+    expected: NDArray[np.float64]
+    num_reqs: int
+
+    def counts(self, n: int) -> NDArray[np.int32]:
+        """[R] int32: how many of the n best nodes each request owns."""
+        return np.bincount(self.rows[:n], minlength=self.num_reqs).astype(np.int32)
+
+
+def order_scores(rho: ArrayLike, limits: ArrayLike) -> ScoreOrder:
+    """Sort the nodes of a batch.
+
+    Args:
+        rho: [R, N] path scores, each row non-increasing; unused columns 0.
+        limits: [R] most nodes each request may have (its nodes in use and its remaining length).
+    """
+    scores = np.asarray(rho, dtype=np.float64)
+    num_reqs, num_columns = scores.shape
+    usable = np.arange(num_columns) < np.asarray(limits)[:, None]
+    flat = np.flatnonzero(usable)
+    values = scores.ravel()[flat]
+    order = np.argsort(-values, kind="stable")
+    expected = np.empty(len(order) + 1)
+    expected[0] = num_reqs
+    np.cumsum(values[order], out=expected[1:])
+    expected[1:] += num_reqs
+    return ScoreOrder(flat[order] // max(num_columns, 1), expected, num_reqs)
+
+
+def speedup_curve(order: ScoreOrder, cost_ms: CostArray, base_rows: int) -> NDArray[np.float64]:
+    """S(n) for n = 0 .. as many nodes as there are and the cost table reaches.
+
+    A step whose other rows alone are beyond the table (a long prompt chunk) gets no draft nodes.
+    """
+    base_rows = min(base_rows, len(cost_ms) - 1)
+    top = min(len(order.rows), len(cost_ms) - 1 - base_rows)
+    cost = cost_ms[base_rows : base_rows + top + 1].astype(np.float64)
+    return order.expected[: top + 1] / cost
+
+
+def best_size(curve: NDArray[np.float64], rule: Rule = "argmax") -> int:
+    """N* on a curve S(0..n); the smallest of equals."""
+    if rule == "argmax":
+        return int(np.argmax(curve))
+    stops = np.flatnonzero(curve[1:] <= curve[:-1])
+    return int(stops[0]) if len(stops) else len(curve) - 1
+
+
+def choose_budget(
+    rho: ArrayLike,
+    limits: ArrayLike,
+    cost_ms: CostArray,
+    base_rows: int,
+    rule: Rule = "argmax",
+) -> Budget:
+    """The budget of a batch whose nodes compete for one step (see the module).
+
+    Args:
+        rho: [R, N] path scores, each row non-increasing.
+        limits: [R] most nodes each request may have.
+        cost_ms: [rows + 1] cost of a cycle by total target rows.
+        base_rows: rows of the step that are no draft nodes, roots included.
+        rule: `argmax`, or the paper's `first_decrease`.
+    """
+    order = order_scores(rho, limits)
+    n = best_size(speedup_curve(order, cost_ms, base_rows), rule)
+    return _budget(order, n, cost_ms, base_rows)
+
+
+def _budget(order: ScoreOrder, n: int, cost_ms: CostArray, base_rows: int) -> Budget:
+    row = min(base_rows + n, len(cost_ms) - 1)
+    return Budget(order.counts(n), float(order.expected[n]), float(cost_ms[row]))
+
+
+class BudgetController:
+    """Budgets of successive steps, with the state that the lagged timing needs.
+
+    Args:
+        latency: what a cycle is believed to cost.
+        rule: `argmax`, or the paper's `first_decrease`.
+        timing: `exact` sizes the step by its own scores. `lagged` takes the size that the previous
+            step's scores asked for, per request of the batch, and fills it with this step's best
+            nodes, so that the host never waits for this step's scores.
+    """
+
+    def __init__(
+        self, latency: LatencyModel, *, rule: Rule = "argmax", timing: Timing = "exact"
+    ) -> None:
+        self.latency = latency
+        self.rule: Rule = rule
+        self.timing: Timing = timing
+        # nodes per request that the last step's scores asked for
+        self._last_per_request: float | None = None
+
+    def cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
+        """[max_rows + 1] float32: the cost row that `choose_budget` reads, here or on a device."""
+        return self.latency.cycle_cost_ms(num_reqs, context_len)
+
+    def decide(
+        self,
+        rho: ArrayLike,
+        limits: ArrayLike,
+        context_len: float,
+        prefill_rows: int = 0,
+    ) -> Budget:
+        """The step's budget.
+
+        Args:
+            rho: [R, N] path scores of the requests that decode, each row non-increasing.
+            limits: [R] most nodes each request may have.
+            context_len: mean cached tokens per request.
+            prefill_rows: prompt tokens that ride in the same step.
+        """
+        order = order_scores(rho, limits)
+        base_rows = order.num_reqs + prefill_rows
+        cost = self.cost_ms(order.num_reqs, context_len)
+        curve = speedup_curve(order, cost, base_rows)
+        n = best_size(curve, self.rule)
+        if self.timing == "lagged":
+            wanted, self._last_per_request = self._last_per_request, n / order.num_reqs
+            if wanted is not None:
+                n = min(round(wanted * order.num_reqs), len(curve) - 1)
+        return _budget(order, n, cost, base_rows)

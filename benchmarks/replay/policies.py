@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policies that replay compares."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.replay.controller import Budget, BudgetController, Rule, Timing, choose_budget
+from benchmarks.replay.path_scores import PathScoreCorrection
+from benchmarks.replay.simulation import Corpus, Outcome
+from benchmarks.replay.steps import StepTree, beam_accepted, best_first, chain_accepted
+from vllm_bastion.cost.gate import DraftGate
+from vllm_bastion.cost.online import LatencyModel
+
+
+@dataclass
+class Plain:
+    """One token per request and step, nothing drafted."""
+
+    name: str = "plain"
+
+    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+        """See `Policy`."""
+        return Outcome([0] * len(steps), 0, drafted=False)
+
+    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+        """Nothing to learn."""
+
+
+@dataclass
+class Chain:
+    """The drafter's top-1 token at every depth: what stock DFlash verifies."""
+
+    corpus: Corpus
+    name: str = "chain"
+
+    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+        """See `Policy`."""
+        accepted = [chain_accepted(self.corpus.ranks[step]) for step in steps]
+        return Outcome(accepted, len(steps) * self.corpus.recording.depth)
+
+    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+        """Nothing to learn."""
+
+
+@dataclass
+class Beam:
+    """`width` nodes at every depth."""
+
+    corpus: Corpus
+    width: int
+
+    @property
+    def name(self) -> str:
+        """E.g. beam 4x15."""
+        return f"beam {self.width}x{self.corpus.recording.depth}"
+
+    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+        """See `Policy`."""
+        logprobs = self.corpus.recording.topk_logprobs
+        accepted = [beam_accepted(logprobs[s], self.corpus.ranks[s], self.width) for s in steps]
+        # the first level has no more than K nodes
+        depth, top_k = logprobs.shape[1:]
+        nodes = min(self.width, top_k) + (depth - 1) * self.width
+        return Outcome(accepted, len(steps) * nodes)
+
+    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+        """Nothing to learn."""
+
+
+@dataclass
+class Fixed:
+    """The best `nodes` nodes of every request."""
+
+    corpus: Corpus
+    nodes: int
+
+    @property
+    def name(self) -> str:
+        """E.g. fixed 64."""
+        return f"fixed {self.nodes}"
+
+    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+        """See `Policy`."""
+        trees = [self.corpus.tree(step) for step in steps]
+        total = sum(min(self.nodes, len(tree.rho)) for tree in trees)
+        return Outcome([tree.accepted(self.nodes) for tree in trees], total)
+
+    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+        """Nothing to learn."""
+
+
+class Adaptive:
+    """The controller, as the engine runs it.
+
+    Args:
+        corpus: trees and outcomes.
+        latency: what the controller believes.
+        max_nodes: N_max of every request.
+        shared: whether the batch's nodes compete; else every request maximises its own S(N) on the
+            cost of a batch of one.
+        correction: learn and use corrected path scores.
+        plain: whether plain decoding is a candidate.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        latency: LatencyModel,
+        *,
+        name: str = "adaptive",
+        max_nodes: int | None = None,
+        rule: Rule = "argmax",
+        timing: Timing = "exact",
+        shared: bool = True,
+        correction: PathScoreCorrection | None = None,
+        plain: bool = True,
+    ) -> None:
+        self.name = name
+        self.corpus = corpus
+        self.latency = latency
+        self.max_nodes = max_nodes or corpus.max_nodes
+        self.shared = shared
+        self.controller = BudgetController(latency, rule=rule, timing=timing)
+        self.correction = correction
+        self.gate = DraftGate() if plain else None
+        self._drafted = True
+        # (A-hat, accepted) of every request and step that had a tree
+        self.predictions: list[tuple[float, int]] = []
+        self.decision_s: list[float] = []
+
+    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+        """See `Policy`."""
+        self._decide_drafting(steps, context_len, arrived=True)
+        if not self._drafted:
+            self._decide_drafting(steps, context_len)
+            return Outcome([0] * len(steps), 0, drafted=False)
+        trees = [self._tree(step) for step in steps]
+        budget = self._decide(trees, context_len)
+        accepted = [tree.accepted(int(n)) for tree, n in zip(trees, budget.counts, strict=True)]
+        promised = [float(tree.rho[:n].sum()) for tree, n in zip(trees, budget.counts, strict=True)]
+        self.predictions.extend(zip(promised, accepted, strict=True))
+        self._learn(steps, accepted)
+        if self.gate is not None:
+            self.gate.promised(self._requests(steps), promised, budget.counts)
+            self.gate.realised(sum(promised), sum(accepted))
+        self._decide_drafting(steps, context_len)
+        return Outcome(accepted, budget.num_nodes)
+
+    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+        """See `Policy`."""
+        self.latency.observe(rows, num_reqs, context_len, forward_ms)
+
+    def _requests(self, steps: Sequence[int]) -> list[int]:
+        return [int(q) for q in self.corpus.recording.step_requests[list(steps)]]
+
+    def _decide_drafting(
+        self, steps: Sequence[int], context_len: float, *, arrived: bool = False
+    ) -> None:
+        """Whether the next step has trees; `arrived`: asked again if the batch has new requests.
+
+        The engine drafts behind a prompt's last chunk too, and for the whole batch.
+        """
+        if self.gate is None:
+            return
+        requests = self._requests(steps)
+        if arrived:
+            positions = self.corpus.recording.step_positions[list(steps)]
+            new = [name for name, at in zip(requests, positions, strict=True) if at == 1]
+            for name in new:
+                self.gate.forget(name)
+            if not new:
+                return
+        num_reqs = len(steps)
+        self._drafted = self.gate.draft(
+            requests,
+            self.latency.cycle_cost_ms(num_reqs, context_len),
+            self.latency.plain_ms(num_reqs, context_len),
+        )
+
+    def _tree(self, step: int) -> StepTree:
+        if self.correction is None:
+            return self.corpus.tree(step)
+        logprobs = self.correction.apply(self.corpus.recording.topk_logprobs[step])
+        return best_first(logprobs, self.corpus.ranks[step], self.max_nodes)
+
+    def _decide(self, trees: list[StepTree], context_len: float) -> Budget:
+        rho = np.zeros((len(trees), self.max_nodes))
+        limits = []
+        for row, tree in zip(rho, trees, strict=True):
+            used = min(len(tree.rho), self.max_nodes)
+            row[:used] = tree.rho[:used]
+            limits.append(used)
+        start = time.perf_counter()
+        if self.shared:
+            budget = self.controller.decide(rho, limits, context_len)
+        else:
+            budget = self._decide_alone(rho, limits, context_len)
+        self.decision_s.append(time.perf_counter() - start)
+        return budget
+
+    def _decide_alone(self, rho: np.ndarray, limits: Sequence[int], context_len: float) -> Budget:
+        alone = self.latency.cycle_cost_ms(1, context_len)
+        parts = [
+            choose_budget(rho[r : r + 1], limits[r : r + 1], alone, 1, self.controller.rule)
+            for r in range(len(limits))
+        ]
+        counts = np.concatenate([part.counts for part in parts])
+        cost = self.latency.cycle_cost_ms(len(limits), context_len)
+        rows = min(len(limits) + int(counts.sum()), len(cost) - 1)
+        return Budget(counts, sum(part.expected_tokens for part in parts), float(cost[rows]))
+
+    def _learn(self, steps: Sequence[int], accepted: Sequence[int]) -> None:
+        if self.correction is None:
+            return
+        for step, hit in zip(steps, accepted, strict=True):
+            ranks = self.corpus.ranks[step][: hit + 1]
+            self.correction.observe(self.corpus.recording.topk_logprobs[step], ranks)

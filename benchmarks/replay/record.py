@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record drafts and continuations from a real vLLM run, for `benchmarks.replay`.
+
+    python -m benchmarks.replay.record                     # results/recordings/tiny.npz
+    python -m benchmarks.replay.record --profile           # instead: results/cpu-profile.json
+
+A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) with nothing
+verified, so one token per step, and the drafter's top-K is kept at every position. Tokens and
+drafts do not depend on what is verified, so any budget policy can be replayed on this.
+
+The profile is what steps cost on this machine (`bastion_calibration`); measure it on an idle one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.engine import (
+    GAMMA,
+    RESULTS,
+    TINY,
+    Engine,
+    Request,
+    Run,
+    bastion,
+    load_prompts,
+    provenance,
+    run_engine,
+)
+from benchmarks.progress import Progress
+from benchmarks.replay.recording import RecordingWriter
+
+BATCH = 4
+# Rows up to which step costs are measured: the root and 1,023 nodes; and room for their context.
+PROFILE_ROWS, PROFILE_LEN = 1024, 2048
+
+
+def requests_for(
+    prompts: list[dict[str, str]], temperatures: Sequence[float], steps: int
+) -> dict[str, tuple[Request, str]]:
+    """Requests and their domains by name. The last step needs gamma + 1 tokens after it."""
+    length = steps + GAMMA + 1
+    out = {}
+    for temperature in temperatures:
+        for seed, row in enumerate(prompts):
+            name = f"{row['id']}/T{temperature:g}"
+            request = Request(name, row["prompt"], length, temperature, seed)
+            out[name] = (request, row["domain"])
+    return out
+
+
+def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> RecordingWriter:
+    """The recording of a run whose probe was `benchmarks.probes:drafts`."""
+    writer = RecordingWriter(meta)
+    names = list(asked)
+    for completion in done.completions:
+        request, domain = asked[completion.name]
+        writer.add_request(
+            completion.name,
+            domain=domain,
+            temperature=request.temperature,
+            prompt_len=completion.prompt_len,
+        )
+        writer.finish_request(completion.name, completion.token_ids)
+    for draft in done.probed:
+        writer.add_step(names[draft.request], draft.position, draft.tokens, draft.logprobs)
+    return writer
+
+
+def record_profile(target: Path, drafter: Path, path: Path) -> None:
+    """Start an engine that measures its step costs and stores them."""
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    speculative = bastion(drafter, GAMMA, "adaptive", calibration=str(path))
+    engine = Engine(
+        speculative, target, max_num_batched_tokens=PROFILE_ROWS, max_model_len=PROFILE_LEN
+    )
+    progress = Progress("step costs")
+    run_engine(engine, [], progress)
+    progress.done(f"{path.name}, {progress.seconds:.0f} s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=15, help="per domain (default 15)")
+    parser.add_argument("--steps", type=int, default=64, help="steps per request (default 64)")
+    parser.add_argument("--top-k", type=int, default=16, help="candidates per depth (default 16)")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--profile", action="store_true", help="measure step costs instead")
+    parser.add_argument("--target", type=Path, default=TINY / "target")
+    parser.add_argument("--drafter", type=Path, default=TINY / "drafter")
+    parser.add_argument("--data", type=Path, default=TINY / "prompts.jsonl")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(argv)
+    if given.profile:
+        record_profile(given.target, given.drafter, given.out / "cpu-profile.json")
+        return 0
+    asked = requests_for(load_prompts(given.data, given.prompts), given.temperatures, given.steps)
+    engine = Engine(
+        bastion(given.drafter, 1, 1, top_k=given.top_k),
+        given.target,
+        max_num_seqs=BATCH,
+        probe="benchmarks.probes:drafts",
+    )
+    progress = Progress("recording")
+    meta = provenance() | {"pair": "benchmarks/tiny", "steps": given.steps}
+    done = run_engine(engine, [request for request, _ in asked.values()], progress)
+    writer = collect(done, asked, meta)
+    path = given.out / "recordings" / f"{given.target.parent.name}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer.save(path)
+    size = path.stat().st_size / 1e6
+    progress.done(f"{writer.recording().num_steps} steps, {size:.2f} MB, {progress.seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replay loop: requests of a recording, decoded under a policy, timed by a cost table.
+
+A policy sees what the engine would see (scores before the step, its own timings after) and answers
+with nodes; what it gains is read off the recording. Every policy emits the same tokens, so times
+compare directly. With a batch, finished requests are replaced until the queue is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from benchmarks.replay.recording import Recording
+from benchmarks.replay.steps import StepTree, best_first, target_ranks
+from vllm_bastion.cost.table import StepCostTable
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a recording: positions 1 .. last, one recorded step each."""
+
+    index: int
+    domain: str
+    first_step: int
+    last: int
+
+
+class Corpus:
+    """The requests of one temperature, with their trees, expanded when first asked for."""
+
+    def __init__(self, recording: Recording, max_nodes: int, temperature: float | None = None):
+        self.recording = recording
+        self.max_nodes = max_nodes
+        self.ranks = target_ranks(recording)
+        self._trees: list[StepTree | None] = [None] * recording.num_steps
+        self.requests: list[Request] = []
+        for q in range(len(recording.request_ids)):
+            if temperature is not None and recording.temperatures[q] != np.float32(temperature):
+                continue
+            steps = np.flatnonzero(recording.step_requests == q)
+            if not len(steps):
+                continue
+            positions = recording.step_positions[steps]
+            if not np.array_equal(positions, np.arange(1, len(steps) + 1)):
+                raise ValueError(
+                    f"request {recording.request_ids[q]} has no step at some position; record "
+                    "with one token per step"
+                )
+            self.requests.append(
+                Request(q, recording.domains[q], int(steps[0]), int(positions[-1]))
+            )
+
+    @property
+    def domains(self) -> list[str]:
+        """Domains in order of appearance."""
+        return list(dict.fromkeys(request.domain for request in self.requests))
+
+    def interleaved(self) -> list[Request]:
+        """All requests, domains taking turns, as mixed traffic would."""
+        by_domain = {name: [r for r in self.requests if r.domain == name] for name in self.domains}
+        longest = max((len(rows) for rows in by_domain.values()), default=0)
+        return [rows[i] for i in range(longest) for rows in by_domain.values() if i < len(rows)]
+
+    def tree(self, step: int) -> StepTree:
+        """The raw best-first tree of a step."""
+        tree = self._trees[step]
+        if tree is None:
+            tree = best_first(self.recording.topk_logprobs[step], self.ranks[step], self.max_nodes)
+            self._trees[step] = tree
+        return tree
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy did with one step."""
+
+    # [R] draft tokens accepted
+    accepted: Sequence[int]
+    # draft nodes verified, whole batch
+    nodes: int
+    # whether the step verified a draft, and so pays for one drafter pass
+    drafted: bool = True
+
+
+class Policy(Protocol):
+    """Decides how many nodes of every request are verified."""
+
+    @property
+    def name(self) -> str:
+        """What the tables call it."""
+        ...
+
+    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+        """One step of the batch whose recorded steps are `steps`."""
+        ...
+
+    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+        """The target's forward time of that step, as the engine measures it."""
+        ...
+
+
+@dataclass
+class Truth:
+    """What steps really cost: the table, a slowdown that the policy is not told, and noise.
+
+    Args:
+        table: the undisturbed cost.
+        slowdown: factor on the target's forward time by the fraction of tokens already emitted.
+        whole: whether the slowdown also hits drafter and overhead.
+        noise: standard deviation of the forward time, relative.
+        stalls: probability that a step's forward pass takes ten times as long.
+    """
+
+    table: StepCostTable
+    slowdown: Callable[[float], float] | None = None
+    whole: bool = False
+    noise: float = 0.0
+    stalls: float = 0.0
+    seed: int = 0
+    _rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = np.random.default_rng(self.seed)
+
+    def step_ms(
+        self, rows: int, num_reqs: int, context_len: float, drafted: bool, progress: float
+    ) -> tuple[float, float]:
+        """(whole step, target's forward pass as measured) in ms."""
+        table = self.table
+        forward = float(table.forward_ms(num_reqs, context_len)[min(rows, table.max_rows)])
+        rest = table.drafter_ms(num_reqs) + table.aux_ms if drafted else table.plain_aux_ms
+        factor = self.slowdown(progress) if self.slowdown else 1.0
+        forward *= factor
+        rest *= factor if self.whole else 1.0
+        measured = forward
+        if self.noise:
+            measured *= max(0.1, 1.0 + self.noise * self._rng.standard_normal())
+        if self.stalls and self._rng.random() < self.stalls:
+            measured *= 10.0
+        # noise and stalls are the measurement's: they hit every policy alike and would only blur
+        return forward + rest, measured
+
+
+@dataclass
+class Result:
+    """Sums over a replay."""
+
+    name: str
+    ms: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    request_steps: int = 0
+    nodes: int = 0
+    # per request index (batch 1 only): ms
+    request_ms: dict[int, float] = field(default_factory=dict)
+    request_tokens: dict[int, int] = field(default_factory=dict)
+    request_rounds: dict[int, int] = field(default_factory=dict)
+    request_nodes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def tau(self) -> float:
+        """Tokens per request and target forward pass."""
+        return self.tokens / self.request_steps
+
+    @property
+    def mean_nodes(self) -> float:
+        """Draft nodes verified per request and step."""
+        return self.nodes / self.request_steps
+
+    def of(self, requests: Iterable[Request]) -> Result:
+        """The part of a batch-1 replay that belongs to `requests`."""
+        picked = [r.index for r in requests]
+        rounds = sum(self.request_rounds[q] for q in picked)
+        return Result(
+            self.name,
+            sum(self.request_ms[q] for q in picked),
+            sum(self.request_tokens[q] for q in picked),
+            rounds,
+            rounds,
+            sum(self.request_nodes[q] for q in picked),
+        )
+
+
+def simulate(
+    corpus: Corpus,
+    policy: Policy,
+    truth: Truth,
+    *,
+    requests: Sequence[Request] | None = None,
+    batch: int = 1,
+) -> Result:
+    """Decode `requests` (default: all, domains taking turns) with at most `batch` at a time."""
+    queue = list(corpus.interleaved() if requests is None else requests)
+    total = sum(request.last for request in queue)
+    queue.reverse()
+    contexts = corpus.recording.context_lens
+    result = Result(policy.name)
+    active: list[list[int]] = []  # [request index, its first step, position, last position]
+    while queue or active:
+        while queue and len(active) < batch:
+            request = queue.pop()
+            active.append([request.index, request.first_step, 1, request.last])
+        steps = [first + position - 1 for _, first, position, _ in active]
+        context = float(np.mean(contexts[steps]))
+        outcome = policy.step(steps, context)
+        rows = len(active) + outcome.nodes
+        ms, forward = truth.step_ms(
+            rows, len(active), context, outcome.drafted, result.tokens / total
+        )
+        policy.timed(rows, len(active), context, forward)
+        result.ms += ms
+        result.steps += 1
+        result.request_steps += len(active)
+        result.nodes += outcome.nodes
+        for row, accepted in zip(active, outcome.accepted, strict=True):
+            emitted = min(accepted + 1, row[3] + 1 - row[2])
+            row[2] += emitted
+            result.tokens += emitted
+            if batch == 1:
+                q = row[0]
+                result.request_ms[q] = result.request_ms.get(q, 0.0) + ms
+                result.request_tokens[q] = result.request_tokens.get(q, 0) + emitted
+                result.request_rounds[q] = result.request_rounds.get(q, 0) + 1
+                result.request_nodes[q] = result.request_nodes.get(q, 0) + outcome.nodes
+        active = [row for row in active if row[2] <= row[3]]
+    return result

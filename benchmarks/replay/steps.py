@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recorded step's tree is worth: path scores, and where the target's path enters the tree.
+
+Replay needs no tree, only its scores and its outcome. Best-first trees are nested and sorted by
+path score, so one number per depth says it all: `enter[d]` is how many nodes must be verified for
+the target's token at depth d + 1 to be among them, and n nodes accept `sum(enter <= n)` tokens.
+
+The N best prefixes of the top-K lattice are found level by level instead of with a heap. The k-th
+child (both from 0) of a depth's i-th best node is beaten or equalled by (i + 1)(k + 1) - 1 children
+of its depth and by i + 1 nodes above, so it is among the N best only if (i + 1)(k + 2) <= N. That
+leaves about N ln K candidates per depth, in array operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.replay.recording import Recording
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+# larger than any budget: the target's path leaves the tree here
+NEVER = 1 << 30
+
+
+@dataclass(frozen=True)
+class StepTree:
+    """The nested best-first trees of one step."""
+
+    # [N] path scores, non-increasing
+    rho: FloatArray
+    # [D] nodes to verify for the target's token at depth d + 1 to be among them, or NEVER
+    enter: IntArray
+
+    def accepted(self, num_nodes: int) -> int:
+        """Draft tokens that a verification of the `num_nodes` best nodes accepts."""
+        return int(np.count_nonzero(self.enter <= num_nodes))
+
+
+def target_ranks(recording: Recording) -> NDArray[np.int64]:
+    """[M, D] rank of the target's token among the candidates of each depth, -1 if it is none."""
+    depth = recording.depth
+    if not recording.num_steps:
+        return np.zeros((0, depth), dtype=np.int64)
+    starts = recording.token_offsets[recording.step_requests] + recording.step_positions
+    truth = recording.tokens[starts[:, None] + np.arange(depth)]
+    hits = recording.topk_tokens == truth[:, :, None]
+    return np.where(hits.any(axis=2), hits.argmax(axis=2), -1)
+
+
+def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) -> StepTree:
+    """The `max_nodes` best nodes of one step.
+
+    Args:
+        logprobs: [D, K] log-probabilities, non-increasing over K.
+        ranks: [D] rank of the target's token at each depth, -1 if it is no candidate.
+        max_nodes: N.
+    """
+    depth, top_k = logprobs.shape
+    parents, ranks_of = _pairs(max_nodes, top_k)
+    level = np.zeros(1)
+    levels = []
+    for d in range(depth):
+        fits = parents < len(level)
+        scores = level[parents[fits]] + logprobs[d][ranks_of[fits]]
+        level = -np.sort(-scores)[:max_nodes]
+        levels.append(level)
+    log_rho = -np.sort(-np.concatenate(levels))[:max_nodes]
+    return StepTree(np.exp(log_rho), _enter(logprobs, ranks, log_rho))
+
+
+def chain_accepted(ranks: IntArray) -> int:
+    """Draft tokens that the top-1 chain accepts."""
+    wrong = np.flatnonzero(ranks != 0)
+    return int(wrong[0]) if len(wrong) else len(ranks)
+
+
+def beam_accepted(logprobs: NDArray[np.floating], ranks: IntArray, width: int) -> int:
+    """Draft tokens that a `width` x D beam accepts: the best `width` extensions of every level."""
+    level, on_path = np.zeros(1), 0
+    for d, rank in enumerate(ranks):
+        scores = (level[:, None] + logprobs[d][None, :]).ravel()
+        order = np.argsort(-scores, kind="stable")[:width]
+        where = np.flatnonzero(order == on_path * logprobs.shape[1] + rank)
+        if rank < 0 or not len(where):
+            return d
+        level, on_path = scores[order], int(where[0])
+    return len(ranks)
+
+
+def _enter(logprobs: NDArray[np.floating], ranks: IntArray, log_rho: FloatArray) -> IntArray:
+    depth = len(ranks)
+    enter = np.full(depth, NEVER, dtype=np.int64)
+    off = np.flatnonzero(ranks < 0)
+    known = int(off[0]) if len(off) else depth
+    if known:
+        path = np.cumsum(logprobs[np.arange(known), ranks[:known]], dtype=np.float64)
+        # nodes strictly better, and the node itself; a parent of equal score comes first
+        position = np.searchsorted(-log_rho, -path - 1e-9, side="left") + 1
+        position = np.maximum.accumulate(position - np.arange(known)) + np.arange(known)
+        enter[:known] = np.where(position <= len(log_rho), position, NEVER)
+    return enter
+
+
+@lru_cache(maxsize=16)
+def _pairs(max_nodes: int, top_k: int) -> tuple[IntArray, IntArray]:
+    """(parent, rank) pairs that can be among the `max_nodes` best, in any order."""
+    # the root is no node of the tree: its children are bounded by their own number alone
+    parents = [np.arange(max(max_nodes // (k + 2), 1)) for k in range(top_k)]
+    ranks = [np.full(len(column), k) for k, column in enumerate(parents)]
+    return np.concatenate(parents), np.concatenate(ranks)

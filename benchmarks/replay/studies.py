@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The questions that replay answers, each a function from recording and costs to plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.replay.costs import CostSource
+from benchmarks.replay.path_scores import PathScoreCorrection
+from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
+from benchmarks.replay.recording import Recording
+from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
+from vllm_bastion.cost.online import LatencyModel, TableLatency
+from vllm_bastion.cost.table import StepCostTable
+
+BUDGETS = (8, 16, 32, 64, 128, 256, 512, 1024)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+# nodes of every request in batches; larger ones would never be captured
+BATCH_NODES = 128
+SLOWDOWN = 1.5
+# the slowdown sets in after this share of the tokens
+SLOWDOWN_AT = 0.5
+
+
+def correction_for(recording: Recording) -> PathScoreCorrection:
+    """A fresh path-score correction of the recording's lattice."""
+    depth, top_k = recording.topk_logprobs.shape[1:]
+    return PathScoreCorrection(depth, top_k)
+
+
+def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
+    """Fixed budgets, their oracles, chain, beam and the adaptive variants, batch 1.
+
+    Returns:
+        `domains`; `rows`: name -> {domain or "average" -> {speedup, tau, nodes}}; `summary`.
+        "average" is the mean of the domains' speed-ups, as in the paper's tables.
+    """
+    truth = Truth(source.table)
+    plain = simulate(corpus, Plain(), truth)
+    depth = corpus.recording.depth
+    table = source.latency("table")
+    fixed = {n: simulate(corpus, Fixed(corpus, n), truth) for n in BUDGETS if n <= corpus.max_nodes}
+    # the beam's nodes and as many best-first ones: the paper's 4 x 15 against N = 61 with the root
+    matched = 4 * depth
+    others: list[Policy] = [
+        Chain(corpus),
+        Beam(corpus, 4),
+        Fixed(corpus, matched),
+        Adaptive(corpus, table, name="adaptive"),
+        Adaptive(corpus, table, name="adaptive, first decrease", rule="first_decrease"),
+        # the engine's lagged step always drafts: its host never sees the scores in time
+        Adaptive(corpus, table, name="adaptive, lagged", timing="lagged", plain=False),
+        Adaptive(
+            corpus,
+            table,
+            name="adaptive, calibrated scores",
+            correction=correction_for(corpus.recording),
+        ),
+    ]
+    results = [simulate(corpus, policy, truth) for policy in others]
+    # named by what it is: its nodes may coincide with a budget of the sweep
+    results[2].name = f"best-first {matched}"
+    rows = {r.name: _by_domain(corpus, r, plain) for r in [plain, *fixed.values(), *results]}
+    rows["oracle per domain"] = _oracle(corpus, fixed, plain, per_prompt=False)
+    rows["oracle per prompt"] = _oracle(corpus, fixed, plain, per_prompt=True)
+    best = max((rows[r.name]["average"]["speedup"], n) for n, r in fixed.items())
+    speed = {name: row["average"]["speedup"] for name, row in rows.items()}
+    return {
+        "domains": corpus.domains,
+        "rows": rows,
+        "summary": {
+            "adaptive / oracle per domain": speed["adaptive"] / speed["oracle per domain"],
+            "worst domain of it": min(
+                rows["adaptive"][d]["speedup"] / rows["oracle per domain"][d]["speedup"]
+                for d in corpus.domains
+            ),
+            "worst domain, plain decoding allowed to the oracle": min(
+                rows["adaptive"][d]["speedup"] / max(1.0, rows["oracle per domain"][d]["speedup"])
+                for d in corpus.domains
+            ),
+            "best fixed budget": best[1],
+            "adaptive / best fixed": speed["adaptive"] / best[0],
+            "best-first / beam, speed": speed[f"best-first {matched}"] / speed[f"beam 4x{depth}"],
+        },
+    }
+
+
+def drift_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
+    """The estimators under a slowdown that they are not told of.
+
+    Each is compared, over the tokens after the slowdown, with a controller that knows the slowed
+    table. The slowdown hits the target's forward pass alone (a slowdown of everything changes no
+    decision), and the timings that the estimators see carry 5 % noise and 1 % stalls.
+    """
+    slowed = _scaled(source.table, SLOWDOWN)
+    rows = []
+    cases = {
+        "undisturbed": (1.0, 0.0, 0.0),
+        "noise and stalls": (1.0, 0.05, 0.01),
+        f"{SLOWDOWN}x slower": (SLOWDOWN, 0.0, 0.0),
+        f"{SLOWDOWN}x slower, noise and stalls": (SLOWDOWN, 0.05, 0.01),
+    }
+    for case, (factor, noise, stalls) in cases.items():
+        informed_table = slowed if factor != 1.0 else source.table
+        informed = _after_drift(corpus, source, TableLatency(informed_table), factor, 0.0, 0.0)
+        for name in source.estimators():
+            ms = _after_drift(corpus, source, source.latency(name), factor, noise, stalls)
+            rows.append({"case": case, "estimator": name, "of the informed": informed / ms})
+    return rows
+
+
+def batch_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
+    """Shared against per-request budgets, the chain and the best fixed budget, batch 1 to 64.
+
+    The recording's requests are repeated so that every batch is full most of the time.
+    """
+    rows = []
+    truth = Truth(source.table)
+    for batch in BATCHES:
+        base = corpus.interleaved()
+        requests = base * max(1, -(-4 * batch // len(base)))
+        plain = simulate(corpus, Plain(), truth, requests=requests, batch=batch)
+        fixed = {
+            n: simulate(corpus, Fixed(corpus, n), truth, requests=requests, batch=batch)
+            for n in BUDGETS
+            if n <= BATCH_NODES
+        }
+        best = min(fixed, key=lambda n: fixed[n].ms)
+        row: dict[str, Any] = {"batch": batch, "best fixed": plain.ms / fixed[best].ms, "N": best}
+        chain = simulate(corpus, Chain(corpus), truth, requests=requests, batch=batch)
+        row["chain"] = plain.ms / chain.ms
+        for name, shared in (("shared", True), ("per request", False)):
+            policy = Adaptive(corpus, source.latency("table"), max_nodes=BATCH_NODES, shared=shared)
+            result = simulate(corpus, policy, truth, requests=requests, batch=batch)
+            row[name] = plain.ms / result.ms
+            row[f"nodes, {name}"] = result.mean_nodes
+            if shared:
+                row["decision us"] = 1e6 * float(np.median(policy.decision_s))
+                row["step ms"] = result.ms / result.steps
+        rows.append(row)
+    return rows
+
+
+def score_study(corpus: Corpus, source: CostSource) -> dict[str, dict[str, float]]:
+    """Correlation of A-hat with the accepted length, raw and corrected.
+
+    `chain` is the paper's: at every recorded position, the top-1 chain. `tree` is what the
+    controller used: at every step, the tree that it chose. The correction learns from the
+    controller's own steps, before it predicts the next.
+    """
+    recording = corpus.recording
+    out = {}
+    for label, correction in (("raw", None), ("calibrated", correction_for(recording))):
+        policy = Adaptive(
+            corpus, source.latency("table"), correction=correction, plain=False, name=label
+        )
+        simulate(corpus, policy, Truth(source.table))
+        predicted, accepted = np.array(policy.predictions).T
+        steps = [
+            step
+            for request in corpus.requests
+            for step in range(request.first_step, request.first_step + request.last)
+        ]
+        logprobs = recording.topk_logprobs[steps].astype(np.float64)
+        if correction is not None:
+            logprobs = correction.apply(logprobs)
+        chain = np.exp(np.cumsum(logprobs[:, :, 0], axis=1)).sum(axis=1)
+        truth = np.cumprod(corpus.ranks[steps] == 0, axis=1).sum(axis=1)
+        out[label] = {
+            **_correlations("chain", chain, truth),
+            **_correlations("tree", predicted, accepted),
+        }
+    return out
+
+
+def overhead(corpus: Corpus, source: CostSource) -> dict[str, float]:
+    """The host controller's own time per step, batch 1, and as a share of the step."""
+    policy = Adaptive(corpus, source.latency("table"), max_nodes=min(128, corpus.max_nodes))
+    result = simulate(corpus, policy, Truth(source.table))
+    decision_ms = 1e3 * float(np.median(policy.decision_s))
+    step_ms = result.ms / result.steps
+    return {"decision us": 1e3 * decision_ms, "step ms": step_ms, "share": decision_ms / step_ms}
+
+
+def _by_domain(corpus: Corpus, result: Result, plain: Result) -> dict[str, dict[str, float]]:
+    rows = {}
+    for domain in corpus.domains:
+        requests = [r for r in corpus.requests if r.domain == domain]
+        part, base = result.of(requests), plain.of(requests)
+        rows[domain] = {
+            "speedup": base.ms / part.ms,
+            "tau": part.tau,
+            "nodes": part.mean_nodes,
+        }
+    rows["average"] = _mean(rows.values())
+    return rows
+
+
+def _oracle(
+    corpus: Corpus, fixed: dict[int, Result], plain: Result, *, per_prompt: bool
+) -> dict[str, dict[str, float]]:
+    """The best fixed budget in hindsight, of every domain or of every prompt."""
+    rows = {}
+    for domain in corpus.domains:
+        requests = [r for r in corpus.requests if r.domain == domain]
+        groups: list[list[Request]] = [[r] for r in requests] if per_prompt else [requests]
+        best = [
+            min((result.of(group) for result in fixed.values()), key=lambda part: part.ms)
+            for group in groups
+        ]
+        rounds = sum(part.steps for part in best)
+        rows[domain] = {
+            "speedup": plain.of(requests).ms / sum(part.ms for part in best),
+            "tau": sum(part.tokens for part in best) / rounds,
+            "nodes": sum(part.nodes for part in best) / rounds,
+        }
+    rows["average"] = _mean(rows.values())
+    return rows
+
+
+def _mean(rows: Any) -> dict[str, float]:
+    rows = list(rows)
+    return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+
+
+def _scaled(table: StepCostTable, factor: float) -> StepCostTable:
+    data = table.to_json()
+    data["samples"] = [[n, c, ms * factor, r] for n, c, ms, r in data["samples"]]
+    return StepCostTable.from_json(data)
+
+
+def _after_drift(
+    corpus: Corpus,
+    source: CostSource,
+    latency: LatencyModel,
+    factor: float,
+    noise: float,
+    stalls: float,
+) -> float:
+    """Milliseconds of the requests that start after the slowdown has set in."""
+    requests = corpus.interleaved()
+    total = sum(r.last for r in requests)
+    policy = Adaptive(corpus, latency)
+    truth = Truth(
+        source.table,
+        slowdown=lambda progress: factor if progress >= SLOWDOWN_AT else 1.0,
+        noise=noise,
+        stalls=stalls,
+    )
+    result = simulate(corpus, policy, truth, requests=requests)
+    started, late = 0, []
+    for request in requests:
+        if started >= SLOWDOWN_AT * total:
+            late.append(request)
+        started += request.last
+    return result.of(late).ms
+
+
+def _correlations(
+    name: str, predicted: Sequence[float] | np.ndarray, truth: Sequence[float] | np.ndarray
+) -> dict[str, float]:
+    from scipy.stats import pearsonr, spearmanr
+
+    return {
+        f"{name} pearson": float(pearsonr(predicted, truth).statistic),
+        f"{name} spearman": float(spearmanr(predicted, truth).statistic),
+        f"{name} predicted": float(np.mean(predicted)),
+        f"{name} accepted": float(np.mean(truth)),
+    }

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a mixed batch (prefill chunks, plain rows, chains, trees) over a paged KV cache.
+
+For the query row at place p of request r (L = seq_lens[r] rows in the cache, the last q of them
+this step's, the last n of these a tail of root and draft nodes):
+
+    out[p] = softmax(cap(scale * query[p] @ K[visible].T)) @ V[visible]
+    visible = { rows <= p }                                        outside the tail
+    visible = { rows < L - n } + { tail row j : bit j of p's node }   inside it
+    cap(s) = softcap * tanh(s / softcap)                           when softcap > 0
+
+`ancestor_bits` has the bits of a node's ancestors and of itself. A chain's bits are causal, so a
+chain and a tree take the same path.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from bastion_kernels.attention.kernels import tree_attention_kernel
+from bastion_kernels.attention.plan import RUN_FIELDS
+from bastion_kernels.attention.workspace import TreeAttentionWorkspace
+from bastion_kernels.checks import on_gpu
+
+__all__ = [
+    "TreeAttentionWorkspace",
+    "tree_attention",
+    "tree_attention_reference",
+    "tree_attention_triton",
+    "write_kv",
+]
+
+# Accumulating one precision above the input makes the rounded result independent of where a node's
+# ancestors lie among the tail's rows: a tree row gives what the same path gives as a chain.
+_MATH = {torch.float32: torch.float64, torch.float64: torch.float64}
+# rows of one request that are scored at once, to bound the memory of a long prefill chunk
+_ROW_CHUNK = 256
+# partial results in flight while they are merged, plus one
+_MERGE_STAGES = 3
+
+
+def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store this step's keys and values in the paged cache; rows with slot -1 are skipped.
+
+    Args:
+        key, value: `[>= T, Hkv, d]`.
+        kv_cache: `[blocks, Hkv, block_size, 2d]`, keys in `[..., :d]`, values in `[..., d:]`.
+        slot_mapping: `[T]` int64, block * block_size + offset, or -1.
+    """
+    num_rows, size, dim = slot_mapping.shape[0], kv_cache.shape[2], key.shape[2]
+    live = slot_mapping >= 0
+    slots = slot_mapping[live]
+    block, offset = slots // size, slots % size
+    kv_cache[..., :dim][block, :, offset] = key[:num_rows][live].to(kv_cache.dtype)
+    kv_cache[..., dim:][block, :, offset] = value[:num_rows][live].to(kv_cache.dtype)
+
+
+def _visible(q: int, length: int, tail: int, bits: Tensor, device: torch.device) -> Tensor:
+    """`[q, length]` bool: which cached rows each of a request's last q rows sees."""
+    columns = torch.arange(length, device=device)
+    seen = columns <= columns[length - q :, None]
+    if tail > 1:
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        ancestors = ((bits[:tail, :, None] >> shifts) & 1).flatten(1)[:, :tail].bool()
+        itself = torch.eye(tail, dtype=torch.bool, device=device)
+        seen[q - tail :, length - tail :] = ancestors | itself
+    return seen
+
+
+def tree_attention_reference(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    tail_lens: Tensor,
+    slots: Tensor,
+    ancestor_bits: Tensor,
+    scale: float,
+    out: Tensor,
+    softcap: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """The definition, in plain PyTorch and one precision up; also the CPU backend's attention."""
+    math = _MATH.get(query.dtype, torch.float32)
+    heads, dim = query.shape[1:]
+    kv_heads, size = kv_cache.shape[1:3]
+    starts, lengths, tails = query_start_loc.tolist(), seq_lens.tolist(), tail_lens.tolist()
+    rows_of_bits = slots.tolist()
+    by_head = kv_cache.transpose(0, 1)
+    for r, (first, last) in enumerate(pairwise(starts)):
+        q, length, slot = last - first, lengths[r], rows_of_bits[r]
+        if q == 0:
+            continue
+        blocks = block_table[r, : -(-length // size)].long()
+        # [Hkv, L, 2d]
+        kv = by_head[:, blocks].flatten(1, 2)[:, :length].to(math)
+        keys = kv[..., :dim] * (scale if k_scale is None else scale * k_scale.to(math))
+        values = kv[..., dim:] if v_scale is None else kv[..., dim:] * v_scale.to(math)
+        tail = tails[r] if slot >= 0 else 0
+        seen = _visible(q, length, tail, ancestor_bits[slot], query.device)
+        for low in range(0, q, _ROW_CHUNK):
+            high = min(low + _ROW_CHUNK, q)
+            # [Hkv, rows * group, d]: the heads that share a key head are extra rows
+            rows = query[first + low : first + high].to(math)
+            packed = rows.view(high - low, kv_heads, -1, dim).transpose(0, 1).flatten(1, 2)
+            scores = packed @ keys.transpose(1, 2)
+            if softcap > 0:
+                scores = softcap * torch.tanh(scores / softcap)
+            grouped = scores.view(kv_heads, high - low, -1, length)
+            grouped.masked_fill_(~seen[low:high, None], float("-inf"))
+            mixed = grouped.softmax(-1).flatten(1, 2) @ values
+            mixed = mixed.view(kv_heads, high - low, -1, dim).transpose(0, 1)
+            out[first + low : first + high] = mixed.reshape(-1, heads, dim).to(out.dtype)
+
+
+def tree_attention_triton(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    tail_lens: Tensor,
+    slots: Tensor,
+    ancestor_bits: Tensor,
+    scale: float,
+    out: Tensor,
+    softcap: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    workspace: TreeAttentionWorkspace,
+) -> None:
+    """The Triton kernel, for a step that `workspace` has planned; see `tree_attention`."""
+    log2_e = 1.4426950408889634
+    tree_attention_kernel[(workspace.programs,)](
+        query,
+        kv_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        tail_lens,
+        slots,
+        ancestor_bits,
+        k_scale,
+        v_scale,
+        out,
+        workspace.header,
+        workspace.bundles,
+        workspace.runs,
+        workspace.partial,
+        workspace.partial_stats,
+        workspace.arrived,
+        scale * log2_e * (2 / softcap if softcap else 1),
+        softcap * log2_e,
+        *query.stride(),
+        *out.stride(),
+        *kv_cache.stride(),
+        block_table.stride(0),
+        *ancestor_bits.stride(),
+        ancestor_bits.shape[2],
+        KV_HEADS=workspace.kv_heads,
+        GROUP=workspace.group,
+        DIM=workspace.head_dim,
+        BLOCK_D=workspace.block_d,
+        BLOCK_Q=workspace.block_q,
+        BLOCK_M=workspace.tiles.block_m,
+        BLOCK_N=workspace.tiles.block_n,
+        PAGE=kv_cache.shape[2],
+        SOFTCAP=softcap > 0,
+        STAGES=workspace.tiles.stages,
+        MERGE_STAGES=_MERGE_STAGES,
+        RUN_FIELDS=RUN_FIELDS,
+        num_warps=workspace.tiles.num_warps,
+        # the default until Triton 3.10
+        enable_fp_fusion=True,
+    )
+
+
+def _check(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    softcap: float,
+    sliding_window: int | None,
+    workspace: TreeAttentionWorkspace | None,
+) -> None:
+    heads, dim = query.shape[1:]
+    if sliding_window is not None:
+        raise ValueError(
+            f"tree_attention: sliding_window={sliding_window} is not supported, because a window "
+            "counts depths and the rows of a tree are not depths; use a full-attention model"
+        )
+    if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * dim or heads % kv_cache.shape[1]:
+        raise ValueError(
+            "tree_attention: kv_cache must be [blocks, Hkv, block_size, 2d] with Hkv dividing the "
+            f"query heads, got {tuple(kv_cache.shape)} for queries {tuple(query.shape)}"
+        )
+    if kv_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
+        raise ValueError(
+            f"tree_attention: a {kv_cache.dtype} cache does not go with {query.dtype} queries; it "
+            "must be of their dtype or float8_e4m3fn (view a byte cache as that)"
+        )
+    if out.shape != query.shape or block_table.shape[0] + 1 < query_start_loc.shape[0]:
+        raise ValueError(
+            f"tree_attention: shapes do not fit: query {tuple(query.shape)}, out "
+            f"{tuple(out.shape)}, block_table {tuple(block_table.shape)}, query_start_loc "
+            f"{tuple(query_start_loc.shape)}"
+        )
+    if softcap < 0:
+        raise ValueError(f"tree_attention: softcap must be >= 0, got {softcap}")
+    if workspace is not None and (
+        query.shape[0] > workspace.max_rows
+        or heads != workspace.kv_heads * workspace.group
+        or kv_cache.shape[1] != workspace.kv_heads
+        or dim != workspace.head_dim
+        or query.dtype != workspace.dtype
+    ):
+        raise ValueError(
+            f"tree_attention: queries {tuple(query.shape)} of {query.dtype} and "
+            f"{kv_cache.shape[1]} key heads do not fit the workspace"
+        )
+
+
+def tree_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    tail_lens: Tensor,
+    slots: Tensor,
+    ancestor_bits: Tensor,
+    scale: float,
+    out: Tensor,
+    softcap: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    sliding_window: int | None = None,
+    workspace: TreeAttentionWorkspace | None = None,
+) -> None:
+    """Attention of every row of the step over its request's cached rows.
+
+    A row always sees itself, whatever its bits.
+
+    Args:
+        query: `[T, Hq, d]`, any strides; rows from `query_start_loc[R]` on are not read.
+        kv_cache: `[blocks, Hkv, block_size, 2d]`, any strides, of the queries' dtype or
+            float8_e4m3fn; this step's rows already written.
+        block_table: `[>= R, *]` int32; entries past a request's length are not read.
+        query_start_loc: `[R+1]` int32. A request without rows (padding) writes nothing.
+        seq_lens: `[R]` int32, cached rows of the request, this step's included.
+        tail_lens: `[R]` int32, rows of the request's tail (root and nodes); 0 = causal only.
+        slots: `[R]` int64, the request's row of `ancestor_bits`; -1 = causal only.
+        ancestor_bits: `[S, N+1, W]` int32, bit j of node i set iff j is i or its ancestor.
+        scale: factor of the scores.
+        out: `[T, Hq, d]`, written; rows from `query_start_loc[R]` on are left as they are.
+        softcap: cap of the scores, 0 = none.
+        k_scale, v_scale: `[1]` float32, factors of an fp8 cache's keys and values.
+        sliding_window: refused unless None.
+        workspace: buffers already planned for this step (`TreeAttentionWorkspace.plan`), needed
+            inside a CUDA graph. Without them the CUDA path allocates and plans by itself. The
+            CPU path needs none.
+
+    Raises:
+        ValueError: shapes, dtypes or workspace do not fit together, or a sliding window is given.
+    """
+    _check(
+        query, kv_cache, block_table, query_start_loc, out, softcap, sliding_window, workspace
+    )  # fmt: skip
+    args = (
+        query, kv_cache, block_table, query_start_loc, seq_lens, tail_lens, slots, ancestor_bits,
+        scale, out, softcap, k_scale, v_scale,
+    )  # fmt: skip
+    if not on_gpu(query):
+        tree_attention_reference(*args)
+        return
+    if workspace is None:
+        workspace = TreeAttentionWorkspace(
+            query.shape[1], kv_cache.shape[1], query.shape[2], query.dtype,
+            max(1, query.shape[0]), max(1, seq_lens.shape[0]), query.device,
+        )  # fmt: skip
+        workspace.plan(query_start_loc, seq_lens)
+    tree_attention_triton(*args, workspace=workspace)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers of the tree-attention kernel, allocated once, and the plan of a step held in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from bastion_kernels.attention.plan import RUN_FIELDS, plan_kernel
+
+__all__ = ["Tiles", "TreeAttentionWorkspace"]
+
+# programs on a device whose size is unknown (the interpreter's)
+_DEFAULT_PROGRAMS = 4
+# bytes of shared memory that a program may have on such a device: Hopper's
+_DEFAULT_SHARED = 227 * 1024
+# q-blocks that walk the same tiles together: more would save no time, as eight do more arithmetic
+# on a tile than its way from memory takes
+_MAX_WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of the attention kernel."""
+
+    # query rows times heads of a group in one matrix product, a power of two >= 16
+    block_m: int
+    # cached rows in a tile, a power of two >= 16
+    block_n: int
+    num_warps: int
+    # tiles in flight
+    stages: int
+    # programs that share a multiprocessor
+    occupancy: int
+
+
+# Tiles of bf16 and fp16 kernels by padded head dimension (64 stands for less, too), for GPUs that
+# let a program have at least so many bytes of shared memory. The first that fits counts.
+_TILES = (
+    # H100, H200, B200
+    (
+        227 * 1024,
+        {
+            64: Tiles(128, 64, num_warps=8, stages=7, occupancy=1),
+            128: Tiles(128, 64, num_warps=8, stages=5, occupancy=1),
+            256: Tiles(64, 32, num_warps=8, stages=5, occupancy=1),
+        },
+    ),
+    # A100
+    (
+        163 * 1024,
+        {
+            64: Tiles(64, 64, num_warps=4, stages=7, occupancy=2),
+            128: Tiles(64, 64, num_warps=8, stages=7, occupancy=1),
+            256: Tiles(64, 32, num_warps=8, stages=5, occupancy=1),
+        },
+    ),
+    # RTX 30, 40 and 50, A6000, L40S, RTX PRO 6000
+    (
+        99 * 1024,
+        {
+            64: Tiles(64, 64, num_warps=4, stages=5, occupancy=2),
+            128: Tiles(64, 64, num_warps=8, stages=5, occupancy=1),
+            256: Tiles(32, 32, num_warps=8, stages=5, occupancy=1),
+        },
+    ),
+)
+
+
+def default_tiles(
+    dtype: torch.dtype, block_d: int, group: int, shared: int = _DEFAULT_SHARED
+) -> Tiles:
+    """Tile sizes for a data type, padded head dimension and number of heads per key head.
+
+    A warpgroup's matrix instruction has 64 rows on Hopper. Two warpgroups in a program read a tile
+    once for 128 rows, half as often as two programs would, and the softmax of one runs under the
+    products of the other. That takes nearly all registers, so one program is all that a
+    multiprocessor holds (`occupancy`). Page numbers take two of the stages, so five keep two tiles
+    in flight and seven keep three: half as large tiles need more of them on their way to keep the
+    memory busy.
+
+    Other GPUs have less shared memory, and a warp's matrix instruction takes its inputs from
+    registers, so that 128 rows of 128 numbers would spill. They get half as many rows, or less, and
+    as many tiles in flight as their shared memory holds besides.
+
+    fp32 products are exact (no TF32): they use the ordinary units, and tiles that fit the registers
+    of every GPU.
+
+    Args:
+        shared: bytes of shared memory that a program may have.
+
+    Raises:
+        ValueError: too little shared memory, too large a head, or too many heads share a key head.
+    """
+    if dtype == torch.float32:
+        tiles = Tiles(16 if block_d > 64 else 32, 16, num_warps=4, stages=1, occupancy=2)
+    else:
+        fitting = [tiles for least, tiles in _TILES if least <= shared]
+        if not fitting or block_d > 256:
+            raise ValueError(
+                f"tree_attention: no tiles for a padded head dimension of {block_d} and {shared} "
+                f"bytes of shared memory; at most 256 is supported, and {_TILES[-1][0]} are needed"
+            )
+        tiles = fitting[0][max(64, block_d)]
+    block_m = max(tiles.block_m, triton.next_power_of_2(group))
+    # two fp32 partial results lie in shared memory while they are merged
+    if group > 64 or 2 * 4 * block_m * block_d > shared:
+        most = 64 if group > 64 else block_m // 2
+        raise ValueError(
+            f"tree_attention: {group} query heads share a key head, at most {most} may "
+            f"with {shared} bytes of shared memory"
+        )
+    return replace(tiles, block_m=block_m)
+
+
+class TreeAttentionWorkspace:
+    """Buffers for batches of up to `max_rows` rows in up to `max_requests` requests.
+
+    `plan` must run once for every step before that step's `tree_attention` calls; it reads device
+    buffers only and may be captured or not. All layers with the same heads share a workspace,
+    which one stream may use at a time.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: of the attention layers.
+        dtype: of the queries.
+        max_rows: largest number of query rows of a step, padding included.
+        max_requests: largest number of requests of a step, padding included.
+        tiles: tile sizes, for tuning and tests.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        max_rows: int,
+        max_requests: int,
+        device: torch.device | str,
+        tiles: Tiles | None = None,
+    ) -> None:
+        device = torch.device(device)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"tree_attention: {num_heads} heads over {num_kv_heads} key heads")
+        self.kv_heads, self.group = num_kv_heads, num_heads // num_kv_heads
+        self.head_dim, self.block_d = head_dim, max(16, triton.next_power_of_2(head_dim))
+        self.dtype, self.max_rows, self.max_requests = dtype, max_rows, max_requests
+        processors, shared = None, _DEFAULT_SHARED
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            processors = properties.multi_processor_count
+            # which PyTorch has for NVIDIA's GPUs only
+            shared = getattr(
+                properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
+            )
+        self.tiles = tiles or default_tiles(dtype, self.block_d, self.group, shared)
+        self.block_q = self.tiles.block_m // self.group
+        self.programs = processors * self.tiles.occupancy if processors else _DEFAULT_PROGRAMS
+        # a step may have a team of every width
+        self.width = max(w for w in range(1, _MAX_WIDTH + 1) if w * (w + 1) // 2 <= self.programs)
+        bundles = max_rows // (self.block_q * self.width) + max_requests
+        self.capacity = triton.next_power_of_2(bundles)
+
+        self.header = torch.zeros(2, dtype=torch.int32, device=device)
+        self.bundles = torch.zeros(self.capacity, 4, dtype=torch.int32, device=device)
+        self.runs = torch.zeros(self.programs, RUN_FIELDS, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(self.programs, dtype=torch.int32, device=device)
+        # a run cuts at most two q-blocks: the one it begins in and the one it ends in
+        cut, rows = (self.programs, 2), self.tiles.block_m
+        self.partial = torch.empty(*cut, rows, self.block_d, dtype=torch.float32, device=device)
+        self.partial_stats = torch.empty(*cut, 2, rows, dtype=torch.float32, device=device)
+
+    def plan(self, query_start_loc: Tensor, seq_lens: Tensor) -> None:
+        """Divide a step's work.
+
+        Args:
+            query_start_loc: `[R+1]` int32.
+            seq_lens: `[R]` int32, cached rows of each request, this step's included.
+
+        Raises:
+            ValueError: more requests than the workspace was made for.
+        """
+        num_reqs = seq_lens.shape[0]
+        if num_reqs > self.max_requests:
+            raise ValueError(f"tree_attention: {num_reqs} requests, room for {self.max_requests}")
+        plan_kernel[(1,)](
+            query_start_loc,
+            seq_lens,
+            self.header,
+            self.bundles,
+            self.runs,
+            num_reqs,
+            self.programs,
+            KV_HEADS=self.kv_heads,
+            BLOCK_Q=self.block_q,
+            BLOCK_N=self.tiles.block_n,
+            WIDTH=self.width,
+            CLASSES=triton.next_power_of_2(self.width),
+            CAPACITY=self.capacity,
+            PROGRAMS=triton.next_power_of_2(self.programs),
+            RUN_FIELDS=RUN_FIELDS,
+            SEARCH_STEPS=self.capacity.bit_length() + 1,
+            num_warps=8 if self.capacity >= 512 else 4,
+        )

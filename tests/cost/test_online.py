@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators: staircase, drift, noise, outliers."""
+
+import numpy as np
+import pytest
+
+from vllm_bastion.cost.online import CurveLatency, RobustBias, TableLatency, make_latency
+from vllm_bastion.cost.table import StepCostTable
+
+SIZES = (1, 8, 16, 32, 64)
+
+
+class _Line:
+    """2 ms + 0.1 ms a row + 1 us a cached token."""
+
+    def predict_ms(self, rows, context_len, num_reqs=1):
+        return 2.0 + 0.1 * np.asarray(rows, dtype=float) + 0.001 * context_len * num_reqs
+
+
+def _table():
+    samples = [(n, 0, 2.0 + 0.1 * n) for n in SIZES]
+    return StepCostTable(samples, [(1, 1.5)], 0.5, max_rows=64, captured_sizes=SIZES)
+
+
+@pytest.mark.parametrize("name", ["ema_table", "static", "ema", "ema_calib"])
+def test_curves_are_taken_at_captured_sizes_with_drafter_and_overhead(name):
+    model = make_latency(name, _table(), roofline=_Line(), calibrated=_Line())
+    cost = model.cycle_cost_ms(1, 0)
+    np.testing.assert_allclose(cost, _table().cost_ms(1, 0), rtol=1e-6)
+    assert cost[9] == cost[16] > cost[8]
+    assert model.plain_ms(3, 0) == pytest.approx(2.8 + 0.5)
+
+
+def test_names_choose_curves():
+    table, bare, fitted = _table(), _Line(), _Line()
+    assert isinstance(make_latency("table", table), TableLatency)
+    static = make_latency("static", table, roofline=bare, calibrated=fitted)
+    assert static.curve is fitted and static.bias is None
+    assert make_latency("ema", table, roofline=bare, calibrated=fitted).curve is bare
+    assert make_latency("ema_calib", table, roofline=bare, calibrated=fitted).curve is fitted
+    with pytest.raises(ValueError, match=r"'ema_calib'.*use 'ema_table'"):
+        make_latency("ema_calib", table, roofline=bare)
+    with pytest.raises(ValueError, match="one of table, ema_table, static, ema, ema_calib"):
+        make_latency("fast", table)
+
+
+def _run(model, factor, steps, rng, noise=0.0, spikes=()):
+    for i in range(steps):
+        rows = int(rng.integers(1, 65))
+        truth = float(_Line().predict_ms(model.table.padded_rows[rows], 0)) * factor
+        ms = truth * (1 + noise * rng.standard_normal()) * (40.0 if i in spikes else 1.0)
+        model.observe(rows, 1, 0, ms)
+
+
+def test_slowdown_mid_run_is_followed():
+    model = CurveLatency(_Line(), _table(), online=True)
+    rng = np.random.default_rng(0)
+    _run(model, 1.0, 100, rng, noise=0.05)
+    assert model.bias.value == pytest.approx(1.0, abs=0.03)
+    _run(model, 1.5, 60, rng, noise=0.05)
+    assert model.bias.value == pytest.approx(1.5, abs=0.05)
+    forward = (model.cycle_cost_ms(1, 0) - 2.0).astype(float)
+    expected = 1.5 * (_table().cost_ms(1, 0) - 2.0)
+    np.testing.assert_allclose(forward[1:], expected[1:], rtol=0.05)
+
+
+def test_fixed_models_ignore_observations():
+    for name in ("table", "static"):
+        model = make_latency(name, _table(), roofline=_Line(), calibrated=_Line())
+        before = model.cycle_cost_ms(1, 0)
+        for _ in range(50):
+            model.observe(8, 1, 0, 500.0)
+        assert model.cycle_cost_ms(1, 0) is before
+
+
+def test_bare_roofline_far_off_is_corrected_at_once():
+    model = CurveLatency(_Line(), _table(), online=True)
+    _run(model, 30.0, 12, np.random.default_rng(1))
+    assert model.bias.value == pytest.approx(30.0, rel=0.01)
+
+
+def test_isolated_stalls_do_nothing():
+    model = CurveLatency(_Line(), _table(), online=True)
+    _run(model, 1.0, 200, np.random.default_rng(2), noise=0.02, spikes={20, 50, 51, 90, 150})
+    assert model.bias.value == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_burst_of_stalls_is_bounded_and_forgotten():
+    model = CurveLatency(_Line(), _table(), online=True)
+    rng = np.random.default_rng(3)
+    _run(model, 1.0, 50, rng)
+    _run(model, 40.0, 6, rng)
+    # four of the six reach the median; each may add at most alpha * (1.5 - 1) = 5 %
+    assert model.bias.value < 1.05**6
+    _run(model, 1.0, 60, rng)
+    assert model.bias.value == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_first_use_of_every_size_is_not_believed():
+    bias = RobustBias()
+    for size in SIZES:
+        bias.update(size, 100.0)
+    assert bias.value == 1.0
+    bias.update(1, 2.0)
+    assert bias.value == 2.0
+
+
+def test_nonsense_is_ignored():
+    bias = RobustBias()
+    for ratio in (float("nan"), float("inf"), 0.0, -3.0):
+        for _ in range(3):
+            bias.update(8, ratio)
+    assert bias.value == 1.0
+
+
+def test_costs_keep_their_identity_while_the_bias_stands():
+    model = CurveLatency(_Line(), _table(), online=True)
+    _run(model, 1.0, 30, np.random.default_rng(4))
+    cost = model.cycle_cost_ms(1, 100)
+    _run(model, 1.001, 5, np.random.default_rng(5))
+    assert model.cycle_cost_ms(1, 100) is cost
+    _run(model, 1.5, 40, np.random.default_rng(6))
+    assert model.cycle_cost_ms(1, 100) is not cost
+    assert not model.cycle_cost_ms(1, 100).flags.writeable

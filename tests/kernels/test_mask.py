@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ancestor bits against a dense closure of the parent relation, positions against a loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from op_helpers import (
+    CHAIN,
+    POISON,
+    RANDOM,
+    STAR,
+    assert_same,
+    depths_of,
+    moved,
+    poisoned,
+    random_parents,
+    shaped_parents,
+)
+from torch import Tensor
+
+from bastion_kernels import (
+    ancestor_bits,
+    ancestor_bits_reference,
+    tree_positions,
+    tree_positions_reference,
+)
+from bastion_kernels.attention.mask import ancestor_bits_triton, tree_positions_triton
+
+
+def unpack(bits: Tensor, nodes: int) -> Tensor:
+    """`[.., nodes, W]` int32 to `[.., nodes, nodes]` bool; bits past the nodes must be zero."""
+    shifts = torch.arange(32)
+    dense = ((bits.long()[..., None] >> shifts) & 1).bool().flatten(-2)
+    assert not dense[..., nodes:].any()
+    return dense[..., :nodes]
+
+
+def closure(parents: list[int]) -> Tensor:
+    """[i, j] = node j is an ancestor of node i or i itself, from powers of the parent relation."""
+    nodes = len(parents) + 1
+    step = torch.eye(nodes)
+    for column, parent in enumerate(parents):
+        if parent >= 0:
+            step[column + 1, parent] = 1
+        else:
+            step[column + 1, column + 1] = 0
+    reach = step
+    for _ in range(nodes.bit_length()):
+        reach = ((reach @ reach) > 0).float()
+    return reach.bool()
+
+
+def mask(run, parents: Tensor, slots: Tensor, device: torch.device) -> Tensor:
+    limit = parents.shape[1]
+    out = poisoned(len(parents), limit + 2, limit // 32 + 3, dtype=torch.int32).to(device)
+    run(moved(parents, device), slots.to(device), out[:, : limit + 1, : limit // 32 + 1])
+    out = out.cpu()
+    assert out[:, limit + 1 :].eq(POISON).all() and out[:, :, limit // 32 + 1 :].eq(POISON).all()
+    return out[:, : limit + 1, : limit // 32 + 1]
+
+
+@pytest.mark.parametrize("run", [ancestor_bits, ancestor_bits_reference, ancestor_bits_triton])
+@pytest.mark.parametrize("shape", [CHAIN, STAR, RANDOM])
+@pytest.mark.parametrize("size", [(1, 1), (1, 0), (31, 31), (32, 20), (64, 64), (77, 70)])
+def test_bits(run, shape: str, size: tuple[int, int], device: torch.device) -> None:
+    limit, used = size
+    generator = torch.Generator().manual_seed(limit)
+    rows = [shaped_parents(shape, limit, used, generator) for _ in range(4)]
+    parents = torch.tensor(rows, dtype=torch.int32)
+    out = mask(run, parents, torch.tensor([3, -1, 1]), device)
+    for slot in (1, 3):
+        assert_same(unpack(out[slot], limit + 1), closure(rows[slot]))
+    assert out[[0, 2]].eq(POISON).all()
+
+
+def test_bits_of_random_trees(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = [random_parents(40, used % 41, generator) for used in range(1000)]
+    parents, slots = torch.tensor(rows, dtype=torch.int32), torch.arange(1000)
+    expected = torch.stack([closure(row) for row in rows])
+    assert_same(unpack(mask(ancestor_bits_reference, parents, slots, device), 41), expected)
+    some = slots if device.type == "cuda" else slots[::25].contiguous()
+    actual = mask(ancestor_bits_triton, parents, some, device)
+    assert_same(unpack(actual[some], 41), expected[some])
+
+
+def test_bits_of_damaged_parents_terminate(device: torch.device) -> None:
+    parents = torch.tensor([[5, 2, 3, 1, 2_000_000, -9, 0, 7]], dtype=torch.int32)
+    out = mask(ancestor_bits_triton, parents, torch.tensor([0]), device)
+    assert unpack(out[0], 9)[7].nonzero().flatten().tolist() == [0, 7]
+
+
+@pytest.mark.parametrize("run", [tree_positions, tree_positions_reference, tree_positions_triton])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_positions(run, in_place: bool, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(2)
+    limit = 40
+    rows = [random_parents(limit, limit, generator) for _ in range(9)]
+    depths = torch.tensor([[*depths_of(row), 99] for row in rows], dtype=torch.int32)[:, :limit]
+    # slot, rows of the request, rows of its tail: tree, prefill, prefill + tree, plain decoding,
+    # inert, empty and no tail at all
+    batch = [(4, 41, 41), (2, 300, 1), (8, 30, 9), (0, 1, 1), (-1, 7, 7), (5, 0, 0), (1, 5, 0)]
+    batch += [(3, 17, 17), (-1, 0, 0)]
+    starts, logits, expected = [0], [0], []
+    positions = []
+    for request, (slot, length, tail) in enumerate(batch):
+        first = 1000 * request
+        positions += range(first, first + length)
+        root = first + length - tail
+        nodes = [0, *depths_of(rows[slot])][:tail] if slot >= 0 else range(tail)
+        expected += [*range(first, root), *(root + depth for depth in nodes)]
+        starts.append(starts[-1] + length)
+        logits.append(logits[-1] + tail)
+    positions, expected = positions + [POISON] * 6, expected + [POISON] * 6  # padding rows
+    source = torch.tensor(positions).to(device)
+    out = source if in_place else poisoned(len(positions), dtype=torch.int64).to(device)
+    run(
+        source,
+        moved(depths, device),
+        torch.tensor([slot for slot, _, _ in batch]).to(device),
+        torch.tensor(starts, dtype=torch.int32).to(device),
+        torch.tensor(logits, dtype=torch.int32).to(device),
+        out,
+    )
+    assert out.tolist() == expected
+    assert in_place or source.tolist() == positions
+
+
+def test_nothing_to_do(device: torch.device) -> None:
+    none, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    parents = torch.zeros(2, 3, dtype=torch.int32)
+    for run in (tree_positions_reference, tree_positions_triton):
+        run(*(t.to(device) for t in (none, parents, none, one, one, none.clone())))
+    for run in (ancestor_bits_reference, ancestor_bits_triton):
+        assert mask(run, parents, none, device).eq(POISON).all()
+
+
+def test_wrong_arguments_are_named() -> None:
+    parents, slots = torch.zeros(2, 32, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"out must have shape \[2, 33, 2\], got \[2, 33, 1\]"):
+        ancestor_bits(parents, slots, torch.zeros(2, 33, 1, dtype=torch.int32))
+    ends = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"positions must be torch\.int64"):
+        tree_positions(ends, parents, slots, ends, ends, ends)
+    with pytest.raises(ValueError, match="last dimension of positions must be contiguous"):
+        wide = torch.zeros(8, dtype=torch.int64)
+        tree_positions(wide[::2], parents, slots, ends, ends, wide[:4])

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budget on the host: against exhaustive search, and the lagged state."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from bastion_kernels import choose_budget as choose_budget_op
+from benchmarks.replay.controller import BudgetController, best_size, choose_budget
+from vllm_bastion.cost.online import TableLatency
+from vllm_bastion.cost.table import StepCostTable
+
+
+def _scores(rng, reqs, columns):
+    return -np.sort(-rng.random((reqs, columns)), axis=1)
+
+
+def _exhaustive(rho, limits, cost, base_rows):
+    """Every combination of per-request counts."""
+    best = (-1.0, None)
+    for counts in itertools.product(*(range(limit + 1) for limit in limits)):
+        if base_rows + sum(counts) >= len(cost):
+            continue
+        tokens = len(rho) + sum(rho[r][:n].sum() for r, n in enumerate(counts))
+        best = max(best, (tokens / cost[base_rows + sum(counts)], counts), key=lambda item: item[0])
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_argmax_equals_exhaustive_search_over_per_request_counts(seed):
+    rng = np.random.default_rng(seed)
+    reqs, columns, prefill = int(rng.integers(1, 4)), int(rng.integers(1, 5)), int(rng.integers(3))
+    rho = _scores(rng, reqs, columns)
+    limits = rng.integers(0, columns + 1, reqs)
+    cost = np.cumsum(0.1 + rng.random(2 + prefill + reqs + reqs * columns)).astype(np.float32)
+    cost = cost[: reqs + prefill + 1 + int(rng.integers(0, reqs * columns + 1))]
+    got = choose_budget(rho, limits, cost, reqs + prefill)
+    speed, _ = _exhaustive(rho, limits, cost.astype(np.float64), reqs + prefill)
+    assert got.tokens_per_ms == pytest.approx(speed, rel=1e-6)
+    assert (got.counts <= limits).all()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_first_decrease_is_the_argmax_on_convex_costs(seed):
+    rng = np.random.default_rng(seed)
+    rho = _scores(rng, 3, 40) ** 3
+    steps = np.sort(rng.random(200)) * rng.choice([0.01, 0.1, 1.0])
+    cost = (1.0 + np.cumsum(steps)).astype(np.float32)
+    limits = [40, 40, 7]
+    one = choose_budget(rho, limits, cost, 3, "argmax")
+    other = choose_budget(rho, limits, cost, 3, "first_decrease")
+    np.testing.assert_array_equal(one.counts, other.counts)
+
+
+def test_first_decrease_is_trapped_by_a_stair_and_argmax_is_not():
+    rho = np.full((1, 30), 0.5)
+    cost = StepCostTable([(8, 0, 1.0), (32, 0, 2.0)], max_rows=32, captured_sizes=(8, 32)).cost_ms(
+        1, 0
+    )
+    assert choose_budget(rho, [30], cost, 1, "first_decrease").num_nodes == 7
+    assert choose_budget(rho, [30], cost, 1, "argmax").num_nodes == 30
+
+
+def test_argmax_fills_a_captured_size():
+    rho = np.array([[0.9 * 0.8**i for i in range(60)]])
+    sizes = (1, 8, 16, 32, 64)
+    cost = StepCostTable.linear(5, 0.05, max_rows=64, captured_sizes=sizes).cost_ms(1, 0)
+    assert choose_budget(rho, [60], cost, 1).num_nodes + 1 in sizes
+
+
+def test_ties_go_to_the_lower_row_and_the_smaller_size():
+    cost = np.array([1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0], dtype=np.float32)
+    budget = choose_budget(np.full((2, 2), 0.5), [2, 2], cost, 2)
+    np.testing.assert_array_equal(budget.counts, [1, 0])
+    assert best_size(np.array([1.0, 3.0, 3.0])) == 1
+    assert best_size(np.array([1.0, 3.0, 3.0]), "first_decrease") == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_counts_equal_the_device_op(seed):
+    # coarse scores make many ties across and within the rows
+    rng = np.random.default_rng(seed)
+    reqs, columns = 5, 60
+    log_rho = np.log(-np.sort(-np.ceil(8 * rng.random((reqs, columns)) ** 2) / 8, axis=1))
+    log_rho = log_rho.astype(np.float32)
+    limits = rng.integers(0, columns + 1, reqs).astype(np.int32)
+    cost = (1.0 + np.cumsum(rng.random(200) ** 4 * 0.1)).astype(np.float32)
+    base_rows = reqs + int(rng.integers(0, 20))
+    counts = torch.full((reqs,), -7, dtype=torch.int32)
+    choose_budget_op(
+        torch.from_numpy(log_rho),
+        torch.arange(reqs),
+        torch.from_numpy(limits),
+        torch.from_numpy(cost),
+        base_rows,
+        counts,
+    )
+    got = choose_budget(np.exp(log_rho.astype(np.float64)), limits, cost, base_rows)
+    np.testing.assert_array_equal(got.counts, counts.numpy())
+
+
+def test_flat_cost_takes_everything_and_dear_rows_take_nothing():
+    rho = np.full((2, 8), 0.01)
+    flat = StepCostTable.flat(max_rows=64).cost_ms(2, 0)
+    assert choose_budget(rho, [8, 8], flat, 2).num_nodes == 16
+    dear = StepCostTable.linear(0.001, 1.0, max_rows=64).cost_ms(2, 0)
+    assert choose_budget(rho, [8, 8], dear, 2).num_nodes == 0
+
+
+def test_prefill_rows_make_small_trees_dearer_on_a_stair():
+    rho = np.array([[0.9, 0.5, 0.3, 0.05]])
+    table = StepCostTable([(8, 0, 1.0), (64, 0, 4.0)], max_rows=64, captured_sizes=(8, 64))
+    controller = BudgetController(TableLatency(table))
+    assert controller.decide(rho, [4], 0).num_nodes == 4
+    assert controller.decide(rho, [4], 0, prefill_rows=5).num_nodes == 2
+
+
+def test_requests_share_by_score():
+    rho = np.array([[0.9, 0.8, 0.7], [0.2, 0.04, 0.01]])
+    cost = np.array([1, 1, 1, 1.2, 1.4, 1.6, 2.4, 3.6, 9.9], dtype=np.float32)
+    np.testing.assert_array_equal(choose_budget(rho, [3, 3], cost, 2).counts, [3, 0])
+
+
+def test_lagged_takes_last_size_and_this_steps_members():
+    table = StepCostTable.linear(2.0, 0.1, max_rows=64)
+    lagged = BudgetController(TableLatency(table), timing="lagged")
+    exact = BudgetController(TableLatency(table))
+    sure = np.array([[0.9, 0.85, 0.8, 0.75], [0.9, 0.8, 0.7, 0.6]])
+    unsure = np.array([[0.2, 0.01, 0.01, 0.01], [0.3, 0.2, 0.15, 0.01]])
+    first = lagged.decide(sure, [4, 4], 0)
+    assert first.num_nodes == exact.decide(sure, [4, 4], 0).num_nodes == 8
+    second = lagged.decide(unsure, [2, 4], 0)
+    assert second.num_nodes == 6, "asked for 8, the limits leave 6"
+    np.testing.assert_array_equal(second.counts, [2, 4])
+    third = lagged.decide(sure[:1], [4], 0)
+    size = exact.decide(unsure, [2, 4], 0).num_nodes
+    assert third.num_nodes == round(size / 2)
+
+
+def test_no_requests_nodes_and_short_tables():
+    cost = np.ones(4, dtype=np.float32)
+    assert choose_budget(np.zeros((3, 0)), [0, 0, 0], cost, 3).num_nodes == 0
+    assert choose_budget(np.full((3, 5), 0.5), [5, 5, 5], cost, 3).num_nodes == 0
+    beyond = choose_budget(np.full((3, 5), 0.5), [5, 5, 5], cost, 100)
+    assert beyond.num_nodes == 0 and beyond.cost_ms == 1.0

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark scripts do around an engine: counting, recording, reading a seen tree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.costs import write_costs
+from benchmarks.engine import GAMMA, Completion, Run, bastion, count, load_prompts
+from benchmarks.probes import SeenDraft, SeenTree
+from benchmarks.replay.costs import paper_a100
+from benchmarks.replay.record import collect, requests_for
+from benchmarks.replay.recording import load_recording
+from benchmarks.tau import markdown, summary
+from vllm_bastion.cost.store import read_profile
+
+PROMPTS = [
+    {"id": f"{domain}-{i}", "domain": domain, "prompt": f"{domain} {i}"}
+    for domain in ("code", "arithmetic", "chat")
+    for i in range(2)
+]
+
+
+def test_prompts_are_spaced_over_each_domain(tmp_path: Path) -> None:
+    rows = [
+        {"id": f"{domain}-{i}", "domain": domain, "prompt": ""}
+        for i in range(30)
+        for domain in ("chat", "code", "arithmetic")
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    picked = [row["id"] for row in load_prompts(path, 3)]
+    assert picked == [f"{d}-{i}" for d in ("code", "arithmetic", "chat") for i in (0, 10, 20)]
+    assert len(load_prompts(path)) == 90
+
+
+def test_recording_holds_what_was_drafted_and_emitted(tmp_path: Path) -> None:
+    steps, top_k = 3, 4
+    rng = np.random.default_rng(0)
+    asked = requests_for(PROMPTS, [0.0, 1.0], steps)
+    done, drafts = Run(), {}
+    for index, (name, (request, _)) in enumerate(asked.items()):
+        assert request.max_tokens == steps + GAMMA + 1
+        tokens = rng.integers(0, 1000, request.max_tokens).tolist()
+        done.completions.append(Completion(name, tokens, prompt_len=5 + index))
+        # The drafter goes on drafting past the last step that can be replayed.
+        for position in range(1, request.max_tokens):
+            logprobs = -np.sort(rng.random((GAMMA, top_k)) * 5, axis=1).astype(np.float16)
+            drafted = rng.integers(0, 1000, (GAMMA, top_k)).astype(np.int32)
+            drafts[name, position] = SeenDraft(index, position, drafted, logprobs)
+    done.probed = list(drafts.values())[::-1]
+    path = tmp_path / "recording.npz"
+    collect(done, asked, {"command": "none"}).save(path)
+
+    recording = load_recording(path)
+    assert recording.request_ids == list(asked)
+    assert recording.domains == [domain for _, domain in asked.values()]
+    assert recording.temperatures.tolist() == [0.0] * 6 + [1.0] * 6
+    assert recording.num_steps == len(asked) * steps
+    for step in range(recording.num_steps):
+        q, position = int(recording.step_requests[step]), int(recording.step_positions[step])
+        draft = drafts[recording.request_ids[q], position]
+        assert np.array_equal(recording.topk_tokens[step], draft.tokens)
+        assert np.array_equal(recording.topk_logprobs[step], draft.logprobs.astype(np.float32))
+        truth = done.completions[q].token_ids[position : position + GAMMA + 1]
+        assert recording.continuation(step).tolist() == truth
+        assert recording.context_lens[step] == 5 + q + position - 1
+
+
+def test_sampled_requests_have_seeds_of_their_own() -> None:
+    asked = requests_for(PROMPTS, [1.0], 8)
+    assert len({request.seed for request, _ in asked.values()}) == len(PROMPTS)
+
+
+def test_counts_and_table() -> None:
+    domain_of = {row["id"]: row["domain"] for row in PROMPTS}
+    plain = Run([Completion(n, [1, 2, 3, 4, 5], "", [1] * 4, [0] * 4) for n in domain_of])
+    tree = Run([Completion(n, [1, 2, 3, 4, 5], "", [3, 1], [8, 6]) for n in domain_of])
+    tree.completions[0].token_ids = [1, 2, 3, 4, 6]
+    total = count(tree.completions[:2])
+    assert (total.tokens, total.forwards, total.tau, total.mean_verified) == (8, 4, 2.0, 7.0)
+    assert count([]).tau == 0.0
+
+    rows = {name: summary(run, plain, domain_of) for name, run in (("a", plain), ("b", tree))}
+    assert rows["a"]["chat"] == {
+        "prompts": 2,
+        "identical_to_plain": 2,
+        "tokens": 8,
+        "forwards": 8,
+        "tau": 1.0,
+        "verified_per_forward": 0.0,
+    }
+    assert rows["b"]["all"]["identical_to_plain"] == 5
+    table = markdown(rows, 0.0, "python x", "tau").splitlines()
+    assert table[0] == "<!-- tau:begin -->" and table[-1] == "<!-- tau:end -->"
+    assert table[4] == "| b | 2.00 | 2.00 | 2.00 | 2.00 | 7.0 | 12 | 5/6 |"
+
+
+@pytest.mark.parametrize(
+    ("path", "chain"),
+    [([0], 0), ([0, 1, 2], 2), ([0, 1, 4], 1), ([0, 3], 0)],
+    ids=["nothing accepted", "a chain", "leaves at depth 2", "leaves at once"],
+)
+def test_where_a_chain_would_have_stopped(path: list[int], chain: int) -> None:
+    # 1 and 3 below the root, 2 and 4 below 1: best children are 1 and 2.
+    seen = SeenTree(
+        request=0,
+        position=1,
+        root=9,
+        tokens=[10, 11, 12, 13],
+        parents=[0, 1, 0, 1],
+        depths=[1, 2, 1, 2],
+        log_rho=[-0.1, -0.2, -2.0, -3.0],
+        num_verified=4,
+        path=path,
+        emitted=[0],
+    )
+    seen.tree().validate()
+    assert seen.chain_length() == chain
+    assert seen.accepted == len(path) - 1
+
+
+def test_a_gpus_costs_as_a_profile(tmp_path: Path) -> None:
+    profile = read_profile(Path(write_costs(paper_a100(128), tmp_path / "a100.json")))
+    costs = profile.table.cost_ms(1, 100.0)
+    assert len(costs) == 129
+    # The paper's 22.0 ms at 32 nodes and 55.9 ms at 1024, with the drafter's 3.06 ms on top.
+    assert costs[32] == pytest.approx(25.06, abs=0.1)
+    assert costs[128] == pytest.approx(25.06 + 96 * 33.9 / 992, abs=0.1)
+
+
+def test_settings_of_a_bastion_engine() -> None:
+    spec = bastion(Path("drafter"), 64, "adaptive", top_k=8)
+    assert spec == {
+        "method": "bastion",
+        "model": "drafter",
+        "num_speculative_tokens": 64,
+        "bastion_budget": "adaptive",
+        "bastion_top_k": 8,
+    }

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recording's file: round trip, size, and what is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic_recording import synthetic_recording
+
+from benchmarks.replay.recording import (
+    Recording,
+    RecordingWriter,
+    load_recording,
+    save_recording,
+)
+
+
+def test_round_trip(tmp_path):
+    recording = synthetic_recording(prompts=2, length=20)
+    save_recording(recording, tmp_path / "r.npz")
+    loaded = load_recording(tmp_path / "r.npz")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["r.npz"]
+    for name in Recording.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(loaded, name), getattr(recording, name), name)
+
+
+def test_large_vocabularies_keep_their_tokens(tmp_path):
+    writer = RecordingWriter({})
+    writer.add_request("a", domain="code", temperature=0.5, prompt_len=3)
+    writer.add_step("a", 1, [[151935, 7]], [[-0.5, -1.0]])
+    writer.finish_request("a", [1, 151935, 4])
+    writer.save(tmp_path / "r.npz")
+    loaded = load_recording(tmp_path / "r.npz")
+    assert loaded.topk_tokens.tolist() == [[[151935, 7]]]
+    assert loaded.continuation(0).tolist() == [151935, 4]
+    assert loaded.context_lens.tolist() == [3]
+
+
+def test_writer_takes_any_order_and_leaves_out_what_cannot_be_replayed():
+    writer = RecordingWriter({})
+    for name in ("a", "b", "unfinished"):
+        writer.add_request(name, domain="d", temperature=0, prompt_len=10)
+    for name, position in (("b", 2), ("a", 3), ("unfinished", 1), ("a", 1), ("a", 4)):
+        writer.add_step(name, position, [[5], [6]], [[-0.1], [-0.2]])
+    writer.finish_request("b", [0, 1, 2, 3, 4])
+    writer.finish_request("a", [9, 8, 7, 6, 5, 4])
+    recording = writer.recording()
+    recording.check()
+    assert recording.request_ids == ["a", "b"]
+    # position 4 of "a" has two tokens left, two depths and the bonus need three
+    assert list(zip(recording.step_requests, recording.step_positions, strict=True)) == [
+        (0, 1),
+        (0, 3),
+        (1, 2),
+    ]
+    assert recording.continuation(1).tolist() == [6, 5, 4]
+    assert recording.context_lens.tolist() == [10, 12, 11]
+
+
+def test_empty_recording_is_written_and_read(tmp_path):
+    writer = RecordingWriter({"note": "nothing"})
+    writer.save(tmp_path / "r.npz")
+    loaded = load_recording(tmp_path / "r.npz")
+    assert loaded.num_steps == 0 and loaded.meta == {"note": "nothing"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: {"domains": r.domains[:-1]}, "domains"),
+        (lambda r: {"context_lens": r.context_lens[:-1]}, "context_lens"),
+        (lambda r: {"topk_logprobs": r.topk_logprobs[:, :-1]}, "topk_logprobs"),
+        (lambda r: {"topk_logprobs": -r.topk_logprobs}, "<= 0"),
+        (lambda r: {"topk_logprobs": r.topk_logprobs[:, :, ::-1]}, "non-increasing"),
+        (lambda r: {"step_positions": r.step_positions + 5}, "tokens left"),
+        (lambda r: {"step_positions": r.step_positions - 1}, "needs the root"),
+    ],
+)
+def test_recordings_that_would_be_misread_are_refused(change, message, tmp_path):
+    recording = synthetic_recording(prompts=1, length=10)
+    bad = replace(recording, **change(recording))
+    with pytest.raises(ValueError, match=message):
+        save_recording(bad, tmp_path / "r.npz")
+    assert not (tmp_path / "r.npz").exists()
+
+
+def test_another_format_is_refused(tmp_path):
+    np.savez(tmp_path / "r.npz", version=np.int32(99))
+    with pytest.raises(ValueError, match="format 1"):
+        load_recording(tmp_path / "r.npz")
+
+
+def test_a_recording_is_small(tmp_path):
+    save_recording(synthetic_recording(prompts=3, length=30), tmp_path / "r.npz")
+    steps = load_recording(tmp_path / "r.npz").num_steps
+    # 7 x 6 candidates of 4 bytes, less what deflate saves
+    assert (tmp_path / "r.npz").stat().st_size < steps * 7 * 6 * 4

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's attention on CUDA: our Triton kernel where there is a tree, else FlashAttention.
+
+Cache writes, cache layout and prompt-only batches are FlashAttention's; a step with trees, and
+every FULL graph, runs ``bastion_kernels.tree_attention``, which takes any mix of trees, chains and
+prompt chunks and reads all of it from device buffers. Hence the claim of full CUDA-graph support.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from bastion_kernels import tree_attention
+from bastion_kernels.attention.workspace import TreeAttentionWorkspace
+from vllm_bastion.step.trees import Trees
+
+
+class TreeFlashAttentionMetadata(FlashAttentionMetadata):
+    """vLLM's metadata, and what a step with trees needs besides."""
+
+    # Set by BastionModelState.prepare_attn; None for a batch that it did not prepare.
+    trees: Trees | None = None
+    workspace: TreeAttentionWorkspace
+
+
+class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # FlashAttention is left the prompt-only batches, which run too seldom to plan ahead and
+        # never in a FULL graph: it may split them as it likes.
+        self.aot_schedule = False
+        self.max_num_splits = 0
+        scheduler = vllm_config.scheduler_config
+        self.workspace = TreeAttentionWorkspace(
+            self.num_heads_q,
+            self.num_heads_kv,
+            self.headdim,
+            vllm_config.model_config.dtype,
+            max_rows=scheduler.max_num_batched_tokens,
+            max_requests=scheduler.max_num_seqs,
+            device=device,
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TreeFlashAttentionMetadata:
+        metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        # The object is ours alone; a copy into the subclass would cost host time in every step.
+        metadata.__class__ = TreeFlashAttentionMetadata
+        metadata.workspace = self.workspace
+        self.workspace.plan(metadata.query_start_loc, metadata.seq_lens)
+        return metadata
+
+
+class TreeFlashAttentionImpl(FlashAttentionImpl):
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: TreeFlashAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
+        if attn_metadata is None or attn_metadata.trees is None or not attn_metadata.trees.masking:
+            # A graph outlives the batch that it was captured with: it must hold the tree kernel.
+            assert attn_metadata is None or not torch.cuda.is_current_stream_capturing()
+            return super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        trees = attn_metadata.trees
+        num_reqs = attn_metadata.seq_lens.shape[0]
+        tree_attention(
+            query,
+            kv_cache,
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            trees.tail_lens[:num_reqs],
+            trees.step_slots[:num_reqs],
+            trees.bits,
+            self.scale,
+            output,
+            softcap=self.logits_soft_cap,
+            workspace=attn_metadata.workspace,
+        )
+        return output
+
+
+class TreeFlashAttentionBackend(FlashAttentionBackend):
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Where a request's keys are cut depends on the batch it is in."""
+        return False
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeFlashAttentionImpl]:
+        return TreeFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeFlashAttentionMetadataBuilder]:
+        return TreeFlashAttentionMetadataBuilder

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the next step will cost, kept where the budget rule reads it.
+
+``StepCosts`` joins a latency model (vLLM-free) with the trees' cost buffer: it installs the row of
+the table that fits the batch and feeds real step times back to the model.
+
+T_aux, everything of a step that calibration could not time (sampling, tree building, compaction,
+the host's part, waiting for N*), is what real steps take beyond their forward pass and the draft.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+import numpy as np
+
+from vllm_bastion.cost.online import LatencyModel
+from vllm_bastion.cost.table import CostArray
+from vllm_bastion.cost.timing import StepTimer
+from vllm_bastion.step.trees import Trees
+
+# T_aux is a median over this many steps, and is looked at again every half of them.
+_AUX_STEPS = 32
+
+
+class AuxTime:
+    """Milliseconds of T_aux, a running median; None until there are steps to tell it from."""
+
+    def __init__(self) -> None:
+        self.ms: float | None = None
+        self._recent: deque[float] = deque(maxlen=_AUX_STEPS)
+        self._new = 0
+
+    def add(self, ms: float) -> None:
+        """Take in one step. A pause between two requests is an outlier that the median ignores."""
+        self._recent.append(ms)
+        self._new += 1
+        if self._new >= _AUX_STEPS // 2:
+            self._new = 0
+            self.ms = max(0.0, median(self._recent))
+
+
+class StepCosts:
+    """Cost of a whole step by its target rows, for the batch at hand.
+
+    Args:
+        latency: what a forward pass costs.
+        trees: holder of the cost buffer.
+        online: whether real steps are timed and correct the costs.
+    """
+
+    def __init__(self, latency: LatencyModel, trees: Trees, *, online: bool) -> None:
+        self.latency = latency
+        self.timer = StepTimer(trees.device) if online else None
+        self._trees = trees
+        self._aux, self._plain_aux = AuxTime(), AuxTime()
+        self._installed: tuple[int, float] | None = None
+        self._current: CostArray | None = None
+
+    def install(self, num_reqs: int, context_len: float) -> None:
+        """Make the trees' cost buffer the one of this batch; a copy only when it changed."""
+        cost = self.latency.cycle_cost_ms(num_reqs, context_len)
+        # The model hands out the same array while nothing has changed.
+        aux = self._aux.ms or 0.0
+        state = (id(cost), aux)
+        if state != self._installed:
+            self._installed = state
+            self._current = cost  # keeps the id alive
+            self._trees.set_cost_ms(cost + np.float32(aux))
+
+    def plain_ms(self, num_reqs: int, context_len: float) -> float:
+        """Cost of a step without drafting."""
+        aux = self._plain_aux.ms
+        if aux is None:  # like that of a step with a draft: most of T_aux is vLLM's own
+            aux = self._aux.ms or 0.0
+        return self.latency.plain_ms(num_reqs, context_len) + aux
+
+    def learn(self) -> None:
+        """Take in the steps that were completed since the last call."""
+        if self.timer is None:
+            return
+        for step in self.timer.completed():
+            if step.verified:
+                self.latency.observe(step.rows, step.num_reqs, step.context_len, step.forward_ms)
+            # A step from trees to plain decoding, or back, is neither.
+            if step.total_ms is None or step.verified != step.drafted:
+                continue
+            if step.verified:
+                beyond = self.latency.beyond_forward_ms(step.num_reqs)
+                self._aux.add(step.total_ms - step.forward_ms - beyond)
+            else:
+                plain = self.latency.plain_ms(step.num_reqs, step.context_len)
+                self._plain_aux.add(step.total_ms - plain)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of real steps, read without making the device or the host wait.
+
+Marks are CUDA events in a ring; a step's times are read when its last event has completed, some
+steps later. On CPU a mark is the host's clock: vLLM's CPU platform replaces CUDA events by stubs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_RING = 16
+
+
+class HostMark:
+    """A point on the host's clock with the interface of a CUDA timing event."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: HostMark) -> float:
+        """Milliseconds from this mark to `end`."""
+        return (end._at - self._at) * 1e3
+
+
+def new_mark(device: torch.device) -> Any:
+    """A mark for work on `device`: a `torch.cuda.Event`, or a `HostMark`."""
+    return HostMark() if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
+
+
+@dataclass
+class StepTimes:
+    """One decode step, milliseconds."""
+
+    rows: int
+    num_reqs: int
+    context_len: float
+    # whether it verified anything, and whether it ended with a draft
+    verified: bool
+    drafted: bool
+    # target's forward pass and output head; without a verification, up to the end of the step
+    forward_ms: float
+    # from the end of the step before it to its own, whatever lies between; None for the first
+    total_ms: float | None
+
+
+@dataclass
+class _Step:
+    marks: tuple[Any, Any, Any]  # forward start, logits ready, end of the step
+    rows: int = 0
+    num_reqs: int = 0
+    context_len: float = 0.0
+    verified: bool = True
+    drafted: bool = True
+    follows: bool = False  # whether the step before it was timed as well
+
+
+class StepTimer:
+    """Marks three points of every verifying step and hands the times out when they are there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._free = [
+            _Step((new_mark(device), new_mark(device), new_mark(device))) for _ in range(_RING)
+        ]
+        self._running: _Step | None = None
+        self._drafting: _Step | None = None
+        self._pending: deque[_Step] = deque()
+        # The step before the oldest pending one: its end is where that one's time begins.
+        self._before: _Step | None = None
+        self._unbroken = False
+
+    def forward_start(self, rows: int, num_reqs: int, context_len: float) -> None:
+        """Just before the target's forward pass. Steps beyond the ring's size are not timed."""
+        if self._running is not None or self._drafting is not None or not self._free:
+            self.interrupted()
+        if self._free:
+            step = self._running = self._free.pop()
+            step.rows, step.num_reqs, step.context_len = rows, num_reqs, context_len
+            step.follows = self._unbroken
+            step.marks[0].record()
+
+    def interrupted(self) -> None:
+        """A step that is not timed, or one that never came to its end, lies in between."""
+        self._free += [step for step in (self._running, self._drafting) if step is not None]
+        self._running = self._drafting = None
+        self._unbroken = False
+
+    def logits_ready(self) -> None:
+        """At the entry of the rejection sampler."""
+        if self._running is not None:
+            self._running.marks[1].record()
+            self._running.verified = True
+            self._drafting, self._running = self._running, None
+
+    def step_done(self, drafted: bool) -> None:
+        """After the drafter. A step that verifies nothing never comes to `logits_ready`."""
+        if self._running is not None:
+            self.logits_ready()
+            assert self._drafting is not None
+            self._drafting.verified = False
+        if self._drafting is not None:
+            self._drafting.drafted = drafted
+            self._drafting.marks[2].record()
+            self._pending.append(self._drafting)
+            self._drafting = None
+            self._unbroken = True
+
+    def completed(self) -> Iterator[StepTimes]:
+        """Times of the steps that are over, oldest first."""
+        while self._pending and self._pending[0].marks[2].query():
+            step = self._pending.popleft()
+            start, logits, end = step.marks
+            before, self._before = self._before, step
+            yield StepTimes(
+                step.rows,
+                step.num_reqs,
+                step.context_len,
+                step.verified,
+                step.drafted,
+                start.elapsed_time(logits),
+                before.marks[2].elapsed_time(end) if before is not None and step.follows else None,
+            )
+            if before is not None:
+                self._free.append(before)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's DFlash drafter, proposing a tree.
+
+``DFlashSpeculator`` runs as it is, with its own gamma: the drafter sees a config copy in which
+``num_speculative_tokens`` is the checkpoint's ``block_size - 1``, whatever the node budget is.
+Two things change. The block's logits become a tree inside ``_generate_draft``, which is what
+DFlash captures into its CUDA graph. And after a tree was verified the drafter is given only the
+rows on the accepted path: in order, so that its context is the accepted text and not the tree,
+and gamma + 1 of them a request, so that rejected nodes cost it nothing and its graph fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from bastion_kernels import gather_rows, kept_rows
+from vllm_bastion.config import chain_view_of
+from vllm_bastion.step.host import copy_to_device
+from vllm_bastion.step.runtime import Runtime
+
+
+class BastionSpeculator(DFlashSpeculator):
+    """Built by the hook on ``init_speculator``. D = gamma, M = rows handed to the drafter."""
+
+    _speculator_name = "BASTION"
+
+    def __init__(self, runtime: Runtime, vllm_config: VllmConfig, device: torch.device) -> None:
+        trees = runtime.trees
+        super().__init__(chain_view_of(vllm_config), device)
+        self.runtime, self.trees = runtime, trees
+        # The runner reads this from the speculator, not from the config, to create the manager
+        # that trims the scheduled placeholders to N*.
+        self.enable_adaptive_verification = True
+        self.use_acceptance_estimator = False
+        # The batch as the drafter sees it, see `_keep_accepted`.
+        self._kept_source = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
+        self._kept_positions = torch.zeros_like(self._kept_source)
+        self._kept_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._kept_layout = torch.zeros(2 * self.max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._kept_hidden: list[torch.Tensor] = []
+
+    # ---- the drafter's forward and the trees --------------------------------------------
+
+    def capture(self) -> None:
+        self.trees.bind_rows(None)
+        super().capture()
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        if not self.runtime.drafted:
+            return  # only the context's keys and values were wanted
+        hidden_states = self._run_model(
+            num_tokens_padded,
+            attn_metadata,
+            slot_mappings,
+            num_tokens_across_dp,
+            cudagraph_runtime_mode,
+        )
+        num_sample = num_reqs * self.num_speculative_steps
+        logits = self.compute_draft_logits(hidden_states[self.sample_indices[:num_sample]], 0)
+        self.trees.grow(logits, num_reqs)
+
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            super()._build_uniform_attn_metadata(*args, **kwargs) if self.runtime.drafted else None
+        )
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft, and build each request's tree. Returns the nodes' tokens, [R, N] int64."""
+        num_reqs = input_batch.num_reqs
+        runtime, costs = self.runtime, self.runtime.costs
+        runtime.drafted = True
+        self.trees.bind_rows(None if dummy_run else input_batch.idx_mapping)
+        if costs is not None and not dummy_run:
+            context_len = float(input_batch.num_computed_tokens_np.mean())
+            costs.learn()
+            costs.install(num_reqs, context_len)
+            if runtime.switch is not None:
+                slots = input_batch.idx_mapping_np
+                # Prompts that go on in the next step have no use for a draft.
+                seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+                runtime.drafted = bool(
+                    (seen >= input_batch.prefill_len_np).any()
+                ) and runtime.switch.draft_next(slots, context_len)
+                # Without a draft the block is not run; its graph would run it, so: no graph.
+                kwargs["is_profile"] = not runtime.drafted
+        hidden = aux_hidden_states or [last_hidden_states]
+        if not self._kept_hidden and not self.trees.always_spine:
+            # In the profiling run, so that vLLM counts it before it sizes the KV cache.
+            self._kept_hidden = [
+                torch.zeros(self.max_num_tokens, h.shape[1], dtype=h.dtype, device=h.device)
+                for h in hidden
+            ]
+        if self.trees.verifying and not dummy_run:
+            input_batch, hidden, num_rejected = self._keep_accepted(
+                input_batch, hidden, num_sampled, num_rejected
+            )
+            if aux_hidden_states:
+                aux_hidden_states = hidden
+            else:
+                last_hidden_states = hidden[0]
+        super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            *args,
+            dummy_run=dummy_run,
+            **kwargs,
+        )
+        if not dummy_run:
+            if runtime.drafted:
+                self.trees.publish(input_batch.idx_mapping_np)
+            if runtime.timer is not None:
+                runtime.timer.step_done(runtime.drafted)
+        return self.trees.tokens[:num_reqs]
+
+    # ---- the drafter's context ----------------------------------------------------------
+
+    def _keep_accepted(
+        self,
+        batch: InputBatch,
+        hidden: list[torch.Tensor],
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+    ) -> tuple[InputBatch, list[torch.Tensor], torch.Tensor]:
+        """Replace each request's tree rows by its accepted path, padded to at most D + 1 rows.
+
+        hidden: tensors [T, H]; num_sampled, num_rejected: [R]. Returns the batch, the hidden states
+        [M, H] and num_rejected [R] as the drafter is to see them: vLLM drops the last
+        ``num_rejected`` rows of a request.
+
+        The host lays the rows out by what was scheduled and not by what was verified, which only
+        the device may know: row i of a request is its path's i-th node, or one that is dropped.
+        """
+        num_reqs, width = batch.num_reqs, self.trees.depth + 1
+        tail = np.minimum(self.trees.step_drafts + 1, width)
+        # Rows of a prompt in front of the root; a decode has none.
+        before = self.trees.step_rest - 1
+        layout = np.zeros(2 * num_reqs + 1, dtype=np.int32)
+        start = layout[: num_reqs + 1]
+        np.cumsum(before + tail, out=start[1:])
+        layout[num_reqs + 1 :] = before
+        total = int(start[-1])
+        on_device = copy_to_device(layout, self._kept_layout[: len(layout)])
+        kept_start, source = on_device[: num_reqs + 1], self._kept_source[:total]
+        positions, rejected = self._kept_positions[:total], self._kept_rejected[:num_reqs]
+        kept_rows(
+            kept_start,
+            on_device[num_reqs + 1 :],
+            batch.query_start_loc[: num_reqs + 1],
+            batch.cu_num_logits,
+            self.trees.path,
+            batch.positions,
+            num_sampled,
+            num_rejected,
+            source,
+            # Positions stay linear: the path's i-th row has the place of the request's i-th row.
+            positions,
+            rejected,
+            int((before + tail).max()),
+        )
+        kept_hidden = [out[:total] for out in self._kept_hidden]
+        gather_rows(hidden, source, kept_hidden)
+        kept_batch = replace(
+            batch,
+            num_tokens=total,
+            num_tokens_after_padding=total,
+            num_scheduled_tokens=(before + tail).astype(np.int32),
+            positions=positions,
+            query_start_loc=kept_start,
+            query_start_loc_np=start,
+        )
+        return kept_batch, kept_hidden, rejected
+
+    def warm_up(self) -> None:
+        """Compile what the first accepted path would wait for."""
+        one = self._kept_layout[:1].zero_()
+        two = torch.zeros(2, dtype=torch.int32, device=self.device)
+        kept_rows(two, one, two, two, self.trees.path, self._kept_positions, one, one,
+                  self._kept_source, self._kept_positions, self._kept_rejected[:1], 1)  # fmt: skip
+        rows = self._kept_source[:1].fill_(-1)
+        gather_rows(self._kept_hidden, rows, [torch.empty_like(h[:1]) for h in self._kept_hidden])

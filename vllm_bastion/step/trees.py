@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft trees of all requests, in buffers that live as long as the engine.
+
+Sizes: R requests of a batch, S request slots (vLLM's ``max_num_reqs``), N nodes of a tree
+(root not counted), D drafted depth (gamma), K candidates per depth, V vocabulary.
+
+A tree is written at the end of step t by the drafter (``grow``), verified by the target in step
+t+1 and gone after it. Nodes are numbered 0 = root, then by column + 1, in non-increasing path
+score, so that any prefix of columns is a tree: trimming to the budget is cutting columns.
+
+Everything of a request is kept in the row of its *slot* (vLLM's ``idx_mapping``), because the
+batch of step t+1 may hold other requests than the batch of step t.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from bastion_kernels import (
+    ancestor_bits,
+    bind_slots,
+    bind_tails,
+    choose_budget,
+    expand_best_first,
+    topk_logprobs,
+    tree_positions,
+)
+from vllm_bastion.step.host import HostMirror, copy_to_device
+
+
+class Trees:
+    """Trees by request slot, and what the current step knows about its rows.
+
+    Args:
+        max_num_reqs: S.
+        max_num_tokens: most rows of one step (vLLM's ``max_num_batched_tokens``).
+        num_nodes: N, vLLM's ``num_speculative_tokens``.
+        depth: D, the drafter's ``block_size - 1``.
+        top_k: K.
+        budget: nodes verified of every request, or None for the controller's choice.
+        device: where the target runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        num_nodes: int,
+        depth: int,
+        top_k: int,
+        budget: int | None,
+        device: torch.device,
+    ) -> None:
+        self.num_nodes, self.depth, self.top_k = num_nodes, depth, top_k
+        # Nodes of the whole lattice, as far as they fit: fewer than N only for tiny lattices.
+        self.tree_size = min(num_nodes, sum(top_k**d for d in range(1, depth + 1)))
+        self.chain_size = min(num_nodes, depth)
+        self.budget, self.device = budget, device
+        slots = max_num_reqs
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        # Of the drafter's batch, by row.
+        self.row_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)  # [R]
+        self.top_tokens = zeros(slots, depth, top_k)
+        self.top_logprobs = zeros(slots, depth, top_k, dtype=torch.float32)
+        self.tokens = zeros(slots, num_nodes, dtype=torch.int64)
+        # Of every request, by slot.
+        self.parents = torch.full((slots, num_nodes), -1, dtype=torch.int32, device=device)
+        self.depths = zeros(slots, num_nodes)
+        self.log_rho = torch.full((slots, num_nodes), -torch.inf, device=device)
+        self.size = zeros(slots)  # nodes the tree has
+        self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
+        # One candidate a depth is a chain: nothing to mask, nothing to move.
+        self.always_spine = always_spine = top_k == 1
+        self.spine_only = torch.full((slots,), always_spine, dtype=torch.bool, device=device)
+        self.spine_only_np = np.full(slots, always_spine)
+        # N* of the next step, and the accepted tokens that its nodes promise (the sum of their
+        # path scores), in one buffer: the host learns both by one copy.
+        self._decision = zeros(2, slots)
+        self.num_verify = self._decision[0]
+        self.promised = self._decision[1].view(torch.float32)
+        self._limits = zeros(slots)  # for a budget chosen again, see `choose_again`
+        # Of the step being run, by row (padding rows: slot -1, tail 0).
+        self.step_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)
+        self.tail_lens = zeros(slots)
+        self.positions = zeros(max_num_tokens, dtype=torch.int64)
+        self.path = torch.full((slots, depth + 1), -1, dtype=torch.int32, device=device)
+        # [R] on the host, exact in every mode: most nodes a row may have, rows that are no nodes.
+        self.step_drafts = np.zeros(0, dtype=np.int32)
+        self.step_rest = np.zeros(0, dtype=np.int32)
+        self.masking = False  # whether the step's attention reads the mask
+        self.always_masking = False  # whether every step's does, trees or not
+        self.verifying = False  # whether the step's acceptance moved along trees
+
+        # Cost of a whole step by its target rows; a buffer, since the drafter's captured graph
+        # reads it. Flat until something was measured: then the largest tree is the best one.
+        self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
+        self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
+        self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
+        self._host_decision = HostMirror(self._decision)
+        self._published: list[np.ndarray] = []
+
+    # ---- end of step t: the drafter's logits become trees -------------------------------
+
+    def bind_rows(self, idx_mapping: torch.Tensor | None) -> None:
+        """Name the slots the next ``grow`` writes to; None for a dummy batch, which writes none.
+
+        idx_mapping: [R] int64 slot of every row.
+        """
+        self._host_decision.before_write()
+        if idx_mapping is None:
+            idx_mapping = self.row_slots[:0]
+        bind_slots(idx_mapping, self.row_slots, self.base_rows)
+
+    def grow(self, logits: torch.Tensor, num_reqs: int) -> None:
+        """Build the trees of a batch. Runs inside the drafter's captured graph.
+
+        logits: [num_reqs * D, V] of the drafter, the D positions of a request consecutive.
+        """
+        rows = slice(0, num_reqs)
+        tokens, logprobs = self.top_tokens[rows], self.top_logprobs[rows]
+        topk_logprobs(
+            logits,
+            self.top_k,
+            tokens.view(-1, self.top_k),
+            logprobs.view(-1, self.top_k),
+        )
+        slots = self.row_slots[rows]
+        expand_best_first(
+            tokens,
+            logprobs,
+            self.spine_only,
+            slots,
+            self.tokens[rows],
+            self.parents,
+            self.depths,
+            self.log_rho,
+            self.size,
+        )
+        ancestor_bits(self.parents, slots, self.bits)
+        if self.budget is not None:
+            torch.clamp(self.size, max=self.budget, out=self.num_verify)
+        else:
+            self._choose(slots, self.size, self.base_rows)
+
+    def _choose(
+        self, slots: torch.Tensor, limits: torch.Tensor, base_rows: torch.Tensor | int
+    ) -> None:
+        choose_budget(
+            self.log_rho,
+            slots,
+            limits,
+            self.cost_ms,
+            base_rows,
+            self.num_verify,
+            promised=self.promised,
+        )
+
+    def set_cost_ms(self, cost_ms: np.ndarray) -> None:
+        """Install the cost (ms) of a whole step by its target rows: [max_num_tokens + 1]."""
+        self.cost_ms_host = np.ascontiguousarray(cost_ms, dtype=np.float32)
+        copy_to_device(self.cost_ms_host, self.cost_ms)
+
+    def publish(self, slots: np.ndarray) -> None:
+        """Start the copy by which the host learns N* and what it promises, after ``grow``.
+
+        slots: [R] of the batch the trees were grown for.
+        """
+        self._published = [*self._published[-1:], slots]
+        self._host_decision.start_copy()
+
+    def decision(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """N* and the promised tokens of these slots, [R] int32 and float32; waits for the copy."""
+        num_verify, promised = self._host_decision.wait()[:, slots]
+        return num_verify, promised.view(np.float32)
+
+    def choose_again(self, slots: np.ndarray, drafts: np.ndarray, base_rows: int) -> None:
+        """Choose N* anew for a step with `base_rows` rows that are no nodes, and publish it.
+
+        slots: [R]; drafts: [R] most nodes each may have.
+        """
+        packed = torch.empty((2, len(slots)), dtype=torch.int64, device=self.device)
+        rows, most = copy_to_device(np.stack([slots, drafts]).astype(np.int64), packed)
+        self._host_decision.before_write()
+        self._limits[rows] = torch.minimum(self.size[rows], most.to(torch.int32))
+        self._choose(rows, self._limits, base_rows)
+        self._host_decision.start_copy()
+
+    def previous_num_verify(self) -> tuple[int, int]:
+        """Sum of N* over the batch that was published last but one, and its number of requests."""
+        if len(self._published) < 2:
+            return 0, 0
+        slots = self._published[0]
+        return int(self._host_decision.previous()[0, slots].sum()), len(slots)
+
+    # ---- step t+1: the trees are verified -----------------------------------------------
+
+    def begin_step(
+        self, idx_mapping: torch.Tensor | None = None, tails: torch.Tensor | None = None
+    ) -> None:
+        """Bind the target's batch: which slot each row is, and how many of its rows are a tree.
+
+        idx_mapping: [R] int64 slots, None for a dummy batch. tails: [R + 1] int32, vLLM's
+        ``cu_num_logits``; None where every tail is a chain or a lone root, plain causal rows that
+        need no mask.
+        """
+        self.masking = tails is not None
+        self.verifying = False
+        if idx_mapping is None:
+            idx_mapping = self.step_slots[:0]
+        bind_tails(idx_mapping, tails, self.spine_only, self.step_slots, self.tail_lens)
+
+    def place(
+        self,
+        positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Positions by depth of every row of the step, in the buffer the graphs read.
+
+        positions: [T] int64, linear. Returns a [T] view.
+        """
+        out = self.positions[: positions.shape[0]]
+        num_reqs = idx_mapping.shape[0]
+        tree_positions(
+            positions,
+            self.depths,
+            idx_mapping,
+            query_start_loc[: num_reqs + 1],
+            cu_num_logits,
+            out,
+        )
+        return out
+
+    def set_spine_only(self, slot: int, spine_only: bool) -> None:
+        """From now on the request in `slot` gets a chain (top-1 at every depth), or a tree."""
+        spine_only |= self.always_spine
+        if self.spine_only_np[slot] != spine_only:
+            self.spine_only_np[slot] = spine_only
+            self.spine_only[slot] = spine_only
