@@ -28,6 +28,7 @@ TOP_LEVEL = {
     "Makefile",
     "README.md",
     "benchmarks",
+    "docs",
     "kernels",
     "pyproject.toml",
     "tests",

@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from bastion_kernels import accept_path
 from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
+from vllm_bastion.cpu.lazy_walk import accept_lazily
 from vllm_bastion.cpu.noise import gumbel_sample_on_host
 from vllm_bastion.step.runtime import Runtime
 
@@ -111,36 +112,40 @@ class TreeRejectionSampler(RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        processed = self.sampler.apply_sampling_params(
-            logits,
-            expanded_idx_mapping,
-            idx_mapping,
-            idx_mapping_np,
-            pos,
-            draft_sampled,
-            expanded_local_pos,
-            seq_lens_upper_bound_np,
-        )
-        states = self.sampler.sampling_states
-        draw = gumbel_sample if logits.is_cuda else gumbel_sample_on_host
-        drawn = draw(
-            processed,
-            expanded_idx_mapping,
-            states.temperature.gpu,
-            states.seeds.gpu,
-            pos,
-            apply_temperature=False,
-            is_drafting=False,
-            use_fp64=self.sampler.use_fp64_gumbel,
-        )
         num_reqs = idx_mapping.shape[0]
         trees, rows = self.trees, slice(self._next_row, self._next_row + num_reqs)
         self._next_row += num_reqs
         # Fresh, not kept: vLLM's output copy reads them while the next step already runs.
-        sampled = drawn.new_empty(num_reqs, trees.depth + 1)
+        sampled = idx_mapping.new_empty(num_reqs, trees.depth + 1, dtype=torch.int64)
         num_sampled = cu_num_logits.new_empty(num_reqs)
-        accept_path(
-            drawn,
+
+        def process(chosen: torch.Tensor | slice) -> torch.Tensor:
+            return self.sampler.apply_sampling_params(
+                logits[chosen],
+                expanded_idx_mapping[chosen],
+                idx_mapping,
+                idx_mapping_np,
+                pos[chosen],
+                draft_sampled[chosen],
+                expanded_local_pos[chosen],
+                seq_lens_upper_bound_np,
+            )
+
+        def draw(processed: torch.Tensor, chosen: torch.Tensor | slice) -> torch.Tensor:
+            states = self.sampler.sampling_states
+            sample = gumbel_sample if logits.is_cuda else gumbel_sample_on_host
+            return sample(
+                processed,
+                expanded_idx_mapping[chosen],
+                states.temperature.gpu,
+                states.seeds.gpu,
+                pos[chosen],
+                apply_temperature=False,
+                is_drafting=False,
+                use_fp64=self.sampler.use_fp64_gumbel,
+            )
+
+        walk = (
             verify_draft_sampled.to(torch.int64),
             trees.parents,
             idx_mapping,
@@ -149,4 +154,11 @@ class TreeRejectionSampler(RejectionSampler):
             sampled,
             num_sampled,
         )
+        # A chain's processors read the rows above a row, and its logprobs the processed rows.
+        if not logits.is_cuda and not trees.spine_only_np[idx_mapping_np].any():
+            accept_lazily(lambda chosen: draw(process(chosen), chosen), *walk)
+            return logits, sampled, num_sampled
+        everything = slice(None)
+        processed = process(everything)
+        accept_path(draw(processed, everything), *walk)
         return processed, sampled, num_sampled
