@@ -51,7 +51,6 @@ ENVIRONMENT = {
 # Compiled kernels and FULL graphs; a model this small is not worth torch.compile's time.
 _GPU_ARGUMENTS = {
     "dtype": "bfloat16",
-    "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "gpu_memory_utilization": 0.15,
     # Measuring how much is free fails while another engine's process gives memory back.
@@ -62,6 +61,12 @@ _PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engi
 _TIMEOUT_S = 3600
 
 
+def caches(folder: Path) -> dict[str, str]:
+    """The environment of engines that keep what they measure and compile in `folder`."""
+    names = ("VLLM_BASTION_CACHE", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
+    return {name: str(folder / name.lower()) for name in names}
+
+
 @dataclass(frozen=True)
 class Engine:
     """Settings of an engine; the defaults are small enough for two cores and four requests."""
@@ -70,20 +75,26 @@ class Engine:
     max_model_len: int = 320
     num_blocks: int = 96
     async_scheduling: bool = False
+    # Without torch.compile, which vLLM uses unless told not to.
+    eager: bool = False
     # What `speculative_config` gets, as sorted pairs; empty for plain decoding.
     speculative: tuple[tuple[str, Any], ...] = ()
     # Further arguments of `LLM`.
     extra: tuple[tuple[str, Any], ...] = ()
 
     def with_bastion(self, nodes: int, budget: int | str = "adaptive", **keys: Any) -> Engine:
-        """The same engine decoding with method "bastion"; keys without their prefix."""
-        own = {f"bastion_{key}": value for key, value in keys.items()}
+        """The same engine decoding with method "bastion"; its own keys without their prefix."""
+        own = {key if key == "model" else f"bastion_{key}": value for key, value in keys.items()}
         return self.with_method("bastion", nodes, bastion_budget=budget, **own)
 
     def with_method(self, method: str, tokens: int, **keys: Any) -> Engine:
         """The same engine with a speculative method of vLLM."""
         given = {"method": method, "model": DRAFTER, "num_speculative_tokens": tokens, **keys}
         return replace(self, speculative=tuple(sorted(given.items())))
+
+    def with_eager(self) -> Engine:
+        """The same engine, not compiled."""
+        return replace(self, eager=True)
 
     def with_async(self) -> Engine:
         """The same engine with asynchronous scheduling."""
@@ -94,7 +105,7 @@ class Engine:
         arguments = {
             "model": TARGET,
             "dtype": "float32",
-            "enforce_eager": True,
+            "enforce_eager": self.eager,
             "max_num_seqs": self.max_num_seqs,
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": 128,
@@ -140,7 +151,8 @@ class Runner:
         self._done: dict[str, Future[dict[str, Any]]] = {}
         self._folder = folder
         self.cpu_s: list[float] = []  # of every engine that has run
-        environment = {**ENVIRONMENT, "VLLM_BASTION_CACHE": str(folder / "profiles")}
+        self.caches = caches(folder)
+        environment = {**ENVIRONMENT, **self.caches}
         if ON_GPU:
             # A process that CUDA was asked about must not be forked.
             self._context: Any = multiprocessing.get_context("spawn")

@@ -39,6 +39,29 @@ def allow_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
+def fill_profiled_attention() -> None:
+    """Without metadata vLLM's CPU attention returns its output unfilled.
+
+    In the memory-profiling run of a compiled engine that may be NaN, on which the interpreter's
+    sampling kernel stops. An engine with method "bastion" must do without this.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    original = CPUAttentionBackendImpl.forward
+
+    def forward(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any,
+        output: torch.Tensor, *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if attn_metadata is None:
+            return output.fill_(0)
+        return original(
+            self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )
+
+    CPUAttentionBackendImpl.forward = forward
+
+
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
     """SamplingParams from JSON."""
     given = dict(given)
@@ -62,6 +85,8 @@ class Session:
     def __init__(self, spec: dict[str, Any]) -> None:
         if not ON_GPU:
             allow_async_scheduling()
+            if spec["engine"].get("speculative_config", {}).get("method") != "bastion":
+                fill_profiled_attention()
         for name in spec.get("setup", ()):
             resolve_name(name)()
         self.llm = LLM(**spec["engine"])

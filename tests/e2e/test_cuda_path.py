@@ -57,7 +57,7 @@ def test_graphs_replay_what_decoding_needs(
     profile = tmp_path / "profile.json"
     table = StepCostTable.linear(10.0, 0.4, max_rows=128)
     write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
-    plain, requests = Engine(max_num_seqs=2).with_async(), [batch()]
+    plain, requests = Engine(max_num_seqs=2, eager=True).with_async(), [batch()]
     costs = {"calibration": str(profile), "latency_model": "table", "budget_timing": timing}
     tree = with_graphs(plain).with_bastion(8, top_k=4, **costs)
     futures = [

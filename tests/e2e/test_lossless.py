@@ -32,9 +32,9 @@ def batches_of(mode: str, everything: bool = False) -> list[Batch]:
     return [cases.greedy(6), cases.sampled(6), *batches]
 
 
-def engine_of(mode: str) -> Engine:
+def engine_of(mode: str, eager: bool = False) -> Engine:
     """The plain engine of four requests at once."""
-    return Engine().with_async() if mode == "async" else Engine()
+    return Engine(async_scheduling=mode == "async", eager=eager)
 
 
 def answers(run: Run) -> dict[str, list[int]]:
@@ -59,12 +59,13 @@ def results(run: Run, prefix: str) -> list[Run]:
 class Matrix:
     """Plain decoding, the drafter and the oracle, under either scheduler; all started at once."""
 
-    def __init__(self, runner: Runner, everything: bool) -> None:
+    def __init__(self, runner: Runner, everything: bool, eager: bool = False) -> None:
         self._runner = runner
+        self._engines = {mode: engine_of(mode, eager) for mode in MODES}
         self.batches = {mode: batches_of(mode, everything) for mode in MODES}
         for mode in MODES:
-            plain = self._submit(mode, engine_of(mode))
-            self._submit(mode, engine_of(mode).with_bastion(16))
+            plain = self._submit(mode, self._engines[mode])
+            self._submit(mode, self._engines[mode].with_bastion(16))
             # The oracle waits for the answers, and nothing waits for the oracle.
             plain.add_done_callback(lambda done, mode=mode: done.exception() or self._oracle(mode))
 
@@ -73,15 +74,15 @@ class Matrix:
 
     def _oracle(self, mode: str) -> Future[Run]:
         known = {"answers": answers(self.plain(mode))}
-        return self._submit(mode, engine_of(mode).with_bastion(16, 16), oracle=known)
+        return self._submit(mode, self._engines[mode].with_bastion(16, 16), oracle=known)
 
     def plain(self, mode: str) -> Run:
         """Plain decoding."""
-        return self._submit(mode, engine_of(mode)).result()
+        return self._submit(mode, self._engines[mode]).result()
 
     def tree(self, mode: str) -> Run:
         """Method bastion with the real drafter, adaptive budget."""
-        return self._submit(mode, engine_of(mode).with_bastion(16)).result()
+        return self._submit(mode, self._engines[mode].with_bastion(16)).result()
 
     def oracle(self, mode: str) -> Run:
         """Method bastion with an oracle for a drafter, all 16 nodes verified."""
@@ -174,11 +175,21 @@ def test_metrics(matrix: Matrix) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_case(runner: Runner, compare: Comparison, mode: str) -> None:
-    """All edge cases with either scheduler."""
-    matrix = Matrix(runner, everything=True)
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_every_case(runner: Runner, compare: Comparison, mode: str, eager: bool) -> None:
+    """All edge cases with either scheduler, in vLLM's default mode and without torch.compile."""
+    matrix = Matrix(runner, everything=True, eager=eager)
+    how = f"{mode}, eager" if eager else mode
     for label, run in (("", matrix.tree(mode)), (", oracle", matrix.oracle(mode))):
-        compare.same(f"batch 4, {mode}{label}", matrix.batches[mode], matrix.plain(mode), run)
+        compare.same(f"batch 4, {how}{label}", matrix.batches[mode], matrix.plain(mode), run)
+
+
+def test_eager(runner: Runner, compare: Comparison) -> None:
+    """Without torch.compile, few prompts."""
+    plain = Engine(eager=True)
+    batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]
+    futures = [runner.submit(engine, batches) for engine in (plain, plain.with_bastion(16))]
+    compare.same("batch 4, eager", batches, *(future.result() for future in futures))
 
 
 _FULL = [(seqs, nodes, mode) for seqs, nodes in ((1, 64), (2, 32), (4, 16)) for mode in MODES]

@@ -75,8 +75,9 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
-        if attn_metadata is None:  # the memory-profiling run
-            return output
+        if attn_metadata is None:
+            # The memory-profiling run: what is in fresh memory would become logits.
+            return output.fill_(0)
         trees = attn_metadata.trees
         assert trees is not None, "a batch reached the target's layers without its trees"
         num_reqs = attn_metadata.seq_lens.shape[0]
