@@ -123,6 +123,27 @@ def test_every_setting_has_a_default_and_one_line_of_help() -> None:
     assert set(own) == {*config.user_keys(), "bastion_gamma"}
 
 
+def test_a_drafter_of_fewer_positions_than_the_target_is_resized(
+    pair: tuple[str, str], tmp_path: Path
+) -> None:
+    short = write_checkpoint(tmp_path / "short", "drafter", max_position_embeddings=64)
+    spec = _engine((pair[0], short)).speculative_config
+    assert spec.draft_model_config.hf_config.max_position_embeddings == 256
+    spec = _engine(pair).speculative_config
+    assert spec.draft_model_config.hf_config.max_position_embeddings == 1024
+
+
+def test_a_drafter_that_cannot_be_resized_is_refused(pair: tuple[str, str], tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    short = write_checkpoint(
+        tmp_path / "yarn", "drafter", max_position_embeddings=128, rope_scaling=rope
+    )
+    with pytest.raises(BastionConfigError) as caught:
+        _engine((pair[0], short))
+    _is_one_sentence(str(caught.value), short, "max_model_len 256", "set max_model_len to 128")
+    assert _engine((pair[0], short), {"max_model_len": 128}).speculative_config is not None
+
+
 # --- refused: the user's keys -----------------------------------------------------------------
 
 KEYS = {

@@ -25,6 +25,9 @@ from vllm.config.utils import config, get_attr_docs
 
 PREFIX = "bastion_"
 
+# Rotary embeddings (`rope_type`) for which max_position_embeddings is the cache's length, no more.
+_CACHE_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
+
 
 @config
 class BastionSpeculativeConfig(SpeculativeConfig):
@@ -49,6 +52,19 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         self.method = "dflash"
         super().__post_init__()
         self.bastion_gamma = int(self.draft_model_config.hf_config.block_size) - 1
+        if self.rope_only_sizes_cache():
+            # The drafter reads the target's positions: past its rotary cache it would read whatever
+            # lies there. vLLM 0.33 does the same; 0.32 resizes only EAGLE drafts.
+            self._maybe_override_draft_max_position_embeddings(
+                self.draft_model_config.hf_config, self.target_model_config.max_model_len
+            )
+
+    def rope_only_sizes_cache(self) -> bool:
+        """Whether the drafter's rotary frequencies do not depend on its max_position_embeddings."""
+        rope = getattr(self.draft_model_config.hf_config, "rope_parameters", None) or {}
+        # One set of parameters, or one for each type of layer.
+        kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+        return all(kind.get("rope_type", "default") in _CACHE_ONLY_ROPE_TYPES for kind in kinds)
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:

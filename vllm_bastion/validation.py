@@ -268,6 +268,16 @@ def check_engine(vllm_config: Any) -> None:
             'method "bastion" needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and drop the '
             "options that vLLM's warning above names, if any"
         )
+    draft_len = spec_config.draft_model_config.max_model_len
+    if (
+        not spec_config.rope_only_sizes_cache()
+        and draft_len < vllm_config.model_config.max_model_len
+    ):
+        raise BastionConfigError(
+            f"max_model_len {vllm_config.model_config.max_model_len} is beyond the {draft_len} "
+            f'positions of drafter "{spec_config.model}", whose rotary embedding cannot be '
+            f"extended: set max_model_len to {draft_len}"
+        )
     check_token_limit(
         spec_config.num_speculative_tokens,
         spec_config.bastion_gamma,
