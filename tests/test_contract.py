@@ -225,6 +225,14 @@ SOURCE = {
         "model_state.py: FULL graphs are captured with mode NONE, told by for_capture",
         ["CUDAGraphMode.NONE", "for_capture=full_cudagraph"],
     ),
+    "vllm.distributed.parallel_state:init_distributed_environment": (
+        "cost/measure.py: the world group has the ranks that step together, data-parallel ones too",
+        ["rank = parallel_config.data_parallel_rank * world_size + rank", "_WORLD = "],
+    ),
+    "vllm.v1.engine.core:EngineCoreProc.run_engine_core": (
+        "cost/measure.py: but data-parallel ranks of a dense model are engines of their own",
+        ["is_moe:", "reconfigure_for_independent_dp_rank()"],
+    ),
     "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": (
         "model_state.py: processors that keep state of their own are found in this list",
         ["self.logits_processors"],

@@ -84,6 +84,7 @@ _FIELDS = (
             "spec_tokens",
             "max_num_batched_tokens",
             "enable_lora",
+            "enable_elastic_ep",
             "pipeline_parallel_size",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",

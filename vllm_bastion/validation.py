@@ -48,6 +48,7 @@ _OPTIONS_OFF: dict[str, Any] = {
     "pipeline_parallel_size": 1,  # early stages know neither path nor budget
     "decode_context_parallel_size": 1,  # an accepted path's KV is spread over ranks
     "prefill_context_parallel_size": 1,
+    "enable_elastic_ep": False,  # a rank that joins later has no part in measuring the step costs
     "enable_dbo": False,
     "ubatch_size": 0,
     "enable_batch_sharded_sampling": False,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import heapq
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -329,44 +328,6 @@ def test_a_step_verifies_what_vllm_has_memory_for(room: int, expected: int) -> N
     verified = manager.take_num_verified()
     assert sum(verified.values()) == expected
     assert max(verified.values()) - min(verified.values()) <= 1
-
-
-class _Group:
-    """Rank 0's or another rank's view of a group of two; broadcasts what rank 0 said."""
-
-    world_size = 2
-
-    def __init__(self, rank: int, said: list[object]) -> None:
-        self.rank_in_group, self._said = rank, said
-
-    def broadcast_object(self, value: object, src: int) -> object:
-        if self.rank_in_group == src:
-            self._said.append(value)
-            return value
-        return self._said.pop(0)
-
-
-def test_ranks_agree_on_the_profile_and_only_rank_0_touches_the_file(tmp_path: Path) -> None:
-    from vllm_bastion.cost.measure import shared_profile
-    from vllm_bastion.cost.store import Profile, ProfileKey
-    from vllm_bastion.cost.table import StepCostTable
-
-    key = ProfileKey("gpu", "t", "d", "bfloat16", "FLASH_ATTN", 2, "0.32.0")
-    path = str(tmp_path / "profile.json")
-    measured = []
-
-    def measure(rank: int) -> Profile:
-        measured.append(rank)
-        return Profile.from_measurement(key, StepCostTable.flat(1.0 + rank, max_rows=8), None)
-
-    for _ in range(2):  # a miss, then a hit
-        said: list[object] = []
-        first = shared_profile(path, key, lambda: measure(0), _Group(0, said))
-        other = shared_profile(path, key, lambda: measure(1), _Group(1, said))
-        assert first is not None and other is not None
-        assert first.table.to_json() == other.table.to_json()
-        assert first.table.plain_ms(1, 0) == 1.0
-    assert measured == [0, 1]
 
 
 def test_sizes_beyond_the_graphs_are_measured_too() -> None:

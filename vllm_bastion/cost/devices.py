@@ -108,9 +108,10 @@ def measure_device(
     device = torch.device(device)
     on_cpu = device.type == "cpu"
     dtype = dtype or (torch.float32 if on_cpu else torch.bfloat16)
-    source = torch.empty(
-        copy_bytes or (256 << 20 if on_cpu else 1 << 30), dtype=torch.uint8, device=device
-    ).zero_()
+    if copy_bytes is None:
+        # The KV cache has most of the memory by now.
+        copy_bytes = 256 << 20 if on_cpu else min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.zeros(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = _best_seconds(lambda: target.copy_(source), device)
     size = matmul_size or (1024 if on_cpu else 8192)

@@ -8,10 +8,9 @@ captured graphs where there are any; the output head, which a verified node also
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
+from vllm_bastion.cost.agreement import of_rank_0, shared_profile
 from vllm_bastion.cost.calibration import calibrate_and_report
 from vllm_bastion.cost.devices import device_name, device_spec
 from vllm_bastion.cost.draft_switch import DraftSwitch
@@ -33,7 +33,6 @@ from vllm_bastion.cost.store import (
     Profile,
     ProfileKey,
     config_hash,
-    open_profile,
     profile_path,
     read_profile,
     write_profile,
@@ -70,11 +69,15 @@ def calibrate(runner: Any) -> None:
         return
     runtime = runtime_of(vllm_config)
     key = profile_key(runner)
-    group = get_tp_group()
-    profile = shared_profile(config.bastion_calibration, key, lambda: measure(runner, key), group)
+    # Tensor-parallel ranks, and those data-parallel ones whose steps are collective (of a mixture
+    # of experts): vLLM makes data-parallel ranks of a dense model engines of their own.
+    group = get_world_group()
+    profile = shared_profile(
+        config.bastion_calibration, key, lambda: measure(runner, key, group), group
+    )
     if profile is None:
-        table, roofline = _prior(runner), bare_roofline(runner)
-        calibrated = None
+        roofline = bare_roofline(runner, group)
+        table, calibrated = _prior(runner, roofline), None
     else:
         # A profile does not depend on how many rows a step may have; the table's length does.
         table = profile.table.with_max_rows(runner.max_num_tokens)
@@ -88,7 +91,7 @@ def calibrate(runner: Any) -> None:
     if not alone and config.bastion_latency_model in ("ema", "ema_calib"):
         raise ValueError(
             f"bastion_latency_model {config.bastion_latency_model!r} learns on each GPU by itself, "
-            "and tensor-parallel GPUs must agree: use 'ema_table' or 'static'"
+            "and GPUs that step together must agree: use 'ema_table' or 'static'"
         )
     # A table or a curve that was asked for by name is believed as it stands, T_aux included.
     online = alone and config.bastion_latency_model.startswith("ema")
@@ -96,41 +99,6 @@ def calibrate(runner: Any) -> None:
     runtime.costs.install(1, 1.0)
     if not is_lagged(config) and runner.dp_size == 1:
         runtime.switch = DraftSwitch(runtime.costs, runtime.trees)
-
-
-class _NotStored(Exception):
-    """There is no profile to read, so the engine must be measured."""
-
-
-def shared_profile(
-    setting: str, key: ProfileKey, measured: Callable[[], Profile], group: Any
-) -> Profile | None:
-    """What `open_profile` gives, agreed on by a tensor-parallel group.
-
-    Rank 0 reads and writes the files and its times are everybody's; a measurement needs every rank,
-    because its steps are collective.
-    """
-    if group.world_size == 1:
-        return open_profile(setting, key, measured)
-    if setting == "off":
-        return None
-
-    def not_stored() -> Profile:
-        raise _NotStored
-
-    stored = None
-    if group.rank_in_group == 0:
-        with contextlib.suppress(_NotStored):
-            profile = open_profile(setting, key, not_stored)
-            assert profile is not None
-            stored = profile.to_json()
-    stored = group.broadcast_object(stored, src=0)
-    if stored is None:
-        profile = measured()
-        if group.rank_in_group == 0:
-            open_profile(setting, key, lambda: profile)
-        stored = group.broadcast_object(profile.to_json(), src=0)
-    return Profile.from_json(stored)
 
 
 def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:
@@ -162,10 +130,9 @@ def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequenc
     return profile
 
 
-def _prior(runner: Any) -> StepCostTable:
+def _prior(runner: Any, roofline: Roofline | None) -> StepCostTable:
     """The bare roofline as a table, for an engine that is not to be measured."""
     rows = runner.max_num_tokens
-    roofline = bare_roofline(runner)
     if roofline is None:
         return StepCostTable.flat(max_rows=rows)
     points = np.unique(np.append(np.geomspace(1, rows, 24).astype(int), rows))
@@ -177,8 +144,11 @@ def _prior(runner: Any) -> StepCostTable:
     return StepCostTable(samples, max_rows=rows, captured_sizes=captured_sizes(runner))
 
 
-def bare_roofline(runner: Any) -> Roofline | None:
-    """The target's roofline on this device; None where the target is no dense decoder."""
+def bare_roofline(runner: Any, group: Any) -> Roofline | None:
+    """The target's roofline on rank 0's device; None where the target is no dense decoder.
+
+    Every rank must call it: peaks that are measured differ from rank to rank.
+    """
     model_config = runner.vllm_config.model_config
     try:
         shape = ModelShape.from_config(
@@ -189,7 +159,8 @@ def bare_roofline(runner: Any) -> Roofline | None:
     except ValueError as error:
         logger.warning("No roofline for this target (%s): costs are the measured ones only", error)
         return None
-    return Roofline(shape, device_spec(runner.device, model_config.dtype))
+    spec = of_rank_0(group, lambda: device_spec(runner.device, model_config.dtype))
+    return Roofline(shape, spec)
 
 
 def captured_sizes(runner: Any) -> list[int]:
@@ -232,8 +203,8 @@ def sizes_to_measure(captured: list[int], max_rows: int) -> list[int]:
     return [n for n in sizes if n <= max_rows]
 
 
-def measure(runner: Any, key: ProfileKey) -> Profile:
-    """Time the grid rows x contexts and fit the roofline to it."""
+def measure(runner: Any, key: ProfileKey, group: Any) -> Profile:
+    """Time the grid rows x contexts and fit the roofline to it. Its steps are collective."""
     start = time.perf_counter()
     sizes = sizes_to_measure(captured_sizes(runner), runner.max_num_tokens)
     longest = max(1, runner.max_model_len - 1)
@@ -256,7 +227,7 @@ def measure(runner: Any, key: ProfileKey) -> Profile:
         max_rows=runner.max_num_tokens,
         captured_sizes=captured_sizes(runner),
     )
-    roofline = bare_roofline(runner)
+    roofline = bare_roofline(runner, group)
     report = calibrate_and_report(roofline, samples) if roofline else None
     profile = Profile.from_measurement(key, table, report)
     error = ""
