@@ -15,11 +15,10 @@ because the host knows how many rows it scheduled and only the device how many w
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [
     "bind_slots",

@@ -23,11 +23,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["KVCompactor"]
 

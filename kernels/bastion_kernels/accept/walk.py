@@ -14,11 +14,10 @@ drawn at the node) and one minimum over the columns (the first child that carrie
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["accept_path", "accept_path_reference", "accept_path_triton"]
 

@@ -17,8 +17,7 @@ its registers.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["tree_attention_kernel"]
 

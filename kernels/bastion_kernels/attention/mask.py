@@ -12,11 +12,10 @@ it stands for.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [
     "ancestor_bits",

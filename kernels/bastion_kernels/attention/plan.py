@@ -21,8 +21,7 @@ lost to rounding is less than one team for each width in use.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["RUN_FIELDS", "plan_kernel"]
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 
 from bastion_kernels.attention.plan import RUN_FIELDS, plan_kernel
+from bastion_kernels.triton_or_none import triton
 
 __all__ = ["Tiles", "TreeAttentionWorkspace"]
 

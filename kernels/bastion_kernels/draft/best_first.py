@@ -36,11 +36,10 @@ import heapq
 import math
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["expand_best_first", "expand_best_first_reference", "expand_best_first_triton"]
 

@@ -30,12 +30,11 @@ import math
 from collections import Counter
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
 from bastion_kernels.draft.node_places import place_constants, places, sorted_nodes
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [
     "choose_budget",

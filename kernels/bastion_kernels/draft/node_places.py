@@ -9,9 +9,9 @@ log2(N) loads; many requests are searched side by side to have many chains under
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["place_constants", "places", "sorted_nodes"]
 

@@ -26,8 +26,6 @@ sm_90. Memory traffic is that of the logits, M * V * itemsize bytes, and some 2%
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
@@ -39,6 +37,7 @@ from bastion_kernels.draft.topk_merge import (
     shift_of,
     unorder,
 )
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [
     "topk_logprobs",

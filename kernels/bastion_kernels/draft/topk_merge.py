@@ -9,11 +9,10 @@ A slice's mass is log sum exp(logit - its largest logit).
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [
     "MAX_TOKEN",
