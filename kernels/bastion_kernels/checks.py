@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every launcher checks before it runs: shape, dtype and strides, and which code to run.
+"""What every launcher checks before it runs: shape, dtype and strides; and which version it runs.
 
 One place, so that a wrong call reads the same for every op: the op, the argument, what was wanted,
 what came.
@@ -7,9 +7,16 @@ what came.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from torch import Tensor, dtype
 
-__all__ = ["check", "on_gpu"]
+from bastion_kernels.native import HAVE_NUMBA
+
+__all__ = ["check", "on_gpu", "version_for"]
+
+_Op = TypeVar("_Op", bound=Callable[..., None])
 
 
 def check(
@@ -41,5 +48,12 @@ def check(
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """True where the Triton kernel runs, False where the PyTorch reference does."""
+    """Whether the Triton kernel runs."""
     return tensor.device.type == "cuda"
+
+
+def version_for(tensor: Tensor, triton: _Op, cpu: _Op, reference: _Op) -> _Op:
+    """The version of an op that runs where `tensor` is; the reference needs nothing but PyTorch."""
+    if on_gpu(tensor):
+        return triton
+    return cpu if HAVE_NUMBA else reference

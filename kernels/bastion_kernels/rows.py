@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.checks import check, version_for
+from bastion_kernels.rows_cpu import bind_slots_cpu, bind_tails_cpu, kept_rows_cpu
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [
@@ -259,7 +260,7 @@ def bind_slots(idx_mapping: Tensor, slots: Tensor, base_rows: Tensor) -> None:
     check(op, "idx_mapping", idx_mapping, (None,), torch.int64, torch.int32)
     check(op, "slots", slots, (None,), torch.int64)
     check(op, "base_rows", base_rows, (), torch.int32)
-    run = bind_slots_triton if on_gpu(slots) else bind_slots_reference
+    run = version_for(slots, bind_slots_triton, bind_slots_cpu, bind_slots_reference)
     run(idx_mapping, slots, base_rows)
 
 
@@ -287,7 +288,7 @@ def bind_tails(
     check(op, "spine_only", spine_only, (None,), torch.bool)
     check(op, "slots", slots, (total,), torch.int64)
     check(op, "tail_lens", tail_lens, (total,), torch.int32)
-    run = bind_tails_triton if on_gpu(slots) else bind_tails_reference
+    run = version_for(slots, bind_tails_triton, bind_tails_cpu, bind_tails_reference)
     run(idx_mapping, cu_num_logits, spine_only, slots, tail_lens)
 
 
@@ -342,7 +343,7 @@ def kept_rows(
         ("kept_positions", kept_positions),
     ):
         check(op, name, tensor, (None,), torch.int64)
-    run = kept_rows_triton if on_gpu(source) else kept_rows_reference
+    run = version_for(source, kept_rows_triton, kept_rows_cpu, kept_rows_reference)
     run(
         kept_start,
         before,

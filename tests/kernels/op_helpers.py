@@ -3,12 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 POISON = -7777
+
+_Run = TypeVar("_Run", bound=Callable[..., None])
+
+
+def versions(*runs: _Run) -> list[_Run]:
+    """The versions of an op that run where the tests do: `name_cpu` on a CPU only."""
+    on_gpu = torch.cuda.is_available()
+    return [run for run in runs if not (on_gpu and run.__name__.endswith("_cpu"))]
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:

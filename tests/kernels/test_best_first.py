@@ -7,11 +7,12 @@ import itertools
 
 import pytest
 import torch
-from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees
+from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees, versions
 from torch import Tensor
 
 from bastion_kernels import expand_best_first, expand_best_first_reference
 from bastion_kernels.draft.best_first import expand_best_first_triton
+from bastion_kernels.draft.cpu import expand_best_first_cpu
 
 
 def expand(run, tokens: Tensor, logprobs: Tensor, limit: int, **options) -> Trees:
@@ -133,9 +134,10 @@ CASES = {  # R, D, K, N
 }
 
 
+@pytest.mark.parametrize("run", versions(expand_best_first_triton, expand_best_first_cpu))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("scores", ["distinct", "ties", "equal", "broken"])
-def test_kernel_equals_heap(case: tuple[int, ...], scores: str, device: torch.device) -> None:
+def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: torch.device) -> None:
     reqs, depth, width, limit = case
     generator = torch.Generator().manual_seed(limit)
     tokens, logprobs = lattice(reqs, depth, width, generator)
@@ -153,29 +155,35 @@ def test_kernel_equals_heap(case: tuple[int, ...], scores: str, device: torch.de
     slots[reqs // 2] = -1 if reqs > 1 else slots[0]
     options = {"slots": slots, "spine": spine, "wider": 5}
     expected = expand(expand_best_first_reference, tokens, logprobs, limit, **options)
-    actual = expand(expand_best_first_triton, tokens, logprobs, limit, device=device, **options)
+    actual = expand(run, tokens, logprobs, limit, device=device, **options)
     for name, one, other in zip(vars(expected), actual, expected, strict=True):
         assert_same(one, other, name)
 
 
-def test_kernel_equals_heap_on_random_trees(device: torch.device) -> None:
+@pytest.mark.parametrize("run", versions(expand_best_first_triton, expand_best_first_cpu))
+def test_kernel_equals_heap_on_random_trees(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
-    for _ in range(1000 if device.type == "cuda" else 120):
+    slow = run is expand_best_first_triton and device.type == "cpu"
+    for _ in range(120 if slow else 1000):
         depth, width, limit = (int(torch.randint(1, 7, (), generator=generator)) for _ in range(3))
         tokens, logprobs = lattice(2, depth, width, generator, spread=4.0)
         expected = expand(expand_best_first_reference, tokens, logprobs, limit)
-        actual = expand(expand_best_first_triton, tokens, logprobs, limit, device=device)
+        actual = expand(run, tokens, logprobs, limit, device=device)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [(64, 16, 32, 512), (1, 15, 32, 256)])
-def test_kernel_equals_heap_at_full_size(case: tuple[int, ...], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "run", [pytest.param(expand_best_first_triton, marks=pytest.mark.gpu), expand_best_first_cpu]
+)
+@pytest.mark.parametrize("case", [(64, 16, 32, 512), (1, 15, 32, 256), (1, 255, 255, 4096)])
+def test_kernel_equals_heap_at_full_size(run, case: tuple[int, ...], device: torch.device) -> None:
+    if run is expand_best_first_cpu:
+        device = torch.device("cpu")
     reqs, depth, width, limit = case
     tokens, logprobs = lattice(reqs, depth, width, torch.Generator().manual_seed(6))
     expected = expand(expand_best_first_reference, tokens, logprobs, limit)
-    actual = expand(expand_best_first_triton, tokens, logprobs, limit, device=device)
+    actual = expand(run, tokens, logprobs, limit, device=device)
     for one, other in zip(actual, expected, strict=True):
         assert_same(one, other)
 
@@ -186,7 +194,7 @@ def test_strided_inputs(device: torch.device) -> None:
     tokens = tokens.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     logprobs = torch.stack([logprobs, logprobs.neg()], dim=-1)[..., 0]
     assert not tokens.is_contiguous() and not logprobs.is_contiguous()
-    for run in (expand_best_first, expand_best_first_triton):
+    for run in versions(expand_best_first, expand_best_first_triton, expand_best_first_cpu):
         actual = expand(run, tokens, logprobs, 20, device=device)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)

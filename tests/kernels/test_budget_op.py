@@ -8,11 +8,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from op_helpers import assert_same, moved, poisoned
+from op_helpers import assert_same, moved, poisoned, versions
 from torch import Tensor
 
 from bastion_kernels import choose_budget, choose_budget_reference, take_best, take_best_reference
 from bastion_kernels.draft.budget import choose_budget_triton, take_best_triton
+from bastion_kernels.draft.cpu import choose_budget_cpu, take_best_cpu
 
 
 def choose(run, log_rho, slots, limits, cost, base, device="cpu") -> list[int]:
@@ -123,8 +124,9 @@ def test_reference_is_the_exact_argmax(kind: str, ties: bool) -> None:
         assert choose(choose_budget_reference, *arguments) == best_counts(*arguments)
 
 
+@pytest.mark.parametrize("run", versions(choose_budget_triton, choose_budget_cpu))
 @pytest.mark.parametrize("kind", ["flat", "linear", "staircase", "random"])
-def test_kernel_equals_reference(kind: str, device: torch.device) -> None:
+def test_kernel_equals_reference(run, kind: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(3)
     for reqs, limit, ties in ((1, 1, False), (1, 37, False), (3, 16, True), (5, 20, False)):
         log_rho = torch.cat([scores(reqs + 2, limit, generator, ties), torch.ones(reqs + 2, 3)], 1)
@@ -136,21 +138,21 @@ def test_kernel_equals_reference(kind: str, device: torch.device) -> None:
         for rows, base in ((200, torch.tensor(reqs, dtype=torch.int32)), (12, 5), (3, 9)):
             arguments = (log_rho, slots, limits, costs(kind, rows, generator), base)
             expected = choose(choose_budget_reference, *arguments)
-            assert choose(choose_budget_triton, *arguments, device=device) == expected
+            assert choose(run, *arguments, device=device) == expected
 
 
 def test_equal_scores_go_to_the_lower_row(device: torch.device) -> None:
     log_rho = torch.full((3, 4), -1.0)
     slots, limits = torch.tensor([2, 0, 1]), torch.full((3,), 4, dtype=torch.int32)
     cost = torch.full((3 + 6 + 1,), 1.0)  # room for 6 of the 12 nodes
-    for run in (choose_budget_reference, choose_budget_triton):
+    for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
         assert choose(run, log_rho, slots, limits, cost, 3, device=device) == [2, 0, 4]
 
 
 def test_worthless_nodes_are_not_verified(device: torch.device) -> None:
     log_rho = torch.tensor([[-1.0, -27.0, -28.0, -100.0]])  # 2^-40 = exp(-27.7)
     slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([4], dtype=torch.int32)
-    for run in (choose_budget_reference, choose_budget_triton):
+    for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
         assert choose(run, log_rho, slots, limits, torch.ones(9), 1, device=device) == [2]
         assert choose(run, log_rho - 30, slots, limits, torch.ones(9), 1, device=device) == [0]
 
@@ -160,12 +162,13 @@ def test_ties_of_s_go_to_the_smaller_budget(device: torch.device) -> None:
     log_rho = torch.full((1, 1100), -100.0)
     log_rho[0, 0] = math.log(0.25)
     slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([1100], dtype=torch.int32)
-    for run in (choose_budget_reference, choose_budget_triton):
+    for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
         arguments = (log_rho, slots, limits, torch.ones(1200), 1)
         assert choose(run, *arguments, device=device) == [1]
 
 
-def test_long_lists(device: torch.device) -> None:
+@pytest.mark.parametrize("run", versions(choose_budget_triton, choose_budget_cpu))
+def test_long_lists(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     log_rho = -0.001 * torch.rand(5, 300, generator=generator).cumsum(1)
     slots, limits = torch.arange(5), torch.full((5,), 300, dtype=torch.int32)
@@ -173,7 +176,7 @@ def test_long_lists(device: torch.device) -> None:
         cost = costs("linear", rows, generator)
         arguments = (log_rho, slots, limits, cost, 5)
         expected = choose(choose_budget_reference, *arguments)
-        assert choose(choose_budget_triton, *arguments, device=device) == expected
+        assert choose(run, *arguments, device=device) == expected
         assert sum(expected) > more_than
 
 
@@ -185,7 +188,7 @@ def test_promised_is_the_sum_over_the_chosen(device: torch.device) -> None:
         slots[1:][torch.rand(reqs - 1, generator=generator) < 0.3] = -1
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
         arguments = (log_rho, slots, limits, costs("linear", 200, generator), reqs)
-        for run in (choose_budget_reference, choose_budget_triton):
+        for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
             counts, promised = choose_and_promise(run, *arguments, device=device)
             assert counts == choose(choose_budget_reference, *arguments)
             for slot, count in enumerate(counts):
@@ -198,10 +201,11 @@ def test_promised_is_the_sum_over_the_chosen(device: torch.device) -> None:
                     assert promised[slot].isnan()
         if device.type == "cpu":  # elsewhere exp may differ in its last bit
             expected = choose_and_promise(choose_budget_reference, *arguments)
-            assert_same(choose_and_promise(choose_budget_triton, *arguments)[1], expected[1])
+            for run in (choose_budget_triton, choose_budget_cpu):
+                assert_same(choose_and_promise(run, *arguments)[1], expected[1])
 
 
-@pytest.mark.parametrize("run", [take_best_reference, take_best_triton])
+@pytest.mark.parametrize("run", versions(take_best_reference, take_best_triton, take_best_cpu))
 @pytest.mark.parametrize("kind", ["continuous", "ties", "far below 2^-40", "nothing"])
 def test_take_best_against_a_greedy_walk(run, kind: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(7)
@@ -222,7 +226,8 @@ def test_take_best_against_a_greedy_walk(run, kind: str, device: torch.device) -
             assert sum(counts[slot] for slot in slots.tolist() if slot >= 0) == min(total, room)
 
 
-def test_take_best_of_many_requests(device: torch.device) -> None:
+@pytest.mark.parametrize("run", versions(take_best_triton, take_best_cpu))
+def test_take_best_of_many_requests(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(8)
     reqs, limit = 70, 16  # several rounds of rivals
     log_rho = scores(reqs, limit, generator, ties=True)
@@ -230,12 +235,12 @@ def test_take_best_of_many_requests(device: torch.device) -> None:
     slots[::9] = -1
     limits = torch.full((reqs,), limit, dtype=torch.int32)
     for total in (17, 500, 1000):
-        counts = take(take_best_triton, log_rho, slots, limits, total, device)
+        counts = take(run, log_rho, slots, limits, total, device)
         assert counts == take(take_best_reference, log_rho, slots, limits, total)
 
 
 def test_no_rows_to_take_from(device: torch.device) -> None:
-    for run in (take_best_reference, take_best_triton):
+    for run in versions(take_best_reference, take_best_triton, take_best_cpu):
         for slots in (torch.zeros(0, dtype=torch.int64), torch.tensor([-1, -1])):
             limits = torch.full((2,), 3, dtype=torch.int32)
             assert take(run, torch.zeros(2, 3), slots, limits, 4, device) == [-7777, -7777]
@@ -243,12 +248,18 @@ def test_no_rows_to_take_from(device: torch.device) -> None:
 
 def test_no_requests(device: torch.device) -> None:
     nothing = (torch.zeros(2, 3), torch.zeros(0, dtype=torch.int64), torch.zeros(2).int())
-    for run in (choose_budget_reference, choose_budget_triton):
+    for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
         assert choose(run, *nothing, torch.ones(4), 0, device=device) == [-7777, -7777]
 
 
-def test_full_size(device: torch.device) -> None:
-    if device.type != "cuda":
+@pytest.mark.parametrize(
+    ("choose_run", "take_run"),
+    [(choose_budget_triton, take_best_triton), (choose_budget_cpu, take_best_cpu)],
+)
+def test_full_size(choose_run, take_run, device: torch.device) -> None:
+    if choose_run is choose_budget_cpu:
+        device = torch.device("cpu")
+    elif device.type != "cuda":
         pytest.skip("hours in the interpreter")
     generator = torch.Generator().manual_seed(5)
     log_rho, slots = scores(64, 512, generator), torch.randperm(64, generator=generator)
@@ -256,10 +267,10 @@ def test_full_size(device: torch.device) -> None:
     for kind in ("linear", "staircase", "random"):
         arguments = (log_rho, slots, limits, costs(kind, 40_000, generator), 64)
         expected = choose(choose_budget_reference, *arguments)
-        assert choose(choose_budget_triton, *arguments, device=device) == expected
+        assert choose(choose_run, *arguments, device=device) == expected
     for total in (1, 5_000, 20_000):
         expected = take(take_best_reference, log_rho, slots, limits, total)
-        assert take(take_best_triton, log_rho, slots, limits, total, device) == expected
+        assert take(take_run, log_rho, slots, limits, total, device) == expected
 
 
 def test_wrong_arguments_are_named() -> None:

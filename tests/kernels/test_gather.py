@@ -7,15 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from op_helpers import versions
 from torch import Tensor
 
+from bastion_kernels.accept.cpu import gather_rows_cpu
 from bastion_kernels.accept.gather import gather_rows, gather_rows_reference, gather_rows_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777
 
 Run = Callable[[list[Tensor], Tensor, list[Tensor]], None]
-runs = pytest.mark.parametrize("run", [gather_rows_reference, gather_rows_triton, gather_rows])
+runs = pytest.mark.parametrize(
+    "run", versions(gather_rows_reference, gather_rows_triton, gather_rows, gather_rows_cpu)
+)
 
 
 def check(run: Run, sources: list[Tensor], rows: list[int], outs: list[Tensor]) -> None:

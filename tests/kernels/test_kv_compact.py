@@ -10,7 +10,15 @@ from torch import Tensor
 from bastion_kernels.accept.kv_compact import KVCompactor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.parametrize("run", ["compact_reference", "compact_triton", "compact"])
+runs = pytest.mark.parametrize(
+    "run",
+    [
+        "compact_reference",
+        "compact_triton",
+        "compact",
+        *(["compact_cpu"] if DEVICE == "cpu" else []),
+    ],
+)
 
 
 def make_cache(
@@ -134,7 +142,7 @@ def test_padded_strides_odd_addresses_and_long_paths(run: str) -> None:
         assert same_bytes(cache, want)
 
 
-@pytest.mark.parametrize("run", ["compact_reference", "compact_triton"])
+@runs
 def test_offsets_beyond_32_bits(run: str) -> None:
     stride = 2**31 + 5
     try:

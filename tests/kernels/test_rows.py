@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from op_helpers import POISON, poisoned
+from op_helpers import POISON, poisoned, versions
 
 from bastion_kernels.rows import (
     bind_slots,
@@ -19,6 +19,7 @@ from bastion_kernels.rows import (
     kept_rows_reference,
     kept_rows_triton,
 )
+from bastion_kernels.rows_cpu import bind_slots_cpu, bind_tails_cpu, kept_rows_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,7 +28,9 @@ def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize("run", [bind_slots, bind_slots_reference, bind_slots_triton])
+@pytest.mark.parametrize(
+    "run", versions(bind_slots, bind_slots_reference, bind_slots_triton, bind_slots_cpu)
+)
 @pytest.mark.parametrize(("mapped", "size"), [([], 3), ([2, 0], 3), ([4, 1, 130], 200)])
 def test_slots_of_the_draft(run, mapped, size):
     slots, base = poisoned(size, dtype=torch.int64).to(DEVICE), ints(POISON)
@@ -36,7 +39,9 @@ def test_slots_of_the_draft(run, mapped, size):
     assert base.item() == max(len(mapped), 1)
 
 
-@pytest.mark.parametrize("run", [bind_tails, bind_tails_reference, bind_tails_triton])
+@pytest.mark.parametrize(
+    "run", versions(bind_tails, bind_tails_reference, bind_tails_triton, bind_tails_cpu)
+)
 @pytest.mark.parametrize("size", [5, 128, 300])
 def test_tails_of_a_verified_batch(run, size):
     rng = np.random.default_rng(size)
@@ -58,7 +63,9 @@ def test_tails_of_a_verified_batch(run, size):
     assert (slots == -1).all() and not lens.any()
 
 
-@pytest.mark.parametrize("run", [kept_rows, kept_rows_reference, kept_rows_triton])
+@pytest.mark.parametrize(
+    "run", versions(kept_rows, kept_rows_reference, kept_rows_triton, kept_rows_cpu)
+)
 @pytest.mark.parametrize("seed", range(8))
 def test_kept_rows_are_the_accepted_path(run, seed):
     rng = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_helpers import assert_same, poisoned
+from op_helpers import assert_same, poisoned, versions
 from torch import Tensor
 
 from bastion_kernels import (
@@ -14,6 +14,7 @@ from bastion_kernels import (
     topk_logprobs_reference,
     topk_partial_reference,
 )
+from bastion_kernels.draft.cpu import topk_logprobs_cpu
 from bastion_kernels.draft.topk_logprobs import topk_logprobs_triton, topk_partial_triton
 from bastion_kernels.draft.topk_merge import merge_topk_triton
 
@@ -52,7 +53,9 @@ CASES = {  # M, V, K, dtype
 }
 
 
-@pytest.mark.parametrize("run", [topk_logprobs, topk_logprobs_reference, topk_logprobs_triton])
+@pytest.mark.parametrize(
+    "run", versions(topk_logprobs, topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_against_sort(run, case, device: torch.device) -> None:
     rows, vocab, k, dtype = case
@@ -62,7 +65,9 @@ def test_against_sort(run, case, device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # NumPy, of log 0
-@pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
+@pytest.mark.parametrize(
+    "run", versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+)
 def test_ties_go_to_the_lower_token(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     rounded = torch.randn(3, 3000, generator=generator).round()
@@ -75,7 +80,9 @@ def test_ties_go_to_the_lower_token(run, device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, of overflow and log 0
-@pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
+@pytest.mark.parametrize(
+    "run", versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+)
 def test_extreme_logits(run, device: torch.device) -> None:
     logits = torch.randn(5, 3000, generator=torch.Generator().manual_seed(2))
     logits[0] *= 1e4
@@ -88,7 +95,9 @@ def test_extreme_logits(run, device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
-@pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
+@pytest.mark.parametrize(
+    "run", versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_nan_counts_as_minus_infinity(run, sign: float, device: torch.device) -> None:
     nan = torch.tensor(float("nan")).copysign(torch.tensor(sign))
@@ -131,7 +140,9 @@ def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> 
         torch.testing.assert_close(mass, want_mass, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("run", [topk_logprobs_reference, topk_logprobs_triton])
+@pytest.mark.parametrize(
+    "run", versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+)
 def test_strided_logits(run, device: torch.device) -> None:
     logits = torch.randn(600, 6, generator=torch.Generator().manual_seed(3)).to(device)
     assert_top(top(run, logits.t()[::2], 6), logits.t()[::2])
@@ -140,7 +151,7 @@ def test_strided_logits(run, device: torch.device) -> None:
 
 def test_real_vocabulary(device: torch.device) -> None:
     logits = torch.randn(1, 151_936, generator=torch.Generator().manual_seed(4)).bfloat16()
-    for run in (topk_logprobs_reference, topk_logprobs_triton):
+    for run in versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu):
         assert_top(top(run, logits.to(device), 4), logits)
 
 
@@ -173,7 +184,7 @@ def test_sharded_vocabulary_gives_the_same(shards: int, lane: str, device: torch
 
 
 def test_no_rows(device: torch.device) -> None:
-    for run in (topk_logprobs_reference, topk_logprobs_triton):
+    for run in versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu):
         tokens, _ = top(run, torch.zeros(0, 9, device=device), 2)
         assert tokens.shape == (0, 2)
 

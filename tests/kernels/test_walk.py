@@ -14,10 +14,12 @@ from op_helpers import (
     moved,
     poisoned,
     shaped_parents,
+    versions,
 )
 from torch import Tensor
 
 from bastion_kernels import accept_path, accept_path_reference
+from bastion_kernels.accept.cpu import accept_path_cpu
 from bastion_kernels.accept.walk import accept_path_triton
 
 
@@ -85,7 +87,9 @@ class Batch:
             assert count[row].item() == len(expected)
 
 
-@pytest.mark.parametrize("run", [accept_path, accept_path_reference, accept_path_triton])
+@pytest.mark.parametrize(
+    "run", versions(accept_path, accept_path_reference, accept_path_triton, accept_path_cpu)
+)
 def test_hostile_shapes(run, device: torch.device) -> None:
     shapes = [
         (CHAIN, 16, 17),
@@ -104,12 +108,15 @@ def test_random_trees(device: torch.device) -> None:
     for seed in range(200):
         shapes = [(RANDOM, 8, 1 + (seed + r) % 9) for r in range(5)]
         batch = Batch(shapes, 8, 100 + seed)
-        batch.check(accept_path_reference, device)
+        for run in versions(accept_path_reference, accept_path_cpu):
+            batch.check(run, device)
         if device.type == "cuda" or seed % 20 == 0:
             batch.check(accept_path_triton, device)
 
 
-@pytest.mark.parametrize("run", [accept_path_reference, accept_path_triton])
+@pytest.mark.parametrize(
+    "run", versions(accept_path_reference, accept_path_triton, accept_path_cpu)
+)
 def test_whole_chain_is_accepted(run, device: torch.device) -> None:
     fed = torch.arange(100, 117)
     sampled = fed + 1
@@ -121,7 +128,9 @@ def test_whole_chain_is_accepted(run, device: torch.device) -> None:
     assert count.item() == 17
 
 
-@pytest.mark.parametrize("run", [accept_path_reference, accept_path_triton])
+@pytest.mark.parametrize(
+    "run", versions(accept_path_reference, accept_path_triton, accept_path_cpu)
+)
 def test_inert_rows_and_stale_columns(run, device: torch.device) -> None:
     # Row 0 is inert although it has logits rows; row 1 verifies 1 of its tree's 3 nodes, and the
     # token of a node that is not verified must not count, nor may the next request's rows.
@@ -136,7 +145,9 @@ def test_inert_rows_and_stale_columns(run, device: torch.device) -> None:
     assert tokens.tolist() == [[0, 0, 0], [6, 0, 0], [0, 0, 0]]
 
 
-@pytest.mark.parametrize("run", [accept_path_reference, accept_path_triton])
+@pytest.mark.parametrize(
+    "run", versions(accept_path_reference, accept_path_triton, accept_path_cpu)
+)
 def test_path_is_cut_at_the_outputs_width(run, device: torch.device) -> None:
     fed = torch.arange(6)
     parents = torch.arange(5, dtype=torch.int32)[None]
@@ -147,7 +158,7 @@ def test_path_is_cut_at_the_outputs_width(run, device: torch.device) -> None:
 
 def test_no_requests(device: torch.device) -> None:
     none, parents = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
-    for run in (accept_path_reference, accept_path_triton):
+    for run in versions(accept_path_reference, accept_path_triton, accept_path_cpu):
         start = torch.zeros(1, dtype=torch.int32)
         _, _, count = accept(run, none, none, parents, none, start, 2, device)
         assert_same(count, torch.zeros(0, dtype=torch.int32))

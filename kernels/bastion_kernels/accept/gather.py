@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.accept.cpu import gather_rows_cpu
+from bastion_kernels.checks import check, version_for
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["gather_rows", "gather_rows_reference", "gather_rows_triton"]
@@ -93,5 +94,5 @@ def gather_rows(sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor])
             raise ValueError(f"{op}: {rows.shape[0]} rows do not fit an output of {out.shape[0]}")
     if not sources or rows.shape[0] == 0:
         return
-    launch = gather_rows_triton if on_gpu(rows) else gather_rows_reference
+    launch = version_for(rows, gather_rows_triton, gather_rows_cpu, gather_rows_reference)
     launch(sources, rows, outs)

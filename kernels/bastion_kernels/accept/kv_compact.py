@@ -25,7 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.accept.cpu import CompactPlan, compact_cpu
+from bastion_kernels.checks import check, on_gpu, version_for
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["KVCompactor"]
@@ -178,6 +179,8 @@ class KVCompactor:
             key = (group, cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
             unique.setdefault(key, (cache.view(_INTEGERS[cache.element_size()]), group))
         self.entries = list(unique.values())
+        on_host = not on_gpu(self.entries[0][0])
+        self._plan = CompactPlan(self.entries) if on_host else None
         self._launches = self._make_launches()
 
     def _make_launches(self) -> list[_Launch]:
@@ -211,6 +214,13 @@ class KVCompactor:
             keep = (source >= 0) & (target >= 0)
             source, target, page = source[keep], target[keep], cache.shape[2]
             cache[target // page, :, target % page] = cache[source // page, :, source % page]
+
+    def compact_cpu(
+        self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
+    ) -> None:
+        """Numba; see `compact`."""
+        assert self._plan is not None
+        compact_cpu(self._plan, slot_mappings, query_start_loc, cu_num_logits, path)
 
     def compact_triton(
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
@@ -262,5 +272,5 @@ class KVCompactor:
         check(op, "path", path, (num_reqs, None), torch.int32)
         if num_reqs == 0:
             return
-        run = self.compact_triton if on_gpu(path) else self.compact_reference
+        run = version_for(path, self.compact_triton, self.compact_cpu, self.compact_reference)
         run(slot_mappings, query_start_loc, cu_num_logits, path)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.accept.cpu import accept_path_cpu
+from bastion_kernels.checks import check, version_for
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["accept_path", "accept_path_reference", "accept_path_triton"]
@@ -188,5 +189,5 @@ def accept_path(
     check(_OP, "out_path", out_path, (reqs, longest), torch.int32)
     check(_OP, "out_tokens", out_tokens, (reqs, longest), torch.int64)
     check(_OP, "num_sampled", num_sampled, (reqs,), torch.int32)
-    run = accept_path_triton if on_gpu(sampled) else accept_path_reference
+    run = version_for(sampled, accept_path_triton, accept_path_cpu, accept_path_reference)
     run(sampled, node_ids, parents, slots, cu_num_logits, out_path, out_tokens, num_sampled)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.attention.cpu_mask import ancestor_bits_cpu, tree_positions_cpu
+from bastion_kernels.checks import check, version_for
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [
@@ -200,7 +201,7 @@ def ancestor_bits(parents: Tensor, slots: Tensor, out: Tensor) -> None:
     check(op, "parents", parents, (num_slots, limit), torch.int32)
     check(op, "slots", slots, (None,), torch.int64)
     check(op, "out", out, (num_slots, limit + 1, limit // 32 + 1), torch.int32)
-    run = ancestor_bits_triton if on_gpu(parents) else ancestor_bits_reference
+    run = version_for(parents, ancestor_bits_triton, ancestor_bits_cpu, ancestor_bits_reference)
     run(parents, slots, out)
 
 
@@ -235,5 +236,7 @@ def tree_positions(
     check(op, "query_start_loc", query_start_loc, (reqs + 1,), torch.int32)
     check(op, "cu_num_logits", cu_num_logits, (reqs + 1,), torch.int32)
     check(op, "out", out, (positions.shape[0],), torch.int64)
-    run = tree_positions_triton if on_gpu(positions) else tree_positions_reference
+    run = version_for(
+        positions, tree_positions_triton, tree_positions_cpu, tree_positions_reference
+    )
     run(positions, depths, slots, query_start_loc, cu_num_logits, out)

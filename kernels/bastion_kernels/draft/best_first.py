@@ -38,7 +38,8 @@ import math
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.checks import check, version_for
+from bastion_kernels.draft.cpu import expand_best_first_cpu
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["expand_best_first", "expand_best_first_reference", "expand_best_first_triton"]
@@ -273,7 +274,9 @@ def expand_best_first(
     check(_OP, "num_nodes", num_nodes, (num_slots,), torch.int32)
     if limit > 4096 or depth > 255 or width > 255:
         raise ValueError(f"{_OP}: N <= 4096, D <= 255, K <= 255, got {limit}, {depth}, {width}")
-    run = expand_best_first_triton if on_gpu(topk_tokens) else expand_best_first_reference
+    run = version_for(
+        topk_tokens, expand_best_first_triton, expand_best_first_cpu, expand_best_first_reference
+    )
     run(
         topk_tokens,
         topk_logprobs,

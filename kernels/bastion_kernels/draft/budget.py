@@ -32,7 +32,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.checks import check, version_for
+from bastion_kernels.draft.cpu import choose_budget_cpu, take_best_cpu
 from bastion_kernels.draft.node_places import place_constants, places, sorted_nodes
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -323,7 +324,7 @@ def choose_budget(
         check(op, "base_rows", base_rows, (), torch.int32)
     if promised is not None:
         check(op, "promised", promised, (log_rho.shape[0],), torch.float32)
-    run = choose_budget_triton if on_gpu(log_rho) else choose_budget_reference
+    run = version_for(log_rho, choose_budget_triton, choose_budget_cpu, choose_budget_reference)
     run(log_rho, slots, limits, cost_ms, base_rows, num_verify, promised)
 
 
@@ -352,5 +353,5 @@ def take_best(
         raise ValueError(f"{op}: total must be at least 0, got {total}")
     if num_verify.data_ptr() == limits.data_ptr():
         raise ValueError(f"{op}: num_verify must not be limits, which it still reads")
-    run = take_best_triton if on_gpu(log_rho) else take_best_reference
+    run = version_for(log_rho, take_best_triton, take_best_cpu, take_best_reference)
     run(log_rho, slots, limits, total, num_verify)

@@ -28,7 +28,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.checks import check, on_gpu, version_for
+from bastion_kernels.draft.cpu import topk_logprobs_cpu
 from bastion_kernels.draft.topk_merge import (
     MAX_TOKEN,
     NO_KEY,
@@ -315,5 +316,5 @@ def topk_logprobs(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tens
         raise ValueError(f"{op}: k must be at most {logits.shape[1]} (the vocabulary), got {k}")
     check(op, "out_tokens", out_tokens, (logits.shape[0], k), torch.int32)
     check(op, "out_logprobs", out_logprobs, (logits.shape[0], k), torch.float32)
-    run = topk_logprobs_triton if on_gpu(logits) else topk_logprobs_reference
+    run = version_for(logits, topk_logprobs_triton, topk_logprobs_cpu, topk_logprobs_reference)
     run(logits, k, out_tokens, out_logprobs)
