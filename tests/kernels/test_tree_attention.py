@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
 
 import bastion_kernels.attention.workspace as workspace_module
+from bastion_kernels.attention.cpu import tree_attention_cpu
 from bastion_kernels.attention.tree_attention import (
     TreeAttentionWorkspace,
     tree_attention,
@@ -25,6 +26,9 @@ from bastion_kernels.attention.workspace import Tiles, default_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777.0
+paths = pytest.mark.parametrize(
+    "path", ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
+)
 SMALL = Tiles(block_m=16, block_n=16, num_warps=4, stages=2, occupancy=2)
 
 
@@ -189,6 +193,11 @@ class Batch:
         assert int(workspace.arrived.abs().sum()) == 0
         return self.out_on_device.cpu()
 
+    def cpu(self) -> Tensor:
+        args = self.args()
+        tree_attention_cpu(*args[:10])
+        return self.out_on_device
+
     def dense(self, dtype: torch.dtype, softcap: float = 0.0) -> Tensor:
         """What the rows should be, computed in `dtype` with PyTorch."""
         out = torch.full(self.query.shape, POISON, dtype=dtype)
@@ -236,14 +245,14 @@ def mixed(seed: int = 0) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("path", ["reference", "triton"])
+@paths
 @pytest.mark.parametrize("strided", [False, True])
 def test_mixed_batch_with_padding_equals_dense_attention(path: str, strided: bool) -> None:
     batch = Batch(mixed(), padded_requests=2, strided=strided)
     batch.check(getattr(batch, path)())
 
 
-@pytest.mark.parametrize("path", ["reference", "triton"])
+@paths
 @pytest.mark.parametrize(
     ("dtype", "dim", "heads"),
     [
@@ -283,7 +292,7 @@ def test_fp8_cache_with_scales(path: str) -> None:
     batch.check(getattr(batch, path)())
 
 
-@pytest.mark.parametrize("path", ["reference", "triton"])
+@paths
 @pytest.mark.parametrize("cached", [0, 1, 15, 16, 17, 32])
 def test_prefix_lengths_around_page_and_tile_boundaries(path: str, cached: int) -> None:
     g = torch.Generator().manual_seed(cached)
@@ -292,7 +301,7 @@ def test_prefix_lengths_around_page_and_tile_boundaries(path: str, cached: int) 
     batch.check(getattr(batch, path)())
 
 
-@pytest.mark.parametrize("path", ["reference", "triton"])
+@paths
 def test_wide_and_deep_trees_of_several_mask_words(path: str) -> None:
     g = torch.Generator().manual_seed(3)
     requests = [
@@ -304,7 +313,7 @@ def test_wide_and_deep_trees_of_several_mask_words(path: str) -> None:
     batch.check(getattr(batch, path)())
 
 
-@pytest.mark.parametrize(("path", "batches"), [("reference", 50), ("triton", 4)])
+@pytest.mark.parametrize(("path", "batches"), [("reference", 50), ("triton", 4), ("cpu", 50)])
 def test_random_trees(path: str, batches: int) -> None:
     g = torch.Generator().manual_seed(4)
     for seed in range(batches):
@@ -392,7 +401,7 @@ def test_workspace_serves_steps_of_different_shapes_and_repeats_bit_for_bit() ->
     assert torch.equal(outs[0], outs[3])
 
 
-@pytest.mark.parametrize("path", ["reference", "triton"])
+@paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_node_sees_what_its_path_sees_as_a_sequence(path: str, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(9)
@@ -418,7 +427,7 @@ def test_a_node_sees_what_its_path_sees_as_a_sequence(path: str, dtype: torch.dt
 def test_inert_slots_are_causal() -> None:
     batch = Batch([Request(9, chunk=6)])
     batch.tails[0], batch.slots[0] = 6, -1
-    for path in ("reference", "triton"):
+    for path in ("reference", "triton", "cpu"):
         batch.check(getattr(batch, path)())
 
 
@@ -427,7 +436,7 @@ def test_empty_bits_leave_a_row_its_context_and_itself(cached: int) -> None:
     # a parent of -1 everywhere: no node has an ancestor in the tail
     batch = Batch([Request(cached, parents=[-1] * 5)])
     batch.bits.zero_()
-    for path in ("reference", "triton"):
+    for path in ("reference", "triton", "cpu"):
         batch.check(getattr(batch, path)())
 
 

@@ -20,10 +20,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from bastion_kernels.attention.cpu import tree_attention_cpu, write_kv_cpu
 from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.plan import RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.checks import on_gpu
+from bastion_kernels.native import HAVE_NUMBA
 
 __all__ = [
     "TreeAttentionWorkspace",
@@ -31,6 +33,7 @@ __all__ = [
     "tree_attention_reference",
     "tree_attention_triton",
     "write_kv",
+    "write_kv_reference",
 ]
 
 # Accumulating one precision above the input makes the rounded result independent of where a node's
@@ -38,8 +41,20 @@ __all__ = [
 _MATH = {torch.float32: torch.float64, torch.float64: torch.float64}
 # rows of one request that are scored at once, to bound the memory of a long prefill chunk
 _ROW_CHUNK = 256
+# rows of a step that are stored one by one on a CPU
+_FEW_ROWS = 1024
 # partial results in flight while they are merged, plus one
 _MERGE_STAGES = 3
+
+
+def write_kv_reference(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """One index; see `write_kv`."""
+    num_rows, size, dim = slot_mapping.shape[0], kv_cache.shape[2], key.shape[2]
+    live = slot_mapping >= 0
+    slots = slot_mapping[live]
+    block, offset = slots // size, slots % size
+    kv_cache[..., :dim][block, :, offset] = key[:num_rows][live].to(kv_cache.dtype)
+    kv_cache[..., dim:][block, :, offset] = value[:num_rows][live].to(kv_cache.dtype)
 
 
 def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -50,12 +65,11 @@ def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
         kv_cache: `[blocks, Hkv, block_size, 2d]`, keys in `[..., :d]`, values in `[..., d:]`.
         slot_mapping: `[T]` int64, block * block_size + offset, or -1.
     """
-    num_rows, size, dim = slot_mapping.shape[0], kv_cache.shape[2], key.shape[2]
-    live = slot_mapping >= 0
-    slots = slot_mapping[live]
-    block, offset = slots // size, slots % size
-    kv_cache[..., :dim][block, :, offset] = key[:num_rows][live].to(kv_cache.dtype)
-    kv_cache[..., dim:][block, :, offset] = value[:num_rows][live].to(kv_cache.dtype)
+    fits = key.dtype == value.dtype == kv_cache.dtype
+    # Numba copies on one thread: many rows are PyTorch's
+    small = HAVE_NUMBA and not on_gpu(key) and slot_mapping.shape[0] <= _FEW_ROWS
+    run = write_kv_cpu if small and fits and key.element_size() in (2, 4) else write_kv_reference
+    run(key, value, kv_cache, slot_mapping)
 
 
 def _visible(q: int, length: int, tail: int, bits: Tensor, device: torch.device) -> Tensor:
@@ -85,7 +99,7 @@ def tree_attention_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """The definition, in plain PyTorch and one precision up; also the CPU backend's attention."""
+    """The definition, in plain PyTorch and one precision up; also what a CPU runs for a softcap."""
     math = _MATH.get(query.dtype, torch.float32)
     heads, dim = query.shape[1:]
     kv_heads, size = kv_cache.shape[1:3]
@@ -279,7 +293,10 @@ def tree_attention(
         scale, out, softcap, k_scale, v_scale,
     )  # fmt: skip
     if not on_gpu(query):
-        tree_attention_reference(*args)
+        if HAVE_NUMBA and softcap == 0 and kv_cache.dtype == query.dtype:
+            tree_attention_cpu(*args[:10])
+        else:
+            tree_attention_reference(*args)
         return
     if workspace is None:
         workspace = TreeAttentionWorkspace(
