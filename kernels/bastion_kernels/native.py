@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numba where there is one: what `name_cpu` versions of small ops are compiled with.
+"""What `name_cpu` versions are made with: Numba where there is one, and memory that is kept.
 
 Results must equal the references' bit for bit, so there is no fastmath but where an op says so.
 Functions that call each other live in one file, because Numba's cache looks at one file only.
@@ -7,10 +7,15 @@ Functions that call each other live in one file, because Numba's cache looks at 
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["HAVE_NUMBA", "njit"]
+import torch
+from torch import Tensor
+
+__all__ = ["HAVE_NUMBA", "njit", "scratch"]
 
 try:
     import numba
@@ -33,3 +38,19 @@ def njit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         return numba.njit(function, cache=True, **options)
     except RuntimeError:  # no folder at all can be written: compiled by every process
         return numba.njit(function, **options)
+
+
+_kept = threading.local()
+
+
+def scratch(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Uninitialised memory of this thread, valid until its next call with the same dtype.
+
+    Fresh memory of this size costs a page fault every 4 KiB, which can take longer than the work.
+    """
+    buffers: dict[torch.dtype, Tensor] = _kept.__dict__.setdefault("buffers", {})
+    size = math.prod(shape)
+    buffer = buffers.get(dtype)
+    if buffer is None or buffer.numel() < size:
+        buffer = buffers[dtype] = torch.empty(size * 5 // 4, dtype=dtype)
+    return buffer[:size].view(shape)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_kernels.native import njit
+from bastion_kernels.native import njit, scratch
 
 __all__ = ["choose_budget_cpu", "expand_best_first_cpu", "take_best_cpu", "topk_logprobs_cpu"]
 
 _UNIT = 2**40  # units of rho = 1, as in `budget`
 _SEGMENT = 64  # logits behind one maximum
-_CHUNK = 2**22  # logits that are widened to fp32 at once: 16 MiB
+_CHUNK = 2**18  # logits per thread that are looked at together
 _INFINITE = 0x7F800000  # bits of the fp32 +inf
 
 
@@ -279,16 +279,19 @@ def topk_logprobs_cpu(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: 
     See `topk_logprobs`.
     """
     rows, vocab = logits.shape
-    at_once = max(1, _CHUNK // vocab)
     whole = vocab // _SEGMENT
-    for start in range(0, rows, at_once):
-        part = slice(start, start + at_once)
-        values = logits[part].float()
+    # a row or two for every thread: what is written is still in its cache when it is read
+    at_once = min(rows, max(1, torch.get_num_threads() * _CHUNK // vocab))
+    kept = scratch(torch.float32, 2, max(at_once, 1), vocab)
+    for start in range(0, rows, max(at_once, 1)):
+        part = slice(start, min(start + at_once, rows))
+        values, shifted = kept[:, : part.stop - start]
+        values.copy_(logits[part])
         maxima = torch.full((values.shape[0], -(-vocab // _SEGMENT)), torch.inf)
         segments = values[:, : whole * _SEGMENT].unflatten(1, (whole, _SEGMENT))
         torch.amax(segments, 2, out=maxima[:, :whole])
         largest = values.amax(1, keepdim=True)
-        mass = (values - largest).exp_().sum(1).log_()
+        mass = torch.sub(values, largest, out=shifted).exp_().sum(1).log_()
         _select(
             values.numpy(), maxima.numpy(), largest[:, 0].numpy(), mass.numpy(),
             out_tokens[part].numpy(), out_logprobs[part].numpy(),

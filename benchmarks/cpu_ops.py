@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Milliseconds of the plugin's own work in a step on a CPU, and its attention against vLLM's.
+
+    python -m benchmarks.cpu_ops [--repeats 200]
+
+One request, T=0, 63 nodes of which a path of 6 is accepted. `tiny` has the sizes of the pair
+in `benchmarks/tiny`, `0.6B` those of Qwen3-0.6B (vocabulary 152k). Attention is one layer's, of
+64 rows, interleaved with vLLM's C++ kernel (causal) on the same context. On a busy machine medians
+lie; the best of many repeats and the ratio of two bests lie less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as vllm_ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from bastion_kernels import (
+    KVCompactor,
+    accept_path,
+    ancestor_bits,
+    bind_slots,
+    bind_tails,
+    choose_budget,
+    expand_best_first,
+    gather_rows,
+    kept_rows,
+    take_best,
+    topk_logprobs,
+    tree_attention,
+    tree_positions,
+    write_kv,
+)
+
+NODES, DEPTH, TOP_K, PATH, SLOTS, PAGE = 63, 15, 16, 6, 16, 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the ops see of a pair of models."""
+
+    vocab: int
+    hidden: int
+    aux_layers: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+PAIRS = {
+    "tiny": Sizes(1024, 192, 3, 6, 6, 2, 32, torch.float32),
+    "0.6B": Sizes(151_936, 1024, 5, 28, 16, 8, 128, torch.bfloat16),
+}
+
+
+def milliseconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Times of every run, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 3):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn >= 3:  # the first ones compile and allocate
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
+    """The ops of a step, in its order, on tensors that fit together."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(DEPTH, sizes.vocab)).to(sizes.dtype)
+    tokens = torch.zeros(1, DEPTH, TOP_K, dtype=torch.int32)
+    logprobs = torch.zeros(1, DEPTH, TOP_K)
+    slots, row_slots = torch.tensor([3]), torch.full((SLOTS,), -1)
+    spine = torch.zeros(SLOTS, dtype=torch.bool)
+    out_tokens = torch.zeros(1, NODES, dtype=torch.int64)
+    parents, depths = (torch.zeros(SLOTS, NODES, dtype=torch.int32) for _ in range(2))
+    log_rho, size = torch.zeros(SLOTS, NODES), torch.zeros(SLOTS, dtype=torch.int32)
+    bits = torch.zeros(SLOTS, NODES + 1, NODES // 32 + 1, dtype=torch.int32)
+    num_verify, tails = torch.zeros_like(size), torch.zeros_like(size)
+    promised, cost = torch.zeros(SLOTS), torch.linspace(10, 20, 2049)
+    rows, base = NODES + 1, torch.zeros((), dtype=torch.int32)
+    starts, positions = ints(0, rows), torch.arange(rows)
+    placed = torch.zeros_like(positions)
+    topk_logprobs(logits, TOP_K, tokens[0], logprobs[0])
+    tree = (out_tokens, parents, depths, log_rho, size)
+    expand_best_first(tokens, logprobs, spine, slots, *tree)
+    # what the target draws: the tokens of a path of PATH nodes
+    drawn, fed = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    fed[1:] = out_tokens[0] + 1
+    node = int((depths[3] == PATH).nonzero()[-1]) + 1 if (depths[3] == PATH).any() else NODES
+    while node > 0:
+        parent = int(parents[3, node - 1])
+        drawn[parent], node = fed[node], parent
+    path = torch.full((1, DEPTH + 1), -1, dtype=torch.int32)
+    sampled, num_sampled = torch.zeros(1, DEPTH + 1, dtype=torch.int64), ints(0)
+    accept = (drawn, fed, parents, slots, starts, path, sampled, num_sampled)
+    accept_path(*accept)
+    kept, source = DEPTH + 1, torch.zeros(DEPTH + 1, dtype=torch.int64)
+    kept_positions, rejected = torch.zeros_like(source), ints(0)
+    hidden = [torch.randn(rows, sizes.hidden).to(sizes.dtype) for _ in range(sizes.aux_layers)]
+    kept_hidden = [torch.empty(kept, sizes.hidden, dtype=sizes.dtype) for _ in hidden]
+    shape = (9, sizes.kv_heads, PAGE, 2 * sizes.head_dim)
+    caches = [torch.zeros(shape, dtype=sizes.dtype) for _ in range(sizes.layers)]
+    compactor = KVCompactor(caches, [0] * len(caches))
+    mapping = torch.arange(200, 200 + rows)[None]
+    key = torch.randn(rows, sizes.kv_heads, sizes.head_dim).to(sizes.dtype)
+
+    def write_all() -> None:
+        for cache in caches:
+            write_kv(key, key, cache, mapping[0])
+
+    return {
+        "bind_tails": lambda: bind_tails(slots, starts, spine, row_slots, tails),
+        "tree_positions": lambda: tree_positions(positions, depths, slots, starts, starts, placed),
+        "write_kv, all layers": write_all,
+        "accept_path": lambda: accept_path(*accept),
+        "KVCompactor": lambda: compactor.compact(mapping, starts, starts, path),
+        "kept_rows": lambda: kept_rows(
+            ints(0, kept), ints(0), starts, starts, path, positions, num_sampled, ints(0),
+            source, kept_positions, rejected, kept,
+        ),
+        "gather_rows": lambda: gather_rows(hidden, source, kept_hidden),
+        "bind_slots": lambda: bind_slots(slots, row_slots, base),
+        "topk_logprobs": lambda: topk_logprobs(logits, TOP_K, tokens[0], logprobs[0]),
+        "expand_best_first": lambda: expand_best_first(tokens, logprobs, spine, slots, *tree),
+        "ancestor_bits": lambda: ancestor_bits(parents, slots, bits),
+        "choose_budget": lambda: choose_budget(
+            log_rho, slots, size, cost, base, num_verify, promised
+        ),
+        "take_best": lambda: take_best(log_rho, slots, size, 40, num_verify),
+    }  # fmt: skip
+
+
+def attention(
+    context: int, dtype: torch.dtype, sizes: Sizes
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Ours and vLLM's on 64 rows over shuffled blocks."""
+    rows, heads, dim = NODES + 1, sizes.heads, sizes.head_dim
+    length = context + rows
+    pages = -(-length // PAGE)
+    table = torch.randperm(pages + 7)[None, :pages].int()
+    cache = torch.randn(pages + 7, sizes.kv_heads, PAGE, 2 * dim).to(dtype)
+    query = torch.randn(rows, heads, dim).to(dtype)
+    out, scale = torch.empty_like(query), dim**-0.5
+    starts, lengths = ints(0, rows), ints(length)
+    parents = ints(*[max(0, node // 3 - 1) for node in range(NODES)])[None]
+    slots, bits = torch.tensor([0]), torch.zeros(1, rows, NODES // 32 + 1, dtype=torch.int32)
+    ancestor_bits(parents, slots, bits)
+    isa = _get_attn_isa(dtype, PAGE, dim, "auto")
+    plan = vllm_ops.cpu_attn_get_scheduler_metadata(
+        1, heads, sizes.kv_heads, dim, lengths, dtype, starts, True, -1, isa, True
+    )
+    # the kernel's own layout has as many numbers; which ones does not matter here
+    keys, values = cache.clone().view(pages + 7, sizes.kv_heads, 2 * PAGE, dim).chunk(2, 2)
+    ours = (query, cache, table, starts, lengths, ints(rows), slots, bits, scale, out)
+    theirs = (query, keys, values, out.clone(), starts, lengths, scale, True, None, -1, table, 0.0)
+    return (
+        lambda: tree_attention(*ours),
+        lambda: vllm_ops.cpu_attention_with_kv_cache(*theirs, plan, None),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=200)
+    repeats = parser.parse_args().repeats
+    current_platform.import_kernels()
+    # asks the kernel for AMX, as an engine's first matrix product does
+    torch.randn(64, 64).bfloat16() @ torch.randn(64, 64).bfloat16()
+    print(f"{torch.get_num_threads()} threads, {repeats} repeats, median (best) ms")
+    for name, sizes in PAIRS.items():
+        times = milliseconds(step(sizes), repeats)
+        for op, taken in times.items():
+            print(f"{name:5} {op:22} {median(taken):8.3f} ({min(taken):.3f})")
+        # a step either chooses its budget or is told it
+        del times["take_best"]
+        total, best = (sum(map(of, times.values())) for of in (median, min))
+        print(f"{name:5} {'together':22} {total:8.3f} ({best:.3f})")
+    for dtype in (torch.bfloat16, torch.float32):
+        for context in (1024, 4096):
+            ours, theirs = attention(context, dtype, PAIRS["0.6B"])
+            times = milliseconds({"ours": ours, "theirs": theirs}, max(repeats // 4, 5))
+            low, mid = ({k: of(v) for k, v in times.items()} for of in (min, median))
+            print(
+                f"attention, {str(dtype)[6:]}, {context} cached: {mid['ours']:.2f} "
+                f"({low['ours']:.2f}), vLLM's {mid['theirs']:.2f} ({low['theirs']:.2f}), ratio "
+                f"{mid['ours'] / mid['theirs']:.2f} ({low['ours'] / low['theirs']:.2f})"
+            )
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
