@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tiny pair's weights go in a wide one: see the package's docstring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from drafter import TARGET_LAYER_IDS, Drafter
+from model import Attention, Dims, Layer, Target
+from torch import Tensor
+
+Weights = Iterator[tuple[str, Tensor]]
+
+# What is written in channel h: powers of two, exact in bf16. The constant is small beside an
+# embedding (its square: 4e-5 of the smallest mean square that a norm sees).
+_CONSTANT, _PUSH_NORM, _PUSH_HEAD = 2.0**-7, 2.0**7, -(2.0**14)
+_NOISE_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder, by the names of its config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    drafter_layers: int = 5
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Shape:
+        """The shape of a config.json."""
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        known = {"head_dim": head_dim, "tie_word_embeddings": False, **config}
+        names = [field.name for field in fields(cls) if field.name != "drafter_layers"]
+        missing = [name for name in names if name not in known]
+        if missing:
+            raise ValueError(f"no Qwen3-like config: it lacks {', '.join(missing)}")
+        return cls(**{name: known[name] for name in names})
+
+
+SHAPES = {
+    "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936, True),
+    "1.7B": Shape(2048, 6144, 28, 16, 8, 128, 151936, True),
+    "4B": Shape(2560, 9728, 36, 32, 8, 128, 151936, True),
+    "8B": Shape(4096, 12288, 36, 32, 8, 128, 151936, False),
+    "llama-8B": Shape(4096, 14336, 32, 32, 8, 128, 128256, False),
+}
+
+
+class Widening:
+    """Where the tiny pair's channels, heads and layers go in a shape.
+
+    Raises:
+        ValueError: the tiny pair does not fit; the text says where.
+    """
+
+    def __init__(self, tiny: Dims, shape: Shape) -> None:
+        self.tiny, self.shape = tiny, shape
+        group = shape.num_attention_heads // shape.num_key_value_heads
+        tiny_group = tiny.num_attention_heads // tiny.num_key_value_heads
+        copies = math.ceil(tiny_group / group)
+        needed = {
+            "hidden_size": tiny.hidden_size,
+            "intermediate_size": tiny.intermediate_size,
+            "num_hidden_layers": tiny.num_hidden_layers,
+            "num_key_value_heads": tiny.num_key_value_heads * copies,
+            "head_dim": tiny.head_dim,
+            "vocab_size": tiny.vocab_size,
+        }
+        for name, least in needed.items():
+            if getattr(shape, name) < least:
+                raise ValueError(f"{name} is {getattr(shape, name)}, the tiny pair needs {least}")
+        self.padded = shape.vocab_size > tiny.vocab_size
+        if self.padded and shape.hidden_size == tiny.hidden_size:
+            raise ValueError("a padded vocabulary needs a hidden_size beyond the tiny pair's")
+        # Places of the tiny heads: queries [tiny NH], keys [copies, tiny NK].
+        number = torch.arange(tiny.num_attention_heads)
+        key, member = number // tiny_group, number % tiny_group
+        self.queries = (key * copies + member // group) * group + member % group
+        self.keys = torch.arange(tiny.num_key_value_heads * copies).view(-1, copies).T
+        half = torch.arange(tiny.head_dim // 2)
+        self.lanes = torch.cat([half, shape.head_dim // 2 + half])
+        self.norm_scale = math.sqrt(tiny.hidden_size / shape.hidden_size)
+        self.key_scale = math.sqrt(tiny.head_dim / shape.head_dim)
+        others = [i for i in range(shape.num_hidden_layers) if i not in TARGET_LAYER_IDS]
+        more = max(0, shape.drafter_layers - len(TARGET_LAYER_IDS))
+        # Only what the drafter's input costs depends on these: their columns are zero.
+        self.features = TARGET_LAYER_IDS + tuple(others[len(others) - more :])
+
+    def dims(self, layers: int) -> Dims:
+        """Sizes of the wide target or drafter, for the plain models."""
+        own = {name: getattr(self.shape, name) for name in _SIZES}
+        return Dims(
+            **own,
+            num_hidden_layers=layers,
+            max_position_embeddings=self.tiny.max_position_embeddings,
+            rms_norm_eps=self.tiny.rms_norm_eps * self.norm_scale**2,
+            rope_theta=self.tiny.rope_theta ** (self.shape.head_dim / self.tiny.head_dim),
+        )
+
+    def target(self, target: Target) -> Weights:
+        """The wide target's weights under Hugging Face's names."""
+        h, constant = self.tiny.hidden_size, _CONSTANT if self.padded else 0.0
+        tied = self.shape.tie_word_embeddings
+        rows = _pad(target.embed_tokens.weight, self.shape.vocab_size, self.shape.hidden_size)
+        if self.padded:
+            rows[:, h] = constant
+            if tied:
+                rows[self.tiny.vocab_size :, h] = _PUSH_HEAD
+        yield "model.embed_tokens.weight", rows
+        del rows
+        yield from self._layers(target, "model.layers", self.shape.num_hidden_layers)
+        yield "model.norm.weight", self._final_norm(target.norm.weight)
+        if not tied:
+            head = _pad(target.embed_tokens.weight, self.shape.vocab_size, self.shape.hidden_size)
+            if self.padded:
+                head[self.tiny.vocab_size :, h] = _PUSH_HEAD
+            yield "lm_head.weight", head
+
+    def drafter(self, drafter: Drafter) -> Weights:
+        """The wide drafter's weights under z-lab's names."""
+        h, wide = self.tiny.hidden_size, self.shape.hidden_size
+        fc = drafter.fc.weight.new_zeros(wide, len(self.features), wide)
+        fc[:h, : len(TARGET_LAYER_IDS), :h] = drafter.fc.weight.unflatten(1, (-1, h))
+        yield "fc.weight", fc.flatten(1)
+        yield "hidden_norm.weight", self._norm(drafter.hidden_norm.weight)
+        yield from self._layers(drafter, "layers", self.drafter_layers(drafter))
+        yield "norm.weight", self._final_norm(drafter.norm.weight)
+
+    def drafter_layers(self, drafter: Drafter) -> int:
+        """Depth of the wide drafter."""
+        return max(self.shape.drafter_layers, len(drafter.layers))
+
+    def _layers(self, model: Target | Drafter, prefix: str, count: int) -> Weights:
+        for i, layer in enumerate(model.layers):
+            for name, weight in self._layer(layer):
+                yield f"{prefix}.{i}.{name}", weight
+        # One key norm for all layers of a drafter: see `fix_key_norms`.
+        k_norm = self._head_norm(model.layers[0].self_attn.k_norm.weight, self.key_scale)
+        like = Layer(self.dims(1)).state_dict() if count > len(model.layers) else {}
+        for i in range(len(model.layers), count):
+            for name, weight in like.items():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    filled = torch.zeros_like(weight)
+                elif weight.dim() == 2:
+                    filled = torch.empty_like(weight).normal_(std=_NOISE_STD)
+                else:
+                    filled = k_norm if name.endswith("k_norm.weight") else torch.ones_like(weight)
+                yield f"{prefix}.{i}.{name}", filled
+
+    def _layer(self, layer: Layer) -> Weights:
+        shape, mlp = self.shape, layer.mlp
+        yield "input_layernorm.weight", self._norm(layer.input_layernorm.weight)
+        yield "post_attention_layernorm.weight", self._norm(layer.post_attention_layernorm.weight)
+        for name, weight in self._attention(layer.self_attn):
+            yield f"self_attn.{name}.weight", weight
+        inner, hidden = shape.intermediate_size, shape.hidden_size
+        yield "mlp.gate_proj.weight", _pad(mlp.gate_proj.weight, inner, hidden)
+        yield "mlp.up_proj.weight", _pad(mlp.up_proj.weight, inner, hidden)
+        yield "mlp.down_proj.weight", _pad(mlp.down_proj.weight, hidden, inner)
+
+    def _attention(self, attention: Attention) -> Weights:
+        shape, h, d = self.shape, self.tiny.hidden_size, self.tiny.head_dim
+        heads = (shape.num_attention_heads, shape.head_dim)
+        q = attention.q_proj.weight.new_zeros(*heads, shape.hidden_size)
+        q[self.queries[:, None], self.lanes, :h] = attention.q_proj.weight.unflatten(0, (-1, d))
+        yield "q_proj", q.flatten(0, 1)
+        for name in ("k_proj", "v_proj"):
+            weight = getattr(attention, name).weight.unflatten(0, (-1, d))
+            out = weight.new_zeros(shape.num_key_value_heads, shape.head_dim, shape.hidden_size)
+            for places in self.keys:
+                out[places[:, None], self.lanes, :h] = weight
+            yield name, out.flatten(0, 1)
+        o = attention.o_proj.weight.new_zeros(shape.hidden_size, *heads)
+        o[:h, self.queries[:, None], self.lanes] = attention.o_proj.weight.unflatten(1, (-1, d))
+        yield "o_proj", o.flatten(1)
+        yield "q_norm", self._head_norm(attention.q_norm.weight, 1.0)
+        yield "k_norm", self._head_norm(attention.k_norm.weight, self.key_scale)
+
+    def _norm(self, weight: Tensor) -> Tensor:
+        return _pad(weight * self.norm_scale, self.shape.hidden_size)
+
+    def _final_norm(self, weight: Tensor) -> Tensor:
+        out = self._norm(weight)
+        if self.padded:
+            out[self.tiny.hidden_size] = _PUSH_NORM
+        return out
+
+    def _head_norm(self, weight: Tensor, scale: float) -> Tensor:
+        out = weight.new_zeros(self.shape.head_dim)
+        out[self.lanes] = weight * scale
+        return out
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+def _pad(weight: Tensor, *sizes: int) -> Tensor:
+    out = weight.new_zeros(sizes)
+    out[tuple(slice(size) for size in weight.shape)] = weight
+    return out

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`benchmarks.widen`: a wide pair computes what the pair that it was made from computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.widen.check import check
+from benchmarks.widen.checkpoint import Stored
+from benchmarks.widen.pairs import make_pair
+from benchmarks.widen.widening import (
+    SHAPES,
+    TARGET_LAYER_IDS,
+    Dims,
+    Drafter,
+    Shape,
+    Target,
+    Widening,
+)
+
+from drafter import load_drafter, save_drafter  # isort: skip  (benchmarks.widen finds them)
+from model import load_target, save_target  # isort: skip
+
+VOCAB = 64
+DIMS = Dims(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=6,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+IDS = torch.randint(2, VOCAB, (3, 24), generator=torch.Generator().manual_seed(5))
+# Four times the hidden and head sizes: every factor is a power of two, so nothing is rounded.
+EXACT = Shape(192, 96, 9, 8, 4, 64, 200, tie_word_embeddings=False, drafter_layers=5)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random pair in which every part matters: attention is peaked, norms differ by channel."""
+    folder = tmp_path_factory.mktemp("pair")
+    torch.manual_seed(3)
+    target, drafter = Target(DIMS), Drafter(replace(DIMS, num_hidden_layers=2), mask_id=1)
+    for model in (target, drafter):
+        for name, weight in model.named_parameters():
+            with torch.no_grad():
+                if weight.dim() == 1:
+                    # One key norm for all layers, as the drafter of the tiny pair has.
+                    weight.fill_(1.25) if "k_norm" in name else weight.uniform_(0.5, 2.0)
+                else:
+                    weight.normal_(std=1.0 if "embed" in name else weight.shape[1] ** -0.5)
+    save_target(target, folder / "target", eos_id=0)
+    save_drafter(drafter, folder / "drafter", DIMS.num_hidden_layers, eos_id=0)
+    (folder / "target" / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        EXACT,
+        replace(EXACT, tie_word_embeddings=True),
+        replace(EXACT, vocab_size=VOCAB),
+        replace(EXACT, drafter_layers=2),
+        # Groups of one query: three copies of each KV head; of eight: one, with room left.
+        replace(EXACT, num_key_value_heads=8),
+        replace(EXACT, num_attention_heads=16, num_key_value_heads=2),
+    ],
+    ids=["untied", "tied", "own vocabulary", "own drafter depth", "groups of 1", "groups of 8"],
+)
+def test_a_wide_pair_computes_the_tiny_ones_function(
+    source: Path, tmp_path: Path, shape: Shape
+) -> None:
+    for kind, found in make_pair(shape, tmp_path, source, IDS).items():
+        assert found.equal_argmax == found.positions > 60, kind
+        # What is left is the constant channel, and eps.
+        assert found.largest_difference < 2e-3 * found.largest_logit, kind
+        assert (found.gap is None) == (shape.vocab_size == VOCAB)
+
+
+def test_sizes_that_are_no_powers_of_two_cost_the_norms_rounding_and_no_more(
+    source: Path, tmp_path: Path
+) -> None:
+    shape = Shape(100, 112, 7, 12, 6, 24, 100, tie_word_embeddings=False)
+    for kind, found in make_pair(shape, tmp_path, source, IDS).items():
+        assert found.equal_argmax >= 0.97 * found.positions, kind
+        assert found.largest_difference < 0.02 * found.largest_logit, kind
+
+
+def test_every_tensor_and_setting_has_the_size_of_the_shape(source: Path, tmp_path: Path) -> None:
+    make_pair(EXACT, tmp_path, source, IDS, shard_bytes=200_000)
+    weights = Stored(tmp_path / "target")
+    sizes = {
+        "model.embed_tokens.weight": (200, 192),
+        "lm_head.weight": (200, 192),
+        "model.layers.8.self_attn.q_proj.weight": (8 * 64, 192),
+        "model.layers.8.self_attn.k_norm.weight": (64,),
+        "model.layers.8.mlp.down_proj.weight": (192, 96),
+    }
+    for name, size in sizes.items():
+        assert weights[name].shape == size
+        assert weights[name].dtype == torch.bfloat16
+    assert Stored(tmp_path / "drafter")["fc.weight"].shape == (192, 5 * 192)
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert Shape.from_config(config) == EXACT
+    drafter = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert drafter["num_hidden_layers"] == len(drafter["layer_types"]) == 5
+    assert drafter["dflash_config"]["target_layer_ids"] == [*TARGET_LAYER_IDS, 7, 8]
+    assert drafter["dflash_config"]["mask_token_id"] == 1
+    assert (tmp_path / "target" / "tokenizer.json").exists()
+    # Sharded: the index names every tensor and the file that has it.
+    index = json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())
+    files = {path.name for path in (tmp_path / "target").glob("*.safetensors")}
+    assert len(files) > 2 and set(index["weight_map"].values()) == files
+    assert all(name in weights for name in index["weight_map"])
+
+
+def test_layers_beyond_the_tiny_depth_are_no_zeros_and_add_nothing(
+    source: Path, tmp_path: Path
+) -> None:
+    make_pair(EXACT, tmp_path, source, IDS)
+    weights = Stored(tmp_path / "target")
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        assert (weights[f"model.layers.8.{name}.weight"] != 0).float().mean() > 0.99
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert not weights[f"model.layers.8.{name}.weight"].any()
+
+
+@pytest.mark.parametrize(
+    "change", [{"rope_theta": 1e4}, {"rms_norm_eps": 1.0}], ids=["rope", "eps"]
+)
+def test_the_check_sees_a_pair_that_is_not_the_same(
+    source: Path, tmp_path: Path, change: dict[str, float]
+) -> None:
+    make_pair(EXACT, tmp_path, source, IDS)
+    path = tmp_path / "target" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    tiny = load_target(source / "target"), load_drafter(source / "drafter")
+    found = check(tiny, tmp_path, IDS, TARGET_LAYER_IDS)
+    assert found["target"].problem is not None
+
+
+def test_a_pair_that_fails_its_check_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Padded entries that are not pushed down would be drawn at T=1.
+    monkeypatch.setattr("benchmarks.widen.widening._PUSH_HEAD", 0.0)
+    with pytest.raises(RuntimeError, match="padded vocabulary entries"):
+        make_pair(EXACT, tmp_path, source, IDS)
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"hidden_size": 32}, "hidden_size"),
+        ({"head_dim": 8}, "head_dim"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"num_hidden_layers": 5}, "num_hidden_layers"),
+        ({"hidden_size": 48}, "padded vocabulary"),
+    ],
+)
+def test_a_shape_that_is_too_small_is_refused_by_name(change: dict[str, int], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Widening(DIMS, replace(EXACT, **change))
+
+
+def test_the_tiny_pair_fits_every_known_shape() -> None:
+    for shape in SHAPES.values():
+        Widening(Dims(), shape)
+
+
+def test_a_config_without_a_size_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match="intermediate_size"):
+        Shape.from_config({"hidden_size": 64, "num_attention_heads": 2})
