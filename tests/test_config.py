@@ -53,7 +53,7 @@ def test_the_engine_gets_a_dflash_configuration_with_our_settings(pair: tuple[st
     assert type(spec) is BastionSpeculativeConfig
     assert (spec.method, spec.num_speculative_tokens, spec.bastion_gamma) == ("dflash", 32, 7)
     assert (spec.bastion_budget, spec.bastion_top_k) == (24, 4)
-    assert spec.max_num_new_slots_for_drafting == 7
+    assert spec.max_num_new_slots_for_drafting == 0
     assert engine.num_lookahead_tokens == 8
     assert engine.uniform_decode_query_len == 33
     assert engine.use_v2_model_runner

@@ -238,8 +238,31 @@ SOURCE = {
         ["self.logits_processors"],
     ),
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": (
-        "hooks/scheduler.py: what a running request is charged decides its placeholders",
-        ["spec.max_num_new_slots_for_drafting", "self.running"],
+        "hooks/scheduler.py: placeholders are the running requests' spec_token_ids, charged "
+        "nothing beyond; without a lookup a request is padded with N of them on admission",
+        [
+            "token_budget = self.max_num_scheduled_tokens",
+            "spec.max_num_new_slots_for_drafting",
+            "self.running",
+            "request.num_tokens_with_spec",
+            "scheduled_spec_decode_tokens[request.request_id] = spec_token_ids",
+            "self.max_num_active_reqs",
+            "self.dynamic_sd_lookup is None",
+            "scheduled_new_reqs.extend(scheduled_resumed_reqs)",
+            "self.dynamic_sd_lookup[",
+        ],
+    ),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
+        "hooks/scheduler.py: a running request has its N placeholders before the next step",
+        ["request.spec_token_ids = self._spec_token_placeholders"],
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.__init__": (
+        "drafter.py: the token limit of the config it is given sizes its buffers",
+        ["super().__init__(vllm_config, device)", "self.max_num_tokens, self.hidden_size"],
+    ),
+    "vllm.v1.worker.gpu.block_table:BlockTables.__init__": (
+        "drafter.py: the slots of the drafter's rows are written here, [groups, token limit]",
+        ["self.slot_mappings = torch.zeros("],
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
         "speculator.py: is_profile runs the drafter without its graph",

@@ -235,7 +235,10 @@ class Core:
         self.num_spec_tokens = NODES
         self.requests = requests
         self.running = list(requests.values())
-        self.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048)
+        self.waiting: list[Any] = []
+        self.max_num_scheduled_tokens = 2048
+        self.max_num_running_reqs = self.max_num_active_reqs = 4096
+        self.dynamic_sd_lookup: list[int] | None = None
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
         return Scheduler.make_spec_decoding_stats(self, *args, **kwargs)  # type: ignore[arg-type]
@@ -344,71 +347,108 @@ def test_counts_stay_where_there_are_none_or_the_method_is_off(settings: Any, co
     assert output.num_invalid_spec_tokens is None
 
 
-def _request(grammar: bool, drafts: int = 0) -> Any:
-    return SimpleNamespace(use_structured_output=grammar, spec_token_ids=[-1] * drafts)
+def _request(grammar: bool = False, drafts: int = 0, **more: int) -> Any:
+    given = {"num_tokens": 30, "num_computed_tokens": 29, "num_output_placeholders": 0, **more}
+    return SimpleNamespace(use_structured_output=grammar, spec_token_ids=[-1] * drafts, **given)
 
 
-def test_a_padded_request_with_a_grammar_keeps_gamma_placeholders() -> None:
-    core = Core(_settings(), g=_request(True), p=_request(False))
-    output, passed = _scheduled(g=NODES, p=NODES), []
-    scheduler.update_after_schedule(lambda _, given: passed.append(given), core, output)
-    assert passed == [output]
-    assert {k: len(v) for k, v in output.scheduled_spec_decode_tokens.items()} == {
-        "g": GAMMA,
-        "p": NODES,
-    }
-    assert output.num_scheduled_tokens == {"g": 1 + GAMMA, "p": 1 + NODES}
-    assert output.total_num_scheduled_tokens == 2 + GAMMA + NODES
+def _step(core: Core, admitted: int = 0, tokens: int = 0) -> dict[str, int]:
+    """Run the hook; returns the placeholders that vLLM's `schedule` finds."""
+    found: dict[str, int] = {}
 
+    def original(given: Any, throttle_prefills: bool) -> Any:
+        assert throttle_prefills
+        found.update({k: len(r.spec_token_ids) for k, r in core.requests.items()})
+        return SimpleNamespace(
+            scheduled_new_reqs=[None] * admitted, total_num_scheduled_tokens=tokens
+        )
 
-def test_async_scheduling_gives_a_grammar_gamma_placeholders() -> None:
-    shared = [-1] * NODES
-    core = Core(_settings(), g=_request(True), p=_request(False))
-
-    def original(given: Any, output: Any) -> None:
-        for request in given.requests.values():
-            request.spec_token_ids = shared
-
-    output = SimpleNamespace(num_scheduled_tokens={"g": 1, "p": 1})
-    scheduler.async_update_after_schedule(original, core, output)
-    assert core.requests["g"].spec_token_ids == [-1] * GAMMA
-    assert core.requests["p"].spec_token_ids is shared and len(shared) == NODES
+    scheduler.schedule(original, core, True)
+    return found
 
 
 def test_a_lone_request_gets_all_its_nodes_in_a_small_step() -> None:
-    core = Core(_settings(), a=_request(False, NODES))
-    core.scheduler_config.max_num_batched_tokens = 128
-    output = SimpleNamespace(num_scheduled_tokens={"a": 1})
-    scheduler.async_update_after_schedule(lambda *_: None, core, output)
-    assert len(core.requests["a"].spec_token_ids) == NODES
+    core = Core(_settings(), a=_request(drafts=NODES))
+    core.max_num_scheduled_tokens = 128
+    assert _step(core) == {"a": NODES}
+    # whatever its last tree was worth
+    core.requests["a"].bastion_wanted = GAMMA
+    assert _step(core) == {"a": NODES}
 
 
 @pytest.mark.parametrize(
     ("reqs", "budget", "expected"),
     [
         (1, "adaptive", NODES),
-        (19, "adaptive", NODES),
-        # three quarters of 2,048 tokens over 40 requests, less the root and the drafter's block
-        (40, "adaptive", 1536 // 40 - 1 - (GAMMA + 1)),
-        # never less than the chain that vLLM's own DFlash would get
-        (500, "adaptive", GAMMA),
+        (31, "adaptive", NODES),
+        (64, "adaptive", 31),
+        (500, "adaptive", 3),
+        (2048, "adaptive", 0),
         (1, 8, 8),
         (20, 8, 8),
         (1, 0, 1),
     ],
 )
-def test_placeholders_leave_room_for_others(reqs: int, budget: Any, expected: int) -> None:
-    core = Core(_settings(budget), **{str(i): _request(False, NODES) for i in range(reqs)})
-    output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(core.requests, 1))
-    scheduler.async_update_after_schedule(lambda *_: None, core, output)
-    assert {len(request.spec_token_ids) for request in core.requests.values()} == {expected}
-    drafts = SimpleNamespace(req_ids=["0"], draft_token_ids=[[7] * NODES])
-    scheduler.update_draft_token_ids(lambda *_: None, core, drafts)
-    assert drafts.draft_token_ids == [[7] * expected]
+def test_placeholders_share_what_the_roots_leave(reqs: int, budget: Any, expected: int) -> None:
+    shared = [-1] * NODES  # one list of all requests, with async scheduling
+    core = Core(_settings(budget), **{str(i): _request() for i in range(reqs)})
+    for request in core.running:
+        request.spec_token_ids = shared
+    found = _step(core)
+    assert set(found.values()) <= {expected, expected + 1}
+    assert len(shared) == NODES
 
 
-def test_sync_scheduling_gives_a_grammar_gamma_drafts() -> None:
-    core = Core(_settings(), g=_request(True), p=_request(False))
+def test_nothing_is_scheduled_for_trees_that_are_not_drafted() -> None:
+    core = Core(_settings(), a=_request(drafts=NODES), b=_request(drafts=NODES))
+    output = _scheduled(a=NODES, b=NODES)
+    for drafting in (False, True):
+        said = SimpleNamespace(bastion_num_verified={"a": 3}, bastion_drafting=drafting)
+        scheduler.update_from_output(lambda *_: None, core, output, said)
+        for request in core.running:
+            request.spec_token_ids = [-1] * NODES
+        assert set(_step(core).values()) == {NODES if drafting else 0}
+
+
+def test_what_was_verified_says_how_many_are_wanted() -> None:
+    core = Core(_settings(), a=_request(), b=_request())
+    said = SimpleNamespace(bastion_num_verified={"a": 40, "b": 2, "gone": 5}, bastion_drafting=True)
+    output = _scheduled(a=NODES, b=NODES, gone=NODES)
+    scheduler.update_from_output(lambda *_: None, core, output, said)
+    assert core.requests["a"].bastion_wanted == 80
+    assert core.requests["b"].bastion_wanted == 2 + GAMMA
+
+
+def test_prompts_get_half_of_what_trees_want_too() -> None:
+    prompt = _request(num_computed_tokens=0, num_tokens=500)
+    core = Core(_settings(), a=_request(drafts=NODES), p=prompt)
+    core.max_num_scheduled_tokens = 101
+    assert _step(core) == {"a": 50, "p": 0}
+    # One that waits is a prompt as well, where it may come in.
+    for seats, expected in ((1, NODES), (2, 50)):
+        core = Core(_settings(), a=_request(drafts=NODES))
+        core.max_num_scheduled_tokens, core.waiting = 101, [prompt]
+        core.max_num_active_reqs = seats
+        assert _step(core, tokens=101) == {"a": expected}
+    # All tokens are used up: it waits for its turn. There are some left and still it does not come
+    # in: the cache is full, until another request leaves.
+    core.requests["a"].spec_token_ids = [-1] * NODES
+    assert _step(core, tokens=80) == {"a": 50}
+    core.requests["a"].spec_token_ids = [-1] * NODES
+    assert _step(core, tokens=80) == {"a": NODES}
+    core.running, core.requests["a"].spec_token_ids = [], [-1] * NODES
+    assert _step(core, admitted=1) and core.bastion_blocked is None
+
+
+def test_a_request_with_a_grammar_gets_gamma_placeholders() -> None:
+    core = Core(_settings(), g=_request(True, NODES), p=_request(drafts=NODES))
+    assert _step(core) == {"g": GAMMA, "p": NODES}
+    # None is padded with N when it is admitted.
+    assert set(core.dynamic_sd_lookup) == {NODES}
+
+
+def test_sync_scheduling_asks_a_grammar_about_gamma_drafts() -> None:
+    core = Core(_settings(), g=_request(True), p=_request())
     drafts = SimpleNamespace(
         req_ids=["g", "p", "gone"], draft_token_ids=[list(range(NODES)) for _ in range(3)]
     )
@@ -416,16 +456,9 @@ def test_sync_scheduling_gives_a_grammar_gamma_drafts() -> None:
     assert [len(tokens) for tokens in drafts.draft_token_ids] == [GAMMA, NODES, NODES]
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [scheduler.update_after_schedule, scheduler.async_update_after_schedule],
-)
-def test_requests_of_other_methods_keep_their_placeholders(hook: Any) -> None:
+def test_requests_of_other_methods_keep_their_placeholders() -> None:
     core = Core(None, g=_request(True, drafts=NODES))
-    output = _scheduled(g=NODES)
-    hook(lambda *_: None, core, output)
-    assert len(output.scheduled_spec_decode_tokens["g"]) == NODES
-    assert len(core.requests["g"].spec_token_ids) == NODES
+    assert _step(core) == {"g": NODES} and core.dynamic_sd_lookup is None
 
 
 def test_bitmasks_are_sized_by_depth() -> None:

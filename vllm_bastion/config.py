@@ -68,8 +68,12 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
-        """Slots that drafting adds to a request's rows: the drafter's block, whatever N is."""
-        return self.bastion_gamma
+        """Tokens of a step that drafting takes from each request: none.
+
+        vLLM charges them because its drafter's rows have to fit into buffers of one step's tokens;
+        ours are sized by what `max_num_seqs` requests draft.
+        """
+        return 0
 
     def __repr__(self) -> str:
         # vLLM logs its configuration: the generated repr would print both models' configs in full.

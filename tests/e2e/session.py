@@ -95,6 +95,7 @@ class Session:
         self.scheduler = self.core.scheduler
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.forwards = 0
+        self.batch_sizes: list[int] = []  # requests of every forward
         # Of every tree that was verified: its request, its nodes and the accepted path.
         self.path_requests: list[str] = []
         self.verified: list[int] = []
@@ -113,7 +114,9 @@ class Session:
         execute = self.runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self.forwards += scheduler_output.total_num_scheduled_tokens > 0
+            if scheduler_output.total_num_scheduled_tokens > 0:
+                self.forwards += 1
+                self.batch_sizes.append(len(scheduler_output.num_scheduled_tokens))
             return execute(scheduler_output, *args, **kwargs)
 
         self.runner.execute_model = execute_model
@@ -213,6 +216,7 @@ class Session:
         return {
             "requests": results,
             "forwards": self.forwards - forwards,
+            "batch_sizes": self.batch_sizes[forwards:],
             "path_requests": self.path_requests,
             "verified": self.verified,
             "paths": self.paths,
@@ -250,6 +254,12 @@ class Session:
 
 def _take(output: Any, result: dict[str, Any]) -> None:
     """Note what is new in a RequestOutput; `chunks` are the tokens of each step."""
+    for completion in output.outputs:
+        if completion.index:  # of `n` samples, the others
+            others = result.setdefault("samples", {})
+            others[str(completion.index)] = list(completion.token_ids)
+    if output.outputs[0].index:
+        return
     completion = output.outputs[0]
     new = len(completion.token_ids) - len(result["token_ids"])
     if new:

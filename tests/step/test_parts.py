@@ -296,17 +296,6 @@ def test_a_mirror_keeps_the_value_published_before_the_last() -> None:
     assert mirror.previous().tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("total", [0, 1, 7, 12, 19])
-def test_an_even_split_respects_the_limits_and_the_sum(total: int) -> None:
-    from vllm_bastion.step.verification import even_split
-
-    limits = np.array([3, 0, 8, 8], dtype=np.int32)
-    shares = even_split(total, limits)
-    assert shares.sum() == total and (shares <= limits).all() and (shares >= 0).all()
-    roomy = shares[shares < limits]
-    assert roomy.size == 0 or shares.max() - roomy.min() <= 5
-
-
 @pytest.mark.parametrize(("room", "expected"), [(100, 18), (14, 11), (2, 0)])
 def test_a_step_verifies_what_vllm_has_memory_for(room: int, expected: int) -> None:
     from types import SimpleNamespace

@@ -129,28 +129,22 @@ HOOKS: tuple[Hook, ...] = (
         upstream="a per-request number of speculative tokens",
     ),
     Hook(
-        target=f"{_SCHEDULER}._update_after_schedule",
-        wrapper="scheduler:update_after_schedule",
-        expects="(self, scheduler_output)",
-        why="a request admitted with one token to compute is padded with N placeholders",
-        what="keeps gamma of them for a request with a grammar",
-        upstream="a per-request number of speculative tokens",
-    ),
-    Hook(
-        target="vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
-        wrapper="scheduler:async_update_after_schedule",
-        expects="(self, scheduler_output)",
-        why="N placeholders for each of many requests use up a step's tokens; with a grammar each "
-        "is a bitmask row",
-        what="gives a request its share, and gamma at most with a grammar",
+        target=f"{_SCHEDULER}.schedule",
+        wrapper="scheduler:schedule",
+        expects="(self, throttle_prefills=)",
+        why="N placeholders for each of many requests use up a step's tokens, drafted for or not; "
+        "with a grammar each is a bitmask row",
+        what="gives a request its share of them, gamma at most with a grammar, none while nothing "
+        "is drafted",
         upstream="a per-request number of speculative tokens",
     ),
     Hook(
         target=f"{_SCHEDULER}.update_draft_token_ids",
         wrapper="scheduler:update_draft_token_ids",
         expects="(self, draft_token_ids)",
-        why="as above, without async scheduling",
-        what="keeps a request's share of draft tokens, and gamma at most with a grammar",
+        why="a grammar takes back at most gamma tokens, and without async scheduling it is asked "
+        "about all N drafts",
+        what="keeps gamma of them",
         upstream="a per-request number of speculative tokens",
     ),
     Hook(

@@ -104,6 +104,8 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
 
         validation.check_engine(vllm_config)
         prefer_flash_attention(vllm_config)
+        # vLLM 0.33 lowers it to what its drafter's buffers hold; ours hold `max_num_seqs` requests.
+        vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
     return vllm_config
 
 

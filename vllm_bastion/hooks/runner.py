@@ -78,7 +78,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         wrapper="runner:sample_tokens",
         expects="(self, grammar_output)",
         why="only the worker knows how many nodes were verified",
-        what="sends the counts to the scheduler's metrics with the step's output",
+        what="sends the counts to the scheduler with the step's output, and whether steps draft",
         upstream="adaptive verification reports what it verified",
     ),
     Hook(
@@ -195,7 +195,7 @@ def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> An
 
 
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
-    """Attach the counts of verified nodes to the step's output."""
+    """Attach to the step's output what the scheduler is to know, see `hooks.scheduler`."""
     output = original(self, grammar_output)
     from vllm_bastion.step.verification import BastionVerificationManager
 
@@ -203,6 +203,7 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
     runner_output = getattr(output, "model_runner_output", None)
     if isinstance(manager, BastionVerificationManager) and runner_output is not None:
         runner_output.bastion_num_verified = manager.take_num_verified()
+        runner_output.bastion_drafting = manager.runtime.drafting
     return output
 
 

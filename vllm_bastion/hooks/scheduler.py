@@ -2,23 +2,36 @@
 """Hooks in the engine core: what is scheduled, and what is counted.
 
 The scheduler plans N placeholders for every request; the worker verifies fewer, and says how many
-in `ModelRunnerOutput.bastion_num_verified` (request id -> nodes). Requests with a grammar are
-decoded along the spine, so that gamma placeholders do: every one costs a bitmask row filled on the
-CPU. And placeholders count against the tokens of a step, so that N for each of many requests would
-leave some of them, and every prompt, without a turn.
+with the step's output. Placeholders count against the tokens of a step, so that N for each of many
+requests would leave some of them, and every prompt, without a turn: each gets its share, and none
+while nothing is drafted. Requests with a grammar are decoded along the spine, so that gamma do:
+every one costs a bitmask row filled on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
+import numpy as np
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_bastion.config import bastion_config, chain_view, chain_view_of
+from vllm_bastion.config import (
+    BastionSpeculativeConfig,
+    bastion_config,
+    chain_view,
+    chain_view_of,
+)
 
-# Attribute of ModelRunnerOutput: request id -> nodes verified in the step, root not counted.
+# Attributes of ModelRunnerOutput: request id -> nodes verified in the step, root not counted;
+# whether the step that is scheduled next has a use for placeholders.
 NUM_VERIFIED = "bastion_num_verified"
+DRAFTING = "bastion_drafting"
+# Of a request: placeholders it has a use for. Of the scheduler: the number of running requests at
+# which those that wait did not fit into the cache, or None.
+_WANTED = "bastion_wanted"
+_BLOCKED = "bastion_blocked"
 
 
 class TreeSpecDecodingStats(SpecDecodingStats):
@@ -59,10 +72,20 @@ def update_from_output(
 ) -> Any:
     """Turn nodes scheduled but not verified into vLLM's `num_invalid_spec_tokens`.
 
-    vLLM subtracts those from the draft tokens it counts, for the engine and for the request.
+    vLLM subtracts those from the draft tokens it counts, for the engine and for the request. What
+    was verified also says how many placeholders the coming steps need.
     """
+    from vllm_bastion.step.shares import next_wanted
+
     verified = getattr(model_runner_output, NUM_VERIFIED, None)
-    if verified is not None and bastion_config(self.vllm_config) is not None:
+    spec_config = bastion_config(self.vllm_config)
+    if verified is not None and spec_config is not None:
+        setattr(self, DRAFTING, getattr(model_runner_output, DRAFTING, True))
+        for request_id in scheduler_output.scheduled_spec_decode_tokens:
+            request = self.requests.get(request_id)
+            if request is not None:
+                nodes = verified.get(request_id, 0)
+                setattr(request, _WANTED, next_wanted(nodes, spec_config.bastion_gamma))
         # What a grammar ruled out before verification is there already.
         invalid = scheduler_output.num_invalid_spec_tokens or {}
         scheduler_output.num_invalid_spec_tokens = {
@@ -88,62 +111,81 @@ def structured_output_init(original: Callable[..., Any], self: Any, vllm_config:
     original(self, chain_view_of(vllm_config))
 
 
-# Share of a step's tokens that placeholders may take where requests are many.
-_SHARE = 0.75
-
-
-def _limits(scheduler: Any) -> tuple[int, int] | None:
-    """Most placeholders of a request: of a free one, and of one with a grammar. None: not ours."""
-    spec_config = bastion_config(scheduler.vllm_config)
+def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Leave every request its share of placeholders; vLLM gives all of them N."""
+    spec_config = bastion_config(self.vllm_config)
     if spec_config is None:
-        return None
-    gamma = spec_config.bastion_gamma
-    tokens = int(_SHARE * scheduler.scheduler_config.max_num_batched_tokens)
-    # vLLM charges a request its root, its placeholders and `max_num_new_slots_for_drafting`, which
-    # is gamma; one is left to spare. Never fewer placeholders than a chain has.
-    fair = tokens // max(len(scheduler.running), 1) - 1 - (gamma + 1)
-    free = max(fair, gamma)
+        return original(self, *args, **kwargs)
+    if self.dynamic_sd_lookup is None:
+        # Always N; but vLLM no longer pads a request that it admits with one token to compute to
+        # 1 + N rows, and no longer lets it wait until there is room for them.
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+    _share_out(self, spec_config)
+    waited = bool(self.waiting)
+    output = original(self, *args, **kwargs)
+    if waited and not output.scheduled_new_reqs:
+        if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
+            # There were tokens to spare: what keeps them waiting is the cache, until one leaves.
+            setattr(self, _BLOCKED, len(self.running))
+    elif output.scheduled_new_reqs:
+        setattr(self, _BLOCKED, None)
+    return output
+
+
+def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
+    """Cut the placeholders of the running requests, `spec_token_ids`, to their shares."""
+    from vllm_bastion.step.shares import share_placeholders
+
+    decodes = [request for request in scheduler.running if request.spec_token_ids]
+    if not getattr(scheduler, DRAFTING, True):
+        for request in decodes:
+            request.spec_token_ids = []
+        return
+    most = spec_config.num_speculative_tokens
     if spec_config.bastion_budget != "adaptive":
-        free = min(free, max(spec_config.bastion_budget, 1))
-    return free, min(free, gamma)
+        most = min(most, max(spec_config.bastion_budget, 1))
+    of_grammar = min(most, spec_config.bastion_gamma)
+    limits = np.array(
+        [
+            min(len(r.spec_token_ids), of_grammar if r.use_structured_output else most)
+            for r in decodes
+        ],
+        dtype=np.int32,
+    )
+    wanted = np.array([getattr(r, _WANTED, most) for r in decodes], dtype=np.int32)
+    tokens = scheduler.max_num_scheduled_tokens - len(decodes)
+    shares = share_placeholders(tokens, wanted, limits, _prompt_tokens(scheduler, tokens))
+    for request, share in zip(decodes, shares.tolist(), strict=True):
+        if share < len(request.spec_token_ids):
+            # A new list: with async scheduling the placeholders are one list of all requests.
+            request.spec_token_ids = request.spec_token_ids[:share]
 
 
-def update_after_schedule(original: Callable[..., Any], self: Any, scheduler_output: Any) -> None:
-    """Take back placeholders past gamma that a grammar request was padded with on admission."""
-    limits = _limits(self)
-    if limits is not None:
-        scheduled = scheduler_output.scheduled_spec_decode_tokens
-        for request_id, tokens in scheduled.items():
-            extra = len(tokens) - limits[1]
-            if extra > 0 and self.requests[request_id].use_structured_output:
-                scheduled[request_id] = tokens[: limits[1]]
-                scheduler_output.num_scheduled_tokens[request_id] -= extra
-                scheduler_output.total_num_scheduled_tokens -= extra
-    original(self, scheduler_output)
-
-
-def async_update_after_schedule(
-    original: Callable[..., Any], self: Any, scheduler_output: Any
-) -> None:
-    """Give every request its share of placeholders for the next step; vLLM gives all of them N."""
-    original(self, scheduler_output)
-    limits = _limits(self)
-    if limits is not None:
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests[request_id]
-            most = limits[request.use_structured_output]
-            if len(request.spec_token_ids) > most:
-                # A new list: the placeholders are one list shared by all requests.
-                request.spec_token_ids = request.spec_token_ids[:most]
+def _prompt_tokens(scheduler: Any, most: int) -> int:
+    """Tokens that requests without placeholders could use in the coming step, counted to `most`."""
+    tokens = sum(
+        request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        for request in scheduler.running
+        if not request.spec_token_ids
+    )
+    free = scheduler.max_num_active_reqs - len(scheduler.running)
+    blocked = getattr(scheduler, _BLOCKED, None)
+    if blocked is not None and len(scheduler.running) >= blocked:
+        return tokens
+    for request in islice(scheduler.waiting, max(free, 0)):
+        if tokens >= most:
+            break
+        tokens += request.num_tokens - request.num_computed_tokens
+    return tokens
 
 
 def update_draft_token_ids(original: Callable[..., Any], self: Any, draft_token_ids: Any) -> None:
-    """The same without async scheduling, where the drafts come from the worker."""
-    limits = _limits(self)
-    if limits is not None:
+    """Keep gamma drafts of a request with a grammar: more would not fit its roll-back."""
+    spec_config = bastion_config(self.vllm_config)
+    if spec_config is not None:
         drafts = draft_token_ids.draft_token_ids
         for index, request_id in enumerate(draft_token_ids.req_ids):
             request = self.requests.get(request_id)
-            if request is not None:
-                drafts[index] = drafts[index][: limits[request.use_structured_output]]
+            if request is not None and request.use_structured_output:
+                drafts[index] = drafts[index][: spec_config.bastion_gamma]
     original(self, draft_token_ids)

@@ -11,14 +11,19 @@ and gamma + 1 of them a request, so that rejected nodes cost it nothing and its 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from bastion_kernels import gather_rows, kept_rows
@@ -27,25 +32,77 @@ from vllm_bastion.step.host import copy_to_device
 from vllm_bastion.step.runtime import Runtime
 
 
+def _with_room(vllm_config: VllmConfig) -> VllmConfig:
+    """The configuration with a token limit for the drafter: gamma + 1 rows of every request.
+
+    vLLM keeps the scheduler from taking more requests into a step than would fit a step's rows.
+    """
+    spec_config, scheduler_config = vllm_config.speculative_config, vllm_config.scheduler_config
+    assert spec_config is not None
+    rows = scheduler_config.max_num_seqs * (spec_config.num_speculative_tokens + 1)
+    view = copy.copy(vllm_config)
+    view.scheduler_config = copy.copy(scheduler_config)
+    view.scheduler_config.max_num_batched_tokens = max(
+        rows, scheduler_config.max_num_batched_tokens
+    )
+    return view
+
+
 class BastionSpeculator(DFlashSpeculator):
     """Built by the hook on ``init_speculator``. D = gamma, M = rows handed to the drafter."""
 
     _speculator_name = "BASTION"
+    vllm_config: VllmConfig
 
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, device: torch.device) -> None:
         trees = runtime.trees
-        super().__init__(chain_view_of(vllm_config), device)
+        step_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        super().__init__(_with_room(chain_view_of(vllm_config)), device)
         self.runtime, self.trees = runtime, trees
+        # The scheduler is a step ahead of what it was told last: it must hear of a draft before
+        # that is made, or its tree comes to a step without placeholders.
+        self._one_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         # The runner reads this from the speculator, not from the config, to create the manager
         # that trims the scheduled placeholders to N*.
         self.enable_adaptive_verification = True
         self.use_acceptance_estimator = False
         # The batch as the drafter sees it, see `_keep_accepted`.
-        self._kept_source = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
+        self._kept_source = torch.zeros(step_rows, dtype=torch.int64, device=device)
         self._kept_positions = torch.zeros_like(self._kept_source)
         self._kept_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._kept_layout = torch.zeros(2 * self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._kept_hidden: list[torch.Tensor] = []
+
+    # ---- buffers for more rows than a step has ------------------------------------------
+
+    def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Load it; compiled, it is to take as many rows as the buffers have."""
+        config = self.vllm_config
+        # vLLM derives the sizes it compiles for from the step's, in an object it shares with the
+        # target.
+        self.vllm_config = copy.copy(config)
+        self.vllm_config.compilation_config = copy.copy(config.compilation_config)
+        try:
+            return super().load_draft_model(*args, **kwargs)
+        finally:
+            self.vllm_config = config
+
+    def set_attn(
+        self,
+        model_state: ModelState,
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if block_tables.slot_mappings.shape[1] < self.max_num_tokens:
+            # vLLM's drafter writes its slots over the target's; there is no room for them there.
+            block_tables = copy.copy(block_tables)
+            groups = block_tables.slot_mappings.shape[0]
+            block_tables.slot_mappings = block_tables.slot_mappings.new_zeros(
+                groups, self.max_num_tokens
+            )
+        super().set_attn(model_state, kv_cache_config, block_tables, *args, **kwargs)
 
     # ---- the drafter's forward and the trees --------------------------------------------
 
@@ -107,16 +164,18 @@ class BastionSpeculator(DFlashSpeculator):
                 slots = input_batch.idx_mapping_np
                 # Prompts that go on in the next step have no use for a draft.
                 seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-                runtime.drafted = bool(
-                    (seen >= input_batch.prefill_len_np).any()
-                ) and runtime.switch.draft_next(slots, context_len)
+                runtime.drafted = bool((seen >= input_batch.prefill_len_np).any())
+                if runtime.drafted:
+                    announced = runtime.drafting
+                    runtime.drafting = runtime.switch.draft_next(slots, context_len)
+                    runtime.drafted = announced if self._one_ahead else runtime.drafting
                 # Without a draft the block is not run; its graph would run it, so: no graph.
                 kwargs["is_profile"] = not runtime.drafted
         hidden = aux_hidden_states or [last_hidden_states]
         if not self._kept_hidden and not self.trees.always_spine:
             # In the profiling run, so that vLLM counts it before it sizes the KV cache.
             self._kept_hidden = [
-                torch.zeros(self.max_num_tokens, h.shape[1], dtype=h.dtype, device=h.device)
+                torch.zeros(len(self._kept_source), h.shape[1], dtype=h.dtype, device=h.device)
                 for h in hidden
             ]
         if self.trees.verifying and not dummy_run:

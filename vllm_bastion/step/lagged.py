@@ -17,7 +17,8 @@ import torch
 from bastion_kernels import take_best
 from vllm_bastion.step.host import copy_to_device
 from vllm_bastion.step.runtime import Runtime
-from vllm_bastion.step.verification import BastionVerificationManager, even_split
+from vllm_bastion.step.shares import even_split
+from vllm_bastion.step.verification import BastionVerificationManager
 
 
 class LaggedVerificationManager(BastionVerificationManager):

@@ -34,6 +34,8 @@ class Runtime:
     manager: BastionVerificationManager | None = None
     # Whether the last ``propose`` grew trees.
     drafted: bool = True
+    # Whether steps that are scheduled from here on get placeholders.
+    drafting: bool = True
 
     @property
     def timer(self) -> StepTimer | None:

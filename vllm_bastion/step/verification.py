@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_bastion.step.host import copy_to_device
 from vllm_bastion.step.runtime import Runtime
+from vllm_bastion.step.shares import even_split
 
 
 class BastionVerificationManager(AdaptiveVerificationManager):
@@ -166,19 +167,3 @@ class BastionVerificationManager(AdaptiveVerificationManager):
 
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
         """See `batches_to_profile`."""
-
-
-def even_split(total: int, limits: np.ndarray) -> np.ndarray:
-    """Share `total` out over rows of at most `limits`, as evenly as they allow."""
-    shares = np.zeros_like(limits)
-    left = total
-    while left > 0:
-        room = np.flatnonzero(shares < limits)
-        step = max(1, left // len(room))
-        grown = np.minimum(limits[room] - shares[room], step)
-        # The last round hands out single nodes to the first rows.
-        over = np.cumsum(grown) - left
-        grown = np.maximum(grown - np.maximum(over, 0), 0)
-        shares[room] += grown
-        left -= int(grown.sum())
-    return shares

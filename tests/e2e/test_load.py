@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many requests in a step: none waits for placeholders that nobody uses, and none is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.costs import write_costs
+from benchmarks.engine import RESULTS
+from benchmarks.replay.costs import CostSource, from_profile
+from tests.e2e import cases
+from tests.e2e.compare import Comparison
+from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+from vllm_bastion.cost.table import StepCostTable
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS, TOKEN_LIMIT, NODES = 12, 128, 63
+# Every row is a step of its own, and a draft costs ten: nothing pays.
+HOPELESS = StepCostTable.linear(0.001, 1.0, max_rows=TOKEN_LIMIT, drafter_ms=10.0)
+# Rows cost next to nothing: the largest trees pay.
+FLAT = StepCostTable.linear(10.0, 0.001, max_rows=TOKEN_LIMIT)
+
+
+def crowd(tokens: int) -> Batch:
+    """Twelve requests at once, T=0."""
+    batch = Batch(f"{REQUESTS} requests at once")
+    for name, text in cases.some(REQUESTS // 3):
+        batch.add(f"load-{name}", text, temperature=0, max_tokens=tokens, ignore_eos=True)
+    return batch
+
+
+def with_costs(engine: Engine, source: CostSource, folder: Path) -> Engine:
+    """The engine with trees of 63 nodes, budgeted by these costs."""
+    costs = write_costs(source, folder / "costs.json")
+    return engine.with_bastion(NODES, calibration=costs, latency_model="table")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("costs", "most"), [("never", 1.03), ("this CPU", 1.0)])
+def test_a_crowd_that_is_hardly_worth_drafting_for_decodes_as_plain_does(
+    runner: Runner, compare: Comparison, tmp_path: Path, mode: str, costs: str, most: float
+) -> None:
+    """Plain decoding's steps where trees never pay, but for the trials; no more where some do."""
+    if costs == "never":
+        source = CostSource(costs, HOPELESS, None)
+    else:
+        source = from_profile(costs, RESULTS / "cpu-profile.json", TOKEN_LIMIT)
+    engine, batch = Engine(max_num_seqs=REQUESTS), crowd(30)
+    engine = engine.with_async() if mode == "async" else engine
+    plain = runner.submit(engine, [batch])
+    tree = runner.submit(with_costs(engine, source, tmp_path), [batch])
+    compare.same(f"costs of {costs}, {mode}", [batch], plain.result(), tree.result())
+    left, right = plain.result()["batches"][0], tree.result()["batches"][0]
+    print(f"{costs}, {mode}: {right['forwards']} forwards, plain {left['forwards']}")
+    assert max(left["batch_sizes"]) == REQUESTS
+    assert max(right["batch_sizes"]) >= REQUESTS - 2, "some are through before others begin"
+    assert right["forwards"] <= most * left["forwards"]
+
+
+def test_drafts_of_a_crowd_may_have_more_rows_than_a_step(
+    runner: Runner, compare: Comparison, tmp_path: Path
+) -> None:
+    """The drafter's R x (1 + gamma) rows are more than the token limit, and drafting pays."""
+    engine, batch = Engine(max_num_seqs=REQUESTS), crowd(48)
+    plain = runner.submit(engine, [batch])
+    tree = runner.submit(with_costs(engine, CostSource("flat", FLAT, None), tmp_path), [batch])
+    compare.same("costs of flat", [batch], plain.result(), tree.result())
+    left, right = plain.result()["batches"][0], tree.result()["batches"][0]
+    print(f"flat: {right['forwards']} forwards, plain {left['forwards']}")
+    assert max(right["batch_sizes"]) * (1 + GAMMA) > TOKEN_LIMIT
+    assert right["forwards"] < 0.7 * left["forwards"]
+
+
+def test_several_samples_of_a_prompt(runner: Runner, compare: Comparison) -> None:
+    """`n` = 3 with a seed: every sample is plain decoding's. vLLM itself refuses it at T=0."""
+    batch = Batch("n = 3")
+    for (name, text), temperature in zip(cases.some(1, first=4), (1.0, 0.8, 0.0), strict=True):
+        batch.add(f"n-{name}", text, n=3, temperature=temperature, seed=11, max_tokens=24,
+                  ignore_eos=True)  # fmt: skip
+    plain = Engine(max_num_seqs=6)
+    first, second = (
+        runner.submit(engine, [batch]) for engine in (plain, plain.with_bastion(NODES, 12))
+    )
+    compare.same("n = 3", [batch], first.result(), second.result())
+    left, right = (run.result()["batches"][0]["requests"] for run in (first, second))
+    *sampled, greedy = (request["id"] for request in batch.requests)
+    assert "greedy" in right[greedy]["error"]
+    for name in sampled:
+        samples = left[name]["samples"]
+        assert sorted(samples) == ["1", "2"] and samples["1"] != samples["2"]
+        assert right[name]["samples"] == samples, name
