@@ -13,7 +13,7 @@ def captured(session: Any) -> list[dict[str, Any]]:
 
     Returns:
         Of each: whether it is a FULL graph's, whether every target layer has the engine's trees in
-        its metadata and reads their mask, and whether any draft layer has.
+        its metadata and reads their mask, and the other layers that metadata was built for.
     """
     runner = session.runner
     state = runner.model_state
@@ -40,7 +40,7 @@ def captured(session: Any) -> list[dict[str, Any]]:
                 "full": full,
                 "bound": targets <= with_trees,
                 "masked": state.trees.masking,
-                "drafter_bound": bool(with_trees - targets),
+                "others": sorted(set(prepared.attn_metadata) - targets),
             }
         )
     return out

@@ -6,8 +6,8 @@
 * ``prepare_inputs`` / ``prepare_dummy_inputs``: rotary positions are root + depth. They live in a
   second buffer; ``input_batch.positions`` stays linear, because slot mappings, the drafter's
   context and vLLM's bookkeeping read a row's place in the cache from it.
-* ``prepare_attn``: hands the tree to the attention metadata of the target's layers, and of no
-  other: the drafter builds its metadata without this class.
+* ``prepare_attn``: builds the attention metadata of the target's layers, and of no other, and hands
+  them the tree: the drafter builds its metadata without this class.
 * ``custom_sampler``: acceptance along the tree.
 * ``postprocess_state``: moves the accepted path's keys and values to the front. It runs after
   sampling and before ``propose`` overwrites the slot mappings.
@@ -132,7 +132,7 @@ class BastionModelState(DefaultModelState):
             cudagraph_mode,
             block_tables,
             slot_mappings,
-            attn_groups,
+            [[group for group in groups if self._is_target(group)] for groups in attn_groups],
             kv_cache_config,
             for_capture,
             **kwargs,
@@ -143,10 +143,13 @@ class BastionModelState(DefaultModelState):
             # What is captured must serve every later batch: the tree kernel, chains included.
             # (vLLM captures FULL graphs with `for_capture` and mode NONE.)
             self.trees.masking = True
-        for name in self._target_layers:
-            if name in metadata:
-                metadata[name].trees = self.trees
+        for layer_metadata in metadata.values():
+            layer_metadata.trees = self.trees
         return metadata
+
+    def _is_target(self, group: AttentionGroup) -> bool:
+        # A group is of one backend, and the drafter's layers keep vLLM's.
+        return group.layer_names[0] in self._target_layers
 
     def _begin_step(self, batch: InputBatch) -> None:
         trees, drafts = self.trees, batch.num_draft_tokens_per_req
