@@ -26,7 +26,8 @@ def test_full_graphs_capture_the_mask(runner: Runner) -> None:
     assert all(one["bound"] and one["masked"] for one in full)
     # A PIECEWISE graph holds no attention; a batch without trees takes vLLM's own kernel there.
     assert not any(one["masked"] for one in piecewise)
-    assert not any(one["drafter_bound"] for one in seen)
+    # The drafter builds its own; the groups given to the target's batch hold its layers as well.
+    assert not any(one["others"] for one in seen)
 
 
 def test_warm_up_and_calibration_run_the_kernel_that_trees_have(runner: Runner) -> None:
@@ -35,3 +36,12 @@ def test_warm_up_and_calibration_run_the_kernel_that_trees_have(runner: Runner) 
     run = runner.run(engine, [cases.greedy(1, tokens=2)], probe="tests.e2e.capture_probe:dummies")
     first = run["batches"][0]["probed"][0]
     assert first == {"tree step": [True], "vLLM's own": [False], "after": False}
+
+
+def test_no_request_waits_for_the_drafters_input_kernel(runner: Runner) -> None:
+    """One is compiled for every block size; those that a batch can need are launched in advance."""
+    engine = Engine(max_num_seqs=2).with_bastion(8)
+    watched = {"setup": ["tests.e2e.input_blocks:watch"], "probe": "tests.e2e.input_blocks:seen"}
+    run = runner.run(engine, [cases.greedy(1, tokens=4)], **watched)
+    # Of queries of up to 128 tokens and a block of 16.
+    assert {32, 64, 128, 256} <= set(run["batches"][0]["probed"][0])

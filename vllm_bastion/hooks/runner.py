@@ -125,7 +125,7 @@ def init_speculator(
         return original(vllm_config, device, req_states)
     from vllm_bastion.step.drafter import BastionSpeculator
 
-    return BastionSpeculator(make_runtime(vllm_config, device), vllm_config, device)
+    return BastionSpeculator(make_runtime(vllm_config, device), vllm_config, device, req_states)
 
 
 def init_model_state(

@@ -20,16 +20,20 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.math_utils import next_power_of_2
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import gather_rows, kept_rows
 from vllm_bastion.config import chain_view_of
 from vllm_bastion.step.host import copy_to_device
 from vllm_bastion.step.runtime import Runtime
+
+_MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
 
 
 def _with_room(vllm_config: VllmConfig) -> VllmConfig:
@@ -54,11 +58,17 @@ class BastionSpeculator(DFlashSpeculator):
     _speculator_name = "BASTION"
     vllm_config: VllmConfig
 
-    def __init__(self, runtime: Runtime, vllm_config: VllmConfig, device: torch.device) -> None:
-        trees = runtime.trees
+    def __init__(
+        self,
+        runtime: Runtime,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        req_states: RequestState,
+    ) -> None:
         step_rows = vllm_config.scheduler_config.max_num_batched_tokens
         super().__init__(_with_room(chain_view_of(vllm_config)), device)
-        self.runtime, self.trees = runtime, trees
+        self.runtime, self.trees = runtime, runtime.trees
+        self._req_states = req_states
         # The scheduler is a step ahead of what it was told last: it must hear of a draft before
         # that is made, or its tree comes to a step without placeholders.
         self._one_ahead = bool(vllm_config.scheduler_config.async_scheduling)
@@ -264,10 +274,30 @@ class BastionSpeculator(DFlashSpeculator):
         return kept_batch, kept_hidden, rejected
 
     def warm_up(self) -> None:
-        """Compile what the first accepted path would wait for."""
+        """Compile what the first request and the first accepted path would wait for."""
+        self._warm_up_inputs()
         one = self._kept_layout[:1].zero_()
         two = torch.zeros(2, dtype=torch.int32, device=self.device)
         kept_rows(two, one, two, two, self.trees.path, self._kept_positions, one, one,
                   self._kept_source, self._kept_positions, self._kept_rejected[:1], 1)  # fmt: skip
         rows = self._kept_source[:1].fill_(-1)
         gather_rows(self._kept_hidden, rows, [torch.empty_like(h[:1]) for h in self._kept_hidden])
+
+    def _warm_up_inputs(self) -> None:
+        """vLLM's input kernel is one for every block size, which follows the longest query."""
+        none = torch.zeros(1, dtype=torch.int32, device=self.device)
+        states = self._req_states
+        block = next_power_of_2(1 + self.num_query_per_req)
+        while block <= _MAX_INPUT_BLOCK:
+            rows = min(block - self.num_query_per_req, len(self._kept_source))
+            if rows + self.num_query_per_req <= block // 2:
+                break  # no batch has so many
+            batch = InputBatch.make_dummy(1, rows, self.target_input_buffers)
+            self.runtime.drafted = False  # inputs only
+            super().propose(
+                batch, {}, {}, self.hidden_states, None, none, none, states.last_sampled_tokens,
+                states.next_prefill_tokens, self.temperature, self.seeds, dummy_run=True,
+                is_profile=True,
+            )  # fmt: skip
+            block *= 2
+        self.runtime.drafted = True
