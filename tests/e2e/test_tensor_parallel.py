@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Engine
+from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Engine, caches
 from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.cost.table import StepCostTable
 
@@ -35,7 +35,7 @@ def generate(engine: Engine, folder: Path, name: str) -> dict[str, Any]:
         json.dumps({"engine": engine.arguments(), "prompts": prompts, "params": params})
     )
     env = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    env["VLLM_BASTION_CACHE"] = str(folder / "profiles")
+    env |= caches(folder)
     del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
     command = [sys.executable, "-m", "tests.e2e.offline", str(spec), str(result)]
     done = subprocess.run(
@@ -53,9 +53,13 @@ def test_two_workers_give_the_tokens_of_one(tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     table = StepCostTable.linear(10.0, 0.2, max_rows=128)
     write_profile(Profile(ProfileKey("", "", "", "", "", 2, ""), table), costs)
-    bastion = two.with_bastion(16, calibration=str(costs), latency_model="table")
-    tree = generate(bastion, tmp_path, "tree")
+    keys = {"calibration": str(costs), "latency_model": "table"}
+    tree = generate(two.with_bastion(16, **keys), tmp_path, "tree")
     assert tree["token_ids"] == expected["token_ids"]
-    drafts = tree["metrics"]["vllm:spec_decode_num_drafts"]
-    accepted = tree["metrics"]["vllm:spec_decode_num_accepted_tokens"]
-    assert accepted > drafts > 0
+    # Each has the drafter's logits of half the vocabulary, and the same trees as one that has all.
+    alone = generate(plain.with_bastion(16, **keys), tmp_path, "alone")
+    counts = [
+        f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    assert [tree["metrics"][name] for name in counts] == [alone["metrics"][name] for name in counts]
+    assert tree["metrics"][counts[2]] > tree["metrics"][counts[0]] > 0

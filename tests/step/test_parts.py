@@ -58,6 +58,31 @@ def path_of(trees: Trees, row: int, slot: int, node: int) -> tuple[int, ...]:
     return path
 
 
+@pytest.mark.parametrize("ends", [(13, 26, 32), (1, 31, 32)])
+def test_ranks_with_a_slice_of_the_vocabulary_each_grow_the_same_trees(ends: tuple[int]) -> None:
+    logits, whole = logits_of(2), make_trees()
+    whole.bind_rows(torch.tensor([3, 1]))
+    whole.grow(logits, 2)
+    starts = (0, *ends[:-1])
+    sent: list[torch.Tensor] = []
+
+    def send(keys: torch.Tensor) -> torch.Tensor:
+        sent.append(keys.clone())
+        return keys.expand(-1, len(ends), -1)
+
+    for start, end in zip(starts, ends, strict=True):
+        make_trees().grow(logits[:, start:end], 2, start, send)
+    gathered = torch.cat(sent, dim=1)
+    assert gathered.shape == (2 * DEPTH, len(ends), TOP_K + 1)
+    for start, end in zip(starts, ends, strict=True):
+        trees = make_trees()
+        trees.bind_rows(torch.tensor([3, 1]))
+        trees.grow(logits[:, start:end], 2, start, lambda keys: gathered)
+        for name in ("top_tokens", "tokens", "parents", "size", "num_verify"):
+            assert torch.equal(getattr(trees, name), getattr(whole, name)), name
+        torch.testing.assert_close(trees.log_rho, whole.log_rho, rtol=0, atol=1e-5)
+
+
 def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots() -> None:
     trees = make_trees()
     logits = logits_of(2)

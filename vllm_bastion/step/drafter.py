@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.utils.math_utils import next_power_of_2
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -139,8 +140,16 @@ class BastionSpeculator(DFlashSpeculator):
             cudagraph_runtime_mode,
         )
         num_sample = num_reqs * self.num_speculative_steps
-        logits = self.compute_draft_logits(hidden_states[self.sample_indices[:num_sample]], 0)
-        self.trees.grow(logits, num_reqs)
+        hidden_states = hidden_states[self.sample_indices[:num_sample]]
+        head = self.model.lm_head
+        if head.tp_size == 1:
+            self.trees.grow(self.compute_draft_logits(hidden_states, 0), num_reqs)
+            return
+        # Every rank's best instead of everybody's logits; without what pads the slices to one size.
+        logits = self.model.logits_processor(head, hidden_states, skip_gather=True)
+        slice_ = head.shard_indices
+        logits = logits[:, : slice_.num_org_elements]
+        self.trees.grow(logits, num_reqs, slice_.org_vocab_start_index, _all_gather)
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
         return (
@@ -301,3 +310,7 @@ class BastionSpeculator(DFlashSpeculator):
             )  # fmt: skip
             block *= 2
         self.runtime.drafted = True
+
+
+def _all_gather(keys: torch.Tensor) -> torch.Tensor:
+    return tensor_model_parallel_all_gather(keys, dim=1)

@@ -14,6 +14,8 @@ batch of step t+1 may hold other requests than the batch of step t.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -23,7 +25,9 @@ from bastion_kernels import (
     bind_tails,
     choose_budget,
     expand_best_first,
+    merge_topk,
     topk_logprobs,
+    topk_partial,
     tree_positions,
 )
 from vllm_bastion.step.host import HostMirror, copy_to_device
@@ -67,6 +71,8 @@ class Trees:
         self.row_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)  # [R]
         self.top_tokens = zeros(slots, depth, top_k)
         self.top_logprobs = zeros(slots, depth, top_k, dtype=torch.float32)
+        # Of a slice of the vocabulary, with its mass in the last column; see `grow`.
+        self._keys: torch.Tensor | None = None
         self.tokens = zeros(slots, num_nodes, dtype=torch.int64)
         # Of every request, by slot.
         self.parents = torch.full((slots, num_nodes), -1, dtype=torch.int32, device=device)
@@ -116,19 +122,28 @@ class Trees:
             idx_mapping = self.row_slots[:0]
         bind_slots(idx_mapping, self.row_slots, self.base_rows)
 
-    def grow(self, logits: torch.Tensor, num_reqs: int) -> None:
+    def grow(
+        self,
+        logits: torch.Tensor,
+        num_reqs: int,
+        vocab_start: int = 0,
+        all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """Build the trees of a batch. Runs inside the drafter's captured graph.
 
-        logits: [num_reqs * D, V] of the drafter, the D positions of a request consecutive.
+        Args:
+            logits: [num_reqs * D, V] of the drafter, the D positions of a request consecutive. With
+                `all_gather` V is this rank's slice of the vocabulary, from token `vocab_start` on.
+            all_gather: [M, 1, X] int64 of this rank -> [M, ranks, X] of all.
         """
         rows = slice(0, num_reqs)
         tokens, logprobs = self.top_tokens[rows], self.top_logprobs[rows]
-        topk_logprobs(
-            logits,
-            self.top_k,
-            tokens.view(-1, self.top_k),
-            logprobs.view(-1, self.top_k),
-        )
+        best = tokens.view(-1, self.top_k), logprobs.view(-1, self.top_k)
+        if all_gather is None:
+            topk_logprobs(logits, self.top_k, *best)
+        else:
+            keys, mass = _split(all_gather(self._best_of_slice(logits, vocab_start)[:, None]))
+            merge_topk(keys, mass.contiguous(), *best)
         slots = self.row_slots[rows]
         expand_best_first(
             tokens,
@@ -146,6 +161,18 @@ class Trees:
             torch.clamp(self.size, max=self.budget, out=self.num_verify)
         else:
             self._choose(slots, self.size, self.base_rows)
+
+    def _best_of_slice(self, logits: torch.Tensor, vocab_start: int) -> torch.Tensor:
+        """The K best of a slice and its mass, [M, K + 1] int64: one message between ranks."""
+        if self._keys is None:  # in the profiling run, so that vLLM counts it
+            shape = (len(self.row_slots) * self.depth, self.top_k + 1)
+            self._keys = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        packed = self._keys[: len(logits)]
+        keys, packed_mass = _split(packed)
+        mass = torch.empty_like(packed_mass)
+        topk_partial(logits, self.top_k, vocab_start, keys, mass)
+        packed_mass.copy_(mass)
+        return packed
 
     def _choose(
         self, slots: torch.Tensor, limits: torch.Tensor, base_rows: torch.Tensor | int
@@ -243,3 +270,8 @@ class Trees:
         if self.spine_only_np[slot] != spine_only:
             self.spine_only_np[slot] = spine_only
             self.spine_only[slot] = spine_only
+
+
+def _split(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [..., K] int64 and mass [...] fp32, of [..., K + 1] int64."""
+    return packed[..., :-1], packed[..., -1:].view(torch.float32)[..., 0]
