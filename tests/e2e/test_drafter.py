@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
@@ -46,3 +47,21 @@ def test_a_drafter_trained_on_shorter_contexts(
     assert other["batches"][0]["paths"] == usual["batches"][0]["paths"]
     accepted = other["batches"][0]["metrics"]["spec_decode_num_accepted_tokens"]
     assert accepted > len(other["batches"][0]["paths"])
+
+
+def test_every_drafter_layer_norms_its_keys_by_its_own_weights(
+    runner: Runner, tmp_path: Path
+) -> None:
+    """Keys four times as large and queries a quarter, in one layer: the same attention."""
+    other = Path(changed_drafter(tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    (other / "model.safetensors").unlink()
+    for layer, factor in ((1, 4.0), (2, 0.5)):
+        weights[f"layers.{layer}.self_attn.k_norm.weight"] *= factor
+        weights[f"layers.{layer}.self_attn.q_norm.weight"] /= factor
+    save_file(weights, other / "model.safetensors")
+    batch, plain = cases.greedy(1, tokens=32), Engine(max_num_seqs=2)
+    engines = [plain.with_bastion(8, 8), plain.with_bastion(8, 8, model=str(other))]
+    usual, same = (run.result() for run in [runner.submit(e, [batch]) for e in engines])
+    assert max(map(len, usual["batches"][0]["paths"])) > 4
+    assert same["batches"][0]["paths"] == usual["batches"][0]["paths"]

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_gather
@@ -94,9 +96,12 @@ class BastionSpeculator(DFlashSpeculator):
         self.vllm_config = copy.copy(config)
         self.vllm_config.compilation_config = copy.copy(config.compilation_config)
         try:
-            return super().load_draft_model(*args, **kwargs)
+            model = super().load_draft_model(*args, **kwargs)
         finally:
             self.vllm_config = config
+        if self.device.type == "cpu":
+            model.model._normalize_context_k = MethodType(normalize_context_k, model.model)
+        return model
 
     def set_attn(
         self,
@@ -314,3 +319,14 @@ class BastionSpeculator(DFlashSpeculator):
 
 def _all_gather(keys: torch.Tensor) -> torch.Tensor:
     return tensor_model_parallel_all_gather(keys, dim=1)
+
+
+def normalize_context_k(self: Any, all_k: torch.Tensor) -> torch.Tensor:
+    """Each drafter layer's own key norm: [L, T, heads, d] -> the same.
+
+    vLLM gives all layers' weights to one call, of which the op for CPUs reads the first layer's.
+    """
+    out = torch.empty_like(all_k)
+    for layer, weight in enumerate(self._k_norm_weights):
+        ops.rms_norm(out[layer], all_k[layer], weight, self._rms_norm_eps)
+    return out
