@@ -15,10 +15,11 @@ import without any hook being in place, and must not import `vllm.v1.worker.gpu`
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, TypeAdapter
 from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config, get_attr_docs
@@ -33,16 +34,16 @@ _CACHE_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "ntk", "propo
 class BastionSpeculativeConfig(SpeculativeConfig):
     """vLLM's speculative configuration with the settings of method "bastion"."""
 
-    bastion_budget: Literal["adaptive"] | int = "adaptive"
+    bastion_budget: Literal["adaptive"] | Annotated[int, Field(ge=0)] = "adaptive"
     """Nodes verified per request and step: chosen each step from the measured cost, or a number."""
-    bastion_top_k: int = Field(default=16, ge=1, le=32)
+    bastion_top_k: Annotated[int, Field(ge=1, le=32)] = 16
     """Candidate tokens kept at each drafted depth, 1 to 32."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
     """Whether a step is sized by its own scores, for which the host waits, or by the last step's.
     auto: lagged on CUDA, exact on a CPU."""
     bastion_latency_model: Literal["table", "ema_table", "static", "ema", "ema_calib"] = "ema_table"
     """What a step costs: measured table or calibrated roofline, with ema_ corrected in service."""
-    bastion_calibration: str = "auto"
+    bastion_calibration: Annotated[str, Field(min_length=1)] = "auto"
     """Where the measured costs come from: auto (cached profile, else measure), off, or a file."""
 
     bastion_gamma: int = Field(default=0, init=False)
@@ -121,21 +122,21 @@ def standard_keys() -> tuple[str, ...]:
     return tuple(name for name in names if name not in engine_made)
 
 
-def key_type(name: str) -> tuple[tuple[str, ...], bool, bool]:
-    """What a bastion_* setting accepts.
+def key_adapter(name: str) -> TypeAdapter[Any]:
+    """Validates values of a bastion_* setting, without converting them."""
+    hint = get_type_hints(BastionSpeculativeConfig, include_extras=True)[name]
+    return TypeAdapter(hint, config=ConfigDict(strict=True))
 
-    Returns:
-        The literal strings; whether integers do; whether any string does.
-    """
-    hint = get_type_hints(BastionSpeculativeConfig)[name]
-    parts = get_args(hint) or (hint,)
-    literals: list[str] = []
-    for part in parts:
-        if isinstance(part, str):
-            literals.append(part)
-        else:
-            literals.extend(value for value in get_args(part) if isinstance(value, str))
-    return tuple(literals), int in parts, str in parts
+
+def key_choices(name: str) -> list[dict[str, Any]]:
+    """What a bastion_* setting accepts: a JSON schema for each kind of value."""
+    schema = key_adapter(name).json_schema()
+    return list(schema.get("anyOf", [schema]))
+
+
+def literals(choice: dict[str, Any]) -> list[str]:
+    """The words that a schema of `key_choices` lists; none where it is of a number or any text."""
+    return list(choice.get("enum", [choice["const"]] if "const" in choice else []))
 
 
 def is_lagged(config: BastionSpeculativeConfig) -> bool:
@@ -150,24 +151,19 @@ def is_lagged(config: BastionSpeculativeConfig) -> bool:
     return bool(current_platform.is_cuda())
 
 
-def key_default(name: str) -> Any:
-    """Default of a bastion_* setting."""
-    default = next(f.default for f in fields(BastionSpeculativeConfig) if f.name == name)
-    return getattr(default, "default", default)
-
-
 def markdown_table() -> str:
     """The README's table of keys."""
     docs = get_attr_docs(BastionSpeculativeConfig)
+    defaults = {field.name: field.default for field in fields(BastionSpeculativeConfig)}
     lines = ["| Key | Default | Meaning |", "|---|---|---|"]
     for name in user_keys():
-        literals, takes_int, takes_any = key_type(name)
-        values = [f"`{value}`" for value in literals]
-        values += ["a number"] * takes_int + ["a path"] * (takes_any and not literals)
-        default = key_default(name)
-        shown = f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
+        values = []
+        for choice in key_choices(name):
+            values += [f"`{value}`" for value in literals(choice)]
+            values += ["a number"] * (choice.get("type") == "integer")
+        shown = f"`{json.dumps(defaults[name])}`"
         help_text = " ".join(docs[name].split())
-        choices = f" ({', '.join(values)})" if literals else ""
+        choices = f" ({', '.join(values)})" if values != ["a number"] and values else ""
         lines.append(f"| `{name}` | {shown} | {help_text}{choices} |")
     return "\n".join(lines)
 

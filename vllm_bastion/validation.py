@@ -13,15 +13,21 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
 from vllm import envs as vllm_envs
 
 from vllm_bastion import envs
-from vllm_bastion.config import BastionSpeculativeConfig, key_type, standard_keys, user_keys
+from vllm_bastion.config import (
+    BastionSpeculativeConfig,
+    key_adapter,
+    key_choices,
+    literals,
+    standard_keys,
+    user_keys,
+)
 
 # Architectures that run vLLM's plain DFlash speculator: one forward pass, independent positions.
 DFLASH_ARCHITECTURES = frozenset({"DFlashDraftModel", "DFlashQwen3ForCausalLM"})
-
-_INTEGER_RANGES = {"bastion_top_k": (1, 32), "bastion_budget": (0, None)}
 
 # vLLM's own keys with a value that a tree cannot honour: key -> (the value that does, why).
 _FIXED_KEYS: dict[str, tuple[Any, str]] = {
@@ -110,21 +116,21 @@ def check_user_keys(given: dict[str, Any]) -> None:
 
 
 def _check_own_key(key: str, value: Any) -> None:
-    literals, takes_int, takes_any = key_type(key)
-    if isinstance(value, str) and (value in literals or (takes_any and value)):
-        return
-    low, high = _INTEGER_RANGES.get(key, (None, None))
-    if takes_int and isinstance(value, int) and not isinstance(value, bool):
-        above, below = low is None or value >= low, high is None or value <= high
-        if above and below:
-            return
-    options = [f'"{name}"' for name in literals]
-    if takes_int:
-        span = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        options.append(f"a whole number {span}")
-    if takes_any:
-        options += ['"auto"', '"off"', "a file name"]
-    raise BastionConfigError(f'"{key}" must be {" or ".join(options)}; got {value!r}')
+    try:
+        key_adapter(key).validate_python(value)
+    except ValidationError:
+        options = " or ".join(map(_describe, key_choices(key)))
+        raise BastionConfigError(f'"{key}" must be {options}; got {value!r}') from None
+
+
+def _describe(choice: dict[str, Any]) -> str:
+    """A JSON schema of `key_choices` in words."""
+    if choice.get("type") == "integer":
+        low, high = choice["minimum"], choice.get("maximum")
+        return "a whole number " + (
+            f"of at least {low}" if high is None else f"from {low} to {high}"
+        )
+    return " or ".join(f'"{name}"' for name in literals(choice)) or '"auto" or "off" or a file name'
 
 
 def check_host() -> None:
