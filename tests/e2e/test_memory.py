@@ -12,12 +12,9 @@ from tests.e2e.engines import ON_GPU, Engine, Runner
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="poisons a CPU's memory")]
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
-def test_nothing_reads_memory_that_nothing_filled(
-    runner: Runner, compare: Comparison, eager: bool
-) -> None:
+def test_nothing_reads_memory_that_nothing_filled(runner: Runner, compare: Comparison) -> None:
     """In the profiling run, which has no attention metadata, too."""
-    plain, batch = Engine(max_num_seqs=2, eager=eager), cases.greedy(1, tokens=24)
+    plain, batch = Engine(max_num_seqs=2), cases.greedy(1, tokens=24)
     tree = runner.submit(
         plain.with_bastion(16, 16), [batch], setup=["tests.e2e.fresh_memory:poison"]
     )

@@ -36,29 +36,33 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="starts a CPU s
 NODES = 32
 START_S = 300
 SPECULATIVE = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": NODES}
-OPTIONS = [
-    *("--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--block-size", "32"),
-    *("--max-model-len", "320", "--max-num-seqs", "2", "--max-num-batched-tokens", "128"),
-    *("--num-gpu-blocks-override", "96"),
-]
+# Of everything else a user gets vLLM's defaults: torch.compile, the limits of a step.
+OPTIONS = ["--dtype", "float32", "--host", "127.0.0.1"]
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
-def environment() -> dict[str, str]:
-    """What a user sets on a CPU host, and nothing that eases testing."""
-    env = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO"}
+def environment(caches: dict[str, str]) -> dict[str, str]:
+    """What a user sets on a CPU host, and nothing that eases testing but folders of its own."""
+    env = {**os.environ, **ENVIRONMENT, **caches, "VLLM_LOGGING_LEVEL": "INFO"}
     del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
     env.pop("TRITON_INTERPRET", None)
     return env
 
 
-def serve(log: Path, port: int, speculative: dict[str, Any]) -> subprocess.Popen[bytes]:
+def serve(
+    log: Path, port: int, speculative: dict[str, Any], caches: dict[str, str]
+) -> subprocess.Popen[bytes]:
     """Start a server in a process group of its own, its output in `log`."""
     command = [*VLLM, "serve", TARGET, "--port", str(port), *OPTIONS,
                "--speculative-config", json.dumps(speculative)]  # fmt: skip
     with log.open("wb") as out:
         return subprocess.Popen(
-            command, stdout=out, stderr=out, env=environment(), cwd=ROOT, start_new_session=True
+            command,
+            stdout=out,
+            stderr=out,
+            env=environment(caches),
+            cwd=ROOT,
+            start_new_session=True,
         )
 
 
@@ -114,12 +118,12 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("serve") / "server.log"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = serve(log, port, SPECULATIVE)
+    process = serve(log, port, SPECULATIVE, runner.caches)
     running = Server(f"http://127.0.0.1:{port}", log)
     try:
         deadline = time.monotonic() + START_S
@@ -203,14 +207,14 @@ def test_requests_with_grammar_and_penalties(server: Server) -> None:
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"]
 
 
-def test_bench_serve(server: Server) -> None:
+def test_bench_serve(server: Server, runner: Runner) -> None:
     """`vllm bench serve` runs and reads the counters."""
     command = [*VLLM, "bench", "serve", "--backend", "openai", "--base-url", server.url,
                "--model", TARGET, "--dataset-name", "random", "--random-input-len", "40",
                "--random-output-len", "24", "--num-prompts", "4"]  # fmt: skip
     done = subprocess.run(
         command,
-        env=environment(),
+        env=environment(runner.caches),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -222,10 +226,10 @@ def test_bench_serve(server: Server) -> None:
     assert "Successful requests:                     4" in done.stdout
 
 
-def test_wrong_configuration(tmp_path: Path) -> None:
+def test_wrong_configuration(runner: Runner, tmp_path: Path) -> None:
     """An unknown key ends the start with one sentence that names it."""
     log = tmp_path / "server.log"
-    process = serve(log, 1, SPECULATIVE | {"bastion_budgte": 8})
+    process = serve(log, 1, SPECULATIVE | {"bastion_budgte": 8}, runner.caches)
     try:
         assert process.wait(START_S) != 0
     finally:
