@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter drafts as it was trained to."""
+"""The drafter drafts as it was trained to, whatever its checkpoint says and memory holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import DRAFTER, Batch, Engine, Runner
+from tests.e2e.engines import DRAFTER, ON_GPU, Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
 
@@ -25,9 +25,12 @@ def changed_drafter(folder: Path, **changes: object) -> str:
     return str(folder)
 
 
+PLAIN = Engine(max_num_seqs=2)
+
+
 def long_contexts() -> Batch:
     """Contexts of 96 tokens and more."""
-    batch = Batch("contexts beyond the drafter's max_position_embeddings")
+    batch = Batch("contexts of 96 tokens and more")
     for domain in ("code", "arithmetic"):
         prompt = cases.long_prompt(domain, 96)
         batch.add(f"long-{domain}", prompt, temperature=0, max_tokens=32, ignore_eos=True)
@@ -38,9 +41,9 @@ def test_a_drafter_trained_on_shorter_contexts(
     runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:
     """Its rotary cache reaches as far as the target's positions: it drafts what it always does."""
-    batch, plain = long_contexts(), Engine(max_num_seqs=2)
+    batch = long_contexts()
     short = changed_drafter(tmp_path / "short", max_position_embeddings=64)
-    engines = [plain, plain.with_bastion(8, 8), plain.with_bastion(8, 8, model=short)]
+    engines = [PLAIN, PLAIN.with_bastion(8, 8), PLAIN.with_bastion(8, 8, model=short)]
     runs = [runner.submit(engine, [batch]) for engine in engines]
     expected, usual, other = (run.result() for run in runs)
     compare.same("a drafter of 64 positions", [batch], expected, other)
@@ -60,8 +63,17 @@ def test_every_drafter_layer_norms_its_keys_by_its_own_weights(
         weights[f"layers.{layer}.self_attn.k_norm.weight"] *= factor
         weights[f"layers.{layer}.self_attn.q_norm.weight"] /= factor
     save_file(weights, other / "model.safetensors")
-    batch, plain = cases.greedy(1, tokens=32), Engine(max_num_seqs=2)
-    engines = [plain.with_bastion(8, 8), plain.with_bastion(8, 8, model=str(other))]
+    batch = long_contexts()
+    engines = [PLAIN.with_bastion(8, 8), PLAIN.with_bastion(8, 8, model=str(other))]
     usual, same = (run.result() for run in [runner.submit(e, [batch]) for e in engines])
     assert max(map(len, usual["batches"][0]["paths"])) > 4
     assert same["batches"][0]["paths"] == usual["batches"][0]["paths"]
+
+
+@pytest.mark.skipif(ON_GPU, reason="poisons a CPU's memory")
+def test_nothing_reads_memory_that_nothing_filled(runner: Runner, compare: Comparison) -> None:
+    """Not in the profiling run either, which has no attention metadata."""
+    batch, poison = long_contexts(), ["tests.e2e.fresh_memory:poison"]
+    tree = runner.submit(PLAIN.with_bastion(8, 8), [batch], setup=poison)
+    compare.same("NaN in fresh memory", [batch], runner.run(PLAIN, [batch]), tree.result())
+    assert max(map(len, tree.result()["batches"][0]["paths"])) > 4
