@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Engine, caches
+from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Batch, Engine, Runner, caches
 from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.cost.table import StepCostTable
 
@@ -22,20 +23,18 @@ pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="splits the model over CPU workers"),
 ]
 
+COUNTERS = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
 
-def generate(engine: Engine, folder: Path, name: str) -> dict[str, Any]:
+
+def generate(engine: Engine, batch: Batch, folder: Path) -> dict[str, Any]:
     """Run the offline API in processes of its own."""
-    prompts, params = [], []
-    for i, (_, text) in enumerate(cases.some(1, first=3)):
-        prompts.append(text)
-        sampling = {"temperature": 1.0, "seed": 3} if i == 2 else {"temperature": 0}
-        params.append({**sampling, "max_tokens": 40, "ignore_eos": True})
-    spec, result = folder / f"{name}.json", folder / f"{name}-result.json"
+    spec, result = folder / "spec.json", folder / "result.json"
+    prompts = [request["prompt"] for request in batch.requests]
+    params = [request["params"] for request in batch.requests]
     spec.write_text(
         json.dumps({"engine": engine.arguments(), "prompts": prompts, "params": params})
     )
-    env = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    env |= caches(folder)
+    env = {**os.environ, **ENVIRONMENT, **caches(folder), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
     command = [sys.executable, "-m", "tests.e2e.offline", str(spec), str(result)]
     done = subprocess.run(
@@ -45,21 +44,23 @@ def generate(engine: Engine, folder: Path, name: str) -> dict[str, Any]:
     return dict(json.loads(result.read_text()))
 
 
-def test_two_workers_give_the_tokens_of_one(tmp_path: Path) -> None:
-    plain = Engine(max_num_seqs=3)
-    two = Engine(max_num_seqs=3, extra=(("tensor_parallel_size", 2),))
-    expected = generate(plain, tmp_path, "plain")
+def test_two_workers_give_the_tokens_and_trees_of_one(runner: Runner, tmp_path: Path) -> None:
+    batch = Batch("two tensor-parallel workers")
+    for i, (name, text) in enumerate(cases.some(1, first=3)):
+        sampling = {"temperature": 1.0, "seed": 3} if i == 2 else {"temperature": 0}
+        batch.add(name, text, **sampling, max_tokens=40, ignore_eos=True)
     # Costs that do not depend on how busy this machine is: a row is a fiftieth of a step.
     costs = tmp_path / "costs.json"
     table = StepCostTable.linear(10.0, 0.2, max_rows=128)
     write_profile(Profile(ProfileKey("", "", "", "", "", 2, ""), table), costs)
-    keys = {"calibration": str(costs), "latency_model": "table"}
-    tree = generate(two.with_bastion(16, **keys), tmp_path, "tree")
-    assert tree["token_ids"] == expected["token_ids"]
-    # Each has the drafter's logits of half the vocabulary, and the same trees as one that has all.
-    alone = generate(plain.with_bastion(16, **keys), tmp_path, "alone")
-    counts = [
-        f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")
-    ]
-    assert [tree["metrics"][name] for name in counts] == [alone["metrics"][name] for name in counts]
-    assert tree["metrics"][counts[2]] > tree["metrics"][counts[0]] > 0
+    plain = Engine(max_num_seqs=3)
+    bastion = plain.with_bastion(16, calibration=str(costs), latency_model="table")
+    alone = [runner.submit(engine, [batch]) for engine in (plain, bastion)]
+    two = generate(replace(bastion, extra=(("tensor_parallel_size", 2),)), batch, tmp_path)
+    expected, tree = (run.result()["batches"][0] for run in alone)
+    tokens = [expected["requests"][request["id"]]["token_ids"] for request in batch.requests]
+    assert two["token_ids"] == tokens
+    # Each worker has the drafter's logits of half the vocabulary, and grows what one alone grows.
+    counts = {name: two["metrics"][f"vllm:{name}"] for name in COUNTERS}
+    assert counts == {name: tree["metrics"][name] for name in COUNTERS}
+    assert counts["spec_decode_num_accepted_tokens"] > counts["spec_decode_num_drafts"] > 0
