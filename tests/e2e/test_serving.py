@@ -34,7 +34,7 @@ from tests.e2e.engines import (
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="starts a CPU server")]
 
 NODES = 32
-START_S = 300
+START_S = 600
 SPECULATIVE = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": NODES}
 # Of everything else a user gets vLLM's defaults: torch.compile, the limits of a step.
 OPTIONS = ["--dtype", "float32", "--host", "127.0.0.1"]
