@@ -209,11 +209,11 @@ def run_engine(
                     process.join()
                     return value
                 else:
-                    raise EngineError(f"{value}\n{_tail(log)}")
+                    raise EngineError(f"{value}\n{log_tail(log)}")
         except EOFError:
             process.join()
             raise EngineError(
-                f"the engine's process ended with status {process.exitcode}\n{_tail(log)}"
+                f"the engine's process ended with status {process.exitcode}\n{log_tail(log)}"
             ) from None
         finally:
             ours.close()
@@ -250,6 +250,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def _tail(log: Path) -> str:
+def log_tail(log: Path) -> str:
+    """The end of an engine's log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join(lines[-_LOG_LINES:])

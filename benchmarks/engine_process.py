@@ -38,7 +38,7 @@ def _decode(engine: Engine, requests: list[Request], connection: Any) -> Run:
         module, _, name = engine.probe.partition(":")
         collect = getattr(importlib.import_module(module), name)(llm)
     total = sum(request.max_tokens for request in requests)
-    _count_steps(
+    count_steps(
         llm,
         result.completions,
         lambda n: connection.send(("state", f"decoding, {min(n, total)} of {total} tokens")),
@@ -71,7 +71,7 @@ def request_index(request_id: str) -> int:
     return int(request_id.split("-")[0])
 
 
-def _count_steps(llm: Any, completions: list[Completion], progress: Callable[[int], None]) -> None:
+def count_steps(llm: Any, completions: list[Completion], progress: Callable[[int], None]) -> None:
     """Note what every step emits and verifies, where the engine core learns of it."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     update = scheduler.update_from_output

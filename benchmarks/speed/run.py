@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drive every method over every cell, and write what is known after each drive."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import benchmarks.speed
+from benchmarks.engine import DOMAINS, RESULTS, TINY, EngineError, Request, load_prompts
+from benchmarks.engine import provenance as versions
+from benchmarks.progress import Progress
+from benchmarks.speed import report
+from benchmarks.speed.figures import budgets_of, sweep_figure, tradeoff_figure
+from benchmarks.speed.methods import ADAPTIVE, PLAIN, SpeedEngine, engines, groups
+from benchmarks.speed.process import EngineProcess
+from benchmarks.speed.worker import Outcome, rmse
+from vllm_bastion.cost.devices import device_name
+
+_WARM_UP_TOKENS = 24
+# Of `--quick`.
+_QUICK = {
+    "prompts": 2,
+    "tokens": 32,
+    "repeats": 2,
+    "concurrency": [1, 4],
+    "temperatures": [0.0],
+    "only": [PLAIN, "dflash 7", "dflash 15", "N=16", "N=32", ADAPTIVE],
+}
+# Memory of an engine besides its weights: libraries, compiled code, the KV cache.
+_OVERHEAD_BYTES = 5 << 28
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    given = _arguments(argv)
+    if given.pair == "tiny":
+        pair = TINY
+    elif Path(given.pair).is_dir():
+        pair = Path(given.pair)
+    else:
+        from benchmarks.widen.pairs import pair_of
+
+        pair = pair_of(given.pair)
+    methods = engines(
+        pair,
+        dtype=given.dtype or ("float32" if given.pair == "tiny" else "bfloat16"),
+        eager=given.eager,
+        rows=given.rows,
+        max_num_seqs=max(given.concurrency),
+    )
+    chosen = [
+        name
+        for name in methods
+        if name == PLAIN or not given.only or any(part in name for part in given.only)
+    ]
+    at_a_time = given.alive or _fitting(pair)
+    stem = f"speed-{Path(given.pair).name}"
+    options = {name: value for name, value in vars(given).items() if name not in ("out", "pair")}
+    command = shlex.join(
+        ["python", "-m", "benchmarks.speed", *(sys.argv[1:] if argv is None else argv)]
+    )
+    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    result: dict[str, Any] = {
+        "provenance": versions() | {"command": command, "device": device},
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        # Of the last minute, before anything ran: an idle machine has 0.
+        "load": os.getloadavg()[0],
+        "settings": {**options, "pair": Path(given.pair).name, "alive": at_a_time},
+        "complete": False,
+        "failed": {},
+        "start_s": {},
+        "runs": [],
+    }
+    adaptive: list[Outcome] = []
+
+    def write() -> None:
+        table = report.tabulate(result["runs"])
+        errors = rmse(adaptive) if any(outcome.timed_steps for outcome in adaptive) else {}
+        text = {**result, "rmse_ms": errors, "summary": report.summary(table)}
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / f"{stem}.json").write_text(json.dumps(text, indent=1) + "\n")
+        title = f"Speed of the {Path(given.pair).name} pair"
+        page = report.markdown(table, errors, result["provenance"]["command"], title)
+        (given.out / f"{stem}.md").write_text(page)
+
+    for number, group in enumerate(groups(chosen, at_a_time)):
+        for run, outcome in _run_group(number, group, methods, given, result):
+            result["runs"].append(run)
+            if run["engine"] == ADAPTIVE:
+                adaptive.append(outcome)
+            write()
+    result["complete"] = True
+    write()
+    _draw(report.tabulate(result["runs"]), given.out, stem)
+    print((given.out / f"{stem}.md").read_text())
+    for name, reason in result["failed"].items():
+        print(f"{name} failed: {reason}")
+    return 1 if result["failed"] else 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=benchmarks.speed.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--pair", default="tiny", help="tiny, a shape of benchmarks.widen, or a folder")
+    add("--quick", action="store_true", help="few prompts, methods and repeats")
+    add("--only", nargs="+", default=[], help="methods whose name has one of these, and plain")
+    add("--domains", nargs="+", default=list(DOMAINS), choices=DOMAINS)
+    add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    add("--prompts", type=int, default=30, help="per domain (default 30)")
+    add("--tokens", type=int, default=64, help="new tokens (default 64)")
+    add("--repeats", type=int, default=3)
+    add("--alive", type=int, help="engines that live together (default: as many as fit)")
+    add("--dtype", help="default: float32 for the tiny pair, else bfloat16")
+    add("--eager", action="store_true", help="without torch.compile")
+    add("--rows", type=int, help="max_num_batched_tokens (default: vLLM's)")
+    add("--out", type=Path, default=RESULTS / "speed")
+    given = parser.parse_args(argv)
+    if given.quick:
+        # What was asked for besides wins.
+        for name, value in _QUICK.items():
+            if getattr(given, name) == parser.get_default(name):
+                setattr(given, name, value)
+    return given
+
+
+def _fitting(pair: Path) -> int:
+    weights = sum(path.stat().st_size for path in pair.glob("*/*.safetensors"))
+    return max(2, int(psutil.virtual_memory().available * 0.9 / (1.2 * weights + _OVERHEAD_BYTES)))
+
+
+def _run_group(
+    number: int,
+    group: list[str],
+    methods: dict[str, SpeedEngine],
+    given: argparse.Namespace,
+    result: dict[str, Any],
+) -> Iterator[tuple[report.Run, Outcome]]:
+    """Start a group's engines and drive them in turn; yields after every drive."""
+    prompts = load_prompts(TINY / "prompts.jsonl", given.prompts)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bastion-")))
+        alive: dict[str, EngineProcess] = {}
+        for name in group:
+            progress = Progress(name)
+            try:
+                process = EngineProcess(methods[name], folder / f"{len(alive)}.log", progress)
+            except EngineError as error:
+                result["failed"][name] = str(error)
+                continue
+            alive[name] = process
+            stack.callback(process.close)
+            result["start_s"][f"{name}, group {number}"] = round(process.start_s, 1)
+            progress.done(f"started in {process.start_s:.0f} s")
+
+        def drive(name: str, requests: list[Request], concurrency: int) -> Outcome | None:
+            try:
+                return alive[name].drive(requests, concurrency)
+            except EngineError as error:
+                result["failed"][name] = str(error)
+                alive.pop(name).close()
+                return None
+
+        for temperature, concurrency in product(given.temperatures, given.concurrency):
+            warm_up = _requests(prompts[:concurrency], _WARM_UP_TOKENS, temperature)
+            for name in list(alive):
+                drive(name, warm_up, concurrency)
+            truth: dict[str, list[list[int]]] = {}
+            for repeat, domain in product(range(given.repeats), given.domains):
+                own = [row for row in prompts if row["domain"] == domain]
+                requests = _requests(own, given.tokens, temperature)
+                # Plain decoding goes first in the first repeat, which the others are held to.
+                names = list(alive)
+                shift = repeat % max(1, len(names))
+                for name in names[shift:] + names[:shift]:
+                    outcome = drive(name, requests, concurrency)
+                    if outcome is None:
+                        continue
+                    run = asdict(outcome)
+                    ids = run.pop("token_ids")
+                    if name == PLAIN:
+                        truth[domain] = ids
+                    run["same_as_plain"] = sum(map(list.__eq__, ids, truth.get(domain, [])))
+                    where = {"engine": name, "group": number, "temperature": temperature}
+                    cell = {"concurrency": concurrency, "domain": domain, "repeat": repeat}
+                    yield {**where, **cell, "requests": len(ids), **run}, outcome
+
+
+def _requests(rows: list[dict[str, str]], tokens: int, temperature: float) -> list[Request]:
+    return [
+        Request(row["id"], row["prompt"], tokens, temperature, seed)
+        for seed, row in enumerate(rows)
+    ]
+
+
+def _draw(table: report.Table, out: Path, stem: str) -> None:
+    panels = {}
+    for (temperature, concurrency), domains in sorted(table.items()):
+        if len(budgets_of(domains)) < 2:
+            continue
+        title = f"T={temperature:g}, concurrency {concurrency}"
+        panels[title] = domains
+        name = f"{stem}-tradeoff-t{temperature:g}-c{concurrency}.png"
+        tradeoff_figure(domains, title, out / name)
+    if panels:
+        sweep_figure(panels, out / f"{stem}-sweep.png")
