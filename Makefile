@@ -6,9 +6,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# vLLM on a CPU host: its Triton kernels run in Triton's interpreter, and one thread is fastest there.
-# conftest.py sets the same for a bare `pytest`.
-export VLLM_BASTION_TRITON_INTERPRETER ?= 1
+# One thread is fastest for the tiny pair; conftest.py sets the same for a bare `pytest`.
 export OMP_NUM_THREADS ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -54,7 +52,7 @@ BENCH_ARGS ?=
 bench:  ## Time every op against its reference (a GPU, PyTorch for CUDA; BENCH_ARGS=--quick: minutes)
 	@test -n "$(BENCH_PYTHON)" || { echo "no python here: name one with PyTorch for CUDA and" \
 		"Triton, make bench BENCH_PYTHON=..."; exit 1; }
-	@env -u VLLM_BASTION_TRITON_INTERPRETER -u OMP_NUM_THREADS \
+	@env -u OMP_NUM_THREADS \
 		"$(BENCH_PYTHON)" benchmarks/gpu/bench_kernels.py $(BENCH_ARGS)
 
 clean:  ## Back to a fresh clone: remove .venv, builds and caches

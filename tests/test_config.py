@@ -402,22 +402,24 @@ def test_a_layer_the_kernels_do_not_implement_is_refused(case: str) -> None:
     _is_one_sentence(str(caught.value), "layers.7.attn", names)
 
 
-def test_a_cpu_host_without_the_interpreter_is_told_the_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_without_triton_must_be_a_cpu_one(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.platforms
     import vllm.triton_utils
 
+    def platform(on_cpu: bool) -> None:
+        stand_in = SimpleNamespace(is_cpu=lambda: on_cpu)
+        monkeypatch.setattr(vllm.platforms, "_current_platform", stand_in, raising=False)
+
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
-    monkeypatch.setattr(
-        vllm.platforms, "_current_platform", SimpleNamespace(is_cpu=lambda: True), raising=False
-    )
     monkeypatch.delenv("VLLM_BASTION_TRITON_INTERPRETER", raising=False)
+    platform(on_cpu=True)
+    validation.check_host()  # native kernels
+    monkeypatch.setenv("VLLM_BASTION_TRITON_INTERPRETER", "1")
     with pytest.raises(BastionConfigError) as caught:
         validation.check_host()
-    _is_one_sentence(str(caught.value), "set VLLM_BASTION_TRITON_INTERPRETER=1", "CPU host")
-    monkeypatch.setenv("VLLM_BASTION_TRITON_INTERPRETER", "1")
-    with pytest.raises(BastionConfigError, match="before Python starts"):
+    _is_one_sentence(str(caught.value), "before Python starts", "unset it")
+    platform(on_cpu=False)
+    with pytest.raises(BastionConfigError, match="needs Triton"):
         validation.check_host()
 
 

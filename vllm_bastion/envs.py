@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every environment variable of this package, in one place.
 
-None is needed on a CUDA machine: settings belong in `--speculative-config`. Values are read when
+None is needed: settings belong in `--speculative-config`. Values are read when
 asked for, never at import, so that tests and child processes see what is set now.
 """
 
@@ -14,10 +14,11 @@ from pathlib import Path
 # Name -> one line of help; the README's table is checked against this.
 VARIABLES: dict[str, str] = {
     "VLLM_BASTION_TRITON_INTERPRETER": (
-        "`1` lets vLLM run on a CPU host through Triton's interpreter: exact, and slow"
+        "for tests: `1` runs vLLM's own kernels on a CPU host, in Triton's interpreter; very slow"
     ),
     "VLLM_BASTION_CACHE": (
-        "folder of the measured latency profiles (default `$XDG_CACHE_HOME/vllm-bastion`)"
+        "folder of measured latency profiles and compiled functions "
+        "(default `$XDG_CACHE_HOME/vllm-bastion`)"
     ),
 }
 
@@ -39,7 +40,7 @@ def interpreter_requested() -> bool:
 
 
 def cache_dir() -> Path:
-    """Folder of the latency profiles; not created here."""
+    """Folder of the latency profiles and of compiled functions; not created here."""
     own = os.environ.get("VLLM_BASTION_CACHE")
     if own:
         return Path(own).expanduser()

@@ -134,23 +134,22 @@ def _describe(choice: dict[str, Any]) -> str:
 
 
 def check_host() -> None:
-    """Refuse a CPU host without a Triton back end where the interpreter was not asked for."""
+    """Refuse a host whose vLLM can run neither Triton's kernels nor their native twins."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
     if HAS_TRITON:
         return
-    if current_platform.is_cpu() and not envs.interpreter_requested():
+    if not current_platform.is_cpu():
         raise BastionConfigError(
-            'method "bastion" needs Triton, which has no back end on this CPU host: set '
-            f"{envs.INTERPRETER}=1 to run vLLM's kernels in Triton's interpreter (exact, but slow)"
+            'method "bastion" needs Triton, which vLLM could not use on this host'
         )
-    if current_platform.is_cpu():
+    if envs.interpreter_requested():
         raise BastionConfigError(
-            f"{envs.INTERPRETER}=1 came too late or was not seen: set it before Python starts, "
-            'leave VLLM_TARGET_DEVICE unset, and let VLLM_PLUGINS (if set) contain "bastion_cpu"'
+            f"{envs.INTERPRETER}=1 came too late or was not seen: unset it to run native kernels, "
+            "or set it before Python starts, leave VLLM_TARGET_DEVICE unset, and let VLLM_PLUGINS "
+            '(if set) contain "bastion_cpu"'
         )
-    raise BastionConfigError('method "bastion" needs Triton, which vLLM could not use on this host')
 
 
 def check_drafter(drafter: Any, name: str, target: Any) -> None:

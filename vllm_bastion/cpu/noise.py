@@ -2,60 +2,100 @@
 """vLLM's Gumbel-max draw, on the host.
 
 ``vllm.v1.worker.gpu.sample.gumbel`` keys the noise of a draw by (request seed, position, token)
-through MurmurHash3. This is the same function in NumPy, bit for bit, for CPU machines, where
-vLLM's kernel runs in Triton's interpreter at about 10 ms a row.
+through MurmurHash3. This is the same function, bit for bit: the hash is compiled, the logarithms
+are NumPy's, as they are in Triton's interpreter (two libraries' differ in the last bit).
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+from vllm_bastion.cpu.compiled import compiled
 
 _U32 = np.uint32
+# Keeps a drafter's noise apart from the target's; vLLM's `_DRAFT_NOISE_SALT`.
+DRAFT_SALT = 1 << 30
 
 
-def _rotl(value: np.ndarray, shift: int) -> np.ndarray:
-    return (value << _U32(shift)) | (value >> _U32(32 - shift))
+@compiled
+def _mix(h, key):  # type: ignore[no-untyped-def]
+    key = _U32(key * _U32(0xCC9E2D51))
+    key = _U32((key << _U32(15)) | (key >> _U32(17)))
+    h = _U32(h ^ _U32(key * _U32(0x1B873593)))
+    h = _U32((h << _U32(13)) | (h >> _U32(19)))
+    return _U32(_U32(h * _U32(5)) + _U32(0xE6546B64))
 
 
-def _mix(h: np.ndarray, key: np.ndarray) -> np.ndarray:
-    key = _rotl(key * _U32(0xCC9E2D51), 15) * _U32(0x1B873593)
-    return _rotl(h ^ key, 13) * _U32(5) + _U32(0xE6546B64)
-
-
-def _murmur3(seeds: np.ndarray, pos: np.ndarray, vocab_size: int) -> np.ndarray:
-    """[L] int64 seeds and positions to [L, V] uint32 hashes."""
+@compiled
+def _murmur3(seed, pos, domain, out):  # type: ignore[no-untyped-def]
+    """The hashes of tokens 0, 1, ... under a seed and a position, into out [V] uint32."""
     low = np.int64(0xFFFFFFFF)
-    h = np.zeros(seeds.shape, dtype=_U32)
-    h = _mix(h, (seeds & low).astype(_U32))
-    h = _mix(h, ((seeds >> 32) & low).astype(_U32))
-    h = _mix(h, (pos & low).astype(_U32))
-    h = _mix(h[:, None], np.arange(vocab_size, dtype=_U32)[None, :]) ^ _U32(16)
-    h ^= h >> _U32(16)
-    h *= _U32(0x85EBCA6B)
-    h ^= h >> _U32(13)
-    h *= _U32(0xC2B2AE35)
-    return h ^ (h >> _U32(16))
+    h = _mix(_U32(domain), _U32(seed & low))
+    h = _mix(h, _U32((seed >> np.int64(32)) & low))
+    prefix = _mix(h, _U32(pos & low))
+    for token in range(out.shape[0]):
+        h = _U32(_mix(prefix, _U32(token)) ^ _U32(16))
+        h = _U32(_U32(h ^ (h >> _U32(16))) * _U32(0x85EBCA6B))
+        h = _U32(_U32(h ^ (h >> _U32(13))) * _U32(0xC2B2AE35))
+        out[token] = h ^ (h >> _U32(16))
 
 
-def _log1p_neg(value: np.ndarray) -> np.ndarray:
-    """log(1 - value) as ``_log1p_neg_stable`` computes it, fp32."""
+@compiled
+def _uniform(random, out):  # type: ignore[no-untyped-def]
+    """[V] uint32 to [V] fp32 between 0 and 1, both exclusive but for rounding."""
+    for i in range(out.shape[0]):
+        high, low = np.float32(random[i] >> _U32(16)), np.float32(random[i] & _U32(0xFFFF))
+        out[i] = high * np.float32(1.52587890625e-05) + (low + np.float32(0.5)) * np.float32(
+            2.3283064365386963e-10
+        )
+
+
+@compiled
+def _near_zero(value, log):  # type: ignore[no-untyped-def]
+    """log(1 - value) by vLLM's series below 1/4, into log [V] fp32, which has the rest."""
     one = np.float32(1.0)
-    polynomial = np.full_like(value, np.float32(1.0 / 8.0))
-    for order in range(7, 0, -1):
-        polynomial = np.float32(1.0 / order) + value * polynomial
-    direct = np.log(np.maximum(one - value, np.float32(5.960464477539063e-08)))
-    return np.where(value < np.float32(0.25), -value * polynomial, direct)
+    for i in range(value.shape[0]):
+        x = value[i]
+        if x < np.float32(0.25):
+            p = np.float32(1.0 / 8.0)
+            for order in (7.0, 6.0, 5.0, 4.0, 3.0, 2.0):
+                p = np.float32(one / np.float32(order)) + x * p
+            log[i] = -x * (one + x * p)
+
+
+def _hash(seed: int, pos: int, vocab_size: int, domain: int = 0) -> np.ndarray:
+    out = np.empty(vocab_size, dtype=_U32)
+    _murmur3(np.int64(seed), np.int64(pos), _U32(domain), out)
+    return out
+
+
+def gumbel_row(seed: int, pos: int, vocab_size: int) -> np.ndarray:
+    """The noise of one draw, [V] fp32."""
+    uniform = np.empty(vocab_size, dtype=np.float32)
+    _uniform(_hash(seed, pos, vocab_size), uniform)
+    log = np.log(np.maximum(np.float32(1.0) - uniform, np.float32(5.960464477539063e-08)))
+    _near_zero(uniform, log)
+    noise: np.ndarray = -np.log(-log)
+    return noise
+
+
+def gumbel_row_fp64(seed: int, pos: int, vocab_size: int) -> np.ndarray:
+    """The noise of one draw in vLLM's fp64 mode, [V] fp64."""
+    low = _hash(seed, pos, vocab_size).astype(np.uint64)
+    high = _hash(seed, pos, vocab_size, 0x9E3779B9).astype(np.uint64)
+    random53 = ((high << np.uint64(32)) | low) >> np.uint64(11)
+    uniform = (random53.astype(np.float64) + 0.5) * 1.1102230246251565e-16
+    uniform[uniform == 1.0] -= 1.1102230246251565e-16
+    noise: np.ndarray = -np.log(-np.log(uniform))
+    return noise
 
 
 def gumbel_noise(seeds: torch.Tensor, pos: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """The noise of draws: [L] int64 seeds and positions to [L, V] fp32."""
-    random = _murmur3(seeds.numpy(), pos.numpy(), vocab_size)
-    uniform = (random >> _U32(16)).astype(np.float32) * np.float32(1.52587890625e-05) + (
-        (random & _U32(0xFFFF)).astype(np.float32) + np.float32(0.5)
-    ) * np.float32(2.3283064365386963e-10)
-    return torch.from_numpy(-np.log(-_log1p_neg(uniform)))
+    rows = zip(seeds.tolist(), pos.tolist(), strict=True)
+    noise = [gumbel_row(seed, at, vocab_size) for seed, at in rows]
+    return torch.from_numpy(np.stack(noise)) if noise else torch.empty(0, vocab_size)
 
 
 def gumbel_sample_on_host(
@@ -74,6 +114,8 @@ def gumbel_sample_on_host(
     pos: [L] int64. Returns [L] int64. The fp64 mode goes through vLLM's kernel.
     """
     if use_fp64 or apply_temperature or is_drafting:
+        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
         return gumbel_sample(
             logits,
             expanded_idx_mapping,

@@ -94,6 +94,23 @@ HOOKS: tuple[Hook, ...] = (
         upstream="the property asks the speculative configuration",
     ),
     Hook(
+        target="vllm.config.vllm:VllmConfig.use_v2_model_runner",
+        wrapper="engine_args:use_v2_model_runner",
+        expects="(self)",
+        why="vLLM takes the V1 runner on a CPU host without a Triton back end",
+        what="takes V2, whose kernels have native twins; for other methods with "
+        "VLLM_USE_V2_MODEL_RUNNER=1 only, which vLLM refuses there",
+        upstream="V2 without Triton on CPU hosts",
+    ),
+    Hook(
+        target="vllm.config.vllm:VllmConfig._validate_v2_model_runner",
+        wrapper="engine_args:validate_v2_model_runner",
+        expects="(self)",
+        why="it refuses V2 without Triton",
+        what="keeps its other checks",
+        upstream="V2 without Triton on CPU hosts",
+    ),
+    Hook(
         target=f"{_SCHEDULER}.update_from_output",
         wrapper="scheduler:update_from_output",
         expects="(self, scheduler_output, model_runner_output)",

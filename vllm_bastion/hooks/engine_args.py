@@ -137,3 +137,33 @@ def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
 
     spec_config = bastion_config(self)
     return original(self) if spec_config is None else spec_config.bastion_gamma + 1
+
+
+def runs_on_twins(vllm_config: Any) -> bool:
+    """Whether V2 runs on our native kernels: a CPU host without a Triton back end, and method
+    "bastion" or VLLM_USE_V2_MODEL_RUNNER=1."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    from vllm_bastion.config import bastion_config
+
+    if HAS_TRITON or not current_platform.is_cpu():
+        return False
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    return bool(asked) or (asked is None and bastion_config(vllm_config) is not None)
+
+
+def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
+    """V2 where our kernels serve it; what it cannot do is refused by the validation."""
+    return runs_on_twins(self) or original(self)
+
+
+def validate_v2_model_runner(original: Callable[..., None], self: Any) -> None:
+    """vLLM's own check without the one for Triton."""
+    if not runs_on_twins(self):
+        original(self)
+        return
+    unsupported = self._get_v2_model_runner_unsupported_features()
+    if unsupported:
+        raise ValueError(f"Model Runner V2 does not yet support: {', '.join(unsupported)}")

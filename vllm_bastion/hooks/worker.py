@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook in the worker process: where the runner adapters and the interpreter's fixes come in.
+"""The hook in the worker process: where the runner adapters and what a CPU host needs come in.
 
 It runs when the worker class has been imported (with the platform's own patches) and before the
 model runner is built, which is the only moment that suits both.
@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_bastion.config import bastion_config
 from vllm_bastion.cpu import interpreter
+from vllm_bastion.hooks.engine_args import runs_on_twins
 from vllm_bastion.hooks.wrap import wrap
 
 
@@ -27,7 +28,7 @@ def _apply_top_k_top_p(
 
 
 def init_device(original: Callable[..., Any], self: Any) -> None:
-    """Install the runner adapters for an engine that uses method "bastion"."""
+    """Install native kernels where they are needed, and the adapters of method "bastion"."""
     if interpreter.active():
         # For every method: plain decoding in the interpreter needs it as well.
         wrap(
@@ -35,6 +36,10 @@ def init_device(original: Callable[..., Any], self: Any) -> None:
             _apply_top_k_top_p,
             expects="(logits, k, p, mask_value=)",
         )
+    if runs_on_twins(self.vllm_config):
+        from vllm_bastion.cpu import twins
+
+        twins.install()
     if bastion_config(self.vllm_config) is not None:
         from vllm_bastion import step as runner
 

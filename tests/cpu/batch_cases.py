@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments for the kernels of the batch, the block tables and the drafter's inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.cpu.twin_cases import REQS, SLOTS, STEPS, Draw, Launch, addresses, case
+
+_GPU = "vllm.v1.worker.gpu"
+_BATCH = f"{_GPU}.input_batch"
+LENGTH = 64  # tokens a request may have
+
+
+def _writes(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    starts = draw.starts(7)
+    cu_lens = starts[1:]
+    contents = draw.ints(1, 900, int(starts[-1]))
+    return draw.slots(), draw.ints(0, 20, REQS), contents, cu_lens
+
+
+@case(f"{_GPU}.buffer_utils:_apply_write_kernel")
+def apply_write(draw: Draw) -> Launch:
+    rows, begins, contents, cu_lens = _writes(draw)
+    out = draw.rows(draw.ints(-9, 0, SLOTS, 32))
+    args = {
+        "output_ptr": out,
+        "output_stride": out.stride(0),
+        "write_indices_ptr": rows,
+        "write_starts_ptr": begins,
+        "write_contents_ptr": contents,
+        "write_cu_lens_ptr": cu_lens,
+        "write_group_ids_ptr": None,
+        "BLOCK_SIZE": 4,
+        "MULTI_GROUP": False,
+    }
+    return Launch((REQS,), args)
+
+
+@case(f"{_GPU}.buffer_utils:_apply_write_kernel/groups")
+def apply_write_groups(draw: Draw) -> Launch:
+    rows, begins, contents, cu_lens = _writes(draw)
+    tables = [draw.ints(-9, 0, SLOTS, width) for width in (32, 40)]
+    args = {
+        "output_ptr": addresses(tables),
+        "output_stride": torch.tensor([32, 40]),
+        "write_indices_ptr": rows,
+        "write_starts_ptr": begins,
+        "write_contents_ptr": contents,
+        "write_cu_lens_ptr": cu_lens,
+        "write_group_ids_ptr": draw.ints(0, 2, REQS),
+        "BLOCK_SIZE": 4,
+        "MULTI_GROUP": True,
+    }
+    return Launch((REQS,), args, tables)
+
+
+@case(f"{_BATCH}:_prepare_prefill_inputs_kernel")
+def prepare_prefill_inputs(draw: Draw) -> Launch:
+    starts = draw.starts(7)
+    lookahead = 2
+    tokens = draw.rows(draw.ints(0, 900, SLOTS, LENGTH))
+    args = {
+        "input_ids_ptr": draw.ints(-9, 0, int(starts[-1]) + 5),
+        "next_prefill_tokens_ptr": draw.ints(-9, 0, lookahead, SLOTS),
+        "next_prefill_tokens_stride": SLOTS,
+        "num_lookahead": lookahead,
+        "idx_mapping_ptr": draw.slots(),
+        "query_start_loc_ptr": starts,
+        "all_token_ids_ptr": tokens,
+        "all_token_ids_stride": tokens.stride(0),
+        "prefill_lens_ptr": draw.ints(8, 32, SLOTS),
+        "num_computed_tokens_ptr": draw.ints(0, 32, SLOTS),
+        "BLOCK_SIZE": 4,
+        "LOOKAHEAD_BLOCK": 2,
+    }
+    return Launch((REQS,), args)
+
+
+@case(f"{_BATCH}:_prepare_pos_seq_lens_kernel")
+def prepare_pos_seq_lens(draw: Draw) -> Launch:
+    starts = draw.starts(7)
+    args = {
+        "pos_ptr": draw.ints(-9, 0, int(starts[-1]) + 5, dtype=torch.int64),
+        "seq_lens_ptr": draw.ints(-9, 0, SLOTS),
+        "idx_mapping_ptr": draw.slots(),
+        "query_start_loc_ptr": starts,
+        "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS),
+        "max_num_reqs": SLOTS,
+        "BLOCK_SIZE": 4,
+    }
+    return Launch((REQS + 1,), args)
+
+
+@case(f"{_BATCH}:_combine_sampled_and_draft_tokens_kernel")
+def combine(draw: Draw) -> Launch:
+    logits, queries = draw.starts(STEPS + 1, 1), draw.starts(3)
+    queries = queries + logits  # a chunk of the prompt before some rows
+    drafts = draw.rows(draw.ints(0, 900, SLOTS, STEPS))
+    args = {
+        "input_ids_ptr": draw.ints(-9, 0, int(queries[-1]) + 5),
+        "idx_mapping_ptr": draw.slots(),
+        "last_sampled_tokens_ptr": draw.ints(0, 900, SLOTS, dtype=torch.int64),
+        "query_start_loc_ptr": queries,
+        "seq_lens_ptr": draw.ints(8, 24, REQS),
+        "prefill_len_ptr": draw.ints(6, 20, SLOTS),
+        "draft_tokens_ptr": drafts,
+        "draft_tokens_stride": drafts.stride(0),
+        "cu_num_logits_ptr": logits,
+        "logits_indices_ptr": draw.ints(-9, 0, int(logits[-1]) + 2, dtype=torch.int64),
+        "BLOCK_SIZE": 8,
+        "NUM_NEW_SAMPLED_TOKENS": 1,
+    }
+    return Launch((REQS,), args)
+
+
+@case(f"{_BATCH}:_combine_sampled_and_draft_tokens_kernel/no_bonus")
+def combine_without_bonus(draw: Draw) -> Launch:
+    launch = combine(draw)
+    launch.args["NUM_NEW_SAMPLED_TOKENS"] = 0
+    launch.args["draft_tokens_ptr"] = draw.ints(0, 900, SLOTS, STEPS + 1)
+    launch.args["draft_tokens_stride"] = STEPS + 1
+    return launch
+
+
+@case(f"{_BATCH}:_get_num_sampled_and_rejected_kernel")
+def get_num_sampled_and_rejected(draw: Draw) -> Launch:
+    args = {
+        "num_sampled_ptr": draw.ints(0, STEPS, REQS),
+        "num_rejected_ptr": draw.ints(-9, 0, REQS),
+        "seq_lens_ptr": draw.ints(4, 12, REQS),
+        "cu_num_logits_ptr": draw.starts(STEPS + 1),
+        "idx_mapping_ptr": draw.slots(),
+        "prefill_len_ptr": draw.ints(4, 12, SLOTS),
+    }
+    return Launch((REQS,), args)
+
+
+@case(f"{_BATCH}:_post_update_kernel")
+def post_update(draw: Draw) -> Launch:
+    tokens = draw.rows(draw.ints(0, 900, SLOTS, LENGTH))
+    counts = draw.rows(draw.ints(0, 3, SLOTS, 900))
+    sampled = draw.rows(draw.ints(0, 900, REQS, STEPS + 1, dtype=torch.int64))
+    args = {
+        "idx_mapping_ptr": draw.slots(negative=True),
+        "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS),
+        "last_sampled_tokens_ptr": draw.ints(0, 900, SLOTS, dtype=torch.int64),
+        "output_bin_counts_ptr": counts,
+        "output_bin_counts_stride": counts.stride(0),
+        "sampled_tokens_ptr": sampled,
+        "sampled_tokens_stride": sampled.stride(0),
+        "num_sampled_ptr": draw.ints(0, STEPS + 2, REQS),
+        "num_rejected_ptr": draw.ints(0, STEPS, REQS),
+        "query_start_loc_ptr": draw.starts(7),
+        "all_token_ids_ptr": tokens,
+        "all_token_ids_stride": tokens.stride(0),
+        "total_len_ptr": draw.ints(0, LENGTH - STEPS - 1, SLOTS),
+    }
+    return Launch((REQS,), args)
+
+
+@case(f"{_BATCH}:_post_update_kernel/without_counts_and_queries")
+def post_update_bare(draw: Draw) -> Launch:
+    launch = post_update(draw)
+    launch.args |= {
+        "output_bin_counts_ptr": None,
+        "output_bin_counts_stride": 0,
+        "query_start_loc_ptr": None,
+    }
+    return launch
+
+
+@case(f"{_BATCH}:_post_update_num_computed_tokens_kernel")
+def post_update_num_computed_tokens(draw: Draw) -> Launch:
+    args = {
+        "idx_mapping_ptr": draw.slots(),
+        "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS),
+        "query_start_loc_ptr": draw.starts(7),
+    }
+    return Launch((REQS,), args)
+
+
+@case(f"{_BATCH}:_expand_idx_mapping_kernel")
+def expand_idx_mapping(draw: Draw) -> Launch:
+    starts = draw.starts(STEPS + 1)
+    args = {
+        "idx_mapping_ptr": draw.slots(negative=True),
+        "expanded_idx_mapping_ptr": draw.ints(-9, 0, int(starts[-1]) + 2),
+        "expanded_local_pos_ptr": draw.ints(-9, 0, int(starts[-1]) + 2),
+        "cu_num_logits_ptr": starts,
+        "BLOCK_SIZE": 8,
+    }
+    return Launch((REQS,), args)
+
+
+@case(f"{_GPU}.block_table:_gather_block_tables_kernel")
+def gather_block_tables(draw: Draw) -> Launch:
+    widths = [6, 11]
+    sources = [draw.ints(0, 90, SLOTS, width) for width in widths]
+    targets = [draw.ints(-9, 0, SLOTS, width) for width in widths]
+    args = {
+        "batch_idx_to_req_idx": draw.slots(),
+        "src_block_table_ptrs": addresses(sources),
+        "dst_block_table_ptrs": addresses(targets),
+        "block_table_strides": torch.tensor(widths),
+        "num_blocks_ptr": draw.ints(0, 7, 2, SLOTS),
+        "num_blocks_stride": SLOTS,
+        "num_reqs": REQS,
+        "BLOCK_SIZE": 4,
+    }
+    return Launch((2, REQS + 2), args, sources + targets)
+
+
+def _slot_mappings(draw: Draw, cp_size: int) -> Launch:
+    widths, sizes, starts = [16, 8], [4, 8], draw.starts(7)
+    tables = [draw.ints(0, 90, SLOTS, width) for width in widths]
+    tokens = int(starts[-1]) + 6
+    slots = draw.ints(-9, 0, 2, tokens, dtype=torch.int64)
+    args = {
+        "max_num_tokens": tokens,
+        "idx_mapping": draw.slots(negative=True),
+        "query_start_loc": starts,
+        "pos": draw.ints(0, 64, tokens, dtype=torch.int64),
+        "block_table_ptrs": addresses(tables),
+        "block_table_strides": torch.tensor(widths),
+        "block_sizes": torch.tensor(sizes, dtype=torch.int32),
+        "slot_mapping_enabled": torch.tensor([True, not draw.hostile]),
+        "dcp_sharded": torch.tensor([True, False]),
+        "slot_mappings_ptr": slots,
+        "slot_mappings_stride": slots.stride(0),
+        "cp_rank": 1 if cp_size > 1 else 0,
+        "CP_SIZE": cp_size,
+        "CP_INTERLEAVE": 2 if cp_size > 1 else 1,
+        "PAD_ID": -1,
+        "TRITON_BLOCK_SIZE": 4,
+    }
+    return Launch((2, REQS + 1), args, tables)
+
+
+@case(f"{_GPU}.block_table:_compute_slot_mappings_kernel")
+def compute_slot_mappings(draw: Draw) -> Launch:
+    return _slot_mappings(draw, 1)
+
+
+@case(f"{_GPU}.block_table:_compute_slot_mappings_kernel/two_ranks")
+def compute_slot_mappings_of_a_rank(draw: Draw) -> Launch:
+    return _slot_mappings(draw, 2)
+
+
+@case(f"{_GPU}.cp_utils:_dcp_local_seq_lens_kernel")
+def dcp_local_seq_lens(draw: Draw) -> Launch:
+    args = {
+        "out_ptr": draw.ints(-9, 0, SLOTS),
+        "seq_lens_ptr": draw.ints(0, 90, SLOTS),
+        "dcp_size": 3,
+        "dcp_rank": 1,
+        "cp_interleave": 2,
+        "num_reqs": REQS,
+        "max_num_reqs": SLOTS,
+        "BLOCK_SIZE": 4,
+    }
+    return Launch((3,), args)
+
+
+def _dflash(draw: Draw, from_anchor: bool, cp_size: int) -> Launch:
+    starts = draw.starts(9, 1)
+    lengths = starts.diff()
+    tokens, queries, most = int(starts[-1]), STEPS + 1 - from_anchor, SLOTS * (STEPS + 1) + 3
+    table = draw.rows(draw.ints(0, 9, REQS, 12))
+    # Contexts that reach past the table and past the longest model length as well.
+    first = draw.ints(0, 50 if draw.hostile else 30, REQS, dtype=torch.int64)
+    positions = torch.cat([first[i] + torch.arange(int(n)) for i, n in enumerate(lengths)])
+    rejected = (draw.ints(0, 9, REQS) % lengths).to(torch.int32)
+    args = {
+        "out_input_ids_ptr": draw.ints(-9, 0, most),
+        "out_query_positions_ptr": draw.ints(-9, 0, most, dtype=torch.int64),
+        "out_query_start_loc_ptr": draw.ints(-9, 0, SLOTS + 1),
+        "out_seq_lens_ptr": draw.ints(-9, 0, SLOTS),
+        "out_query_slot_mapping_ptr": draw.ints(-9, 0, most, dtype=torch.int64),
+        "out_context_positions_ptr": draw.ints(-9, 0, tokens + 4, dtype=torch.int64),
+        "out_context_slot_mapping_ptr": draw.ints(-9, 0, tokens + 4, dtype=torch.int64),
+        "out_sample_indices_ptr": draw.ints(-9, 0, SLOTS * STEPS, dtype=torch.int64),
+        "out_sample_pos_ptr": draw.ints(-9, 0, SLOTS * STEPS, dtype=torch.int64),
+        "out_sample_idx_mapping_ptr": draw.ints(-9, 0, SLOTS * STEPS),
+        "out_temperature_ptr": draw.floats(SLOTS),
+        "out_seeds_ptr": draw.seeds(),
+        "target_positions_ptr": positions,
+        "target_query_start_loc_ptr": starts,
+        "idx_mapping_ptr": draw.slots(),
+        "last_sampled_ptr": draw.ints(0, 900, SLOTS, dtype=torch.int64),
+        "next_prefill_tokens_ptr": draw.ints(0, 900, SLOTS),
+        "num_sampled_ptr": draw.ints(0, 2, REQS),
+        "num_rejected_ptr": rejected,
+        "temperature_ptr": draw.temperatures(),
+        "seeds_ptr": draw.seeds(),
+        "block_table_ptr": table,
+        "block_table_stride": table.stride(0),
+        "parallel_drafting_token_id": 77,
+        "block_size": 4,
+        "num_query_per_req": queries,
+        "num_speculative_steps": STEPS,
+        "max_num_reqs": SLOTS,
+        "max_num_tokens": most,
+        "max_model_len": 48,
+        "cp_rank": 1 if cp_size > 1 else 0,
+        "SAMPLE_FROM_ANCHOR": from_anchor,
+        "PAD_SLOT_ID": -1,
+        "CP_SIZE": cp_size,
+        "CP_INTERLEAVE": 2 if cp_size > 1 else 1,
+        "BLOCK_SIZE": 8,
+    }
+    return Launch((REQS, 2), args)
+
+
+_DFLASH = f"{_GPU}.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel"
+
+
+@case(_DFLASH)
+def prepare_dflash_inputs(draw: Draw) -> Launch:
+    return _dflash(draw, False, 1)
+
+
+@case(f"{_DFLASH}/from_anchor_of_a_rank")
+def prepare_dflash_inputs_from_anchor(draw: Draw) -> Launch:
+    return _dflash(draw, True, 2)

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments for the kernels that shape logits, draw from them and report on them."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.cpu.twin_cases import REQS, SLOTS, STEPS, VOCAB, Draw, Launch, case, expanded
+
+_SAMPLE = "vllm.v1.worker.gpu.sample"
+_GUMBEL = f"{_SAMPLE}.gumbel:_gumbel_sample_kernel"
+LENGTH = 64
+
+
+def _rows(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Where requests begin, and the slot and the place of every row."""
+    starts = draw.starts(STEPS + 1, 1)
+    slots, places = expanded(starts, draw.slots())
+    return starts, slots, places, len(slots)
+
+
+@case(f"{_SAMPLE}.gumbel:_temperature_kernel")
+def temperature(draw: Draw) -> Launch:
+    _, slots, _, rows = _rows(draw)
+    logits = draw.logits(rows)
+    args = {
+        "logits_ptr": logits,
+        "logits_stride": logits.stride(0),
+        "expanded_idx_mapping_ptr": slots,
+        "temperature_ptr": draw.temperatures(),
+        "vocab_size": VOCAB,
+        "BLOCK_SIZE": 256,
+    }
+    return Launch((rows, 3), args)
+
+
+def _gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
+    _, slots, places, rows = _rows(draw)
+    if draw.hostile:
+        slots[1] = -1
+    logits = draw.logits(rows)
+    cache = draw.floats(SLOTS, STEPS + 1, VOCAB + 4) if drafting else None
+    args = {
+        "local_argmax_ptr": draw.ints(-9, 0, rows, 3, dtype=torch.int64),
+        "local_argmax_stride": 3,
+        "local_max_ptr": draw.floats(rows, 3).to(torch.float64 if fp64 else torch.float32),
+        "local_max_stride": 3,
+        "logits_cache_ptr": cache,
+        "logits_cache_stride_0": cache.stride(0) if cache is not None else 0,
+        "logits_cache_stride_1": cache.stride(1) if cache is not None else 0,
+        "logits_cache_col_ptr": places.to(torch.int64) if drafting else None,
+        "logits_cache_source_ptr": logits if drafting else None,
+        "logits_cache_source_stride": logits.stride(0) if drafting else 0,
+        "logits_ptr": logits,
+        "logits_stride": logits.stride(0),
+        "expanded_idx_mapping_ptr": slots,
+        "seeds_ptr": draw.seeds(),
+        "pos_ptr": draw.ints(0, 4000, rows, dtype=torch.int64),
+        "temp_ptr": draw.temperatures(),
+        "vocab_size": VOCAB,
+        "BLOCK_SIZE": 256,
+        "IS_DRAFTING": drafting,
+        "APPLY_TEMPERATURE": drafting,
+        "USE_FP64": fp64,
+        "PER_TOKEN_COL": drafting,
+    }
+    return Launch((rows, 3), args)
+
+
+@case(_GUMBEL)
+def gumbel(draw: Draw) -> Launch:
+    return _gumbel(draw, fp64=False, drafting=False)
+
+
+@case(f"{_GUMBEL}/fp64")
+def gumbel_fp64(draw: Draw) -> Launch:
+    return _gumbel(draw, fp64=True, drafting=False)
+
+
+@case(f"{_GUMBEL}/drafting")
+def gumbel_drafting(draw: Draw) -> Launch:
+    return _gumbel(draw, fp64=False, drafting=True)
+
+
+@case(f"{_SAMPLE}.min_p:_min_p_kernel")
+def min_p(draw: Draw) -> Launch:
+    _, slots, _, rows = _rows(draw)
+    logits = draw.logits(rows)
+    args = {
+        "logits_ptr": logits,
+        "logits_stride": logits.stride(0),
+        "expanded_idx_mapping_ptr": slots,
+        "min_p_ptr": draw.ints(0, 5, SLOTS) / 17,
+        "vocab_size": VOCAB,
+        "BLOCK_SIZE": 256,
+    }
+    return Launch((rows,), args)
+
+
+@case(f"{_SAMPLE}.penalties:_penalties_kernel")
+def penalties(draw: Draw) -> Launch:
+    _, slots, places, rows = _rows(draw)
+    logits = draw.logits(rows)
+    tokens = draw.ints(0, VOCAB, rows)
+    if draw.hostile:
+        tokens[1::3] = -1
+    counts = draw.rows((draw.ints(0, 9, SLOTS, VOCAB) - 6).clamp(min=0))
+    mask = draw.rows(draw.ints(-(2**31), 2**31, SLOTS, -(-VOCAB // 32)))
+    args = {
+        "logits_ptr": logits,
+        "logits_stride": logits.stride(0),
+        "expanded_idx_mapping_ptr": slots,
+        "token_ids_ptr": tokens,
+        "expanded_local_pos_ptr": places,
+        "repetition_penalty_ptr": 1 + draw.ints(0, 3, SLOTS) / 7,
+        "frequency_penalty_ptr": draw.ints(-1, 2, SLOTS) / 3,
+        "presence_penalty_ptr": draw.ints(-1, 2, SLOTS) / 9,
+        "prompt_bin_mask_ptr": mask,
+        "prompt_bin_mask_stride": mask.stride(0),
+        "output_bin_counts_ptr": counts,
+        "output_bin_counts_stride": counts.stride(0),
+        "vocab_size": VOCAB,
+        "BLOCK_SIZE": 256,
+    }
+    return Launch((rows, 3), args)
+
+
+@case(f"{_SAMPLE}.penalties:_bincount_kernel")
+def bincount(draw: Draw) -> Launch:
+    prompts = draw.ints(1, 30, SLOTS)
+    tokens = draw.rows(draw.ints(0, VOCAB, SLOTS, LENGTH))
+    mask = draw.rows(torch.zeros(SLOTS, -(-VOCAB // 32), dtype=torch.int32))
+    counts = draw.rows(torch.zeros(SLOTS, VOCAB, dtype=torch.int32))
+    args = {
+        "expanded_idx_mapping_ptr": draw.slots(),
+        "all_token_ids_ptr": tokens,
+        "all_token_ids_stride": tokens.stride(0),
+        "prompt_len_ptr": prompts,
+        "prefill_len_ptr": prompts + draw.ints(0, 30, SLOTS),
+        "prompt_bin_mask_ptr": mask,
+        "prompt_bin_mask_stride": mask.stride(0),
+        "output_bin_counts_ptr": counts,
+        "output_bin_counts_stride": counts.stride(0),
+        "BLOCK_SIZE": 16,
+    }
+    return Launch((REQS, 4), args)
+
+
+@case(f"{_SAMPLE}.bad_words:_bad_words_kernel")
+def bad_words(draw: Draw) -> Launch:
+    _, slots, places, rows = _rows(draw)
+    logits = draw.logits(rows)
+    few = 3  # tokens, so that words match
+    words, lengths = 4, draw.ints(1, 4, SLOTS, 4)
+    offsets = torch.cat([torch.zeros(SLOTS, 1, dtype=torch.int32), lengths.cumsum(1).int()], 1)
+    word_tokens = draw.rows(draw.ints(0, few, SLOTS, 16))
+    tokens = draw.rows(draw.ints(0, few, SLOTS, LENGTH))
+    drafts = draw.ints(0, few, rows)
+    if draw.hostile:
+        drafts[1::4] = -1
+    prompts = draw.ints(1, 30, SLOTS)
+    args = {
+        "logits_ptr": logits,
+        "logits_stride": logits.stride(0),
+        "expanded_idx_mapping_ptr": slots,
+        "bad_word_token_ids_ptr": word_tokens,
+        "bad_word_token_ids_stride": word_tokens.stride(0),
+        "bad_word_offsets_ptr": offsets,
+        "bad_word_offsets_stride": offsets.stride(0),
+        "num_bad_words_ptr": draw.ints(0, words + 1, SLOTS),
+        "all_token_ids_ptr": tokens,
+        "all_token_ids_stride": tokens.stride(0),
+        "prompt_len_ptr": prompts,
+        "total_len_ptr": prompts + draw.ints(0, 30, SLOTS),
+        "input_ids_ptr": drafts,
+        "expanded_local_pos_ptr": places,
+    }
+    return Launch((rows, words), args)
+
+
+def _bias(draw: Draw, check: bool) -> Launch:
+    _, slots, _, rows = _rows(draw)
+    logits = draw.logits(rows)
+    if check:  # rows that only stop tokens may end
+        logits[::2] = -torch.inf
+        logits[::2, :40:3] = 1.5
+    width = 6
+    tokens = [
+        draw.rows(draw.ints(0, VOCAB, SLOTS, 1) + 7 * torch.arange(width, dtype=torch.int32))
+        for _ in range(3)
+    ]
+    allowed, biased, stop = (t % 40 if check else t % VOCAB for t in tokens)
+    bias = draw.floats(SLOTS, width)
+    numbers = [draw.ints(-2, width + 1, SLOTS).clamp(min=0) for _ in range(3)]
+    args = {
+        "logits_ptr": logits,
+        "logits_stride": logits.stride(0),
+        "vocab_size": VOCAB,
+        "expanded_idx_mapping_ptr": slots,
+        "num_allowed_token_ids_ptr": numbers[0],
+        "allowed_token_ids_ptr": allowed,
+        "allowed_token_ids_stride": allowed.stride(0),
+        "num_logit_bias_ptr": numbers[1],
+        "bias_token_ids_ptr": biased,
+        "bias_token_ids_stride": biased.stride(0),
+        "bias_ptr": bias,
+        "bias_stride": bias.stride(0),
+        "pos_ptr": draw.ints(0, 20, rows, dtype=torch.int64),
+        "min_lens_ptr": draw.ints(0, 30, SLOTS),
+        "num_stop_token_ids_ptr": numbers[2],
+        "restore_when_all_masked_ptr": draw.ints(0, 3, SLOTS) > 0,
+        "stop_token_ids_ptr": stop,
+        "stop_token_ids_stride": stop.stride(0),
+        "BLOCK_SIZE": 8,
+        "LOGITS_BLOCK_SIZE": 256,
+        "CHECK_ALL_MASKED_ROWS": check,
+    }
+    return Launch((rows,), args)
+
+
+@case(f"{_SAMPLE}.logit_bias:_bias_kernel")
+def bias(draw: Draw) -> Launch:
+    return _bias(draw, check=False)
+
+
+@case(f"{_SAMPLE}.logit_bias:_bias_kernel/all_masked")
+def bias_of_masked_rows(draw: Draw) -> Launch:
+    return _bias(draw, check=True)
+
+
+@case("vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel")
+def grammar_bitmask(draw: Draw) -> Launch:
+    starts, _, _, rows = _rows(draw)
+    logits = draw.logits(rows)
+    masks = 8
+    places = draw.ints(0, REQS, masks) * (STEPS + 3) + torch.arange(masks) % (STEPS + 3)
+    words = draw.rows(draw.ints(-(2**31), 2**31, masks, -(-VOCAB // 32)))
+    args = {
+        "logits_ptr": logits,
+        "logits_stride": logits.stride(0),
+        "logits_indices_ptr": places.to(torch.int32),
+        "cu_num_logits_ptr": starts,
+        "bitmask_ptr": words,
+        "bitmask_stride": words.stride(0),
+        "vocab_size": VOCAB,
+        "MASK_STRIDE": STEPS + 3,
+        "BLOCK_SIZE": 256,
+    }
+    return Launch((masks, 3), args)
+
+
+@case(f"{_SAMPLE}.trace_replay:_trace_replay_kernel")
+def trace_replay(draw: Draw) -> Launch:
+    traces = draw.rows(draw.ints(0, VOCAB, SLOTS, 12))
+    prompts = draw.ints(1, 30, SLOTS)
+    args = {
+        "sampled_ptr": draw.ints(-9, 0, REQS, dtype=torch.int64),
+        "idx_mapping_ptr": draw.slots(negative=True),
+        "trace_token_ids_ptr": traces,
+        "trace_token_ids_stride": traces.stride(0),
+        "trace_len_ptr": draw.ints(0, 13, SLOTS),
+        "total_len_ptr": prompts + draw.ints(-1, 12, SLOTS),
+        "prompt_len_ptr": prompts,
+    }
+    return Launch((REQS,), args)
+
+
+_THINKING = f"{_SAMPLE}.thinking_budget"
+
+
+def _thinking(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs of few tokens, their lengths, and budgets."""
+    tokens = draw.rows(draw.ints(0, 3, SLOTS, LENGTH))
+    return tokens, draw.ints(0, LENGTH - 8, SLOTS), draw.ints(-1, 9, SLOTS)
+
+
+@case(f"{_THINKING}:_update_committed_marker_cache_kernel")
+def marker_cache(draw: Draw) -> Launch:
+    tokens, totals, budgets = _thinking(draw)
+    cold = draw.ints(0, 2, SLOTS) == 0
+    last_start, last_end = (draw.ints(-1, 20, SLOTS).masked_fill(cold, -1) for _ in range(2))
+    args = {
+        "req_ids_ptr": draw.slots(),
+        "thinking_token_budget_ptr": budgets,
+        "all_token_ids_ptr": tokens,
+        "all_token_ids_stride": tokens.stride(0),
+        "total_len_ptr": totals,
+        "cached_last_start_ptr": last_start,
+        "cached_last_end_ptr": last_end,
+        "cached_scan_pos_ptr": draw.ints(0, 50, SLOTS).masked_fill(cold, 0),
+        "reasoning_start_token_ids_ptr": torch.tensor([1, 2, 0], dtype=torch.int32),
+        "natural_reasoning_end_token_ids_ptr": torch.tensor([2, 2], dtype=torch.int32),
+        "START_LEN": 3,
+        "NATURAL_END_LEN": 2,
+        "MAX_LEN": 3,
+        "BLOCK": 8,
+    }
+    return Launch((REQS,), args)
+
+
+@case(f"{_THINKING}:_thinking_budget_kernel")
+def thinking_budget(draw: Draw) -> Launch:
+    tokens, totals, budgets = _thinking(draw)
+    _, slots, places, rows = _rows(draw)
+    logits = draw.logits(rows)
+    drafts = draw.ints(0, 3, rows)
+    if draw.hostile:
+        drafts[1::4] = -1
+    args = {
+        "logits_ptr": logits,
+        "logits_stride": logits.stride(0),
+        "expanded_idx_mapping_ptr": slots,
+        "thinking_token_budget_ptr": budgets,
+        "all_token_ids_ptr": tokens,
+        "all_token_ids_stride": tokens.stride(0),
+        "total_len_ptr": totals,
+        "input_ids_ptr": drafts,
+        "expanded_local_pos_ptr": places,
+        "cached_last_start_ptr": draw.ints(-1, 20, SLOTS),
+        "cached_last_end_ptr": draw.ints(-1, 12, SLOTS),
+        "reasoning_start_token_ids_ptr": torch.tensor([1, 2], dtype=torch.int32),
+        "natural_reasoning_end_token_ids_ptr": torch.tensor([2, 2, 1], dtype=torch.int32),
+        "reasoning_end_token_ids_ptr": torch.tensor([2, 0, 1], dtype=torch.int32),
+        "START_LEN": 2,
+        "NATURAL_END_LEN": 3,
+        "END_LEN": 3,
+    }
+    return Launch((rows,), args)

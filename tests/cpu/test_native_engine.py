@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CPU host as a user has it: no environment variable, no Triton back end.
+
+The engines run as `LLM(...)` in fresh processes, with vLLM's own worker processes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import run_python
+from tests.e2e.engines import DRAFTER, TARGET
+from vllm_bastion.cpu import build, interpreter
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(
+        torch.cuda.is_available() or not build.is_cpu_build() or interpreter.has_cpu_backend(),
+        reason="for CPU hosts without a Triton back end",
+    ),
+]
+
+_OURS = (
+    "VLLM_BASTION_TRITON_INTERPRETER",
+    "TRITON_INTERPRET",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+)
+_CODE = """
+import json, os, sys
+from vllm import LLM, SamplingParams
+
+def look(worker):
+    runner = type(worker.model_runner)
+    twins = sys.modules.get("vllm_bastion.cpu.twins")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return f"{runner.__module__}.{runner.__name__}", twins is not None, threads
+
+if __name__ == "__main__":
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    llm = LLM(**json.loads(ARGUMENTS))
+    prompts = ["The quick brown fox", "def fibonacci(n):", "12 + 30 ="]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    tokens = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+    print("ANSWER" + json.dumps([llm.collective_rpc(look), tokens]))
+"""
+
+
+def run(**arguments: Any) -> tuple[Any, Any]:
+    """The worker's runner, whether our kernels are there, its threads; and greedy tokens."""
+    arguments = {
+        "model": TARGET,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 3,
+        "kv_cache_memory_bytes": 1 << 26,
+        **arguments,
+    }
+    code = _CODE.replace("ARGUMENTS", repr(json.dumps(arguments)))
+    result = run_python(code, **dict.fromkeys(_OURS), OMP_NUM_THREADS="2")
+    lines = [line for line in result.stdout.splitlines() if line.startswith("ANSWER")]
+    assert lines, result.stderr[-4000:]
+    looked, tokens = json.loads(lines[0].removeprefix("ANSWER"))
+    return looked[0], tokens
+
+
+def test_bastion_decodes_natively_beside_plain_engines_as_they_were() -> None:
+    (plain, plain_twins, _), tokens = run()
+    speculative = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16}
+    (tree, tree_twins, threads), tree_tokens = run(speculative_config=speculative)
+    assert plain == "vllm.v1.worker.cpu_model_runner.CPUModelRunner" and not plain_twins
+    assert tree == "vllm.v1.worker.cpu.model_runner.CPUModelRunner" and tree_twins
+    assert threads == "2"
+    assert tree_tokens == tokens

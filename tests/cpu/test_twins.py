@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A twin leaves in memory what vLLM's own kernel leaves, run in Triton's interpreter.
+
+Bit for bit, floats and noise included, gaps between rows and rows past the batch as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+
+from tests.cpu import batch_cases, report_cases, sampler_cases  # noqa: F401  (each registers its cases)
+from tests.cpu.twin_cases import CASES, Draw
+from vllm_bastion.cpu.twins import TWINS, TwinError, install, parameters
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for CPU hosts only")
+
+SEEDS = 4
+
+
+def kernel_of(target: str) -> Any:
+    """vLLM's kernel."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.fixture(autouse=True)
+def device_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy's in place of the two functions of a CUDA library that no interpreter has."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+    from vllm.v1.worker.gpu.metrics import logits
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    def elementwise(function: Any) -> Any:
+        def call(x: Any) -> Any:
+            data = function(x.handle.data).astype(x.handle.data.dtype)
+            return tl.tensor(TensorHandle(data, x.handle.dtype), x.type)
+
+        return call
+
+    isnan, log1p = elementwise(np.isnan), elementwise(np.log1p)
+    monkeypatch.setattr(logits, "libdevice", SimpleNamespace(isnan=isnan))
+    monkeypatch.setattr(rejection_sampler_utils, "tldevice", SimpleNamespace(log1p=log1p))
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["random", "hostile"])
+@pytest.mark.parametrize("name", CASES)
+def test_twin_equals_the_kernel(name: str, hostile: bool) -> None:
+    target = name.partition("/")[0]
+    changed = False
+    for seed in range(SEEDS):
+        before, theirs, ours = (CASES[name](Draw(seed, hostile)) for _ in range(3))
+        kernel_of(target)[theirs.grid](**theirs.args)
+        TWINS[target][ours.grid](**ours.args)
+        for (argument, a), (_, b), (_, was) in zip(
+            theirs.tensors(), ours.tensors(), before.tensors(), strict=True
+        ):
+            if "ptrs" in argument or (argument == "output_ptr" and a.dtype == torch.uint64):
+                continue  # addresses: each has its own tables
+            assert torch.equal(_bits(a), _bits(b)), f"{argument}, seed {seed}: {a} and {b}"
+            changed |= not torch.equal(_bits(a), _bits(was))
+    assert changed, "the case shows nothing"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats as they are stored: NaN equals NaN, and -0 does not equal 0."""
+    kinds = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+    return tensor.view(kinds.get(tensor.dtype, tensor.dtype))
+
+
+def test_every_twin_has_a_case() -> None:
+    assert {name.partition("/")[0] for name in CASES} == set(TWINS)
+
+
+@pytest.mark.parametrize("target", TWINS)
+def test_parameters_are_the_kernels(target: str) -> None:
+    assert parameters(kernel_of(target)) == TWINS[target].names
+
+
+def test_a_kernel_with_other_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu import input_batch
+
+    def changed(idx_mapping_ptr: Any, num_computed_tokens_ptr: Any, added: Any) -> None:
+        pass
+
+    name = "_post_update_num_computed_tokens_kernel"
+    monkeypatch.setattr(input_batch, name, changed)
+    before = input_batch._post_update_kernel
+    with pytest.raises(TwinError, match=name):
+        install()
+    assert input_batch._post_update_kernel is before, "nothing is in place then"
+
+
+def test_an_argument_the_kernel_does_not_have_is_refused() -> None:
+    own = TWINS["vllm.v1.worker.gpu.metrics.logits:_num_nans_kernel"]
+    with pytest.raises(TypeError, match="no parameters"):
+        own[(0,)](None, 0, None, 0, BLOCK_SIZE=1, added=2)
+
+
+def test_half_precision_is_rounded_back() -> None:
+    """What vLLM's logits are not today: a 16-bit tensor with gaps between its rows."""
+    target = "vllm.v1.worker.gpu.sample.gumbel:_temperature_kernel"
+    wide = torch.linspace(-9, 9, 60).reshape(3, 20).to(torch.bfloat16)
+    logits, expected = wide[:, :16], wide.clone()
+    expected[:2, :16] = (expected[:2, :16].float() / 0.7).to(torch.bfloat16)
+    slots, temperature = torch.tensor([0, 0, 1]), torch.tensor([0.7, 1.0])
+    TWINS[target][(3, 1)](logits, 20, slots, temperature, 16, BLOCK_SIZE=16)
+    assert torch.equal(wide, expected)

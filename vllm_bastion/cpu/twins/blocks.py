@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twins of the block table's kernels, which find the groups' tables by address."""
+
+from __future__ import annotations
+
+from numba import carray, types
+from numba.extending import intrinsic
+
+from vllm_bastion.cpu.compiled import compiled
+from vllm_bastion.cpu.twins.launch import twin
+
+_BLOCKS = "vllm.v1.worker.gpu.block_table"
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """A uint64 as a pointer to int32."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int32)(types.uint64), generate
+
+
+@compiled
+def int32_at(address, size):
+    """The `size` int32 at a uint64 address."""
+    return carray(_pointer(address), (size,))
+
+
+@twin(f"{_BLOCKS}:_gather_block_tables_kernel")
+def _gather_block_tables(
+    grid0,
+    grid1,
+    batch_idx_to_req_idx,
+    src_block_table_ptrs,
+    dst_block_table_ptrs,
+    block_table_strides,
+    num_blocks_ptr,
+    num_blocks_stride,
+    num_reqs,
+    BLOCK_SIZE,
+):
+    for group in range(grid0):
+        stride = block_table_strides[group]
+        src = int32_at(src_block_table_ptrs[group], num_blocks_stride * stride)
+        dst = int32_at(dst_block_table_ptrs[group], grid1 * stride)
+        for i in range(grid1):
+            if i >= num_reqs:
+                for j in range(stride):
+                    dst[i * stride + j] = 0
+                continue
+            slot = batch_idx_to_req_idx[i]
+            for j in range(num_blocks_ptr[group * num_blocks_stride + slot]):
+                dst[i * stride + j] = src[slot * stride + j]
+
+
+@compiled
+def cp_local_slot(position, block_id, block_size, cp_rank, cp_size, interleave, pad):
+    """vLLM's `cp_local_slot`: the KV slot on this rank, or `pad` where another rank has it."""
+    offset = position % (block_size * cp_size)
+    if cp_size == 1:
+        return block_id * block_size + offset
+    if offset // interleave % cp_size != cp_rank:
+        return pad
+    local = offset // (interleave * cp_size) * interleave + offset % interleave
+    return block_id * block_size + local
+
+
+@twin(f"{_BLOCKS}:_compute_slot_mappings_kernel")
+def _compute_slot_mappings(
+    grid0,
+    grid1,
+    max_num_tokens,
+    idx_mapping,
+    query_start_loc,
+    pos,
+    block_table_ptrs,
+    block_table_strides,
+    block_sizes,
+    slot_mapping_enabled,
+    dcp_sharded,
+    slot_mappings_ptr,
+    slot_mappings_stride,
+    cp_rank,
+    CP_SIZE,
+    CP_INTERLEAVE,
+    PAD_ID,
+    TRITON_BLOCK_SIZE,
+):
+    num_reqs = grid1 - 1
+    for group in range(grid0):
+        out = group * slot_mappings_stride
+        size, stride = block_sizes[group], block_table_strides[group]
+        cp_size = CP_SIZE if dcp_sharded[group] else 1
+        for j in range(query_start_loc[num_reqs], max_num_tokens):
+            slot_mappings_ptr[out + j] = PAD_ID
+        for i in range(num_reqs):
+            slot = idx_mapping[i]
+            start, end = query_start_loc[i], query_start_loc[i + 1]
+            # -1 marks a request that owns no blocks.
+            if slot < 0 or not slot_mapping_enabled[group]:
+                for j in range(start, end):
+                    slot_mappings_ptr[out + j] = PAD_ID
+                continue
+            row = int32_at(block_table_ptrs[group], (slot + 1) * stride)
+            for j in range(start, end):
+                block = row[slot * stride + pos[j] // (size * cp_size)]
+                slot_mappings_ptr[out + j] = cp_local_slot(
+                    pos[j], block, size, cp_rank, cp_size, CP_INTERLEAVE, PAD_ID
+                )
+
+
+@twin("vllm.v1.worker.gpu.cp_utils:_dcp_local_seq_lens_kernel")
+def _dcp_local_seq_lens(
+    grid0,
+    out_ptr,
+    seq_lens_ptr,
+    dcp_size,
+    dcp_rank,
+    cp_interleave,
+    num_reqs,
+    max_num_reqs,
+    BLOCK_SIZE,
+):
+    turn = dcp_size * cp_interleave
+    for i in range(min(max_num_reqs, grid0 * BLOCK_SIZE)):
+        local = 0
+        if i < num_reqs:
+            rest = seq_lens_ptr[i] % turn - dcp_rank * cp_interleave
+            local = seq_lens_ptr[i] // turn * cp_interleave + min(max(rest, 0), cp_interleave)
+        out_ptr[i] = local

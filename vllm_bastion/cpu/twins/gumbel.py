@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twins of temperature and of the Gumbel-max draw."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_row, gumbel_row_fp64
+from vllm_bastion.cpu.twins.launch import twin
+
+_GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
+
+
+@twin(f"{_GUMBEL}:_temperature_kernel")
+def _temperature(
+    grid0,
+    logits_ptr,
+    logits_stride,
+    expanded_idx_mapping_ptr,
+    temperature_ptr,
+    vocab_size,
+    BLOCK_SIZE,
+):
+    for i in range(grid0):
+        temperature = temperature_ptr[expanded_idx_mapping_ptr[i]]
+        if temperature != 0.0 and temperature != 1.0:
+            for v in range(i * logits_stride, i * logits_stride + vocab_size):
+                logits_ptr[v] = logits_ptr[v] / temperature
+
+
+def block_argmax(row, vocab_size, block_size, num_blocks, out_value, out_token):
+    """The best value of every block and its token; of equal ones the first.
+
+    row: [>= vocab_size]; out_value, out_token: [num_blocks].
+    """
+    for block in range(num_blocks):
+        begin = block * block_size
+        part = row[begin : min(begin + block_size, vocab_size)]
+        best = int(part.argmax())
+        out_value[block], out_token[block] = part[best], begin + best
+
+
+def noised(row, temperature, seed, pos, fp64):
+    """Logits [V] fp32 with the noise of a draw; at temperature 0 as they are."""
+    if fp64:
+        row = row.astype(np.float64)
+    if temperature == 0.0:
+        return row
+    return row + (gumbel_row_fp64 if fp64 else gumbel_row)(seed, pos, row.shape[0])
+
+
+@twin(f"{_GUMBEL}:_gumbel_sample_kernel", compile=False)
+def _gumbel_sample(
+    grid0,
+    grid1,
+    local_argmax_ptr,
+    local_argmax_stride,
+    local_max_ptr,
+    local_max_stride,
+    logits_cache_ptr,
+    logits_cache_stride_0,
+    logits_cache_stride_1,
+    logits_cache_col_ptr,
+    logits_cache_source_ptr,
+    logits_cache_source_stride,
+    logits_ptr,
+    logits_stride,
+    expanded_idx_mapping_ptr,
+    seeds_ptr,
+    pos_ptr,
+    temp_ptr,
+    vocab_size,
+    BLOCK_SIZE,
+    IS_DRAFTING,
+    APPLY_TEMPERATURE,
+    USE_FP64,
+    PER_TOKEN_COL,
+):
+    for i in range(grid0):
+        slot = int(expanded_idx_mapping_ptr[i])
+        row = logits_ptr[i * logits_stride :][:vocab_size]
+        temperature = np.float32(0.0) if slot < 0 else temp_ptr[slot]
+        if logits_cache_ptr is not None and slot >= 0:
+            column = int(logits_cache_col_ptr[i if PER_TOKEN_COL else 0])
+            begin = slot * logits_cache_stride_0 + column * logits_cache_stride_1
+            source = logits_cache_source_ptr[i * logits_cache_source_stride :][:vocab_size]
+            logits_cache_ptr[begin : begin + vocab_size] = source
+        if APPLY_TEMPERATURE and temperature != 0.0:
+            row = row / temperature
+        if temperature != 0.0:
+            pos = int(pos_ptr[i]) + (DRAFT_SALT if IS_DRAFTING else 0)
+            row = noised(row, temperature, seeds_ptr[slot], pos, USE_FP64)
+        block_argmax(
+            row,
+            vocab_size,
+            BLOCK_SIZE,
+            grid1,
+            local_max_ptr[i * local_max_stride :],
+            local_argmax_ptr[i * local_argmax_stride :],
+        )

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a twin is: a function with a Triton kernel's arguments, launched as that kernel is.
+
+A twin's parameters are its kernel's, by name and in order, after `grid0` (and `grid1`): the number
+of programs. It gets tensors as flat NumPy views that start where the tensor does, so that it can
+go by the strides it is given; a 16-bit float tensor as float32, rounded back afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_bastion.cpu.compiled import compiled
+
+TWINS: dict[str, Twin] = {}
+"""`package.module:kernel` -> its twin"""
+
+_GRID = ("grid0", "grid1")
+# Launch options of Triton's that are no arguments of a kernel.
+_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl"})
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Twin:
+    """Stands in vLLM's module under the kernel's name.
+
+    Args:
+        target: the kernel, `package.module:name`.
+        function: takes the grid's sizes and the kernel's arguments.
+        source: `function` before it was compiled.
+    """
+
+    def __init__(
+        self, target: str, function: Callable[..., None], source: Callable[..., None]
+    ) -> None:
+        self.target, self.function = target, function
+        parameters = inspect.signature(source).parameters
+        self.names = tuple(name for name in parameters if name not in _GRID)
+        self._dims = len(parameters) - len(self.names)
+        self._defaults = {
+            name: parameters[name].default
+            for name in self.names
+            if parameters[name].default is not inspect.Parameter.empty
+        }
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        if kwargs.keys() - self._names_left(args) - _OPTIONS:
+            raise TypeError(f"{self.target} has no parameters {sorted(kwargs)}")
+        given = [*args]
+        for name in self.names[len(args) :]:
+            given.append(kwargs[name] if name in kwargs else self._defaults[name])
+        values = [_value(item) for item in given]
+        self.function(*grid[: self._dims], *values)
+        for item, value in zip(given, values, strict=True):
+            if isinstance(item, torch.Tensor) and item.dtype in _HALF:
+                _flat(item).copy_(torch.from_numpy(value))
+
+    def _names_left(self, args: tuple[Any, ...]) -> frozenset[str]:
+        return frozenset(self.names[len(args) :])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """[..] to [n], from the first element to the last in memory, gaps included."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((size,), (1,))
+
+
+def _value(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        flat = _flat(item)
+        return flat.float().numpy() if item.dtype in _HALF else flat.numpy()
+    # One type of number, so that nothing is compiled twice.
+    return int(item) if isinstance(item, np.integer) else item
+
+
+def twin(target: str, compile: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the decorated function as the twin of the kernel `package.module:name`."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        callee = compiled(function) if compile else function
+        TWINS[target] = Twin(target, callee, function)
+        return callee
+
+    return register

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twins of the kernels that report on logits: logprobs, ranks, supports, NaNs.
+
+Sums of exponentials go block by block as in the kernels, so that the last bits agree as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_bastion.cpu.twins.launch import twin
+
+_LOGPROB = "vllm.v1.worker.gpu.sample.logprob"
+
+
+def log_sum_exp(row, block_size):
+    """The maximum of row [V] fp32, and log(sum(exp(row - maximum)))."""
+    top = row.max()
+    exps = np.zeros(-(-len(row) // block_size) * block_size, dtype=np.float32)
+    np.exp(row - top, out=exps[: len(row)])
+    total = np.float32(0.0)
+    for part in exps.reshape(-1, block_size).sum(axis=1):
+        total += part
+    return top, np.log(total)
+
+
+@twin(f"{_LOGPROB}:_topk_log_softmax_kernel", compile=False)
+def _topk_log_softmax(
+    grid0,
+    output_ptr,
+    logits_ptr,
+    logits_stride,
+    topk_ids_ptr,
+    topk_ids_stride,
+    topk,
+    vocab_size,
+    BLOCK_SIZE,
+    TOPK_BLOCK_SIZE,
+):
+    for i in range(grid0):
+        row = logits_ptr[i * logits_stride :][:vocab_size]
+        top, rest = log_sum_exp(row, BLOCK_SIZE)
+        tokens = topk_ids_ptr[i * topk_ids_stride :][:topk]
+        output_ptr[i * topk : (i + 1) * topk] = row[tokens] - top - rest
+
+
+@twin(f"{_LOGPROB}:_ranks_kernel", compile=False)
+def _ranks(grid0, output_ptr, logits_ptr, logits_stride, token_ids_ptr, vocab_size, BLOCK_SIZE):
+    padding = -vocab_size % BLOCK_SIZE
+    for i in range(grid0):
+        row = logits_ptr[i * logits_stride :][:vocab_size]
+        value = row[token_ids_ptr[i]]
+        # vLLM counts the lanes past the vocabulary as -inf.
+        extra = padding if value == -np.inf else 0
+        output_ptr[i] = np.count_nonzero(row >= value) + extra
+
+
+@twin(f"{_LOGPROB}:_fill_logprob_token_ids_kernel")
+def _fill_logprob_token_ids(
+    grid0,
+    out_token_ids_ptr,
+    out_token_ids_stride,
+    out_valid_mask_ptr,
+    out_valid_mask_stride,
+    sampled_token_ids_ptr,
+    topk_indices_ptr,
+    topk_indices_stride,
+    expanded_idx_mapping_ptr,
+    num_per_req_token_ids_ptr,
+    per_req_token_ids_ptr,
+    per_req_token_ids_stride,
+    NUM_TOPK,
+    PADDED_COLS,
+):
+    for i in range(grid0):
+        tokens, valid = i * out_token_ids_stride, i * out_valid_mask_stride
+        out_token_ids_ptr[tokens] = sampled_token_ids_ptr[i]
+        out_valid_mask_ptr[valid] = True
+        slot = expanded_idx_mapping_ptr[i]
+        custom = num_per_req_token_ids_ptr[slot]
+        for j in range(min(custom if custom > 0 else NUM_TOPK, PADDED_COLS)):
+            if custom > 0:
+                token = per_req_token_ids_ptr[slot * per_req_token_ids_stride + j]
+            else:
+                token = topk_indices_ptr[i * topk_indices_stride + j]
+            out_token_ids_ptr[tokens + 1 + j] = token
+            out_valid_mask_ptr[valid + 1 + j] = True
+
+
+@twin("vllm.v1.worker.gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
+def _prompt_logprobs_token_ids(
+    grid0,
+    prompt_logprobs_token_ids_ptr,
+    query_start_loc_ptr,
+    idx_mapping_ptr,
+    num_computed_tokens_ptr,
+    all_token_ids_ptr,
+    all_token_ids_stride,
+    BLOCK_SIZE,
+):
+    for i in range(grid0):
+        slot = idx_mapping_ptr[i]
+        start, end = query_start_loc_ptr[i], query_start_loc_ptr[i + 1]
+        row = slot * all_token_ids_stride + num_computed_tokens_ptr[slot] + 1 - start
+        for j in range(start, end):
+            prompt_logprobs_token_ids_ptr[j] = all_token_ids_ptr[row + j]
+
+
+@twin("vllm.v1.worker.gpu.sample.output:_compact_sampling_mask_kernel", compile=False)
+def _compact_sampling_mask(
+    grid0,
+    logits_ptr,
+    logits_row_stride,
+    logits_col_stride,
+    cu_num_logits_ptr,
+    num_sampled_tokens_ptr,
+    token_ids_ptr,
+    token_ids_row_stride,
+    packed_mask_ptr,
+    packed_mask_row_stride,
+    counts_ptr,
+    vocab_size,
+    max_num_kept,
+    ROWS_PER_REQUEST,
+    BLOCK_SIZE,
+):
+    for i in range(grid0):
+        request, nth = divmod(i, ROWS_PER_REQUEST)
+        if nth >= num_sampled_tokens_ptr[request]:
+            counts_ptr[i] = 0
+            continue
+        begin = (int(cu_num_logits_ptr[request]) + nth) * logits_row_stride
+        keep = np.isfinite(logits_ptr[begin::logits_col_stride][:vocab_size])
+        kept = np.flatnonzero(keep)
+        counts_ptr[i] = len(kept)
+        shown = kept[:max_num_kept]
+        token_ids_ptr[i * token_ids_row_stride :][: len(shown)] = shown
+        bits = np.packbits(keep, bitorder="little")
+        packed_mask_ptr[i * packed_mask_row_stride :][: len(bits)] = bits
+
+
+@twin("vllm.v1.worker.gpu.metrics.logits:_num_nans_kernel", compile=False)
+def _num_nans(grid0, logits_ptr, logits_stride, num_nans_ptr, vocab_size, BLOCK_SIZE):
+    for i in range(grid0):
+        row = logits_ptr[i * logits_stride :][:vocab_size]
+        num_nans_ptr[i] = np.count_nonzero(np.isnan(row))
