@@ -323,3 +323,90 @@ def prepare_dflash_inputs(draw: Draw) -> Launch:
 @case(f"{_DFLASH}/from_anchor_of_a_rank")
 def prepare_dflash_inputs_from_anchor(draw: Draw) -> Launch:
     return _dflash(draw, True, 2)
+
+
+@case(f"{_GPU}.model_states.mamba_hybrid:_scatter_num_accepted_kernel")
+def scatter_num_accepted(draw: Draw) -> Launch:
+    args = {
+        "idx_mapping_ptr": draw.slots(negative=True),
+        "num_sampled_ptr": draw.ints(0, 4, REQS),
+        "num_accepted_ptr": draw.ints(-9, 0, SLOTS),
+    }
+    return Launch((REQS,), args)
+
+
+@case(f"{_GPU}.model_states.mamba_hybrid:_fill_num_accepted_kernel")
+def fill_num_accepted(draw: Draw) -> Launch:
+    args = {
+        "idx_mapping_ptr": draw.slots(negative=True),
+        "num_accepted_ptr": draw.ints(-9, 0, SLOTS),
+        "num_sampled": 3,
+    }
+    return Launch((REQS,), args)
+
+
+@case("vllm.v1.worker.utils:_zero_kv_blocks_kernel")
+def zero_kv_blocks(draw: Draw) -> Launch:
+    caches = [draw.ints(1, 90, 12, 20), draw.ints(1, 90, 12, 33)]
+    args = {
+        "seg_addrs_ptr": addresses(caches),
+        "seg_block_strides_ptr": torch.tensor([20, 33]),
+        "seg_page_sizes_ptr": torch.tensor([20, 24]),
+        "block_ids_ptr": draw.ints(0, 12, 4, dtype=torch.int64),
+        "BLOCK_SIZE": 8,
+    }
+    return Launch((4, 2, 3), args, caches)
+
+
+@case(f"{_GPU}.mm.rope:_prepare_rope_positions_kernel")
+def prepare_rope_positions(draw: Draw) -> Launch:
+    starts, dims = draw.starts(7), 3
+    args = {
+        "positions_ptr": draw.ints(-9, 0, dims, 40, dtype=torch.int64),
+        "positions_stride": 40,
+        "prefill_positions_ptr": draw.ints(0, 900, SLOTS * dims, LENGTH),
+        "prefill_positions_stride0": dims * LENGTH,
+        "prefill_positions_stride1": LENGTH,
+        "prefill_delta_ptr": draw.ints(-5, 6, SLOTS),
+        "idx_mapping_ptr": draw.slots(),
+        "query_start_loc_ptr": starts,
+        "prefill_lens_ptr": draw.ints(8, 32, SLOTS),
+        "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS),
+        "BLOCK_SIZE": 4,
+        "NUM_DIMS": dims,
+    }
+    return Launch((REQS,), args)
+
+
+def _prompt_embeds(draw: Draw, dtype: torch.dtype) -> Launch:
+    starts, hidden = draw.starts(7), 12
+    lengths = draw.ints(0, 12, SLOTS)
+    embeds = [draw.floats(max(int(n), 1), hidden).to(dtype) for n in lengths]
+    masks = [draw.ints(0, 2, max(int(n), 1), dtype=torch.int8) for n in lengths]
+    mask_addresses = addresses(masks)
+    mask_addresses[::2] = 0
+    out = draw.rows(draw.floats(int(starts[-1]) + 2, hidden)).to(dtype)
+    args = {
+        "inputs_embeds_ptr": out,
+        "inputs_embeds_stride": out.stride(0),
+        "embeds_ptrs_ptr": addresses(embeds),
+        "mask_ptrs_ptr": mask_addresses,
+        "embeds_lens_ptr": lengths,
+        "idx_mapping_ptr": draw.slots(),
+        "query_start_loc_ptr": starts,
+        "num_computed_tokens_ptr": draw.ints(0, 9, SLOTS),
+        "hidden_size": hidden,
+        "TOKEN_BLOCK": 4,
+        "BLOCK_SIZE": 8,
+    }
+    return Launch((REQS, 2), args, embeds + masks)
+
+
+@case(f"{_GPU}.model_states.prompt_embeds:_apply_prompt_embeds_kernel")
+def apply_prompt_embeds(draw: Draw) -> Launch:
+    return _prompt_embeds(draw, torch.float32)
+
+
+@case(f"{_GPU}.model_states.prompt_embeds:_apply_prompt_embeds_kernel/bf16")
+def apply_prompt_embeds_bf16(draw: Draw) -> Launch:
+    return _prompt_embeds(draw, torch.bfloat16)

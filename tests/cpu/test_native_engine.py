@@ -7,6 +7,8 @@ The engines run as `LLM(...)` in fresh processes, with vLLM's own worker process
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,8 +52,11 @@ if __name__ == "__main__":
 """
 
 
-def run(**arguments: Any) -> tuple[Any, Any]:
-    """The worker's runner, whether our kernels are there, its threads; and greedy tokens."""
+def run(hide: Path | None = None, **arguments: Any) -> tuple[Any, Any]:
+    """The worker's runner, whether our kernels are there, its threads; and greedy tokens.
+
+    hide: an empty folder, where Triton is to be hidden from all processes.
+    """
     arguments = {
         "model": TARGET,
         "dtype": "float32",
@@ -62,7 +67,12 @@ def run(**arguments: Any) -> tuple[Any, Any]:
         **arguments,
     }
     code = _CODE.replace("ARGUMENTS", repr(json.dumps(arguments)))
-    result = run_python(code, **dict.fromkeys(_OURS), OMP_NUM_THREADS="2")
+    environment: dict[str, str | None] = {**dict.fromkeys(_OURS), "OMP_NUM_THREADS": "2"}
+    if hide is not None:
+        (hide / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
+        paths = [str(hide), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    result = run_python(code, **environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith("ANSWER")]
     assert lines, result.stderr[-4000:]
     looked, tokens = json.loads(lines[0].removeprefix("ANSWER"))
@@ -77,3 +87,11 @@ def test_bastion_decodes_natively_beside_plain_engines_as_they_were() -> None:
     assert tree == "vllm.v1.worker.cpu.model_runner.CPUModelRunner" and tree_twins
     assert threads == "2"
     assert tree_tokens == tokens
+
+
+@pytest.mark.slow
+def test_triton_need_not_be_installed(tmp_path: Path) -> None:
+    speculative = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16}
+    (_, twins, _), tokens = run(hide=tmp_path, speculative_config=speculative)
+    assert twins
+    assert tokens == run()[1]

@@ -3,8 +3,9 @@
 
 Without a Triton back end vLLM's kernels are plain functions that nothing can launch. `install` puts
 a function of the same arguments in the place of each, in every module that has it, for engines
-that run V2 on such a host. A kernel whose parameters are not its twin's is refused, and one
-without a twin says so when it is launched.
+that run V2 on such a host. A kernel whose parameters are not its twin's is refused at start-up.
+`WITHOUT` lists the kernels that have none, because what launches them is refused: method "bastion"
+cannot serve it, or vLLM's CPU build does not.
 """
 
 from __future__ import annotations
@@ -22,11 +23,58 @@ from vllm_bastion.cpu.twins import (  # noqa: F401  (each registers its twins)
     logprobs,
     rejection,
     sampling,
+    state,
     thinking,
 )
 from vllm_bastion.cpu.twins.launch import TWINS, Twin
 
-__all__ = ["TWINS", "Twin", "TwinError", "install", "parameters"]
+__all__ = ["TWINS", "WITHOUT", "Twin", "TwinError", "install", "parameters"]
+
+_GPU = "vllm.v1.worker.gpu"
+WITHOUT: dict[str, tuple[str, ...]] = {
+    # options that a tree cannot serve
+    f"{_GPU}.sample.batch_shard": (
+        "_build_shard_plan_kernel",
+        "_pack_sampler_output_kernel",
+        "_unpack_gathered_output_kernel",
+        "_pack_logprobs_kernel",
+        "_unpack_logprobs_kernel",
+    ),
+    f"{_GPU}.sample.watermark": ("_repeated_context_mask_kernel", "_philox_gumbel_kernel"),
+    f"{_GPU}.spec_decode.acceptance_estimator": (
+        "_accumulate_kernel",
+        "_refit_kernel",
+        "_local_max_sumexp_kernel",
+        "_predict_kernel",
+    ),
+    f"{_GPU}.spec_decode.rejection_sampler_utils": (
+        "_compute_cumulative_log_p_kernel",
+        "_compute_local_residual_mass_kernel",
+    ),
+    # other methods' drafters
+    f"{_GPU}.spec_decode.dflash2.speculator": (
+        "_selector_walk_kernel",
+        "_cache_draft_logits_kernel",
+    ),
+    f"{_GPU}.spec_decode.multi_module_mtp.speculator": (
+        "_prepare_input_buffers_kernel",
+        "_prepare_input_hidden_states_and_embeddings_kernel",
+        "_pad_trailing_draft_slots_kernel",
+        "_cache_inputs_kernel",
+        "_shift_input_ids_kernel",
+        "_shift_input_embeds_kernel",
+    ),
+    f"{_GPU}.spec_decode.ngram.speculator": ("_ngram_scan_kernel", "_ngram_finalize_kernel"),
+    f"{_GPU}.spec_decode.standalone_ar.speculator": ("_prepare_prefill_inputs_kernel",),
+    f"{_GPU}.spec_decode.target_dependent_ar.speculator": (
+        "_prepare_prefill_inputs_kernel",
+        "_prepare_decode_inputs_kernel",
+        "_update_draft_inputs_kernel",
+    ),
+    # recurrent layers with a cache of aligned states
+    f"{_GPU}.model_states.recoverssm": ("_postprocess_recoverssm_align_kernel",),
+}
+"""Module -> its kernels that are launched and have no twin"""
 
 
 class TwinError(RuntimeError):
@@ -61,7 +109,23 @@ def install() -> None:
             for attribute, value in list(vars(holder).items()):
                 if id(value) in found:
                     setattr(holder, attribute, found[id(value)])
+    for module, names in WITHOUT.items():
+        for name in names if module in sys.modules else ():
+            setattr(sys.modules[module], name, _Missing(f"{module}:{name}"))
     _complete_placeholder()
+
+
+class _Missing:
+    """In the place of a kernel without a twin: says so when it is launched."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise TwinError(
+            f"vLLM's kernel {self.target} has no native twin on CPU hosts: leave out what needs "
+            "it, or set VLLM_BASTION_TRITON_INTERPRETER=1, which is very slow"
+        )
 
 
 def _complete_placeholder() -> None:

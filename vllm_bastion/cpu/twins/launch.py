@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a twin is: a function with a Triton kernel's arguments, launched as that kernel is.
 
-A twin's parameters are its kernel's, by name and in order, after `grid0` (and `grid1`): the number
-of programs. It gets tensors as flat NumPy views that start where the tensor does, so that it can
-go by the strides it is given; a 16-bit float tensor as float32, rounded back afterwards.
+A twin's parameters are its kernel's, by name and in order, after `grid0` (`grid1`, `grid2`): the
+number of programs. It gets tensors as flat NumPy views that start where the tensor does, so that it
+can go by the strides it is given; a 16-bit float tensor as float32, rounded back afterwards, or as
+its bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vllm_bastion.cpu.compiled import compiled
 TWINS: dict[str, Twin] = {}
 """`package.module:kernel` -> its twin"""
 
-_GRID = ("grid0", "grid1")
+_GRID = ("grid0", "grid1", "grid2")
 # Launch options of Triton's that are no arguments of a kernel.
 _OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl"})
 _HALF = (torch.bfloat16, torch.float16)
@@ -34,12 +35,13 @@ class Twin:
         target: the kernel, `package.module:name`.
         function: takes the grid's sizes and the kernel's arguments.
         source: `function` before it was compiled.
+        bits: whether 16-bit floats are handed over as int16.
     """
 
     def __init__(
-        self, target: str, function: Callable[..., None], source: Callable[..., None]
+        self, target: str, function: Callable[..., None], source: Callable[..., None], bits: bool
     ) -> None:
-        self.target, self.function = target, function
+        self.target, self.function, self._bits = target, function, bits
         parameters = inspect.signature(source).parameters
         self.names = tuple(name for name in parameters if name not in _GRID)
         self._dims = len(parameters) - len(self.names)
@@ -58,8 +60,10 @@ class Twin:
         given = [*args]
         for name in self.names[len(args) :]:
             given.append(kwargs[name] if name in kwargs else self._defaults[name])
-        values = [_value(item) for item in given]
+        values = [_value(item, self._bits) for item in given]
         self.function(*grid[: self._dims], *values)
+        if self._bits:
+            return
         for item, value in zip(given, values, strict=True):
             if isinstance(item, torch.Tensor) and item.dtype in _HALF:
                 _flat(item).copy_(torch.from_numpy(value))
@@ -76,20 +80,24 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((size,), (1,))
 
 
-def _value(item: Any) -> Any:
+def _value(item: Any, bits: bool) -> Any:
     if isinstance(item, torch.Tensor):
         flat = _flat(item)
-        return flat.float().numpy() if item.dtype in _HALF else flat.numpy()
+        if item.dtype in _HALF:
+            flat = flat.view(torch.int16) if bits else flat.float()
+        return flat.numpy()
     # One type of number, so that nothing is compiled twice.
     return int(item) if isinstance(item, np.integer) else item
 
 
-def twin(target: str, compile: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def twin(
+    target: str, compile: bool = True, bits: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the decorated function as the twin of the kernel `package.module:name`."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         callee = compiled(function) if compile else function
-        TWINS[target] = Twin(target, callee, function)
+        TWINS[target] = Twin(target, callee, function, bits)
         return callee
 
     return register
