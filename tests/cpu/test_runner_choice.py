@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines of a CPU host get Model Runner V2 and native kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm.platforms
+import vllm.triton_utils
+
+from vllm_bastion.config import BastionSpeculativeConfig
+from vllm_bastion.hooks import engine_args
+
+
+def engine(bastion: bool, unsupported: tuple[str, ...] = ()) -> Any:
+    """A VllmConfig as far as the hooks look."""
+    settings = object.__new__(BastionSpeculativeConfig) if bastion else None
+    return SimpleNamespace(
+        speculative_config=settings,
+        _get_v2_model_runner_unsupported_features=lambda: list(unsupported),
+    )
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A host with or without Triton, with or without a GPU, and what the user asked for."""
+
+    def choose(triton: bool = False, cpu: bool = True, asked: str | None = None) -> None:
+        monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", triton)
+        stand_in = SimpleNamespace(is_cpu=lambda: cpu)
+        monkeypatch.setattr(vllm.platforms, "_current_platform", stand_in, raising=False)
+        if asked is None:
+            monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        else:
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("where", "bastion", "ours"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"asked": "1"}, False, True),
+        ({"asked": "0"}, True, False),
+        ({"triton": True}, True, False),
+        ({"cpu": False}, True, False),
+    ],
+)
+def test_only_who_needs_it_gets_v2_on_native_kernels(
+    host: Any, where: dict[str, Any], bastion: bool, ours: bool
+) -> None:
+    host(**where)
+    config = engine(bastion)
+    assert engine_args.runs_on_twins(config) is ours
+    for answer in (True, False):
+        assert engine_args.use_v2_model_runner(lambda _, a=answer: a, config) is (ours or answer)
+    called: list[Any] = []
+    engine_args.validate_v2_model_runner(called.append, config)
+    assert called == ([] if ours else [config])
+
+
+def test_what_v2_cannot_do_is_still_refused(host: Any) -> None:
+    host()
+    with pytest.raises(ValueError, match="does not yet support: elastic things"):
+        engine_args.validate_v2_model_runner(print, engine(True, ("elastic things",)))
