@@ -318,7 +318,8 @@ class BastionSpeculator(DFlashSpeculator):
 
 
 def _all_gather(keys: torch.Tensor) -> torch.Tensor:
-    return tensor_model_parallel_all_gather(keys, dim=1)
+    # As floats, which is all that vLLM's shared memory between CPU workers takes.
+    return tensor_model_parallel_all_gather(keys.view(torch.float32), dim=1).view(torch.int64)
 
 
 def normalize_context_k(self: Any, all_k: torch.Tensor) -> torch.Tensor:
