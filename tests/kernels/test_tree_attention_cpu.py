@@ -14,7 +14,7 @@ from bastion_kernels.attention.tree_attention import write_kv, write_kv_referenc
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's version")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("columns", "in_cache"), [(2**15, 2**20), (11, 0), (16, 2**20)])
 def test_cpu_parts_of_long_prompts_and_contexts(
     dtype: torch.dtype, columns: int, in_cache: int, monkeypatch: pytest.MonkeyPatch
@@ -38,16 +38,16 @@ def test_cpu_parts_of_long_prompts_and_contexts(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_gives_a_path_the_bits_of_a_chain_of_as_many_rows(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(13)
-    requests = [Request(300, parents=random_parents(32, g))]
+    requests = [Request(300, parents=random_parents(16, g))]
     tree = Batch(requests, heads=(4, 2), dim=64, page=16, dtype=dtype)
-    chained = Batch([Request(300, chunk=32)], heads=(4, 2), dim=64, page=16, dtype=dtype)
+    chained = Batch([Request(300, chunk=16)], heads=(4, 2), dim=64, page=16, dtype=dtype)
     got, request = tree.cpu(), tree.requests[0]
     context = torch.arange(300)
-    for node in range(32):
+    for node in range(16):
         path = [c - 300 for c in request.visible(node)[300:]]
-        order = torch.tensor(path + [n for n in range(32) if n not in path])
-        chained.query[:32] = tree.query[order]
-        for rows, sources in ((context, context), (300 + torch.arange(32), 300 + order)):
+        order = torch.tensor(path + [n for n in range(16) if n not in path])
+        chained.query[:16] = tree.query[order]
+        for rows, sources in ((context, context), (300 + torch.arange(16), 300 + order)):
             source = tree.kv[tree.table[0, sources // 16].long(), :, sources % 16]
             chained.kv[chained.table[0, rows // 16].long(), :, rows % 16] = source
         assert torch.equal(got[path], chained.cpu()[: len(path)])

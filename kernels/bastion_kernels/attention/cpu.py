@@ -24,13 +24,15 @@ from torch import Tensor
 
 from bastion_kernels.native import njit, scratch
 
-__all__ = ["tree_attention_cpu", "write_kv_cpu"]
+__all__ = ["SHIFTS", "tree_attention_cpu", "write_kv_cpu"]
 
-_SHORT_CHUNK = 64  # a causal run of at most so many rows is a chain, by Numba
+_SHORT_CHUNK = 16  # a causal run of at most so many rows is a chain, by Numba
 _COLUMNS = 2**15  # cached rows gathered at once
 _IN_CACHE = 2**20  # bytes of keys and values that need no division by heads
 _Q_BLOCK = 32  # rows of flash attention's unit of work, for short queries
 
+# How far to the left a number's bits are those of the same number in fp32: the dtypes served here.
+SHIFTS = {torch.float32: 0, torch.bfloat16: 16}
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -61,49 +63,67 @@ def write_kv_cpu(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Ten
 
 # The terms of a product may be added in any order, as it is the same for every row and column.
 @partial(njit, fastmath={"reassoc", "contract", "nsz"})
-def _dot(a, b):
+def _dot(a, i, b, j):
     total = np.float32(0.0)
-    for i in range(a.shape[0]):
-        total += a[i] * b[i]
+    for c in range(a.shape[1]):
+        total += a[i, c] * b[j, c]
     return total
 
 
 @njit
-def _tail(query, kv, bits, scale, context, log_mass, out):
+def _widen(cache, block, head, offset, first, shift, out, row):
+    """Bits of a cached row's fp32 numbers, from integers of the cache's own width."""
+    for c in range(out.shape[1]):
+        out[row, c] = np.int32(cache[block, head, offset, first + c]) << shift
+
+
+@njit
+def _tail(query, cache, blocks, cached, bits, shift, scale, context, log_mass, out):
     """Rows of a tail over their ancestors, merged with the context's result.
 
-    query, out: [n, Hq, d] fp32; kv: [n, Hkv, 2d] fp32; bits: [>= n, W], or [0, 0] for a chain;
-    context: [Hkv, G * n, d] fp32 and log_mass [Hkv, G * n] fp32, -inf where there is no context.
+    query: [n, Hq, d] and cache: [blocks, Hkv, block_size, 2d] as integers, which `shift` makes the
+    bits of fp32; bits: [>= n, W], or [0, 0] for a chain; context: [Hkv, G * n, d] fp32 and log_mass
+    [Hkv, G * n] fp32, -inf where there is no context; out: [n, Hq, d] fp32.
     """
     rows, heads, dim = query.shape
-    kv_heads = kv.shape[1]
+    kv_heads, page = cache.shape[1], cache.shape[2]
     group = heads // kv_heads
     scores = np.empty(rows, np.float32)
-    seen = np.empty(rows, np.int32)
-    for row in range(rows):
-        count = 0
-        for node in range(row + 1):
-            if bits.shape[0] == 0 or node == row or (bits[row, node >> 5] >> (node & 31)) & 1:
-                seen[count] = node
-                count += 1
-        for head in range(heads):
-            kv_head = head // group
-            at = (head % group) * rows + row
-            top = log_mass[kv_head, at]
-            for i in range(count):
-                scores[i] = scale * _dot(query[row, head], kv[seen[i], kv_head, :dim])
-                top = max(top, scores[i])
-            weight = np.float32(math.exp(log_mass[kv_head, at] - top))
-            total = weight
-            for c in range(dim):
-                out[row, head, c] = weight * context[kv_head, at, c]
-            for i in range(count):
-                weight = np.float32(math.exp(scores[i] - top))
-                total += weight
+    seen = np.empty(rows, np.int64)
+    key_bits, value_bits = np.empty((rows, dim), np.int32), np.empty((rows, dim), np.int32)
+    query_bits, mixed = np.empty((1, dim), np.int32), np.empty(dim, np.float32)
+    keys, values = key_bits.view(np.float32), value_bits.view(np.float32)
+    asking = query_bits.view(np.float32)
+    for kv_head in range(kv_heads):
+        for row in range(rows):
+            block, offset = divmod(cached + row, page)
+            _widen(cache, blocks[block], kv_head, offset, 0, shift, key_bits, row)
+            _widen(cache, blocks[block], kv_head, offset, dim, shift, value_bits, row)
+        for row in range(rows):
+            count = 0
+            for node in range(row + 1):
+                if bits.shape[0] == 0 or node == row or (bits[row, node >> 5] >> (node & 31)) & 1:
+                    seen[count] = node
+                    count += 1
+            for member in range(group):
+                head, at = kv_head * group + member, member * rows + row
                 for c in range(dim):
-                    out[row, head, c] += weight * kv[seen[i], kv_head, dim + c]
-            for c in range(dim):
-                out[row, head, c] /= total
+                    query_bits[0, c] = np.int32(query[row, head, c]) << shift
+                top = log_mass[kv_head, at]
+                for i in range(count):
+                    scores[i] = scale * _dot(asking, 0, keys, seen[i])
+                    top = max(top, scores[i])
+                weight = np.float32(math.exp(log_mass[kv_head, at] - top))
+                total = weight
+                for c in range(dim):
+                    mixed[c] = weight * context[kv_head, at, c]
+                for i in range(count):
+                    weight, node = np.float32(math.exp(scores[i] - top)), seen[i]
+                    total += weight
+                    for c in range(dim):
+                        mixed[c] += weight * values[node, c]
+                for c in range(dim):
+                    out[row, head, c] = mixed[c] / total
 
 
 def _heads_at_once(kv_heads: int, rows: int, row_bytes: int, columns: int) -> int:
@@ -174,20 +194,20 @@ def _rows(
         return
     if cached:
         result, mass = _context(split.reshape(kv_heads, -1, dim), by_head, blocks, cached, scale)
-    places = torch.arange(cached, length)
-    own = kv_cache[blocks[places // size], :, places % size]
     if bits is not None or count <= _SHORT_CHUNK:
         if not cached:
             result = torch.zeros(kv_heads, group * count, dim)
             mass = torch.full((kv_heads, group * count), -torch.inf)
-        merged = torch.empty(count, heads, dim)
+        merged, kind = torch.empty(count, heads, dim), _INTEGERS[query.element_size()]
         _tail(
-            query.float().contiguous().numpy(), own.float().numpy(),
-            _NO_BITS if bits is None else bits.numpy(), np.float32(scale),
+            query.view(kind).numpy(), kv_cache.view(kind).numpy(), blocks.numpy(), cached,
+            _NO_BITS if bits is None else bits.numpy(), SHIFTS[query.dtype], np.float32(scale),
             result.float().numpy(), mass.numpy(), merged.numpy(),
         )  # fmt: skip
         out.copy_(merged)
         return
+    places = torch.arange(cached, length)
+    own = kv_cache[blocks[places // size], :, places % size]
     shape = (kv_heads, group, count, dim)
     keys, values = (x.transpose(0, 1)[:, None].expand(shape) for x in own.split(dim, 2))
     causal, causal_mass = _flash(split, keys, values, 0.0, True, scale=scale)
@@ -212,7 +232,7 @@ def tree_attention_cpu(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Request by request, without softcap, a cache of the queries' dtype; see `tree_attention`."""
+    """Request by request; see `tree_attention`. No softcap, a cache of the queries' dtype."""
     size = kv_cache.shape[2]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     tails, rows_of_bits = tail_lens.tolist(), slots.tolist()

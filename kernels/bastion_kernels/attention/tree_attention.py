@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.cpu import tree_attention_cpu, write_kv_cpu
+from bastion_kernels.attention.cpu import SHIFTS, tree_attention_cpu, write_kv_cpu
 from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.plan import RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
@@ -99,7 +99,7 @@ def tree_attention_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """The definition, in plain PyTorch and one precision up; also what a CPU runs for a softcap."""
+    """The definition, in plain PyTorch and one precision up; a CPU runs it for fp16, softcaps."""
     math = _MATH.get(query.dtype, torch.float32)
     heads, dim = query.shape[1:]
     kv_heads, size = kv_cache.shape[1:3]
@@ -293,7 +293,8 @@ def tree_attention(
         scale, out, softcap, k_scale, v_scale,
     )  # fmt: skip
     if not on_gpu(query):
-        if HAVE_NUMBA and softcap == 0 and kv_cache.dtype == query.dtype:
+        native = HAVE_NUMBA and softcap == 0 and kv_cache.dtype == query.dtype
+        if native and query.dtype in SHIFTS:
             tree_attention_cpu(*args[:10])
         else:
             tree_attention_reference(*args)
