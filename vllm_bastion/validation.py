@@ -163,7 +163,9 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
     architectures = list(getattr(drafter, "architectures", None) or [])
     block_size = getattr(drafter, "block_size", None)
     dflash = getattr(drafter, "dflash_config", None)
-    if not DFLASH_ARCHITECTURES.intersection(architectures) or not isinstance(dflash, dict):
+    # All of them: vLLM picks its speculator by any that it finds.
+    plain = bool(architectures) and DFLASH_ARCHITECTURES.issuperset(architectures)
+    if not plain or not isinstance(dflash, dict):
         shown = ", ".join(architectures) or "none named"
         raise BastionConfigError(
             f'"model": "{name}" is no DFlash drafter (architecture: {shown}): give a checkpoint of '

@@ -140,6 +140,8 @@ def make_sampler(tree: Tree, params: SamplingParams) -> TreeRejectionSampler:
         num_speculative_tokens=NODES,
         enable_adaptive_verification=False,
         rejection_sample_method="standard",
+        fly_entropy_threshold=0.3,
+        fly_entropy_top_k=3,
         bastion_budget="adaptive",
         bastion_budget_timing="exact",
     )

@@ -37,8 +37,8 @@ class Hook:
     """`package.module:Class.attribute`"""
     wrapper: str
     """`module:function` below vllm_bastion.hooks"""
-    expects: str
-    """Signature the wrapper was written for, see `wrap.signature`"""
+    expects: str | tuple[str, ...]
+    """Signatures the wrapper was written for, see `wrap.signature`"""
     why: str
     """What goes wrong without it"""
     what: str

@@ -10,6 +10,7 @@ at the config it is given, so an engine without bastion in the same process gets
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from vllm_bastion.config import bastion_config, is_lagged
@@ -25,7 +26,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
             "(head_size, dtype, kv_cache_dtype, use_mla=, has_sink=, use_sparse=, use_mm_prefix=, "
             "use_per_head_quant_scales=, attn_type=, num_heads=, has_sliding_window=)"
         ),
-        why="no backend of vLLM 0.32 takes a tree mask",
+        why="no backend of vLLM takes a tree mask",
         what="the target's layers get ours; the drafter's keep vLLM's",
         upstream="a tree-capable backend",
     ),
@@ -51,7 +52,10 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         expects=(
             "(enable_adaptive_verification, attn_groups, req_states, query_start_loc, "
             "num_bonus_tokens, max_total_logits, vllm_config, target_layer_names=, "
-            "additional_attn_cg_support=)"
+            "additional_attn_cg_support=)",
+            "(enable_adaptive_verification, attn_groups, req_states, query_start_loc, "
+            "num_bonus_tokens, max_total_logits, vllm_config, target_layer_names=, "
+            "additional_attn_cg_support=, copy_admitted_drafts_to_host=)",
         ),
         why="vLLM's manager ranks positions of a chain by confidence",
         what="builds BastionVerificationManager, which trims to N* exactly",
@@ -68,7 +72,10 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
     Hook(
         target=f"{_RUNNER}:StructuredOutputsWorker",
         wrapper="runner:structured_outputs_worker",
-        expects="(max_num_logits, vocab_size, device, mask_stride, num_bonus_tokens)",
+        expects=(
+            "(max_num_logits, vocab_size, device, mask_stride, num_bonus_tokens)",
+            "(max_num_logits, vocab_size, device, mask_stride)",
+        ),
         why="a bitmask for N drafts a request: 10 GB at N = 512, 1024 requests, vocabulary 152k",
         what="sizes it by gamma, which is what a request with a grammar gets",
         upstream="a per-request number of speculative tokens",
@@ -77,8 +84,10 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         target=f"{_RUNNER}:GPUModelRunner.sample_tokens",
         wrapper="runner:sample_tokens",
         expects="(self, grammar_output)",
-        why="only the worker knows how many nodes were verified",
-        what="sends the counts to the scheduler with the step's output, and whether steps draft",
+        why="only the worker knows how many nodes were verified; vLLM 0.33's warm-up sends bitmask "
+        "rows for N drafts a request",
+        what="sends the counts to the scheduler with the step's output, and whether steps draft; "
+        "drops the rows past gamma's",
         upstream="adaptive verification reports what it verified",
     ),
     Hook(
@@ -183,28 +192,41 @@ def resolve_cudagraph_mode(original: Callable[..., Any], mode: Any, **kwargs: An
 
 
 def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Bitmask rows for gamma drafts a request."""
+    """Bitmask rows for a chain's drafts a request, here as in the engine core."""
     from vllm.config import get_current_vllm_config_or_none
 
     vllm_config = get_current_vllm_config_or_none()
     config = None if vllm_config is None else bastion_config(vllm_config)
     if config is not None:
         max_num_reqs = kwargs["max_num_logits"] // kwargs["mask_stride"]
-        kwargs["max_num_logits"] = max_num_reqs * (config.bastion_gamma + 1)
+        kwargs["mask_stride"] = config.max_chain_tokens + 1
+        kwargs["max_num_logits"] = max_num_reqs * kwargs["mask_stride"]
     return original(**kwargs)
 
 
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
     """Attach to the step's output what the scheduler is to know, see `hooks.scheduler`."""
-    output = original(self, grammar_output)
     from vllm_bastion.step.verification import BastionVerificationManager
 
+    output = original(self, _rows_of_chains(self, grammar_output))
     manager = self.adaptive_verification
     runner_output = getattr(output, "model_runner_output", None)
     if isinstance(manager, BastionVerificationManager) and runner_output is not None:
         runner_output.bastion_num_verified = manager.take_num_verified()
         runner_output.bastion_drafting = manager.runtime.drafting
     return output
+
+
+def _rows_of_chains(runner: Any, grammar_output: Any) -> Any:
+    """Drop bitmask rows past those of a chain where each request brings N + 1 of them."""
+    config = bastion_config(runner.vllm_config)
+    if config is None or grammar_output is None:
+        return grammar_output
+    mask, reqs = grammar_output.grammar_bitmask, len(grammar_output.structured_output_request_ids)
+    if len(mask) != reqs * runner.decode_query_len:
+        return grammar_output
+    kept = mask.reshape(reqs, runner.decode_query_len, -1)[:, : config.max_chain_tokens + 1]
+    return replace(grammar_output, grammar_bitmask=kept.reshape(-1, mask.shape[1]))
 
 
 def warm_up(original: Callable[..., Any], self: Any) -> Any:

@@ -107,8 +107,10 @@ def prometheus_init(
 
 
 def structured_output_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
-    """Size bitmasks and grammar roll-back by depth: grammar requests are chains of gamma tokens."""
-    original(self, chain_view_of(vllm_config))
+    """Size bitmasks and grammar roll-back by depth: grammar requests are chains."""
+    config = bastion_config(vllm_config)
+    num_tokens = None if config is None else config.max_chain_tokens
+    original(self, chain_view_of(vllm_config, num_tokens))
 
 
 def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,10 @@ def init_device(original: Callable[..., Any], self: Any) -> None:
         wrap(
             "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_triton",
             _apply_top_k_top_p,
-            expects="(logits, k, p, mask_value=)",
+            expects=(
+                "(logits, k, p, mask_value=)",
+                "(logits, k, p, mask_value=, has_topp_only_rows=)",
+            ),
         )
     if runs_on_twins(self.vllm_config):
         from vllm_bastion.cpu import twins

@@ -178,13 +178,15 @@ class BastionSpeculator(DFlashSpeculator):
         """Draft, and build each request's tree. Returns the nodes' tokens, [R, N] int64."""
         num_reqs = input_batch.num_reqs
         runtime, costs = self.runtime, self.runtime.costs
-        runtime.drafted = True
+        # vLLM 0.33 asks for 0 where no request of the step can use a draft.
+        skipped = kwargs.get("num_speculative_tokens") == 0
+        runtime.drafted = not skipped
         self.trees.bind_rows(None if dummy_run else input_batch.idx_mapping)
         if costs is not None and not dummy_run:
             context_len = float(input_batch.num_computed_tokens_np.mean())
             costs.learn()
             costs.install(num_reqs, context_len)
-            if runtime.switch is not None:
+            if runtime.switch is not None and not skipped:
                 slots = input_batch.idx_mapping_np
                 # Prompts that go on in the next step have no use for a draft.
                 seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
@@ -227,7 +229,9 @@ class BastionSpeculator(DFlashSpeculator):
                 self.trees.publish(input_batch.idx_mapping_np)
             if runtime.timer is not None:
                 runtime.timer.step_done(runtime.drafted)
-        return self.trees.tokens[:num_reqs]
+        tokens = self.trees.tokens[:num_reqs]
+        # vLLM writes -1 over what was not asked for; past a tree's end, rows keep their token.
+        return torch.full_like(tokens, -1) if skipped else tokens
 
     # ---- the drafter's context ----------------------------------------------------------
 

@@ -47,9 +47,7 @@ class LaggedVerificationManager(BastionVerificationManager):
         self._limits_np = limits
         return even_split(total, limits)
 
-    def reallocate_drafts(
-        self, req_ids: list[str], idx_mapping: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         trees, count = self.trees, len(req_ids)
         total = int(self._kept.sum())
         limits = copy_to_device(self._limits_np, self._rows[:count])
@@ -60,7 +58,7 @@ class LaggedVerificationManager(BastionVerificationManager):
         torch.cumsum(counts + self.num_bonus_tokens, 0, out=cu_num_logits[1:])
         rest = copy_to_device(self._rest, self._rows[:count])
         torch.cumsum(counts + rest, 0, out=self.query_start_loc[1 : count + 1])
-        return cu_num_logits, self.query_start_loc, total
+        return self._reallocated(cu_num_logits, total)
 
     @property
     def drafts(self) -> np.ndarray:

@@ -12,6 +12,7 @@ was decided when the tree was built: its first ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -25,6 +26,12 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_bastion.step.host import copy_to_device
 from vllm_bastion.step.runtime import Runtime
 from vllm_bastion.step.shares import even_split
+
+# vLLM 0.33 unpacks a fourth value: drafts per request, on their way to the host where only the
+# device knows them and sampling is sharded over ranks (refused here), else None.
+_NUM_REALLOCATED = len(
+    get_args(get_type_hints(AdaptiveVerificationManager.reallocate_drafts)["return"])
+)
 
 
 class BastionVerificationManager(AdaptiveVerificationManager):
@@ -124,14 +131,16 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         np.cumsum(self._kept + self.num_bonus_tokens, out=self._cu_num_logits_np[1:])
         return self._kept + self._rest, self._cu_num_logits_np
 
-    def reallocate_drafts(
-        self, req_ids: list[str], idx_mapping: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         # The CPU counts were exact, so the runner has already filled query_start_loc rightly.
         cu_num_logits = copy_to_device(
             self._cu_num_logits_np, self._cu_num_logits[: len(req_ids) + 1]
         )
-        return cu_num_logits, self.query_start_loc, int(self._kept.sum())
+        return self._reallocated(cu_num_logits, int(self._kept.sum()))
+
+    def _reallocated(self, cu_num_logits: torch.Tensor, num_drafts: int) -> tuple[Any, ...]:
+        """As many values as this vLLM unpacks."""
+        return (cu_num_logits, self.query_start_loc, num_drafts, None)[:_NUM_REALLOCATED]
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         """Called after ``propose``: the batch's requests have trees from here on, or none."""
