@@ -4,6 +4,7 @@
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13)
 VENV ?= .venv
+VENV033 ?= .venv-033
 BIN := $(VENV)/bin
 
 # One thread is fastest for the tiny pair; conftest.py sets the same for a bare `pytest`.
@@ -14,10 +15,10 @@ export HF_HUB_OFFLINE ?= 1
 FAST := not e2e and not slow and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full check bench clean
+.PHONY: help setup demo test test-full test-033 test-033-full check bench clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
 
 # Two stamps: vLLM is installed once; a changed pyproject.toml only reinstalls this package.
 $(VENV)/.vllm-0.32:
@@ -26,6 +27,11 @@ $(VENV)/.vllm-0.32:
 
 $(VENV)/.ready: $(VENV)/.vllm-0.32 pyproject.toml
 	@.ci/setup package "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+# vLLM 0.33 has no CPU build; the overlay is built anew when the base's vLLM is.
+$(VENV033)/.ready: $(VENV)/.vllm-0.32 | $(VENV)/.ready
+	@.ci/setup overlay "$(BIN)/python" "$(VENV033)"
 	@touch $@
 
 setup: $(VENV)/.ready  ## Create .venv with vLLM 0.32 for CPU and this plugin (once)
@@ -38,6 +44,12 @@ test: $(VENV)/.ready  ## The test suite with a representative part of the end-to
 
 test-full: $(VENV)/.ready  ## All tests, the whole end-to-end matrix included (GPU tests where there is one)
 	@$(BIN)/python -m pytest --durations=20
+
+test-033: $(VENV033)/.ready  ## What `make test` runs, on vLLM 0.33 (its Python over 0.32's CPU build)
+	@$(VENV033)/bin/python -m pytest -m "not slow and not gpu" --durations=10
+
+test-033-full: $(VENV033)/.ready  ## What `make test-full` runs, on vLLM 0.33
+	@$(VENV033)/bin/python -m pytest --durations=20
 
 check: $(VENV)/.ready  ## Lint, format, types and the fast tests
 	@$(BIN)/ruff check .
@@ -56,5 +68,5 @@ bench:  ## Time every op against its reference (a GPU, PyTorch for CUDA; BENCH_A
 		"$(BENCH_PYTHON)" benchmarks/gpu/bench_kernels.py $(BENCH_ARGS)
 
 clean:  ## Back to a fresh clone: remove .venv, builds and caches
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-033 build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
