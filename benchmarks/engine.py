@@ -35,10 +35,10 @@ GAMMA = 15  # drafted depth of the tiny pair: block_size - 1
 # vLLM's `max_num_batched_tokens`. Small on purpose: a kernel pads up to it, here in a Python loop.
 ROWS = 128
 
-# One thread: with tensors this small, waking more costs more than they do. See the README's notes
-# on CPU machines for the interpreter.
+# One thread: with tensors this small, waking more costs more than they do. Model Runner V2 for
+# every method, so that seeded draws are the same.
 _ENVIRONMENT = {
-    "VLLM_BASTION_TRITON_INTERPRETER": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -25,8 +25,6 @@ _COMMON = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _WITHOUT_US = {"VLLM_PLUGINS": ""}
-# What bastion needs on a CPU host besides its configuration. The only place that says so.
-_WITH_US = {"VLLM_BASTION_TRITON_INTERPRETER": "1"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def engines(pair: Path, **settings: Any) -> dict[str, SpeedEngine]:
     """All methods by the name of their row; `settings` are fields of `SpeedEngine`."""
     drafter = pair / "drafter"
     without = {**_COMMON, **_WITHOUT_US}
-    with_us = {**_COMMON, **_WITH_US}
+    with_us = dict(_COMMON)
     if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         # GiB; vLLM would take half of the memory, once per engine.
         without["VLLM_CPU_KVCACHE_SPACE"] = with_us["VLLM_CPU_KVCACHE_SPACE"] = "1"

@@ -26,7 +26,7 @@ from rollouts import continue_batch
 from transformers import AutoTokenizer
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("VLLM_BASTION_TRITON_INTERPRETER", "1")
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 Proposal = tuple[int, list[int]]  # (position of the first guess, guesses)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,7 +38,11 @@ GAMMA = 15
 ON_GPU = torch.cuda.is_available()
 
 _ON_CPU = {
-    "VLLM_BASTION_TRITON_INTERPRETER": "1",
+    # Plain decoding and dflash on Model Runner V2 as well, whose seeded draws are bastion's: on our
+    # native kernels, not in Triton's interpreter, which the tests' own process has.
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_BASTION_TRITON_INTERPRETER": "0",
+    "TRITON_INTERPRET": "0",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
@@ -48,6 +53,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     **({} if ON_GPU else _ON_CPU),
 }
+_INTERPRETED = {"VLLM_BASTION_TRITON_INTERPRETER": "1", "TRITON_INTERPRET": "1"}
 # Compiled kernels and FULL graphs; a model this small is not worth torch.compile's time.
 _GPU_ARGUMENTS = {
     "dtype": "bfloat16",
@@ -59,6 +65,7 @@ _GPU_ARGUMENTS = {
 
 _PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.core"]
 _TIMEOUT_S = 3600
+_lock = threading.Lock()  # of os.environ
 
 
 def caches(folder: Path) -> dict[str, str]:
@@ -153,6 +160,7 @@ class Runner:
         self.cpu_s: list[float] = []  # of every engine that has run
         self.caches = caches(folder)
         environment = {**ENVIRONMENT, **self.caches}
+        self._environment = environment
         if ON_GPU:
             # A process that CUDA was asked about must not be forked.
             self._context: Any = multiprocessing.get_context("spawn")
@@ -166,7 +174,10 @@ class Runner:
     def submit(
         self, engine: Engine, batches: Sequence[Batch], **more: Any
     ) -> Future[dict[str, Any]]:
-        """Start a run, or find it; `more` are further keys of the worker's spec."""
+        """Start a run, or find it; `more` are further keys of the worker's spec.
+
+        With `interpreted=True` a CPU host's engine runs vLLM's Triton kernels in the interpreter.
+        """
         spec = {
             "engine": engine.arguments(),
             "batches": [batch.spec() for batch in batches],
@@ -181,10 +192,20 @@ class Runner:
         """Run one engine and wait for it."""
         return self.submit(engine, batches, **more).result()
 
+    def _start(self, spec: dict[str, Any], *files: str) -> Any:
+        if ON_GPU or not spec.get("interpreted"):
+            process = self._context.Process(target=work, args=(spec, *files))
+            process.start()
+            return process
+        # The server has imported Triton and vLLM, which know their mode by then.
+        process = multiprocessing.get_context("spawn").Process(target=work, args=(spec, *files))
+        with _lock, _environment({**self._environment, **_INTERPRETED}):
+            process.start()
+        return process
+
     def _run(self, spec: dict[str, Any], number: int) -> dict[str, Any]:
         result, log = (self._folder / f"{number}.{kind}" for kind in ("json", "log"))
-        process = self._context.Process(target=work, args=(spec, str(result), str(log)))
-        process.start()
+        process = self._start(spec, str(result), str(log))
         process.join(_TIMEOUT_S)
         if process.exitcode is None:
             process.kill()
@@ -199,7 +220,7 @@ class Runner:
 
 @contextmanager
 def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """A changed environment, for as long as the server of the engines' processes is started."""
+    """A changed environment, for as long as a process is started."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:

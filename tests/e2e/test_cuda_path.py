@@ -62,7 +62,7 @@ def test_graphs_replay_what_decoding_needs(
     tree = with_graphs(plain).with_bastion(8, top_k=4, **costs)
     futures = [
         runner.submit(plain, requests),
-        runner.submit(tree, requests, setup=SETUP, probe=REPLAYS),
+        runner.submit(tree, requests, setup=SETUP, probe=REPLAYS, interpreted=True),
     ]
     run = futures[1].result()
     compare.same(f"GPU path on a CPU, {timing}", requests, futures[0].result(), run)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
 
@@ -111,6 +111,18 @@ def test_oracle(matrix: Matrix, compare: Comparison, mode: str) -> None:
     branchy = [path for path in paths if path != list(range(len(path)))]
     assert len(branchy) > 60
     assert max(len(path) for path in branchy) > 6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="compares two ways to run vLLM's kernels on a CPU")
+def test_vllms_own_kernels(runner: Runner, compare: Comparison) -> None:
+    """Triton's interpreter instead of our native kernels, for plain decoding and for trees."""
+    batches = [cases.greedy(3), cases.sampled(3), cases.structured()]
+    engines = [Engine(), Engine().with_bastion(16)]
+    native = runner.submit(engines[0], batches)
+    runs = [runner.submit(engine, batches, interpreted=True) for engine in engines]
+    for name, run in zip(("plain", "trees"), runs, strict=True):
+        compare.same(f"in the interpreter, {name}", batches, native.result(), run.result())
 
 
 @pytest.mark.parametrize("mode", MODES)
