@@ -92,6 +92,8 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     log_rho, size = torch.zeros(SLOTS, NODES), torch.zeros(SLOTS, dtype=torch.int32)
     bits = torch.zeros(SLOTS, NODES + 1, NODES // 32 + 1, dtype=torch.int32)
     num_verify, tails = torch.zeros_like(size), torch.zeros_like(size)
+    emitted, rest, take_scratch = (torch.zeros_like(size) for _ in range(3))
+    logits_start, rows_start = ints(0, 0), ints(0, 0)
     promised, cost = torch.zeros(SLOTS), torch.linspace(10, 20, 2049)
     rows, base = NODES + 1, torch.zeros((), dtype=torch.int32)
     starts, positions = ints(0, rows), torch.arange(rows)
@@ -135,14 +137,16 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
             source, kept_positions, rejected, kept,
         ),
         "gather_rows": lambda: gather_rows(hidden, source, kept_hidden),
-        "bind_slots": lambda: bind_slots(slots, row_slots, base),
+        "bind_slots": lambda: bind_slots(slots, num_sampled, row_slots, base, emitted),
         "topk_logprobs": lambda: topk_logprobs(logits, TOP_K, tokens[0], logprobs[0]),
         "expand_best_first": lambda: expand_best_first(tokens, logprobs, spine, slots, *tree),
         "ancestor_bits": lambda: ancestor_bits(parents, slots, bits),
         "choose_budget": lambda: choose_budget(
             log_rho, slots, size, cost, base, num_verify, promised
         ),
-        "take_best": lambda: take_best(log_rho, slots, size, 40, num_verify),
+        "take_best": lambda: take_best(
+            log_rho, slots, size, rest, 40, logits_start, rows_start, take_scratch
+        ),
     }  # fmt: skip
 
 

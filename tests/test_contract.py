@@ -225,6 +225,10 @@ SOURCE = {
         "verification.py: trees are known to exist once record_confidences is called",
         ["self.postprocess_sampled(", "self.speculator.propose(", ".record_confidences("],
     ),
+    "vllm.v1.worker.gpu.async_utils:AsyncOutput.__init__": (
+        "lagged.py: counts copied on the main stream are there when the output is",
+        ["copy_stream.wait_stream(main_stream)", "self.copy_event.record(copy_stream)"],
+    ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": (
         "model_state.py: prepare_attn binds the step before prepare_inputs places its rows",
         ["self.model_state.prepare_attn(", "**self.model_state.prepare_inputs("],

@@ -12,7 +12,7 @@ rows that are no draft nodes (roots and prefill tokens),
 and N* = argmax S. For R = 1 this is the paper's S(N) without its constant L_AR. `first_decrease` is
 the paper's Algorithm 1, which stops at the first n that does not improve S: the same answer on a
 convex cost (Proposition 3), not on a staircase. `bastion_kernels.choose_budget` is the same rule on
-the device; this one serves the lagged size, the replay and the tests.
+the device; this one serves the replay, which wants S itself, and the tests.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_bastion.cost.online import LatencyModel
 from vllm_bastion.cost.table import CostArray
 
 Rule = Literal["argmax", "first_decrease"]
-Timing = Literal["exact", "lagged"]
 
 
 @dataclass(frozen=True)
@@ -124,60 +122,10 @@ def choose_budget(
     """
     order = order_scores(rho, limits)
     n = best_size(speedup_curve(order, cost_ms, base_rows), rule)
-    return _budget(order, n, cost_ms, base_rows)
+    return budget_of(order, n, cost_ms, base_rows)
 
 
-def _budget(order: ScoreOrder, n: int, cost_ms: CostArray, base_rows: int) -> Budget:
+def budget_of(order: ScoreOrder, n: int, cost_ms: CostArray, base_rows: int) -> Budget:
+    """The budget of the `n` best nodes."""
     row = min(base_rows + n, len(cost_ms) - 1)
     return Budget(order.counts(n), float(order.expected[n]), float(cost_ms[row]))
-
-
-class BudgetController:
-    """Budgets of successive steps, with the state that the lagged timing needs.
-
-    Args:
-        latency: what a cycle is believed to cost.
-        rule: `argmax`, or the paper's `first_decrease`.
-        timing: `exact` sizes the step by its own scores. `lagged` takes the size that the previous
-            step's scores asked for, per request of the batch, and fills it with this step's best
-            nodes, so that the host never waits for this step's scores.
-    """
-
-    def __init__(
-        self, latency: LatencyModel, *, rule: Rule = "argmax", timing: Timing = "exact"
-    ) -> None:
-        self.latency = latency
-        self.rule: Rule = rule
-        self.timing: Timing = timing
-        # nodes per request that the last step's scores asked for
-        self._last_per_request: float | None = None
-
-    def cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
-        """[max_rows + 1] float32: the cost row that `choose_budget` reads, here or on a device."""
-        return self.latency.cycle_cost_ms(num_reqs, context_len)
-
-    def decide(
-        self,
-        rho: ArrayLike,
-        limits: ArrayLike,
-        context_len: float,
-        prefill_rows: int = 0,
-    ) -> Budget:
-        """The step's budget.
-
-        Args:
-            rho: [R, N] path scores of the requests that decode, each row non-increasing.
-            limits: [R] most nodes each request may have.
-            context_len: mean cached tokens per request.
-            prefill_rows: prompt tokens that ride in the same step.
-        """
-        order = order_scores(rho, limits)
-        base_rows = order.num_reqs + prefill_rows
-        cost = self.cost_ms(order.num_reqs, context_len)
-        curve = speedup_curve(order, cost, base_rows)
-        n = best_size(curve, self.rule)
-        if self.timing == "lagged":
-            wanted, self._last_per_request = self._last_per_request, n / order.num_reqs
-            if wanted is not None:
-                n = min(round(wanted * order.num_reqs), len(curve) - 1)
-        return _budget(order, n, cost, base_rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees: what they must satisfy, three ways to build them, and a drawing of one.
+"""Draft trees: what they must satisfy, two ways to build them, and a drawing of one.
 
 This file only knows shapes of trees. How many of a tree's nodes to verify is the controller's
 affair: nodes are sorted so that any number of leading ones is a tree itself.
@@ -11,7 +11,8 @@ would commit as many tokens as it has nodes on the drawn path (Lemma 1), in expe
     A-hat(T) = 1 + sum of rho over the draft nodes of T      (path-sum surrogate; 1 is the root)
 
 Best-first expansion takes the nodes in order of rho: nested trees, each the best of its size
-(optimality of best-first expansion). Chain and beam are there to be compared with.
+(optimality of best-first expansion). Both are built by the engine's own op. Replay itself needs no
+trees: see `steps.py`, and its beam.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from bastion_kernels import expand_best_first
 
-__all__ = ["DraftTree", "beam", "best_first", "chain"]
+__all__ = ["DraftTree", "best_first", "chain"]
 
 _UNUSED = {"tokens": 0, "parents": -1, "depths": 0, "log_rho": float("-inf")}
 _GREEN, _DIM, _PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
@@ -197,47 +198,3 @@ def _expand(tokens: Tensor, logprobs: Tensor, limit: int, spine_only: bool) -> D
         tree.num_nodes,
     )
     return tree
-
-
-def beam(topk_tokens: Tensor, topk_logprobs: Tensor, width: int, depth: int) -> DraftTree:
-    """Beam search: at each depth the `width` best extensions of the depth before, all of them kept.
-
-    The rectangle of width x depth nodes that the paper compares with (section 5). Sorted by rho
-    like every tree here, which keeps parents before their children.
-
-    Args:
-        topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
-        topk_logprobs: `[R, D, K]` fp32, their log-probabilities, non-increasing over K.
-        width: nodes kept at each depth.
-        depth: depths to go down, at most D.
-    """
-    reqs, limit = topk_tokens.shape[0], width * depth
-    filled = {"tokens": torch.int64, "parents": torch.int32, "depths": torch.int32}
-    columns = {
-        name: torch.full((reqs, limit), _UNUSED[name], dtype=filled.get(name, torch.float32))
-        for name in _UNUSED
-    }
-    num_nodes = torch.zeros(reqs, dtype=torch.int32)
-    for row in range(reqs):
-        # (log rho, creation number of the parent, token, depth); a parent is created earlier
-        nodes: list[tuple[float, int, int, int]] = [(0.0, -1, 0, 0)]
-        level = [0]
-        for d in range(depth):
-            candidates = zip(topk_logprobs[row, d].tolist(), topk_tokens[row, d].tolist())
-            extensions = [
-                (nodes[node][0] + logprob, node, token, d + 1)
-                for logprob, token in candidates
-                for node in level
-            ]
-            extensions.sort(key=lambda node: (-node[0], node[1]))
-            level = list(range(len(nodes), len(nodes) + len(extensions[:width])))
-            nodes += extensions[:width]
-        order = sorted(range(1, len(nodes)), key=lambda node: (-nodes[node][0], node))
-        number = {0: 0} | {node: place + 1 for place, node in enumerate(order)}
-        num_nodes[row] = len(order)
-        for place, node in enumerate(order):
-            log_rho, parent, token, node_depth = nodes[node]
-            values = (token, number[parent], node_depth, log_rho)
-            for name, value in zip(columns, values, strict=True):
-                columns[name][row, place] = value
-    return DraftTree(**columns, num_nodes=num_nodes)

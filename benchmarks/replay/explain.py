@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bastion_kernels import expand_best_first
 from benchmarks.replay.controller import ScoreOrder, best_size, order_scores, speedup_curve
+from benchmarks.replay.draft_tree import best_first
 from benchmarks.replay.plots import step_figure
 from benchmarks.replay.recording import Recording, load_recording
 from vllm_bastion.cli import newest_profile
@@ -83,7 +83,13 @@ def explain_step(
     """
     if not 0 <= step < recording.num_steps:
         raise ValueError(f"step {step} is not among the {recording.num_steps} recorded ones")
-    tokens, parents, depths, log_rho = _expand(recording, step, max_nodes)
+    tree = best_first(
+        torch.from_numpy(recording.topk_tokens[step : step + 1].astype(np.int32)),
+        torch.from_numpy(recording.topk_logprobs[step : step + 1].astype(np.float32)),
+        max_nodes,
+    )
+    used = slice(0, int(tree.num_nodes[0]))
+    log_rho = tree.log_rho[0, used].numpy().astype(np.float64)
     q, p = int(recording.step_requests[step]), int(recording.step_positions[step])
     cost = latency.cycle_cost_ms(1, float(recording.context_lens[step]))
     order = order_scores(np.exp(log_rho)[None], [len(log_rho)])
@@ -91,7 +97,13 @@ def explain_step(
     truth = recording.continuation(step).tolist()
     path, nodes = {0}, []
     for j, (token, parent, depth, score) in enumerate(
-        zip(tokens, parents, depths, log_rho, strict=True)
+        zip(
+            tree.tokens[0, used].tolist(),
+            tree.parents[0, used].tolist(),
+            tree.depths[0, used].tolist(),
+            log_rho,
+            strict=True,
+        )
     ):
         hit = j < verified and parent in path and token == truth[depth - 1]
         if hit:
@@ -156,35 +168,6 @@ def explanation_html(step: Explanation, text: TokenText = str) -> str:
         f"{len(step.accepted)} accepted (green); each shows its token and path score rho.</p>\n"
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">\n'
         f"{body}\n</svg>\n<pre>{summary}</pre>\n</body></html>\n"
-    )
-
-
-def _expand(
-    recording: Recording, step: int, max_nodes: int
-) -> tuple[list[int], list[int], list[int], np.ndarray]:
-    """Tokens, parents, depths and log rho of the nodes in use."""
-    tokens = torch.zeros(1, max_nodes, dtype=torch.int64)
-    parents = torch.zeros(1, max_nodes, dtype=torch.int32)
-    depths = torch.zeros(1, max_nodes, dtype=torch.int32)
-    log_rho = torch.zeros(1, max_nodes)
-    count = torch.zeros(1, dtype=torch.int32)
-    expand_best_first(
-        torch.from_numpy(recording.topk_tokens[step : step + 1].astype(np.int32)),
-        torch.from_numpy(recording.topk_logprobs[step : step + 1].astype(np.float32)),
-        torch.zeros(1, dtype=torch.bool),
-        torch.zeros(1, dtype=torch.int64),
-        tokens,
-        parents,
-        depths,
-        log_rho,
-        count,
-    )
-    n = int(count)
-    return (
-        tokens[0, :n].tolist(),
-        parents[0, :n].tolist(),
-        depths[0, :n].tolist(),
-        log_rho[0, :n].numpy().astype(np.float64),
     )
 
 

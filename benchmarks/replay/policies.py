@@ -4,12 +4,22 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
-from benchmarks.replay.controller import Budget, BudgetController, Rule, Timing, choose_budget
+from benchmarks.replay.controller import (
+    Budget,
+    Rule,
+    best_size,
+    budget_of,
+    choose_budget,
+    order_scores,
+    speedup_curve,
+)
 from benchmarks.replay.path_scores import PathScoreCorrection
 from benchmarks.replay.simulation import Corpus, Outcome
 from benchmarks.replay.steps import StepTree, beam_accepted, best_first, chain_accepted
@@ -94,13 +104,32 @@ class Fixed:
         """Nothing to learn."""
 
 
+Timing = Literal["exact", "lagged"]
+
+
+@dataclass
+class _Trees:
+    """What the gate is to learn of one step's trees; nothing of a step without."""
+
+    requests: list[int] = field(default_factory=list)
+    # Of each request the nodes that its scores ask for, and the tokens that those promise.
+    nodes: list[int] = field(default_factory=list)
+    promised: list[float] = field(default_factory=list)
+    # Tokens accepted in all.
+    accepted: int = 0
+
+
 class Adaptive:
-    """The controller, as the engine runs it.
+    """The controller, as the engine runs it (`vllm_bastion/step/verification.py`, `lagged.py`).
 
     Args:
         corpus: trees and outcomes.
         latency: what the controller believes.
         max_nodes: N_max of every request.
+        rule: `argmax`, or the paper's `first_decrease`.
+        timing: `exact` sizes a step by its own scores. `lagged` takes the nodes per request that
+            the scores of the step before asked for, and fills them with this step's best nodes;
+            the gate hears of everything a step later, too.
         shared: whether the batch's nodes compete; else every request maximises its own S(N) on the
             cost of a batch of one.
         correction: learn and use corrected path scores.
@@ -125,7 +154,11 @@ class Adaptive:
         self.latency = latency
         self.max_nodes = max_nodes or corpus.max_nodes
         self.shared = shared
-        self.controller = BudgetController(latency, rule=rule, timing=timing)
+        self.rule: Rule = rule
+        self.lag = int(timing == "lagged")
+        # nodes per request that the last scores to be heard of asked for
+        self._per_request = float(self.max_nodes)
+        self._history = deque([_Trees() for _ in range(2 + self.lag)], 2 + self.lag)
         self.correction = correction
         self.gate = DraftGate() if plain else None
         self._drafted = True
@@ -135,21 +168,44 @@ class Adaptive:
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         """See `Policy`."""
+        requests = self._requests(steps)
+        self._history.append(_Trees())
+        if self.lag:
+            self._hear(requests)
         self._decide_drafting(steps, context_len, arrived=True)
-        if not self._drafted:
-            self._decide_drafting(steps, context_len)
-            return Outcome([0] * len(steps), 0, drafted=False)
-        trees = [self._tree(step) for step in steps]
-        budget = self._decide(trees, context_len)
-        accepted = [tree.accepted(int(n)) for tree, n in zip(trees, budget.counts, strict=True)]
-        promised = [float(tree.rho[:n].sum()) for tree, n in zip(trees, budget.counts, strict=True)]
-        self.predictions.extend(zip(promised, accepted, strict=True))
-        self._learn(steps, accepted)
-        if self.gate is not None:
-            self.gate.promised(self._requests(steps), promised, budget.counts)
-            self.gate.realised(sum(promised), sum(accepted))
+        outcome = Outcome([0] * len(steps), 0, drafted=False)
+        if self._drafted:
+            trees = [self._tree(step) for step in steps]
+            wanted, budget = self._decide(trees, context_len)
+            accepted = [tree.accepted(int(n)) for tree, n in zip(trees, budget.counts, strict=True)]
+            promised = [_promise(tree, n) for tree, n in zip(trees, budget.counts, strict=True)]
+            self.predictions.extend(zip(promised, accepted, strict=True))
+            self._learn(steps, accepted)
+            nodes = wanted.counts.tolist()
+            if self.lag:
+                promised = [_promise(tree, n) for tree, n in zip(trees, nodes, strict=True)]
+            self._history[-1] = _Trees(requests, nodes, promised, sum(accepted))
+            outcome = Outcome(accepted, budget.num_nodes)
+        if not self.lag:
+            self._hear(requests)
         self._decide_drafting(steps, context_len)
-        return Outcome(accepted, budget.num_nodes)
+        return outcome
+
+    def _hear(self, present: Sequence[int]) -> None:
+        """What the engine knows at this step, at this lag."""
+        before, trees = self._history[0], self._history[1]
+        if trees.nodes:
+            self._per_request = sum(trees.nodes) / len(trees.nodes)
+        if self.gate is None:
+            return
+        if before.nodes:
+            self.gate.realised(sum(before.promised), before.accepted)
+        rows = [r for r, name in enumerate(trees.requests) if name in present]
+        self.gate.promised(
+            [trees.requests[r] for r in rows],
+            [trees.promised[r] for r in rows],
+            [trees.nodes[r] for r in rows],
+        )
 
     def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
         """See `Policy`."""
@@ -188,7 +244,8 @@ class Adaptive:
         logprobs = self.correction.apply(self.corpus.recording.topk_logprobs[step])
         return best_first(logprobs, self.corpus.ranks[step], self.max_nodes)
 
-    def _decide(self, trees: list[StepTree], context_len: float) -> Budget:
+    def _decide(self, trees: list[StepTree], context_len: float) -> tuple[Budget, Budget]:
+        """What the step's own scores ask for, and what is verified."""
         rho = np.zeros((len(trees), self.max_nodes))
         limits = []
         for row, tree in zip(rho, trees, strict=True):
@@ -197,16 +254,23 @@ class Adaptive:
             limits.append(used)
         start = time.perf_counter()
         if self.shared:
-            budget = self.controller.decide(rho, limits, context_len)
+            num_reqs = len(limits)
+            order = order_scores(rho, limits)
+            cost = self.latency.cycle_cost_ms(num_reqs, context_len)
+            n = best_size(speedup_curve(order, cost, num_reqs), self.rule)
+            wanted = budget = budget_of(order, n, cost, num_reqs)
+            if self.lag:
+                n = min(round(self._per_request * num_reqs), len(order.rows))
+                budget = budget_of(order, n, cost, num_reqs)
         else:
-            budget = self._decide_alone(rho, limits, context_len)
+            wanted = budget = self._decide_alone(rho, limits, context_len)
         self.decision_s.append(time.perf_counter() - start)
-        return budget
+        return wanted, budget
 
     def _decide_alone(self, rho: np.ndarray, limits: Sequence[int], context_len: float) -> Budget:
         alone = self.latency.cycle_cost_ms(1, context_len)
         parts = [
-            choose_budget(rho[r : r + 1], limits[r : r + 1], alone, 1, self.controller.rule)
+            choose_budget(rho[r : r + 1], limits[r : r + 1], alone, 1, self.rule)
             for r in range(len(limits))
         ]
         counts = np.concatenate([part.counts for part in parts])
@@ -220,3 +284,7 @@ class Adaptive:
         for step, hit in zip(steps, accepted, strict=True):
             ranks = self.corpus.ranks[step][: hit + 1]
             self.correction.observe(self.corpus.recording.topk_logprobs[step], ranks)
+
+
+def _promise(tree: StepTree, nodes: int) -> float:
+    return float(tree.rho[:nodes].sum())

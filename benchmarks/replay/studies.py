@@ -51,8 +51,7 @@ def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
         Fixed(corpus, matched),
         Adaptive(corpus, table, name="adaptive"),
         Adaptive(corpus, table, name="adaptive, first decrease", rule="first_decrease"),
-        # the engine's lagged step always drafts: its host never sees the scores in time
-        Adaptive(corpus, table, name="adaptive, lagged", timing="lagged", plain=False),
+        Adaptive(corpus, table, name="adaptive, lagged", timing="lagged"),
         Adaptive(
             corpus,
             table,

@@ -36,12 +36,19 @@ __all__ = [
 _BLOCK = 128
 
 
-def bind_slots_reference(idx_mapping: Tensor, slots: Tensor, base_rows: Tensor) -> None:
+def bind_slots_reference(
+    idx_mapping: Tensor,
+    num_sampled: Tensor,
+    slots: Tensor,
+    base_rows: Tensor,
+    emitted: Tensor,
+) -> None:
     """See `bind_slots`."""
     count = idx_mapping.shape[0]
     slots[:count] = idx_mapping
     slots[count:] = -1
     base_rows.fill_(max(count, 1))
+    emitted[idx_mapping] = num_sampled
 
 
 def bind_tails_reference(
@@ -92,15 +99,17 @@ def kept_rows_reference(
 @triton.jit(
     do_not_specialize=["reqs"],
     # slices of longer buffers, which may start anywhere: one variant for all of them
-    do_not_specialize_on_alignment=["idx_mapping_ptr", "cu_num_logits_ptr"],
+    do_not_specialize_on_alignment=["idx_mapping_ptr", "cu_num_logits_ptr", "num_sampled_ptr"],
 )
 def _bind_kernel(
     idx_mapping_ptr,
     cu_num_logits_ptr,
+    num_sampled_ptr,
     spine_only_ptr,
     slots_ptr,
     tail_lens_ptr,
     base_rows_ptr,
+    emitted_ptr,
     reqs,
     total,
     WITH_TAILS: tl.constexpr,
@@ -121,6 +130,8 @@ def _bind_kernel(
             tail = tl.where(live & (spine == 0) & (end - start > 1), end - start, 0)
         tl.store(tail_lens_ptr + row, tail, mask=row < total)
     else:
+        sampled = tl.load(num_sampled_ptr + row, mask=live, other=0)
+        tl.store(emitted_ptr + slot, sampled, mask=live)
         if tl.program_id(0) == 0:
             tl.store(base_rows_ptr, tl.maximum(reqs, 1))
 
@@ -175,15 +186,23 @@ def _kept_rows_kernel(
         tl.store(kept_rejected_ptr + request, tl.where(sampled > 0, kept, rejected))
 
 
-def bind_slots_triton(idx_mapping: Tensor, slots: Tensor, base_rows: Tensor) -> None:
+def bind_slots_triton(
+    idx_mapping: Tensor,
+    num_sampled: Tensor,
+    slots: Tensor,
+    base_rows: Tensor,
+    emitted: Tensor,
+) -> None:
     """The Triton kernel; see `bind_slots`."""
     _bind_kernel[(triton.cdiv(slots.shape[0], _BLOCK),)](
         idx_mapping,
         idx_mapping,
+        num_sampled,
         idx_mapping,
         slots,
         slots,
         base_rows,
+        emitted,
         idx_mapping.shape[0],
         slots.shape[0],
         WITH_TAILS=False,
@@ -203,9 +222,11 @@ def bind_tails_triton(
     _bind_kernel[(triton.cdiv(slots.shape[0], _BLOCK),)](
         idx_mapping,
         idx_mapping if cu_num_logits is None else cu_num_logits,
+        idx_mapping,
         spine_only,
         slots,
         tail_lens,
+        slots,
         slots,
         idx_mapping.shape[0],
         slots.shape[0],
@@ -248,20 +269,30 @@ def kept_rows_triton(
     )
 
 
-def bind_slots(idx_mapping: Tensor, slots: Tensor, base_rows: Tensor) -> None:
-    """Name the slots of the drafter's batch.
+def bind_slots(
+    idx_mapping: Tensor,
+    num_sampled: Tensor,
+    slots: Tensor,
+    base_rows: Tensor,
+    emitted: Tensor,
+) -> None:
+    """Name the slots of the drafter's batch, and note what each of them has just emitted.
 
     Args:
         idx_mapping: `[R]` int64 or int32, slot of every row; R may be 0.
+        num_sampled: `[R]` int32, tokens that each row emitted.
         slots: `[S]` int64, written: the R slots, then -1.
         base_rows: 0-d int32, written: max(R, 1).
+        emitted: `[S]` int32, written for the R slots: `num_sampled`.
     """
     op = "bind_slots"
     check(op, "idx_mapping", idx_mapping, (None,), torch.int64, torch.int32)
+    check(op, "num_sampled", num_sampled, (idx_mapping.shape[0],), torch.int32)
     check(op, "slots", slots, (None,), torch.int64)
     check(op, "base_rows", base_rows, (), torch.int32)
+    check(op, "emitted", emitted, (slots.shape[0],), torch.int32)
     run = version_for(slots, bind_slots_triton, bind_slots_cpu, bind_slots_reference)
-    run(idx_mapping, slots, base_rows)
+    run(idx_mapping, num_sampled, slots, base_rows, emitted)
 
 
 def bind_tails(

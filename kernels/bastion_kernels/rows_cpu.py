@@ -26,10 +26,17 @@ def _bind(idx_mapping, cu_num_logits, spine_only, slots, tail_lens):
             tail_lens[row] = tail if tail > 1 else 0
 
 
-def bind_slots_cpu(idx_mapping: Tensor, slots: Tensor, base_rows: Tensor) -> None:
+def bind_slots_cpu(
+    idx_mapping: Tensor,
+    num_sampled: Tensor,
+    slots: Tensor,
+    base_rows: Tensor,
+    emitted: Tensor,
+) -> None:
     """See `bind_slots`."""
     _bind(idx_mapping.numpy(), _NO_TREES, _NO_TREES, slots.numpy(), _NO_TREES)
     base_rows.fill_(max(idx_mapping.shape[0], 1))
+    emitted.numpy()[idx_mapping.numpy()] = num_sampled.numpy()
 
 
 def bind_tails_cpu(

@@ -142,6 +142,25 @@ def test_an_overstating_drafter_is_found_out():
     assert sum(seen) < 20
 
 
+def test_a_first_tree_that_is_on_its_way_is_waited_for():
+    # What a tree was worth is heard of a step later, as where the host never waits.
+    cost, gate = np.full(100, 30.0, dtype=np.float32), DraftGate()
+    assert gate.draft([0], cost, PLAIN_MS)
+    assert gate.draft([0], cost, PLAIN_MS), "nothing is known of any tree yet"
+    gate.promised([0], [0.5], [16])
+    assert not gate.draft([0], cost, PLAIN_MS)
+    gate.forget(1)
+    assert gate.draft([1], cost, PLAIN_MS)
+    assert not gate.draft([1], cost, PLAIN_MS), "first trees have not paid so far"
+    gate.promised([1], [5.0], [16])
+    assert gate.draft([1], cost, PLAIN_MS)
+    gate.forget(2)
+    for _ in range(30):
+        gate.promised([3], [5.0], [16])
+        gate.forget(3)
+    assert all(gate.draft([2], cost, PLAIN_MS) for _ in range(3)), "first trees have paid"
+
+
 def test_kappa_tracks_what_is_realised():
     gate = DraftGate()
     for _ in range(400):

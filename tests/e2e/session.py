@@ -100,10 +100,14 @@ class Session:
         self.path_requests: list[str] = []
         self.verified: list[int] = []
         self.paths: list[list[int]] = []
+        # Nodes by request of every step with trees: as the device has them, and as the metrics do.
+        self.counted: list[dict[str, int]] = []
+        self.reported: list[dict[str, int]] = []
         self._steps: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
         self._results: dict[str, dict[str, Any]] = {}
         self._count_forwards()
         self._record_trees()
+        self._record_reports()
         if "oracle" in spec:
             from tests.e2e import oracle
 
@@ -139,16 +143,33 @@ class Session:
 
         state.postprocess_state = postprocess_state
 
+    def _record_reports(self) -> None:
+        """Note what the scheduler is told of each step."""
+        update = self.scheduler.update_from_output
+
+        def update_from_output(scheduler_output: Any, runner_output: Any) -> Any:
+            told = getattr(runner_output, "bastion_num_verified", {})
+            nodes = {_plain_id(name): count for name, count in told.items() if count}
+            if nodes:
+                self.reported.append(nodes)
+            return update(scheduler_output, runner_output)
+
+        self.scheduler.update_from_output = update_from_output
+
     def read_steps(self) -> None:
-        """Add the steps since the last call to `verified`, `paths` and `path_requests`."""
+        """Add the steps since the last call to what is kept of verified trees."""
         steps, self._steps = self._steps, []
         for names, path_rows, verified in steps:
+            counts = zip(names, verified.tolist(), strict=True)
+            nodes = {_plain_id(name): count for name, count in counts if count}
+            if nodes:
+                self.counted.append(nodes)
             rows = zip(names, path_rows.tolist(), verified.tolist(), strict=True)
             for name, path, nodes in rows:
                 if nodes > 0:
                     self.paths.append([node for node in path if node >= 0])
                     self.verified.append(nodes)
-                    self.path_requests.append(name.rsplit("-", 1)[0])
+                    self.path_requests.append(_plain_id(name))
 
     def info(self) -> dict[str, Any]:
         """What kind of engine this became."""
@@ -185,6 +206,7 @@ class Session:
         before, forwards = self.metrics(), self.forwards
         free_before = self.free_blocks()
         self.path_requests, self.verified, self.paths = [], [], []
+        self.counted, self.reported = [], []
         self._steps = []
         probed: list[Any] = []
         waiting = sorted(batch["requests"], key=lambda request: request.get("arrive", 0))
@@ -220,6 +242,8 @@ class Session:
             "path_requests": self.path_requests,
             "verified": self.verified,
             "paths": self.paths,
+            "counted": self.counted,
+            "reported": self.reported,
             "probed": probed,
             "metrics": _difference(self.metrics(), before),
             "free_blocks": [free_before, self.free_blocks()],
@@ -250,6 +274,11 @@ class Session:
         except (ValueError, VLLMValidationError) as error:
             result["error"] = str(error)
         self._results[request["id"]] = result
+
+
+def _plain_id(name: str) -> str:
+    """A request's id as it was given; vLLM adds a random ending."""
+    return name.rsplit("-", 1)[0]
 
 
 def _take(output: Any, result: dict[str, Any]) -> None:

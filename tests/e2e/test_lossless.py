@@ -9,6 +9,7 @@ replaced (`tests.e2e.oracle`), so that accepted paths are long and wind through 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import pytest
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
+from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 
@@ -244,6 +247,29 @@ def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine
     compare.same(label, batches, plain.result(), tree.result())
     budget = dict(engine.speculative)["bastion_budget"]
     assert max(tree.result()["batches"][0]["verified"]) == budget
+
+
+def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
+    """The timing of a GPU: steps sized by older scores, and shared out on the device."""
+    profile = tmp_path / "profile.json"
+    # A row costs enough for unequal shares, and not so much that nothing is drafted.
+    table = StepCostTable.linear(10.0, 0.4, max_rows=128)
+    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
+    batches = [cases.greedy(2, tokens=48), cases.sampled(3, tokens=48), cases.stops()]
+    costs = {"calibration": str(profile), "latency_model": "table", "budget_timing": "lagged"}
+    plain = runner.submit(engine_of("async"), batches)
+    run = runner.run(engine_of("async").with_bastion(16, **costs), batches)
+    compare.same("lagged, batch 4, async", batches, plain.result(), run)
+    for outcome in run["batches"]:
+        # Request by request and step by step: the even split that the host planned was no count.
+        assert outcome["reported"] == outcome["counted"]
+        # Nobody counts the step that a request was in when its end became known.
+        metrics, ends = outcome["metrics"], max(outcome["verified"]) * len(outcome["requests"])
+        drafted = metrics["spec_decode_num_draft_tokens"]
+        assert 0 <= sum(outcome["verified"]) - drafted <= ends
+        assert metrics["spec_decode_num_accepted_tokens"] <= drafted
+    shares = [set(nodes.values()) for out in run["batches"] for nodes in out["counted"]]
+    assert sum(max(share) - min(share) > 1 for share in shares) > 10
 
 
 @pytest.mark.slow

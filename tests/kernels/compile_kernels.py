@@ -66,14 +66,14 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
     choose_budget_triton(log_rho, slots, counts, cost, base, counts, promised=cost)
     choose_budget_triton(log_rho, slots, counts, cost, 1, counts)
-    take_best_triton(log_rho, slots, counts, 100, counts)
+    take_best_triton(log_rho, slots, counts, counts, 100, ends, ends, ends)
     bits = torch.zeros(slots_total, limit + 1, limit // 32 + 1, dtype=torch.int32)
     ancestor_bits_triton(parents, slots, bits)
     rows = torch.zeros(reqs * (limit + 1), dtype=torch.int64)
     tree_positions_triton(rows, depths, slots, ends, ends, rows)
     path = torch.zeros(reqs, depth + 1, dtype=torch.int32)
     accept_path_triton(rows, rows, parents, slots, ends, path, path.long(), counts)
-    bind_slots_triton(slots, slots, base)
+    bind_slots_triton(slots, counts, slots, base, counts)
     bind_tails_triton(slots, ends, spine, slots, counts)
     bind_tails_triton(slots, None, spine, slots, counts)
     few = counts[:reqs]
@@ -97,7 +97,8 @@ def serve(slots_total: int, limit: int) -> None:
         part, edges = slice(start, start + reqs), slice(start, start + reqs + 1)
         base = torch.zeros(16, dtype=torch.int32)[start]
         choose_budget_triton(log_rho, slots[part], counts, cost, base, counts, promised=cost)
-        take_best_triton(log_rho, slots[part], counts, reqs * limit // 2, counts)
+        total = reqs * limit // 2
+        take_best_triton(log_rho, slots[part], counts, counts, total, ends[edges], ends, ends)
         accept_path_triton(
             rows[reqs:], rows[start:], parents, slots[part], ends[edges],
             path[part], emitted[part], ends[part],

@@ -35,10 +35,27 @@ def choose_and_promise(
 
 
 def take(run, log_rho, slots, limits, total, device="cpu") -> list[int]:
-    """Run on poisoned counts and return them."""
-    out = poisoned(len(log_rho), dtype=torch.int32).to(device)
-    run(*(moved(t, device) for t in (log_rho, slots, limits)), total, out)
-    return out.tolist()
+    """Run on poisoned outputs; nodes by slot, after a check that all sums agree."""
+    reqs, rest = len(slots), 1 + 3 * torch.arange(len(log_rho), dtype=torch.int32)
+    logits_start, rows_start, scratch = (
+        poisoned(reqs + 3, dtype=torch.int32).to(device) for _ in range(3)
+    )
+    scratch[0] = 0
+    inputs = (moved(t, device) for t in (log_rho, slots, limits, rest))
+    run(*inputs, total, logits_start, rows_start, scratch)
+    assert scratch[0] == 0
+    out, logits, rows = [-7777] * len(log_rho), 0, 0
+    if reqs == 0:
+        return out
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            out[slot] = int(logits_start[row + 1] - logits_start[row]) - 1
+            logits, rows = logits + out[slot] + 1, rows + out[slot] + int(rest[slot])
+        assert (int(logits_start[row + 1]), int(rows_start[row + 1])) == (logits, rows)
+    assert not logits_start[0] and not rows_start[0]
+    for buffer in (logits_start, rows_start):
+        assert_same(buffer[reqs + 1 :].cpu(), poisoned(2, dtype=torch.int32))
+    return out
 
 
 def taken(log_rho, slots, limits, total) -> list[int]:
@@ -281,10 +298,8 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"promised must have shape \[2\]"):
         choose_budget(log_rho, slots, limits, cost, 1, out, promised=torch.zeros(3))
     with pytest.raises(ValueError, match="total must be at least 0, got -1"):
-        take_best(log_rho, slots, limits, -1, out)
-    with pytest.raises(ValueError, match="num_verify must not be limits"):
-        take_best(log_rho, slots, out, 1, out)
-    take_best(log_rho, slots, limits, 1, out)
-    assert_same(out, torch.tensor([0, -1], dtype=torch.int32))
+        take_best(log_rho, slots, limits, limits, -1, out, out, out)
+    with pytest.raises(ValueError, match="rows_start must have room for 2, got 1"):
+        take_best(log_rho, slots, limits, limits, 1, out, out[:1], out)
     choose_budget(log_rho, slots, limits, cost, 1, out)
     assert_same(out, torch.tensor([0, -1], dtype=torch.int32))

@@ -34,9 +34,11 @@ def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 @pytest.mark.parametrize(("mapped", "size"), [([], 3), ([2, 0], 3), ([4, 1, 130], 200)])
 def test_slots_of_the_draft(run, mapped, size):
     slots, base = poisoned(size, dtype=torch.int64).to(DEVICE), ints(POISON)
-    run(ints(mapped, torch.int64), slots, base)
+    emitted, sampled = poisoned(size, dtype=torch.int32).to(DEVICE), [5 + s for s in mapped]
+    run(ints(mapped, torch.int64), ints(sampled), slots, base, emitted)
     assert slots.tolist() == mapped + [-1] * (size - len(mapped))
     assert base.item() == max(len(mapped), 1)
+    assert emitted.tolist() == [5 + s if s in mapped else POISON for s in range(size)]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_kept_rows_are_the_accepted_path(run, seed):
 def test_wrong_arguments_are_named():
     slots = torch.zeros(4, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"base_rows must be torch\.int32"):
-        bind_slots(slots, slots, torch.zeros((), dtype=torch.int64))
+        bind_slots(slots, slots.int(), slots, torch.zeros((), dtype=torch.int64), slots.int())
     with pytest.raises(ValueError, match=r"tail_lens must have shape \[4\]"):
         bind_tails(slots, None, torch.zeros(4, dtype=torch.bool), slots, torch.zeros(3).int())
     one, two = torch.zeros(1).int(), torch.zeros(2).int()

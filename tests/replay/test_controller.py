@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budget on the host: against exhaustive search, and the lagged state."""
+"""Budget on the host: against exhaustive search and the device's."""
 
 import itertools
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from bastion_kernels import choose_budget as choose_budget_op
-from benchmarks.replay.controller import BudgetController, best_size, choose_budget
-from vllm_bastion.cost.online import TableLatency
+from benchmarks.replay.controller import best_size, choose_budget
 from vllm_bastion.cost.table import StepCostTable
 
 
@@ -112,31 +111,15 @@ def test_flat_cost_takes_everything_and_dear_rows_take_nothing():
 def test_prefill_rows_make_small_trees_dearer_on_a_stair():
     rho = np.array([[0.9, 0.5, 0.3, 0.05]])
     table = StepCostTable([(8, 0, 1.0), (64, 0, 4.0)], max_rows=64, captured_sizes=(8, 64))
-    controller = BudgetController(TableLatency(table))
-    assert controller.decide(rho, [4], 0).num_nodes == 4
-    assert controller.decide(rho, [4], 0, prefill_rows=5).num_nodes == 2
+    cost = table.cost_ms(1, 0)
+    assert choose_budget(rho, [4], cost, 1).num_nodes == 4
+    assert choose_budget(rho, [4], cost, 1 + 5).num_nodes == 2
 
 
 def test_requests_share_by_score():
     rho = np.array([[0.9, 0.8, 0.7], [0.2, 0.04, 0.01]])
     cost = np.array([1, 1, 1, 1.2, 1.4, 1.6, 2.4, 3.6, 9.9], dtype=np.float32)
     np.testing.assert_array_equal(choose_budget(rho, [3, 3], cost, 2).counts, [3, 0])
-
-
-def test_lagged_takes_last_size_and_this_steps_members():
-    table = StepCostTable.linear(2.0, 0.1, max_rows=64)
-    lagged = BudgetController(TableLatency(table), timing="lagged")
-    exact = BudgetController(TableLatency(table))
-    sure = np.array([[0.9, 0.85, 0.8, 0.75], [0.9, 0.8, 0.7, 0.6]])
-    unsure = np.array([[0.2, 0.01, 0.01, 0.01], [0.3, 0.2, 0.15, 0.01]])
-    first = lagged.decide(sure, [4, 4], 0)
-    assert first.num_nodes == exact.decide(sure, [4, 4], 0).num_nodes == 8
-    second = lagged.decide(unsure, [2, 4], 0)
-    assert second.num_nodes == 6, "asked for 8, the limits leave 6"
-    np.testing.assert_array_equal(second.counts, [2, 4])
-    third = lagged.decide(sure[:1], [4], 0)
-    size = exact.decide(unsure, [2, 4], 0).num_nodes
-    assert third.num_nodes == round(size / 2)
 
 
 def test_no_requests_nodes_and_short_tables():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels import accept_path, choose_budget
-from benchmarks.replay.draft_tree import DraftTree, beam, best_first, chain
+from benchmarks.replay.draft_tree import DraftTree, best_first, chain
 
 Prefix = tuple[int, ...]
 
@@ -82,12 +82,8 @@ def test_random_trees_hold_every_invariant() -> None:
         tokens, logprobs = lattice(1, depth, width, seed)
         if seed % 3 == 0:
             logprobs = logprobs.round()  # ties
-        for tree in (
-            best_first(tokens, logprobs, limit * limit),
-            chain(tokens, logprobs, limit),
-            beam(tokens, logprobs, 1 + limit // 2, 1 + depth // 2),
-        ):
-            tree.validate()
+        best_first(tokens, logprobs, limit * limit).validate()
+        chain(tokens, logprobs, limit).validate()
 
 
 def self_verify(tree: DraftTree, drawn: Tensor) -> Tensor:
@@ -119,7 +115,7 @@ def test_self_verification_commits_the_covered_nodes() -> None:
     probs = (1.5 * torch.randn(depth, vocab, generator=generator)).softmax(-1)
     top = probs.topk(width, dim=-1)
     tokens, logprobs = top.indices.int()[None], top.values.log()[None]
-    for tree in (best_first(tokens, logprobs, 20), beam(tokens, logprobs, 3, 4)):
+    for tree in (best_first(tokens, logprobs, 20), chain(tokens, logprobs, 4)):
         paths = tree.paths()
         expected = tree.surrogate()[0, int(tree.num_nodes[0])].item()
 
@@ -166,25 +162,6 @@ def test_chain_is_the_top_1_path() -> None:
         assert tree.num_nodes.tolist() == [min(6, limit)] * 2
         for row in range(2):
             assert tree.paths(row)[-1] == tuple(tokens[row, : min(6, limit), 0].tolist())
-
-
-def test_beam_keeps_the_best_of_every_depth() -> None:
-    tokens, logprobs = lattice(3, 4, 3, 2)
-    for width, depth in ((1, 4), (2, 4), (4, 3), (100, 2)):
-        tree = beam(tokens, logprobs, width, depth)
-        tree.validate()
-        for row in range(3):
-            scores = prefix_scores(tokens[row], logprobs[row])
-            survivors = [()]
-            expected = []
-            for d in range(depth):
-                extensions = [(*one, t) for one in survivors for t in tokens[row, d].tolist()]
-                survivors = sorted(extensions, key=lambda path: -scores[path])[:width]
-                expected += survivors
-            assert set(tree.paths(row)[1:]) == set(expected)
-        same_size = best_first(tokens, logprobs, width * depth).surrogate()[:, -1]
-        assert same_size.ge(tree.surrogate()[:, -1] - 1e-6).all()
-    assert beam(tokens, logprobs, 1, 4).paths() == chain(tokens, logprobs, 4).paths()
 
 
 def hand_made() -> DraftTree:

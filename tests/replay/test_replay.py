@@ -7,9 +7,11 @@ from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 from synthetic_recording import synthetic_recording
 
 from benchmarks.replay import __main__ as replay
+from benchmarks.replay import draft_tree
 from benchmarks.replay.costs import CostSource, from_profile, paper_a100
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.recording import save_recording
@@ -51,6 +53,19 @@ def test_best_first_equals_sorting_every_prefix(seed):
         path = tuple(int(k) for k in ranks[: d + 1])
         where = ordered.index(path) + 1 if min(path) >= 0 else NEVER
         assert tree.enter[d] == (where if where <= len(tree.rho) else NEVER)
+
+
+def test_best_first_has_the_scores_of_the_engines_op(corpus):
+    recording = corpus.recording
+    for step in range(0, recording.num_steps, 7):
+        ours = corpus.tree(step).rho
+        theirs = draft_tree.best_first(
+            torch.from_numpy(recording.topk_tokens[step : step + 1].astype(np.int32)),
+            torch.from_numpy(recording.topk_logprobs[step : step + 1].astype(np.float32)),
+            corpus.max_nodes,
+        )
+        assert len(ours) == int(theirs.num_nodes[0])
+        np.testing.assert_allclose(ours, theirs.log_rho[0, : len(ours)].exp(), rtol=1e-5)
 
 
 def test_a_sure_parent_enters_before_its_equal_child():
@@ -107,6 +122,21 @@ def test_every_policy_emits_every_token(corpus, batch):
     ]
     for policy in policies:
         assert simulate(corpus, policy, Truth(table), batch=batch).tokens == expected
+
+
+def test_lagged_takes_the_size_of_the_step_before_and_this_steps_members(corpus):
+    table = StepCostTable.linear(10.0, 0.3, max_rows=300)
+    lagged, exact = (
+        Adaptive(corpus, TableLatency(table), max_nodes=64, timing=timing, plain=False)
+        for timing in ("lagged", "exact")
+    )
+    first = corpus.requests[0].first_step
+    steps = [[first], [first + 1], [first + 2], [first + 3]]
+    asked = [exact.step(step, 0.0).nodes for step in steps]
+    assert [lagged.step(step, 0.0).nodes for step in steps] == [64, *asked[:3]]
+    assert len(set(asked)) > 1
+    # per request: a batch of two takes two such sizes
+    assert lagged.step([first + 4, first + 5], 0.0).nodes == 2 * asked[3]
 
 
 def test_plain_time_is_one_step_a_token(corpus):
@@ -166,7 +196,8 @@ def test_shared_budgets_beat_per_request_ones_in_a_batch(corpus):
     times = {
         shared: simulate(
             corpus,
-            Adaptive(corpus, TableLatency(table), max_nodes=64, shared=shared),
+            # without the gate: requests come four times, and it knows them by their names
+            Adaptive(corpus, TableLatency(table), max_nodes=64, shared=shared, plain=False),
             Truth(table),
             requests=corpus.interleaved() * 4,
             batch=16,

@@ -29,6 +29,10 @@ def make_trees(**changes: object) -> Trees:
     return Trees(**{**settings, **changes})  # type: ignore[arg-type]
 
 
+def bind(trees: Trees, slots: list[int] | np.ndarray) -> None:
+    trees.bind_rows(torch.tensor(slots), torch.ones(len(slots), dtype=torch.int32))
+
+
 def logits_of(num_reqs: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return 3 * torch.randn(num_reqs * DEPTH, VOCAB, generator=generator)
@@ -86,7 +90,7 @@ def test_ranks_with_a_slice_of_the_vocabulary_each_grow_the_same_trees(ends: tup
 def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots() -> None:
     trees = make_trees()
     logits = logits_of(2)
-    trees.bind_rows(torch.tensor([3, 1]))
+    bind(trees, [3, 1])
     trees.grow(logits, 2)
     for row, slot in enumerate((3, 1)):
         expected = best_paths(logits.view(2, DEPTH, VOCAB)[row])
@@ -100,10 +104,10 @@ def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots() -> No
 
 def test_a_dummy_batch_leaves_every_tree_alone() -> None:
     trees = make_trees()
-    trees.bind_rows(torch.tensor([0, 1, 2, 3, 4]))
+    bind(trees, [0, 1, 2, 3, 4])
     trees.grow(logits_of(5), 5)
     before = [t.clone() for t in (trees.parents, trees.depths, trees.log_rho, trees.bits)]
-    trees.bind_rows(None)
+    trees.bind_rows()
     trees.grow(logits_of(5, seed=1), 5)
     after = (trees.parents, trees.depths, trees.log_rho, trees.bits)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -113,7 +117,7 @@ def test_the_budget_weighs_all_requests_against_one_cost() -> None:
     trees = make_trees()
     cost = np.concatenate([[1.0], 1.0 + 0.02 * np.arange(64) ** 1.3]).astype(np.float32)
     trees.set_cost_ms(cost)
-    trees.bind_rows(torch.tensor([4, 0, 2]))
+    bind(trees, [4, 0, 2])
     trees.grow(logits_of(3), 3)
     rho = np.exp(trees.log_rho[[4, 0, 2]].numpy())
     expected = choose_budget_on_host(rho, [NODES] * 3, cost, base_rows=3)
@@ -124,7 +128,7 @@ def test_the_budget_weighs_all_requests_against_one_cost() -> None:
 def test_a_fixed_budget_cuts_every_tree_to_the_number() -> None:
     trees = make_trees(budget=6)
     trees.set_spine_only(1, True)
-    trees.bind_rows(torch.tensor([0, 1]))
+    bind(trees, [0, 1])
     trees.grow(logits_of(2), 2)
     assert trees.num_verify[:2].tolist() == [6, DEPTH]
 
@@ -133,7 +137,7 @@ def test_a_spine_is_the_drafters_top_choice_at_every_depth() -> None:
     trees = make_trees(top_k=1)
     logits = logits_of(1)
     trees.set_spine_only(2, False)  # asked in vain: every tree of this engine is a chain
-    trees.bind_rows(torch.tensor([2]))
+    bind(trees, [2])
     trees.grow(logits, 1)
     assert trees.tokens[0, :DEPTH].tolist() == logits.argmax(-1).tolist()
     assert trees.parents[2, :DEPTH].tolist() == list(range(DEPTH))
@@ -142,7 +146,7 @@ def test_a_spine_is_the_drafters_top_choice_at_every_depth() -> None:
 
 def test_positions_are_root_plus_depth_in_the_tail_and_linear_before_it() -> None:
     trees = make_trees()
-    trees.bind_rows(torch.tensor([3]))
+    bind(trees, [3])
     trees.grow(logits_of(1), 1)
     # A prompt chunk of 4 rows in slot 0, then a root with 5 nodes in slot 3.
     positions = torch.tensor([10, 11, 12, 13, 40, 41, 42, 43, 44, 45])
@@ -175,10 +179,15 @@ def test_the_host_learns_the_budget_and_what_it_promises() -> None:
     slots = np.array([4, 0, 2])
     cost = (1.0 + 0.02 * np.arange(65) ** 1.3).astype(np.float32)
     trees.set_cost_ms(cost)
-    trees.bind_rows(torch.tensor(slots))
+    emitted = torch.tensor([3, 0, 7], dtype=torch.int32)
+    trees.bind_rows(torch.tensor(slots), emitted)
     trees.grow(logits_of(3), 3)
-    trees.publish(slots)
-    counts, promised = trees.decision(slots)
+    trees.publish(5, slots)
+    assert trees.published(4) is None
+    news = trees.published(5)
+    counts, promised = news.num_verify[slots], news.promised[slots]
+    assert news.emitted[slots].tolist() == emitted.tolist()
+    assert news.grown_for.tolist() == slots.tolist()
     rho = np.exp(trees.log_rho[slots].numpy())
     expected = choose_budget_on_host(rho, [NODES] * 3, cost, base_rows=3)
     assert counts.tolist() == expected.counts.tolist()
@@ -191,15 +200,17 @@ def test_a_step_with_prompt_rows_is_priced_again() -> None:
     slots = np.array([1, 3])
     cost = (1.0 + 0.02 * np.arange(65) ** 1.3).astype(np.float32)
     trees.set_cost_ms(cost)
-    trees.bind_rows(torch.tensor(slots))
+    bind(trees, slots)
     trees.grow(logits_of(2), 2)
-    trees.publish(slots)
-    alone = trees.decision(slots)[0].tolist()
+    trees.publish(0, slots)
+    alone = trees.published(0).num_verify[slots].tolist()
     # 40 prompt rows in the step, and the second request has room for one more draft token
     trees.choose_again(slots, np.array([NODES, 1]), base_rows=42)
     rho = np.exp(trees.log_rho[slots].numpy())
     expected = choose_budget_on_host(rho, [NODES, 1], cost, base_rows=42)
-    assert trees.decision(slots)[0].tolist() == expected.counts.tolist() != alone
+    trees.publish(0, slots)
+    again = trees.published(0).num_verify[slots].tolist()
+    assert again == expected.counts.tolist() != alone
 
 
 class Event:
@@ -309,16 +320,16 @@ def test_steps_without_a_verification_give_the_plain_overhead() -> None:
     assert costs.plain_ms(1, 50.0) == pytest.approx(3.5)
 
 
-def test_a_mirror_keeps_the_value_published_before_the_last() -> None:
+def test_a_mirror_keeps_the_values_of_two_steps_and_never_gives_anothers() -> None:
     source = torch.zeros(3)
     mirror = HostMirror(source)
-    for value in (1.0, 2.0):
-        mirror.before_write()
-        source.fill_(value)
-        mirror.start_copy()
+    for step in (3, 4, 5, 8):
+        source.fill_(step)
+        mirror.start_copy(step)
     source.fill_(9.0)
-    assert mirror.wait().tolist() == [2.0] * 3
-    assert mirror.previous().tolist() == [1.0] * 3
+    assert [mirror.read(step) is None for step in range(3, 9)] == [1, 1, 0, 1, 1, 0]
+    assert mirror.read(5).tolist() == [5.0] * 3
+    assert mirror.read(8).tolist() == [8.0] * 3
 
 
 @pytest.mark.parametrize(("room", "expected"), [(100, 18), (14, 11), (2, 0)])
@@ -330,16 +341,17 @@ def test_a_step_verifies_what_vllm_has_memory_for(room: int, expected: int) -> N
 
     trees, names = make_trees(budget=6), {"a": 1, "b": 3, "c": 0}
     slots = np.array(list(names.values()))
-    trees.bind_rows(torch.tensor(slots))
+    bind(trees, slots)
     trees.grow(logits_of(3), 3)
-    trees.publish(slots)
     states = SimpleNamespace(req_id_to_index=names, num_speculative_steps=NODES)
     starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
     manager = BastionVerificationManager(Runtime(trees), states, starts, 1, room)
     drafts = {name: [-1] * NODES for name in names}
     rows = manager.get_num_tokens(dict.fromkeys(names, 1 + NODES), drafts)
     assert rows == 3 + expected
-    verified = manager.take_num_verified()
+    manager.compact_batch(None, None, np.zeros(4, dtype=np.int32))
+    output = SimpleNamespace(get_output=lambda: SimpleNamespace())
+    verified = manager.counted(output).get_output().bastion_num_verified
     assert sum(verified.values()) == expected
     assert max(verified.values()) - min(verified.values()) <= 1
 

@@ -39,19 +39,21 @@ class Engine:
         self.runtime = Runtime(self.trees)
         self.runtime.costs = SimpleNamespace(
             learn=lambda: None,
+            plain_ms=lambda *_: 1.0,
             install=lambda *_: None,
             timer=SimpleNamespace(step_done=self.timed.append),
         )
-        self.runtime.switch = SimpleNamespace(draft_next=self._ask, add_request=lambda _: None)
+        self.runtime.gate = SimpleNamespace(draft=self._ask)
         states = SimpleNamespace(req_id_to_index={}, num_speculative_steps=NODES)
         starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
         self.manager = BastionVerificationManager(self.runtime, states, starts, 1, 1000)
+        self.runtime.manager = self.manager
         self.speculator = object.__new__(BastionSpeculator)
         self.speculator.runtime, self.speculator.trees = self.runtime, self.trees
         self.speculator._one_ahead, self.speculator._kept_hidden = False, [torch.zeros(64, 8)]
         patch.setattr(DFlashSpeculator, "propose", self._propose)
 
-    def _ask(self, slots: np.ndarray, context_len: float) -> bool:
+    def _ask(self, *_: Any) -> bool:
         self.asked += 1
         return True
 

@@ -3,22 +3,28 @@
 
 The budget N* is decided when a tree is there; this file decides whether the coming step gets one.
 With a_r the draft tokens that request r is expected to have accepted of a tree and n_r its nodes,
-both averages over its own trees, a batch of R requests drafts while
+both averages over its own trees, t_r in number, a batch of R requests drafts while
 
-    (R + kappa sum a_r) / C(R + sum n_r)  >  R / C_plain          tokens per millisecond
+    R + kappa sum a_r (1 + HOPE / t_r)   >=   R C(R + sum n_r) / C_plain
 
-kappa is the realised over the promised number of accepted tokens, so that a drafter that overstates
-itself is found out. Requests differ more than the steps of one request do: a request that has no
-tree yet counts as one that just pays, so that alone it gets its tree and among many it changes
-nothing, and its average starts at what requests have been worth so far.
+C being the cost of a step with a draft. HOPE / t_r is the part by which a request may be better
+than its t_r trees say. kappa is the realised over the promised number of accepted tokens, so that a
+drafter that overstates itself is found out. Both averages and kappa forget at the rate 1 / RECENT.
+
+Requests differ more than the steps of one request do, so the averages of a request start with its
+own first tree. One that has no tree yet counts as one that just pays, so that alone it gets its
+tree and among many it changes nothing; n_r is what first trees had so far. One whose first tree is
+on its way, unheard of, counts as the average first tree.
 
 While no tree is drafted nothing is learned about trees, so now and then one is drafted all the
-same. The first wait is `_WAIT` times as long as a step with a tree takes, and it doubles `_DOUBLE`
-times while trees do not pay: that bounds what trying costs, whatever a draft costs here.
+same: after WAIT 2^d steps with a tree would have taken their time, where d counts such trials in a
+row, up to DOUBLINGS. That bounds what trying costs to a part 1 / (1 + WAIT 2^d), whatever a draft
+costs here.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,35 +33,25 @@ from numpy.typing import ArrayLike
 
 from vllm_bastion.cost.table import CostArray
 
-# An untried request is worth this much more than break-even, and one that has had n trees this
-# n-th part more than their average: what is not known yet is worth a try.
-_OPTIMISM = 1.05
 _HOPE = 0.2
-# Weight of what other requests were worth, in trees, and of the past of the request itself.
-_PRIOR_TREES = 1.0
-_MAX_TREES = 16.0
-_POPULATION_RATE = 0.1
-_KAPPA_DECAY = 0.975
-_MAX_KAPPA = 4.0
+# An average, and kappa, forgets what is more than about so many trees, or steps, ago.
+_RECENT = 16
 _WAIT = 16
-_DOUBLE = 4
+_DOUBLINGS = 4
 
 
 @dataclass
 class _Worth:
-    """Averages over the trees of one request, or of requests."""
+    """Averages over trees: of one request, or the first ones of all."""
 
-    tokens: float
-    nodes: float
-    trees: float = 0.0
+    tokens: float = 0.0
+    nodes: float = 0.0
+    trees: int = 0
 
     def add(self, tokens: float, nodes: float) -> None:
-        self.trees = min(self.trees + 1.0, _MAX_TREES)
-        self.move(tokens, nodes, 1.0 / self.trees)
-
-    def move(self, tokens: float, nodes: float, rate: float) -> None:
-        self.tokens += rate * (tokens - self.tokens)
-        self.nodes += rate * (nodes - self.nodes)
+        self.trees = min(self.trees + 1, _RECENT)
+        self.tokens += (tokens - self.tokens) / self.trees
+        self.nodes += (nodes - self.nodes) / self.trees
 
 
 class DraftGate:
@@ -63,24 +59,30 @@ class DraftGate:
 
     def __init__(self) -> None:
         self._requests: dict[int, _Worth] = {}
-        self._population: _Worth | None = None
-        # decayed sums of accepted draft tokens, realised and promised; one token of prior each
+        self._first_trees = _Worth()
+        # Decayed sums of accepted draft tokens, realised and promised; one token of prior each.
         self._realised = self._promised = 1.0
-        self._waited = 0
-        self._doublings = 0
+        # Requests that a draft was decided for of late, and not heard of yet: it is made a step
+        # after the decision where the scheduler must know of it first, and where the host never
+        # waits it is heard of a step after it was verified.
+        self._on_the_way: deque[set[int]] = deque([set(), set()], 2)
+        self._waited = self._doublings = 0
+        # Requests of the batch that the doublings are about.
         self._batch = 0
 
     @property
     def kappa(self) -> float:
-        """Realised over promised accepted draft tokens, at most 4."""
-        return min(self._realised / self._promised, _MAX_KAPPA)
+        """Realised over promised accepted draft tokens."""
+        return self._realised / self._promised
 
     def forget(self, request: int) -> None:
         """The name belongs to another request from here on."""
         self._requests.pop(request, None)
+        for asked in self._on_the_way:
+            asked.discard(request)
 
     def promised(self, requests: Sequence[int], tokens: ArrayLike, nodes: ArrayLike) -> None:
-        """Trees are about to be verified.
+        """Trees are verified, or about to be.
 
         Args:
             requests: [R] names.
@@ -90,19 +92,16 @@ class DraftGate:
         for name, gain, size in zip(
             requests, np.asarray(tokens).tolist(), np.asarray(nodes).tolist(), strict=True
         ):
-            worth = self._requests.get(name)
-            if worth is None:
-                if self._population is None:
-                    self._population = _Worth(gain, size)
-                self._population.move(gain, size, _POPULATION_RATE)
-                prior = self._population
-                worth = self._requests[name] = _Worth(prior.tokens, prior.nodes, _PRIOR_TREES)
-            worth.add(gain, size)
+            if name not in self._requests:
+                self._requests[name] = _Worth()
+                self._first_trees.add(gain, size)
+            self._requests[name].add(gain, size)
 
     def realised(self, promised: float, accepted: float) -> None:
         """Take in a verified step: draft tokens promised and accepted, over all its requests."""
-        self._realised = _KAPPA_DECAY * self._realised + accepted
-        self._promised = _KAPPA_DECAY * self._promised + promised
+        keep = 1.0 - 1.0 / _RECENT
+        self._realised = keep * self._realised + accepted
+        self._promised = keep * self._promised + promised
 
     def draft(self, requests: Sequence[int], cost_ms: CostArray, plain_ms: float) -> bool:
         """Whether the coming step of these requests gets trees.
@@ -112,29 +111,39 @@ class DraftGate:
             cost_ms: [rows + 1] cost of a step with a draft by its target rows, at this batch.
             plain_ms: cost of a step of theirs without one.
         """
+        drafts = self._pays(requests, cost_ms, plain_ms)
+        self._on_the_way.append(set(requests) if drafts else set())
+        return drafts
+
+    def _pays(self, requests: Sequence[int], cost_ms: CostArray, plain_ms: float) -> bool:
+        count, first = len(requests), self._first_trees
         known = [self._requests[name] for name in requests if name in self._requests]
-        count, untried = len(requests), len(requests) - len(known)
-        nodes = sum(worth.nodes for worth in known)
-        if self._population is not None:
-            nodes += untried * self._population.nodes
-        relative_cost = float(cost_ms[min(round(count + nodes), len(cost_ms) - 1)]) / plain_ms
-        average = len(known) + self.kappa * sum(worth.tokens for worth in known)
-        hope = self.kappa * sum(_HOPE * worth.tokens / worth.trees for worth in known)
-        hope += untried * _OPTIMISM * relative_cost
-        if average > count * relative_cost:
+        on_the_way = 0
+        if first.trees:
+            asked = set.union(*self._on_the_way).difference(self._requests)
+            on_the_way = len(asked.intersection(requests))
+        untried = count - len(known) - on_the_way
+        nodes = sum(worth.nodes for worth in known) + (untried + on_the_way) * first.nodes
+        # In plain steps' time, which is what a request without a draft emits a token in.
+        cost = float(cost_ms[min(round(count + nodes), len(cost_ms) - 1)]) / plain_ms
+        tokens = sum(worth.tokens for worth in known) + on_the_way * first.tokens
+        hope = sum(_HOPE * worth.tokens / worth.trees for worth in known)
+        # An untried request just pays: a token and what else the cost asks of each.
+        average = count - untried + self.kappa * tokens
+        if average > count * cost:
             self._doublings = 0
-        if average + hope > count * relative_cost:
+        if average + self.kappa * hope + untried * cost >= count * cost:
             self._waited = 0
             return True
         if not 0.5 < count / max(self._batch, 1) < 2.0:
             # What was learned was learned about another batch.
             self._batch, self._doublings = count, 0
         self._waited += 1
-        if self._waited < _WAIT * 2**self._doublings * relative_cost:
+        if self._waited < _WAIT * 2**self._doublings * cost:
             return False
         self._waited = 0
-        self._doublings = min(self._doublings + 1, _DOUBLE)
+        self._doublings = min(self._doublings + 1, _DOUBLINGS)
         for worth in known:
             # The trial is to count as much as all that was seen before.
-            worth.trees = min(worth.trees, 1.0)
+            worth.trees = 1
         return True

@@ -21,11 +21,11 @@ import vllm
 from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 
-from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
+from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
 from vllm_bastion.cost.agreement import of_rank_0, shared_profile
 from vllm_bastion.cost.calibration import calibrate_and_report
 from vllm_bastion.cost.devices import device_name, device_spec
-from vllm_bastion.cost.draft_switch import DraftSwitch
+from vllm_bastion.cost.gate import DraftGate
 from vllm_bastion.cost.next_step import StepCosts
 from vllm_bastion.cost.online import make_latency
 from vllm_bastion.cost.roofline import ModelShape, Roofline
@@ -97,8 +97,8 @@ def calibrate(runner: Any) -> None:
     online = alone and config.bastion_latency_model.startswith("ema")
     runtime.costs = StepCosts(latency, runtime.trees, online=online)
     runtime.costs.install(1, 1.0)
-    if not is_lagged(config) and runner.dp_size == 1:
-        runtime.switch = DraftSwitch(runtime.costs, runtime.trees)
+    if runner.dp_size == 1:
+        runtime.gate = DraftGate()
 
 
 def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:

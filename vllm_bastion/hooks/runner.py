@@ -206,14 +206,16 @@ def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> An
 
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
     """Attach to the step's output what the scheduler is to know, see `hooks.scheduler`."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
     from vllm_bastion.step.verification import BastionVerificationManager
 
     output = original(self, _rows_of_chains(self, grammar_output))
     manager = self.adaptive_verification
-    runner_output = getattr(output, "model_runner_output", None)
-    if isinstance(manager, BastionVerificationManager) and runner_output is not None:
-        runner_output.bastion_num_verified = manager.take_num_verified()
-        runner_output.bastion_drafting = manager.runtime.drafting
+    if isinstance(manager, BastionVerificationManager) and isinstance(
+        output, AsyncModelRunnerOutput
+    ):
+        return manager.counted(output)
     return output
 
 

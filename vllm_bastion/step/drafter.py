@@ -24,6 +24,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.utils.math_utils import next_power_of_2
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -33,7 +34,6 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import gather_rows, kept_rows
 from vllm_bastion.config import chain_view_of
-from vllm_bastion.step.host import copy_to_device
 from vllm_bastion.step.runtime import Runtime
 
 _MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
@@ -123,7 +123,7 @@ class BastionSpeculator(DFlashSpeculator):
     # ---- the drafter's forward and the trees --------------------------------------------
 
     def capture(self) -> None:
-        self.trees.bind_rows(None)
+        self.trees.bind_rows()
         super().capture()
 
     def _generate_draft(
@@ -181,19 +181,22 @@ class BastionSpeculator(DFlashSpeculator):
         # vLLM 0.33 asks for 0 where no request of the step can use a draft.
         skipped = kwargs.get("num_speculative_tokens") == 0
         runtime.drafted = not skipped
-        self.trees.bind_rows(None if dummy_run else input_batch.idx_mapping)
+        if dummy_run:
+            self.trees.bind_rows()
+        else:
+            self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
         if costs is not None and not dummy_run:
             context_len = float(input_batch.num_computed_tokens_np.mean())
             costs.learn()
             costs.install(num_reqs, context_len)
-            if runtime.switch is not None and not skipped:
-                slots = input_batch.idx_mapping_np
+            if runtime.gate is not None and runtime.manager is not None and not skipped:
                 # Prompts that go on in the next step have no use for a draft.
                 seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-                runtime.drafted = bool((seen >= input_batch.prefill_len_np).any())
+                slots = input_batch.idx_mapping_np[seen >= input_batch.prefill_len_np]
+                runtime.drafted = len(slots) > 0
                 if runtime.drafted:
                     announced = runtime.drafting
-                    runtime.drafting = runtime.switch.draft_next(slots, context_len)
+                    runtime.drafting = runtime.manager.draft_next(slots, context_len)
                     runtime.drafted = announced if self._one_ahead else runtime.drafting
                 # Without a draft the block is not run; its graph would run it, so: no graph.
                 kwargs["is_profile"] = not runtime.drafted
@@ -224,11 +227,8 @@ class BastionSpeculator(DFlashSpeculator):
             dummy_run=dummy_run,
             **kwargs,
         )
-        if not dummy_run:
-            if runtime.drafted:
-                self.trees.publish(input_batch.idx_mapping_np)
-            if runtime.timer is not None:
-                runtime.timer.step_done(runtime.drafted)
+        if not dummy_run and runtime.timer is not None:
+            runtime.timer.step_done(runtime.drafted)
         tokens = self.trees.tokens[:num_reqs]
         # vLLM writes -1 over what was not asked for; past a tree's end, rows keep their token.
         return torch.full_like(tokens, -1) if skipped else tokens
@@ -260,7 +260,7 @@ class BastionSpeculator(DFlashSpeculator):
         np.cumsum(before + tail, out=start[1:])
         layout[num_reqs + 1 :] = before
         total = int(start[-1])
-        on_device = copy_to_device(layout, self._kept_layout[: len(layout)])
+        on_device = async_tensor_h2d(layout, out=self._kept_layout[: len(layout)])
         kept_start, source = on_device[: num_reqs + 1], self._kept_source[:total]
         positions, rejected = self._kept_positions[:total], self._kept_rejected[:num_reqs]
         kept_rows(

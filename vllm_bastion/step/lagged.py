@@ -3,8 +3,8 @@
 
 The host must know a step's rows before it launches the step. Waiting for the scores leaves the
 device idle between two steps; here the host takes the number of nodes per request that the scores
-of the step before asked for, which have long arrived, and the device fills that number with the
-best nodes there are now.
+of the step before asked for, and the device fills that number with the best nodes there are now.
+While the host reads those older scores the device has a whole step to run.
 """
 
 from __future__ import annotations
@@ -13,52 +13,74 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from bastion_kernels import take_best
-from vllm_bastion.step.host import copy_to_device
 from vllm_bastion.step.runtime import Runtime
 from vllm_bastion.step.shares import even_split
+from vllm_bastion.step.trees import Published
 from vllm_bastion.step.verification import BastionVerificationManager
 
 
 class LaggedVerificationManager(BastionVerificationManager):
     """``bastion_budget_timing: "lagged"``. Per-request counts are exact on the device only."""
 
+    lag = 1
+
     def __init__(self, runtime: Runtime, *args: Any) -> None:
         super().__init__(runtime, *args)
-        self._limits, self._counts, self._rows = (
-            torch.zeros_like(self.trees.num_verify) for _ in range(3)
-        )
+        num_slots = len(self.trees.num_verify)
+        # By slot: most nodes, and rows that are no nodes.
+        self._layout_np = np.zeros((2, num_slots), dtype=np.int32)
+        self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
+        self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)
+        self._slots = np.zeros(0, dtype=np.int64)
+        # Nodes per request that the last scores to be heard of asked for.
+        self._per_request = float(self.trees.tree_size)
 
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """An even split of the step's nodes, [R] int32; only its sum is binding."""
-        trees = self.trees
-        # Columns of each tree, known without the device. A tree can have fewer nodes than that,
-        # where a candidate's probability is 0: rows past its end are verified and lead nowhere.
-        size = np.where(trees.spine_only_np[slots], trees.chain_size, trees.tree_size)
-        limits = np.minimum(drafts, size).astype(np.int32)
-        wanted, reqs = trees.previous_num_verify()
-        per_request = wanted / reqs if reqs else float(trees.tree_size)
+        self._hear()
+        limits = self._columns(slots, drafts)
+        self._layout_np[0, slots], self._layout_np[1, slots] = limits, self._rest
+        self._slots = slots
         total = min(
-            round(per_request * int((limits > 0).sum())),
+            round(self._per_request * int((limits > 0).sum())),
             int(limits.sum()),
             self._room(len(slots)),
         )
-        self._limits_np = limits
         return even_split(total, limits)
 
+    def _take_in(self, news: Published) -> None:
+        super()._take_in(news)
+        if news.grown_for is not None:
+            self._per_request = float(news.num_verify[news.grown_for].mean())
+
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        trees, count = self.trees, len(req_ids)
         total = int(self._kept.sum())
-        limits = copy_to_device(self._limits_np, self._rows[:count])
-        self._limits[idx_mapping] = limits
-        take_best(trees.log_rho, idx_mapping, self._limits, total, self._counts)
-        counts = self._counts[idx_mapping]
-        cu_num_logits = self._cu_num_logits[: count + 1]
-        torch.cumsum(counts + self.num_bonus_tokens, 0, out=cu_num_logits[1:])
-        rest = copy_to_device(self._rest, self._rows[:count])
-        torch.cumsum(counts + rest, 0, out=self.query_start_loc[1 : count + 1])
+        if total in (0, self._layout_np[0, self._slots].sum()):
+            return super().reallocate_drafts(req_ids, idx_mapping)  # nothing to share out
+        async_tensor_h2d(self._layout_np, out=self._layout)
+        # A new one each step, as vLLM's is: the copy to the host may read it for longer.
+        cu_num_logits = self._scratch.new_empty(len(req_ids) + 1)
+        self._share_out(idx_mapping, total, cu_num_logits)
+        # On the step's own stream, so that it is there before the step's output is.
+        self._num_logits_np = async_copy_to_np(cu_num_logits)
         return self._reallocated(cu_num_logits, total)
+
+    def _share_out(self, slots: torch.Tensor, total: int, cu_num_logits: torch.Tensor) -> None:
+        limits, rest = self._layout
+        take_best(
+            self.trees.log_rho,
+            slots,
+            limits,
+            rest,
+            total,
+            cu_num_logits,
+            self.query_start_loc,
+            self._scratch,
+        )
 
     @property
     def drafts(self) -> np.ndarray:
@@ -67,5 +89,4 @@ class LaggedVerificationManager(BastionVerificationManager):
 
     def warm_up(self) -> None:
         """Compile what the first step would wait for."""
-        trees = self.trees
-        take_best(trees.log_rho, trees.step_slots[:1], self._limits, 0, self._counts)
+        self._share_out(self.trees.step_slots[:1], 0, self._scratch.new_empty(2))

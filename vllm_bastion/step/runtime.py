@@ -10,7 +10,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_bastion.config import bastion_config
-from vllm_bastion.cost.draft_switch import DraftSwitch
+from vllm_bastion.cost.gate import DraftGate
 from vllm_bastion.cost.next_step import StepCosts
 from vllm_bastion.cost.timing import StepTimer
 from vllm_bastion.step.trees import Trees
@@ -28,8 +28,8 @@ class Runtime:
     trees: Trees
     # None until the engine was measured, and where the budget is a fixed number.
     costs: StepCosts | None = None
-    # None where every step drafts: a fixed budget, a lagged one, or data parallelism.
-    switch: DraftSwitch | None = None
+    # None where every step drafts: a fixed budget, or data parallelism.
+    gate: DraftGate | None = None
     # None until the KV cache exists.
     manager: BastionVerificationManager | None = None
     # Whether the last ``propose`` grew trees.

@@ -84,8 +84,6 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
-        if self.runtime.switch is not None:
-            self.runtime.switch.emitted(num_sampled)
         # Accepted chains are where they belong already: nothing to move, nothing to gather.
         spine = self.trees.spine_only_np[input_batch.idx_mapping_np]
         self.trees.verifying = not spine.all()

@@ -15,9 +15,11 @@ batch of step t+1 may hold other requests than the batch of step t.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from bastion_kernels import (
     ancestor_bits,
@@ -30,7 +32,20 @@ from bastion_kernels import (
     topk_partial,
     tree_positions,
 )
-from vllm_bastion.step.host import HostMirror, copy_to_device
+from vllm_bastion.step.host import HostMirror
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the host learns of a step at its end. By slot, [S]; views, see `HostMirror.read`."""
+
+    # The batch whose trees were grown, [R] slots; None where the step did not draft.
+    grown_for: np.ndarray | None
+    # N* of those trees, and the accepted tokens that these nodes promise.
+    num_verify: np.ndarray
+    promised: np.ndarray
+    # Tokens that the step emitted.
+    emitted: np.ndarray
 
 
 class Trees:
@@ -84,11 +99,12 @@ class Trees:
         self.always_spine = always_spine = top_k == 1
         self.spine_only = torch.full((slots,), always_spine, dtype=torch.bool, device=device)
         self.spine_only_np = np.full(slots, always_spine)
-        # N* of the next step, and the accepted tokens that its nodes promise (the sum of their
-        # path scores), in one buffer: the host learns both by one copy.
-        self._decision = zeros(2, slots)
-        self.num_verify = self._decision[0]
-        self.promised = self._decision[1].view(torch.float32)
+        # N* of the next step, the accepted tokens that its nodes promise (the sum of their path
+        # scores), and what the last step emitted, in one buffer: the host learns all by one copy.
+        self._news = zeros(3, slots)
+        self.num_verify = self._news[0]
+        self.promised = self._news[1].view(torch.float32)
+        self.emitted = self._news[2]
         self._limits = zeros(slots)  # for a budget chosen again, see `choose_again`
         # Of the step being run, by row (padding rows: slot -1, tail 0).
         self.step_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)
@@ -107,20 +123,21 @@ class Trees:
         self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
         self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
-        self._host_decision = HostMirror(self._decision)
-        self._published: list[np.ndarray] = []
+        self._mirror = HostMirror(self._news)
+        self._grown_for: dict[int, np.ndarray | None] = {}
 
     # ---- end of step t: the drafter's logits become trees -------------------------------
 
-    def bind_rows(self, idx_mapping: torch.Tensor | None) -> None:
-        """Name the slots the next ``grow`` writes to; None for a dummy batch, which writes none.
+    def bind_rows(
+        self, idx_mapping: torch.Tensor | None = None, num_sampled: torch.Tensor | None = None
+    ) -> None:
+        """Name the slots the next ``grow`` writes to; none for a dummy batch.
 
-        idx_mapping: [R] int64 slot of every row.
+        idx_mapping: [R] int64 slot of every row; num_sampled: [R] int32, what each has emitted.
         """
-        self._host_decision.before_write()
-        if idx_mapping is None:
-            idx_mapping = self.row_slots[:0]
-        bind_slots(idx_mapping, self.row_slots, self.base_rows)
+        if idx_mapping is None or num_sampled is None:
+            idx_mapping, num_sampled = self.row_slots[:0], self.emitted[:0]
+        bind_slots(idx_mapping, num_sampled, self.row_slots, self.base_rows, self.emitted)
 
     def grow(
         self,
@@ -190,39 +207,34 @@ class Trees:
     def set_cost_ms(self, cost_ms: np.ndarray) -> None:
         """Install the cost (ms) of a whole step by its target rows: [max_num_tokens + 1]."""
         self.cost_ms_host = np.ascontiguousarray(cost_ms, dtype=np.float32)
-        copy_to_device(self.cost_ms_host, self.cost_ms)
+        async_tensor_h2d(self.cost_ms_host, out=self.cost_ms)
 
-    def publish(self, slots: np.ndarray) -> None:
-        """Start the copy by which the host learns N* and what it promises, after ``grow``.
+    def publish(self, step: int, grown_for: np.ndarray | None) -> None:
+        """Start the copy by which the host learns what came of a step, at its end.
 
-        slots: [R] of the batch the trees were grown for.
+        step: its number; grown_for: [R] slots of the batch that trees were grown for, if any.
         """
-        self._published = [*self._published[-1:], slots]
-        self._host_decision.start_copy()
+        self._grown_for = {s: g for s, g in self._grown_for.items() if s > step - 2}
+        self._grown_for[step] = grown_for
+        self._mirror.start_copy(step)
 
-    def decision(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """N* and the promised tokens of these slots, [R] int32 and float32; waits for the copy."""
-        num_verify, promised = self._host_decision.wait()[:, slots]
-        return num_verify, promised.view(np.float32)
+    def published(self, step: int) -> Published | None:
+        """What `step`, one of the last two, published; waits for its copy if it has not arrived."""
+        news = self._mirror.read(step)
+        if news is None:
+            return None
+        num_verify, promised, emitted = news
+        return Published(self._grown_for[step], num_verify, promised.view(np.float32), emitted)
 
     def choose_again(self, slots: np.ndarray, drafts: np.ndarray, base_rows: int) -> None:
-        """Choose N* anew for a step with `base_rows` rows that are no nodes, and publish it.
+        """Choose N* anew for a step with `base_rows` rows that are no nodes.
 
         slots: [R]; drafts: [R] most nodes each may have.
         """
-        packed = torch.empty((2, len(slots)), dtype=torch.int64, device=self.device)
-        rows, most = copy_to_device(np.stack([slots, drafts]).astype(np.int64), packed)
-        self._host_decision.before_write()
+        both = np.stack([slots, drafts])
+        rows, most = async_tensor_h2d(both, dtype=torch.int64, device=self.device)
         self._limits[rows] = torch.minimum(self.size[rows], most.to(torch.int32))
         self._choose(rows, self._limits, base_rows)
-        self._host_decision.start_copy()
-
-    def previous_num_verify(self) -> tuple[int, int]:
-        """Sum of N* over the batch that was published last but one, and its number of requests."""
-        if len(self._published) < 2:
-            return 0, 0
-        slots = self._published[0]
-        return int(self._host_decision.previous()[0, slots].sum()), len(slots)
 
     # ---- step t+1: the trees are verified -----------------------------------------------
 

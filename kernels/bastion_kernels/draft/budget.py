@@ -15,7 +15,8 @@ rho is summed as a multiple of 2^-40, so that the sum does not depend on the ord
 every rank of a tensor-parallel group, and the reference, get the same count. A node of rho below
 2^-40 adds nothing.
 
-With every node's place in the list of all nodes (`node_places.py`), `take_best` is done.
+With every node's place in the list of all nodes (`node_places.py`), a request's share is counted;
+of `take_best`'s programs the last to arrive sums the shares to where each request's rows begin.
 `choose_budget` scatters rho by place, and a second launch sums along the list, takes the best n,
 and counts a request's nodes before it; its R programs do the same search, which is cheaper than a
 third launch.
@@ -82,23 +83,38 @@ def choose_budget_reference(
 
 
 def take_best_reference(
-    log_rho: Tensor, slots: Tensor, limits: Tensor, total: int, num_verify: Tensor
+    log_rho: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    rest: Tensor,
+    total: int,
+    logits_start: Tensor,
+    rows_start: Tensor,
+    scratch: Tensor,
 ) -> None:
     """Sort all columns, those without a node last, and count; see `take_best`."""
     nodes = sorted_nodes(log_rho, slots, limits, -math.inf)
     counts = Counter(slot for _, _, slot in nodes[:total])
-    for slot in slots.tolist():
-        if slot >= 0:
-            num_verify[slot] = counts[slot]
+    logits_start[0] = rows_start[0] = 0
+    for row, slot in enumerate(slots.tolist()):
+        active = slot >= 0
+        logits_start[row + 1] = logits_start[row] + (1 + counts[slot] if active else 0)
+        rows_start[row + 1] = rows_start[row] + (int(rest[slot]) + counts[slot] if active else 0)
 
 
 # `slots` may be a slice of a longer batch, at any address.
-@triton.jit(do_not_specialize=["reqs", "total"], do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(
+    do_not_specialize=["reqs", "total"],
+    do_not_specialize_on_alignment=["slots_ptr", "logits_start_ptr", "rows_start_ptr"],
+)
 def _take_kernel(
     log_rho_ptr,
     slots_ptr,
     limits_ptr,
-    num_verify_ptr,
+    rest_ptr,
+    logits_start_ptr,
+    rows_start_ptr,
+    scratch_ptr,
     reqs,
     total,
     log_rho_s,
@@ -106,16 +122,37 @@ def _take_kernel(
     BLOCK: tl.constexpr,
     RIVALS: tl.constexpr,
     STEPS: tl.constexpr,
+    REQS_PAD: tl.constexpr,
 ):
-    """Grid: (R,). Counts the request's nodes among the `total` best."""
+    """Grid: (R,). Counts the request's nodes among the `total` best; the last one sums up."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
+    count = tl.full([], 0, tl.int32)
     if slot >= 0:
         _, mine, place = places(
             log_rho_ptr, slots_ptr, limits_ptr, reqs, log_rho_s, row, slot,
             N, True, BLOCK, RIVALS, STEPS,
         )  # fmt: skip
-        tl.store(num_verify_ptr + slot, tl.sum((mine & (place < total)).to(tl.int32), 0))
+        count = tl.sum((mine & (place < total)).to(tl.int32), 0)
+    count_ptr = scratch_ptr + 1
+    tl.store(count_ptr + row, count)
+    # all threads' stores come before the one thread's release
+    tl.debug_barrier()
+    arrived = tl.atomic_add(scratch_ptr, 1, sem="acq_rel", scope="gpu")
+    if arrived == reqs - 1:
+        tl.store(scratch_ptr, 0)
+        one = tl.arange(0, REQS_PAD)
+        live = one < reqs
+        owner = tl.load(slots_ptr + one, mask=live, other=-1)
+        active = owner >= 0
+        nodes = tl.load(count_ptr + one, mask=live, other=0, cache_modifier=".cg")
+        rest = tl.load(rest_ptr + owner, mask=active, other=0)
+        logits_end = tl.cumsum(nodes + active.to(tl.int32), 0)
+        rows_end = tl.cumsum(nodes + rest, 0)
+        tl.store(logits_start_ptr + 1 + one, logits_end, mask=live)
+        tl.store(rows_start_ptr + 1 + one, rows_end, mask=live)
+        tl.store(logits_start_ptr, 0)
+        tl.store(rows_start_ptr, 0)
 
 
 @triton.jit(do_not_specialize=["reqs"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -263,30 +300,39 @@ def choose_budget_triton(
 
 
 def take_best_triton(
-    log_rho: Tensor, slots: Tensor, limits: Tensor, total: int, num_verify: Tensor
+    log_rho: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    rest: Tensor,
+    total: int,
+    logits_start: Tensor,
+    rows_start: Tensor,
+    scratch: Tensor,
 ) -> None:
-    """One launch, no scratch; see `take_best`."""
-    if slots.shape[0] > 0:
-        _take_kernel[(slots.shape[0],)](
+    """One launch; see `take_best`."""
+    reqs, (num_slots, limit) = slots.shape[0], log_rho.shape
+    if reqs > 0:
+        _take_kernel[(reqs,)](
             log_rho,
             slots,
             limits,
-            num_verify,
-            slots.shape[0],
+            rest,
+            logits_start,
+            rows_start,
+            scratch,
+            reqs,
             min(total, log_rho.numel()),
             log_rho.stride(0),
-            **place_constants(log_rho.shape[1]),
+            # by the slots, of which there are as many in every call
+            REQS_PAD=triton.next_power_of_2(num_slots),
+            **place_constants(limit),
         )
 
 
-def _check_trees(
-    op: str, log_rho: Tensor, slots: Tensor, limits: Tensor, num_verify: Tensor
-) -> None:
-    num_slots = log_rho.shape[0]
+def _check_trees(op: str, log_rho: Tensor, slots: Tensor, limits: Tensor) -> None:
     check(op, "log_rho", log_rho, (None, None), torch.float32)
     check(op, "slots", slots, (None,), torch.int64)
-    check(op, "limits", limits, (num_slots,), torch.int32)
-    check(op, "num_verify", num_verify, (num_slots,), torch.int32)
+    check(op, "limits", limits, (log_rho.shape[0],), torch.int32)
 
 
 def choose_budget(
@@ -318,7 +364,8 @@ def choose_budget(
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
     op = "choose_budget"
-    _check_trees(op, log_rho, slots, limits, num_verify)
+    _check_trees(op, log_rho, slots, limits)
+    check(op, "num_verify", num_verify, (log_rho.shape[0],), torch.int32)
     check(op, "cost_ms", cost_ms, (None,), torch.float32)
     if isinstance(base_rows, Tensor):
         check(op, "base_rows", base_rows, (), torch.int32)
@@ -329,29 +376,46 @@ def choose_budget(
 
 
 def take_best(
-    log_rho: Tensor, slots: Tensor, limits: Tensor, total: int, num_verify: Tensor
+    log_rho: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    rest: Tensor,
+    total: int,
+    logits_start: Tensor,
+    rows_start: Tensor,
+    scratch: Tensor,
 ) -> None:
-    """Write how many leading nodes of every request are among the `total` best of the batch.
+    """Lay out a step of `total` nodes: every request has as many rows as it owns of the best ones.
 
     For a step whose size the host has settled: exactly min(total, sum of min(limit, N) over the
-    active rows) nodes are counted, whatever their scores. Columns of score -inf are nodes like any
+    active rows) nodes are given, whatever their scores. Columns of score -inf are nodes like any
     other and come last; equal scores go to the lower row.
 
     Args:
         log_rho: `[S, N]` fp32, by slot: path scores, non-increasing and not NaN.
         slots: `[R]` int64, request slot of each row, or -1 for a row that takes no part.
         limits: `[S]` int32, the most nodes each slot may have; none where negative.
+        rest: `[S]` int32, rows of each slot that are no nodes, its root included.
         total: nodes of the step, at least 0.
-        num_verify: `[S]` int32, not `limits` itself; written for the slots of active rows.
+        logits_start: `[>= R + 1]` int32, written: running sum of root and nodes, from 0.
+        rows_start: `[>= R + 1]` int32, written: running sum of all rows, from 0.
+        scratch: `[>= R + 1]` int32; its first number must be 0 and is left so.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together, or a negative total.
     """
-    op = "take_best"
-    _check_trees(op, log_rho, slots, limits, num_verify)
+    op, reqs = "take_best", slots.shape[0]
+    _check_trees(op, log_rho, slots, limits)
+    check(op, "rest", rest, (log_rho.shape[0],), torch.int32)
+    for name, out in (
+        ("logits_start", logits_start),
+        ("rows_start", rows_start),
+        ("scratch", scratch),
+    ):
+        check(op, name, out, (None,), torch.int32)
+        if out.shape[0] <= reqs:
+            raise ValueError(f"{op}: {name} must have room for {reqs + 1}, got {out.shape[0]}")
     if total < 0:
         raise ValueError(f"{op}: total must be at least 0, got {total}")
-    if num_verify.data_ptr() == limits.data_ptr():
-        raise ValueError(f"{op}: num_verify must not be limits, which it still reads")
     run = version_for(log_rho, take_best_triton, take_best_cpu, take_best_reference)
-    run(log_rho, slots, limits, total, num_verify)
+    run(log_rho, slots, limits, rest, total, logits_start, rows_start, scratch)

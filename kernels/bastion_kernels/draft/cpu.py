@@ -215,13 +215,27 @@ def choose_budget_cpu(
 
 
 def take_best_cpu(
-    log_rho: Tensor, slots: Tensor, limits: Tensor, total: int, num_verify: Tensor
+    log_rho: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    rest: Tensor,
+    total: int,
+    logits_start: Tensor,
+    rows_start: Tensor,
+    scratch: Tensor,
 ) -> None:
     """Merge the sorted lists as far as needed; see `take_best`."""
+    of, reqs = slots.numpy(), slots.shape[0]
+    counts = np.zeros(log_rho.shape[0], np.int32)
     _merge(
-        log_rho.numpy(), slots.numpy(), limits.numpy(), np.float32(-np.inf), _NO_COST, 0,
-        min(total, log_rho.numel()), num_verify.numpy(), _NO_PROMISE,
+        log_rho.numpy(), of, limits.numpy(), np.float32(-np.inf), _NO_COST, 0,
+        min(total, log_rho.numel()), counts, _NO_PROMISE,
     )  # fmt: skip
+    active = of >= 0
+    for start, more in ((logits_start, np.ones_like(counts)), (rows_start, rest.numpy())):
+        ends = start.numpy()[: reqs + 1]
+        ends[0] = 0
+        np.cumsum(np.where(active, (counts + more)[of], 0), out=ends[1:])
 
 
 @njit
