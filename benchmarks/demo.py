@@ -37,7 +37,7 @@ from benchmarks.progress import Progress
 from benchmarks.replay.costs import paper_a100
 
 PROMPTS = ("code-made-05", "arithmetic-15", "chat-20")
-NODES, TOKENS, WIDTH = 64, 64, 100
+NODES, TOKENS, WIDTH = 63, 64, 100
 _MAX_TREE_LINES = 40
 _COLOURS = {"accepted": "32;1", "rejected": "0", "note": "2", "title": "1"}
 

@@ -47,7 +47,7 @@ from benchmarks.engine import (
 from benchmarks.progress import Progress
 from benchmarks.replay.costs import from_profile, paper_a100
 
-BUDGETS = (8, 16, 32, 64)
+BUDGETS = (8, 16, 32, 63)
 NODES = max(BUDGETS)
 PLAIN = "plain"
 _SAMPLED = (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time a decoding step of vLLM at the shapes of Qwen3-8B, without its weights: needs a GPU.
 
-    python benchmarks/gpu/bench_step.py [--contexts 1024 8192] [--nodes 16 32 64 128] [--profile]
+    python benchmarks/gpu/bench_step.py [--contexts 1024 8192] [--nodes 16 32 63 127] [--profile]
         [--only NAME ...] [--compilation JSON] [--out FILE.json]
 
 Plain decoding, vLLM's own DFlash chain, the chain through bastion's machinery, and bastion trees of
@@ -150,7 +150,7 @@ def time_steps(job: dict[str, Any]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 63, 127])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=129)
     parser.add_argument("--repeats", type=int, default=5)
