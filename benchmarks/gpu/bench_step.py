@@ -93,7 +93,7 @@ def modes(drafter: str, nodes: list[int], flat: str) -> dict[str, dict[str, Any]
                 "bastion_budget_timing": timing,
             }
             for n in nodes
-            if n == 64
+            if n == 63
             for timing in ("exact", "lagged")
         },
     }
