@@ -91,10 +91,18 @@ class BastionSpeculator(DFlashSpeculator):
     def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Load it; compiled, it is to take as many rows as the buffers have."""
         config = self.vllm_config
-        # vLLM derives the sizes it compiles for from the step's, in an object it shares with the
-        # target.
+        # vLLM compiles for up to as many rows as the config it is given says, and notes that in an
+        # object the target shares.
+        if self.max_num_tokens == len(self._kept_source):
+            return super().load_draft_model(*args, **kwargs)
+        compilation = copy.copy(config.compilation_config)
+        if compilation.compile_ranges_endpoints:
+            # One range up to the drafter's limit, not one up to the step's and another.
+            compilation.compile_ranges_endpoints = [
+                end for end in compilation.compile_ranges_endpoints if end != len(self._kept_source)
+            ]
         self.vllm_config = copy.copy(config)
-        self.vllm_config.compilation_config = copy.copy(config.compilation_config)
+        self.vllm_config.compilation_config = compilation
         try:
             model = super().load_draft_model(*args, **kwargs)
         finally:
