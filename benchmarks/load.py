@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards, and tokens per forward, of 1 to 256 requests at once: bastion against plain decoding.
+
+    python benchmarks/load.py                        # results/load.json, results/load.md
+    python benchmarks/load.py --requests 1 4 16      # a quick run
+
+All requests arrive together, T=0, and decode to `max_tokens`. A *forward* is one step of the
+engine, prompts included, with as many requests in it as the scheduler put there. Trees have up to
+63 nodes and are budgeted by given costs: on the paper's A100 drafting pays for every batch here,
+with "never" no draft is worth its time, and this CPU's lie between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.costs import write_costs
+from benchmarks.engine import (
+    RESULTS,
+    TINY,
+    Engine,
+    Request,
+    Run,
+    bastion,
+    load_prompts,
+    provenance,
+    run_engine,
+)
+from benchmarks.progress import Progress
+from benchmarks.replay.costs import CostSource, from_profile, paper_a100
+from vllm_bastion.cost.table import StepCostTable
+
+NODES = 63
+TOKEN_LIMIT = 512
+PLAIN = "plain"
+
+
+def steps(llm: Any) -> Callable[[], list[int]]:
+    """Probe: the number of requests in every forward."""
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    execute, seen = runner.execute_model, []
+
+    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduled.total_num_scheduled_tokens:
+            seen.append(len(scheduled.num_scheduled_tokens))
+        return execute(scheduled, *args, **kwargs)
+
+    runner.execute_model = execute_model
+    return lambda: seen
+
+
+def sources(limit: int, profile: Path) -> list[CostSource]:
+    """Costs that pay, this CPU's, and costs that never pay, each up to `limit` rows."""
+    never = StepCostTable.linear(0.001, 1.0, max_rows=limit, drafter_ms=10.0 * limit)
+    return [
+        paper_a100(limit),
+        from_profile("this CPU", profile, limit),
+        CostSource("never", never, None),
+    ]
+
+
+def summary(done: Run, reference: Run) -> dict[str, float | int]:
+    """A row of the table."""
+    tokens = sum(len(c.token_ids) for c in done.completions)
+    pairs = zip(done.completions, reference.completions, strict=True)
+    return {
+        "forwards": len(done.probed),
+        "tokens": tokens,
+        "tokens_per_forward": round(tokens / len(done.probed), 2),
+        "requests_per_forward": round(sum(done.probed) / len(done.probed), 2),
+        "most_requests": max(done.probed),
+        "identical_to_plain": sum(a.token_ids == b.token_ids for a, b in pairs),
+        "requests": len(done.completions),
+    }
+
+
+def markdown(results: dict[str, Any], settings: dict[str, Any], command: str) -> str:
+    """The table."""
+    lines = [
+        "# Many requests at once",
+        "",
+        f"{settings['new_tokens']} new tokens a request, T=0, max_num_batched_tokens "
+        f"{settings['token_limit']}, trees of up to {settings['nodes']} nodes.",
+        "",
+        "| requests | costs | forwards | of plain's | tokens per forward | requests per forward, "
+        "mean and most | same tokens as plain |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for count, rows in results.items():
+        for name, row in rows.items():
+            of_plain = row["forwards"] / rows[PLAIN]["forwards"]
+            lines.append(
+                f"| {count} | {name} | {row['forwards']} | {of_plain:.2f} "
+                f"| {row['tokens_per_forward']:.2f} "
+                f"| {row['requests_per_forward']:.1f}, {row['most_requests']} "
+                f"| {row['identical_to_plain']}/{row['requests']} |"
+            )
+    return "\n".join([*lines, "", f"`{command}`", ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--tokens", type=int, default=24, help="new tokens (default 24)")
+    parser.add_argument("--limit", type=int, default=TOKEN_LIMIT, help="max_num_batched_tokens")
+    parser.add_argument("--profile", type=Path, default=RESULTS / "cpu-profile.json")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(argv)
+    prompts = load_prompts(TINY / "prompts.jsonl")
+    source = provenance()
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        speculative: dict[str, Any] = {PLAIN: None}
+        for costs in sources(given.limit, given.profile):
+            path = write_costs(costs, Path(folder) / f"{len(speculative)}.json")
+            keys = {"calibration": path, "latency_model": "table"}
+            speculative[costs.name] = bastion(TINY / "drafter", NODES, "adaptive", **keys)
+        for count in given.requests:
+            requests = [
+                # Spread over the domains; past the last prompt from the first one again.
+                Request(str(i), prompts[i * 31 % len(prompts)]["prompt"], given.tokens)
+                for i in range(count)
+            ]
+            rows = results[str(count)] = {}
+            reference: Run | None = None
+            for name, settings in speculative.items():
+                engine = Engine(
+                    settings,
+                    max_num_seqs=count,
+                    max_num_batched_tokens=given.limit,
+                    probe="benchmarks.load:steps",
+                )
+                progress = Progress(f"{count} requests, {name}")
+                done = run_engine(engine, requests, progress)
+                reference = reference or done
+                rows[name] = summary(done, reference)
+                progress.done(f"{rows[name]['forwards']} forwards in {progress.seconds:.0f} s")
+    report_settings = {
+        "new_tokens": given.tokens,
+        "token_limit": given.limit,
+        "nodes": NODES,
+        "dtype": "float32",
+    }
+    report = {"provenance": source, "settings": report_settings, "results": results}
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "load.json").write_text(json.dumps(report, indent=1) + "\n")
+    table = markdown(results, report_settings, source["command"])
+    (given.out / "load.md").write_text(table)
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
