@@ -74,12 +74,12 @@ def test_calibrate_hands_vllms_options_on(monkeypatch, capsys):
         calls.append((target, drafter, output, engine_args))
         return _profile()
 
-    module = types.ModuleType("vllm_bastion.cost.measure")
+    module = types.ModuleType("vllm_bastion.cost.engine")
     module.main = main
     package = types.ModuleType("vllm_bastion.step")
     package.calibrate = module
     monkeypatch.setitem(sys.modules, "vllm_bastion.step", package)
-    monkeypatch.setitem(sys.modules, "vllm_bastion.cost.measure", module)
+    monkeypatch.setitem(sys.modules, "vllm_bastion.cost.engine", module)
     assert cli.main(["calibrate", "T", "D", "--max-num-seqs", "4"]) == 0
     assert calls == [("T", "D", None, ["--max-num-seqs", "4"])]
     assert "NVIDIA H200" in capsys.readouterr().out

@@ -209,6 +209,21 @@ FIELDS = {
         "sampler.py",
         {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"},
     ),
+    "vllm.v1.core.sched.output:NewRequestData": (
+        "cost/tree_steps.py",
+        {"req_id", "prompt_token_ids", "sampling_params", "block_ids", "num_computed_tokens"}
+        | {"mm_features", "pooling_params", "lora_request", "prefill_token_ids"},
+    ),
+    "vllm.v1.core.sched.output:CachedRequestData": (
+        "cost/tree_steps.py",
+        {"req_ids", "num_computed_tokens", "num_output_tokens", "new_block_ids"},
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "cost/tree_steps.py",
+        {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"}
+        | {"total_num_scheduled_tokens", "scheduled_spec_decode_tokens"}
+        | {"num_spec_tokens_to_schedule"},
+    ),
     "vllm.v1.worker.gpu.async_utils:StepTimingSample": (
         "calibrate.py",
         {"forward_ms", "drafter_ms", "num_target_tokens", "num_reqs"},
@@ -242,7 +257,7 @@ SOURCE = {
         ["self.adaptive_verification"],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run": (
-        "calibrate.py: dummy_tree_step names both",
+        "cost/measure.py: dummy_tree_step names both",
         ["context_len: int = 0", "skip_eplb: bool = False"],
     ),
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build": (
@@ -254,11 +269,11 @@ SOURCE = {
         ["CUDAGraphMode.NONE", "for_capture=full_cudagraph"],
     ),
     "vllm.distributed.parallel_state:init_distributed_environment": (
-        "cost/measure.py: the world group has the ranks that step together, data-parallel ones too",
+        "cost/engine.py: the world group has the ranks that step together, data-parallel ones too",
         ["rank = parallel_config.data_parallel_rank * world_size + rank", "_WORLD = "],
     ),
     "vllm.v1.engine.core:EngineCoreProc.run_engine_core": (
-        "cost/measure.py: but data-parallel ranks of a dense model are engines of their own",
+        "cost/engine.py: but data-parallel ranks of a dense model are engines of their own",
         ["is_moe:", "reconfigure_for_independent_dp_rank()"],
     ),
     "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": (

@@ -20,7 +20,17 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 PACKAGE = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in FOLDERS[:2]]
 
 # Modules that may import vLLM when they are loaded; all others work without it.
-USES_VLLM = ("config.py", "validation.py", "hooks", "step", "attention", "cost/measure.py", "cpu")
+USES_VLLM = (
+    "config.py",
+    "validation.py",
+    "hooks",
+    "step",
+    "attention",
+    "cost/engine.py",
+    "cost/measure.py",
+    "cost/tree_steps.py",
+    "cpu",
+)
 READS_ENVIRONMENT = ("vllm_bastion/envs.py", "vllm_bastion/cpu/interpreter.py")
 TOP_LEVEL = {
     "CHANGELOG.md",

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
-    from vllm_bastion.cost.measure import main as calibrate
+    from vllm_bastion.cost.engine import main as calibrate
 
     profile = calibrate(
         arguments.target, arguments.drafter, output=arguments.out, engine_args=engine_args

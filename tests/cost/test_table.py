@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from vllm_bastion.cost.forward_times import ForwardTimes
 from vllm_bastion.cost.table import StepCostTable, bucket_context, context_bucket
 
 
@@ -78,11 +79,37 @@ def test_noise_never_makes_a_larger_step_cheaper():
 
 
 def test_sizes_measured_at_different_batches_stay_monotone():
-    # as vLLM's dummy runs do it: few rows with few requests, many rows with many, so that each
-    # size has its own total context; 64 rows over 10 tokens were measured below 8 rows over 800
+    # 64 rows of one request over 10 tokens were measured below 8 rows of 8 requests over 800
     table = StepCostTable([(8, 800, 5.0, 8), (64, 10, 4.0, 1)], max_rows=64)
-    cost = table.cost_ms(1, 100)
-    assert (np.diff(cost) >= 0).all() and cost[64] == 5.0
+    for reqs in (1, 3, 8, 20):
+        assert (np.diff(table.cost_ms(reqs, 100)) >= 0).all()
+    assert table.forward_ms(1, 10)[64] == pytest.approx(4.0)
+    assert table.forward_ms(8, 800)[8] == pytest.approx(5.0)
+
+
+def test_a_tree_and_as_many_requests_of_one_row_have_their_own_times():
+    """64 rows: one request over 1000 tokens reads them once; 64 requests over 1000 read 64000."""
+    base = {1: 10.0, 16: 11.0, 64: 14.0, 72: 20.0}
+    plain = [(n, 0, ms, n) for n, ms in base.items()]
+    plain += [(64, 1000, 14.0 + 6.4, 64), (1, 1000, 10.1, 1)]
+    trees = [(n, 1000, base[n] + 0.5, 1) for n in (16, 64)]
+    trees += [(64, 1000, 14.0 + 0.8, 4)]
+    times = ForwardTimes([(n, float(c), ms, r) for n, c, ms, r in plain + trees], None)
+
+    def at(reqs, context):
+        return times.at(reqs, reqs * context)
+
+    np.testing.assert_array_equal(times.rows, list(base))
+    np.testing.assert_allclose(at(1, 1000)[1:3], [11.5, 14.5])
+    np.testing.assert_allclose(at(64, 1000)[2], 20.4)
+    np.testing.assert_allclose(at(4, 1000)[2], 14.8)
+    # the stairs of the matrix products stay where no tree was measured: 72 rows as 64, and 6 ms
+    np.testing.assert_allclose(at(1, 1000)[3], 20.5)
+    # between two batches in log R, at the same cached tokens; less context, less time
+    at_two = [0.5 * 1000 / 1000, 0.8 * 1000 / 4000]
+    np.testing.assert_allclose(at(2, 500)[2], 14.0 + np.mean(at_two))
+    np.testing.assert_allclose(at(1, 500)[2], 14.25)
+    np.testing.assert_allclose(at(1, 0), list(base.values()))
 
 
 def test_one_slow_outlier_does_not_lift_the_larger_sizes():

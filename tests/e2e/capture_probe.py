@@ -64,3 +64,35 @@ def dummies(session: Any) -> list[dict[str, Any]]:
     runner._dummy_run(8)
     state.prepare_attn = prepare
     return [{"tree step": ours, "vLLM's own": masked, "after": state.trees.always_masking}]
+
+
+def timed_trees(session: Any) -> list[dict[str, Any]]:
+    """The steps of `TreeSteps` for 2 requests of 5 nodes, as the target's layers get them."""
+    from vllm_bastion.cost.tree_steps import TreeSteps
+
+    runner, state = session.runner, session.runner.model_state
+    prepare, seen = state.prepare_attn, []
+
+    def prepare_attn(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = prepare(batch, *args, **kwargs)
+        target = metadata[next(iter(state._target_layers))]
+        seen.append(
+            {
+                "rows": batch.num_scheduled_tokens.tolist(),
+                "query_start_loc": target.query_start_loc.tolist(),
+                "seq_lens": target.seq_lens.tolist(),
+                "masked": target.trees.masking,
+                "tails": target.trees.tail_lens[: batch.num_reqs].tolist(),
+            }
+        )
+        return metadata
+
+    requests = len(runner.req_states.req_id_to_index)
+    manager = runner.adaptive_verification
+    state.prepare_attn = prepare_attn
+    with TreeSteps(runner).as_asked() as steps:
+        steps.run(2, 5, 100)
+    state.prepare_attn = prepare
+    assert runner.adaptive_verification is manager
+    assert len(runner.req_states.req_id_to_index) == requests
+    return seen

@@ -9,6 +9,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+
+def costs(worker: Any) -> list[float]:
+    """What a worker believes a cycle of two requests costs, by rows."""
+    from vllm_bastion.step.runtime import runtime_of
+
+    believed = runtime_of(worker.model_runner.vllm_config).costs
+    return believed.latency.cycle_cost_ms(2, 100).tolist()
 
 
 def main() -> None:
@@ -23,6 +32,7 @@ def main() -> None:
     )
     metrics = llm.get_metrics()
     result = {
+        "costs": llm.collective_rpc(costs) if "speculative_config" in spec["engine"] else [],
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
         "metrics": {m.name: m.value for m in metrics if isinstance(m, Counter)},
     }

@@ -45,3 +45,15 @@ def test_no_request_waits_for_the_drafters_input_kernel(runner: Runner) -> None:
     run = runner.run(engine, [cases.greedy(1, tokens=4)], **watched)
     # Of queries of up to 128 tokens and a block of 16.
     assert {32, 64, 128, 256} <= set(run["batches"][0]["probed"][0])
+
+
+def test_calibration_times_trees_over_their_context(runner: Runner) -> None:
+    """Two requests, each a root and five nodes on 100 cached tokens, through the mask."""
+    engine = Engine(max_num_seqs=3).with_bastion(8)
+    probe = "tests.e2e.capture_probe:timed_trees"
+    run = runner.run(engine, [cases.greedy(1, tokens=2)], probe=probe)
+    root, trees = run["batches"][0]["probed"][:2]
+    assert root["rows"] == [1, 1] and root["seq_lens"] == [101, 101]
+    assert trees["rows"] == [6, 6] and trees["query_start_loc"] == [0, 6, 12]
+    assert trees["seq_lens"] == [107, 107]
+    assert trees["masked"] and trees["tails"] == [6, 6]

@@ -35,6 +35,7 @@ def generate(engine: Engine, batch: Batch, folder: Path) -> dict[str, Any]:
         json.dumps({"engine": engine.arguments(), "prompts": prompts, "params": params})
     )
     env = {**os.environ, **ENVIRONMENT, **caches(folder), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # to ask the workers, see `offline.costs`
     del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
     command = [sys.executable, "-m", "tests.e2e.offline", str(spec), str(result)]
     done = subprocess.run(
@@ -64,3 +65,13 @@ def test_two_workers_give_the_tokens_and_trees_of_one(runner: Runner, tmp_path: 
     counts = {name: two["metrics"][f"vllm:{name}"] for name in COUNTERS}
     assert counts == {name: tree["metrics"][name] for name in COUNTERS}
     assert counts["spec_decode_num_accepted_tokens"] > counts["spec_decode_num_drafts"] > 0
+
+
+@pytest.mark.parametrize("calibration", ["off", "auto"])
+def test_two_workers_believe_the_same_costs(tmp_path: Path, calibration: str) -> None:
+    """Two measurements of one machine are never equal; the workers' costs are, to the last bit."""
+    two = Engine(max_num_seqs=3, extra=(("tensor_parallel_size", 2),))
+    batch = cases.greedy(1, tokens=4)
+    believed = generate(two.with_bastion(16, calibration=calibration), batch, tmp_path)["costs"]
+    assert len(believed) == 2 and len(believed[0]) == 129
+    assert believed[0] == believed[1]

@@ -354,11 +354,3 @@ def test_a_step_verifies_what_vllm_has_memory_for(room: int, expected: int) -> N
     verified = manager.counted(output).get_output().bastion_num_verified
     assert sum(verified.values()) == expected
     assert max(verified.values()) - min(verified.values()) <= 1
-
-
-def test_sizes_beyond_the_graphs_are_measured_too() -> None:
-    from vllm_bastion.cost.measure import sizes_to_measure
-
-    assert sizes_to_measure([8, 64, 512], 8192) == [8, 64, 512, 576, 1152, 2304, 4608]
-    assert sizes_to_measure([8, 64, 512], 512) == [8, 64, 512]
-    assert sizes_to_measure([], 20) == [1, 2, 4, 8, 12, 16]

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from vllm_bastion.cost.devices import DeviceSpec
+from vllm_bastion.cost.forward_times import FloatArray
 from vllm_bastion.cost.roofline import ModelShape, Roofline
-from vllm_bastion.cost.table import FloatArray
 
 _SIGMA_SCALE = 3.0
 

@@ -1,44 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a step costs on this engine, or take it from a stored profile.
+"""Time what a step costs on a finished engine, before the first request.
 
-Runs once, after vLLM's warm-up and before the first request. The target's forward pass and the
-drafter are timed by vLLM's own ``StepTimingCollector`` over vLLM's own dummy runs, which replay the
-captured graphs where there are any; the output head, which a verified node also passes, is added.
+Two kinds of steps, both timed by vLLM's own ``StepTimingCollector`` and replaying the captured
+graphs where there are any: vLLM's dummy runs, a row for each of as many requests as fit (plain
+decoding), and trees of a few requests (`TreeSteps`). The output head, which a verified node also
+passes, is added to the forward pass.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-import vllm
-from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 
-from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
-from vllm_bastion.cost.agreement import of_rank_0, shared_profile
 from vllm_bastion.cost.calibration import calibrate_and_report
-from vllm_bastion.cost.devices import device_name, device_spec
-from vllm_bastion.cost.gate import DraftGate
-from vllm_bastion.cost.next_step import StepCosts
-from vllm_bastion.cost.online import make_latency
-from vllm_bastion.cost.roofline import ModelShape, Roofline
-from vllm_bastion.cost.store import (
-    Profile,
-    ProfileKey,
-    config_hash,
-    profile_path,
-    read_profile,
-    write_profile,
-)
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.cost.forward_times import Sample
+from vllm_bastion.cost.roofline import Roofline
+from vllm_bastion.cost.store import Profile, ProfileKey
+from vllm_bastion.cost.table import StepCostTable, padded_rows
 from vllm_bastion.cost.timing import HostMark, new_mark
+from vllm_bastion.cost.tree_steps import TreeSteps
 from vllm_bastion.logger import init_logger
 from vllm_bastion.step.runtime import runtime_of
 
@@ -47,7 +32,10 @@ logger = init_logger(__name__)
 _REPEATS = 5
 # Sizes timed where there are no graphs to name them, and contexts (cached tokens per request).
 _EAGER_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_CONTEXTS = (128, 2048, 8192)
+CONTEXTS = (128, 2048, 8192)
+# Batches whose context is timed: decoding plainly, and with trees.
+_PLAIN_REQS = (1, 4, 16, 64, 256)
+_TREE_REQS = (1, 4, 16)
 
 
 class HostStepTimingCollector(StepTimingCollector):
@@ -59,133 +47,78 @@ class HostStepTimingCollector(StepTimingCollector):
             self._step.forward_start.record()
 
 
-@torch.inference_mode()
-def calibrate(runner: Any) -> None:
-    """Give the engine of `runner` (a ``GPUModelRunner``) its step costs."""
-    vllm_config = runner.vllm_config
-    config = bastion_config(vllm_config)
-    assert config is not None
-    if config.bastion_budget != "adaptive":
-        return
-    runtime = runtime_of(vllm_config)
-    key = profile_key(runner)
-    # Tensor-parallel ranks, and those data-parallel ones whose steps are collective (of a mixture
-    # of experts): vLLM makes data-parallel ranks of a dense model engines of their own.
-    group = get_world_group()
-    profile = shared_profile(
-        config.bastion_calibration, key, lambda: measure(runner, key, group), group
-    )
-    if profile is None:
-        roofline = bare_roofline(runner, group)
-        table, calibrated = _prior(runner, roofline), None
-    else:
-        # A profile does not depend on how many rows a step may have; the table's length does.
-        table = profile.table.with_max_rows(runner.max_num_tokens)
-        calibrated = profile.calibrated
-        roofline = calibrated.roofline if calibrated else None
-    latency = make_latency(
-        config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
-    )
-    # What one GPU learns the others do not know, and all must choose the same budget.
-    alone = group.world_size == 1
-    if not alone and config.bastion_latency_model in ("ema", "ema_calib"):
-        raise ValueError(
-            f"bastion_latency_model {config.bastion_latency_model!r} learns on each GPU by itself, "
-            "and GPUs that step together must agree: use 'ema_table' or 'static'"
-        )
-    # A table or a curve that was asked for by name is believed as it stands, T_aux included.
-    online = alone and config.bastion_latency_model.startswith("ema")
-    runtime.costs = StepCosts(latency, runtime.trees, online=online)
-    runtime.costs.install(1, 1.0)
-    if runner.dp_size == 1:
-        runtime.gate = DraftGate()
-
-
-def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:
-    """`vllm-bastion calibrate`: start the engine, let it measure itself, store the profile.
-
-    output: file to write; None for the cache. engine_args: vLLM's own options.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-bastion calibrate"))
-    args = EngineArgs.from_cli_args(parser.parse_args(["--model", target, *engine_args]))
-    with tempfile.TemporaryDirectory() as folder:
-        # A file that does not exist is measured and written, whatever the cache holds.
-        fresh = Path(folder) / "profile.json"
-        given = dict(args.speculative_config or {})
-        args.speculative_config = {
-            "num_speculative_tokens": 64,
-            **given,
-            "method": "bastion",
-            "model": drafter,
-            "bastion_calibration": str(fresh),
+def measure(
+    runner: Any, key: ProfileKey, roofline: Roofline | None, captured: list[int]
+) -> Profile:
+    """Time the engine of `runner` and fit the roofline to it. Its steps are collective."""
+    start = time.perf_counter()
+    if runner.device.type == "cpu":
+        runner.step_timing = HostStepTimingCollector()
+    trees = runtime_of(runner.vllm_config).trees
+    room = min(runner.max_num_tokens, runner.adaptive_verification.max_total_logits)
+    batches = runner.max_num_tokens // (1 + trees.depth)  # a drafter's block each must fit, too
+    batches = max(1, min(batches, runner.max_num_reqs))
+    # A request has its context, two roots, the tree, and what is accepted of it.
+    nodes = min(trees.tree_size, runner.max_model_len - trees.depth - 4)
+    longest = max(1, runner.max_model_len - trees.depth - 3 - nodes)
+    contexts = sorted({min(c, longest) for c in CONTEXTS})
+    shapes = tree_shapes(nodes, room, batches)
+    # Each size of a tree step is timed without context as well.
+    padded = padded_rows(runner.max_num_tokens, captured)
+    sizes = sorted(
+        {
+            *sizes_to_measure(captured, runner.max_num_tokens),
+            *(int(padded[reqs * (1 + n)]) for reqs, n in shapes),
         }
-        engine = LLMEngine.from_engine_args(args)
-        profile = read_profile(fresh)
-        engine.engine_core.shutdown()
-    write_profile(profile, output or profile_path(profile.key))
-    return profile
-
-
-def _prior(runner: Any, roofline: Roofline | None) -> StepCostTable:
-    """The bare roofline as a table, for an engine that is not to be measured."""
-    rows = runner.max_num_tokens
-    if roofline is None:
-        return StepCostTable.flat(max_rows=rows)
-    points = np.unique(np.append(np.geomspace(1, rows, 24).astype(int), rows))
-    samples = [
-        (int(n), context, float(roofline.predict_ms(float(n), context)))
-        for n in points
-        for context in _CONTEXTS
-    ]
-    return StepCostTable(samples, max_rows=rows, captured_sizes=captured_sizes(runner))
-
-
-def bare_roofline(runner: Any, group: Any) -> Roofline | None:
-    """The target's roofline on rank 0's device; None where the target is no dense decoder.
-
-    Every rank must call it: peaks that are measured differ from rank to rank.
-    """
-    model_config = runner.vllm_config.model_config
-    try:
-        shape = ModelShape.from_config(
-            model_config.hf_text_config,
-            bytes_per_element=model_config.dtype.itemsize,
-            tp=runner.parallel_config.tensor_parallel_size,
-        )
-    except ValueError as error:
-        logger.warning("No roofline for this target (%s): costs are the measured ones only", error)
-        return None
-    spec = of_rank_0(group, lambda: device_spec(runner.device, model_config.dtype))
-    return Roofline(shape, spec)
-
-
-def captured_sizes(runner: Any) -> list[int]:
-    """Token counts of the FULL graphs of a verifying step, ascending; empty without graphs."""
-    manager = runner.cudagraph_manager
-    if manager is None or (not manager.needs_capture() and runner.device.type == "cpu"):
-        return []
-    return sorted(manager.captured_token_counts())
-
-
-def profile_key(runner: Any) -> ProfileKey:
-    """Everything that the measured times of this engine depend on."""
-    config = runner.vllm_config
-    spec: BastionSpeculativeConfig = config.speculative_config
-    backend = {g.backend.get_name() for groups in runner.attn_groups for g in groups}
-    return ProfileKey(
-        device=device_name(runner.device),
-        target_hash=config_hash(config.model_config.hf_text_config.to_dict()),
-        drafter_hash=config_hash(spec.draft_model_config.hf_config.to_dict()),
-        dtype=str(config.model_config.dtype).removeprefix("torch."),
-        attention_backend="+".join(sorted(backend)),
-        tp_size=config.parallel_config.tensor_parallel_size,
-        vllm_version=vllm.__version__,
-        graph_sizes=tuple(captured_sizes(runner)),
     )
+
+    heads = [_head_ms(runner, n) for n in sizes]
+
+    def head_ms(rows: int) -> float:
+        return float(np.interp(rows, sizes, heads))
+
+    plain = _dummy_steps(runner, sizes, 0)
+    for context in contexts:
+        few = [reqs for reqs in _PLAIN_REQS if reqs <= batches]
+        plain += _dummy_steps(runner, few, context)
+    samples: list[Sample] = []
+    drafter: list[tuple[int, float]] = []
+    for context, step in plain:
+        rows = step.num_target_tokens
+        samples.append((rows, float(context), step.forward_ms + head_ms(rows), step.num_reqs))
+        drafter.append((step.num_reqs, step.drafter_ms))
+    of_drafter = StepCostTable(samples, drafter, max_rows=1).drafter_ms
+
+    beyond: list[list[float]] = [[], []]  # of a step without trees, and with
+    for context, roots, verified in _tree_steps(runner, shapes, contexts):
+        rows, reqs = int(padded[verified.num_target_tokens]), verified.num_reqs
+        samples.append((rows, float(context), verified.forward_ms + head_ms(rows), reqs))
+        for times, step in zip(beyond, (roots, verified), strict=True):
+            times.append(step.drafter_ms - of_drafter(reqs) - head_ms(step.num_target_tokens))
+    plain_aux_ms, aux_ms = (max(0.0, median(times)) if times else 0.0 for times in beyond)
+
+    table = StepCostTable(
+        samples,
+        drafter,
+        aux_ms,
+        plain_aux_ms=plain_aux_ms,
+        max_rows=runner.max_num_tokens,
+        captured_sizes=captured,
+    )
+    report = calibrate_and_report(roofline, samples) if roofline else None
+    error = ""
+    if report is not None:
+        error = f"; roofline error {report.rmse_before:.2f} -> {report.rmse_after:.2f} ms"
+    logger.info(
+        "Measured the cost of a step at %d sizes, and of trees at %d shapes x %d contexts, in "
+        "%.1f s%s",
+        len(sizes),
+        len(shapes),
+        len(contexts),
+        time.perf_counter() - start,
+        error,
+    )
+    return Profile.from_measurement(key, table, report)
 
 
 def sizes_to_measure(captured: list[int], max_rows: int) -> list[int]:
@@ -203,52 +136,29 @@ def sizes_to_measure(captured: list[int], max_rows: int) -> list[int]:
     return [n for n in sizes if n <= max_rows]
 
 
-def measure(runner: Any, key: ProfileKey, group: Any) -> Profile:
-    """Time the grid rows x contexts and fit the roofline to it. Its steps are collective."""
-    start = time.perf_counter()
-    sizes = sizes_to_measure(captured_sizes(runner), runner.max_num_tokens)
-    longest = max(1, runner.max_model_len - 1)
-    contexts = sorted({min(c, longest) for c in _CONTEXTS})
-    if runner.device.type == "cpu":
-        runner.step_timing = HostStepTimingCollector()
-    head_ms = {n: _head_ms(runner, n) for n in sizes}
-    samples: list[tuple[int, float, float, int]] = []
-    drafter: list[tuple[int, float]] = []
-    for context in contexts:
-        _steps(runner, sizes, context, repeats=1)  # first use of a shape is no measurement
-        for step in _steps(runner, sizes, context, _REPEATS):
-            rows, reqs = step.num_target_tokens, step.num_reqs
-            head = np.interp(rows, list(head_ms), list(head_ms.values()))
-            samples.append((rows, float(context), step.forward_ms + float(head), reqs))
-            drafter.append((reqs, step.drafter_ms))
-    table = StepCostTable(
-        samples,
-        drafter,
-        max_rows=runner.max_num_tokens,
-        captured_sizes=captured_sizes(runner),
-    )
-    roofline = bare_roofline(runner, group)
-    report = calibrate_and_report(roofline, samples) if roofline else None
-    profile = Profile.from_measurement(key, table, report)
-    error = ""
-    if report is not None:
-        error = f"; roofline error {report.rmse_before:.2f} -> {report.rmse_after:.2f} ms"
-    logger.info(
-        "Measured the cost of a step at %d sizes x %d contexts in %.1f s%s",
-        len(sizes),
-        len(contexts),
-        time.perf_counter() - start,
-        error,
-    )
-    return profile
+def tree_shapes(nodes: int, max_rows: int, max_reqs: int) -> list[tuple[int, int]]:
+    """(requests, nodes of each) to time: a few batches, trees from few nodes to the largest."""
+    per_request = sorted({*(2**i - 1 for i in range(2, 10) if 2**i <= nodes), nodes})
+    return [
+        (reqs, n)
+        for reqs in _TREE_REQS
+        for n in per_request
+        if n >= 1 and reqs <= max_reqs and reqs * (1 + n) <= max_rows
+    ]
 
 
-def _steps(runner: Any, sizes: list[int], context: int, repeats: int) -> list[Any]:
+def _dummy_steps(runner: Any, sizes: list[int], context: int) -> list[tuple[int, Any]]:
+    """(context, vLLM's timing) of each dummy run of that many rows."""
+    _run_dummies(runner, sizes, context, repeats=1)  # first use of a shape is no measurement
     with runner.step_timing.collect() as timings:
-        for rows in sizes:
-            for _ in range(repeats):
-                dummy_tree_step(runner, rows, context)
-    return list(timings)
+        _run_dummies(runner, sizes, context, _REPEATS)
+    return [(context, timing) for timing in timings]
+
+
+def _run_dummies(runner: Any, sizes: list[int], context: int, repeats: int) -> None:
+    for rows in sizes:
+        for _ in range(repeats):
+            dummy_tree_step(runner, rows, context)
 
 
 def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
@@ -259,6 +169,27 @@ def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
         runner._dummy_run(rows, context_len=context, skip_eplb=True)
     finally:
         trees.always_masking = False
+
+
+def _tree_steps(
+    runner: Any, shapes: list[tuple[int, int]], contexts: list[int]
+) -> list[tuple[int, Any, Any]]:
+    """(context, vLLM's timing of the roots' step, and of the trees') of each repetition."""
+    if not shapes:
+        return []
+    with TreeSteps(runner).as_asked() as steps:
+        for reqs, nodes in shapes:
+            steps.run(reqs, nodes, contexts[0])  # as above
+        points = [(*shape, c) for c in contexts for shape in shapes for _ in range(_REPEATS)]
+        with runner.step_timing.collect() as timings:
+            for reqs, nodes, context in points:
+                steps.run(reqs, nodes, context)
+    return [
+        (context, roots, verified)
+        for (_, _, context), roots, verified in zip(
+            points, timings[::2], timings[1::2], strict=True
+        )
+    ]
 
 
 def _head_ms(runner: Any, rows: int) -> float:

@@ -25,10 +25,9 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from vllm_bastion.cost.forward_times import Carrier, FloatArray
 from vllm_bastion.cost.table import (
-    Carrier,
     CostArray,
-    FloatArray,
     StepCostTable,
     bucket_context,
     context_bucket,

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from vllm_bastion.cost.devices import DeviceSpec
-from vllm_bastion.cost.table import FloatArray
+from vllm_bastion.cost.forward_times import FloatArray
 
 
 @dataclass(frozen=True)

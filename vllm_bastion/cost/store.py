@@ -27,7 +27,7 @@ from vllm_bastion.cost.table import StepCostTable
 from vllm_bastion.envs import cache_dir
 from vllm_bastion.logger import init_logger
 
-SCHEMA = 1
+SCHEMA = 2
 # Longer than any calibration; a process that waited this long measures for itself.
 _LOCK_TIMEOUT_S = 900.0
 
@@ -48,6 +48,9 @@ class ProfileKey:
     tp_size: int
     vllm_version: str
     graph_sizes: tuple[int, ...] = ()
+    # data-parallel ranks that step together, and whether they share out the experts
+    dp_size: int = 1
+    expert_parallel: bool = False
 
     def file_name(self) -> str:
         """Readable device, then a digest of the whole key."""
@@ -84,7 +87,7 @@ class Profile:
         """Join a table and a calibration; the calibration also carries the table's contexts."""
         if report is None:
             return cls(key, table)
-        table.carrier = report.calibrated
+        table = table.with_carrier(report.calibrated)
         return cls(key, table, report.calibrated, report.rmse_before, report.rmse_after)
 
     def to_json(self) -> dict[str, Any]:

@@ -6,27 +6,22 @@ One cycle of speculative decoding costs (the paper's equation for C(N))
     C(n) = T_verify(n, c) + T_draft(R) + T_aux
 
 with n the target's rows in the step (roots, draft nodes and prefill tokens together), c the mean
-number of cached tokens per request and R the requests of the batch. T_verify is not a smooth
-curve: with CUDA graphs a step of n rows is padded to the next captured size and costs what that
-size costs, so the table is a staircase over the captured sizes; without graphs the measured points
-are joined by straight lines.
-
-The context axis of the table is the batch's cached tokens, R * c: that is what the step reads from
-the KV cache, and it makes one request of 8k tokens and eight of 1k share a column. Between measured
-contexts the table interpolates; beyond them it adds the difference that the `Carrier` (the
-calibrated roofline) predicts, or stays level without one.
+number of cached tokens per request and R the requests of the batch. With CUDA graphs a step of n
+rows is padded to the next captured size and costs what that size costs, so T_verify is a staircase
+over the captured sizes; without graphs the measured points (`ForwardTimes`) are joined by lines.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from vllm_bastion.cost.forward_times import Carrier, FloatArray, ForwardTimes, Sample
+
 CostArray = NDArray[np.float32]
 
 # Cached answers are kept per (requests, context bucket); 12 buckets per doubling keep the error of
@@ -34,14 +29,6 @@ CostArray = NDArray[np.float32]
 _BUCKETS_PER_DOUBLING = 12
 _MAX_CACHED = 512
 _MIN_MS = 1e-6
-
-
-class Carrier(Protocol):
-    """A latency curve that is trusted for differences, not for absolute values."""
-
-    def predict_ms(self, rows: FloatArray, context_len: float, num_reqs: int = 1) -> FloatArray:
-        """Milliseconds of the target's forward pass at each of `rows` (float64, same shape)."""
-        ...
 
 
 class StepCostTable:
@@ -88,10 +75,9 @@ class StepCostTable:
         if self.captured_sizes and self.captured_sizes[0] < 1:
             raise ValueError(f"captured sizes must be positive, got {self.captured_sizes[0]}")
         self.carrier = carrier
-        self._columns = _measured_columns(self.samples)
-        self._row_points = np.array(sorted(self._columns), dtype=np.float64)
+        self._times = ForwardTimes(self.samples, carrier)
         # [max_rows + 1] float64: rows that the target computes for n asked ones
-        self.padded_rows = _padded_rows(self.max_rows, self.captured_sizes)
+        self.padded_rows = padded_rows(self.max_rows, self.captured_sizes)
         self._forward: dict[tuple[int, int], FloatArray] = {}
         self._cost: dict[tuple[int, int], CostArray] = {}
 
@@ -130,15 +116,11 @@ class StepCostTable:
         """The same measurements for an engine that may run `max_rows` rows in a step."""
         if max_rows == self.max_rows:
             return self
-        return StepCostTable(
-            self.samples,
-            self.drafter_samples,
-            self.aux_ms,
-            max_rows=max_rows,
-            captured_sizes=self.captured_sizes,
-            plain_aux_ms=self.plain_aux_ms,
-            carrier=self.carrier,
-        )
+        return self.from_json({**self.to_json(), "max_rows": max_rows}, self.carrier)
+
+    def with_carrier(self, carrier: Carrier) -> StepCostTable:
+        """The same measurements, carried beyond the measured contexts."""
+        return self.from_json(self.to_json(), carrier)
 
     # ---- queries -----------------------------------------------------------------------------
 
@@ -179,8 +161,8 @@ class StepCostTable:
         key = (max(1, int(num_reqs)), context_bucket(context_len))
         forward = self._forward.get(key)
         if forward is None:
-            at_points = self._at_context(key[0], bucket_context(key[1]))
-            by_row = _interpolate(self.padded_rows, self._row_points, at_points)
+            at_points = self._times.at(key[0], key[0] * bucket_context(key[1]))
+            by_row = _interpolate(self.padded_rows, self._times.rows, at_points)
             forward = np.maximum(np.maximum.accumulate(by_row), _MIN_MS)
             forward.setflags(write=False)
             if len(self._forward) >= _MAX_CACHED:
@@ -230,27 +212,6 @@ class StepCostTable:
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"not a step-cost table: {error!r}") from error
 
-    # ---- internals ---------------------------------------------------------------------------
-
-    def _at_context(self, num_reqs: int, context_len: float) -> FloatArray:
-        """Forward time at every measured number of rows, for this context."""
-        total = num_reqs * context_len
-        out = np.empty(len(self._row_points))
-        for i, rows in enumerate(self._row_points):
-            contexts, times = self._columns[int(rows)]
-            out[i] = np.interp(total, contexts, times)
-            edge = min(max(total, contexts[0]), contexts[-1])
-            if edge != total and self.carrier is not None:
-                out[i] += self._carry(rows, num_reqs, edge, total)
-        return np.maximum(out, _MIN_MS)
-
-    def _carry(self, rows: float, num_reqs: int, edge: float, total: float) -> float:
-        assert self.carrier is not None
-        row = np.array([rows])
-        there = self.carrier.predict_ms(row, total / num_reqs, num_reqs)
-        here = self.carrier.predict_ms(row, edge / num_reqs, num_reqs)
-        return float(there[0] - here[0])
-
 
 def context_bucket(context_len: float) -> int:
     """Bucket of a mean context length; contexts of one bucket share a cached answer."""
@@ -262,7 +223,7 @@ def bucket_context(bucket: int) -> float:
     return float(2.0 ** (bucket / _BUCKETS_PER_DOUBLING) - 1.0)
 
 
-def _padded_rows(max_rows: int, captured_sizes: tuple[int, ...]) -> FloatArray:
+def padded_rows(max_rows: int, captured_sizes: Sequence[int]) -> FloatArray:
     """[max_rows + 1] rows that the target really computes for n asked ones."""
     rows = np.maximum(np.arange(max_rows + 1, dtype=np.float64), 1.0)
     if not captured_sizes:
@@ -282,36 +243,7 @@ def _interpolate(at: FloatArray, points: FloatArray, values: FloatArray) -> Floa
     return out
 
 
-def _measured_columns(
-    samples: Sequence[tuple[int, float, float, int]],
-) -> dict[int, tuple[FloatArray, FloatArray]]:
-    """Measured rows -> (contexts [k] in total cached tokens, times [k]), monotone both ways."""
-    from scipy.optimize import isotonic_regression
-
-    groups: dict[tuple[float, int], list[float]] = {}
-    for rows, context, ms, num_reqs in samples:
-        groups.setdefault((context * num_reqs, rows), []).append(ms)
-    # Noise must not become a step down: least-squares monotone over rows at each context (a
-    # running maximum would let one slow outlier lift every larger size) ...
-    smooth: dict[int, dict[float, float]] = {}
-    for context in sorted({key[0] for key in groups}):
-        rows_here = sorted(key[1] for key in groups if key[0] == context)
-        medians = [float(np.median(groups[context, rows])) for rows in rows_here]
-        fitted = isotonic_regression(medians).x
-        for rows, ms in zip(rows_here, fitted, strict=True):
-            smooth.setdefault(rows, {})[context] = float(ms)
-    # ... and then over contexts at each number of rows.
-    columns = {}
-    for rows, by_context in smooth.items():
-        contexts = np.array(sorted(by_context))
-        times = isotonic_regression([by_context[c] for c in contexts]).x
-        columns[rows] = (contexts, np.asarray(times, dtype=np.float64))
-    return columns
-
-
-def _checked_samples(
-    samples: Iterable[Sequence[float]],
-) -> tuple[tuple[int, float, float, int], ...]:
+def _checked_samples(samples: Iterable[Sequence[float]]) -> tuple[Sample, ...]:
     checked = []
     for sample in samples:
         rows, context, ms, *rest = sample

@@ -235,7 +235,8 @@ def warm_up(original: Callable[..., Any], self: Any) -> Any:
     """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
     if bastion_config(self.vllm_config) is None:
         return original(self)
-    from vllm_bastion.cost.measure import calibrate, dummy_tree_step
+    from vllm_bastion.cost.engine import calibrate
+    from vllm_bastion.cost.measure import dummy_tree_step
 
     runner = self.model_runner
     for part in (runner.model_state, runner.speculator, runner.adaptive_verification):

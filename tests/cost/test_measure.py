@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps a calibration times; that they are timed as they should is tested in tests/e2e."""
+
+from __future__ import annotations
+
+from vllm_bastion.cost.measure import sizes_to_measure, tree_shapes
+
+
+def test_sizes_beyond_the_graphs_are_measured_too() -> None:
+    assert sizes_to_measure([8, 64, 512], 8192) == [8, 64, 512, 576, 1152, 2304, 4608]
+    assert sizes_to_measure([8, 64, 512], 512) == [8, 64, 512]
+    assert sizes_to_measure([], 20) == [1, 2, 4, 8, 12, 16]
+
+
+def test_trees_of_one_and_a_few_requests_are_measured() -> None:
+    """The paper's case, one request and the largest tree, is always among them."""
+    one = [(1, 3), (1, 7), (1, 15), (1, 31), (1, 63)]
+    assert tree_shapes(63, 512, 1) == one
+    assert tree_shapes(63, 128, 256) == [*one, (4, 3), (4, 7), (4, 15), (4, 31), (16, 3), (16, 7)]
+    assert tree_shapes(64, 65, 4)[:6] == [*one, (1, 64)]
+    assert tree_shapes(1, 2, 8) == [(1, 1)]
