@@ -49,7 +49,8 @@ def test_no_request_waits_for_the_drafters_input_kernel(runner: Runner) -> None:
 
 def test_calibration_times_trees_over_their_context(runner: Runner) -> None:
     """Two requests, each a root and five nodes on 100 cached tokens, through the mask."""
-    engine = Engine(max_num_seqs=3).with_bastion(8)
+    # Three are decoding when the probe asks for two more.
+    engine = Engine(max_num_seqs=5).with_bastion(8)
     probe = "tests.e2e.capture_probe:timed_trees"
     run = runner.run(engine, [cases.greedy(1, tokens=2)], probe=probe)
     root, trees = run["batches"][0]["probed"][:2]
