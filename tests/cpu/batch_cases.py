@@ -34,7 +34,8 @@ def apply_write(draw: Draw) -> Launch:
         "BLOCK_SIZE": 4,
         "MULTI_GROUP": False,
     }
-    return Launch((REQS,), args)
+    # A program per chunk of the longest write, which vLLM 0.32's kernel loops over.
+    return Launch((REQS, 2), args)
 
 
 @case(f"{_GPU}.buffer_utils:_apply_write_kernel/groups")
@@ -52,7 +53,7 @@ def apply_write_groups(draw: Draw) -> Launch:
         "BLOCK_SIZE": 4,
         "MULTI_GROUP": True,
     }
-    return Launch((REQS,), args, tables)
+    return Launch((REQS, 2), args, tables)
 
 
 @case(f"{_BATCH}:_prepare_prefill_inputs_kernel")
@@ -155,8 +156,22 @@ def post_update(draw: Draw) -> Launch:
         "all_token_ids_ptr": tokens,
         "all_token_ids_stride": tokens.stride(0),
         "total_len_ptr": draw.ints(0, LENGTH - STEPS - 1, SLOTS),
+        "draft_tokens_ptr": None,
+        "draft_tokens_out_ptr": None,
+        "num_draft_tokens": 0,
     }
     return Launch((REQS,), args)
+
+
+@case(f"{_BATCH}:_post_update_kernel/drafts")
+def post_update_with_drafts(draw: Draw) -> Launch:
+    launch = post_update(draw)
+    launch.args |= {
+        "draft_tokens_ptr": draw.ints(0, 900, REQS, STEPS, dtype=torch.int64),
+        "draft_tokens_out_ptr": draw.ints(-9, 0, SLOTS, STEPS, dtype=torch.int64),
+        "num_draft_tokens": STEPS,
+    }
+    return launch
 
 
 @case(f"{_BATCH}:_post_update_kernel/without_counts_and_queries")
@@ -193,8 +208,7 @@ def expand_idx_mapping(draw: Draw) -> Launch:
     return Launch((REQS,), args)
 
 
-@case(f"{_GPU}.block_table:_gather_block_tables_kernel")
-def gather_block_tables(draw: Draw) -> Launch:
+def _gather(draw: Draw, masked: bool) -> Launch:
     widths = [6, 11]
     sources = [draw.ints(0, 90, SLOTS, width) for width in widths]
     targets = [draw.ints(-9, 0, SLOTS, width) for width in widths]
@@ -206,9 +220,23 @@ def gather_block_tables(draw: Draw) -> Launch:
         "num_blocks_ptr": draw.ints(0, 7, 2, SLOTS),
         "num_blocks_stride": SLOTS,
         "num_reqs": REQS,
+        "num_computed_tokens_ptr": draw.ints(0, 24, SLOTS),
+        "sliding_window_reach_ptr": torch.tensor([5, 0] if draw.hostile else [5, 9]).int(),
+        "block_sizes_ptr": torch.tensor([4, 2], dtype=torch.int32),
+        "MASK_SLIDING_WINDOW": masked,
         "BLOCK_SIZE": 4,
     }
     return Launch((2, REQS + 2), args, sources + targets)
+
+
+@case(f"{_GPU}.block_table:_gather_block_tables_kernel")
+def gather_block_tables(draw: Draw) -> Launch:
+    return _gather(draw, masked=False)
+
+
+@case(f"{_GPU}.block_table:_gather_block_tables_kernel/sliding_window")
+def gather_block_tables_in_window(draw: Draw) -> Launch:
+    return _gather(draw, masked=True)
 
 
 def _slot_mappings(draw: Draw, cp_size: int) -> Launch:
@@ -274,6 +302,7 @@ def _dflash(draw: Draw, from_anchor: bool, cp_size: int) -> Launch:
     args = {
         "out_input_ids_ptr": draw.ints(-9, 0, most),
         "out_query_positions_ptr": draw.ints(-9, 0, most, dtype=torch.int64),
+        "out_is_padding_ptr": draw.ints(0, 2, most, dtype=torch.bool),
         "out_query_start_loc_ptr": draw.ints(-9, 0, SLOTS + 1),
         "out_seq_lens_ptr": draw.ints(-9, 0, SLOTS),
         "out_query_slot_mapping_ptr": draw.ints(-9, 0, most, dtype=torch.int64),

@@ -216,6 +216,7 @@ def _stats(draw: Draw, draft: bool) -> Launch:
         temp_ptr=batch.temperature,
         vocab_size=VOCAB,
         num_speculative_steps=STEPS,
+        num_logits=batch.rows,
         BLOCK_SIZE=256,
         **batch.draft_args(draft),
     )
@@ -265,6 +266,9 @@ def _rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
         cumulative_log_p_ptr=None,
         local_residual_mass_ptr=None,
         local_residual_mass_stride=0,
+        fly_entropy_ptr=None,
+        fly_entropy_threshold=0.3,
+        FLY_WINDOW_SIZE=0,
         vocab_num_blocks=_BLOCKS,
         PADDED_VOCAB_NUM_BLOCKS=4,
         SYNTHETIC_MODE=synthetic,

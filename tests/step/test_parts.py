@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import heapq
+from typing import Any
 
 import numpy as np
 import pytest
@@ -350,7 +351,12 @@ def test_a_step_verifies_what_vllm_has_memory_for(room: int, expected: int) -> N
     rows = manager.get_num_tokens(dict.fromkeys(names, 1 + NODES), drafts)
     assert rows == 3 + expected
     manager.compact_batch(None, None, np.zeros(4, dtype=np.int32))
-    output = SimpleNamespace(get_output=lambda: SimpleNamespace())
-    verified = manager.counted(output).get_output().bastion_num_verified
+    connector = object()
+    output: Any = SimpleNamespace(
+        get_output=SimpleNamespace, get_kv_connector_output=lambda: connector
+    )
+    counted = manager.counted(output)
+    assert counted.get_kv_connector_output() is connector
+    verified = counted.get_output().bastion_num_verified
     assert sum(verified.values()) == expected
     assert max(verified.values()) - min(verified.values()) <= 1

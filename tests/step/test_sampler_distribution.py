@@ -213,7 +213,7 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         topk_topp_sampler,
         "apply_top_k_top_p_triton",
-        lambda logits, k, p: topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, True),
+        lambda logits, k, p, **_: topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, True),
     )
     np.random.seed(11)  # where vLLM takes the seeds of unseeded requests from
 

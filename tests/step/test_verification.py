@@ -69,7 +69,9 @@ class Steps:
         drafts = {name: [-1] * NODES for name in self.names}
         rows = self.manager.get_num_tokens(dict.fromkeys(self.names, 1 + NODES), drafts)
         self.manager.compact_batch(None, None, np.zeros(count + 1, dtype=np.int32))
-        cu, _, total = self.manager.reallocate_drafts(list(self.names), torch.tensor(self.slots))
+        cu, _, total, *_ = self.manager.reallocate_drafts(
+            list(self.names), torch.tensor(self.slots)
+        )
         assert rows == count + total == int(cu[-1])
         output: Any = SimpleNamespace(get_output=SimpleNamespace)
         reported = self.manager.counted(output).get_output().bastion_num_verified

@@ -70,6 +70,10 @@ class CountedOutput(AsyncModelRunnerOutput):
         output.bastion_drafting = self._drafting
         return output
 
+    def get_kv_connector_output(self) -> Any:
+        """What vLLM 0.33 asks an output for that failed."""
+        return self._output.get_kv_connector_output()
+
 
 # vLLM 0.33 unpacks a fourth value: drafts per request, on their way to the host where only the
 # device knows them and sampling is sharded over ranks (refused here), else None.

@@ -40,7 +40,11 @@ WITHOUT: dict[str, tuple[str, ...]] = {
         "_pack_logprobs_kernel",
         "_unpack_logprobs_kernel",
     ),
-    f"{_GPU}.sample.watermark": ("_repeated_context_mask_kernel", "_philox_gumbel_kernel"),
+    f"{_GPU}.sample.watermark": (
+        "_repeated_context_mask_kernel",
+        "_philox_gumbel_kernel",
+        "_draft_step_kernel",
+    ),
     f"{_GPU}.spec_decode.acceptance_estimator": (
         "_accumulate_kernel",
         "_refit_kernel",
@@ -65,6 +69,12 @@ WITHOUT: dict[str, tuple[str, ...]] = {
         "_shift_input_embeds_kernel",
     ),
     f"{_GPU}.spec_decode.ngram.speculator": ("_ngram_scan_kernel", "_ngram_finalize_kernel"),
+    f"{_GPU}.spec_decode.xpress.kernels": (
+        "_xpress_latent_kernel",
+        "_xpress_add_argmax_partial_kernel",
+        "_xpress_add_argmax_reduce_to_blk_kernel",
+        "_xpress_topc_argmax_to_blk_kernel",
+    ),
     f"{_GPU}.spec_decode.standalone_ar.speculator": ("_prepare_prefill_inputs_kernel",),
     f"{_GPU}.spec_decode.target_dependent_ar.speculator": (
         "_prepare_prefill_inputs_kernel",
@@ -98,7 +108,7 @@ def install() -> None:
         kernel = getattr(importlib.import_module(module), name, None)
         if isinstance(kernel, Twin):
             continue
-        if kernel is None or parameters(kernel) != own.names:
+        if kernel is None or not own.fits(parameters(kernel)):
             raise TwinError(
                 f"vLLM's kernel {target} is not the one that its native twin was written for: "
                 "install a vLLM that this vllm-bastion supports"
@@ -110,7 +120,7 @@ def install() -> None:
                 if id(value) in found:
                     setattr(holder, attribute, found[id(value)])
     for module, names in WITHOUT.items():
-        for name in names if module in sys.modules else ():
+        for name in names if module in sys.modules else ():  # not in every vLLM
             setattr(sys.modules[module], name, _Missing(f"{module}:{name}"))
     _complete_placeholder()
 

@@ -157,7 +157,10 @@ def _get_num_sampled_and_rejected(
             num_rejected_ptr[i] = num_logits - num_sampled_ptr[i]
 
 
-@twin(f"{_BATCH}:_post_update_kernel")
+@twin(
+    f"{_BATCH}:_post_update_kernel",
+    some=("draft_tokens_ptr", "draft_tokens_out_ptr", "num_draft_tokens"),
+)
 def _post_update(
     grid0,
     idx_mapping_ptr,
@@ -173,11 +176,18 @@ def _post_update(
     all_token_ids_ptr,
     all_token_ids_stride,
     total_len_ptr,
+    draft_tokens_ptr,
+    draft_tokens_out_ptr,
+    num_draft_tokens,
 ):
     for i in range(grid0):
         slot = idx_mapping_ptr[i]
         if slot < 0:
             continue
+        if draft_tokens_ptr is not None:
+            for j in range(num_draft_tokens):
+                token = draft_tokens_ptr[i * num_draft_tokens + j]
+                draft_tokens_out_ptr[slot * num_draft_tokens + j] = token
         total_len, num_sampled = total_len_ptr[slot], num_sampled_ptr[i]
         row = i * sampled_tokens_stride
         if num_sampled > 0:

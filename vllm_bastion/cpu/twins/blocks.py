@@ -28,7 +28,15 @@ def int32_at(address, size):
     return carray(_pointer(address), (size,))
 
 
-@twin(f"{_BLOCKS}:_gather_block_tables_kernel")
+@twin(
+    f"{_BLOCKS}:_gather_block_tables_kernel",
+    some=(
+        "num_computed_tokens_ptr",
+        "sliding_window_reach_ptr",
+        "block_sizes_ptr",
+        "MASK_SLIDING_WINDOW",
+    ),
+)
 def _gather_block_tables(
     grid0,
     grid1,
@@ -39,6 +47,10 @@ def _gather_block_tables(
     num_blocks_ptr,
     num_blocks_stride,
     num_reqs,
+    num_computed_tokens_ptr,
+    sliding_window_reach_ptr,
+    block_sizes_ptr,
+    MASK_SLIDING_WINDOW,
     BLOCK_SIZE,
 ):
     for group in range(grid0):
@@ -51,8 +63,14 @@ def _gather_block_tables(
                     dst[i * stride + j] = 0
                 continue
             slot = batch_idx_to_req_idx[i]
+            null = 0  # blocks below the window, which may be others' by now
+            # Numba types what follows only where the pointer is there.
+            if num_computed_tokens_ptr is not None:  # noqa: SIM102
+                if MASK_SLIDING_WINDOW and sliding_window_reach_ptr[group] > 0:
+                    below = num_computed_tokens_ptr[slot] - sliding_window_reach_ptr[group]
+                    null = max(below, 0) // block_sizes_ptr[group]
             for j in range(num_blocks_ptr[group * num_blocks_stride + slot]):
-                dst[i * stride + j] = src[slot * stride + j]
+                dst[i * stride + j] = src[slot * stride + j] if j >= null else 0
 
 
 @compiled

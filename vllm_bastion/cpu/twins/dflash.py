@@ -17,12 +17,16 @@ def _slot(table, row, stride, pos, block_size, cp_rank, cp_size, interleave, pad
     return cp_local_slot(pos, block, block_size, cp_rank, cp_size, interleave, pad)
 
 
-@twin("vllm.v1.worker.gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel")
+@twin(
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel",
+    some=("out_is_padding_ptr",),
+)
 def _prepare_dflash_inputs(
     grid0,
     grid1,
     out_input_ids_ptr,
     out_query_positions_ptr,
+    out_is_padding_ptr,
     out_query_start_loc_ptr,
     out_seq_lens_ptr,
     out_query_slot_mapping_ptr,
@@ -94,6 +98,8 @@ def _prepare_dflash_inputs(
             pos = last_pos + 1 + j
             out_input_ids_ptr[base + j] = anchor if j == 0 else parallel_drafting_token_id
             out_query_positions_ptr[base + j] = min(pos, max_model_len - 1)
+            if out_is_padding_ptr is not None:
+                out_is_padding_ptr[base + j] = False
             out_query_slot_mapping_ptr[base + j] = _slot(
                 block_table_ptr,
                 i,
@@ -126,3 +132,7 @@ def _prepare_dflash_inputs(
         out_sample_idx_mapping_ptr[i] = -1
     for i in range(grid0 * num_query_per_req, max_num_tokens):
         out_query_slot_mapping_ptr[i] = PAD_SLOT_ID
+        if out_is_padding_ptr is not None:
+            out_input_ids_ptr[i] = 0
+            out_query_positions_ptr[i] = 0
+            out_is_padding_ptr[i] = True

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import cache
+
 import numpy as np
 
 from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_row, gumbel_row_fp64
@@ -49,6 +52,12 @@ def noised(row, temperature, seed, pos, fp64):
     return row + (gumbel_row_fp64 if fp64 else gumbel_row)(seed, pos, row.shape[0])
 
 
+@cache
+def _seeds_by_step() -> bool:
+    """Whether the installed vLLM gives each step of a draft its own seed."""
+    return hasattr(importlib.import_module(_GUMBEL), "spec_step_seed")
+
+
 @twin(f"{_GUMBEL}:_gumbel_sample_kernel", compile=False)
 def _gumbel_sample(
     grid0,
@@ -80,8 +89,12 @@ def _gumbel_sample(
         slot = int(expanded_idx_mapping_ptr[i])
         row = logits_ptr[i * logits_stride :][:vocab_size]
         temperature = np.float32(0.0) if slot < 0 else temp_ptr[slot]
-        if logits_cache_ptr is not None and slot >= 0:
+        seed, column = seeds_ptr[max(slot, 0)], 0
+        if logits_cache_ptr is not None:
             column = int(logits_cache_col_ptr[i if PER_TOKEN_COL else 0])
+            if _seeds_by_step():
+                seed ^= column << 32
+        if logits_cache_ptr is not None and slot >= 0:
             begin = slot * logits_cache_stride_0 + column * logits_cache_stride_1
             source = logits_cache_source_ptr[i * logits_cache_source_stride :][:vocab_size]
             logits_cache_ptr[begin : begin + vocab_size] = source
@@ -89,7 +102,7 @@ def _gumbel_sample(
             row = row / temperature
         if temperature != 0.0:
             pos = int(pos_ptr[i]) + (DRAFT_SALT if IS_DRAFTING else 0)
-            row = noised(row, temperature, seeds_ptr[slot], pos, USE_FP64)
+            row = noised(row, temperature, seed, pos, USE_FP64)
         block_argmax(
             row,
             vocab_size,

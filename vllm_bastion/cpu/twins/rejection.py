@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Twins of the rejection sampler, which a chain of vLLM's own methods goes through.
 
-Without block verification, which method "bastion" refuses and vLLM does not default to.
+Without block verification and FLy, which method "bastion" refuses and vLLM does not default to.
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ def _gather_draft_sampled(
         pos_ptr[i] = pos
 
 
-@twin(f"{_UTILS}:_compute_local_logits_stats_kernel", compile=False)
+@twin(
+    f"{_UTILS}:_compute_local_logits_stats_kernel",
+    compile=False,
+    some=("num_speculative_steps", "num_logits"),
+)
 def _compute_local_logits_stats(
     grid0,
     grid1,
@@ -105,12 +109,17 @@ def _compute_local_logits_stats(
     temp_ptr,
     vocab_size,
     num_speculative_steps,
+    num_logits,
     BLOCK_SIZE,
     HAS_DRAFT_LOGITS,
 ):
     for i in range(grid0):
         step = int(expanded_local_pos_ptr[i])
-        if step >= num_speculative_steps:
+        if num_logits is None:
+            bonus = step >= num_speculative_steps
+        else:
+            bonus = i + 1 >= num_logits or expanded_local_pos_ptr[i + 1] == 0
+        if bonus:
             continue
         slot = int(expanded_idx_mapping_ptr[i])
         temperature = temp_ptr[slot]
@@ -134,7 +143,11 @@ def _compute_local_logits_stats(
                 maxes[block], sums[block] = _max_and_sum_exp(part, BLOCK_SIZE)
 
 
-@twin(f"{_UTILS}:_rejection_kernel", compile=False)
+@twin(
+    f"{_UTILS}:_rejection_kernel",
+    compile=False,
+    some=("fly_entropy_ptr", "fly_entropy_threshold", "FLY_WINDOW_SIZE"),
+)
 def _rejection(
     grid0,
     sampled_ptr,
@@ -167,13 +180,16 @@ def _rejection(
     cumulative_log_p_ptr,
     local_residual_mass_ptr,
     local_residual_mass_stride,
+    fly_entropy_ptr,
+    fly_entropy_threshold,
     vocab_num_blocks,
     PADDED_VOCAB_NUM_BLOCKS,
     HAS_DRAFT_LOGITS,
     SYNTHETIC_MODE,
     USE_BLOCK_VERIFICATION,
+    FLY_WINDOW_SIZE,
 ):
-    assert not USE_BLOCK_VERIFICATION
+    assert not USE_BLOCK_VERIFICATION and not FLY_WINDOW_SIZE
     for i in range(grid0):
         slot = int(idx_mapping_ptr[i])
         start, end = int(cu_num_logits_ptr[i]), int(cu_num_logits_ptr[i + 1])
