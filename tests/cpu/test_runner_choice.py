@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,13 +52,16 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_only_who_needs_it_gets_v2_on_native_kernels(
-    host: Any, where: dict[str, Any], bastion: bool, ours: bool
+    host: Any, where: dict[str, Any], bastion: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host(**where)
+    worker: Any = SimpleNamespace(HAS_TRITON=False)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", worker)
     config = engine(bastion)
     assert engine_args.runs_on_twins(config) is ours
     for answer in (True, False):
         assert engine_args.use_v2_model_runner(lambda _, a=answer: a, config) is (ours or answer)
+    assert worker.HAS_TRITON is ours, "vLLM's worker refuses V2 by it"
     called: list[Any] = []
     engine_args.validate_v2_model_runner(called.append, config)
     assert called == ([] if ours else [config])

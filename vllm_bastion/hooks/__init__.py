@@ -99,7 +99,7 @@ HOOKS: tuple[Hook, ...] = (
         expects="(self)",
         why="vLLM takes the V1 runner on a CPU host without a Triton back end",
         what="takes V2, whose kernels have native twins; for other methods with "
-        "VLLM_USE_V2_MODEL_RUNNER=1 only, which vLLM refuses there",
+        "VLLM_USE_V2_MODEL_RUNNER=1 only, which vLLM refuses there; and lets the worker take it",
         upstream="V2 without Triton on CPU hosts",
     ),
     Hook(

@@ -8,6 +8,7 @@ short flags `--spec-*` all pass through it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -156,7 +157,13 @@ def runs_on_twins(vllm_config: Any) -> bool:
 
 def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
     """V2 where our kernels serve it; what it cannot do is refused by the validation."""
-    return runs_on_twins(self) or original(self)
+    if not runs_on_twins(self):
+        return original(self)
+    # A worker of vLLM 0.33 asks here, then refuses V2 by this name, which nothing else there reads.
+    # It cannot be imported before the platform's own patches are in.
+    if (worker := sys.modules.get("vllm.v1.worker.gpu_worker")) is not None:
+        worker.HAS_TRITON = True  # type: ignore[attr-defined]
+    return True
 
 
 def validate_v2_model_runner(original: Callable[..., None], self: Any) -> None:
