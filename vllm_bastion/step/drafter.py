@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config.compilation import CompilationConfig, CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.utils.math_utils import next_power_of_2
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -91,18 +91,9 @@ class BastionSpeculator(DFlashSpeculator):
     def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Load it; compiled, it is to take as many rows as the buffers have."""
         config = self.vllm_config
-        # vLLM compiles for up to as many rows as the config it is given says, and notes that in an
-        # object the target shares.
-        if self.max_num_tokens == len(self._kept_source):
-            return super().load_draft_model(*args, **kwargs)
-        compilation = copy.copy(config.compilation_config)
-        if compilation.compile_ranges_endpoints:
-            # One range up to the drafter's limit, not one up to the step's and another.
-            compilation.compile_ranges_endpoints = [
-                end for end in compilation.compile_ranges_endpoints if end != len(self._kept_source)
-            ]
-        self.vllm_config = copy.copy(config)
-        self.vllm_config.compilation_config = compilation
+        if self.max_num_tokens > len(self._kept_source):
+            self.vllm_config = copy.copy(config)
+            self.vllm_config.compilation_config = self._for_all_rows(config.compilation_config)
         try:
             model = super().load_draft_model(*args, **kwargs)
         finally:
@@ -110,6 +101,16 @@ class BastionSpeculator(DFlashSpeculator):
         if self.device.type == "cpu":
             model.model._normalize_context_k = MethodType(normalize_context_k, model.model)
         return model
+
+    def _for_all_rows(self, compilation: CompilationConfig) -> CompilationConfig:
+        """A copy: vLLM notes in it how many rows it compiled for, and the target keeps its own."""
+        compilation = copy.copy(compilation)
+        if compilation.compile_ranges_endpoints:
+            # One range up to the drafter's limit, not one up to the step's and another.
+            compilation.compile_ranges_endpoints = [
+                end for end in compilation.compile_ranges_endpoints if end != len(self._kept_source)
+            ]
+        return compilation
 
     def set_attn(
         self,
