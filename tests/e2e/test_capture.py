@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_full_graphs_capture_the_mask(runner: Runner) -> None:
-    engine = Engine(max_num_seqs=2).with_bastion(8)
+    engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
     run = runner.run(engine, [cases.greedy(1, tokens=4)], probe="tests.e2e.capture_probe:captured")
     seen = run["batches"][0]["probed"]
     full = [one for one in seen if one["full"]]
@@ -32,7 +32,7 @@ def test_full_graphs_capture_the_mask(runner: Runner) -> None:
 
 def test_warm_up_and_calibration_run_the_kernel_that_trees_have(runner: Runner) -> None:
     """Without graphs too: what they compile and time is what a step with trees will run."""
-    engine = Engine(max_num_seqs=2).with_bastion(8)
+    engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
     run = runner.run(engine, [cases.greedy(1, tokens=2)], probe="tests.e2e.capture_probe:dummies")
     first = run["batches"][0]["probed"][0]
     assert first == {"tree step": [True], "vLLM's own": [False], "after": False}
@@ -40,7 +40,7 @@ def test_warm_up_and_calibration_run_the_kernel_that_trees_have(runner: Runner) 
 
 def test_no_request_waits_for_the_drafters_input_kernel(runner: Runner) -> None:
     """One is compiled for every block size; those that a batch can need are launched in advance."""
-    engine = Engine(max_num_seqs=2).with_bastion(8)
+    engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
     watched = {"setup": ["tests.e2e.input_blocks:watch"], "probe": "tests.e2e.input_blocks:seen"}
     run = runner.run(engine, [cases.greedy(1, tokens=4)], **watched)
     # Of queries of up to 128 tokens and a block of 16.
@@ -50,7 +50,7 @@ def test_no_request_waits_for_the_drafters_input_kernel(runner: Runner) -> None:
 def test_calibration_times_trees_over_their_context(runner: Runner) -> None:
     """Two requests, each a root and five nodes on 100 cached tokens, through the mask."""
     # Three are decoding when the probe asks for two more.
-    engine = Engine(max_num_seqs=5).with_bastion(8)
+    engine = Engine(max_num_seqs=5, eager=True).with_bastion(8)
     probe = "tests.e2e.capture_probe:timed_trees"
     run = runner.run(engine, [cases.greedy(1, tokens=2)], probe=probe)
     root, trees = run["batches"][0]["probed"][:2]

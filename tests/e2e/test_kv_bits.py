@@ -35,7 +35,7 @@ PROBE = "tests.e2e.kv_probe:full_blocks"
 
 
 def test_bits_of_the_caches(runner: Runner, compare: Comparison) -> None:
-    plain = Engine(max_num_seqs=2)
+    plain = Engine(max_num_seqs=2, eager=True)
     batch = Batch("KV rows bit-equal to a chain's")
     for i, (name, text) in enumerate(cases.some(1, first=5)):
         temperature = float(i == 2)

@@ -48,7 +48,7 @@ def test_a_crowd_that_is_hardly_worth_drafting_for_decodes_as_plain_does(
         source = CostSource(costs, HOPELESS, None)
     else:
         source = from_profile(costs, RESULTS / "cpu-profile.json", TOKEN_LIMIT)
-    engine, batch = Engine(max_num_seqs=REQUESTS), crowd(30)
+    engine, batch = Engine(max_num_seqs=REQUESTS, eager=True), crowd(30)
     engine = engine.with_async() if mode == "async" else engine
     plain = runner.submit(engine, [batch])
     tree = runner.submit(with_costs(engine, source, tmp_path), [batch])
@@ -80,7 +80,7 @@ def test_several_samples_of_a_prompt(runner: Runner, compare: Comparison) -> Non
     for (name, text), temperature in zip(cases.some(1, first=4), (1.0, 0.8, 0.0), strict=True):
         batch.add(f"n-{name}", text, n=3, temperature=temperature, seed=11, max_tokens=24,
                   ignore_eos=True)  # fmt: skip
-    plain = Engine(max_num_seqs=6)
+    plain = Engine(max_num_seqs=6, eager=True)
     first, second = (
         runner.submit(engine, [batch]) for engine in (plain, plain.with_bastion(NODES, 12))
     )

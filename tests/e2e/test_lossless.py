@@ -9,6 +9,7 @@ replaced (`tests.e2e.oracle`), so that accepted paths are long and wind through 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,17 +223,17 @@ def test_all_prompts(runner: Runner, compare: Comparison, seqs: int, nodes: int,
 
 
 _BUDGETS: list[tuple[str, Engine]] = [
-    ("1 node", Engine().with_bastion(1, 1)),
-    ("8 nodes, fixed", Engine().with_bastion(8, 8)),
-    ("32 nodes, fixed", Engine(max_num_seqs=2).with_bastion(32, 32)),
-    ("63 nodes, fixed", Engine(max_num_seqs=1).with_bastion(63, 63)),
-    ("1 node, adaptive", Engine().with_bastion(1)),
-    ("none verified", Engine().with_bastion(16, 0)),
-    ("lagged", Engine().with_bastion(16, budget_timing="lagged")),
-    ("lagged, fixed", Engine().with_bastion(16, 8, budget_timing="lagged")),
-    ("lagged, top-1", Engine().with_bastion(32, budget_timing="lagged", top_k=1)),
-    ("ema_calib", Engine().with_bastion(16, latency_model="ema_calib")),
-    ("top-1", Engine().with_bastion(GAMMA, GAMMA, top_k=1)),
+    ("1 node", Engine(eager=True).with_bastion(1, 1)),
+    ("8 nodes, fixed", Engine(eager=True).with_bastion(8, 8)),
+    ("32 nodes, fixed", Engine(max_num_seqs=2, eager=True).with_bastion(32, 32)),
+    ("63 nodes, fixed", Engine(max_num_seqs=1, eager=True).with_bastion(63, 63)),
+    ("1 node, adaptive", Engine(eager=True).with_bastion(1)),
+    ("none verified", Engine(eager=True).with_bastion(16, 0)),
+    ("lagged", Engine(eager=True).with_bastion(16, budget_timing="lagged")),
+    ("lagged, fixed", Engine(eager=True).with_bastion(16, 8, budget_timing="lagged")),
+    ("lagged, top-1", Engine(eager=True).with_bastion(32, budget_timing="lagged", top_k=1)),
+    ("ema_calib", Engine(eager=True).with_bastion(16, latency_model="ema_calib")),
+    ("top-1", Engine(eager=True).with_bastion(GAMMA, GAMMA, top_k=1)),
 ]
 
 
@@ -242,7 +243,7 @@ _BUDGETS: list[tuple[str, Engine]] = [
 def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
     """Fixed budgets, few prompts."""
     batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]
-    plain = runner.submit(Engine(max_num_seqs=engine.max_num_seqs), batches)
+    plain = runner.submit(replace(engine, speculative=()), batches)
     tree = runner.submit(engine, batches)
     compare.same(label, batches, plain.result(), tree.result())
     budget = dict(engine.speculative)["bastion_budget"]
@@ -278,7 +279,7 @@ def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
 def test_all_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
     """Every way to choose the budget, more prompts."""
     batches = [cases.greedy(6), cases.sampled(9)]
-    plain = runner.submit(Engine(max_num_seqs=engine.max_num_seqs), batches)
+    plain = runner.submit(replace(engine, speculative=()), batches)
     tree = runner.submit(engine, batches)
     compare.same(label, batches, plain.result(), tree.result())
     known = {"answers": answers(plain.result())}

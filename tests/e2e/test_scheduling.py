@@ -23,7 +23,7 @@ def crowded() -> Batch:
 
 def test_preemption(runner: Runner, compare: Comparison) -> None:
     """Requests lose their blocks, start over, and end with the same tokens."""
-    sync = Engine(max_model_len=224, num_blocks=14)
+    sync = Engine(max_model_len=224, num_blocks=14, eager=True)
     batch = crowded()
     plain, tree, plain_async = (
         runner.submit(engine, [batch])
@@ -47,7 +47,7 @@ def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
         batch.add(name, text, temperature=0, max_tokens=48, ignore_eos=True)
     batch.add("bias", "x = 1\n", max_tokens=4, logit_bias={"65": 5.0})
     batch.add("min_p", "x = 1\n", max_tokens=4, min_p=0.1)
-    plain = Engine()
+    plain = Engine(eager=True)
     dflash = runner.submit(plain.with_method("dflash", GAMMA), [batch])
     chain = runner.submit(plain.with_bastion(GAMMA, GAMMA, top_k=1), [batch])
     compare.same("chain against dflash", [batch], dflash.result(), chain.result())
@@ -72,9 +72,9 @@ def test_logits_processor_sees_its_history(runner: Runner, compare: Comparison) 
     for i, (name, text) in enumerate(cases.some(2, first=22)):
         extra = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0}
         batch.add(name, text, max_tokens=32, **extra)
-    plain = Engine(extra=(("logits_processors", ["tests.e2e.processors:Alternate"]),))
+    plain = Engine(eager=True, extra=(("logits_processors", ["tests.e2e.processors:Alternate"]),))
     first = runner.submit(plain, [batch])
-    without = runner.submit(Engine(), [batch])
+    without = runner.submit(Engine(eager=True), [batch])
     second = runner.submit(plain.with_bastion(16), [batch])
     compare.same("batch 4", [batch], first.result(), second.result())
     changed = [
