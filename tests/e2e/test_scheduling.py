@@ -47,7 +47,8 @@ def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
         batch.add(name, text, temperature=0, max_tokens=48, ignore_eos=True)
     batch.add("bias", "x = 1\n", max_tokens=4, logit_bias={"65": 5.0})
     batch.add("min_p", "x = 1\n", max_tokens=4, min_p=0.1)
-    plain = Engine(eager=True)
+    # Room for all in a step: vLLM charges dflash gamma tokens a request more than it uses.
+    plain = Engine(eager=True, extra=(("max_num_batched_tokens", 512),))
     dflash = runner.submit(plain.with_method("dflash", GAMMA), [batch])
     chain = runner.submit(plain.with_bastion(GAMMA, GAMMA, top_k=1), [batch])
     compare.same("chain against dflash", [batch], dflash.result(), chain.result())
