@@ -40,13 +40,15 @@ demo: $(VENV)/.ready  ## Decode three prompts as plain, dflash and bastion, and 
 	@$(BIN)/python benchmarks/demo.py
 
 test: $(VENV)/.ready  ## The test suite with a representative part of the end-to-end matrix
-	@$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10
+	@$(BIN)/python -m pytest -m "$(FAST)" -n auto
+	@$(BIN)/python -m pytest -m "e2e and not slow and not gpu" --durations=10
 
 test-full: $(VENV)/.ready  ## All tests, the whole end-to-end matrix included (GPU tests where there is one)
 	@$(BIN)/python -m pytest --durations=20
 
 test-033: $(VENV033)/.ready  ## What `make test` runs, on vLLM 0.33 (its Python over 0.32's CPU build)
-	@$(VENV033)/bin/python -m pytest -m "not slow and not gpu" --durations=10
+	@$(VENV033)/bin/python -m pytest -m "$(FAST)" -n auto
+	@$(VENV033)/bin/python -m pytest -m "e2e and not slow and not gpu" --durations=10
 
 test-033-full: $(VENV033)/.ready  ## What `make test-full` runs, on vLLM 0.33
 	@$(VENV033)/bin/python -m pytest --durations=20

@@ -7,7 +7,7 @@
 All requests arrive together, T=0, and decode to `max_tokens`. A *forward* is one step of the
 engine, prompts included, with as many requests in it as the scheduler put there. Trees have up to
 63 nodes and are budgeted by given costs: on the paper's A100 drafting pays for every batch here,
-with "never" no draft is worth its time, and this CPU's lie between.
+with "never" no draft is worth its time; "this CPU" is `results/cpu-profile.json`.
 """
 
 from __future__ import annotations
