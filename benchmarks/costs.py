@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give an engine the step costs of another machine, as a latency profile.
 
-On a CPU the interpreter's overhead hides what nodes cost. An engine that is given a GPU's costs
-budgets its trees as it would there; the tokens do not depend on it. Give it
-`bastion_latency_model: "table"` as well, or it corrects the costs by this machine's steps.
+What nodes cost differs from machine to machine. An engine that is given a GPU's costs budgets its
+trees as it would there; the tokens do not depend on it. Give it `bastion_latency_model: "table"` as
+well, or it corrects the costs by this machine's steps.
 """
 
 from __future__ import annotations

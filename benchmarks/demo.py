@@ -111,9 +111,9 @@ def print_numbers(prompts: list[dict[str, str]], runs: dict[str, Run]) -> None:
         "Forwards are the target's, all prompts together, those of the prompts themselves left"
         " out; verified: mean draft tokens (tree nodes) checked in one. bastion chose the number of"
         f" nodes each step, at most {NODES}, by the step costs that the paper prints for an A100."
-        " Wall-clock is that of Triton's interpreter, in which vLLM's kernels run on a CPU: no"
-        " claim about speed. The models are toys, right about as often as real ones agree; the"
-        " README has the table over 90 prompts."
+        " Wall-clock is one run of eager engines on this CPU, of three prompts and with costs that"
+        " are not its own: no claim about speed. The models are toys, right about as often as real"
+        " ones agree; the README has the table over 90 prompts."
     )
     print(_style("note", _fill(notes)))
 

@@ -245,7 +245,7 @@ def provenance() -> dict[str, Any]:
         "commit": commit.stdout.strip() or None,
         "uncommitted_changes": bool(changed.stdout.strip()),
         "python": platform.python_version(),
-        "device": f"cpu ({platform.machine()}, {os.cpu_count()} cores), Triton interpreter",
+        "device": f"cpu ({platform.machine()}, {os.cpu_count()} cores)",
         **versions,
     }
 

@@ -11,8 +11,8 @@ ends a prompt and the token it emits are left out on both sides (see `benchmarks
 prompt number i has the seed i.
 
 "adaptive" chooses the budget of each step by cost. What tree is best depends on the machine, so
-there are two rows: with the costs measured on this CPU (`results/cpu-profile.json`, the
-interpreter's overhead included), and with those that the paper prints for an A100.
+there are two rows: with the costs measured on this CPU (`results/cpu-profile.json`), and with those
+that the paper prints for an A100.
 """
 
 from __future__ import annotations

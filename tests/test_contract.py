@@ -23,7 +23,7 @@ pytest.importorskip("vllm")
 # class -> (adapter that relies on it, its methods and their parameters)
 METHODS = {
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState": (
-        "model_state.py",
+        "step/target.py",
         {
             "add_request": ["self", "req_index", "new_req_data"],
             "prepare_inputs": ["self", "input_batch", "req_states"],
@@ -44,7 +44,7 @@ METHODS = {
         },
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator": (
-        "speculator.py",
+        "step/drafter.py",
         {
             "_generate_draft": [
                 "self",
@@ -82,26 +82,26 @@ METHODS = {
         },
     ),
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
-        "drafter.py",
+        "step/drafter.py",
         {"_normalize_context_k": ["self", "all_k"]},
     ),
     "vllm.model_executor.layers.logits_processor:LogitsProcessor": (
-        "drafter.py",
+        "step/drafter.py",
         {"forward": ["self", "lm_head", "hidden_states", "embedding_bias", "skip_gather"]},
     ),
     "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend": (
-        "attention_cuda.py",
+        "attention/cuda.py",
         {"supports_batch_invariance": [], "get_impl_cls": [], "get_builder_cls": []},
     ),
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": (
-        "attention_cuda.py",
+        "attention/cuda.py",
         {
             "__init__": ["self", "kv_cache_spec", "layer_names", "vllm_config", "device"],
             "build": ["self", "common_prefix_len", "common_attn_metadata", "fast_build"],
         },
     ),
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
-        "attention_cuda.py",
+        "attention/cuda.py",
         {
             "forward": [
                 "self",
@@ -118,7 +118,7 @@ METHODS = {
         },
     ),
     "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager": (
-        "verification.py",
+        "step/verification.py",
         {
             "add_request": ["self", "req_idx"],
             "get_num_tokens": ["self", "num_tokens_per_req", "draft_tokens"],
@@ -135,7 +135,7 @@ METHODS = {
         },
     ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler": (
-        "sampler.py",
+        "step/sampler.py",
         {
             "__call__": ["self", "logits", "input_batch", "draft_logits", "invalid_drafts"],
             "_verify_in_chunks": [
@@ -166,11 +166,11 @@ METHODS = {
         },
     ),
     "vllm.v1.worker.gpu.async_utils:StepTimingCollector": (
-        "calibrate.py",
+        "cost/measure.py",
         {"collect": ["self"], "forward_start": ["self"], "forward_end": ["self"]},
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
-        "calibrate.py",
+        "cost/measure.py",
         {"_dummy_run": ["self", "num_tokens"], "sample_tokens": ["self", "grammar_output"]},
     ),
 }
@@ -178,7 +178,7 @@ METHODS = {
 # dataclass -> (adapter, fields read or replaced)
 FIELDS = {
     "vllm.v1.worker.gpu.input_batch:InputBatch": (
-        "speculator.py",
+        "step/drafter.py",
         {
             "num_reqs",
             "num_tokens",
@@ -200,13 +200,13 @@ FIELDS = {
             "max_query_len",
         },
     ),
-    "vllm.config:AttentionConfig": ("../hooks/engine_args.py", {"backend"}),
+    "vllm.config:AttentionConfig": ("hooks/engine_args.py", {"backend"}),
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": (
-        "attention_cuda.py",
+        "attention/cuda.py",
         {"query_start_loc", "seq_lens", "block_table"},
     ),
     "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
-        "sampler.py",
+        "step/sampler.py",
         {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"},
     ),
     "vllm.v1.core.sched.output:NewRequestData": (
@@ -225,7 +225,7 @@ FIELDS = {
         | {"num_spec_tokens_to_schedule"},
     ),
     "vllm.v1.worker.gpu.async_utils:StepTimingSample": (
-        "calibrate.py",
+        "cost/measure.py",
         {"forward_ms", "drafter_ms", "num_target_tokens", "num_reqs"},
     ),
 }
@@ -233,23 +233,23 @@ FIELDS = {
 # function of vLLM -> (adapter, source text its behaviour here rests on)
 SOURCE = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled": (
-        "model_state.py: compaction must run after sampling and before drafting",
+        "step/target.py: compaction must run after sampling and before drafting",
         ["self.model_state.postprocess_state("],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": (
-        "verification.py: trees are known to exist once record_confidences is called",
+        "step/verification.py: trees are known to exist once record_confidences is called",
         ["self.postprocess_sampled(", "self.speculator.propose(", ".record_confidences("],
     ),
     "vllm.v1.worker.gpu.async_utils:AsyncOutput.__init__": (
-        "lagged.py: counts copied on the main stream are there when the output is",
+        "step/lagged.py: counts copied on the main stream are there when the output is",
         ["copy_stream.wait_stream(main_stream)", "self.copy_event.record(copy_stream)"],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": (
-        "model_state.py: prepare_attn binds the step before prepare_inputs places its rows",
+        "step/target.py: prepare_attn binds the step before prepare_inputs places its rows",
         ["self.model_state.prepare_attn(", "**self.model_state.prepare_inputs("],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample": (
-        "timing.py: a step without draft tokens never enters the rejection sampler",
+        "cost/timing.py: a step without draft tokens never enters the rejection sampler",
         ["input_batch.num_draft_tokens == 0"],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__": (
@@ -261,11 +261,11 @@ SOURCE = {
         ["context_len: int = 0", "skip_eplb: bool = False"],
     ),
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build": (
-        "attention_cuda.py: what its builder switches off is asked for here",
+        "attention/cuda.py: what its builder switches off is asked for here",
         ["self.aot_schedule", "max_num_splits = self.max_num_splits"],
     ),
     "vllm.v1.worker.gpu.cudagraph_utils:prepare_inputs_to_capture": (
-        "model_state.py: FULL graphs are captured with mode NONE, told by for_capture",
+        "step/target.py: FULL graphs are captured with mode NONE, told by for_capture",
         ["CUDAGraphMode.NONE", "for_capture=full_cudagraph"],
     ),
     "vllm.distributed.parallel_state:init_distributed_environment": (
@@ -277,7 +277,7 @@ SOURCE = {
         ["is_moe:", "reconfigure_for_independent_dp_rank()"],
     ),
     "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": (
-        "model_state.py: processors that keep state of their own are found in this list",
+        "step/target.py: processors that keep state of their own are found in this list",
         ["self.logits_processors"],
     ),
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": (
@@ -300,15 +300,15 @@ SOURCE = {
         ["request.spec_token_ids = self._spec_token_placeholders"],
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.__init__": (
-        "drafter.py: the token limit of the config it is given sizes its buffers",
+        "step/drafter.py: the token limit of the config it is given sizes its buffers",
         ["super().__init__(vllm_config, device)", "self.max_num_tokens, self.hidden_size"],
     ),
     "vllm.v1.worker.gpu.block_table:BlockTables.__init__": (
-        "drafter.py: the slots of the drafter's rows are written here, [groups, token limit]",
+        "step/drafter.py: the slots of the drafter's rows are written here, [groups, token limit]",
         ["self.slot_mappings = torch.zeros("],
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
-        "speculator.py: is_profile runs the drafter without its graph",
+        "step/drafter.py: is_profile runs the drafter without its graph",
         ["need_eager=is_profile"],
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.utils:load_dflash_model": (
@@ -422,11 +422,11 @@ def found(target: str) -> object:
 def test_overridden_and_called_methods(target: str, name: str) -> None:
     adapter, methods = METHODS[target]
     method = getattr(found(target), name, None)
-    assert method is not None, f"vLLM's {target} lost {name}: see runner/{adapter}"
+    assert method is not None, f"vLLM's {target} lost {name}: see vllm_bastion/{adapter}"
     names = list(inspect.signature(inspect.unwrap(method)).parameters)
     expected = methods[name]
     assert names[: len(expected)] == expected, (
-        f"vLLM's {target}.{name} now takes {names}: see runner/{adapter}"
+        f"vLLM's {target}.{name} now takes {names}: see vllm_bastion/{adapter}"
     )
 
 
@@ -434,7 +434,7 @@ def test_overridden_and_called_methods(target: str, name: str) -> None:
 def test_fields_that_are_read(target: str) -> None:
     adapter, wanted = FIELDS[target]
     present = {f.name for f in dataclasses.fields(found(target))}  # type: ignore[arg-type]
-    assert wanted <= present, f"vLLM's {target} lost {wanted - present}: see runner/{adapter}"
+    assert wanted <= present, f"vLLM's {target} lost {wanted - present}: see vllm_bastion/{adapter}"
 
 
 @pytest.mark.parametrize("target", SOURCE)

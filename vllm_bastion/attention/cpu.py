@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's attention on CPU machines: plain torch over the paged cache.
+"""The target's attention on CPU machines, over a paged cache of rows.
 
 vLLM's C++ kernel has no mask argument and packs its blocks in a layout private to it, in which a
 token's keys are not a row. This backend keeps rows (so that compaction is a row copy) and reads
