@@ -117,31 +117,36 @@ class TreeRejectionSampler(RejectionSampler):
         sampled = idx_mapping.new_empty(num_reqs, trees.depth + 1, dtype=torch.int64)
         num_sampled = cu_num_logits.new_empty(num_reqs)
 
-        def process(chosen: torch.Tensor | slice) -> torch.Tensor:
-            return self.sampler.apply_sampling_params(
-                logits[chosen],
-                expanded_idx_mapping[chosen],
+        def draw(chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            """Processed logits of the chosen rows, or of all as they are, and a token of each."""
+            given: tuple[torch.Tensor, ...]
+            given = (logits, expanded_idx_mapping, pos, draft_sampled, expanded_local_pos)
+            if chosen is not None:
+                given = tuple(tensor[chosen] for tensor in given)
+            scores, slots, places, drafts, offsets = given
+            processed = self.sampler.apply_sampling_params(
+                scores,
+                slots,
                 idx_mapping,
                 idx_mapping_np,
-                pos[chosen],
-                draft_sampled[chosen],
-                expanded_local_pos[chosen],
+                places,
+                drafts,
+                offsets,
                 seq_lens_upper_bound_np,
             )
-
-        def draw(processed: torch.Tensor, chosen: torch.Tensor | slice) -> torch.Tensor:
             states = self.sampler.sampling_states
             sample = gumbel_sample if logits.is_cuda else gumbel_sample_on_host
-            return sample(
+            drawn = sample(
                 processed,
-                expanded_idx_mapping[chosen],
+                slots,
                 states.temperature.gpu,
                 states.seeds.gpu,
-                pos[chosen],
+                places,
                 apply_temperature=False,
                 is_drafting=False,
                 use_fp64=self.sampler.use_fp64_gumbel,
             )
+            return processed, drawn
 
         walk = (
             verify_draft_sampled.to(torch.int64),
@@ -154,9 +159,8 @@ class TreeRejectionSampler(RejectionSampler):
         )
         # A chain's processors read the rows above a row, and its logprobs the processed rows.
         if not logits.is_cuda and not trees.spine_only_np[idx_mapping_np].any():
-            accept_lazily(lambda chosen: draw(process(chosen), chosen), *walk)
+            accept_lazily(lambda chosen: draw(chosen)[1], *walk)
             return logits, sampled, num_sampled
-        everything = slice(None)
-        processed = process(everything)
-        accept_path(draw(processed, everything), *walk)
+        processed, drawn = draw()
+        accept_path(drawn, *walk)
         return processed, sampled, num_sampled
