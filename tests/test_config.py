@@ -352,8 +352,7 @@ def _target(**changes: Any) -> Any:
         "uses_alibi": False,
         "uses_mrope": False,
         "is_mm_prefix_lm": False,
-        "hf_text_config": SimpleNamespace(layer_types=["full_attention"]),
-        "get_sliding_window": lambda: None,
+        "hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
     }
     return SimpleNamespace(**(plain | changes))
 
@@ -365,13 +364,12 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"is_attention_free": True}, "recurrent"),
     "hybrid": ({"is_hybrid": True}, "recurrent"),
     "mla": ({"use_mla": True}, "latent attention"),
-    "window": ({"get_sliding_window": lambda: 4096}, "sliding-window"),
-    "mixed window": (
-        {"hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])},
-        "sliding-window",
-    ),
     "chunked": ({"attention_chunk_size": 8192}, "chunked local"),
-    "rswa": ({"rswa_window": 128}, "sliding-window"),
+    "mixed chunked": (
+        {"hf_text_config": SimpleNamespace(layer_types=["chunked_attention", "full_attention"])},
+        "chunked local",
+    ),
+    "rswa": ({"rswa_window": 128}, "R-SWA"),
     "alibi": ({"uses_alibi": True}, "ALiBi"),
     "mrope": ({"uses_mrope": True}, "M-RoPE"),
     "prefix lm": ({"is_mm_prefix_lm": True}, "image tokens"),
@@ -394,9 +392,7 @@ def test_the_attributes_read_of_a_target_exist(pair: tuple[str, str]) -> None:
 
 
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {
-    "sinks": ({"impl": SimpleNamespace(sinks=object())}, "attention sinks"),
     "alibi": ({"impl": SimpleNamespace(alibi_slopes=[0.5])}, "ALiBi"),
-    "window": ({"sliding_window": 128}, "sliding window of 128"),
     "encoder": ({"attn_type": "encoder_only"}, "type encoder_only"),
 }
 
@@ -405,8 +401,7 @@ LAYERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_layer_the_kernels_do_not_implement_is_refused(case: str) -> None:
     changes, names = LAYERS[case]
     plain: dict[str, Any] = {
-        "impl": SimpleNamespace(sinks=None, alibi_slopes=None),
-        "sliding_window": None,
+        "impl": SimpleNamespace(alibi_slopes=None),
         "attn_type": "decoder",
     }
     validation.check_layers({"layers.0.attn": SimpleNamespace(**plain)})

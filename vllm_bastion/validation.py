@@ -209,7 +209,6 @@ def check_target(model: Any) -> None:
         model: vLLM's ModelConfig of the target.
     """
     layer_types = set(getattr(model.hf_text_config, "layer_types", None) or ())
-    window = model.get_sliding_window()
     causes: tuple[tuple[Callable[[], Any], str], ...] = (
         (lambda: model.runner_type != "generate", "is a pooling model"),
         (lambda: model.is_encoder_decoder, "is an encoder-decoder"),
@@ -217,11 +216,10 @@ def check_target(model: Any) -> None:
         (lambda: model.is_attention_free or model.is_hybrid, "has recurrent (Mamba-like) layers"),
         (lambda: model.use_mla, "uses multi-head latent attention"),
         (
-            lambda: window or layer_types & {"sliding_attention", "chunked_attention"},
-            "has sliding-window or chunked attention",
+            lambda: model.attention_chunk_size or "chunked_attention" in layer_types,
+            "has chunked local attention",
         ),
-        (lambda: model.attention_chunk_size, "has chunked local attention"),
-        (lambda: model.rswa_window, "has sliding-window attention"),
+        (lambda: model.rswa_window, "keeps its prompt beside a sliding window (R-SWA)"),
         (lambda: model.uses_alibi, "uses ALiBi"),
         (lambda: model.uses_mrope, "uses M-RoPE positions"),
         (lambda: model.is_mm_prefix_lm, "attends to image tokens in both directions"),
@@ -313,14 +311,9 @@ def check_layers(layers: dict[str, Any]) -> None:
     """
     for name, layer in layers.items():
         impl = getattr(layer, "impl", None)
-        window = getattr(layer, "sliding_window", None)
         what = None
-        if getattr(impl, "sinks", None) is not None:
-            what = "has attention sinks"
-        elif getattr(impl, "alibi_slopes", None) is not None:
+        if getattr(impl, "alibi_slopes", None) is not None:
             what = "uses ALiBi"
-        elif window is not None:
-            what = f"has a sliding window of {window}"
         elif getattr(layer, "attn_type", "decoder") != "decoder":
             what = f"is of type {layer.attn_type}"
         if what is not None:

@@ -98,7 +98,13 @@ def inspect(name: str, kernel: Any) -> Built:
 
 
 def attend(
-    dtype: torch.dtype, dim: int, heads: tuple[int, int], kv_dtype: torch.dtype, softcap: float
+    dtype: torch.dtype,
+    dim: int,
+    heads: tuple[int, int],
+    kv_dtype: torch.dtype,
+    softcap: float,
+    window: int = 0,
+    sinks: bool = False,
 ) -> None:
     """Launch tree attention once, over fused queries and a cache as vLLM lays it out."""
     rows = 65
@@ -110,13 +116,17 @@ def attend(
     with mock.patch.multiple(
         tree_attention_workspace, _DEFAULT_PROGRAMS=H200_PROCESSORS, _DEFAULT_SHARED=shared
     ):
-        workspace = TreeAttentionWorkspace(*heads, dim, dtype, 8192, 256, "cpu")
+        workspace = TreeAttentionWorkspace(
+            *heads, dim, dtype, 8192, 256, "cpu", window=window, max_tail=rows
+        )
     LAUNCH.update(dim=dim, item=dtype.itemsize, occupancy=workspace.tiles.occupancy)
     workspace.plan(ints[:2], ints[:1])
     tree_attention_triton(
         fused[:, : heads[0]], cache, ints[None], ints[:2], ints[:1], ints[:1],
         torch.zeros(1, dtype=torch.int64), torch.zeros(1, rows, 3, dtype=torch.int32), dim**-0.5,
-        torch.zeros(rows, heads[0], dim, dtype=dtype), softcap, scales, scales,
+        torch.zeros(rows, heads[0], dim, dtype=dtype), softcap=softcap, k_scale=scales,
+        v_scale=scales, sinks=torch.zeros(heads[0]) if sinks else None,
+        depths=torch.zeros(1, rows - 1, dtype=torch.int32) if window else None,
         workspace=workspace,
     )  # fmt: skip
 
@@ -133,6 +143,10 @@ if __name__ == "__main__":
         attend(bf16, 256, (8, 4), bf16, 50.0)
         attend(bf16, 256, (8, 4), bf16, 0.0)
         attend(bf16, 128, (40, 8), bf16, 30.0)
+        # gpt-oss, Gemma-3, Gemma-2
+        attend(bf16, 64, (64, 8), bf16, 0.0, window=128, sinks=True)
+        attend(bf16, 128, (32, 16), bf16, 0.0, window=1024)
+        attend(bf16, 256, (8, 4), bf16, 50.0, window=4096)
         attend(fp32, 64, (6, 2), fp32, 0.0)
         attend(fp32, 128, (6, 2), fp32, 0.0)
         attend(fp32, 256, (8, 4), fp32, 0.0)

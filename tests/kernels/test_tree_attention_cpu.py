@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_tree_attention import POISON, Batch, Request, random_parents
+from attention_batch import POISON, Batch, Request, random_parents
 
 import bastion_kernels.attention.cpu as cpu_module
 from bastion_kernels.attention.cpu import write_kv_cpu

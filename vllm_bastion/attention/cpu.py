@@ -51,6 +51,9 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.tree_sinks = None if self.sinks is None else self.sinks.float()
+
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
@@ -94,6 +97,9 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             self.scale,
             output[:rows],
             softcap=self.logits_soft_cap,
+            window=max(self.sliding_window, 0),
+            sinks=self.tree_sinks,
+            depths=trees.depths,
         )
         return output
 

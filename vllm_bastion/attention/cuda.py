@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -31,7 +32,8 @@ class TreeFlashAttentionMetadata(FlashAttentionMetadata):
 
     # Set by BastionModelState.prepare_attn; None for a batch that it did not prepare.
     trees: Trees | None = None
-    workspace: TreeAttentionWorkspace
+    # By window of the layers, 0 = none.
+    workspaces: dict[int, TreeAttentionWorkspace]
 
 
 class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -49,16 +51,25 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         # never in a FULL graph: it may split them as it likes.
         self.aot_schedule = False
         self.max_num_splits = 0
-        scheduler = vllm_config.scheduler_config
-        self.workspace = TreeAttentionWorkspace(
-            self.num_heads_q,
-            self.num_heads_kv,
-            self.headdim,
-            vllm_config.model_config.dtype,
-            max_rows=scheduler.max_num_batched_tokens,
-            max_requests=scheduler.max_num_seqs,
-            device=device,
-        )
+        scheduler, spec_config = vllm_config.scheduler_config, vllm_config.speculative_config
+        assert spec_config is not None
+        # A KV-cache group may hold layers of several windows: vLLM can be told to give all layers
+        # the blocks of full attention.
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
+        self.workspaces = {
+            window: TreeAttentionWorkspace(
+                self.num_heads_q,
+                self.num_heads_kv,
+                self.headdim,
+                vllm_config.model_config.dtype,
+                max_rows=scheduler.max_num_batched_tokens,
+                max_requests=scheduler.max_num_seqs,
+                device=device,
+                window=window,
+                max_tail=1 + spec_config.num_speculative_tokens,
+            )
+            for window in {layer.sliding_window or 0 for layer in layers}
+        }
 
     def build(
         self,
@@ -69,12 +80,18 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
         # The object is ours alone; a copy into the subclass would cost host time in every step.
         metadata.__class__ = TreeFlashAttentionMetadata
-        metadata.workspace = self.workspace
-        self.workspace.plan(metadata.query_start_loc, metadata.seq_lens)
+        metadata.workspaces = self.workspaces
+        for workspace in self.workspaces.values():
+            workspace.plan(metadata.query_start_loc, metadata.seq_lens)
         return metadata
 
 
 class TreeFlashAttentionImpl(FlashAttentionImpl):
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        self.tree_sinks = None if self.sinks is None else self.sinks.float()
+        self.window = max(self.sliding_window[0] + 1, 0)
+
     def forward(
         self,
         layer: torch.nn.Module,
@@ -116,7 +133,10 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
             self.scale,
             output,
             softcap=self.logits_soft_cap,
-            workspace=attn_metadata.workspace,
+            window=self.window,
+            sinks=self.tree_sinks,
+            depths=trees.depths,
+            workspace=attn_metadata.workspaces[self.window],
         )
         return output
 

@@ -17,9 +17,12 @@ its registers.
 
 from __future__ import annotations
 
+from bastion_kernels.attention.plan import first_tile
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["tree_attention_kernel"]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -37,8 +40,8 @@ def _bits_from(bits_row_ptr, stride_word, start, words, tail_row):
 
 @triton.jit
 def _hide(
-    scores, column, start, end, position, tail_row, bits_row_ptr, stride_word, words,
-    BLOCK_N: tl.constexpr,
+    scores, column, start, end, position, tail_row, bits_row_ptr, stride_word, words, depths_ptr,
+    tail, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Set the scores of columns that a row may not see to -inf.
 
@@ -46,6 +49,8 @@ def _hide(
         start: the tile's first column, counted from the first column of the tail.
         end: first column that no row of the block sees.
         position, tail_row: `[BLOCK_M]`, cached row of the query row; its number in the tail or < 0.
+        depths_ptr: depth of the request's node 1, 2, ...; read where there is a window.
+        tail: rows of the tail.
     """
     visible = column[None, :] <= position[:, None]
     # tail rows look tail columns up, 32 at a time
@@ -55,6 +60,16 @@ def _hide(
         mine = (lane >= 0) & (lane < 32) & (start + tl.arange(0, BLOCK_N) >= 0)
         ancestor = ((bits[:, None] >> (lane & 31)[None, :]) & 1) != 0
         visible = tl.where(mine[None, :] & (tail_row >= 0)[:, None], ancestor, visible)
+    if WINDOW:
+        # positions: a node's is its root's and its depth
+        place = start + tl.arange(0, BLOCK_N)
+        node = (place > 0) & (place < tail)
+        depth = tl.load(depths_ptr + place - 1, mask=node, other=0)
+        column_at = tl.where(node, column - place + depth, column)
+        below = tail_row > 0
+        depth = tl.load(depths_ptr + tail_row - 1, mask=below, other=0)
+        row_at = tl.where(below, position - tail_row + depth, position)
+        visible &= row_at[:, None] - column_at[None, :] < WINDOW
     # a row always sees itself, so that a batch with empty bits stays finite
     visible |= column[None, :] == position[:, None]
     visible &= (column < end)[None, :]
@@ -76,6 +91,9 @@ def tree_attention_kernel(
     slots_ptr,
     # [S, N+1, W] int32
     bits_ptr,
+    # [S, N] int32, [Hq] float32, or None
+    depths_ptr,
+    sinks_ptr,
     # [1] float32 each, or None
     k_scale_ptr,
     v_scale_ptr,
@@ -107,6 +125,7 @@ def tree_attention_kernel(
     stride_bits_node,
     stride_bits_word,
     words,
+    stride_depths,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -116,6 +135,8 @@ def tree_attention_kernel(
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_TAIL: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE_STAGES: tl.constexpr,
     RUN_FIELDS: tl.constexpr,
@@ -139,7 +160,8 @@ def tree_attention_kernel(
     exponent_scale = 1.0 if SOFTCAP else score_scale
     while line < stop:
         request = tl.load(bundles_ptr + bundle * 4)
-        block_row = tl.load(bundles_ptr + bundle * 4 + 1) + member * BLOCK_Q
+        bundle_row = tl.load(bundles_ptr + bundle * 4 + 1)
+        block_row = bundle_row + member * BLOCK_Q
         bundle_start = tl.load(bundles_ptr + bundle * 4 + 2) * KV_HEADS
         bundle_tiles = tl.load(bundles_ptr + bundle * 4 + 3)
         head = (line - bundle_start) // bundle_tiles
@@ -169,8 +191,9 @@ def tree_attention_kernel(
         bits_row_ptr = bits_ptr + slot * stride_bits_slot + tail_row * stride_bits_node
         context_end = context + rows - tail
         end = context + tl.minimum(block_row + BLOCK_Q, rows)
+        skipped = first_tile(context, bundle_row, rows, WINDOW, MAX_TAIL, BLOCK_N)
         # earlier q-blocks of a bundle may see a few tiles less than its last
-        tiles = (end + BLOCK_N - 1) // BLOCK_N
+        tiles = (end + BLOCK_N - 1) // BLOCK_N - skipped
         finish = tl.minimum(stop - start, tiles)
         # the teams that have the first and the last tile
         first_team = start // chunk
@@ -180,13 +203,16 @@ def tree_attention_kernel(
         counter_ptr = arrived_ptr + program - (team - first_team) * members
         # every row of the block sees all of the tiles before this one
         unmasked = tl.minimum(context + block_row + 1, context_end) // BLOCK_N
+        # and the windows of all begin before this one
+        inner = (tl.maximum(end - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
+        depths_row_ptr = depths_ptr + slot * stride_depths if WINDOW else depths_ptr
 
         accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         norm = tl.zeros([BLOCK_M], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         request_table_ptr = table_ptr + request.to(tl.int64) * stride_table
         kv_head_ptr = kv_ptr + head.to(tl.int64) * stride_kv_head
-        for t in tl.range(begin, finish, num_stages=STAGES):
+        for t in tl.range(skipped + begin, skipped + finish, num_stages=STAGES):
             column = t * BLOCK_N + tl.arange(0, BLOCK_N)
             # columns past the end read the last one and are hidden below
             cached = tl.minimum(column, end - 1)
@@ -206,10 +232,13 @@ def tree_attention_kernel(
                 # tanh(x) = 1 - 2 / (1 + exp(2x)); here score_scale has a factor 2 / softcap, and
                 # softcap one of log2(e)
                 scores = softcap - 2 * softcap / (1 + tl.exp2(scores * score_scale))
-            if t >= unmasked:
+            hide = t >= unmasked
+            if WINDOW:
+                hide |= t < inner
+            if hide:
                 scores = _hide(
                     scores, column, t * BLOCK_N - context_end, end, position, tail_row,
-                    bits_row_ptr, stride_bits_word, words, BLOCK_N,
+                    bits_row_ptr, stride_bits_word, words, depths_row_ptr, tail, BLOCK_N, WINDOW,
                 )  # fmt: skip
             # the scale is applied within the exponent, where a fused multiply-add does it for free
             new_top = tl.maximum(top, tl.max(scores, 1) * exponent_scale)
@@ -272,6 +301,12 @@ def tree_attention_kernel(
                     norm = norm * old_weight + part_norm * part_weight
                     top = new_top
         if complete:
+            if sinks_ptr is not None:
+                # the row has seen itself, so that its maximum is finite
+                sink = tl.load(sinks_ptr + query_head, mask=live, other=0.0) * LOG2_E
+                new_top = tl.maximum(top, sink)
+                accumulator *= tl.exp2(top - new_top)[:, None]
+                norm = norm * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
             result = accumulator / tl.where(live, norm, 1.0)[:, None]
             if v_scale_ptr is not None:
                 result *= tl.load(v_scale_ptr)

@@ -14,6 +14,9 @@ runs of `chunk` tiles, one for each team:
     teams      |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|- ...
                  x 3 programs
 
+With a window the tiles before that of the bundle's first row are left out. The plan does not know
+which rows are a tail, so it takes the smallest position that the row could have.
+
 There are as many lines as there are widths in the step. `chunk` is the smallest for which all teams
 together have no more members than there are programs: nobody walks further than that, and what is
 lost to rounding is less than one team for each width in use.
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["RUN_FIELDS", "plan_kernel"]
+__all__ = ["RUN_FIELDS", "first_tile", "plan_kernel"]
 
 # int32 values kept for a program, the last three unused
 RUN_FIELDS = 8
@@ -40,6 +43,18 @@ def _last_not_above(table_ptr, stride, factor, low, high, limit, STEPS: tl.const
         low = tl.where(open_ & right, middle + 1, low)
         high = tl.where(open_ & ~right, middle, high)
     return low - 1
+
+
+@triton.jit
+def first_tile(
+    context, row, rows,
+    WINDOW: tl.constexpr, MAX_TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The tile that the window of a bundle's first row begins in, at the earliest."""
+    # a node is at its root's position or behind it
+    tile = context + tl.minimum(row, tl.maximum(rows - MAX_TAIL, 0))
+    tile = tl.maximum(tile - WINDOW + 1, 0) // BLOCK_N
+    return tile if WINDOW else tile * 0
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -61,6 +76,8 @@ def plan_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_TAIL: tl.constexpr,
     CLASSES: tl.constexpr,
     CAPACITY: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -71,6 +88,7 @@ def plan_kernel(
 
     Args:
         WIDTH: most q-blocks in a bundle; 1 + 2 + ... + WIDTH <= programs.
+        WINDOW, MAX_TAIL: the window or 0, and the most rows of a tail.
         CLASSES, PROGRAMS: powers of two >= WIDTH and >= programs.
         CAPACITY: power of two >= rows // (BLOCK_Q * WIDTH) + requests of any step.
         SEARCH_STEPS: >= log2(CAPACITY) + 1.
@@ -103,8 +121,10 @@ def plan_kernel(
     width = tl.where(used, (nth + 1) * blocks // number - block, 0)
     row = block * BLOCK_Q
     # the last row of the bundle sees the context and the request's rows up to itself
-    seen = tl.maximum(length - rows, 0) + tl.minimum(row + width * BLOCK_Q, rows)
-    tiles = tl.where(used, (seen + BLOCK_N - 1) // BLOCK_N, 0)
+    context = tl.maximum(length - rows, 0)
+    seen = context + tl.minimum(row + width * BLOCK_Q, rows)
+    skipped = first_tile(context, row, rows, WINDOW, MAX_TAIL, BLOCK_N)
+    tiles = tl.where(used, (seen + BLOCK_N - 1) // BLOCK_N - skipped, 0)
 
     # Bundles and tiles before each bundle in the line of its width: one scan over the pair.
     kind = tl.arange(0, CLASSES)

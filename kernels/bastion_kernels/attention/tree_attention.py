@@ -10,7 +10,9 @@ this step's, the last n of these a tail of root and draft nodes):
     cap(s) = softcap * tanh(s / softcap)                           when softcap > 0
 
 `ancestor_bits` has the bits of a node's ancestors and of itself. A chain's bits are causal, so a
-chain and a tree take the same path.
+chain and a tree take the same path. Of the visible rows, those stay that are less than `window`
+positions before p; a node's position is its root's and its depth. A sink is one more score of a
+head, uncapped, whose value is zero.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from bastion_kernels.attention.cpu import SHIFTS, tree_attention_cpu, write_kv_c
 from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.plan import RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from bastion_kernels.checks import on_gpu
+from bastion_kernels.checks import check, on_gpu
 from bastion_kernels.native import HAVE_NUMBA
 
 __all__ = [
@@ -72,15 +74,23 @@ def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     run(key, value, kv_cache, slot_mapping)
 
 
-def _visible(q: int, length: int, tail: int, bits: Tensor, device: torch.device) -> Tensor:
+def _visible(
+    q: int, length: int, tail: int, bits: Tensor, window: int, depths: Tensor | None
+) -> Tensor:
     """`[q, length]` bool: which cached rows each of a request's last q rows sees."""
-    columns = torch.arange(length, device=device)
+    columns = torch.arange(length, device=bits.device)
     seen = columns <= columns[length - q :, None]
     if tail > 1:
-        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
         ancestors = ((bits[:tail, :, None] >> shifts) & 1).flatten(1)[:, :tail].bool()
-        itself = torch.eye(tail, dtype=torch.bool, device=device)
+        itself = torch.eye(tail, dtype=torch.bool, device=bits.device)
         seen[q - tail :, length - tail :] = ancestors | itself
+    if window:
+        positions = columns.clone()
+        if tail > 1:
+            assert depths is not None
+            positions[length - tail + 1 :] = length - tail + depths[: tail - 1]
+        seen &= positions[length - q :, None] - positions < window
     return seen
 
 
@@ -95,11 +105,15 @@ def tree_attention_reference(
     ancestor_bits: Tensor,
     scale: float,
     out: Tensor,
+    *,
     softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    depths: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """The definition, in plain PyTorch and one precision up; a CPU runs it for fp16, softcaps."""
+    """The definition, in plain PyTorch and one precision up; see `tree_attention`."""
     math = _MATH.get(query.dtype, torch.float32)
     heads, dim = query.shape[1:]
     kv_heads, size = kv_cache.shape[1:3]
@@ -110,13 +124,17 @@ def tree_attention_reference(
         q, length, slot = last - first, lengths[r], rows_of_bits[r]
         if q == 0:
             continue
-        blocks = block_table[r, : -(-length // size)].long()
+        # blocks before the first row's window may be another request's by now
+        skipped = max(0, length - q - window + 1) // size if window else 0
+        blocks = block_table[r, skipped : -(-length // size)].long()
+        length -= skipped * size
         # [Hkv, L, 2d]
         kv = by_head[:, blocks].flatten(1, 2)[:, :length].to(math)
         keys = kv[..., :dim] * (scale if k_scale is None else scale * k_scale.to(math))
         values = kv[..., dim:] if v_scale is None else kv[..., dim:] * v_scale.to(math)
         tail = tails[r] if slot >= 0 else 0
-        seen = _visible(q, length, tail, ancestor_bits[slot], query.device)
+        of_slot = None if depths is None else depths[slot]
+        seen = _visible(q, length, tail, ancestor_bits[slot], window, of_slot)
         for low in range(0, q, _ROW_CHUNK):
             high = min(low + _ROW_CHUNK, q)
             # [Hkv, rows * group, d]: the heads that share a key head are extra rows
@@ -127,7 +145,10 @@ def tree_attention_reference(
                 scores = softcap * torch.tanh(scores / softcap)
             grouped = scores.view(kv_heads, high - low, -1, length)
             grouped.masked_fill_(~seen[low:high, None], float("-inf"))
-            mixed = grouped.softmax(-1).flatten(1, 2) @ values
+            if sinks is not None:
+                sink = sinks.to(math).view(kv_heads, 1, -1, 1).expand(*grouped.shape[:3], 1)
+                grouped = torch.cat([grouped, sink], 3)
+            mixed = grouped.softmax(-1)[..., :length].flatten(1, 2) @ values
             mixed = mixed.view(kv_heads, high - low, -1, dim).transpose(0, 1)
             out[first + low : first + high] = mixed.reshape(-1, heads, dim).to(out.dtype)
 
@@ -143,10 +164,13 @@ def tree_attention_triton(
     ancestor_bits: Tensor,
     scale: float,
     out: Tensor,
+    *,
     softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    depths: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    *,
     workspace: TreeAttentionWorkspace,
 ) -> None:
     """The Triton kernel, for a step that `workspace` has planned; see `tree_attention`."""
@@ -160,6 +184,8 @@ def tree_attention_triton(
         tail_lens,
         slots,
         ancestor_bits,
+        depths,
+        sinks,
         k_scale,
         v_scale,
         out,
@@ -177,6 +203,7 @@ def tree_attention_triton(
         block_table.stride(0),
         *ancestor_bits.stride(),
         ancestor_bits.shape[2],
+        0 if depths is None else depths.stride(0),
         KV_HEADS=workspace.kv_heads,
         GROUP=workspace.group,
         DIM=workspace.head_dim,
@@ -186,6 +213,8 @@ def tree_attention_triton(
         BLOCK_N=workspace.tiles.block_n,
         PAGE=kv_cache.shape[2],
         SOFTCAP=softcap > 0,
+        WINDOW=window,
+        MAX_TAIL=workspace.max_tail,
         STAGES=workspace.tiles.stages,
         MERGE_STAGES=_MERGE_STAGES,
         RUN_FIELDS=RUN_FIELDS,
@@ -200,17 +229,24 @@ def _check(
     kv_cache: Tensor,
     block_table: Tensor,
     query_start_loc: Tensor,
+    ancestor_bits: Tensor,
     out: Tensor,
     softcap: float,
-    sliding_window: int | None,
+    window: int,
+    sinks: Tensor | None,
+    depths: Tensor | None,
     workspace: TreeAttentionWorkspace | None,
 ) -> None:
     heads, dim = query.shape[1:]
-    if sliding_window is not None:
-        raise ValueError(
-            f"tree_attention: sliding_window={sliding_window} is not supported, because a window "
-            "counts depths and the rows of a tree are not depths; use a full-attention model"
-        )
+    if window < 0:
+        raise ValueError(f"tree_attention: window must be >= 0, got {window}")
+    if window:
+        wanted = (ancestor_bits.shape[0], ancestor_bits.shape[1] - 1)
+        if depths is None:
+            raise ValueError("tree_attention: a window counts positions, which need depths")
+        check("tree_attention", "depths", depths, wanted, torch.int32)
+    if sinks is not None:
+        check("tree_attention", "sinks", sinks, (heads,), torch.float32)
     if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * dim or heads % kv_cache.shape[1]:
         raise ValueError(
             "tree_attention: kv_cache must be [blocks, Hkv, block_size, 2d] with Hkv dividing the "
@@ -235,10 +271,13 @@ def _check(
         or kv_cache.shape[1] != workspace.kv_heads
         or dim != workspace.head_dim
         or query.dtype != workspace.dtype
+        or window != workspace.window
+        or (window and ancestor_bits.shape[1] > workspace.max_tail)
     ):
         raise ValueError(
-            f"tree_attention: queries {tuple(query.shape)} of {query.dtype} and "
-            f"{kv_cache.shape[1]} key heads do not fit the workspace"
+            f"tree_attention: queries {tuple(query.shape)} of {query.dtype}, "
+            f"{kv_cache.shape[1]} key heads, a window of {window} and tails of up to "
+            f"{ancestor_bits.shape[1]} rows do not fit the workspace"
         )
 
 
@@ -253,10 +292,13 @@ def tree_attention(
     ancestor_bits: Tensor,
     scale: float,
     out: Tensor,
+    *,
     softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    depths: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    sliding_window: int | None = None,
     workspace: TreeAttentionWorkspace | None = None,
 ) -> None:
     """Attention of every row of the step over its request's cached rows.
@@ -276,33 +318,43 @@ def tree_attention(
         scale: factor of the scores.
         out: `[T, Hq, d]`, written; rows from `query_start_loc[R]` on are left as they are.
         softcap: cap of the scores, 0 = none.
+        window: a row at position q sees one at position p only if q - p < window; 0 = none.
+        sinks: `[Hq]` float32, a score of each head that takes part in its softmax.
+        depths: `[S, N]` int32, depth of each draft node; needed for a window.
         k_scale, v_scale: `[1]` float32, factors of an fp8 cache's keys and values.
-        sliding_window: refused unless None.
         workspace: buffers already planned for this step (`TreeAttentionWorkspace.plan`), needed
             inside a CUDA graph. Without them the CUDA path allocates and plans by itself. The
             CPU path needs none.
 
     Raises:
-        ValueError: shapes, dtypes or workspace do not fit together, or a sliding window is given.
+        ValueError, TypeError: shapes, dtypes or workspace do not fit together.
     """
     _check(
-        query, kv_cache, block_table, query_start_loc, out, softcap, sliding_window, workspace
+        query, kv_cache, block_table, query_start_loc, ancestor_bits, out, softcap, window, sinks,
+        depths, workspace,
     )  # fmt: skip
     args = (
         query, kv_cache, block_table, query_start_loc, seq_lens, tail_lens, slots, ancestor_bits,
-        scale, out, softcap, k_scale, v_scale,
+        scale, out,
     )  # fmt: skip
     if not on_gpu(query):
-        native = HAVE_NUMBA and softcap == 0 and kv_cache.dtype == query.dtype
-        if native and query.dtype in SHIFTS:
-            tree_attention_cpu(*args[:10])
+        plain = softcap == 0 and window == 0 and sinks is None and kv_cache.dtype == query.dtype
+        if HAVE_NUMBA and plain and query.dtype in SHIFTS:
+            tree_attention_cpu(*args)
         else:
-            tree_attention_reference(*args)
+            tree_attention_reference(
+                *args, softcap=softcap, window=window, sinks=sinks, depths=depths, k_scale=k_scale,
+                v_scale=v_scale,
+            )  # fmt: skip
         return
     if workspace is None:
         workspace = TreeAttentionWorkspace(
             query.shape[1], kv_cache.shape[1], query.shape[2], query.dtype,
-            max(1, query.shape[0]), max(1, seq_lens.shape[0]), query.device,
+            max(1, query.shape[0]), max(1, seq_lens.shape[0]), query.device, window=window,
+            max_tail=ancestor_bits.shape[1],
         )  # fmt: skip
         workspace.plan(query_start_loc, seq_lens)
-    tree_attention_triton(*args, workspace=workspace)
+    tree_attention_triton(
+        *args, softcap=softcap, window=window, sinks=sinks, depths=depths, k_scale=k_scale,
+        v_scale=v_scale, workspace=workspace,
+    )  # fmt: skip

@@ -129,6 +129,8 @@ class TreeAttentionWorkspace:
         max_rows: largest number of query rows of a step, padding included.
         max_requests: largest number of requests of a step, padding included.
         tiles: tile sizes, for tuning and tests.
+        window: of the layers, in positions; 0 = none.
+        max_tail: most rows of a tail, root included; read where there is a window.
     """
 
     def __init__(
@@ -141,6 +143,9 @@ class TreeAttentionWorkspace:
         max_requests: int,
         device: torch.device | str,
         tiles: Tiles | None = None,
+        *,
+        window: int = 0,
+        max_tail: int = 1,
     ) -> None:
         device = torch.device(device)
         if num_heads % num_kv_heads:
@@ -148,6 +153,7 @@ class TreeAttentionWorkspace:
         self.kv_heads, self.group = num_kv_heads, num_heads // num_kv_heads
         self.head_dim, self.block_d = head_dim, max(16, triton.next_power_of_2(head_dim))
         self.dtype, self.max_rows, self.max_requests = dtype, max_rows, max_requests
+        self.window, self.max_tail = window, max_tail if window else 1
         processors, shared = None, _DEFAULT_SHARED
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
@@ -198,6 +204,8 @@ class TreeAttentionWorkspace:
             BLOCK_Q=self.block_q,
             BLOCK_N=self.tiles.block_n,
             WIDTH=self.width,
+            WINDOW=self.window,
+            MAX_TAIL=self.max_tail,
             CLASSES=triton.next_power_of_2(self.width),
             CAPACITY=self.capacity,
             PROGRAMS=triton.next_power_of_2(self.programs),

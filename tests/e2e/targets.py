@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small targets of other architectures with random weights, which the tiny drafter fits.
+
+They have the tiny target's vocabulary, hidden size, key heads and number of layers: the drafter
+runs on their hidden states and knows nothing of them, as every random drafter would.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.e2e.engines import TARGET
+
+_LAYERS = 6
+_SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 192,
+    "intermediate_size": 256,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    # wide enough that the best token depends on the text
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (_LAYERS // 2)}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+# name -> Hugging Face's model type and what its config has besides
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral-window-24": ("mistral", {"sliding_window": 24}),
+    "qwen2-mixed-windows": (
+        "qwen2",
+        {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 0, **_MIXED},
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    **{
+        f"gpt-oss-window-{window}": ("gpt_oss", {"sliding_window": window, **_EXPERTS, **_MIXED})
+        for window in (16, 128)
+    },
+}
+
+
+def make_target(name: str, folder: Path) -> str:
+    """Write the checkpoint of `TARGETS[name]` with the tiny target's tokenizer; its folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, more = TARGETS[name]
+    config = AutoConfig.for_model(kind, **(_SIZES | more))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for key, parameter in model.named_parameters():
+        if "sinks" in key:
+            torch.nn.init.normal_(parameter, std=2.0)
+        elif "bias" in key:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / file, folder)
+    return str(folder)
