@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from vllm_bastion.cpu.noise import gumbel_noise, gumbel_sample_on_host
+from vllm_bastion.cpu.noise import gumbel_argmax, gumbel_noise, gumbel_sample_on_host
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for CPU hosts only")
 
@@ -81,3 +81,23 @@ def test_noise_has_the_gumbel_distribution() -> None:
     assert abs(float(noise.var()) - 1.644934) < 0.03
     rows = torch.corrcoef(noise[:50])
     assert float((rows - torch.eye(50)).abs().max()) < 0.2
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 30.0, 1e6])
+def test_the_winner_is_found_without_most_of_the_noise(spread: float) -> None:
+    """Against logits with the whole noise added, of blocks of tokens."""
+    for seed, vocab_size in enumerate((3, 4097, 4160, 5000, 5000, 5000)):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(vocab_size, generator=generator) * spread
+        logits[torch.rand(vocab_size, generator=generator) < 0.2] = -torch.inf
+        for pos in range(60):
+            whole = logits + gumbel_noise(torch.tensor([seed]), torch.tensor([pos]), vocab_size)[0]
+            assert gumbel_argmax(logits.numpy(), seed, pos) == int(whole.argmax())
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite(odd: float) -> None:
+    row = torch.full((5000,), -torch.inf)
+    row[[70, 4999]] = odd
+    whole = row + gumbel_noise(torch.tensor([5]), torch.tensor([6]), 5000)[0]
+    assert gumbel_argmax(row.numpy(), 5, 6) == int(whole.argmax())

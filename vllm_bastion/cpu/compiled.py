@@ -23,7 +23,7 @@ from vllm_bastion import envs
 def _folder() -> str | None:
     """Where the machine code goes; None where nothing can be written."""
     here = Path(__file__).parent
-    sources = sorted([here / "compiled.py", here / "noise.py", *(here / "twins").glob("*.py")])
+    sources = sorted([*here.glob("*.py"), *(here / "twins").glob("*.py")])
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     folder = envs.cache_dir() / "numba" / digest
     try:

@@ -8,14 +8,22 @@ are NumPy's, as they are in Triton's interpreter (two libraries' differ in the l
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
+from bastion_kernels.native import scratch
 from vllm_bastion.cpu.compiled import compiled
 
 _U32 = np.uint32
 # Keeps a drafter's noise apart from the target's; vLLM's `_DRAFT_NOISE_SALT`.
 DRAFT_SALT = 1 << 30
+# Of any draw: u is at least 2**-33, and 1 - u at least 2**-24.
+_MOST_NOISE, _LEAST_NOISE = 23.0, -2.83
+_LOG_OF_LEAST = -24 * math.log(2)
+_BLOCK = 64  # tokens that are looked at together
+_FEW = 4096  # tokens for which it is not worth while
 
 
 @compiled
@@ -28,17 +36,28 @@ def _mix(h, key):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _murmur3(seed, pos, domain, out):  # type: ignore[no-untyped-def]
-    """The hashes of tokens 0, 1, ... under a seed and a position, into out [V] uint32."""
+def _prefix(seed, pos, domain):  # type: ignore[no-untyped-def]
+    """The hash's state before the token."""
     low = np.int64(0xFFFFFFFF)
     h = _mix(_U32(domain), _U32(seed & low))
     h = _mix(h, _U32((seed >> np.int64(32)) & low))
-    prefix = _mix(h, _U32(pos & low))
+    return _mix(h, _U32(pos & low))
+
+
+@compiled
+def _finish(prefix, token):  # type: ignore[no-untyped-def]
+    h = _U32(_mix(prefix, _U32(token)) ^ _U32(16))
+    h = _U32(_U32(h ^ (h >> _U32(16))) * _U32(0x85EBCA6B))
+    h = _U32(_U32(h ^ (h >> _U32(13))) * _U32(0xC2B2AE35))
+    return _U32(h ^ (h >> _U32(16)))
+
+
+@compiled
+def _murmur3(seed, pos, domain, out):  # type: ignore[no-untyped-def]
+    """The hashes of tokens 0, 1, ... under a seed and a position, into out [V] uint32."""
+    prefix = _prefix(seed, pos, domain)
     for token in range(out.shape[0]):
-        h = _U32(_mix(prefix, _U32(token)) ^ _U32(16))
-        h = _U32(_U32(h ^ (h >> _U32(16))) * _U32(0x85EBCA6B))
-        h = _U32(_U32(h ^ (h >> _U32(13))) * _U32(0xC2B2AE35))
-        out[token] = h ^ (h >> _U32(16))
+        out[token] = _finish(prefix, token)
 
 
 @compiled
@@ -64,20 +83,99 @@ def _near_zero(value, log):  # type: ignore[no-untyped-def]
             log[i] = -x * (one + x * p)
 
 
+@compiled
+def _may_win(logits, seed, pos, random, out):  # type: ignore[no-untyped-def]
+    """Tokens of which one has the largest logit + noise: an ascending list, most often of a few.
+
+    logits: [V] fp32; out: [V] int32; random: [V] uint32 scratch, whose first numbers become the
+    hashes of those tokens. Returns how many there are; -1 where the largest logit is not finite.
+
+    Almost all tokens lie too far below the largest logit for any noise, or have too little of it
+    by a bound on their hash: -log(-log(1 - u)) < -log(u). Whoever is left is compared with the best
+    so far by its noise in fp64, with a margin for what fp32 rounds: at most 0.03 near u = 1.
+    """
+    size, prefix = logits.shape[0], _prefix(seed, pos, 0)
+    blocks = (size + _BLOCK - 1) // _BLOCK
+    tops = np.empty(blocks, np.float32)
+    largest, nans = np.float32(-np.inf), 0
+    for block in range(blocks):
+        top = np.float32(-np.inf)
+        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, size)):
+            value = logits[i]
+            top = value if value > top else top
+            nans += value != value
+        tops[block] = top
+        largest = max(largest, top)
+    if nans or not abs(largest) < np.inf:
+        return -1
+    best = largest + _LEAST_NOISE
+    count = 0
+    for block in range(blocks):
+        top = np.float64(tops[block])
+        if top + _MOST_NOISE < best:
+            continue
+        margin = 0.1 + 1e-6 * abs(best)
+        wanted = best - margin - top
+        # of a token with the block's largest logit
+        most = _U32(0xFFFFFFFF)
+        if wanted > 0.01:
+            most = _U32(math.exp(-wanted) * 4294967296.0 * 1.0001 + 2.0)
+        start = block * _BLOCK
+        end = min(start + _BLOCK, size)
+        hashes = random[count : count + end - start]
+        for i in range(end - start):
+            hashes[i] = _finish(prefix, start + i)
+        kept = 0
+        for i in range(end - start):
+            hashed = hashes[i]
+            if hashed > most:
+                continue
+            u = (np.float64(hashed) + 0.5) / 4294967296.0
+            noise = -math.log(-max(math.log1p(-u), _LOG_OF_LEAST))
+            score = np.float64(logits[start + i]) + noise
+            if score >= best - margin:
+                out[count + kept], hashes[kept] = start + i, hashed
+                kept += 1
+                best = max(best, score)
+        count += kept
+    return count
+
+
 def _hash(seed: int, pos: int, vocab_size: int, domain: int = 0) -> np.ndarray:
     out = np.empty(vocab_size, dtype=_U32)
     _murmur3(np.int64(seed), np.int64(pos), _U32(domain), out)
     return out
 
 
-def gumbel_row(seed: int, pos: int, vocab_size: int) -> np.ndarray:
-    """The noise of one draw, [V] fp32."""
-    uniform = np.empty(vocab_size, dtype=np.float32)
-    _uniform(_hash(seed, pos, vocab_size), uniform)
+def _noise(random: np.ndarray) -> np.ndarray:
+    """[V] uint32 hashes to [V] fp32 noise."""
+    uniform = np.empty(len(random), dtype=np.float32)
+    _uniform(random, uniform)
     log = np.log(np.maximum(np.float32(1.0) - uniform, np.float32(5.960464477539063e-08)))
     _near_zero(uniform, log)
     noise: np.ndarray = -np.log(-log)
     return noise
+
+
+def gumbel_row(seed: int, pos: int, vocab_size: int) -> np.ndarray:
+    """The noise of one draw, [V] fp32."""
+    return _noise(_hash(seed, pos, vocab_size))
+
+
+def gumbel_argmax(logits: np.ndarray, seed: int, pos: int) -> int:
+    """The first token with the largest of logits [V] fp32 + noise."""
+    if len(logits) <= _FEW:
+        return int((logits + gumbel_row(seed, pos, len(logits))).argmax())
+    tokens, random = scratch(torch.int32, len(logits)).numpy(), _random(len(logits))
+    count = _may_win(logits, np.int64(seed), np.int64(pos), random, tokens)
+    if count < 0:
+        return int(torch.from_numpy(logits + gumbel_row(seed, pos, len(logits))).argmax())
+    tokens = tokens[:count]
+    return int(tokens[np.argmax(logits[tokens] + _noise(random[:count]))])
+
+
+def _random(size: int) -> np.ndarray:
+    return scratch(torch.int64, size).numpy().view(np.uint32)[:size]
 
 
 def gumbel_row_fp64(seed: int, pos: int, vocab_size: int) -> np.ndarray:
@@ -126,10 +224,12 @@ def gumbel_sample_on_host(
             is_drafting=is_drafting,
             use_fp64=use_fp64,
         )
-    noised = logits.float()
-    rows = (temperature[expanded_idx_mapping] != 0).nonzero().flatten()
-    if rows.numel():
-        slots = expanded_idx_mapping[rows]
-        noise = gumbel_noise(seed[slots], pos[rows], logits.shape[1])
-        noised = noised.index_add(0, rows, noise) if rows.numel() < len(noised) else noised + noise
-    return noised.argmax(dim=-1)
+    drawn = logits.new_empty(len(logits), dtype=torch.int64)
+    slots = expanded_idx_mapping
+    heats, seeds, places = temperature[slots].tolist(), seed[slots].tolist(), pos.tolist()
+    for i, row in enumerate(logits):
+        if heats[i]:
+            drawn[i] = gumbel_argmax(row.float().numpy(), seeds[i], places[i])
+        else:
+            drawn[i] = row.argmax()
+    return drawn

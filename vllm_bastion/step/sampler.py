@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from bastion_kernels import accept_path
 from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
+from vllm_bastion.cpu.greedy_walk import SERVED, accept_greedily
 from vllm_bastion.cpu.lazy_walk import accept_lazily
 from vllm_bastion.cpu.noise import gumbel_sample_on_host
 from vllm_bastion.step.runtime import Runtime
@@ -159,8 +160,17 @@ class TreeRejectionSampler(RejectionSampler):
         )
         # A chain's processors read the rows above a row, and its logprobs the processed rows.
         if not logits.is_cuda and not trees.spine_only_np[idx_mapping_np].any():
+            if logits.dtype in SERVED and self._takes_largest(idx_mapping_np):
+                accept_greedily(logits, *walk)
+                return logits, sampled, num_sampled
             accept_lazily(lambda chosen: draw(chosen)[1], *walk)
             return logits, sampled, num_sampled
         processed, drawn = draw()
         accept_path(drawn, *walk)
         return processed, sampled, num_sampled
+
+    def _takes_largest(self, slots: np.ndarray) -> bool:
+        """Whether the token of every row of the requests in `slots` is its argmax as it is."""
+        sampler = self.sampler
+        greedy = sampler.sampling_states.temperature.np[slots] == 0.0
+        return bool(greedy.all() and not sampler.needs_logits_processing[slots].any())

@@ -21,6 +21,7 @@ _UNIT = 2**40  # units of rho = 1, as in `budget`
 _SEGMENT = 64  # logits behind one maximum
 _CHUNK = 2**18  # logits per thread that are looked at together
 _INFINITE = 0x7F800000  # bits of the fp32 +inf
+_VANISHES = -80.0  # a logarithm
 
 
 @njit
@@ -305,7 +306,9 @@ def topk_logprobs_cpu(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: 
         segments = values[:, : whole * _SEGMENT].unflatten(1, (whole, _SEGMENT))
         torch.amax(segments, 2, out=maxima[:, :whole])
         largest = values.amax(1, keepdim=True)
-        mass = torch.sub(values, largest, out=shifted).exp_().sum(1).log_()
+        # Below the limit a term adds nothing to a sum of at least 1, and underflow is slow.
+        torch.sub(values, largest, out=shifted).clamp_(min=_VANISHES)
+        mass = shifted.exp_().sum(1).log_()
         _select(
             values.numpy(), maxima.numpy(), largest[:, 0].numpy(), mass.numpy(),
             out_tokens[part].numpy(), out_logprobs[part].numpy(),
