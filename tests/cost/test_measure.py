@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_bastion.cost.measure import sizes_to_measure, tree_shapes
+from vllm_bastion.cost.measure import repeats_after, sizes_to_measure, tree_shapes
 
 
 def test_sizes_beyond_the_graphs_are_measured_too() -> None:
@@ -19,3 +19,7 @@ def test_trees_of_one_and_a_few_requests_are_measured() -> None:
     assert tree_shapes(63, 128, 256) == [*one, (4, 3), (4, 7), (4, 15), (4, 31), (16, 3), (16, 7)]
     assert tree_shapes(64, 65, 4)[:6] == [*one, (1, 64)]
     assert tree_shapes(1, 2, 8) == [(1, 1)]
+
+
+def test_slow_points_are_timed_less_often() -> None:
+    assert [repeats_after(s) for s in (0.0, 0.01, 0.07, 0.15, 30.0)] == [5, 5, 2, 1, 1]

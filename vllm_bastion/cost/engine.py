@@ -54,7 +54,7 @@ def calibrate(runner: Any) -> None:
     group = get_world_group()
 
     def measured() -> Profile:
-        return measure(runner, key, bare_roofline(runner, group), captured_sizes(runner))
+        return measure(runner, key, bare_roofline(runner, group), captured_sizes(runner), group)
 
     profile = shared_profile(config.bastion_calibration, key, measured, group)
     if profile is None:

@@ -10,6 +10,8 @@ passes, is added to the forward pass.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 
+from vllm_bastion.cost.agreement import of_rank_0
 from vllm_bastion.cost.calibration import calibrate_and_report
 from vllm_bastion.cost.forward_times import Sample
 from vllm_bastion.cost.roofline import Roofline
@@ -29,7 +32,11 @@ from vllm_bastion.step.runtime import runtime_of
 
 logger = init_logger(__name__)
 
+# A point is timed so often, if that takes no longer than `_POINT_S` seconds; once at least.
 _REPEATS = 5
+_POINT_S = 0.2
+# Trees whose step takes longer are timed over the shortest context only.
+_SLOW_S = 0.3
 # Sizes timed where there are no graphs to name them, and contexts (cached tokens per request).
 _EAGER_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXTS = (128, 2048, 8192)
@@ -48,9 +55,9 @@ class HostStepTimingCollector(StepTimingCollector):
 
 
 def measure(
-    runner: Any, key: ProfileKey, roofline: Roofline | None, captured: list[int]
+    runner: Any, key: ProfileKey, roofline: Roofline | None, captured: list[int], group: Any
 ) -> Profile:
-    """Time the engine of `runner` and fit the roofline to it. Its steps are collective."""
+    """Time the engine of `runner` and fit the roofline to it; its steps are `group`'s together."""
     start = time.perf_counter()
     if runner.device.type == "cpu":
         runner.step_timing = HostStepTimingCollector()
@@ -72,15 +79,15 @@ def measure(
         }
     )
 
-    heads = [_head_ms(runner, n) for n in sizes]
+    heads = [_head_ms(runner, n, group) for n in sizes]
 
     def head_ms(rows: int) -> float:
         return float(np.interp(rows, sizes, heads))
 
-    plain = _dummy_steps(runner, sizes, 0)
+    plain = _dummy_steps(runner, sizes, 0, group)
     for context in contexts:
         few = [reqs for reqs in _PLAIN_REQS if reqs <= batches]
-        plain += _dummy_steps(runner, few, context)
+        plain += _dummy_steps(runner, few, context, group)
     samples: list[Sample] = []
     drafter: list[tuple[int, float]] = []
     for context, step in plain:
@@ -90,7 +97,7 @@ def measure(
     of_drafter = StepCostTable(samples, drafter, max_rows=1).drafter_ms
 
     beyond: list[list[float]] = [[], []]  # of a step without trees, and with
-    for context, roots, verified in _tree_steps(runner, shapes, contexts):
+    for context, roots, verified in _tree_steps(runner, shapes, contexts, group):
         rows, reqs = int(padded[verified.num_target_tokens]), verified.num_reqs
         samples.append((rows, float(context), verified.forward_ms + head_ms(rows), reqs))
         for times, step in zip(beyond, (roots, verified), strict=True):
@@ -147,18 +154,28 @@ def tree_shapes(nodes: int, max_rows: int, max_reqs: int) -> list[tuple[int, int
     ]
 
 
-def _dummy_steps(runner: Any, sizes: list[int], context: int) -> list[tuple[int, Any]]:
+def _dummy_steps(runner: Any, sizes: list[int], context: int, group: Any) -> list[tuple[int, Any]]:
     """(context, vLLM's timing) of each dummy run of that many rows."""
-    _run_dummies(runner, sizes, context, repeats=1)  # first use of a shape is no measurement
+    # The first use of a shape is no measurement.
+    first = [_seconds(partial(dummy_tree_step, runner, rows, context)) for rows in sizes]
+    # Every rank must run the same steps.
+    counts = of_rank_0(group, lambda: [repeats_after(seconds) for seconds in first])
     with runner.step_timing.collect() as timings:
-        _run_dummies(runner, sizes, context, _REPEATS)
+        for rows, count in zip(sizes, counts, strict=True):
+            for _ in range(count):
+                dummy_tree_step(runner, rows, context)
     return [(context, timing) for timing in timings]
 
 
-def _run_dummies(runner: Any, sizes: list[int], context: int, repeats: int) -> None:
-    for rows in sizes:
-        for _ in range(repeats):
-            dummy_tree_step(runner, rows, context)
+def repeats_after(seconds: float) -> int:
+    """How often to time what took so long at first."""
+    return max(1, min(_REPEATS, int(_POINT_S / max(seconds, 1e-9))))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
@@ -172,15 +189,22 @@ def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
 
 
 def _tree_steps(
-    runner: Any, shapes: list[tuple[int, int]], contexts: list[int]
+    runner: Any, shapes: list[tuple[int, int]], contexts: list[int], group: Any
 ) -> list[tuple[int, Any, Any]]:
     """(context, vLLM's timing of the roots' step, and of the trees') of each repetition."""
     if not shapes:
         return []
     with TreeSteps(runner).as_asked() as steps:
-        for reqs, nodes in shapes:
-            steps.run(reqs, nodes, contexts[0])  # as above
-        points = [(*shape, c) for c in contexts for shape in shapes for _ in range(_REPEATS)]
+        # as above; two steps each
+        own = [_seconds(partial(steps.run, *shape, contexts[0])) / 2 for shape in shapes]
+        first = of_rank_0(group, lambda: own)
+        points = [
+            (*shape, context)
+            for context in contexts
+            for shape, seconds in zip(shapes, first, strict=True)
+            if context == contexts[0] or seconds <= _SLOW_S
+            for _ in range(repeats_after(seconds))
+        ]
         with runner.step_timing.collect() as timings:
             for reqs, nodes, context in points:
                 steps.run(reqs, nodes, context)
@@ -192,7 +216,7 @@ def _tree_steps(
     ]
 
 
-def _head_ms(runner: Any, rows: int) -> float:
+def _head_ms(runner: Any, rows: int, group: Any) -> float:
     """Median milliseconds of the target's output head over `rows` rows."""
     hidden = torch.zeros(
         rows,
@@ -200,12 +224,17 @@ def _head_ms(runner: Any, rows: int) -> float:
         dtype=runner.model_config.dtype,
         device=runner.device,
     )
-    times = []
-    for _ in range(_REPEATS):
+    times: list[float] = []
+
+    def once() -> None:
         start, end = new_mark(runner.device), new_mark(runner.device)
         start.record()
         runner.model.compute_logits(hidden)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
+
+    first = _seconds(once)
+    for _ in range(of_rank_0(group, lambda: repeats_after(first)) - 1):
+        once()
     return median(times)
