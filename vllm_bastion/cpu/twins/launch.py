@@ -54,6 +54,7 @@ class Twin:
         self.names = self._all
         """of the kernel, in its order; before `fits`, of all its versions"""
         self.some = frozenset(some)
+        self._sources: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
         self._dims = len(parameters) - len(self._all)
         self._defaults = dict.fromkeys(some) | {
             name: parameters[name].default
@@ -66,24 +67,48 @@ class Twin:
         own = tuple(name for name in self._all if name in names or name not in self.some)
         if own == names:
             self.names = own
+            self._sources.clear()
         return own == names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        if kwargs.keys() - set(self.names[len(args) :]) - _OPTIONS:
-            raise TypeError(f"{self.target} has no parameters {sorted(kwargs)}")
-        assert len(args) <= len(self.names)
-        named = self._defaults | dict(zip(self.names, args, strict=False)) | kwargs
-        given = [named[name] for name in self._all]
-        values = [_value(item, self._bits) for item in given]
+        # A call site always gives the same parameters in the same way.
+        form = (len(args), *kwargs)
+        sources = self._sources.get(form)
+        if sources is None:
+            sources = self._sources[form] = self._sources_of(len(args), tuple(kwargs))
+        values, rounded = [], []
+        for given, what in sources:
+            item = args[what] if given == "args" else kwargs[what] if given == "kwargs" else what
+            if isinstance(item, torch.Tensor):
+                half = item.dtype in _HALF
+                value = _array(item, half, self._bits)
+                if half and not self._bits:
+                    rounded.append((item, value))
+            else:
+                # One type of number, so that nothing is compiled twice.
+                value = int(item) if isinstance(item, np.integer) else item
+            values.append(value)
         self.function(*grid[: self._dims], *values)
-        if self._bits:
-            return
-        for item, value in zip(given, values, strict=True):
-            if isinstance(item, torch.Tensor) and item.dtype in _HALF:
-                _flat(item).copy_(torch.from_numpy(value))
+        for item, value in rounded:
+            _flat(item).copy_(torch.from_numpy(value))
+
+    def _sources_of(self, count: int, keywords: tuple[str, ...]) -> list[tuple[str, Any]]:
+        """Where each of the function's parameters comes from, if `count` come by position."""
+        if set(keywords) - set(self.names[count:]) - _OPTIONS:
+            raise TypeError(f"{self.target} has no parameters {sorted(keywords)}")
+        assert count <= len(self.names)
+        by_position = {name: i for i, name in enumerate(self.names[:count])}
+        return [
+            ("args", by_position[name])
+            if name in by_position
+            else ("kwargs", name)
+            if name in keywords
+            else ("default", self._defaults[name])
+            for name in self._all
+        ]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,14 +119,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((size,), (1,))
 
 
-def _value(item: Any, bits: bool) -> Any:
-    if isinstance(item, torch.Tensor):
-        flat = _flat(item)
-        if item.dtype in _HALF:
-            flat = flat.view(torch.int16) if bits else flat.float()
-        return flat.numpy()
-    # One type of number, so that nothing is compiled twice.
-    return int(item) if isinstance(item, np.integer) else item
+def _array(tensor: torch.Tensor, half: bool, bits: bool) -> Any:
+    if half:
+        flat = _flat(tensor)
+        return (flat.view(torch.int16) if bits else flat.float()).numpy()
+    # NumPy's reshape is the quicker of the two.
+    return (tensor.numpy() if tensor.is_contiguous() else _flat(tensor).numpy()).reshape(-1)
 
 
 def twin(
