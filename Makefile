@@ -13,6 +13,8 @@ export VLLM_NO_USAGE_STATS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 FAST := not e2e and not slow and not gpu
+# A process for each core, up to four; a file of tests, which share engines, stays in one.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-full test-033 test-033-full check bench clean
@@ -40,18 +42,16 @@ demo: $(VENV)/.ready  ## Decode three prompts as plain, dflash and bastion, and 
 	@$(BIN)/python benchmarks/demo.py
 
 test: $(VENV)/.ready  ## The test suite with a representative part of the end-to-end matrix
-	@$(BIN)/python -m pytest -m "$(FAST)" -n auto
-	@$(BIN)/python -m pytest -m "e2e and not slow and not gpu" --durations=10
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) --durations=10
 
 test-full: $(VENV)/.ready  ## All tests, the whole end-to-end matrix included (GPU tests where there is one)
-	@$(BIN)/python -m pytest --durations=20
+	@$(BIN)/python -m pytest $(PARALLEL) --durations=20
 
 test-033: $(VENV033)/.ready  ## What `make test` runs, on vLLM 0.33 (its Python over 0.32's CPU build)
-	@$(VENV033)/bin/python -m pytest -m "$(FAST)" -n auto
-	@$(VENV033)/bin/python -m pytest -m "e2e and not slow and not gpu" --durations=10
+	@$(VENV033)/bin/python -m pytest -m "not slow and not gpu" $(PARALLEL) --durations=10
 
 test-033-full: $(VENV033)/.ready  ## What `make test-full` runs, on vLLM 0.33
-	@$(VENV033)/bin/python -m pytest --durations=20
+	@$(VENV033)/bin/python -m pytest $(PARALLEL) --durations=20
 
 check: $(VENV)/.ready  ## Lint, format, types and the fast tests
 	@$(BIN)/ruff check .

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment of every test, set before vLLM or Triton is imported."""
+"""Environment of every test, set before vLLM or Triton is imported; order; the result table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import os
 
 import pytest
 import torch
+
+from tests.e2e.report import (  # noqa: F401
+    pytest_collection_finish,
+    pytest_configure,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 
 ON_GPU = torch.cuda.is_available()
 
@@ -30,7 +38,8 @@ if not ON_GPU:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
+    """Long tests first, so that short ones fill the end; those marked `gpu` only where one is."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
     if ON_GPU:
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")

@@ -25,19 +25,24 @@ except ImportError:
     HAVE_NUMBA = False
 
 
-def njit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile at the first call and keep the code in Numba's cache; as it is without Numba.
+def njit(function: Callable[..., Any], *, folder: str = "", **options: Any) -> Callable[..., Any]:
+    """Compile at the first call with each combination of types; as it is without Numba.
 
-    Numba caches beside the file, or where that cannot be written in the user's cache folder, or in
-    NUMBA_CACHE_DIR.
+    The machine code is kept in NUMBA_CACHE_DIR, or else in `folder`, or else beside the file, or
+    where that cannot be written in the user's cache folder. A division by zero gives what IEEE
+    says, as on a device; the GIL is released.
     """
     if not HAVE_NUMBA:
         return function
-    options = {"nogil": True, "error_model": "numpy"} | options
+    options = {"cache": True, "nogil": True, "error_model": "numpy"} | options
+    user = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = user or folder
     try:
-        return numba.njit(function, cache=True, **options)
-    except RuntimeError:  # no folder at all can be written: compiled by every process
         return numba.njit(function, **options)
+    except RuntimeError:  # no folder at all can be written: compiled by every process
+        return numba.njit(function, **options | {"cache": False})
+    finally:
+        numba.config.CACHE_DIR = user
 
 
 _kept = threading.local()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the output of two engines the same? Counting, near-ties and the result table.
+"""Is the output of two engines the same? What is a difference, and what a near-tie.
 
 Two engines that batch differently round differently, and where the target's two best tokens are
 closer than that rounding either may win. Such a *near-tie* is the only mismatch that is allowed:
@@ -12,77 +12,24 @@ two logits in each of the two engines.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.report import Row, Tally
 
 NEAR_TIE = 0.25 if ON_GPU else 1e-4
 
 
-@dataclass
-class Row:
-    """A line of the result table."""
-
-    case: str
-    engine: str
-    requests: int = 0
-    tokens: int = 0
-    mismatches: int = 0
-    near_ties: int = 0
-
-
-@dataclass
-class Tally:
-    """All comparisons of a session, in the order in which they were made."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    def row(self, case: str, engine: str) -> Row:
-        """The line of a case and engine, made where there is none."""
-        for row in self.rows:
-            if (row.case, row.engine) == (case, engine):
-                return row
-        self.rows.append(Row(case, engine))
-        return self.rows[-1]
-
-    def total(self) -> Row:
-        """The sum of all lines."""
-        total = Row("total", "")
-        for row in self.rows:
-            for key in ("requests", "tokens", "mismatches", "near_ties"):
-                setattr(total, key, getattr(total, key) + getattr(row, key))
-        return total
-
-    def markdown(self) -> str:
-        """The result table."""
-        lines = [
-            "| Case | Engine | Requests | Tokens | Mismatches | of them near-ties |",
-            "|---|---|---:|---:|---:|---:|",
-        ]
-        for row in [*self.rows, self.total()]:
-            cells = asdict(row).values()
-            lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
-        return "\n".join(lines) + "\n"
-
-    def write(self, stem: Path, source: dict[str, Any]) -> None:
-        """Write `stem`.md and `stem`.json; `source` says what the result was made with."""
-        title = "# Token identity with plain vLLM decoding\n\n"
-        made = ", ".join(f"{key} {value}" for key, value in source.items())
-        note = (
-            "Written by `make test-full`. A near-tie is a mismatch where the target's two best "
-            f"logits differ by less than {NEAR_TIE:g}; any other mismatch fails the test.\n\n"
-            f"Made with: {made}.\n\n"
-        )
-        stem.with_suffix(".md").write_text(title + note + self.markdown())
-        rows = [asdict(row) for row in [*self.rows, self.total()]]
-        report = {"provenance": source, "rows": rows}
-        stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+def answers(run: dict[str, Any]) -> dict[str, list[int]]:
+    """Request id -> tokens, over all batches of a run."""
+    return {
+        name: result["token_ids"]
+        for batch in run["batches"]
+        for name, result in batch["requests"].items()
+    }
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:

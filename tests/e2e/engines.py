@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run engine configurations, each in a process of its own, two at a time.
+"""Run engine configurations, each in a process of its own.
 
     plain = Engine(max_num_seqs=4)
     tree = plain.with_bastion(nodes=16)
     first, second = runner.all([plain, tree], [batch])
 
-Processes are forked from a server that has imported vLLM, which takes half of the 15 seconds that
-an engine needs to start; on a GPU they are spawned. A configuration asked for twice in a session
-runs once.
+Processes are forked from a server that has imported vLLM (`preload`); on a GPU they are spawned.
+Two run at a time (on a GPU four), or one for each process of pytest-xdist. A configuration asked
+for twice in a session runs once, whichever process asks.
 
 On a GPU engines have bf16, FlashAttention and FULL graphs, so rounding decides more often which of
 two tokens is the best: see `compare.NEAR_TIE`.
@@ -15,6 +15,7 @@ two tokens is the best: see `compare.NEAR_TIE`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from tests.e2e.worker import work
 
@@ -63,7 +65,7 @@ _GPU_ARGUMENTS = {
     "kv_cache_memory_bytes": 1 << 28,
 }
 
-_PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.core"]
+_PRELOADED = ["tests.e2e.preload"]
 _TIMEOUT_S = 3600
 _lock = threading.Lock()  # of os.environ
 
@@ -150,14 +152,26 @@ class Batch:
         return {"requests": self.requests}
 
 
-class Runner:
-    """Runs engines, and keeps what it has run; specs, results and logs go to `folder`."""
+def _at_once() -> int:
+    """How many engines may run at the same time."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max(1, (4 if ON_GPU else 2) // processes)
 
-    def __init__(self, folder: Path, processes: int = 4 if ON_GPU else 2) -> None:
-        self._pool = ThreadPoolExecutor(processes)
+
+class Runner:
+    """Runs engines, and keeps what has run in `folder`, for itself and for others.
+
+    Args:
+        folder: made if missing; specs, results, logs and what engines cache.
+        cpu_s: the CPU seconds of every engine that it runs are appended here.
+    """
+
+    def __init__(self, folder: Path, cpu_s: list[float]) -> None:
+        self._pool = ThreadPoolExecutor(_at_once())
         self._done: dict[str, Future[dict[str, Any]]] = {}
         self._folder = folder
-        self.cpu_s: list[float] = []  # of every engine that has run
+        self._cpu_s = cpu_s
+        folder.mkdir(parents=True, exist_ok=True)
         self.caches = caches(folder)
         environment = {**ENVIRONMENT, **self.caches}
         self._environment = environment
@@ -168,7 +182,9 @@ class Runner:
             return
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
-        with _environment(environment):
+        # Python 3.11 starts the server without this process's path.
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        with _environment({**environment, "PYTHONPATH": path.rstrip(os.pathsep)}):
             forkserver.ensure_running()
 
     def submit(
@@ -185,7 +201,7 @@ class Runner:
         }
         key = json.dumps(spec, sort_keys=True)
         if key not in self._done:
-            self._done[key] = self._pool.submit(self._run, spec, len(self._done))
+            self._done[key] = self._pool.submit(self._run, spec, key)
         return self._done[key]
 
     def run(self, engine: Engine, batches: Sequence[Batch], **more: Any) -> dict[str, Any]:
@@ -203,18 +219,23 @@ class Runner:
             process.start()
         return process
 
-    def _run(self, spec: dict[str, Any], number: int) -> dict[str, Any]:
-        result, log = (self._folder / f"{number}.{kind}" for kind in ("json", "log"))
-        process = self._start(spec, str(result), str(log))
-        process.join(_TIMEOUT_S)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        if process.exitcode != 0:
-            tail = log.read_text(errors="replace")[-6000:] if log.exists() else "(no log)"
-            raise RuntimeError(f"engine process ended with {process.exitcode}:\n{tail}")
-        answer = json.loads(result.read_text())
-        self.cpu_s.append(answer.get("cpu_s", 0.0))
+    def _run(self, spec: dict[str, Any], key: str) -> dict[str, Any]:
+        stem = self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+        result, log = stem.with_suffix(".json"), stem.with_suffix(".log")
+        with FileLock(stem.with_suffix(".lock")):
+            if result.exists():
+                return dict(json.loads(result.read_text()))
+            process = self._start(spec, str(result), str(log))
+            process.join(_TIMEOUT_S)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            if process.exitcode != 0:
+                result.unlink(missing_ok=True)
+                tail = log.read_text(errors="replace")[-6000:] if log.exists() else "(no log)"
+                raise RuntimeError(f"engine process ended with {process.exitcode}:\n{tail}")
+            answer = dict(json.loads(result.read_text()))
+        self._cpu_s.append(answer.get("cpu_s", 0.0))
         return answer
 
 

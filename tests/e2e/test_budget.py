@@ -1,20 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget follows the costs it is given, and the tokens do not depend on it."""
+"""However the budget is chosen the tokens are plain decoding's; and it follows the costs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison
+from tests.e2e.compare import Comparison, answers
 from tests.e2e.engines import GAMMA, Batch, Engine, Runner
 from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.cost.table import StepCostTable
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
+
+_BUDGETS: list[tuple[str, Engine]] = [
+    ("1 node", Engine(eager=True).with_bastion(1, 1)),
+    ("8 nodes, fixed", Engine(eager=True).with_bastion(8, 8)),
+    ("32 nodes, fixed", Engine(max_num_seqs=2, eager=True).with_bastion(32, 32)),
+    ("63 nodes, fixed", Engine(max_num_seqs=1, eager=True).with_bastion(63, 63)),
+    ("1 node, adaptive", Engine(eager=True).with_bastion(1)),
+    ("none verified", Engine(eager=True).with_bastion(16, 0)),
+    ("lagged", Engine(eager=True).with_bastion(16, budget_timing="lagged")),
+    ("lagged, fixed", Engine(eager=True).with_bastion(16, 8, budget_timing="lagged")),
+    ("lagged, top-1", Engine(eager=True).with_bastion(32, budget_timing="lagged", top_k=1)),
+    ("ema_calib", Engine(eager=True).with_bastion(16, latency_model="ema_calib")),
+    ("top-1", Engine(eager=True).with_bastion(GAMMA, GAMMA, top_k=1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("label", "engine"), _BUDGETS[:4], ids=[label for label, _ in _BUDGETS[:4]]
+)
+def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
+    """Fixed budgets, few prompts."""
+    batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]
+    plain = runner.submit(replace(engine, speculative=()), batches)
+    tree = runner.submit(engine, batches)
+    compare.same(label, batches, plain.result(), tree.result())
+    budget = dict(engine.speculative)["bastion_budget"]
+    assert max(tree.result()["batches"][0]["verified"]) == budget
+
+
+def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
+    """The timing of a GPU: steps sized by older scores, and shared out on the device."""
+    profile = tmp_path / "profile.json"
+    # A row costs enough for unequal shares, and not so much that nothing is drafted.
+    table = StepCostTable.linear(10.0, 0.4, max_rows=128)
+    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
+    batches = [cases.greedy(2, tokens=48), cases.sampled(3, tokens=48), cases.stops()]
+    costs = {"calibration": str(profile), "latency_model": "table", "budget_timing": "lagged"}
+    engine = Engine(eager=True).with_async()
+    plain = runner.submit(engine, batches)
+    run = runner.run(engine.with_bastion(16, **costs), batches)
+    compare.same("lagged, batch 4, async", batches, plain.result(), run)
+    for outcome in run["batches"]:
+        # Request by request and step by step: the even split that the host planned was no count.
+        assert outcome["reported"] == outcome["counted"]
+        # Nobody counts the step that a request was in when its end became known.
+        metrics, ends = outcome["metrics"], max(outcome["verified"]) * len(outcome["requests"])
+        drafted = metrics["spec_decode_num_draft_tokens"]
+        assert 0 <= sum(outcome["verified"]) - drafted <= ends
+        assert metrics["spec_decode_num_accepted_tokens"] <= drafted
+    shares = [set(nodes.values()) for out in run["batches"] for nodes in out["counted"]]
+    assert sum(max(share) - min(share) > 1 for share in shares) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("label", "engine"), _BUDGETS, ids=[label for label, _ in _BUDGETS])
+def test_all_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
+    """Every way to choose the budget, more prompts."""
+    batches = [cases.greedy(6), cases.sampled(9)]
+    plain = runner.submit(replace(engine, speculative=()), batches)
+    tree = runner.submit(engine, batches)
+    compare.same(label, batches, plain.result(), tree.result())
+    known = {"answers": answers(plain.result())}
+    oracle = runner.run(engine, batches, oracle=known)
+    compare.same(f"{label}, oracle", batches, plain.result(), oracle)
+
 
 NODES = 24
 TABLES = {
@@ -27,6 +94,7 @@ TABLES = {
 }
 
 
+@pytest.mark.slow
 def test_the_budget_follows_the_cost_table(
     runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:

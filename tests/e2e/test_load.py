@@ -65,7 +65,7 @@ def test_drafts_of_a_crowd_may_have_more_rows_than_a_step(
 ) -> None:
     """The drafter's R x (1 + gamma) rows are more than the token limit, and drafting pays."""
     engine, batch = Engine(max_num_seqs=REQUESTS), crowd(48)
-    plain = runner.submit(engine, [batch])
+    plain = runner.submit(engine.with_eager(), [batch])
     tree = runner.submit(with_costs(engine, CostSource("flat", FLAT, None), tmp_path), [batch])
     compare.same("costs of flat", [batch], plain.result(), tree.result())
     left, right = plain.result()["batches"][0], tree.result()["batches"][0]

@@ -9,17 +9,13 @@ replaced (`tests.e2e.oracle`), so that accepted paths are long and wind through 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison
+from tests.e2e.compare import Comparison, answers
 from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
-from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
-from vllm_bastion.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 
@@ -41,15 +37,6 @@ def engine_of(mode: str, eager: bool = False) -> Engine:
     return Engine(async_scheduling=mode == "async", eager=eager)
 
 
-def answers(run: Run) -> dict[str, list[int]]:
-    """Request id -> tokens, over all batches of a run."""
-    return {
-        name: result["token_ids"]
-        for batch in run["batches"]
-        for name, result in batch["requests"].items()
-    }
-
-
 def results(run: Run, prefix: str) -> list[Run]:
     """The results of the requests whose id begins with `prefix`."""
     return [
@@ -61,56 +48,58 @@ def results(run: Run, prefix: str) -> list[Run]:
 
 
 class Matrix:
-    """Plain decoding, the drafter and the oracle, under either scheduler; all started at once."""
+    """Plain decoding, the drafter and the oracle, under one scheduler; all started at once."""
 
-    def __init__(self, runner: Runner, everything: bool, eager: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, mode: str, everything: bool = False, eager: bool = False
+    ) -> None:
         self._runner = runner
-        self._engines = {mode: engine_of(mode, eager) for mode in MODES}
-        self.batches = {mode: batches_of(mode, everything) for mode in MODES}
-        for mode in MODES:
-            plain = self._submit(mode, self._engines[mode])
-            self._submit(mode, self._engines[mode].with_bastion(16))
-            # The oracle waits for the answers, and nothing waits for the oracle.
-            plain.add_done_callback(lambda done, mode=mode: done.exception() or self._oracle(mode))
+        self._engine = engine_of(mode, eager)
+        self.batches = batches_of(mode, everything)
+        self._plain = self._submit(self._engine)
+        self._tree = self._submit(self._engine.with_bastion(16))
+        # The oracle waits for the answers, and nothing waits for the oracle.
+        self._plain.add_done_callback(lambda done: done.exception() or self._oracle())
 
-    def _submit(self, mode: str, engine: Engine, **more: Any) -> Future[Run]:
-        return self._runner.submit(engine, self.batches[mode], **more)
+    def _submit(self, engine: Engine, **more: Any) -> Future[Run]:
+        return self._runner.submit(engine, self.batches, **more)
 
-    def _oracle(self, mode: str) -> Future[Run]:
-        known = {"answers": answers(self.plain(mode))}
-        return self._submit(mode, self._engines[mode].with_bastion(16, 16), oracle=known)
+    def _oracle(self) -> Future[Run]:
+        known = {"answers": answers(self.plain())}
+        return self._submit(self._engine.with_bastion(16, 16), oracle=known)
 
-    def plain(self, mode: str) -> Run:
+    def plain(self) -> Run:
         """Plain decoding."""
-        return self._submit(mode, self._engines[mode]).result()
+        return self._plain.result()
 
-    def tree(self, mode: str) -> Run:
+    def tree(self) -> Run:
         """Method bastion with the real drafter, adaptive budget."""
-        return self._submit(mode, self._engines[mode].with_bastion(16)).result()
+        return self._tree.result()
 
-    def oracle(self, mode: str) -> Run:
+    def oracle(self) -> Run:
         """Method bastion with an oracle for a drafter, all 16 nodes verified."""
-        return self._oracle(mode).result()
+        return self._oracle().result()
 
 
-@pytest.fixture(scope="module")
-def matrix(runner: Runner) -> Matrix:
-    return Matrix(runner, everything=False)
+@pytest.fixture
+def matrix(runner: Runner, mode: str) -> Matrix:
+    """The matrix of a scheduler; its engines run once in a session."""
+    return Matrix(runner, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_drafter(matrix: Matrix, compare: Comparison, mode: str) -> None:
     """The pair as it is, adaptive budget."""
-    run = matrix.tree(mode)
-    compare.same(f"batch 4, {mode}", matrix.batches[mode], matrix.plain(mode), run)
+    run = matrix.tree()
+    compare.same(f"batch 4, {mode}", matrix.batches, matrix.plain(), run)
     assert run["info"]["speculator"] == "BastionSpeculator"
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_oracle(matrix: Matrix, compare: Comparison, mode: str) -> None:
     """Long paths that leave the spine."""
-    run = matrix.oracle(mode)
-    compare.same(f"batch 4, {mode}, oracle", matrix.batches[mode], matrix.plain(mode), run)
+    run = matrix.oracle()
+    compare.same(f"batch 4, {mode}, oracle", matrix.batches, matrix.plain(), run)
     paths = [path for batch in run["batches"] for path in batch["paths"]]
     branchy = [path for path in paths if path != list(range(len(path)))]
     assert len(branchy) > 60
@@ -133,14 +122,15 @@ def test_vllms_own_kernels(runner: Runner, compare: Comparison) -> None:
 def test_scheduler(matrix: Matrix, mode: str) -> None:
     """The scheduler asked for is the one that ran."""
     expected = {"sync": "Scheduler", "async": "AsyncScheduler"}[mode]
-    assert matrix.tree(mode)["info"]["scheduler"] == expected
-    assert matrix.plain(mode)["info"]["scheduler"] == expected
+    assert matrix.tree()["info"]["scheduler"] == expected
+    assert matrix.plain()["info"]["scheduler"] == expected
 
 
+@pytest.mark.parametrize("mode", ["sync"])
 def test_cases_happened(matrix: Matrix) -> None:
     """The edge cases are what they say, in the run with long paths."""
-    run = matrix.oracle("sync")
-    by_case = dict(zip([b.case for b in matrix.batches["sync"]], run["batches"], strict=True))
+    run = matrix.oracle()
+    by_case = dict(zip([b.case for b in matrix.batches], run["batches"], strict=True))
 
     long = results(run, "chunked-")
     assert sum(len(result["prompt_token_ids"]) > 128 for result in long) == 3
@@ -170,9 +160,10 @@ def test_cases_happened(matrix: Matrix) -> None:
     assert grammars.count("stop") >= 4
 
 
+@pytest.mark.parametrize("mode", ["sync"])
 def test_metrics(matrix: Matrix) -> None:
     """vLLM's four counters, against paths and rows read from the target's batches."""
-    run = matrix.oracle("sync")["batches"][0]
+    run = matrix.oracle()["batches"][0]
     depths = [len(path) - 1 for path in run["paths"]]
     metrics = run["metrics"]
     assert metrics["spec_decode_num_drafts"] == len(depths)
@@ -182,7 +173,7 @@ def test_metrics(matrix: Matrix) -> None:
         sum(depth > position for depth in depths) for position in range(GAMMA)
     ]
     # With an adaptive budget some drafts may have no node at all.
-    run = matrix.tree("sync")["batches"][0]
+    run = matrix.tree()["batches"][0]
     metrics = run["metrics"]
     assert metrics["spec_decode_num_draft_tokens"] == sum(run["verified"])
     assert metrics["spec_decode_num_accepted_tokens"] == sum(len(p) - 1 for p in run["paths"])
@@ -194,10 +185,10 @@ def test_metrics(matrix: Matrix) -> None:
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
 def test_every_case(runner: Runner, compare: Comparison, mode: str, eager: bool) -> None:
     """All edge cases with either scheduler, in vLLM's default mode and without torch.compile."""
-    matrix = Matrix(runner, everything=True, eager=eager)
+    matrix = Matrix(runner, mode, everything=True, eager=eager)
     how = f"{mode}, eager" if eager else mode
-    for label, run in (("", matrix.tree(mode)), (", oracle", matrix.oracle(mode))):
-        compare.same(f"batch 4, {how}{label}", matrix.batches[mode], matrix.plain(mode), run)
+    for label, run in (("", matrix.tree()), (", oracle", matrix.oracle())):
+        compare.same(f"batch 4, {how}{label}", matrix.batches, matrix.plain(), run)
 
 
 def test_eager(runner: Runner, compare: Comparison) -> None:
@@ -206,82 +197,3 @@ def test_eager(runner: Runner, compare: Comparison) -> None:
     batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]
     futures = [runner.submit(engine, batches) for engine in (plain, plain.with_bastion(16))]
     compare.same("batch 4, eager", batches, *(future.result() for future in futures))
-
-
-_FULL = [(seqs, nodes, mode) for seqs, nodes in ((1, 63), (2, 32), (4, 16)) for mode in MODES]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("seqs", "nodes", "mode"), _FULL)
-def test_all_prompts(runner: Runner, compare: Comparison, seqs: int, nodes: int, mode: str) -> None:
-    """T=0 on all 90 prompts, T=0.8 and T=1 on 30; batch 1, 2 and 4, either scheduler."""
-    plain = Engine(max_num_seqs=seqs, async_scheduling=mode == "async")
-    batches = [cases.greedy(30), cases.sampled(30)]
-    futures = [runner.submit(engine, batches) for engine in (plain, plain.with_bastion(nodes))]
-    compare.same(f"batch {seqs}, {mode}, {nodes} nodes", batches, *(f.result() for f in futures))
-
-
-_BUDGETS: list[tuple[str, Engine]] = [
-    ("1 node", Engine(eager=True).with_bastion(1, 1)),
-    ("8 nodes, fixed", Engine(eager=True).with_bastion(8, 8)),
-    ("32 nodes, fixed", Engine(max_num_seqs=2, eager=True).with_bastion(32, 32)),
-    ("63 nodes, fixed", Engine(max_num_seqs=1, eager=True).with_bastion(63, 63)),
-    ("1 node, adaptive", Engine(eager=True).with_bastion(1)),
-    ("none verified", Engine(eager=True).with_bastion(16, 0)),
-    ("lagged", Engine(eager=True).with_bastion(16, budget_timing="lagged")),
-    ("lagged, fixed", Engine(eager=True).with_bastion(16, 8, budget_timing="lagged")),
-    ("lagged, top-1", Engine(eager=True).with_bastion(32, budget_timing="lagged", top_k=1)),
-    ("ema_calib", Engine(eager=True).with_bastion(16, latency_model="ema_calib")),
-    ("top-1", Engine(eager=True).with_bastion(GAMMA, GAMMA, top_k=1)),
-]
-
-
-@pytest.mark.parametrize(
-    ("label", "engine"), _BUDGETS[:4], ids=[label for label, _ in _BUDGETS[:4]]
-)
-def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
-    """Fixed budgets, few prompts."""
-    batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]
-    plain = runner.submit(replace(engine, speculative=()), batches)
-    tree = runner.submit(engine, batches)
-    compare.same(label, batches, plain.result(), tree.result())
-    budget = dict(engine.speculative)["bastion_budget"]
-    assert max(tree.result()["batches"][0]["verified"]) == budget
-
-
-def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
-    """The timing of a GPU: steps sized by older scores, and shared out on the device."""
-    profile = tmp_path / "profile.json"
-    # A row costs enough for unequal shares, and not so much that nothing is drafted.
-    table = StepCostTable.linear(10.0, 0.4, max_rows=128)
-    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
-    batches = [cases.greedy(2, tokens=48), cases.sampled(3, tokens=48), cases.stops()]
-    costs = {"calibration": str(profile), "latency_model": "table", "budget_timing": "lagged"}
-    plain = runner.submit(engine_of("async"), batches)
-    run = runner.run(engine_of("async").with_bastion(16, **costs), batches)
-    compare.same("lagged, batch 4, async", batches, plain.result(), run)
-    for outcome in run["batches"]:
-        # Request by request and step by step: the even split that the host planned was no count.
-        assert outcome["reported"] == outcome["counted"]
-        # Nobody counts the step that a request was in when its end became known.
-        metrics, ends = outcome["metrics"], max(outcome["verified"]) * len(outcome["requests"])
-        drafted = metrics["spec_decode_num_draft_tokens"]
-        assert 0 <= sum(outcome["verified"]) - drafted <= ends
-        assert metrics["spec_decode_num_accepted_tokens"] <= drafted
-    shares = [set(nodes.values()) for out in run["batches"] for nodes in out["counted"]]
-    assert sum(max(share) - min(share) > 1 for share in shares) > 10
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("label", "engine"), _BUDGETS, ids=[label for label, _ in _BUDGETS])
-def test_all_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
-    """Every way to choose the budget, more prompts."""
-    batches = [cases.greedy(6), cases.sampled(9)]
-    plain = runner.submit(replace(engine, speculative=()), batches)
-    tree = runner.submit(engine, batches)
-    compare.same(label, batches, plain.result(), tree.result())
-    known = {"answers": answers(plain.result())}
-    oracle = runner.run(engine, batches, oracle=known)
-    compare.same(f"{label}, oracle", batches, plain.result(), oracle)

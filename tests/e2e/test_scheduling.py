@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison
+from tests.e2e.compare import Comparison, answers
 from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
@@ -30,8 +30,8 @@ def test_preemption(runner: Runner, compare: Comparison) -> None:
         for engine in (sync, sync.with_bastion(16), sync.with_async())
     )
     compare.same("batch 4, sync", [batch], plain.result(), tree.result())
-    known = {name: r["token_ids"] for name, r in plain.result()["batches"][0]["requests"].items()}
-    oracle = runner.run(sync.with_async().with_bastion(16, 16), [batch], oracle={"answers": known})
+    known = {"answers": answers(plain.result())}
+    oracle = runner.run(sync.with_async().with_bastion(16, 16), [batch], oracle=known)
     compare.same("batch 4, async, oracle", [batch], plain_async.result(), oracle)
     for run in (tree.result(), oracle):
         assert run["batches"][0]["metrics"]["num_preemptions"] > 0

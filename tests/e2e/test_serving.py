@@ -149,7 +149,7 @@ def plain(runner: Runner) -> dict[str, Any]:
     batch.add(
         "seeded", cases.prompts()["chat"][26], temperature=1.0, seed=5, top_p=0.9, max_tokens=40
     )
-    return {"batch": batch, "run": runner.submit(Engine(max_num_seqs=2), [batch])}
+    return {"batch": batch, "run": runner.submit(Engine(max_num_seqs=2, eager=True), [batch])}
 
 
 def test_answers_streams_and_counters(plain: dict[str, Any], server: Server) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Batch, Engine, Runner, caches
+from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Batch, Engine, Runner
 
 pytestmark = [
     pytest.mark.e2e,
@@ -24,7 +24,7 @@ pytestmark = [
 COUNTERS = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
 
 
-def generate(engine: Engine, batch: Batch, folder: Path) -> dict[str, Any]:
+def generate(runner: Runner, engine: Engine, batch: Batch, folder: Path) -> dict[str, Any]:
     """Run the offline API in processes of its own."""
     spec, result = folder / "spec.json", folder / "result.json"
     prompts = [request["prompt"] for request in batch.requests]
@@ -32,7 +32,7 @@ def generate(engine: Engine, batch: Batch, folder: Path) -> dict[str, Any]:
     spec.write_text(
         json.dumps({"engine": engine.arguments(), "prompts": prompts, "params": params})
     )
-    env = {**os.environ, **ENVIRONMENT, **caches(folder), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env = {**os.environ, **ENVIRONMENT, **runner.caches, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # to ask the workers, see `offline.costs`
     del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
     command = [sys.executable, "-m", "tests.e2e.offline", str(spec), str(result)]
@@ -43,16 +43,19 @@ def generate(engine: Engine, batch: Batch, folder: Path) -> dict[str, Any]:
     return dict(json.loads(result.read_text()))
 
 
-def test_two_workers_give_the_tokens_and_trees_of_one(runner: Runner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_workers_give_the_tokens_and_trees_of_one(
+    runner: Runner, tmp_path: Path, eager: bool
+) -> None:
     batch = Batch("two tensor-parallel workers")
     for i, (name, text) in enumerate(cases.some(1, first=3)):
         sampling = {"temperature": 1.0, "seed": 3} if i == 2 else {"temperature": 0}
         batch.add(name, text, **sampling, max_tokens=40, ignore_eos=True)
     # A fixed budget: when a request arrives, and so who shares its step, is the processes' affair.
-    plain = Engine(max_num_seqs=3)
+    plain = Engine(max_num_seqs=3, eager=eager)
     bastion = plain.with_bastion(16, 16)
     alone = [runner.submit(engine, [batch]) for engine in (plain, bastion)]
-    two = generate(replace(bastion, extra=(("tensor_parallel_size", 2),)), batch, tmp_path)
+    two = generate(runner, replace(bastion, extra=(("tensor_parallel_size", 2),)), batch, tmp_path)
     expected, tree = (run.result()["batches"][0] for run in alone)
     tokens = [expected["requests"][request["id"]]["token_ids"] for request in batch.requests]
     assert two["token_ids"] == tokens
@@ -63,10 +66,12 @@ def test_two_workers_give_the_tokens_and_trees_of_one(runner: Runner, tmp_path: 
 
 
 @pytest.mark.parametrize("calibration", ["off", "auto"])
-def test_two_workers_believe_the_same_costs(tmp_path: Path, calibration: str) -> None:
+def test_two_workers_believe_the_same_costs(
+    runner: Runner, tmp_path: Path, calibration: str
+) -> None:
     """Two measurements of one machine are never equal; the workers' costs are, to the last bit."""
-    two = Engine(max_num_seqs=3, extra=(("tensor_parallel_size", 2),))
-    batch = cases.greedy(1, tokens=4)
-    believed = generate(two.with_bastion(16, calibration=calibration), batch, tmp_path)["costs"]
+    two = Engine(max_num_seqs=3, eager=True, extra=(("tensor_parallel_size", 2),))
+    two, batch = two.with_bastion(16, calibration=calibration), cases.greedy(1, tokens=4)
+    believed = generate(runner, two, batch, tmp_path)["costs"]
     assert len(believed) == 2 and len(believed[0]) == 129
     assert believed[0] == believed[1]

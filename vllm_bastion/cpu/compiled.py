@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
-
+from bastion_kernels.native import njit
 from vllm_bastion import envs
 
 
@@ -34,18 +33,6 @@ def _folder() -> str | None:
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile at the first call with each combination of types, and keep the result.
-
-    A division by zero gives what IEEE says, as on a device; the GIL is released.
-    """
-    user = numba.config.CACHE_DIR
-    folder = user or _folder()
-    if folder is not None:
-        numba.config.CACHE_DIR = folder
-        try:
-            return numba.njit(function, cache=True, nogil=True, error_model="numpy")
-        except RuntimeError:  # the folder is there, and not ours to write
-            pass
-        finally:
-            numba.config.CACHE_DIR = user
-    return numba.njit(function, nogil=True, error_model="numpy")
+    """`njit` with its machine code in our folder; without one every process compiles anew."""
+    folder = _folder()
+    return njit(function, folder=folder or "", cache=folder is not None)
