@@ -43,6 +43,18 @@ from bastion_kernels.draft.topk_logprobs import (
     topk_partial_reference,
 )
 from bastion_kernels.draft.topk_merge import merge_topk, merge_topk_reference
+from bastion_kernels.recurrent.gated_delta import (
+    gated_delta_commit,
+    gated_delta_commit_reference,
+    gated_delta_tree,
+    gated_delta_tree_reference,
+)
+from bastion_kernels.recurrent.short_conv import (
+    short_conv_commit,
+    short_conv_commit_reference,
+    short_conv_tree,
+    short_conv_tree_reference,
+)
 from bastion_kernels.rows import (
     bind_slots,
     bind_slots_reference,
@@ -67,12 +79,20 @@ __all__ = [
     "choose_budget_reference",
     "expand_best_first",
     "expand_best_first_reference",
+    "gated_delta_commit",
+    "gated_delta_commit_reference",
+    "gated_delta_tree",
+    "gated_delta_tree_reference",
     "gather_rows",
     "gather_rows_reference",
     "kept_rows",
     "kept_rows_reference",
     "merge_topk",
     "merge_topk_reference",
+    "short_conv_commit",
+    "short_conv_commit_reference",
+    "short_conv_tree",
+    "short_conv_tree_reference",
     "take_best",
     "take_best_reference",
     "topk_logprobs",

@@ -26,6 +26,8 @@ from bastion_kernels.draft.best_first import expand_best_first_triton
 from bastion_kernels.draft.budget import choose_budget_triton, take_best_triton
 from bastion_kernels.draft.topk_logprobs import topk_logprobs_triton, topk_partial_triton
 from bastion_kernels.draft.topk_merge import merge_topk_triton
+from bastion_kernels.recurrent.gated_delta import gated_delta_commit_triton, gated_delta_tree_triton
+from bastion_kernels.recurrent.short_conv import short_conv_commit_triton, short_conv_tree_triton
 from bastion_kernels.rows import bind_slots_triton, bind_tails_triton, kept_rows_triton
 
 
@@ -80,6 +82,28 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     kept_rows_triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
 
 
+def launch_recurrent(dtype: torch.dtype) -> None:
+    """One launch of the kernels for layers with a state, in Qwen3.5's sizes."""
+    rows, heads, dim, channels = 65, (32, 16), 128, 8192
+    ints, slots = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    query = torch.zeros(rows, heads[1], dim, dtype=dtype)
+    value = torch.zeros(rows, heads[0], dim, dtype=dtype)
+    gate, updates = torch.zeros(rows, heads[0]), torch.zeros(rows, heads[0], dim)
+    decays, states = gate.double(), torch.zeros(4, heads[0], dim, dim, dtype=dtype).mT
+    parents = torch.zeros(1, rows - 1, dtype=torch.int32)
+    bits, path = torch.zeros(1, rows, 3, dtype=torch.int32), torch.zeros(1, 16, dtype=torch.int32)
+    one = ints[:1]
+    gated_delta_tree_triton(
+        query, query, value, gate, gate, states, one, ints, one, slots, bits, 1.0, value, updates,
+        decays,
+    )  # fmt: skip
+    gated_delta_commit_triton(query, updates, decays, states, one, ints, ints, path)
+    x, weight = torch.zeros(rows, channels, dtype=dtype), torch.zeros(channels, 4, dtype=dtype)
+    kept = torch.zeros(4, 3, channels, dtype=dtype).mT
+    short_conv_tree_triton(x, weight, kept, one, ints, one, slots, parents, x)
+    short_conv_commit_triton(x, kept, one, ints, ints, path)
+
+
 def serve(slots_total: int, limit: int) -> None:
     """Eager calls of one engine: any number of requests, in slices that start anywhere."""
     depth, width = 15, 8
@@ -124,3 +148,5 @@ if __name__ == "__main__":
     else:
         launch_all(reqs=1, limit=64, width=8, dtype=torch.bfloat16)
         launch_all(reqs=3, limit=512, width=32, dtype=torch.float32)
+        launch_recurrent(torch.bfloat16)
+        launch_recurrent(torch.float32)

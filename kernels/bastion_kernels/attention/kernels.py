@@ -20,13 +20,13 @@ from __future__ import annotations
 from bastion_kernels.attention.plan import first_tile
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["tree_attention_kernel"]
+__all__ = ["bits_from", "tree_attention_kernel"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _bits_from(bits_row_ptr, stride_word, start, words, tail_row):
+def bits_from(bits_row_ptr, stride_word, start, words, tail_row):
     """Bits start .. start + 31 of every row's ancestors, [BLOCK_M] int32; start may be negative."""
     word = tl.zeros_like(tail_row) + (start >> 5)
     low_ok = (tail_row >= 0) & (word >= 0) & (word < words)
@@ -55,7 +55,7 @@ def _hide(
     visible = column[None, :] <= position[:, None]
     # tail rows look tail columns up, 32 at a time
     for k in tl.static_range((BLOCK_N + 31) // 32):
-        bits = _bits_from(bits_row_ptr, stride_word, start + 32 * k, words, tail_row)
+        bits = bits_from(bits_row_ptr, stride_word, start + 32 * k, words, tail_row)
         lane = tl.arange(0, BLOCK_N) - 32 * k
         mine = (lane >= 0) & (lane < 32) & (start + tl.arange(0, BLOCK_N) >= 0)
         ancestor = ((bits[:, None] >> (lane & 31)[None, :]) & 1) != 0
