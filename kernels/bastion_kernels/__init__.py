@@ -15,6 +15,14 @@ are stored in non-increasing path score, parents first, so any prefix of the col
 """
 
 from bastion_kernels.accept.gather import gather_rows, gather_rows_reference
+from bastion_kernels.accept.history import (
+    ancestor_tokens,
+    ancestor_tokens_reference,
+    mask_bad_words,
+    mask_bad_words_reference,
+    penalise_ancestors,
+    penalise_ancestors_reference,
+)
 from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.accept.walk import accept_path, accept_path_reference
 from bastion_kernels.attention.mask import (
@@ -71,6 +79,8 @@ __all__ = [
     "accept_path_reference",
     "ancestor_bits",
     "ancestor_bits_reference",
+    "ancestor_tokens",
+    "ancestor_tokens_reference",
     "bind_slots",
     "bind_slots_reference",
     "bind_tails",
@@ -87,8 +97,12 @@ __all__ = [
     "gather_rows_reference",
     "kept_rows",
     "kept_rows_reference",
+    "mask_bad_words",
+    "mask_bad_words_reference",
     "merge_topk",
     "merge_topk_reference",
+    "penalise_ancestors",
+    "penalise_ancestors_reference",
     "short_conv_commit",
     "short_conv_commit_reference",
     "short_conv_tree",

@@ -130,9 +130,9 @@ def aborted() -> Batch:
     return batch
 
 
-def spines() -> Batch:
-    """Requests that read their history by position, next to requests with trees."""
-    batch = Batch("penalties, bad words, min tokens, logprobs next to trees")
+def wishes() -> Batch:
+    """Requests that want more than a temperature, next to others."""
+    batch = Batch("penalties, bad words, min tokens, logprobs")
     texts = [text for _, text in some(3, first=10)]
     features: list[dict[str, Any]] = [
         {"temperature": 0},
@@ -146,7 +146,7 @@ def spines() -> Batch:
         {"temperature": 0, "allowed_token_ids": list(range(2, 600))},
     ]
     for i, (text, params) in enumerate(zip(texts, features, strict=True)):
-        batch.add(f"spine-{i}", text, max_tokens=32, **params)
+        batch.add(f"wish-{i}", text, max_tokens=32, **params)
     return batch
 
 

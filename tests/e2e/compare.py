@@ -48,7 +48,7 @@ def _logprobs_differ(left: list[dict[str, float]], right: list[dict[str, float]]
         for token in one.keys() & other.keys():
             if abs(one[token] - other[token]) > NEAR_TIE:
                 return f"log-probability {one[token]} at {at} became {other[token]}"
-        if len(one) != len(other) or not one.keys() & other.keys():
+        if len(one) != len(other) or (one and not one.keys() & other.keys()):
             return f"log-probabilities of {sorted(one)} at {at} became those of {sorted(other)}"
     return None
 
@@ -102,7 +102,11 @@ class Comparison:
             for key in ("finish_reason", "stop_reason", "text", "error"):
                 if left.get(key) != right.get(key):
                     return f"{key} {left.get(key)!r} became {right.get(key)!r}"
-            return _logprobs_differ(left.get("logprobs", []), right.get("logprobs", []))
+            for key in ("logprobs", "prompt_logprobs"):
+                problem = _logprobs_differ(left.get(key, []), right.get(key, []))
+                if problem:
+                    return f"{key}: {problem}"
+            return None
         row.mismatches += 1
         prefix = left["prompt_token_ids"] + tokens[:at]
         gap = self._gap(request, prefix, tokens[at : at + 1], others[at : at + 1])

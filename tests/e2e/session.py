@@ -299,11 +299,15 @@ def _take(output: Any, result: dict[str, Any]) -> None:
     result["finish_reason"] = completion.finish_reason
     result["stop_reason"] = completion.stop_reason
     result["cached_tokens"] = output.num_cached_tokens
-    if completion.logprobs is not None:
-        result["logprobs"] = [
-            {str(token): entry.logprob for token, entry in position.items()}
-            for position in completion.logprobs
-        ]
+    for key, found in (
+        ("logprobs", completion.logprobs),
+        ("prompt_logprobs", output.prompt_logprobs),
+    ):
+        if found is not None:  # nothing is known of a prompt's first token
+            result[key] = [
+                {str(token): entry.logprob for token, entry in (position or {}).items()}
+                for position in found
+            ]
 
 
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ MODES = ("sync", "async")
 
 def batches_of(mode: str, everything: bool = False) -> list[Batch]:
     """One batch for each thing that is easy to get wrong; the default lane does some only once."""
-    batches = [cases.chunked(), cases.stops(), cases.aborted(), cases.spines(), cases.structured()]
+    batches = [cases.chunked(), cases.stops(), cases.aborted(), cases.wishes(), cases.structured()]
     if mode == "async" and not everything:
         return [cases.greedy(1), cases.sampled(3), *batches]
     batches += [cases.context_end(Engine().max_model_len), *cases.prefix_cache()]

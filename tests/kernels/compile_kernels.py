@@ -19,6 +19,11 @@ from typing import Any
 import torch
 from cross_compile import compile_instead, usage
 
+from bastion_kernels.accept.history import (
+    ancestor_tokens_triton,
+    mask_bad_words_triton,
+    penalise_ancestors_triton,
+)
 from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.accept.walk import accept_path_triton
 from bastion_kernels.attention.mask import ancestor_bits_triton, tree_positions_triton
@@ -75,6 +80,7 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     tree_positions_triton(rows, depths, slots, ends, ends, rows)
     path = torch.zeros(reqs, depth + 1, dtype=torch.int32)
     accept_path_triton(rows, rows, parents, slots, ends, path, path.long(), counts)
+    history(rows, slots_total, parents, 0)
     bind_slots_triton(slots, counts, slots, base, counts)
     bind_tails_triton(slots, ends, spine, slots, counts)
     bind_tails_triton(slots, None, spine, slots, counts)
@@ -102,6 +108,25 @@ def launch_recurrent(dtype: torch.dtype) -> None:
     kept = torch.zeros(4, 3, channels, dtype=dtype).mT
     short_conv_tree_triton(x, weight, kept, one, ints, one, slots, parents, x)
     short_conv_commit_triton(x, kept, one, ints, ints, path)
+
+
+def history(rows: torch.Tensor, slots_total: int, parents: torch.Tensor, start: int) -> None:
+    """What processors of logits make of ancestors, for the rows from `start` on."""
+    above, depths = torch.zeros(len(rows), 15, dtype=torch.int64), torch.zeros(len(rows)).int()
+    part, count = slice(start, None), len(rows) - start
+    ancestor_tokens_triton(
+        rows[part], parents, rows[part].int(), rows[part], above[part], depths[part]
+    )
+    logits, per_slot = torch.zeros(count, 4096), torch.zeros(slots_total)
+    words = torch.zeros(slots_total, 40, dtype=torch.int32)
+    penalise_ancestors_triton(
+        logits, torch.zeros(count, 15), above[part], rows[part], per_slot, per_slot, per_slot,
+        torch.zeros(slots_total, 4096, dtype=torch.int32),
+    )  # fmt: skip
+    few = per_slot.int()
+    mask_bad_words_triton(
+        logits, above[part], depths[part], rows[part], words, words, few, words, few, few, 3
+    )
 
 
 def serve(slots_total: int, limit: int) -> None:
@@ -132,6 +157,7 @@ def serve(slots_total: int, limit: int) -> None:
         kept_rows_triton(
             ends[edges], few, ends[edges], ends[edges], path, rows, few, few, rows, rows, few, 16
         )  # fmt: skip
+        history(rows[: reqs * 7], slots_total, parents, start)
         mapping = rows[None, : reqs * (limit + 1)]
         compactor.compact_triton(mapping, ends[edges], ends[edges], path[part])
         tokens = torch.zeros(reqs * depth, width, dtype=torch.int32)

@@ -39,6 +39,8 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
     kernels = compiled(capability)
     assert {name for name, *_ in kernels} == {
         "_accept_kernel",
+        "_ancestors_kernel",
+        "_bad_words_kernel",
         "_bind_kernel",
         "_bits_kernel",
         "_choose_kernel",
@@ -48,6 +50,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
         "_kept_rows_kernel",
         "_maxima_kernel",
         "_merge_kernel",
+        "_penalise_kernel",
         "_pop_kernel",
         "_positions_kernel",
         "_rank_kernel",
@@ -64,4 +67,6 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
 def test_a_batch_of_any_size_runs_the_same_code() -> None:
     variants = compiled("90", "variants")
     assert [line for line in variants if line[1] != "1"] == []
-    assert {"_accept_kernel", "_choose_kernel", "_take_kernel"} <= {name for name, _ in variants}
+    assert {"_accept_kernel", "_ancestors_kernel", "_choose_kernel", "_take_kernel"} <= {
+        name for name, _ in variants
+    }

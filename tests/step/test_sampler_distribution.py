@@ -28,10 +28,12 @@ if not torch.cuda.is_available():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu.sample import penalties
 from vllm.v1.worker.gpu.sample import states as sampling_states
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_bastion.cpu.twins import TWINS
 from vllm_bastion.step.runtime import Runtime
 from vllm_bastion.step.sampler import TreeRejectionSampler
 from vllm_bastion.step.trees import Trees
@@ -76,6 +78,9 @@ PARAMS = {
     "T=1": SamplingParams(temperature=1.0),
     "T=0.7, top-k 5": SamplingParams(temperature=0.7, top_k=5),
     "T=1.3, top-p 0.8": SamplingParams(temperature=1.3, top_p=0.8),
+    "T=1, penalties": SamplingParams(
+        repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.6
+    ),
 }
 
 
@@ -89,9 +94,16 @@ def node_logits(tree: Tree) -> torch.Tensor:
     return logits
 
 
-def node_probabilities(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+def node_probabilities(tree: Tree, logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
     """[1 + n, V] float64, written down without vLLM."""
-    scaled = logits.double().numpy() / params.temperature
+    scores, paths = logits.double().numpy().copy(), [list[int]()]
+    for parent, token in zip(*tree, strict=True):
+        paths.append([*paths[parent], token])
+    for row, path in zip(scores, paths, strict=True):
+        for token in set(path) - {-1}:
+            row[token] *= params.repetition_penalty ** (-1 if row[token] > 0 else 1)
+            row[token] -= params.frequency_penalty * path.count(token) + params.presence_penalty
+    scaled = scores / params.temperature
     weights = np.exp(scaled - scaled.max(axis=1, keepdims=True))
     probs = weights / weights.sum(axis=1, keepdims=True)
     for row in probs:
@@ -199,9 +211,9 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
 
 @pytest.fixture(autouse=True)
 def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch in place of two Triton kernels of vLLM that the interpreter runs row by row.
+    """Fast versions of three Triton kernels of vLLM that the interpreter runs row by row.
 
-    The plugin makes the second replacement itself in a CPU worker.
+    The plugin replaces the second and the third itself in a CPU worker.
     """
 
     def apply_temperature(
@@ -215,6 +227,8 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         "apply_top_k_top_p_triton",
         lambda logits, k, p, **_: topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, True),
     )
+    kernel = "vllm.v1.worker.gpu.sample.penalties:_penalties_kernel"
+    monkeypatch.setattr(penalties, "_penalties_kernel", TWINS[kernel])
     np.random.seed(11)  # where vLLM takes the seeds of unseeded requests from
 
 
@@ -225,21 +239,27 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bushy", "T=0.7, top-k 5"),
         ("best-first", "T=0.7, top-k 5"),
         ("bushy", "T=1.3, top-p 0.8"),
+        ("bushy", "T=1, penalties"),
+        ("best-first", "T=1, penalties"),
     ],
 )
 def test_emitted_sequences_have_the_targets_distribution(shape: str, kind: str) -> None:
     tree, params = TREES[shape], PARAMS[kind]
     logits = node_logits(tree)
-    expected = sequence_probabilities(tree, node_probabilities(logits, params))
+    expected = sequence_probabilities(tree, node_probabilities(tree, logits, params))
     assert abs(sum(expected.values()) - 1) < 1e-12
     counts = emitted_sequences(tree, logits, params)
     assert sum(counts.values()) == SLOTS * CALLS >= 100_000
     assert p_value(counts, expected) > 1e-4
 
+    if params.presence_penalty:  # on the root's, the ancestors forgotten
+        forgotten = node_probabilities((tree[0], [-1] * len(tree[1])), logits, params)
+        assert p_value(counts, sequence_probabilities(tree, forgotten)) < 1e-4
+
     # The test can fail: a target that differs by 0.15 in one logit of the root is told apart.
     other = logits.clone()
     other[0, other[0].argmax()] += 0.15
-    wrong = sequence_probabilities(tree, node_probabilities(other, params))
+    wrong = sequence_probabilities(tree, node_probabilities(tree, other, params))
     assert p_value(counts, wrong) < 1e-4
 
 

@@ -241,7 +241,7 @@ def warm_up(original: Callable[..., Any], self: Any) -> Any:
     runner = self.model_runner
     for part in (runner.model_state, runner.speculator, runner.adaptive_verification):
         part.warm_up()
-    # vLLM's warm-up requests are chains, and without FULL graphs nothing else has a mask.
+    # The largest tree: vLLM's warm-up requests have whatever their drafts become.
     dummy_tree_step(runner, runner.decode_query_len)
     times = original(self)
     calibrate(runner)

@@ -6,17 +6,21 @@ temperature 0); if a child of the node carries that token the walk moves there, 
 the bonus token. The emitted tokens have the target's distribution for any tree that was built
 without looking at them, and the noise of a draw is keyed by (seed, position) as in plain decoding,
 so a seeded request gets the very tokens plain decoding gives.
+
+What is reported of the tokens (log-probabilities) is that of the rows on the accepted path.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     get_max_chunk_logits,
@@ -27,6 +31,8 @@ from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
 from vllm_bastion.cpu.greedy_walk import SERVED, accept_greedily
 from vllm_bastion.cpu.lazy_walk import accept_lazily
 from vllm_bastion.cpu.noise import gumbel_sample_on_host
+from vllm_bastion.step.logprobs import PathLogprobs
+from vllm_bastion.step.processors import follow_ancestors, has_unknown
 from vllm_bastion.step.runtime import Runtime
 
 
@@ -45,7 +51,11 @@ class TreeRejectionSampler(RejectionSampler):
         # into chunks by the host's; its name for that state is adaptive verification.
         self.enable_adaptive_verification = is_lagged(spec_config)
         self.runtime, self.trees = runtime, runtime.trees
+        self._ancestors = follow_ancestors(sampler)
+        # A custom processor reads the rows above a row, so all of them have to be there.
+        self._lazy = device.type == "cpu" and not has_unknown(sampler)
         self._next_row = 0
+        self._logprobs = PathLogprobs(sampler)
 
     def __call__(
         self,
@@ -67,7 +77,8 @@ class TreeRejectionSampler(RejectionSampler):
         if invalid_drafts is not None:
             followed_ids = node_ids.masked_fill(invalid_drafts, -1)
         self._next_row = 0
-        sampled, num_sampled, logprobs, sampling_mask = self._verify_in_chunks(
+        self._logprobs.begin(input_batch.idx_mapping_np)
+        sampled, num_sampled, _, sampling_mask = self._verify_in_chunks(
             logits,
             input_batch,
             draft_logits,
@@ -75,7 +86,7 @@ class TreeRejectionSampler(RejectionSampler):
             # By depth: a draw is keyed by the position its token will have.
             self.trees.positions[input_batch.logits_indices],
             get_max_chunk_logits(logits.shape[1]),
-            self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np),
+            NO_LOGPROBS,
             followed_ids,
         )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
@@ -90,7 +101,7 @@ class TreeRejectionSampler(RejectionSampler):
         self.trees.verifying = not spine.all()
         return SamplerOutput(
             sampled_token_ids=sampled,
-            logprobs_tensors=logprobs,
+            logprobs_tensors=self._logprobs.tensors(),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
@@ -117,24 +128,32 @@ class TreeRejectionSampler(RejectionSampler):
         # Fresh, not kept: vLLM's output copy reads them while the next step already runs.
         sampled = idx_mapping.new_empty(num_reqs, trees.depth + 1, dtype=torch.int64)
         num_sampled = cu_num_logits.new_empty(num_reqs)
+        above = None
+        if self._ancestors.wanted(idx_mapping_np):
+            above = self._ancestors.of(
+                trees, draft_sampled, expanded_idx_mapping, expanded_local_pos
+            )
 
         def draw(chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
             """Processed logits of the chosen rows, or of all as they are, and a token of each."""
             given: tuple[torch.Tensor, ...]
             given = (logits, expanded_idx_mapping, pos, draft_sampled, expanded_local_pos)
+            ancestors = above
             if chosen is not None:
                 given = tuple(tensor[chosen] for tensor in given)
+                ancestors = None if above is None else (above[0][chosen], above[1][chosen])
             scores, slots, places, drafts, offsets = given
-            processed = self.sampler.apply_sampling_params(
-                scores,
-                slots,
-                idx_mapping,
-                idx_mapping_np,
-                places,
-                drafts,
-                offsets,
-                seq_lens_upper_bound_np,
-            )
+            with self._ancestors.above(ancestors):
+                processed = self.sampler.apply_sampling_params(
+                    scores,
+                    slots,
+                    idx_mapping,
+                    idx_mapping_np,
+                    places,
+                    drafts,
+                    offsets,
+                    seq_lens_upper_bound_np,
+                )
             states = self.sampler.sampling_states
             sample = gumbel_sample if logits.is_cuda else gumbel_sample_on_host
             drawn = sample(
@@ -158,15 +177,32 @@ class TreeRejectionSampler(RejectionSampler):
             sampled,
             num_sampled,
         )
-        # A chain's processors read the rows above a row, and its logprobs the processed rows.
-        if not logits.is_cuda and not trees.spine_only_np[idx_mapping_np].any():
-            if logits.dtype in SERVED and self._takes_largest(idx_mapping_np):
-                accept_greedily(logits, *walk)
-                return logits, sampled, num_sampled
+        reports_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        if not self._lazy:
+            processed, drawn = draw()
+            accept_path(drawn, *walk)
+        elif logits.dtype in SERVED and self._takes_largest(idx_mapping_np):
+            processed = logits
+            accept_greedily(logits, *walk)
+        elif self._logprobs.wanted and reports_processed:
+            processed = torch.empty_like(logits, dtype=torch.float32)
+
+            def draw_and_keep(chosen: torch.Tensor) -> torch.Tensor:
+                processed[chosen], drawn = draw(chosen)
+                return drawn
+
+            accept_lazily(draw_and_keep, *walk)
+        else:
+            processed = logits
             accept_lazily(lambda chosen: draw(chosen)[1], *walk)
-            return logits, sampled, num_sampled
-        processed, drawn = draw()
-        accept_path(drawn, *walk)
+        self._logprobs.add(
+            processed if reports_processed else logits,
+            cu_num_logits,
+            trees.path[rows],
+            sampled,
+            idx_mapping,
+            idx_mapping_np,
+        )
         return processed, sampled, num_sampled
 
     def _takes_largest(self, slots: np.ndarray) -> bool:

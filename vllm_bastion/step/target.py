@@ -26,43 +26,19 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
-from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from bastion_kernels import KVCompactor
+from vllm_bastion.step.processors import has_unknown
 from vllm_bastion.step.runtime import Runtime
 from vllm_bastion.step.sampler import TreeRejectionSampler
 
-# vLLM's own processors: what they need is known from the request, see `needs_spine`.
-_BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)
-
 
 def needs_spine(params: SamplingParams | None) -> bool:
-    """Whether a request reads the tokens before a row as "the rows above it".
-
-    Penalties, bad words, grammars and the like keep state per position and see the drafts as one
-    linear run; logprobs are gathered from consecutive rows. Such requests get a chain, for which
-    vLLM's own machinery is right. Temperature, top-k, top-p, min-p and allowed tokens are the same
-    at every row, so they keep their trees.
-    """
-    if params is None:
-        return True
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.frequency_penalty != 0.0
-        or params.presence_penalty != 0.0
-        or params.bad_words
-        or params.min_tokens
-        or params.logit_bias
-        or params.logprobs is not None
-        or params.logprob_token_ids
-        or params.structured_outputs is not None
-        or params.thinking_token_budget is not None
-    )
+    """Whether a request gets a chain: a grammar's bitmask has rows for one linear run of drafts."""
+    return params is None or params.structured_outputs is not None
 
 
 class BastionModelState(DefaultModelState):
@@ -170,11 +146,7 @@ class BastionModelState(DefaultModelState):
     # ---- after the target's forward -----------------------------------------------------
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
-        # A custom logits processor may keep any state of its own. Asked here, because installed
-        # packages bring processors that no configuration names.
-        self._always_spine = any(
-            not isinstance(processor, _BUILT_IN) for processor in sampler.logits_processors
-        )
+        self._always_spine = has_unknown(sampler)
         spec_config = self.vllm_config.speculative_config
         return sampler, TreeRejectionSampler(self.runtime, sampler, spec_config, self.device)
 
@@ -199,7 +171,7 @@ class BastionModelState(DefaultModelState):
         nothing = torch.zeros(2, dtype=torch.int32, device=self.device)
         slot_mappings = self._block_tables.slot_mappings
         self._bound_compactor().compact(slot_mappings, nothing, nothing, self.trees.path[:1])
-        # vLLM's own warm-up requests are chains, without a mask.
+        # vLLM's warm-up may have no step with a mask and without.
         self.trees.begin_step(self.trees.step_slots[:1].zero_(), nothing)
         self.trees.begin_step()
 

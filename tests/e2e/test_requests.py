@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with more wishes than a temperature get trees, and plain decoding's tokens from them.
+
+Penalties, bad words, minimum lengths, log-probabilities: alone, together and beside requests that
+want nothing. That it is a tree is seen from the nodes verified, which are more than a chain has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.compare import Comparison
+from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+from tests.e2e.test_lossless import answers
+
+pytestmark = pytest.mark.e2e
+
+NODES = 24
+KINDS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.6, "logprobs": 2},
+    "repetition": {"repetition_penalty": 1.3},
+    "rewards": {"repetition_penalty": 0.8, "frequency_penalty": -0.3},
+    "bad-words": {"bad_words": ["the", "return", "=", " a", "in the"]},
+    "min-tokens": {"min_tokens": 20, "stop": ["e"], "stop_token_ids": list(range(2, 30))},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+    "allowed": {"allowed_token_ids": list(range(2, 600)), "logprobs": 0},
+    "everything": {
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "bad_words": ["return", "of the"],
+        "min_tokens": 12,
+        "logprobs": 1,
+        "top_p": 0.9,
+    },
+}
+
+
+def wishes(kinds: list[str], prompts: list[tuple[str, str]], tokens: int = 32) -> Batch:
+    """Every kind at T=0 and, with a seed, at T=0.8, on the prompts in turn."""
+    batch = Batch(f"{', '.join(kinds) if len(kinds) < 3 else 'requests of every kind'}")
+    at = 0
+    for kind in kinds:
+        for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 11}):
+            name, text = prompts[at % len(prompts)]
+            params = {"max_tokens": tokens, **sampling, **KINDS[kind]}
+            batch.add(f"{kind}-{at}-{name}", text, **params)
+            at += 1
+    return batch
+
+
+def assert_trees(run: dict[str, Any], batch: Batch) -> None:
+    """Every request of the batch was verified with more nodes than a chain has, path for path."""
+    nodes: dict[str, int] = {}
+    for name, verified in zip(run["path_requests"], run["verified"], strict=True):
+        nodes[name] = max(nodes.get(name, 0), verified)
+    for request in batch.requests:
+        if len(run["requests"][request["id"]]["token_ids"]) > 2:
+            assert nodes[request["id"]] > GAMMA, request["id"]
+
+
+def test_every_kind_in_one_batch(runner: Runner, compare: Comparison) -> None:
+    """Four at a time, with an oracle for a drafter: long paths that leave the spine."""
+    batch = wishes(list(KINDS), cases.some(4, first=16))
+    plain = Engine(eager=True)
+    expected = runner.run(plain, [batch])
+    known = {"answers": answers(expected)}
+    run = runner.run(plain.with_bastion(NODES, NODES), [batch], oracle=known)
+    compare.same("24 nodes, oracle", [batch], expected, run)
+    assert_trees(run["batches"][0], batch)
+    branchy = {
+        name
+        for name, path in zip(
+            run["batches"][0]["path_requests"], run["batches"][0]["paths"], strict=True
+        )
+        if path != list(range(len(path)))
+    }
+    assert len(branchy) > len(KINDS)
+
+
+_MODES = [(seqs, mode) for seqs in (1, 4) for mode in ("sync", "async")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("seqs", "mode"), _MODES)
+def test_every_kind_on_many_prompts(
+    runner: Runner, compare: Comparison, seqs: int, mode: str
+) -> None:
+    """15 prompts of each kind at T=0 and 15 at T=0.8; the drafter as it is, and the oracle."""
+    prompts = cases.some(10)
+    batches = [
+        wishes([kind], prompts[i % len(prompts) :] + prompts, tokens=48)
+        for kind in KINDS
+        for i in range(0, 30, 2)
+    ]
+    merged = Batch("requests of every kind, 30 prompts each")
+    for i, batch in enumerate(batches):
+        for request in batch.requests:
+            merged.requests.append({**request, "id": f"{i}-{request['id']}"})
+    plain = Engine(max_num_seqs=seqs, eager=True, async_scheduling=mode == "async")
+    tree = plain.with_bastion(NODES, NODES)
+    expected, run = (runner.submit(engine, [merged]) for engine in (plain, tree))
+    compare.same(f"batch {seqs}, {mode}", [merged], expected.result(), run.result())
+    assert_trees(run.result()["batches"][0], merged)
+    known = {"answers": answers(expected.result())}
+    oracle = runner.run(tree, [merged], oracle=known)
+    compare.same(f"batch {seqs}, {mode}, oracle", [merged], expected.result(), oracle)
