@@ -346,6 +346,7 @@ def _target(**changes: Any) -> Any:
         "is_diffusion": False,
         "is_attention_free": False,
         "is_hybrid": False,
+        "architecture": "SomeForCausalLM",
         "use_mla": False,
         "attention_chunk_size": None,
         "rswa_window": None,
@@ -357,12 +358,17 @@ def _target(**changes: Any) -> Any:
     return SimpleNamespace(**(plain | changes))
 
 
+HYBRID = SimpleNamespace(layer_types=["full_attention", "linear_attention"])
 TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     "pooling": ({"runner_type": "pooling"}, "pooling"),
     "encoder-decoder": ({"is_encoder_decoder": True}, "encoder-decoder"),
     "diffusion": ({"is_diffusion": True}, "diffusion"),
     "mamba": ({"is_attention_free": True}, "recurrent"),
     "hybrid": ({"is_hybrid": True}, "recurrent"),
+    "other hybrid": (
+        {"is_hybrid": True, "hf_text_config": HYBRID, "architecture": "Qwen3_5ForCausalLM"},
+        "recurrent layers in a Qwen3_5ForCausalLM",
+    ),
     "mla": ({"use_mla": True}, "latent attention"),
     "chunked": ({"attention_chunk_size": 8192}, "chunked local"),
     "mixed chunked": (
@@ -383,6 +389,20 @@ def test_a_target_that_trees_cannot_be_verified_on_is_refused(case: str) -> None
     with pytest.raises(BastionConfigError) as caught:
         validation.check_target(_target(**changes))
     _is_one_sentence(str(caught.value), '"some/target"', names, "drop speculative_config")
+
+
+def test_gated_delta_networks_are_served_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.platforms
+
+    target = _target(is_hybrid=True, hf_text_config=HYBRID, architecture="Qwen3NextForCausalLM")
+    for on_cpu in (True, False):
+        platform = SimpleNamespace(is_cpu=lambda on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(vllm.platforms, "_current_platform", platform, raising=False)
+        if on_cpu:
+            validation.check_target(target)
+    with pytest.raises(BastionConfigError) as caught:
+        validation.check_target(target)
+    _is_one_sentence(str(caught.value), "gated delta networks", "CPU hosts only")
 
 
 def test_the_attributes_read_of_a_target_exist(pair: tuple[str, str]) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, S
 from vllm_bastion import compat, hooks, plugin
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.hooks import HookError, scheduler, wrap
+from vllm_bastion.hooks.hybrid import HYBRID_HOOKS
 from vllm_bastion.hooks.runner import RUNNER_HOOKS
 
 GAMMA, NODES = 7, 64
@@ -34,7 +35,7 @@ def _registered() -> None:
 
 # --- the contract -----------------------------------------------------------------------------
 
-LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS)
+LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *HYBRID_HOOKS)
 
 
 def accepted(hook: hooks.Hook) -> tuple[str, ...]:

@@ -63,6 +63,8 @@ _OPTIONS_OFF: dict[str, Any] = {
     "return_sampling_mask": False,  # assumes that row i of a request is its token i
     "enable_return_routed_experts": False,
 }
+# Hybrid targets whose recurrent layers are gated delta networks, which take a tree as one chunk.
+_GATED_DELTA = ("Qwen3NextForCausalLM",)
 # The tree part of attention is compared with plain decoding bit for bit: no quantised cache yet.
 _CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
@@ -208,15 +210,30 @@ def check_target(model: Any) -> None:
     Args:
         model: vLLM's ModelConfig of the target.
     """
-    layer_types = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    from vllm.platforms import current_platform
+
+    kinds: set[str] = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    linear = "linear_attention" in kinds
     causes: tuple[tuple[Callable[[], Any], str], ...] = (
         (lambda: model.runner_type != "generate", "is a pooling model"),
         (lambda: model.is_encoder_decoder, "is an encoder-decoder"),
         (lambda: model.is_diffusion, "is a diffusion model"),
-        (lambda: model.is_attention_free or model.is_hybrid, "has recurrent (Mamba-like) layers"),
+        (
+            lambda: model.is_attention_free or (model.is_hybrid and not linear),
+            "has recurrent (Mamba-like) layers",
+        ),
+        (
+            lambda: model.is_hybrid and model.architecture not in _GATED_DELTA,
+            f"has recurrent layers in a {model.architecture}; known are the gated delta networks "
+            f"in a {' or '.join(_GATED_DELTA)}",
+        ),
+        (
+            lambda: model.is_hybrid and not current_platform.is_cpu(),
+            "has gated delta networks, which take trees on CPU hosts only so far",
+        ),
         (lambda: model.use_mla, "uses multi-head latent attention"),
         (
-            lambda: model.attention_chunk_size or "chunked_attention" in layer_types,
+            lambda: model.attention_chunk_size or "chunked_attention" in kinds,
             "has chunked local attention",
         ),
         (lambda: model.rswa_window, "keeps its prompt beside a sliding window (R-SWA)"),
@@ -227,8 +244,8 @@ def check_target(model: Any) -> None:
     for applies, what in causes:
         if applies():
             raise BastionConfigError(
-                f'the target "{model.model}" {what}, which method "bastion" cannot verify trees '
-                "on: use another target, or drop speculative_config"
+                f'the target "{model.model}" {what}: method "bastion" cannot verify trees on it, '
+                "so use another target, or drop speculative_config"
             )
 
 
@@ -264,6 +281,12 @@ def check_engine(vllm_config: Any) -> None:
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in _CACHE_DTYPES:
         raise BastionConfigError(f'kv_cache_dtype "{cache_dtype}" {_DOES_NOT_WORK}: use "auto"')
+    mode = vllm_config.cache_config.mamba_cache_mode
+    if vllm_config.model_config.is_hybrid and mode != "none":
+        raise BastionConfigError(
+            f'prefix caching of recurrent states (mamba_cache_mode "{mode}") {_DOES_NOT_WORK}: set '
+            "enable_prefix_caching to False"
+        )
     if vllm_envs.VLLM_BATCH_INVARIANT:
         raise BastionConfigError(
             f"VLLM_BATCH_INVARIANT=1 {_DOES_NOT_WORK}, because how tree attention sums depends on "

@@ -13,6 +13,7 @@ two logits in each of the two engines.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,13 +66,19 @@ class Comparison:
         batches: Sequence[Batch],
         plain: dict[str, Any],
         other: dict[str, Any],
+        engine: Engine | None = None,
+        **more: Any,
     ) -> None:
         """Assert that every request of every batch came out the same.
+
+        `engine` decodes plainly and is asked how near a tie was, with `more` keys of its spec; the
+        tiny pair's unless given.
 
         Tokens, finish reason and text are compared; of a request that was aborted, the tokens that
         both had got. `plain` and `other` are results of the worker for `batches`.
         """
         problems = []
+        self._asked = (engine or Engine(), more)
         for batch, left_run, right_run in zip(
             batches, plain["batches"], other["batches"], strict=True
         ):
@@ -126,10 +133,11 @@ class Comparison:
         """How much the target prefers its best token to the runner-up after `prefix`."""
         if not one or not other:
             return float("inf")
-        engine = Engine(max_num_seqs=1, extra=(("max_logprobs", -1),))
+        engine, more = self._asked
+        engine = replace(engine, max_num_seqs=1, extra=(*engine.extra, ("max_logprobs", -1)))
         batch = Batch("gap")
         batch.add("gap", prefix, temperature=0, max_tokens=1, logprobs=-1)
-        result = self._runner.run(engine, [batch])["batches"][0]["requests"]["gap"]
+        result = self._runner.run(engine, [batch], **more)["batches"][0]["requests"]["gap"]
         values = result["logprobs"][0]
         logits = torch.tensor([[values[str(token)] for token in range(len(values))]])
         scores = _scores(logits, request["params"], position=len(prefix) - 1)

@@ -38,19 +38,36 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral-window-24": ("mistral", {"sliding_window": 24}),
-    "qwen2-mixed-windows": (
-        "qwen2",
-        {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 0, **_MIXED},
-    ),
     "qwen3-moe": (
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "partial_rotary_factor": 0.5,
+        },
     ),
     **{
         f"gpt-oss-window-{window}": ("gpt_oss", {"sliding_window": window, **_EXPERTS, **_MIXED})
         for window in (16, 128)
     },
 }
+
+# Arguments of `LLM` and a spec's further keys that a target needs.
+HYBRID: dict[str, Any] = {"enable_prefix_caching": False}
+ARGUMENTS: dict[str, dict[str, Any]] = {"qwen3-next": HYBRID}
+SPEC: dict[str, dict[str, Any]] = {"qwen3-next": {"setup": ["tests.e2e.gdn_fp32:install"]}}
 
 
 def make_target(name: str, folder: Path) -> str:

@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
-from tests.e2e.targets import TARGETS, make_target
+from tests.e2e.targets import ARGUMENTS, SPEC, TARGETS, make_target
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(ON_GPU, reason="random weights in fp32"),
 ]
-QUICK = ("gpt-oss-window-16",)
+QUICK = ("gpt-oss-window-16", "qwen3-next")
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +33,8 @@ def past_the_windows() -> Batch:
     batch.add("greedy", cases.long_prompt("code", 60), temperature=0, max_tokens=100)
     batch.add("sampled", cases.long_prompt("chat", 200), temperature=0.8, seed=1, **long)
     batch.add("chunked", cases.long_prompt("arithmetic", 230), arrive=4, temperature=0, **long)
+    batch.add("chain", cases.long_prompt("code", 33), temperature=0, max_tokens=32,
+              structured_outputs={"regex": "(ab|cd){5,9}[0-9]{4} (yes|no)"})  # fmt: skip
     batch.add("late", cases.long_prompt("chat", 9), arrive=8, temperature=0.8, seed=2, **long)
     return batch
 
@@ -45,18 +47,37 @@ def test_tokens_are_plain_decodings(
 ) -> None:
     target = make_target(name, folder / name)
     batches = [past_the_windows()]
-    extra: tuple[tuple[str, Any], ...] = (("model", target),)
-    plain = Engine(eager=True, num_blocks=160, extra=extra)
-    expected = runner.run(plain, batches)
+    arguments, more = ARGUMENTS.get(name, {}), SPEC.get(name, {})
+    plain = Engine(eager=True, num_blocks=160, extra=(("model", target), *arguments.items()))
+    expected = runner.run(plain, batches, **more)
     answers = {
         request: result["token_ids"]
         for request, result in expected["batches"][0]["requests"].items()
     }
     tree = plain.with_bastion(24, 24)
-    known = runner.submit(tree, batches, oracle={"answers": answers})
-    unknown = runner.submit(tree.with_async(), batches)
-    compare.same(f"{name}, oracle", batches, expected, known.result())
-    compare.same(f"{name}, random drafter", batches, expected, unknown.result())
+    known = runner.submit(tree, batches, oracle={"answers": answers}, **more)
+    lagged = plain.with_bastion(24, 24, budget_timing="lagged").with_async()
+    unknown = runner.submit(lagged, batches, oracle={"answers": {}}, **more)
+    compare.same(f"{name}, oracle", batches, expected, known.result(), plain, **more)
+    compare.same(f"{name}, noise, lagged", batches, expected, unknown.result(), plain, **more)
     paths = known.result()["batches"][0]["paths"]
     assert any(path != list(range(len(path))) for path in paths)
     assert max(map(len, paths)) > 4
+
+
+@pytest.mark.slow
+def test_a_recurrent_state_in_a_compiled_engine(
+    runner: Runner, compare: Comparison, folder: Path
+) -> None:
+    name, batches = "qwen3-next", [past_the_windows()]
+    extra = (("model", make_target(name, folder / "compiled")), *ARGUMENTS[name].items())
+    plain = Engine(eager=True, num_blocks=160, extra=extra)
+    expected = runner.run(plain, batches, **SPEC[name])
+    answers = {
+        request: result["token_ids"]
+        for request, result in expected["batches"][0]["requests"].items()
+    }
+    tree = replace(plain, eager=False).with_bastion(24, 24)
+    run = runner.run(tree, batches, oracle={"answers": answers}, **SPEC[name])
+    compare.same(f"{name}, compiled", batches, expected, run, plain, **SPEC[name])
+    assert max(map(len, run["batches"][0]["paths"])) > 4

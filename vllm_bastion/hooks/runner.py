@@ -149,18 +149,25 @@ def init_model_state(
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
     from vllm_bastion.step.target import BastionModelState
     from vllm_bastion.validation import check_layers
 
-    if resolve_model_state_cls(vllm_config, model) is not DefaultModelState:
+    usual = resolve_model_state_cls(vllm_config, model)
+    ours = BastionModelState
+    if usual is MambaHybridModelState:
+        from vllm_bastion.step.hybrid import HybridModelState
+
+        ours = HybridModelState
+    elif usual is not DefaultModelState:
         raise ValueError(
-            f"method 'bastion' serves plain decoder models; {type(model).__name__} keeps state of "
+            f"method 'bastion' serves decoder models; {type(model).__name__} keeps state of "
             "its own between tokens. Use method 'dflash' for it."
         )
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     check_layers({n: la for n, la in layers.items() if not getattr(la, "is_draft_layer", False)})
-    return BastionModelState(runtime_of(vllm_config), vllm_config, model, encoder_cache, device)
+    return ours(runtime_of(vllm_config), vllm_config, model, encoder_cache, device)
 
 
 def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:

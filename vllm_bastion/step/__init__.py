@@ -15,9 +15,11 @@ def install(vllm_config: Any) -> None:
         HookError: a name of vLLM is missing or has changed.
     """
     from vllm_bastion.hooks import wrap
+    from vllm_bastion.hooks.hybrid import HYBRID_HOOKS
     from vllm_bastion.hooks.runner import RUNNER_HOOKS
 
-    for hook in RUNNER_HOOKS:
+    hybrid = HYBRID_HOOKS if vllm_config.model_config.is_hybrid else ()
+    for hook in (*RUNNER_HOOKS, *hybrid):
         if hook.target.startswith("vllm.v1.worker.cpu_worker") and not _is_cpu():
             continue  # importing the CPU worker patches torch
         wrap(hook.target, hook.function(), expects=hook.expects)

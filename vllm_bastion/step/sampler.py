@@ -98,7 +98,7 @@ class TreeRejectionSampler(RejectionSampler):
         )
         # Accepted chains are where they belong already: nothing to move, nothing to gather.
         spine = self.trees.spine_only_np[input_batch.idx_mapping_np]
-        self.trees.verifying = not spine.all()
+        self.trees.verifying, self.trees.walked = not spine.all(), True
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=self._logprobs.tensors(),

@@ -117,6 +117,7 @@ class Trees:
         self.masking = False  # whether the step's attention reads the mask
         self.always_masking = False  # whether every step's does, trees or not
         self.verifying = False  # whether the step's acceptance moved along trees
+        self.walked = False  # whether the step had an acceptance, so that `path` is its
 
         # Cost of a whole step by its target rows; a buffer, since the drafter's captured graph
         # reads it. Flat until something was measured: then the largest tree is the best one.
@@ -248,7 +249,7 @@ class Trees:
         need no mask.
         """
         self.masking = tails is not None
-        self.verifying = False
+        self.verifying = self.walked = False
         if idx_mapping is None:
             idx_mapping = self.step_slots[:0]
         bind_tails(idx_mapping, tails, self.spine_only, self.step_slots, self.tail_lens)
