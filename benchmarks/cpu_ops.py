@@ -5,8 +5,9 @@
 
 One request, T=0, 63 nodes of which a path of 6 is accepted. `tiny` has the sizes of the pair
 in `benchmarks/tiny`, `0.6B` those of Qwen3-0.6B (vocabulary 152k). Attention is one layer's, of
-64 rows, interleaved with vLLM's C++ kernel (causal) on the same context. On a busy machine medians
-lie; the best of many repeats and the ratio of two bests lie less.
+trees and chains, interleaved with vLLM's C++ kernel (causal) on the same cache. Prompts and plain
+rows take vLLM's kernel itself: what our backend costs above it is timed for 1 to 16 plain requests.
+On a busy machine medians lie; the best of many repeats and the ratio of two bests lie less.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from vllm import _custom_ops as vllm_ops
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, _get_attn_isa
 
 from bastion_kernels import (
     KVCompactor,
+    KVLayout,
     accept_path,
     ancestor_bits,
     bind_slots,
@@ -37,7 +40,12 @@ from bastion_kernels import (
     topk_logprobs,
     tree_attention,
     tree_positions,
-    write_kv,
+)
+from vllm_bastion.attention.cpu import (
+    Part,
+    TreeCPUAttentionImpl,
+    TreeCPUAttentionMetadata,
+    cache_layout,
 )
 
 NODES, DEPTH, TOP_K, PATH, SLOTS, PAGE = 63, 15, 16, 6, 16, 128
@@ -118,18 +126,12 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     kept_hidden = [torch.empty(kept, sizes.hidden, dtype=sizes.dtype) for _ in hidden]
     shape = (9, sizes.kv_heads, PAGE, 2 * sizes.head_dim)
     caches = [torch.zeros(shape, dtype=sizes.dtype) for _ in range(sizes.layers)]
-    compactor = KVCompactor(caches, [0] * len(caches))
+    layout = packing(sizes)
+    compactor = KVCompactor(caches, [0] * len(caches), [layout] * len(caches))
     mapping = torch.arange(200, 200 + rows)[None]
-    key = torch.randn(rows, sizes.kv_heads, sizes.head_dim).to(sizes.dtype)
-
-    def write_all() -> None:
-        for cache in caches:
-            write_kv(key, key, cache, mapping[0])
-
     return {
         "bind_tails": lambda: bind_tails(slots, starts, spine, row_slots, tails),
         "tree_positions": lambda: tree_positions(positions, depths, slots, starts, starts, placed),
-        "write_kv, all layers": write_all,
         "accept_path": lambda: accept_path(*accept),
         "KVCompactor": lambda: compactor.compact(mapping, starts, starts, path),
         "kept_rows": lambda: kept_rows(
@@ -150,32 +152,83 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     }  # fmt: skip
 
 
-def attention(
-    context: int, dtype: torch.dtype, sizes: Sizes
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Ours and vLLM's on 64 rows over shuffled blocks."""
-    rows, heads, dim = NODES + 1, sizes.heads, sizes.head_dim
-    length = context + rows
-    pages = -(-length // PAGE)
-    table = torch.randperm(pages + 7)[None, :pages].int()
-    cache = torch.randn(pages + 7, sizes.kv_heads, PAGE, 2 * dim).to(dtype)
-    query = torch.randn(rows, heads, dim).to(dtype)
-    out, scale = torch.empty_like(query), dim**-0.5
-    starts, lengths = ints(0, rows), ints(length)
-    parents = ints(*[max(0, node // 3 - 1) for node in range(NODES)])[None]
-    slots, bits = torch.tensor([0]), torch.zeros(1, rows, NODES // 32 + 1, dtype=torch.int32)
+def isa_of(sizes: Sizes) -> str:
+    return _get_attn_isa(sizes.dtype, PAGE, sizes.head_dim, "auto")
+
+
+def packing(sizes: Sizes) -> KVLayout:
+    return cache_layout(isa_of(sizes), PAGE, sizes.head_dim, sizes.dtype)
+
+
+def cached(lengths: list[int], sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A cache full of numbers, block table over shuffled blocks, and vLLM's views of the cache."""
+    pages = [-(-length // PAGE) for length in lengths]
+    blocks, heads, dim = sum(pages) + 7, sizes.kv_heads, sizes.head_dim
+    free, table = torch.randperm(blocks).int(), torch.zeros(len(lengths), max(pages)).int()
+    for r, count in enumerate(pages):
+        table[r, :count], free = free[:count], free[count:]
+    cache = torch.randn(blocks, heads, PAGE, 2 * dim).to(sizes.dtype)
+    keys, values = cache.view(blocks, heads, 2 * PAGE, dim).chunk(2, 2)
+    return cache, table, keys, values
+
+
+def scheduled(starts: Tensor, lengths: Tensor, sizes: Sizes) -> Tensor:
+    return vllm_ops.cpu_attn_get_scheduler_metadata(
+        len(lengths), sizes.heads, sizes.kv_heads, sizes.head_dim, lengths, sizes.dtype, starts,
+        True, -1, isa_of(sizes), True,
+    )  # fmt: skip
+
+
+def attention(context: int, rows: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
+    """Ours on a tree and vLLM's on as many causal rows."""
+    cache, table, keys, values = cached([context + rows], sizes)
+    query = torch.randn(rows, sizes.heads, sizes.head_dim).to(sizes.dtype)
+    out, scale = torch.empty_like(query), sizes.head_dim**-0.5
+    starts, lengths = ints(0, rows), ints(context + rows)
+    parents = ints(*[max(0, node // 3 - 1) for node in range(rows - 1)])[None]
+    slots, bits = torch.tensor([0]), torch.zeros(1, rows, rows // 32 + 1, dtype=torch.int32)
     ancestor_bits(parents, slots, bits)
-    isa = _get_attn_isa(dtype, PAGE, dim, "auto")
-    plan = vllm_ops.cpu_attn_get_scheduler_metadata(
-        1, heads, sizes.kv_heads, dim, lengths, dtype, starts, True, -1, isa, True
-    )
-    # the kernel's own layout has as many numbers; which ones does not matter here
-    keys, values = cache.clone().view(pages + 7, sizes.kv_heads, 2 * PAGE, dim).chunk(2, 2)
     ours = (query, cache, table, starts, lengths, ints(rows), slots, bits, scale, out)
     theirs = (query, keys, values, out.clone(), starts, lengths, scale, True, None, -1, table, 0.0)
-    return (
-        lambda: tree_attention(*ours),
-        lambda: vllm_ops.cpu_attention_with_kv_cache(*theirs, plan, None),
+    layout, plan = packing(sizes), scheduled(starts, lengths, sizes)
+    return {
+        "ours": lambda: tree_attention(*ours, layout=layout),
+        "theirs": lambda: vllm_ops.cpu_attention_with_kv_cache(*theirs, plan, None),
+    }
+
+
+def plain(context: int, requests: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
+    """A row of every request, through our backend and by vLLM's kernel alone."""
+    lengths, starts = ints(*[context] * requests), ints(*range(requests + 1))
+    cache, table, keys, values = cached(lengths.tolist(), sizes)
+    query = torch.randn(requests, sizes.heads, sizes.head_dim).to(sizes.dtype)
+    out, scale = torch.empty_like(query), sizes.head_dim**-0.5
+    plan = scheduled(starts, lengths, sizes)
+    impl = TreeCPUAttentionImpl.__new__(TreeCPUAttentionImpl)
+    vars(impl).update(
+        attn_type="decoder", sinks=None, scale=scale, alibi_slopes=None, sliding_window=-1,
+        logits_soft_cap=0, kv_cache_dtype="auto", tree_sinks=None,
+    )  # fmt: skip
+    common = (requests, 1, starts, context, lengths, table, torch.zeros(0))
+    everything = Part(
+        slice(0, requests), slice(0, requests), CPUAttentionMetadata(*common, plan), starts
+    )
+    metadata = TreeCPUAttentionMetadata(*common, None, _parts=[everything])
+    layer = SimpleNamespace(isa=isa_of(sizes), _k_scale_float=1.0, _v_scale_float=1.0)
+    theirs = (query, keys, values, out.clone(), starts, lengths, scale, True, None, -1, table, 0.0)
+    return {
+        "ours": lambda: impl.forward(layer, query, None, None, cache, metadata, out),
+        "theirs": lambda: vllm_ops.cpu_attention_with_kv_cache(*theirs, plan, None),
+    }
+
+
+def compare(name: str, runs: dict[str, Callable[[], object]], repeats: int) -> None:
+    times = milliseconds(runs, repeats)
+    low, mid = ({k: of(v) for k, v in times.items()} for of in (min, median))
+    print(
+        f"attention, {name}: {mid['ours']:.3f} ({low['ours']:.3f}), vLLM's {mid['theirs']:.3f} "
+        f"({low['theirs']:.3f}), ratio {mid['ours'] / mid['theirs']:.2f} "
+        f"({low['ours'] / low['theirs']:.2f})"
     )
 
 
@@ -196,15 +249,15 @@ def main() -> None:
         total, best = (sum(map(of, times.values())) for of in (median, min))
         print(f"{name:5} {'together':22} {total:8.3f} ({best:.3f})")
     for dtype in (torch.bfloat16, torch.float32):
+        sizes, kind = replace(PAIRS["0.6B"], dtype=dtype), str(dtype)[6:]
         for context in (1024, 4096):
-            ours, theirs = attention(context, dtype, PAIRS["0.6B"])
-            times = milliseconds({"ours": ours, "theirs": theirs}, max(repeats // 4, 5))
-            low, mid = ({k: of(v) for k, v in times.items()} for of in (min, median))
-            print(
-                f"attention, {str(dtype)[6:]}, {context} cached: {mid['ours']:.2f} "
-                f"({low['ours']:.2f}), vLLM's {mid['theirs']:.2f} ({low['theirs']:.2f}), ratio "
-                f"{mid['ours'] / mid['theirs']:.2f} ({low['ours'] / low['theirs']:.2f})"
-            )
+            for rows in (64, 16):
+                name = f"{kind}, {rows} rows, {context} cached"
+                compare(name, attention(context, rows, sizes), max(repeats // 4, 5))
+        for requests in (1, 4, 16):
+            for context in (100, 1024, 4096):
+                name = f"{kind}, {requests} plain, {context} cached"
+                compare(name, plain(context, requests, sizes), max(repeats // 4, 5))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from bastion_kernels.accept.history import (
 )
 from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.accept.walk import accept_path, accept_path_reference
+from bastion_kernels.attention.cpu_layout import KVLayout, learn_layout
 from bastion_kernels.attention.mask import (
     ancestor_bits,
     ancestor_bits_reference,
@@ -35,7 +36,6 @@ from bastion_kernels.attention.tree_attention import (
     TreeAttentionWorkspace,
     tree_attention,
     tree_attention_reference,
-    write_kv,
 )
 from bastion_kernels.draft.best_first import expand_best_first, expand_best_first_reference
 from bastion_kernels.draft.budget import (
@@ -74,6 +74,7 @@ from bastion_kernels.rows import (
 
 __all__ = [
     "KVCompactor",
+    "KVLayout",
     "TreeAttentionWorkspace",
     "accept_path",
     "accept_path_reference",
@@ -97,6 +98,7 @@ __all__ = [
     "gather_rows_reference",
     "kept_rows",
     "kept_rows_reference",
+    "learn_layout",
     "mask_bad_words",
     "mask_bad_words_reference",
     "merge_topk",
@@ -117,5 +119,4 @@ __all__ = [
     "tree_attention_reference",
     "tree_positions",
     "tree_positions_reference",
-    "write_kv",
 ]

@@ -7,15 +7,19 @@ Functions that call each other live in one file, because Numba's cache looks at 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["HAVE_NUMBA", "njit", "scratch"]
+__all__ = ["HAVE_NUMBA", "compile_for_threads", "inner", "njit", "on_all_threads", "scratch"]
 
 try:
     import numba
@@ -43,6 +47,52 @@ def njit(function: Callable[..., Any], *, folder: str = "", **options: Any) -> C
         return numba.njit(function, **options | {"cache": False})
     finally:
         numba.config.CACHE_DIR = user
+
+
+def inner(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile as a part of what `compile_for_threads` compiles and keeps."""
+    return numba.njit(function, nogil=True, error_model="numpy", **options)
+
+
+def compile_for_threads(function: Callable[[Any], None], *modules: ModuleType) -> Any:
+    """Compile a function of one pointer for `on_all_threads`, now or from Numba's cache.
+
+    modules: where the parts are; cached code is used while all of them are as they were.
+    """
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
+    function.__qualname__ += "_" + sha256(sources).hexdigest()[:12]
+    options = {"nogil": True, "error_model": "numpy"}
+    signature = numba.types.void(numba.types.voidptr)
+    try:
+        return numba.cfunc(signature, cache=True, **options)(function).ctypes
+    except RuntimeError:  # see `njit`
+        return numba.cfunc(signature, **options)(function).ctypes
+
+
+def _find_parallel() -> Any:
+    """OpenMP's "run this on a team of threads", of the library whose threads are PyTorch's."""
+    try:
+        library = ctypes.CDLL(None)
+        parallel, threads = library.GOMP_parallel, library.omp_get_max_threads
+    except (OSError, AttributeError):
+        return None
+    parallel.restype, parallel.argtypes = None, [ctypes.c_void_p] * 2 + [ctypes.c_uint] * 2
+    return parallel if threads() == torch.get_num_threads() else None
+
+
+_parallel = _find_parallel()
+
+
+def on_all_threads(run: Any, told: int, threads: int) -> None:
+    """Call what `compile_for_threads` gave with an address, once on each of so many threads.
+
+    They are the threads of PyTorch's and vLLM's own OpenMP loops: others beside them would wait for
+    a core on which one of these still spins. Without GNU's or Intel's OpenMP it is called once.
+    """
+    if _parallel is None or threads == 1:
+        run(told)
+    else:
+        _parallel(ctypes.cast(run, ctypes.c_void_p), told, threads, 0)
 
 
 _kept = threading.local()

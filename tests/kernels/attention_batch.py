@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.cpu import SHIFTS, tree_attention_cpu
+from bastion_kernels.attention.cpu import FORMS, tree_attention_cpu
+from bastion_kernels.attention.cpu_layout import KVLayout
 from bastion_kernels.attention.tree_attention import (
     TreeAttentionWorkspace,
     tree_attention_reference,
@@ -128,6 +129,8 @@ class Batch:
 
         hq, hkv = heads
         self.softcap, self.window, self.depths = softcap, window, depths
+        # of the cache that the CPU's version is given; None = rows
+        self.layout: KVLayout | None = None
         self.sinks = 2 * torch.randn(hq, generator=g) if sinks else None
         shape = (sum(pages) + 5, hkv, page, 2 * dim)
         if strided:
@@ -196,9 +199,13 @@ class Batch:
         return self.out_on_device.cpu()
 
     def cpu(self) -> Tensor:
-        if self.query.dtype not in SHIFTS:
+        if self.query.dtype not in FORMS:
             pytest.skip("the reference's")
-        tree_attention_cpu(*self.args())
+        args = list(self.args())
+        if self.layout is not None:
+            args[1] = self.layout.write(args[1].contiguous())
+        kinds = {k: v for k, v in self.kinds().items() if k not in ("k_scale", "v_scale")}
+        tree_attention_cpu(*args, **kinds, layout=self.layout)
         return self.out_on_device
 
     def dense(self, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,9 @@ from bastion_kernels.attention.tree_attention import (
     tree_attention_triton,
 )
 
-paths = pytest.mark.parametrize("path", ["reference", "triton"])
+paths = pytest.mark.parametrize(
+    "path", ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
+)
 
 
 @paths

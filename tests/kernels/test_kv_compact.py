@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.accept.kv_compact import KVCompactor
+from bastion_kernels.attention.cpu_layout import KVLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.parametrize(
@@ -223,3 +224,29 @@ def test_refusals_name_the_argument() -> None:
     step = Step([3], width=4, groups=1, room=12, seed=0)
     with pytest.raises(ValueError, match="cu_num_logits"):
         KVCompactor([cache], [0]).compact(step.slots, step.starts, step.cu[:1], step.path)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="packed caches are a CPU's")
+@pytest.mark.parametrize("run", ["compact_reference", "compact_cpu", "compact"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_packed_caches(run: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(3)
+    step = Step([9, 1, 13, 0, 16], width=8, groups=2, room=96, seed=5)
+    shapes = [(6, 2, 16, 24), (6, 2, 16, 24), (3, 1, 32, 10), (6, 3, 16, 24)]
+    rows = [make_cache(*shape, dtype, "BHN", seed) for seed, shape in enumerate(shapes)]
+    places = {
+        shape[2:]: torch.randperm(shape[2] * shape[3], generator=g).view(shape[2:]).int()
+        for shape in shapes
+    }
+    layouts: list[KVLayout | None] = [KVLayout(places[shape[2:]]) for shape in shapes]
+    layouts[3] = None
+    groups = [0, 1, 0, 1]
+    packed = [
+        cache.clone() if layout is None else layout.write(cache)
+        for cache, layout in zip(rows, layouts, strict=True)
+    ]
+    step.run(KVCompactor(packed, groups, layouts), run)
+    for cache, got, layout, group in zip(rows, packed, layouts, groups, strict=True):
+        after = got if layout is None else layout.read(got)
+        assert same_bytes(after, step.expected(cache, group))
+        assert not same_bytes(after, cache)

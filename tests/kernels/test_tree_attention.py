@@ -27,7 +27,6 @@ from bastion_kernels.attention.tree_attention import (
     TreeAttentionWorkspace,
     tree_attention,
     tree_attention_triton,
-    write_kv,
 )
 from bastion_kernels.attention.workspace import default_tiles
 
@@ -294,17 +293,3 @@ def test_tiles_of_gpus_with_less_shared_memory(kilobytes: int, dim: int) -> None
     requests = [Request(70, parents=random_parents(21, torch.Generator().manual_seed(dim)))]
     batch = Batch(requests, heads=(4, 2), dim=dim, page=16, dtype=torch.bfloat16, seed=dim)
     batch.check(batch.triton(tiles=tiles))
-
-
-def test_write_kv_skips_inert_rows_and_follows_strides() -> None:
-    g = torch.Generator().manual_seed(10)
-    cache = torch.full((5, 4, 2, 6), POISON).transpose(1, 2)
-    key, value = torch.randn(4, 2, 3, generator=g), torch.randn(4, 2, 3, generator=g)
-    slots = [7, -1, 19, 0]
-    write_kv(key, value, cache, torch.tensor(slots))
-    for row, slot in enumerate(slots):
-        if slot >= 0:
-            got = cache[slot // 4, :, slot % 4]
-            assert torch.equal(got, torch.cat([key[row], value[row]], 1))
-            cache[slot // 4, :, slot % 4] = POISON
-    assert bool((cache == POISON).all())

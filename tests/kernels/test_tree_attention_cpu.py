@@ -1,70 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU's attention has of its own: long chunks, contexts in parts, the bits of a path."""
+"""What the CPU's attention has of its own: packed caches, tiles of tokens, the bits of a path."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from attention_batch import POISON, Batch, Request, random_parents
+from attention_batch import Batch, Request, chain, mixed, random_parents, star
+from torch import Tensor
 
 import bastion_kernels.attention.cpu as cpu_module
-from bastion_kernels.attention.cpu import write_kv_cpu
-from bastion_kernels.attention.tree_attention import write_kv, write_kv_reference
+from bastion_kernels.attention.cpu_layout import (
+    AMX,
+    OTHER,
+    VECTOR,
+    KVLayout,
+    _by_tiles,
+    _by_vectors,
+    learn_layout,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's version")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("columns", "in_cache"), [(2**15, 2**20), (11, 0), (16, 2**20)])
-def test_cpu_parts_of_long_prompts_and_contexts(
-    dtype: torch.dtype, columns: int, in_cache: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_module, "_COLUMNS", columns)
-    monkeypatch.setattr(cpu_module, "_IN_CACHE", in_cache)
+def any_layout(page: int, dim: int) -> KVLayout:
+    g = torch.Generator().manual_seed(page)
+    return KVLayout(torch.randperm(page * 2 * dim, generator=g).view(page, 2 * dim).int())
+
+
+def make(kind: int, page: int, dim: int) -> KVLayout:
+    if kind == OTHER:
+        return any_layout(page, dim)
+    layout = KVLayout((_by_tiles if kind == AMX else _by_vectors)(page, dim))
+    assert layout.kind == kind
+    return layout
+
+
+def long_and_short() -> list[Request]:
+    """Several tiles of context, tails that begin anywhere, a chunk that ends in a tree."""
     g = torch.Generator().manual_seed(12)
-    requests = [
+    return [
         Request(37, chunk=100),
-        Request(0, chunk=130),
         Request(19, chunk=70, parents=random_parents(9, g)),
-        Request(150, chunk=1),
+        Request(541, parents=random_parents(40, g)),
         Request(0, chunk=1),
-        Request(61, parents=random_parents(40, g)),
+        Request(288, parents=chain(16)),
+        Request(150, chunk=1),
     ]
-    for strided in (False, True):
-        batch = Batch(requests, heads=(6, 2), dim=32, dtype=dtype, strided=strided)
-        batch.check(batch.cpu())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cpu_gives_a_path_the_bits_of_a_chain_of_as_many_rows(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("matrix", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "page", "dim", "heads"),
+    [
+        (torch.bfloat16, AMX, 32, 64, (4, 2)),
+        (torch.bfloat16, AMX, 128, 32, (7, 1)),
+        (torch.float32, VECTOR, 64, 32, (3, 3)),
+        (torch.float32, VECTOR, 32, 96, (4, 2)),
+        (torch.bfloat16, VECTOR, 32, 32, (4, 2)),
+        (torch.float32, AMX, 32, 32, (2, 1)),
+        (torch.float16, OTHER, 16, 80, (2, 1)),
+        (torch.float32, OTHER, 48, 16, (4, 2)),
+    ],
+)
+def test_packed_caches(
+    dtype: torch.dtype, kind: int, page: int, dim: int, heads: tuple[int, int], matrix: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if matrix and not (kind == AMX and dtype == torch.bfloat16 and cpu_module._has_tiles()):
+        pytest.skip("by vectors anyway")
+    monkeypatch.setattr(cpu_module, "_has_tiles", lambda: matrix)
+    batch = Batch(long_and_short(), heads=heads, dim=dim, page=page, dtype=dtype)
+    batch.layout = make(kind, page, dim)
+    batch.check(batch.cpu())
+    batch = Batch(mixed(1), dim=dim, page=page, dtype=dtype, window=9, sinks=True, softcap=0.8)
+    batch.layout = make(kind, page, dim)
+    batch.check(batch.cpu())
+
+
+def test_a_tail_of_several_tiles() -> None:
+    g = torch.Generator().manual_seed(14)
+    requests = [Request(40, parents=random_parents(600, g)), Request(7, parents=star(300))]
+    batch = Batch(requests, heads=(2, 1), dim=32, page=32)
+    batch.layout = make(VECTOR, 32, 32)
+    batch.check(batch.cpu())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, VECTOR), (torch.bfloat16, AMX), (torch.bfloat16, OTHER)]
+)
+@pytest.mark.parametrize("window", [0, 60, 400])
+def test_a_path_has_the_bits_of_a_chain_of_any_length(
+    dtype: torch.dtype, kind: int, window: int
+) -> None:
     g = torch.Generator().manual_seed(13)
-    requests = [Request(300, parents=random_parents(16, g))]
-    tree = Batch(requests, heads=(4, 2), dim=64, page=16, dtype=dtype)
-    chained = Batch([Request(300, chunk=16)], heads=(4, 2), dim=64, page=16, dtype=dtype)
+    sizes = {"heads": (4, 2), "dim": 64, "page": 32, "dtype": dtype, "window": window}
+    tree = Batch([Request(700, parents=random_parents(33, g))], **sizes)
+    tree.layout = make(kind, 32, 64)
     got, request = tree.cpu(), tree.requests[0]
-    context = torch.arange(300)
-    for node in range(16):
-        path = [c - 300 for c in request.visible(node)[300:]]
-        order = torch.tensor(path + [n for n in range(16) if n not in path])
-        chained.query[:16] = tree.query[order]
-        for rows, sources in ((context, context), (300 + torch.arange(16), 300 + order)):
-            source = tree.kv[tree.table[0, sources // 16].long(), :, sources % 16]
-            chained.kv[chained.table[0, rows // 16].long(), :, rows % 16] = source
+    for node in range(33):
+        columns = torch.tensor(request.visible(node))
+        path = columns[700:] - 700
+        chained = Batch([Request(700, chunk=len(path))], **sizes)
+        chained.layout = tree.layout
+        chained.query[: len(path)] = tree.query[path]
+        rows = torch.arange(len(columns))
+        source = tree.kv[tree.table[0, columns // 32].long(), :, columns % 32]
+        chained.kv[chained.table[0, rows // 32].long(), :, rows % 32] = source
         assert torch.equal(got[path], chained.cpu()[: len(path)])
 
 
-@pytest.mark.parametrize("run", [write_kv, write_kv_reference, write_kv_cpu])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_write_kv_versions_agree(run, dtype: torch.dtype) -> None:
-    g = torch.Generator().manual_seed(11)
-    cache = torch.full((9, 3, 8, 20), POISON, dtype=dtype)
-    qkv = torch.randn(30, 9, 10, generator=g).to(dtype)
-    key, value = qkv[:, 3:6], qkv[:, 6:]  # as vLLM has them: slices of the projection
-    slots = torch.randperm(72, generator=g)[:27]
-    slots[::5] = -1
-    expected = cache.clone()
-    for row, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            expected[slot // 8, :, slot % 8] = torch.cat([key[row], value[row]], 1)
-    run(key, value, cache, slots)
-    assert torch.equal(cache, expected)
+def test_threads_change_no_bit() -> None:
+    batch = Batch(long_and_short(), heads=(4, 2), dim=32, page=32, dtype=torch.bfloat16)
+    batch.layout = make(AMX, 32, 32)
+    threads, got = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            got.append(batch.cpu().clone())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[0], got[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("page", "dim"), [(16, 80), (128, 128), (512, 96)])
+def test_a_layout_is_learned_from_what_writes_it(dtype: torch.dtype, page: int, dim: int) -> None:
+    layout = any_layout(page, dim)
+
+    def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        rows = torch.cat([key, value], 2).transpose(0, 1)[None]
+        cache.copy_(layout.write(rows[:, :, slots]))
+
+    learned = learn_layout(write, page, dim, dtype)
+    assert torch.equal(learned.places, layout.places)
+    rows = torch.randn(3, 2, page, 2 * dim).to(dtype)
+    assert torch.equal(learned.read(learned.write(rows)), rows)
+
+
+def test_a_cache_that_is_not_exact_is_refused() -> None:
+    def rounding(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        cache[0, 0] = torch.cat([key, value], 2)[:, 0].bfloat16()
+
+    with pytest.raises(ValueError, match="as they are"):
+        learn_layout(rounding, 32, 32, torch.float32)

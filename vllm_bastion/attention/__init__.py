@@ -3,7 +3,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.attention.backend import AttentionBackend
+
+from bastion_kernels import KVLayout
+
+
+def packing(layer: Any) -> KVLayout | None:
+    """How the blocks of a target layer's KV cache are packed; None = in rows."""
+    of = getattr(layer.impl, "cache_layout", None)
+    return None if of is None else of(layer, layer.kv_cache)
 
 
 def tree_backend(backend: type[AttentionBackend]) -> type[AttentionBackend]:

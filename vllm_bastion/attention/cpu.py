@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's attention on CPU machines, over a paged cache of rows.
+"""The target's attention on a CPU: our loops where there are drafts, else vLLM's C++ kernel.
 
-vLLM's C++ kernel has no mask argument and packs its blocks in a layout private to it, in which a
-token's keys are not a row. This backend keeps rows (so that compaction is a row copy) and reads
-the tree from its metadata. It serves the target's layers only: the drafter keeps vLLM's kernel.
+The cache is vLLM's own, in the layout that its kernel has for the instruction set at hand; what it
+is, its op for writing is asked (`learn_layout`). So prompts and plain rows cost what they cost
+without us and get the same numbers, whatever else is in the batch. Drafts, trees and chains alike,
+take our loops, in which a row's result depends on its path only. The drafter keeps vLLM's kernel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 
+import numpy as np
 import torch
+from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -19,14 +25,53 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from bastion_kernels import tree_attention, write_kv
+from bastion_kernels import KVLayout, learn_layout, tree_attention
 from vllm_bastion.step.trees import Trees
+
+
+@lru_cache
+def cache_layout(isa: str, page: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
+    """How vLLM's kernels for an instruction set pack a block.
+
+    Raises:
+        ValueError: they do not keep keys and values as they are.
+    """
+
+    def write(
+        key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        keys, values = kv_cache.view(1, 1, 2 * page, head_dim).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
+
+    return learn_layout(write, page, head_dim, dtype)
+
+
+@dataclass
+class Part:
+    """Neighbours in the batch that one kernel serves."""
+
+    requests: slice
+    rows: slice
+    # For vLLM's kernel; None for ours.
+    plain: CPUAttentionMetadata | None
+    query_start_loc: torch.Tensor
 
 
 @dataclass
 class TreeCPUAttentionMetadata(CPUAttentionMetadata):
     # Set by BastionModelState.prepare_attn; None for a batch that it did not prepare.
     trees: Trees | None = None
+    common: CommonAttentionMetadata | None = None
+    builder: TreeCPUAttentionMetadataBuilder | None = None
+    _parts: list[Part] = field(default_factory=list)
+
+    def parts(self) -> list[Part]:
+        """The batch by what serves it, worked out by the first layer that asks."""
+        if not self._parts:
+            assert self.builder is not None and self.common is not None
+            assert self.trees is not None, "a batch reached the target's layers without its trees"
+            self._parts = list(self.builder.split(self.common, self.trees.step_drafts > 0))
+        return self._parts
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -36,7 +81,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TreeCPUAttentionMetadata:
-        # Without the base class's scheduler metadata: only its C++ kernel reads that.
+        # Without the base class's scheduler metadata: which rows its kernel gets is not known yet.
         common = common_attn_metadata
         return TreeCPUAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -47,23 +92,41 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
+            common=common,
+            builder=self,
         )
+
+    def split(self, common: CommonAttentionMetadata, drafted: np.ndarray) -> Iterator[Part]:
+        """drafted: [R] bool, which requests have draft rows."""
+        starts = common.query_start_loc
+        bounds = [0, *(np.flatnonzero(np.diff(drafted)) + 1).tolist(), common.num_reqs]
+        for first, last in pairwise(bounds):
+            rows = slice(*starts[[first, last]].tolist())
+            part = Part(slice(first, last), rows, None, starts[first : last + 1] - rows.start)
+            if not drafted[first]:
+                part.plain = super().build(
+                    0,
+                    replace(
+                        common,
+                        num_reqs=last - first,
+                        num_actual_tokens=rows.stop - rows.start,
+                        query_start_loc=part.query_start_loc,
+                        seq_lens=common.seq_lens[part.requests],
+                        block_table_tensor=common.block_table_tensor[part.requests],
+                        slot_mapping=common.slot_mapping[rows],
+                    ),
+                )
+            yield part
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.tree_sinks = None if self.sinks is None else self.sinks.float()
 
-    def do_kv_cache_update(
-        self,
-        layer: torch.nn.Module,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        rows = slot_mapping.shape[0]
-        write_kv(key[:rows], value[:rows], kv_cache, slot_mapping)
+    def cache_layout(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> KVLayout:
+        """kv_cache: [blocks, Hkv, block_size, 2d]."""
+        isa: str = layer.isa
+        return cache_layout(isa, kv_cache.shape[2], kv_cache.shape[3] // 2, kv_cache.dtype)
 
     def forward(
         self,
@@ -82,25 +145,32 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             # The memory-profiling run: what is in fresh memory would become logits.
             return output.fill_(0)
         trees = attn_metadata.trees
-        assert trees is not None, "a batch reached the target's layers without its trees"
-        num_reqs = attn_metadata.seq_lens.shape[0]
-        rows = attn_metadata.num_actual_tokens
-        tree_attention(
-            query[:rows],
-            kv_cache,
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            trees.tail_lens[:num_reqs],
-            trees.step_slots[:num_reqs],
-            trees.bits,
-            self.scale,
-            output[:rows],
-            softcap=self.logits_soft_cap,
-            window=max(self.sliding_window, 0),
-            sinks=self.tree_sinks,
-            depths=trees.depths,
-        )
+        for part in attn_metadata.parts():
+            rows, requests = part.rows, part.requests
+            if part.plain is not None:
+                super().forward(
+                    layer, query[rows], key, value, kv_cache, part.plain, output[rows],
+                    output_scale, output_block_scale,
+                )  # fmt: skip
+                continue
+            assert trees is not None
+            tree_attention(
+                query[rows],
+                kv_cache,
+                attn_metadata.block_table[requests],
+                part.query_start_loc,
+                attn_metadata.seq_lens[requests],
+                trees.tail_lens[requests],
+                trees.step_slots[requests],
+                trees.bits,
+                self.scale,
+                output[rows],
+                softcap=self.logits_soft_cap,
+                window=max(self.sliding_window, 0),
+                sinks=self.tree_sinks,
+                depths=trees.depths,
+                layout=self.cache_layout(layer, kv_cache),
+            )
         return output
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -31,6 +32,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from bastion_kernels import KVCompactor
+from vllm_bastion.attention import packing
 from vllm_bastion.step.processors import has_unknown
 from vllm_bastion.step.runtime import Runtime
 from vllm_bastion.step.sampler import TreeRejectionSampler
@@ -131,6 +133,7 @@ class BastionModelState(DefaultModelState):
         trees, drafts = self.trees, batch.num_draft_tokens_per_req
         if drafts is None:
             # A dummy batch, or a step without drafts.
+            trees.step_drafts = np.zeros(batch.num_reqs, dtype=np.int32)
             trees.begin_step(batch.idx_mapping)
             return
         scheduled = batch.num_scheduled_tokens
@@ -177,8 +180,9 @@ class BastionModelState(DefaultModelState):
 
     def _bound_compactor(self) -> KVCompactor:
         if self._compactor is None:
-            layers = self._target_layers.values()
-            self._compactor = KVCompactor([la.kv_cache for la, _ in layers], [g for _, g in layers])
+            layers, groups = zip(*self._target_layers.values(), strict=True)
+            caches = [layer.kv_cache for layer in layers]
+            self._compactor = KVCompactor(caches, groups, [packing(layer) for layer in layers])
         return self._compactor
 
     def postprocess_state(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bastion_kernels.attention.cpu_layout import KVLayout
 from bastion_kernels.native import njit
 
 __all__ = ["CompactPlan", "accept_path_cpu", "compact_cpu", "gather_rows_cpu"]
@@ -92,17 +93,50 @@ def _compact(caches, groups, slot_mappings, query_start_loc, cu_num_logits, path
                             ]
 
 
-class CompactPlan:
-    """NumPy views of the caches, by dtype and layout: Numba iterates over equal types only."""
+@njit
+def _compact_packed(caches, groups, places, slot_mappings, query_start_loc, cu_num_logits, path):
+    """Caches: equal views [blocks, heads, page * columns]; places: [page, columns]."""
+    page, columns = places.shape
+    for r in range(path.shape[0]):
+        tail = cu_num_logits[r + 1] - cu_num_logits[r]
+        root = query_start_loc[r + 1] - tail
+        for depth in range(path.shape[1]):
+            node = path[r, depth]
+            if node < 0 or node >= tail:
+                break
+            if node == depth:
+                continue
+            for i, cache in enumerate(caches):
+                source = slot_mappings[groups[i], root + node]
+                target = slot_mappings[groups[i], root + depth]
+                if source >= 0 and target >= 0:
+                    from_block, from_row = divmod(source, page)
+                    to_block, to_row = divmod(target, page)
+                    for head in range(cache.shape[1]):
+                        taken, given = cache[from_block, head], cache[to_block, head]
+                        for column in range(columns):
+                            given[places[to_row, column]] = taken[places[from_row, column]]
 
-    def __init__(self, entries: Sequence[tuple[Tensor, int]]) -> None:
-        kinds: dict[object, tuple[list[np.ndarray], list[int]]] = {}
-        for cache, group in entries:
-            view = cache.numpy()
-            caches, groups = kinds.setdefault((view.dtype, view.flags.c_contiguous), ([], []))
+
+class CompactPlan:
+    """NumPy views of the caches, by dtype and layout: Numba iterates over equal types only.
+
+    layouts: how each cache is packed, None for rows.
+    """
+
+    def __init__(
+        self, entries: Sequence[tuple[Tensor, int]], layouts: Sequence[KVLayout | None]
+    ) -> None:
+        kinds: dict[object, tuple[list[np.ndarray], list[int], KVLayout | None]] = {}
+        for (cache, group), layout in zip(entries, layouts, strict=True):
+            view = (cache if layout is None else cache.flatten(2)).numpy()
+            if layout is not None and not np.shares_memory(view, cache.numpy()):
+                raise ValueError("KVCompactor: the heads of a packed cache must be contiguous")
+            key = view.dtype, view.flags.c_contiguous, layout
+            caches, groups, _ = kinds.setdefault(key, ([], [], layout))
             caches.append(view)
             groups.append(group)
-        self.kinds = [(tuple(c), np.array(g)) for c, g in kinds.values()]
+        self.kinds = [(tuple(c), np.array(g), layout) for c, g, layout in kinds.values()]
 
 
 def compact_cpu(
@@ -114,5 +148,8 @@ def compact_cpu(
 ) -> None:
     """Row by row; see `KVCompactor.compact`."""
     step = [x.numpy() for x in (slot_mappings, query_start_loc, cu_num_logits, path)]
-    for caches, groups in plan.kinds:
-        _compact(caches, groups, *step)
+    for caches, groups, layout in plan.kinds:
+        if layout is None:
+            _compact(caches, groups, *step)
+        else:
+            _compact_packed(caches, groups, layout.places.numpy(), *step)

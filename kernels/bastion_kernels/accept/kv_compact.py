@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.accept.cpu import CompactPlan, compact_cpu
+from bastion_kernels.attention.cpu_layout import KVLayout
 from bastion_kernels.checks import check, on_gpu, version_for
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -160,6 +161,7 @@ class KVCompactor:
         caches: vLLM's logical views `[blocks, heads, block_size, C]` (`layer.kv_cache`), any
             strides with a contiguous last dimension, any dtype, all on one device.
         groups: KV-cache group of each cache, i.e. its row of `slot_mappings`.
+        layouts: how the blocks of each cache are packed, on a CPU; None = in rows of C.
 
     A cache that appears twice (layers that share their KV) is moved once; two groups that alias
     one buffer are both moved, each by its own slots.
@@ -168,19 +170,32 @@ class KVCompactor:
         ValueError: no cache, or one that is not laid out like that.
     """
 
-    def __init__(self, caches: Sequence[Tensor], groups: Sequence[int]) -> None:
-        if not caches or len(caches) != len(groups):
-            raise ValueError(f"KVCompactor: {len(caches)} caches and {len(groups)} groups")
-        unique: dict[tuple[object, ...], tuple[Tensor, int]] = {}
-        for cache, group in zip(caches, groups, strict=True):
+    def __init__(
+        self,
+        caches: Sequence[Tensor],
+        groups: Sequence[int],
+        layouts: Sequence[KVLayout | None] | None = None,
+    ) -> None:
+        layouts = [None] * len(caches) if layouts is None else layouts
+        if not caches or not len(caches) == len(groups) == len(layouts):
+            raise ValueError(
+                f"KVCompactor: {len(caches)} caches, {len(groups)} groups and {len(layouts)} "
+                "layouts"
+            )
+        unique: dict[tuple[object, ...], tuple[Tensor, int, KVLayout | None]] = {}
+        for cache, group, layout in zip(caches, groups, layouts, strict=True):
             check("KVCompactor", "a cache", cache, (None, None, None, None), cache.dtype)
             if cache.shape[0] * cache.shape[2] >= 2**31:
                 raise ValueError(f"KVCompactor: {cache.shape[0]} blocks have too many slots")
             key = (group, cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
-            unique.setdefault(key, (cache.view(_INTEGERS[cache.element_size()]), group))
-        self.entries = list(unique.values())
+            if layout is not None and (on_gpu(cache) or layout.places.shape != cache.shape[2:]):
+                raise ValueError("KVCompactor: a layout that is not of this cache")
+            integers = cache.view(_INTEGERS[cache.element_size()])
+            unique.setdefault(key, (integers, group, layout))
+        self.entries = [(cache, group) for cache, group, _ in unique.values()]
+        self.layouts = [layout for _, _, layout in unique.values()]
         on_host = not on_gpu(self.entries[0][0])
-        self._plan = CompactPlan(self.entries) if on_host else None
+        self._plan = CompactPlan(self.entries, self.layouts) if on_host else None
         self._launches = self._make_launches()
 
     def _make_launches(self) -> list[_Launch]:
@@ -209,11 +224,17 @@ class KVCompactor:
         live = ((path >= 0) & (path < tail)).long().cumprod(1).bool() & (path != depth)
         source_rows = (root + path)[live]
         target_rows = (root + depth)[live]
-        for cache, group in self.entries:
+        for (cache, group), layout in zip(self.entries, self.layouts, strict=True):
             source, target = slot_mappings[group][source_rows], slot_mappings[group][target_rows]
             keep = (source >= 0) & (target >= 0)
             source, target, page = source[keep], target[keep], cache.shape[2]
-            cache[target // page, :, target % page] = cache[source // page, :, source % page]
+            if layout is None:
+                cache[target // page, :, target % page] = cache[source // page, :, source % page]
+                continue
+            heads, places = torch.arange(cache.shape[1])[:, None], layout.places.long()
+            blocks = cache.flatten(2)
+            held = blocks[(source // page)[:, None, None], heads, places[source % page][:, None]]
+            blocks[(target // page)[:, None, None], heads, places[target % page][:, None]] = held
 
     def compact_cpu(
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
@@ -225,7 +246,7 @@ class KVCompactor:
     def compact_triton(
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
     ) -> None:
-        """The Triton kernel; see `compact`."""
+        """The Triton kernel; see `compact`. Caches of rows only."""
         num_reqs, width = path.shape
         depths = triton.next_power_of_2(width)
         for table, layout, alignment in self._launches:

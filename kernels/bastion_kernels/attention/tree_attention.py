@@ -22,7 +22,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.cpu import SHIFTS, tree_attention_cpu, write_kv_cpu
+from bastion_kernels.attention.cpu import FORMS, tree_attention_cpu
+from bastion_kernels.attention.cpu_layout import KVLayout
 from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.plan import RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
@@ -34,8 +35,6 @@ __all__ = [
     "tree_attention",
     "tree_attention_reference",
     "tree_attention_triton",
-    "write_kv",
-    "write_kv_reference",
 ]
 
 # Accumulating one precision above the input makes the rounded result independent of where a node's
@@ -43,35 +42,8 @@ __all__ = [
 _MATH = {torch.float32: torch.float64, torch.float64: torch.float64}
 # rows of one request that are scored at once, to bound the memory of a long prefill chunk
 _ROW_CHUNK = 256
-# rows of a step that are stored one by one on a CPU
-_FEW_ROWS = 1024
 # partial results in flight while they are merged, plus one
 _MERGE_STAGES = 3
-
-
-def write_kv_reference(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """One index; see `write_kv`."""
-    num_rows, size, dim = slot_mapping.shape[0], kv_cache.shape[2], key.shape[2]
-    live = slot_mapping >= 0
-    slots = slot_mapping[live]
-    block, offset = slots // size, slots % size
-    kv_cache[..., :dim][block, :, offset] = key[:num_rows][live].to(kv_cache.dtype)
-    kv_cache[..., dim:][block, :, offset] = value[:num_rows][live].to(kv_cache.dtype)
-
-
-def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store this step's keys and values in the paged cache; rows with slot -1 are skipped.
-
-    Args:
-        key, value: `[>= T, Hkv, d]`.
-        kv_cache: `[blocks, Hkv, block_size, 2d]`, keys in `[..., :d]`, values in `[..., d:]`.
-        slot_mapping: `[T]` int64, block * block_size + offset, or -1.
-    """
-    fits = key.dtype == value.dtype == kv_cache.dtype
-    # Numba copies on one thread: many rows are PyTorch's
-    small = HAVE_NUMBA and not on_gpu(key) and slot_mapping.shape[0] <= _FEW_ROWS
-    run = write_kv_cpu if small and fits and key.element_size() in (2, 4) else write_kv_reference
-    run(key, value, kv_cache, slot_mapping)
 
 
 def _visible(
@@ -299,6 +271,7 @@ def tree_attention(
     depths: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    layout: KVLayout | None = None,
     workspace: TreeAttentionWorkspace | None = None,
 ) -> None:
     """Attention of every row of the step over its request's cached rows.
@@ -322,6 +295,7 @@ def tree_attention(
         sinks: `[Hq]` float32, a score of each head that takes part in its softmax.
         depths: `[S, N]` int32, depth of each draft node; needed for a window.
         k_scale, v_scale: `[1]` float32, factors of an fp8 cache's keys and values.
+        layout: how the blocks of a CPU's cache are packed; None = in rows, as above.
         workspace: buffers already planned for this step (`TreeAttentionWorkspace.plan`), needed
             inside a CUDA graph. Without them the CUDA path allocates and plans by itself. The
             CPU path needs none.
@@ -338,14 +312,17 @@ def tree_attention(
         scale, out,
     )  # fmt: skip
     if not on_gpu(query):
-        plain = softcap == 0 and window == 0 and sinks is None and kv_cache.dtype == query.dtype
-        if HAVE_NUMBA and plain and query.dtype in SHIFTS:
-            tree_attention_cpu(*args)
-        else:
-            tree_attention_reference(
-                *args, softcap=softcap, window=window, sinks=sinks, depths=depths, k_scale=k_scale,
-                v_scale=v_scale,
-            )  # fmt: skip
+        if HAVE_NUMBA and query.dtype == kv_cache.dtype and query.dtype in FORMS:
+            tree_attention_cpu(
+                *args, softcap=softcap, window=window, sinks=sinks, depths=depths, layout=layout
+            )
+            return
+        if layout is not None:
+            args = (query, layout.read(kv_cache), *args[2:])
+        tree_attention_reference(
+            *args, softcap=softcap, window=window, sinks=sinks, depths=depths, k_scale=k_scale,
+            v_scale=v_scale,
+        )  # fmt: skip
         return
     if workspace is None:
         workspace = TreeAttentionWorkspace(

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a token's key and value lie in a block of a KV cache on a CPU.
+
+vLLM's C++ kernel packs the tokens of a block for the vector or matrix unit at hand, differently for
+every instruction set. Nothing here knows those formats by heart: the op that writes them is asked
+to write numbered elements, and where each came to lie is the layout. The formats that the attention
+reads fast are then recognised; any other is read element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["AMX", "OTHER", "VECTOR", "KVLayout", "learn_layout"]
+
+OTHER, VECTOR, AMX = range(3)
+
+_DIGIT = 15  # bits of a number that any two-byte element holds
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def _rows(page: int, dim: int) -> Tensor:
+    return torch.arange(page * 2 * dim, dtype=torch.int32).view(page, 2 * dim)
+
+
+def _by_vectors(page: int, dim: int) -> Tensor:
+    """Keys [dim, page], then values [page, dim]."""
+    token, channel = torch.arange(page)[:, None], torch.arange(dim)
+    keys, values = channel * page + token, page * dim + token * dim + channel
+    return torch.cat([keys, values], 1).int()
+
+
+def _by_tiles(page: int, dim: int) -> Tensor:
+    """Keys of 16 tokens by pairs of channels; values of 16 channels by pairs of tokens."""
+    token, channel = torch.arange(page)[:, None], torch.arange(dim)
+    keys = token // 16 * 16 * dim + channel // 2 * 32 + token % 16 * 2 + channel % 2
+    values = channel // 16 * 16 * page + token // 2 * 32 + channel % 16 * 2 + token % 2
+    return torch.cat([keys, page * dim + values], 1).int()
+
+
+@dataclass(frozen=True, eq=False)
+class KVLayout:
+    """How one head's part of a block is arranged.
+
+    places: `[block_size, 2d]` int32: where, counted in elements from the part's beginning, a token
+    has its key's (first d columns) and its value's channels.
+    """
+
+    places: Tensor
+
+    @property
+    def page(self) -> int:
+        return self.places.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.places.shape[1] // 2
+
+    @cached_property
+    def kind(self) -> int:
+        """Which fast way of reading there is: AMX, VECTOR or OTHER."""
+        page, dim = self.page, self.head_dim
+        if page % 32 or dim % 32:
+            return OTHER
+        if torch.equal(self.places, _by_vectors(page, dim)):
+            return VECTOR
+        return AMX if torch.equal(self.places, _by_tiles(page, dim)) else OTHER
+
+    @classmethod
+    def rows(cls, page: int, dim: int, stride: int | None = None) -> KVLayout:
+        """A token's key and value side by side, tokens `stride` elements apart (default 2d)."""
+        if stride is None:
+            return cls(_rows(page, dim))
+        return cls(torch.arange(page, dtype=torch.int32)[:, None] * stride + _rows(1, dim))
+
+    def read(self, kv_cache: Tensor) -> Tensor:
+        """A packed cache `[blocks, Hkv, block_size, 2d]` as rows, a copy of the same shape."""
+        return kv_cache.flatten(2)[:, :, self.places.long()]
+
+    def write(self, rows: Tensor) -> Tensor:
+        """The inverse of `read`."""
+        packed = torch.empty_like(rows)
+        packed.view(*rows.shape[:2], -1)[:, :, self.places.long()] = rows
+        return packed
+
+
+def learn_layout(
+    write: Callable[[Tensor, Tensor, Tensor, Tensor], None], page: int, dim: int, dtype: torch.dtype
+) -> KVLayout:
+    """The layout of an op that writes keys and values to a cache.
+
+    Args:
+        write: called with key and value `[page, 1, d]`, a cache `[1, 1, page, 2d]` of zeros, and
+            slots `[page]` int64.
+
+    Raises:
+        ValueError: it does not put every element in a place of its own, unchanged.
+    """
+    kind, rows = _INTEGERS[dtype.itemsize], _rows(page, dim) + 1
+    found = torch.zeros(page * 2 * dim, dtype=torch.int64)
+    # digit by digit, as an element of two bytes cannot hold all numbers
+    for shift in range(0, int(rows.max()).bit_length(), _DIGIT):
+        digits = (rows >> shift & 2**_DIGIT - 1).to(kind).view(dtype)[:, None]
+        cache = torch.zeros(1, 1, page, 2 * dim, dtype=dtype)
+        write(digits[..., :dim], digits[..., dim:], cache, torch.arange(page))
+        found |= cache.view(kind).flatten().long() << shift
+    places = torch.empty(page * 2 * dim, dtype=torch.int64)
+    numbers = torch.arange(1, found.numel() + 1)
+    if not torch.equal(found.sort().values, numbers):
+        raise ValueError("the KV cache does not hold keys and values as they are")
+    places[found - 1] = numbers - 1
+    return KVLayout(places.view(page, 2 * dim).int())

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own CPU kernels write and read the cache that our ops read and move rows in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from bastion_kernels import KVCompactor, tree_attention
+from bastion_kernels.attention.cpu_layout import OTHER
+from vllm_bastion.attention.cpu import cache_layout
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU's kernels")
+PAGE, HEADS, KV_HEADS = 32, 4, 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.float32, 80)]
+)
+def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int) -> None:
+    current_platform.import_kernels()
+    torch.cpu._init_amx()  # as an engine's first matrix product does
+    torch.manual_seed(0)
+    isa = _get_attn_isa(dtype, PAGE, dim, "auto")
+    layout = cache_layout(isa, PAGE, dim, dtype)
+    if dim == 64 and isa in ("amx", "vec"):
+        assert layout.kind != OTHER, "vLLM's format has changed: it is read slowly"
+    # a chain of 20 rows, a chunk of 100, one row
+    rows, lengths = [20, 100, 1], [320, 100, 77]
+    pages = [-(-length // PAGE) for length in lengths]
+    table = torch.zeros(3, max(pages), dtype=torch.int32)
+    order = torch.randperm(sum(pages)).int()
+    slots, total = [], 0
+    for r, count in enumerate(pages):
+        table[r, :count] = order[total : total + count]
+        total += count
+        places = torch.arange(lengths[r])
+        slots.append(table[r, places // PAGE].long() * PAGE + places % PAGE)
+    shape = (sum(pages), KV_HEADS, PAGE, 2 * dim)
+    cache = torch.zeros(shape, dtype=dtype)
+    keys, values = cache.view(shape[0], KV_HEADS, 2 * PAGE, dim).chunk(2, dim=2)
+    kv = torch.randn(2, sum(lengths), KV_HEADS, dim).to(dtype)
+    ops.cpu_attn_reshape_and_cache(kv[0], kv[1], keys, values, torch.cat(slots), isa)
+    assert torch.equal(
+        layout.read(cache).transpose(1, 2).flatten(0, 1)[torch.cat(slots)],
+        torch.cat([kv[0], kv[1]], 2),
+    )
+    starts = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32)
+    seq_lens, scale = torch.tensor(lengths, dtype=torch.int32), dim**-0.5
+    query = torch.randn(sum(rows), HEADS, dim).to(dtype)
+    got, want = torch.empty_like(query), torch.empty_like(query)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        3, HEADS, KV_HEADS, dim, seq_lens, dtype, starts, True, -1, isa, True
+    )
+    ops.cpu_attention_with_kv_cache(
+        query, keys, values, want, starts, seq_lens, scale, True, None, -1, table, 0.0, plan,
+        None,
+    )  # fmt: skip
+    nothing = torch.zeros(3, dtype=torch.int32)
+    tree_attention(
+        query, cache, table, starts, seq_lens, nothing, torch.full((3,), -1),
+        torch.zeros(1, 1, 1, dtype=torch.int32), scale, got, layout=layout,
+    )  # fmt: skip
+    error = 2e-2 if dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(got, want, atol=error, rtol=error)
+
+    # the accepted path of the first: rows 0, 2, 7 of its tail become its first three
+    step = torch.cat([torch.cat(slots)[300:320], torch.zeros(1, dtype=torch.int64)])[None]
+    one = torch.tensor([0, 20], dtype=torch.int32)
+    path = torch.tensor([[0, 2, 7, -1]], dtype=torch.int32)
+    before = layout.read(cache).transpose(1, 2).flatten(0, 1)
+    KVCompactor([cache], [0], [layout]).compact(step, one, one, path)
+    after = layout.read(cache).transpose(1, 2).flatten(0, 1)
+    want = before.clone()
+    want[slots[0][301]], want[slots[0][302]] = before[slots[0][302]], before[slots[0][307]]
+    assert torch.equal(after, want)
