@@ -18,9 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.costs import write_costs
 from benchmarks.engine import (
-    ROWS,
     TINY,
     Completion,
     Engine,
@@ -34,7 +32,6 @@ from benchmarks.engine import (
 )
 from benchmarks.probes import SeenTree
 from benchmarks.progress import Progress
-from benchmarks.replay.costs import paper_a100
 
 PROMPTS = ("code-made-05", "arithmetic-15", "chat-20")
 NODES, TOKENS, WIDTH = 63, 64, 100
@@ -65,12 +62,15 @@ def decode(target: Path, drafter: Path, requests: list[Request]) -> dict[str, Ru
     """One engine after the other, each in its own process."""
     runs = {}
     with tempfile.TemporaryDirectory() as folder:
-        costs = write_costs(paper_a100(ROWS), Path(folder) / "a100.json")
-        tree = bastion(drafter, NODES, "adaptive", calibration=costs, latency_model="table")
         engines = {
-            "plain": Engine(None, target),
-            "dflash": Engine(dflash(drafter), target),
-            "bastion": Engine(tree, target, probe="benchmarks.probes:trees"),
+            "plain": Engine(None, target, timed=True),
+            "dflash": Engine(dflash(drafter), target, timed=True),
+            "bastion": Engine(
+                bastion(drafter, NODES, "adaptive", calibration=str(Path(folder) / "costs.json")),
+                target,
+                timed=True,
+                probe="benchmarks.probes:trees",
+            ),
         }
         for name, engine in engines.items():
             progress = Progress(f"{name:7s}")
@@ -110,10 +110,10 @@ def print_numbers(prompts: list[dict[str, str]], runs: dict[str, Run]) -> None:
     notes = (
         "Forwards are the target's, all prompts together, those of the prompts themselves left"
         " out; verified: mean draft tokens (tree nodes) checked in one. bastion chose the number of"
-        f" nodes each step, at most {NODES}, by the step costs that the paper prints for an A100."
-        " Wall-clock is one run of eager engines on this CPU, of three prompts and with costs that"
-        " are not its own: no claim about speed. The models are toys, right about as often as real"
-        " ones agree; the README has the table over 90 prompts."
+        f" nodes each step, at most {NODES}, by what its steps cost here, measured at its start."
+        " Wall-clock is one run of eager engines, one thread: the README has the table over 90"
+        " prompts in vLLM's default mode. The models are toys, right about as often as real ones"
+        " agree."
     )
     print(_style("note", _fill(notes)))
 

@@ -37,8 +37,9 @@ ROWS = 128
 
 # One thread: with tensors this small, waking more costs more than they do. Model Runner V2 for
 # every method, so that seeded draws are the same.
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    _RUNNER: "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -72,6 +73,7 @@ class Engine:
         speculative: vLLM's `speculative_config`, or None for plain decoding.
         probe: `module:function`, called in the engine's process with its `LLM` before the first
             request; what it returns is called after the last one, for `Run.probed`.
+        timed: with the model runner that vLLM chooses itself, and a request before the first one.
     """
 
     speculative: dict[str, Any] | None = None
@@ -80,6 +82,7 @@ class Engine:
     max_num_batched_tokens: int = ROWS
     max_model_len: int = 512
     probe: str | None = None
+    timed: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `LLM`."""
@@ -188,7 +191,9 @@ def run_engine(
     """
     from benchmarks.engine_process import serve
 
-    os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
+    for name, value in _ENVIRONMENT.items():
+        if not (engine.timed and name == _RUNNER):
+            os.environ.setdefault(name, value)
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
