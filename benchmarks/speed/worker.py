@@ -212,11 +212,13 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float]], None]) -> 
     if runtime is None or runtime.timer is None:
         return
     # Here, so that engines without the plugin never import it.
+    from vllm.distributed.parallel_state import get_world_group
+
     from vllm_bastion.cost.calibration import calibrate
-    from vllm_bastion.cost.measure import bare_roofline
+    from vllm_bastion.cost.engine import bare_roofline
 
     timer, trees, table = runtime.timer, runtime.trees, runtime.costs.latency.table
-    roofline = bare_roofline(runner)
+    roofline = bare_roofline(runner, get_world_group())
     curves = {} if roofline is None else {"roofline": roofline}
     if roofline is not None:
         curves["calibrated"] = calibrate(roofline, table.samples)

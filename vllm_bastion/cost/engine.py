@@ -20,7 +20,7 @@ from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
 from vllm_bastion.cost.agreement import of_rank_0, shared_profile
 from vllm_bastion.cost.devices import device_name, device_spec
 from vllm_bastion.cost.gate import DraftGate
-from vllm_bastion.cost.measure import CONTEXTS, measure
+from vllm_bastion.cost.measure import CONTEXTS, measure, warm_up
 from vllm_bastion.cost.next_step import StepCosts
 from vllm_bastion.cost.online import make_latency
 from vllm_bastion.cost.roofline import ModelShape, Roofline
@@ -33,6 +33,7 @@ from vllm_bastion.cost.store import (
     write_profile,
 )
 from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.envs import interpreter_requested
 from vllm_bastion.logger import init_logger
 from vllm_bastion.step.runtime import runtime_of
 
@@ -46,6 +47,8 @@ def calibrate(runner: Any) -> None:
     config = bastion_config(vllm_config)
     assert config is not None
     if config.bastion_budget != "adaptive":
+        if runner.device.type == "cpu" and not interpreter_requested():
+            warm_up(runner)
         return
     runtime = runtime_of(vllm_config)
     key = profile_key(runner)

@@ -62,11 +62,10 @@ def measure(
     if runner.device.type == "cpu":
         runner.step_timing = HostStepTimingCollector()
     trees = runtime_of(runner.vllm_config).trees
-    room = min(runner.max_num_tokens, runner.adaptive_verification.max_total_logits)
+    room = _room(runner)
     batches = runner.max_num_tokens // (1 + trees.depth)  # a drafter's block each must fit, too
     batches = max(1, min(batches, runner.max_num_reqs))
-    # A request has its context, two roots, the tree, and what is accepted of it.
-    nodes = min(trees.tree_size, runner.max_model_len - trees.depth - 4)
+    nodes = _largest_tree(runner)
     longest = max(1, runner.max_model_len - trees.depth - 3 - nodes)
     contexts = sorted({min(c, longest) for c in CONTEXTS})
     shapes = tree_shapes(nodes, room, batches)
@@ -126,6 +125,25 @@ def measure(
         error,
     )
     return Profile.from_measurement(key, table, report)
+
+
+def warm_up(runner: Any) -> None:
+    """Run a step with the largest tree: what that compiles a CPU's first request would wait for."""
+    nodes = min(_largest_tree(runner), _room(runner) - 1)
+    if nodes > 0:
+        with TreeSteps(runner).as_asked() as steps:
+            steps.run(1, nodes, 1)
+
+
+def _room(runner: Any) -> int:
+    """Most rows of a step that verifies trees."""
+    return min(runner.max_num_tokens, runner.adaptive_verification.max_total_logits)
+
+
+def _largest_tree(runner: Any) -> int:
+    # A request has its context, two roots, the tree, and what is accepted of it.
+    trees = runtime_of(runner.vllm_config).trees
+    return min(trees.tree_size, runner.max_model_len - trees.depth - 4)
 
 
 def sizes_to_measure(captured: list[int], max_rows: int) -> list[int]:
