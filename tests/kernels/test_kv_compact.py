@@ -217,7 +217,7 @@ def test_refusals_name_the_argument() -> None:
     cache = make_cache(3, 2, 4, 8, torch.bfloat16, "BHN", 10)
     with pytest.raises(ValueError, match="0 caches"):
         KVCompactor([], [])
-    with pytest.raises(ValueError, match="1 caches and 2 groups"):
+    with pytest.raises(ValueError, match="1 caches, 2 groups"):
         KVCompactor([cache], [0, 0])
     with pytest.raises(ValueError, match="contiguous"):
         KVCompactor([cache.transpose(2, 3)], [0])
