@@ -303,6 +303,8 @@ def test_steps_without_a_verification_give_the_plain_overhead() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "new_mark", lambda device: Event(clock))
         costs = StepCosts(make_latency("ema_table", table), trees, online=True)
+    # Nothing looks better than a draft before T_aux is known ...
+    assert costs.plain_ms(1, 50.0) == float("inf")
     for step in range(120):
         plain = step >= 60
         costs.timer.forward_start(1 if plain else 9, 1, 50.0)
@@ -319,6 +321,16 @@ def test_steps_without_a_verification_give_the_plain_overhead() -> None:
     # 3 ms forward, 1 ms draft, 2 ms of all the rest; 3 ms and 0.5 ms without a draft
     assert installed[-1][9] == pytest.approx(6.0)
     assert costs.plain_ms(1, 50.0) == pytest.approx(3.5)
+    # ... nor for ever, where drafts are never worth a verification.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "new_mark", lambda device: Event(clock))
+        costs = StepCosts(make_latency("ema_table", table), trees, online=True)
+    for _ in range(40):
+        costs.timer.forward_start(1, 1, 50.0)
+        clock[0] += 3.0
+        costs.timer.step_done(drafted=True)
+        costs.learn()
+    assert costs.plain_ms(1, 50.0) == pytest.approx(3.25)
 
 
 def test_a_mirror_keeps_the_values_of_two_steps_and_never_gives_anothers() -> None:

@@ -10,6 +10,7 @@ the host's part, waiting for N*), is what real steps take beyond their forward p
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -55,6 +56,7 @@ class StepCosts:
         self.timer = StepTimer(trees.device) if online else None
         self._trees = trees
         self._aux, self._plain_aux = AuxTime(), AuxTime()
+        self._drafted = 0  # steps with a draft
         self._installed: tuple[int, float] | None = None
         self._current: CostArray | None = None
 
@@ -70,7 +72,13 @@ class StepCosts:
             self._trees.set_cost_ms(cost + np.float32(aux))
 
     def plain_ms(self, num_reqs: int, context_len: float) -> float:
-        """Cost of a step without drafting."""
+        """Cost of a step without drafting; infinite before the first drafts have shown T_aux.
+
+        Calibration sees no scheduler. What that takes, it takes in both kinds of steps, and without
+        it plain steps look better than they are.
+        """
+        if self.timer is not None and self._aux.ms is None and self._drafted < _AUX_STEPS:
+            return math.inf
         aux = self._plain_aux.ms
         if aux is None:  # like that of a step with a draft: most of T_aux is vLLM's own
             aux = self._aux.ms or 0.0
@@ -81,6 +89,7 @@ class StepCosts:
         if self.timer is None:
             return
         for step in self.timer.completed():
+            self._drafted += step.drafted
             if step.verified:
                 self.latency.observe(step.rows, step.num_reqs, step.context_len, step.forward_ms)
             # A step from trees to plain decoding, or back, is neither.
