@@ -100,8 +100,15 @@ def test_a_mixed_batch(version: str) -> None:
     step.check(step.run(version)[0], 1e-5)
 
 
-@versions
-@pytest.mark.parametrize("nodes", [1, 2, 15, 16, 17, 33, 65, 130, 512])
+SIZES = (1, 2, 15, 16, 17, 33, 65, 130, 512)
+
+
+@pytest.mark.parametrize(
+    ("version", "nodes"),
+    [("reference", nodes) for nodes in SIZES]
+    # a Python loop in the interpreter
+    + [pytest.param("triton", n, marks=[pytest.mark.slow] * (n not in (2, 17))) for n in SIZES],
+)
 def test_trees_of_any_size(version: str, nodes: int) -> None:
     g = torch.Generator().manual_seed(nodes)
     heads, dim = ((2, 1), 16) if nodes > 100 else ((2, 2), 24)
@@ -109,8 +116,15 @@ def test_trees_of_any_size(version: str, nodes: int) -> None:
     step.check(step.run(version)[0], 1e-5)
 
 
-@versions
-@pytest.mark.parametrize("shape", [chain, star])
+@pytest.mark.parametrize(
+    ("version", "shape"),
+    [
+        ("reference", chain),
+        ("reference", star),
+        pytest.param("triton", chain, marks=pytest.mark.slow),
+        pytest.param("triton", star, marks=pytest.mark.slow),
+    ],
+)
 def test_wide_and_deep_trees(version: str, shape: Any) -> None:
     step = Step([Request(0, parents=shape(70))], seed=3)
     step.check(step.run(version)[0], 1e-5)
