@@ -186,7 +186,7 @@ def attention(context: int, rows: int, sizes: Sizes) -> dict[str, Callable[[], o
     out, scale = torch.empty_like(query), sizes.head_dim**-0.5
     starts, lengths = ints(0, rows), ints(context + rows)
     parents = ints(*[max(0, node // 3 - 1) for node in range(rows - 1)])[None]
-    slots, bits = torch.tensor([0]), torch.zeros(1, rows, rows // 32 + 1, dtype=torch.int32)
+    slots, bits = torch.tensor([0]), torch.zeros(1, rows, (rows + 31) // 32, dtype=torch.int32)
     ancestor_bits(parents, slots, bits)
     ours = (query, cache, table, starts, lengths, ints(rows), slots, bits, scale, out)
     theirs = (query, keys, values, out.clone(), starts, lengths, scale, True, None, -1, table, 0.0)
