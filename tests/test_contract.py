@@ -20,6 +20,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+_PROCESSOR = ("step/processors.py", {"apply": ["self", "logits", "ctx"]})
+
 # class -> (adapter that relies on it, its methods and their parameters)
 METHODS = {
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState": (
@@ -85,6 +87,9 @@ METHODS = {
         "step/drafter.py",
         {"_normalize_context_k": ["self", "all_k"]},
     ),
+    "vllm.v1.worker.gpu.sample.penalties:PenaltiesState": _PROCESSOR,
+    "vllm.v1.worker.gpu.sample.bad_words:BadWordsState": _PROCESSOR,
+    "vllm.v1.worker.gpu.sample.thinking_budget:ThinkingBudgetState": _PROCESSOR,
     "vllm.model_executor.layers.logits_processor:LogitsProcessor": (
         "step/drafter.py",
         {"forward": ["self", "lm_head", "hidden_states", "embedding_bias", "skip_gather"]},

@@ -4,6 +4,11 @@
 `apply_all` installs it in each vLLM process. The adapters inside the model runner are installed
 later and only for an engine that uses method "bastion", by `vllm_bastion.step.install`, with the
 same `wrap`.
+
+Changed on such an engine's own objects, where it keeps them, and so not listed here: `apply` of
+the processors that look at earlier tokens, which are to see a node's ancestors
+(`step.processors.follow_ancestors`), and on a CPU the drafter's `_normalize_context_k`, which norms
+every layer by the first one's weights (`step.drafter`).
 """
 
 from __future__ import annotations
