@@ -26,7 +26,7 @@ from vllm_bastion.cpu.twins import TWINS, WITHOUT, Twin, TwinError, install, par
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for CPU hosts only")
 
-SEEDS = 4
+SEEDS = 2
 
 
 def kernel_of(target: str) -> Any:

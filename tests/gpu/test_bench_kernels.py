@@ -265,8 +265,11 @@ def test_without_a_gpu_it_checks_every_op() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for op in ("draft all", "walk", "compact", "gather", "attention"):
         assert f"\n{op}" in "\n" + done.stdout
-    done = run(sys.executable, SCRIPT, "--check", "--quick", "--op", "walk")
-    assert done.returncode == 0 and done.stdout.split() == ["walk", "R=1", "N=9", "ok"]
+
+
+def test_a_quick_check_of_one_op(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--check", "--quick", "--op", "walk"])
+    assert capsys.readouterr().out.split() == ["walk", "R=1", "N=9", "ok"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--quick", "--out", "x.json"]])

@@ -164,7 +164,7 @@ def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: tor
 def test_kernel_equals_heap_on_random_trees(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
     slow = run is expand_best_first_triton and device.type == "cpu"
-    for _ in range(120 if slow else 1000):
+    for _ in range(60 if slow else 1000):
         depth, width, limit = (int(torch.randint(1, 7, (), generator=generator)) for _ in range(3))
         tokens, logprobs = lattice(2, depth, width, generator, spread=4.0)
         expected = expand(expand_best_first_reference, tokens, logprobs, limit)

@@ -251,7 +251,7 @@ def test_take_best_of_many_requests(run, device: torch.device) -> None:
     slots = torch.randperm(reqs, generator=generator)
     slots[::9] = -1
     limits = torch.full((reqs,), limit, dtype=torch.int32)
-    for total in (17, 500, 1000):
+    for total in (17, 300):
         counts = take(run, log_rho, slots, limits, total, device)
         assert counts == take(take_best_reference, log_rho, slots, limits, total)
 

@@ -114,7 +114,9 @@ def test_nan_counts_as_minus_infinity(run, sign: float, device: torch.device) ->
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(7)
     cases = {
