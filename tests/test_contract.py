@@ -329,38 +329,23 @@ SOURCE = {
 BODIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs": (
         "step/verification.py",
-        (
-            "c4b46110",
-            "ce45f241",
-        ),
+        ("c4b46110", "ce45f241"),
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": (
         "step/target.py",
-        (
-            "7bc3f419",
-            "2f302eae",
-        ),
+        ("7bc3f419", "2f302eae"),
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": (
         "step/drafter.py",
-        (
-            "3a52b1c8",
-            "3534013a",
-        ),
+        ("3a52b1c8", "3534013a"),
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
         "step/drafter.py",
-        (
-            "7a00c4e1",
-            "a1aa1329",
-        ),
+        ("7a00c4e1", "a1aa1329"),
     ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__init__": (
         "step/sampler.py",
-        (
-            "2ec86a83",
-            "50e72eb5",
-        ),
+        ("2ec86a83", "50e72eb5"),
     ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__": (
         "step/sampler.py",
@@ -368,24 +353,47 @@ BODIES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask": (
         "hooks/runner.py",
-        (
-            "cbaa23dc",
-            "eb9557eb",
-        ),
+        ("cbaa23dc", "eb9557eb"),
     ),
     "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask": (
-        "hooks/scheduler.py",
-        (
-            "5407e59e",
-            "e7c3948f",
-        ),
+        "hooks/grammar.py",
+        ("5407e59e", "e7c3948f"),
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": (
+        "hooks/grammar.py",
+        ("2ce05d3b",),
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids_in_output": (
+        "hooks/grammar.py",
+        ("f9ae37b8",),
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.get_grammar_bitmask": (
+        "hooks/grammar.py",
+        ("186cae8d",),
+    ),
+    "vllm.v1.worker.gpu.spec_decode.utils:DraftTokensHandler.set_draft_tokens": (
+        "step/draft_tokens.py",
+        ("5465e777",),
+    ),
+    "vllm.v1.worker.gpu.sample.penalties:PenaltiesState.apply": (
+        "step/processors.py",
+        ("ec04a265",),
+    ),
+    "vllm.v1.worker.gpu.sample.bad_words:BadWordsState.apply": (
+        "step/processors.py",
+        ("27cb5172",),
+    ),
+    "vllm.v1.worker.gpu.sample.thinking_budget:ThinkingBudgetState.apply": (
+        "step/processors.py",
+        ("0bb3037a",),
+    ),
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.get_logprobs_dims": (
+        "step/logprobs.py",
+        ("08059e0c",),
     ),
     "vllm.v1.worker.gpu.warmup:_warmup_kernels": (
         "hooks/runner.py",
-        (
-            "08e5ddcd",
-            "4388dbad",
-        ),
+        ("08e5ddcd", "4388dbad"),
     ),
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
         "hooks/scheduler.py",
@@ -397,10 +405,7 @@ BODIES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting": (
         "config.py",
-        (
-            "437e6c68",
-            "18436348",
-        ),
+        ("437e6c68", "18436348"),
     ),
 }
 

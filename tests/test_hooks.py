@@ -372,7 +372,9 @@ def _step(core: Core, admitted: int = 0, tokens: int = 0) -> dict[str, int]:
         assert throttle_prefills
         found.update({k: len(r.spec_token_ids) for k, r in core.requests.items()})
         return SimpleNamespace(
-            scheduled_new_reqs=[None] * admitted, total_num_scheduled_tokens=tokens
+            scheduled_new_reqs=[None] * admitted,
+            total_num_scheduled_tokens=tokens,
+            scheduled_spec_decode_tokens={},
         )
 
     scheduler.schedule(original, core, True)
@@ -452,20 +454,11 @@ def test_prompts_get_half_of_what_trees_want_too() -> None:
     assert _step(core, admitted=1) and core.bastion_blocked is None
 
 
-def test_a_request_with_a_grammar_gets_gamma_placeholders() -> None:
+def test_a_request_with_a_grammar_gets_63_placeholders_at_most() -> None:
     core = Core(_settings(), g=_request(True, NODES), p=_request(drafts=NODES))
-    assert _step(core) == {"g": GAMMA, "p": NODES}
+    assert _step(core) == {"g": 63, "p": NODES}
     # None is padded with N when it is admitted.
     assert set(core.dynamic_sd_lookup) == {NODES}
-
-
-def test_sync_scheduling_asks_a_grammar_about_gamma_drafts() -> None:
-    core = Core(_settings(), g=_request(True), p=_request())
-    drafts = SimpleNamespace(
-        req_ids=["g", "p", "gone"], draft_token_ids=[list(range(NODES)) for _ in range(3)]
-    )
-    scheduler.update_draft_token_ids(lambda *_: None, core, drafts)
-    assert [len(tokens) for tokens in drafts.draft_token_ids] == [GAMMA, NODES, NODES]
 
 
 def test_requests_of_other_methods_keep_their_placeholders() -> None:
@@ -479,7 +472,9 @@ def test_bitmasks_are_sized_by_depth(nodes: int) -> None:
     settings = _settings()
     settings.num_speculative_tokens = nodes
     engine = _engine_with(settings)
-    scheduler.structured_output_init(lambda _, config: given.append(config), object(), engine)
+    manager = SimpleNamespace()
+    scheduler.structured_output_init(lambda _, config: given.append(config), manager, engine)
+    assert manager.bastion_most_drafts == min(nodes, 63)
     assert given[0].speculative_config.num_speculative_tokens == min(nodes, GAMMA)
     assert engine.speculative_config.num_speculative_tokens == nodes
     other = _engine_with(None)

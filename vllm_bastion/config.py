@@ -29,6 +29,8 @@ PREFIX = "bastion_"
 # Rotary embeddings (`rope_type`) for which max_position_embeddings is the cache's length, no more.
 _CACHE_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
 
+_MAX_GRAMMAR_NODES = 63
+
 
 @config
 class BastionSpeculativeConfig(SpeculativeConfig):
@@ -78,8 +80,13 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
     @property
     def max_chain_tokens(self) -> int:
-        """Most draft tokens of a request that gets a chain."""
+        """Most draft tokens on one path of a tree."""
         return min(self.bastion_gamma, self.num_speculative_tokens)
+
+    @property
+    def max_grammar_tokens(self) -> int:
+        """Most draft tokens of a request with a grammar: each is a bitmask row of V / 8 bytes."""
+        return min(_MAX_GRAMMAR_NODES, self.num_speculative_tokens)
 
     def __repr__(self) -> str:
         # vLLM logs its configuration: the generated repr would print both models' configs in full.

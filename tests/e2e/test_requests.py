@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests with more wishes than a temperature get trees, and plain decoding's tokens from them.
 
-Penalties, bad words, minimum lengths, log-probabilities: alone, together and beside requests that
-want nothing. That it is a tree is seen from the nodes verified, which are more than a chain has.
+Penalties, bad words, minimum lengths, log-probabilities, grammars: alone, together and beside
+requests that want nothing. That it is a tree is seen from the nodes verified, more than a chain's.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def wishes(kinds: list[str], prompts: list[tuple[str, str]], tokens: int = 32) -> Batch:
+def wishes(
+    case: str, kinds: dict[str, dict[str, Any]], prompts: list[tuple[str, str]], tokens: int = 32
+) -> Batch:
     """Every kind at T=0 and, with a seed, at T=0.8, on the prompts in turn."""
-    batch = Batch(f"{', '.join(kinds) if len(kinds) < 3 else 'requests of every kind'}")
+    batch = Batch(case)
     at = 0
-    for kind in kinds:
+    for kind, wanted in kinds.items():
         for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 11}):
             name, text = prompts[at % len(prompts)]
-            params = {"max_tokens": tokens, **sampling, **KINDS[kind]}
+            params = {"max_tokens": tokens, **sampling, **wanted}
             batch.add(f"{kind}-{at}-{name}", text, **params)
             at += 1
     return batch
@@ -65,7 +67,7 @@ def assert_trees(run: dict[str, Any], batch: Batch) -> None:
 
 def test_every_kind_in_one_batch(runner: Runner, compare: Comparison) -> None:
     """Four at a time, with an oracle for a drafter: long paths that leave the spine."""
-    batch = wishes(list(KINDS), cases.some(4, first=16))
+    batch = wishes("requests of every kind", KINDS, cases.some(4, first=16))
     plain = Engine(eager=True)
     expected = runner.run(plain, [batch])
     known = {"answers": answers(expected)}
@@ -82,6 +84,40 @@ def test_every_kind_in_one_batch(runner: Runner, compare: Comparison) -> None:
     assert len(branchy) > len(KINDS)
 
 
+JSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"enum": [7, 44]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "json": {"structured_outputs": {"json": JSON}},
+    "regex": {"structured_outputs": {"regex": r"[a-z ]{20,40}(\.[0-9]{1,3};)?"}},
+    "choice": {"structured_outputs": {"choice": ["one apple and a half", "two pears", "none"]}},
+    "penalised": {"structured_outputs": {"regex": r"[a-z ]{8,30}"}, "presence_penalty": 0.8},
+    "scored": {"structured_outputs": {"json": JSON}, "logprobs": 2},
+    "free": {},
+}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_grammars(runner: Runner, compare: Comparison, mode: str) -> None:
+    """Trees under grammars, beside one without: 24 of 63 nodes, an oracle for a drafter."""
+    batch = wishes("grammars", GRAMMARS, cases.some(4, first=20))
+    plain = Engine(eager=True, async_scheduling=mode == "async")
+    expected = runner.run(plain, [batch])
+    known = {"answers": answers(expected)}
+    run = runner.run(plain.with_bastion(63, NODES), [batch], oracle=known)
+    compare.same(f"grammars, {mode}", [batch], expected, run)
+    outcome = run["batches"][0]
+    wide = {
+        name
+        for name, nodes in zip(outcome["path_requests"], outcome["verified"], strict=True)
+        if nodes > GAMMA
+    }
+    assert {name.split("-")[0] for name in wide} >= {"json", "regex", "penalised", "scored"}
+
+
 _MODES = [(seqs, mode) for seqs in (1, 4) for mode in ("sync", "async")]
 
 
@@ -93,20 +129,16 @@ def test_every_kind_on_many_prompts(
 ) -> None:
     """15 prompts of each kind at T=0 and 15 at T=0.8; the drafter as it is, and the oracle."""
     prompts = cases.some(10)
-    batches = [
-        wishes([kind], prompts[i % len(prompts) :] + prompts, tokens=48)
-        for kind in KINDS
-        for i in range(0, 30, 2)
-    ]
     merged = Batch("requests of every kind, 30 prompts each")
-    for i, batch in enumerate(batches):
-        for request in batch.requests:
+    for i in range(0, 30, 2):
+        for request in wishes("", KINDS | GRAMMARS, prompts[i:] + prompts[:i], 48).requests:
             merged.requests.append({**request, "id": f"{i}-{request['id']}"})
     plain = Engine(max_num_seqs=seqs, eager=True, async_scheduling=mode == "async")
-    tree = plain.with_bastion(NODES, NODES)
+    tree = plain.with_bastion(63, NODES)
     expected, run = (runner.submit(engine, [merged]) for engine in (plain, tree))
     compare.same(f"batch {seqs}, {mode}", [merged], expected.result(), run.result())
-    assert_trees(run.result()["batches"][0], merged)
+    free = [request for request in merged.requests if "structured" not in str(request["params"])]
+    assert_trees(run.result()["batches"][0], Batch("without a grammar", free))
     known = {"answers": answers(expected.result())}
     oracle = runner.run(tree, [merged], oracle=known)
     compare.same(f"batch {seqs}, {mode}, oracle", [merged], expected.result(), oracle)

@@ -147,7 +147,7 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="scheduler:structured_output_init",
         expects="(self, vllm_config)",
         why="bitmask memory and grammar roll-back for N tokens per request",
-        what="sizes both by gamma",
+        what="sizes both by gamma, a tree's depth",
         upstream="a per-request number of speculative tokens",
     ),
     Hook(
@@ -156,18 +156,33 @@ HOOKS: tuple[Hook, ...] = (
         expects="(self, throttle_prefills=)",
         why="N placeholders for each of many requests use up a step's tokens, drafted for or not; "
         "with a grammar each is a bitmask row",
-        what="gives a request its share of them, gamma at most with a grammar, none while nothing "
-        "is drafted",
+        what="gives a request its share of them, 63 at most with a grammar, none while nothing "
+        "is drafted; names the nodes that a grammar left over",
         upstream="a per-request number of speculative tokens",
     ),
     Hook(
         target=f"{_SCHEDULER}.update_draft_token_ids",
-        wrapper="scheduler:update_draft_token_ids",
+        wrapper="grammar:update_draft_token_ids",
         expects="(self, draft_token_ids)",
-        why="a grammar takes back at most gamma tokens, and without async scheduling it is asked "
-        "about all N drafts",
-        what="keeps gamma of them",
-        upstream="a per-request number of speculative tokens",
+        why="a grammar is asked about drafts as one linear run",
+        what="asks it about a tree, and schedules the nodes that it allows",
+        upstream="draft tokens with parents",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.update_draft_token_ids_in_output",
+        wrapper="grammar:update_draft_token_ids_in_output",
+        expects="(self, draft_token_ids, scheduler_output)",
+        why="the same with async scheduling",
+        what="asks it about a tree that is being verified",
+        upstream="draft tokens with parents",
+    ),
+    Hook(
+        target="vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
+        wrapper="grammar:grammar_bitmask",
+        expects=("(self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)"),
+        why="its rows are for one linear run of drafts",
+        what="hands out the rows of the tree",
+        upstream="draft tokens with parents",
     ),
     Hook(
         target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",

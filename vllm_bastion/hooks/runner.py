@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_bastion.config import bastion_config, is_lagged
 from vllm_bastion.hooks import Hook
+from vllm_bastion.hooks.grammar import COLUMNS
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
@@ -77,8 +78,27 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
             "(max_num_logits, vocab_size, device, mask_stride)",
         ),
         why="a bitmask for N drafts a request: 10 GB at N = 512, 1024 requests, vocabulary 152k",
-        what="sizes it by gamma, which is what a request with a grammar gets",
+        what="sizes it by the rows that a step can have, 64 a request at most",
         upstream="a per-request number of speculative tokens",
+    ),
+    Hook(
+        target=f"{_RUNNER}:GPUModelRunner.execute_model",
+        wrapper="runner:execute_model",
+        expects=(
+            "(self, scheduler_output, intermediate_tensors=, dummy_run=, skip_attn_for_dummy_run=, "
+            "is_profile=, context_len=, valid_dummy_state_slots=, randomize_inputs=)"
+        ),
+        why="a grammar refuses nodes of a tree that the worker has already",
+        what="closes the gaps before the step",
+        upstream="draft tokens with parents",
+    ),
+    Hook(
+        target=f"{_RUNNER}:DraftTokensHandler",
+        wrapper="runner:draft_tokens_handler",
+        expects="(device=)",
+        why="the engine core asks a grammar about drafts whose parents it is not told",
+        what="sends parents beside the tokens",
+        upstream="draft tokens with parents",
     ),
     Hook(
         target=f"{_RUNNER}:GPUModelRunner.sample_tokens",
@@ -87,7 +107,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="only the worker knows how many nodes were verified; vLLM 0.33's warm-up sends bitmask "
         "rows for N drafts a request",
         what="sends the counts to the scheduler with the step's output, and whether steps draft; "
-        "drops the rows past gamma's",
+        "drops the rows past those of 63 drafts",
         upstream="adaptive verification reports what it verified",
     ),
     Hook(
@@ -199,16 +219,44 @@ def resolve_cudagraph_mode(original: Callable[..., Any], mode: Any, **kwargs: An
 
 
 def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Bitmask rows for a chain's drafts a request, here as in the engine core."""
+    """Bitmask rows for the drafts that a request with a grammar gets."""
     from vllm.config import get_current_vllm_config_or_none
 
     vllm_config = get_current_vllm_config_or_none()
     config = None if vllm_config is None else bastion_config(vllm_config)
     if config is not None:
         max_num_reqs = kwargs["max_num_logits"] // kwargs["mask_stride"]
-        kwargs["mask_stride"] = config.max_chain_tokens + 1
+        kwargs["mask_stride"] = config.max_grammar_tokens + 1
         kwargs["max_num_logits"] = max_num_reqs * kwargs["mask_stride"]
+        if "num_bonus_tokens" in kwargs:  # else each request sends as many rows as it may have
+            rows = vllm_config.scheduler_config.max_num_batched_tokens
+            kwargs["max_num_logits"] = min(kwargs["max_num_logits"], rows)
     return original(**kwargs)
+
+
+def draft_tokens_handler(original: Callable[..., Any], device: Any = None) -> Any:
+    """TreeDraftTokens in place of DraftTokensHandler."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None or bastion_config(vllm_config) is None:
+        return original(device)
+    from vllm_bastion.step.draft_tokens import TreeDraftTokens
+
+    return TreeDraftTokens(vllm_config, device)
+
+
+def execute_model(
+    original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Close the gaps that a grammar has left in trees."""
+    columns = getattr(scheduler_output, COLUMNS, None)
+    if columns:
+        from vllm_bastion.step.draft_tokens import keep_columns
+        from vllm_bastion.step.runtime import runtime_of
+
+        keep_columns(runtime_of(self.vllm_config), self.req_states, columns)
+    return original(self, scheduler_output, *args, **kwargs)
 
 
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
@@ -217,7 +265,7 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
 
     from vllm_bastion.step.verification import BastionVerificationManager
 
-    output = original(self, _rows_of_chains(self, grammar_output))
+    output = original(self, _rows_in_use(self, grammar_output))
     manager = self.adaptive_verification
     if isinstance(manager, BastionVerificationManager) and isinstance(
         output, AsyncModelRunnerOutput
@@ -226,15 +274,15 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
     return output
 
 
-def _rows_of_chains(runner: Any, grammar_output: Any) -> Any:
-    """Drop bitmask rows past those of a chain where each request brings N + 1 of them."""
+def _rows_in_use(runner: Any, grammar_output: Any) -> Any:
+    """Drop bitmask rows that no request with a grammar has, where each brings N + 1."""
     config = bastion_config(runner.vllm_config)
     if config is None or grammar_output is None:
         return grammar_output
     mask, reqs = grammar_output.grammar_bitmask, len(grammar_output.structured_output_request_ids)
     if len(mask) != reqs * runner.decode_query_len:
         return grammar_output
-    kept = mask.reshape(reqs, runner.decode_query_len, -1)[:, : config.max_chain_tokens + 1]
+    kept = mask.reshape(reqs, runner.decode_query_len, -1)[:, : config.max_grammar_tokens + 1]
     return replace(grammar_output, grammar_bitmask=kept.reshape(-1, mask.shape[1]))
 
 

@@ -4,8 +4,7 @@
 The scheduler plans N placeholders for every request; the worker verifies fewer, and says how many
 with the step's output. Placeholders count against the tokens of a step, so that N for each of many
 requests would leave some of them, and every prompt, without a turn: each gets its share, and none
-while nothing is drafted. Requests with a grammar are decoded along the spine, so that gamma do:
-every one costs a bitmask row filled on the CPU.
+while nothing is drafted, see also `hooks.grammar`.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from vllm_bastion.config import (
     chain_view,
     chain_view_of,
 )
+from vllm_bastion.hooks.grammar import MOST_DRAFTS, name_columns
 
 # Attributes of ModelRunnerOutput: request id -> nodes verified in the step, root not counted;
 # whether the step that is scheduled next has a use for placeholders.
@@ -107,10 +107,12 @@ def prometheus_init(
 
 
 def structured_output_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
-    """Size bitmasks and grammar roll-back by depth: grammar requests are chains."""
+    """Size grammar roll-back by depth; bitmasks of trees are `hooks.grammar`'s own."""
     config = bastion_config(vllm_config)
     num_tokens = None if config is None else config.max_chain_tokens
     original(self, chain_view_of(vllm_config, num_tokens))
+    if config is not None:
+        setattr(self, MOST_DRAFTS, config.max_grammar_tokens)
 
 
 def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,6 +127,7 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     _share_out(self, spec_config)
     waited = bool(self.waiting)
     output = original(self, *args, **kwargs)
+    name_columns(self, output)
     if waited and not output.scheduled_new_reqs:
         if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
             # There were tokens to spare: what keeps them waiting is the cache, until one leaves.
@@ -146,7 +149,7 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
     most = spec_config.num_speculative_tokens
     if spec_config.bastion_budget != "adaptive":
         most = min(most, max(spec_config.bastion_budget, 1))
-    of_grammar = min(most, spec_config.bastion_gamma)
+    of_grammar = min(most, spec_config.max_grammar_tokens)
     limits = np.array(
         [
             min(len(r.spec_token_ids), of_grammar if r.use_structured_output else most)
@@ -179,15 +182,3 @@ def _prompt_tokens(scheduler: Any, most: int) -> int:
             break
         tokens += request.num_tokens - request.num_computed_tokens
     return tokens
-
-
-def update_draft_token_ids(original: Callable[..., Any], self: Any, draft_token_ids: Any) -> None:
-    """Keep gamma drafts of a request with a grammar: more would not fit its roll-back."""
-    spec_config = bastion_config(self.vllm_config)
-    if spec_config is not None:
-        drafts = draft_token_ids.draft_token_ids
-        for index, request_id in enumerate(draft_token_ids.req_ids):
-            request = self.requests.get(request_id)
-            if request is not None and request.use_structured_output:
-                drafts[index] = drafts[index][: spec_config.bastion_gamma]
-    original(self, draft_token_ids)

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -36,11 +35,6 @@ from vllm_bastion.attention import packing
 from vllm_bastion.step.processors import has_unknown
 from vllm_bastion.step.runtime import Runtime
 from vllm_bastion.step.sampler import TreeRejectionSampler
-
-
-def needs_spine(params: SamplingParams | None) -> bool:
-    """Whether a request gets a chain: a grammar's bitmask has rows for one linear run of drafts."""
-    return params is None or params.structured_outputs is not None
 
 
 class BastionModelState(DefaultModelState):
@@ -60,8 +54,7 @@ class BastionModelState(DefaultModelState):
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
-        spine = self._always_spine or needs_spine(new_req_data.sampling_params)
-        self.trees.set_spine_only(req_index, spine)
+        self.trees.set_spine_only(req_index, self._always_spine)
 
     # ---- the target's forward -----------------------------------------------------------
 

@@ -114,6 +114,7 @@ class Trees:
         # [R] on the host, exact in every mode: most nodes a row may have, rows that are no nodes.
         self.step_drafts = np.zeros(0, dtype=np.int32)
         self.step_rest = np.zeros(0, dtype=np.int32)
+        self.changed = False  # whether trees lost columns since N* was chosen
         self.masking = False  # whether the step's attention reads the mask
         self.always_masking = False  # whether every step's does, trees or not
         self.verifying = False  # whether the step's acceptance moved along trees
@@ -227,12 +228,34 @@ class Trees:
         num_verify, promised, emitted = news
         return Published(self._grown_for[step], num_verify, promised.view(np.float32), emitted)
 
+    def keep(
+        self,
+        slots: torch.Tensor,
+        sizes: torch.Tensor,
+        columns: torch.Tensor,
+        parents: torch.Tensor,
+    ) -> None:
+        """Move some columns to the front, the rest is gone; N* has to be chosen again.
+
+        slots: [G] int64; sizes: [G] int64, columns that stay; columns: [G, N] int64 where they are;
+        parents: [G, N] int64, as they are numbered then, -1 past the end.
+        """
+        self.parents[slots] = parents.to(torch.int32)
+        gone = parents < 0
+        self.depths[slots] = self.depths[slots].gather(1, columns).masked_fill(gone, 0)
+        scores = self.log_rho[slots].gather(1, columns)
+        self.log_rho[slots] = scores.masked_fill(gone, -torch.inf)
+        self.size[slots] = sizes.to(torch.int32)
+        ancestor_bits(self.parents, slots.contiguous(), self.bits)
+        self.changed = True
+
     def choose_again(self, slots: np.ndarray, drafts: np.ndarray, base_rows: int) -> None:
         """Choose N* anew for a step with `base_rows` rows that are no nodes.
 
         slots: [R]; drafts: [R] most nodes each may have.
         """
         both = np.stack([slots, drafts])
+        self.changed = False
         rows, most = async_tensor_h2d(both, dtype=torch.int64, device=self.device)
         self._limits[rows] = torch.minimum(self.size[rows], most.to(torch.int32))
         self._choose(rows, self._limits, base_rows)

@@ -168,9 +168,10 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             kept = np.minimum(self._columns(slots, drafts), trees.budget).astype(np.int32)
         elif drafts.any():
             base_rows, news = int(self._rest.sum()), None
-            if base_rows != len(slots):
-                # The device priced a batch of decodes. Prompt rows share this step and its cost,
-                # so the same rule is asked again with them counted in.
+            if base_rows != len(slots) or trees.changed:
+                # The device priced a batch of decodes, and trees as they had grown. Prompt rows
+                # share this step and its cost, and a grammar may have refused nodes, so the same
+                # rule is asked again.
                 trees.choose_again(slots, drafts, base_rows)
             else:
                 news = trees.published(self._step - 1)
