@@ -63,6 +63,8 @@ class Request:
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int | None = None
+    # Further arguments of `SamplingParams`.
+    params: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,25 @@ def serve(engine: Engine, requests: list[Request], connection: Any, log: Path) -
         connection.send(("error", f"{type(error).__name__}: {error}"))
 
 
+def _sampling_params(request: Request) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = {"ignore_eos": True, **request.params}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+        given["ignore_eos"] = False
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        **given,
+    )
+
+
 def _decode(engine: Engine, requests: list[Request], connection: Any) -> Run:
     begin = time.perf_counter()
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     llm = LLM(**engine.arguments())
     result = Run([Completion(request.name) for request in requests])
@@ -38,7 +54,8 @@ def _decode(engine: Engine, requests: list[Request], connection: Any) -> Run:
         module, _, name = engine.probe.partition(":")
         collect = getattr(importlib.import_module(module), name)(llm)
     if engine.timed:  # memory is touched, code is loaded
-        llm.generate([requests[0].prompt], SamplingParams(max_tokens=24, temperature=0.0))
+        warm_up = Request("warm-up", requests[0].prompt, 24)
+        llm.generate([warm_up.prompt], _sampling_params(warm_up))
         llm.request_counter.reset()
     total = sum(request.max_tokens for request in requests)
     count_steps(
@@ -46,15 +63,7 @@ def _decode(engine: Engine, requests: list[Request], connection: Any) -> Run:
         result.completions,
         lambda n: connection.send(("state", f"decoding, {min(n, total)} of {total} tokens")),
     )
-    params = [
-        SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            seed=request.seed,
-            ignore_eos=True,
-        )
-        for request in requests
-    ]
+    params = [_sampling_params(request) for request in requests]
     begin = time.perf_counter()
     if requests:
         connection.send(("state", f"decoding, 0 of {total} tokens"))
