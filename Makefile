@@ -27,7 +27,7 @@ $(VENV)/.vllm-0.32:
 	@.ci/setup vllm "$(PYTHON)" "$(VENV)"
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.vllm-0.32 pyproject.toml
+$(VENV)/.ready: $(VENV)/.vllm-0.32 pyproject.toml .ci/setup
 	@.ci/setup package "$(PYTHON)" "$(VENV)"
 	@touch $@
 

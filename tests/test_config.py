@@ -351,7 +351,6 @@ def _target(**changes: Any) -> Any:
         "attention_chunk_size": None,
         "rswa_window": None,
         "uses_alibi": False,
-        "uses_mrope": False,
         "is_mm_prefix_lm": False,
         "hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
     }
@@ -366,8 +365,8 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"is_attention_free": True}, "recurrent"),
     "hybrid": ({"is_hybrid": True}, "recurrent"),
     "other hybrid": (
-        {"is_hybrid": True, "hf_text_config": HYBRID, "architecture": "Qwen3_5ForCausalLM"},
-        "recurrent layers in a Qwen3_5ForCausalLM",
+        {"is_hybrid": True, "hf_text_config": HYBRID, "architecture": "KimiLinearForCausalLM"},
+        "recurrent layers in a KimiLinearForCausalLM",
     ),
     "mla": ({"use_mla": True}, "latent attention"),
     "chunked": ({"attention_chunk_size": 8192}, "chunked local"),
@@ -377,7 +376,6 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rswa": ({"rswa_window": 128}, "R-SWA"),
     "alibi": ({"uses_alibi": True}, "ALiBi"),
-    "mrope": ({"uses_mrope": True}, "M-RoPE"),
     "prefix lm": ({"is_mm_prefix_lm": True}, "image tokens"),
 }
 

@@ -64,7 +64,13 @@ _OPTIONS_OFF: dict[str, Any] = {
     "enable_return_routed_experts": False,
 }
 # Hybrid targets whose recurrent layers are gated delta networks, which take a tree as one chunk.
-_GATED_DELTA = ("Qwen3NextForCausalLM",)
+_GATED_DELTA = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 # The tree part of attention is compared with plain decoding bit for bit: no quantised cache yet.
 _CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
@@ -238,7 +244,6 @@ def check_target(model: Any) -> None:
         ),
         (lambda: model.rswa_window, "keeps its prompt beside a sliding window (R-SWA)"),
         (lambda: model.uses_alibi, "uses ALiBi"),
-        (lambda: model.uses_mrope, "uses M-RoPE positions"),
         (lambda: model.is_mm_prefix_lm, "attends to image tokens in both directions"),
     )
     for applies, what in causes:

@@ -34,6 +34,39 @@ _SIZES: dict[str, Any] = {
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (_LAYERS // 2)}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+_DELTA_NETS = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+_QWEN3_5: dict[str, Any] = {
+    **_DELTA_NETS,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 1.0,
+        "mrope_section": [8, 4, 4],
+        "mrope_interleaved": True,
+    },
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": _SIZES["hidden_size"],
+    "num_position_embeddings": 16,
+}
+
 # name -> Hugging Face's model type and what its config has besides
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -45,17 +78,20 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": (
         "qwen3_next",
         {
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "linear_conv_kernel_dim": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
+            **_DELTA_NETS,
+            **_SHARED_EXPERTS,
             "partial_rotary_factor": 0.5,
+        },
+    ),
+    "qwen3.5": ("qwen3_5_text", _QWEN3_5),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _QWEN3_5 | _SHARED_EXPERTS),
+    "qwen3.5-with-images": (
+        "qwen3_5",
+        {
+            "text_config": _SIZES | _QWEN3_5,
+            "vision_config": _VISION,
+            **dict.fromkeys(("image_token_id", "video_token_id"), 1),
+            **dict.fromkeys(("vision_start_token_id", "vision_end_token_id"), 2),
         },
     ),
     **{
@@ -66,21 +102,36 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Arguments of `LLM` and a spec's further keys that a target needs.
 HYBRID: dict[str, Any] = {"enable_prefix_caching": False}
-ARGUMENTS: dict[str, dict[str, Any]] = {"qwen3-next": HYBRID}
-SPEC: dict[str, dict[str, Any]] = {"qwen3-next": {"setup": ["tests.e2e.gdn_fp32:install"]}}
+_FP32 = "tests.e2e.gdn_fp32:install"
+_TORCHVISION = {"setup": ["tests.e2e.torchvision_python:install", _FP32]}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "qwen3-next": HYBRID,
+    "qwen3.5": HYBRID,
+    "qwen3.5-moe": HYBRID,
+    "qwen3.5-with-images": {**HYBRID, "language_model_only": True},
+}
+SPEC: dict[str, dict[str, Any]] = {
+    "qwen3-next": {"setup": [_FP32]},
+    "qwen3.5": _TORCHVISION,
+    "qwen3.5-moe": _TORCHVISION,
+    "qwen3.5-with-images": _TORCHVISION,
+}
 
 
 def make_target(name: str, folder: Path) -> str:
     """Write the checkpoint of `TARGETS[name]` with the tiny target's tokenizer; its folder."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind, more = TARGETS[name]
-    config = AutoConfig.for_model(kind, **(_SIZES | more))
+    loader = AutoModelForImageTextToText if "vision_config" in more else AutoModelForCausalLM
+    config = AutoConfig.for_model(kind, **(more if "vision_config" in more else _SIZES | more))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = loader.from_config(config, dtype=torch.float32)
     for key, parameter in model.named_parameters():
         if "sinks" in key:
             torch.nn.init.normal_(parameter, std=2.0)
+        elif "q_norm" in key or "k_norm" in key:
+            parameter.data += 1  # sharp attention, for which positions count
         elif "bias" in key:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)

@@ -62,12 +62,17 @@ class BastionModelState(DefaultModelState):
         self, input_batch: InputBatch, req_states: RequestState
     ) -> dict[str, torch.Tensor | None]:
         inputs = super().prepare_inputs(input_batch, req_states)
-        inputs["positions"] = self.trees.place(
-            input_batch.positions,
-            input_batch.idx_mapping,
-            input_batch.query_start_loc,
-            input_batch.cu_num_logits,
+        linear = input_batch.positions
+        placed = self.trees.place(
+            linear, input_batch.idx_mapping, input_batch.query_start_loc, input_batch.cu_num_logits
         )
+        mrope = inputs.get("positions")
+        if mrope is None:
+            inputs["positions"] = placed
+        else:
+            # Past a prompt M-RoPE's positions are the linear ones and an offset, in all dimensions.
+            rows = slice(input_batch.num_tokens)
+            mrope[:, rows].add_(placed[rows]).sub_(linear[rows])
         timer = self.runtime.timer
         if timer is not None:
             # The last host code before the forward pass.
@@ -84,7 +89,7 @@ class BastionModelState(DefaultModelState):
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
         # FULL graphs capture this buffer, so this is the one `prepare_inputs` must fill.
-        inputs["positions"] = self.trees.positions[:num_tokens]
+        inputs.setdefault("positions", self.trees.positions[:num_tokens])
         return inputs
 
     def prepare_attn(
