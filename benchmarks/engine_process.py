@@ -26,7 +26,8 @@ def serve(engine: Engine, requests: list[Request], connection: Any, log: Path) -
         connection.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def _sampling_params(request: Request) -> Any:
+def sampling_params(request: Request) -> Any:
+    """vLLM's; only a grammar may end a request before its last token."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -55,7 +56,7 @@ def _decode(engine: Engine, requests: list[Request], connection: Any) -> Run:
         collect = getattr(importlib.import_module(module), name)(llm)
     if engine.timed:  # memory is touched, code is loaded
         warm_up = Request("warm-up", requests[0].prompt, 24)
-        llm.generate([warm_up.prompt], _sampling_params(warm_up))
+        llm.generate([warm_up.prompt], sampling_params(warm_up))
         llm.request_counter.reset()
     total = sum(request.max_tokens for request in requests)
     count_steps(
@@ -63,7 +64,7 @@ def _decode(engine: Engine, requests: list[Request], connection: Any) -> Run:
         result.completions,
         lambda n: connection.send(("state", f"decoding, {min(n, total)} of {total} tokens")),
     )
-    params = [_sampling_params(request) for request in requests]
+    params = [sampling_params(request) for request in requests]
     begin = time.perf_counter()
     if requests:
         connection.send(("state", f"decoding, 0 of {total} tokens"))

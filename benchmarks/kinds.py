@@ -41,8 +41,9 @@ _JSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+PLAINEST = "nothing"
 KINDS: dict[str, dict[str, Any]] = {
-    "nothing": {},
+    PLAINEST: {},
     "presence 1.5": {"presence_penalty": 1.5},
     "repetition 1.1": {"repetition_penalty": 1.1},
     "bad words": {"bad_words": ["the", "return", "="]},

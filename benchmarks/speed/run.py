@@ -22,6 +22,7 @@ import torch
 import benchmarks.speed
 from benchmarks.engine import DOMAINS, RESULTS, TINY, EngineError, Request, load_prompts
 from benchmarks.engine import provenance as versions
+from benchmarks.kinds import KINDS, PLAINEST
 from benchmarks.progress import Progress
 from benchmarks.speed import report
 from benchmarks.speed.figures import budgets_of, sweep_figure, tradeoff_figure
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     at_a_time = given.alive or _fitting(pair)
     stem = f"speed-{Path(given.pair).name}"
+    if given.kind != PLAINEST:
+        stem += f"-{given.kind.split()[0].lower()}"
     options = {name: value for name, value in vars(given).items() if name not in ("out", "pair")}
     command = shlex.join(
         ["python", "-m", "benchmarks.speed", *(sys.argv[1:] if argv is None else argv)]
@@ -94,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / f"{stem}.json").write_text(json.dumps(text, indent=1) + "\n")
         title = f"Speed of the {Path(given.pair).name} pair"
+        if given.kind != PLAINEST:
+            title += f", {given.kind}"
         page = report.markdown(table, errors, result["provenance"]["command"], title)
         (given.out / f"{stem}.md").write_text(page)
 
@@ -124,6 +129,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     add("--prompts", type=int, default=30, help="per domain (default 30)")
+    add("--kind", default=PLAINEST, choices=KINDS, help="what requests wish besides")
     add("--tokens", type=int, default=64, help="new tokens (default 64)")
     add("--repeats", type=int, default=3)
     add("--alive", type=int, help="engines that live together (default: as many as fit)")
@@ -178,13 +184,14 @@ def _run_group(
                 return None
 
         for temperature, concurrency in product(given.temperatures, given.concurrency):
-            warm_up = _requests(prompts[:concurrency], _WARM_UP_TOKENS, temperature)
+            params = KINDS[given.kind]
+            warm_up = _requests(prompts[:concurrency], _WARM_UP_TOKENS, temperature, params)
             for name in list(alive):
                 drive(name, warm_up, concurrency)
             truth: dict[str, list[list[int]]] = {}
             for repeat, domain in product(range(given.repeats), given.domains):
                 own = [row for row in prompts if row["domain"] == domain]
-                requests = _requests(own, given.tokens, temperature)
+                requests = _requests(own, given.tokens, temperature, params)
                 # Plain decoding goes first in the first repeat, which the others are held to.
                 names = list(alive)
                 shift = repeat % max(1, len(names))
@@ -202,9 +209,11 @@ def _run_group(
                     yield {**where, **cell, "requests": len(ids), **run}, outcome
 
 
-def _requests(rows: list[dict[str, str]], tokens: int, temperature: float) -> list[Request]:
+def _requests(
+    rows: list[dict[str, str]], tokens: int, temperature: float, params: dict[str, Any]
+) -> list[Request]:
     return [
-        Request(row["id"], row["prompt"], tokens, temperature, seed)
+        Request(row["id"], row["prompt"], tokens, temperature, seed, params)
         for seed, row in enumerate(rows)
     ]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import Completion, Engine, Request, count
-from benchmarks.engine_process import count_steps, request_index
+from benchmarks.engine_process import count_steps, request_index, sampling_params
 
 _PR_SET_PDEATHSIG = 1
 
@@ -119,8 +119,6 @@ class Driver:
 
     def drive(self, requests: list[Request], concurrency: int) -> Outcome:
         """Decode all requests, `concurrency` at a time."""
-        from vllm import SamplingParams
-
         engine, outcome = self._llm.llm_engine, Outcome()
         self._outcome = outcome
         completions = [Completion(request.name) for request in requests]
@@ -135,13 +133,7 @@ class Driver:
         while waiting or running:
             while waiting and running < concurrency:
                 index, request = waiting.popleft()
-                params = SamplingParams(
-                    max_tokens=request.max_tokens,
-                    temperature=request.temperature,
-                    seed=request.seed,
-                    ignore_eos=True,
-                )
-                engine.add_request(str(index), request.prompt, params)
+                engine.add_request(str(index), request.prompt, sampling_params(request))
                 running += 1
             outputs = engine.step()
             now = time.perf_counter()

@@ -219,10 +219,13 @@ def _apply_grammar_bitmask(
         if position >= cu_num_logits_ptr[request + 1] - first:
             continue
         row = (first + position) * logits_stride
-        for v in range(vocab_size):
-            word = bitmask_ptr[i * bitmask_stride + v // 32] if v // 32 < bitmask_stride else 0
-            if (word >> (v % 32)) & 1 == 0:
-                logits_ptr[row + v] = -_INF
+        # By words: most allow all of their tokens or none.
+        for w in range((vocab_size + 31) // 32):
+            word = bitmask_ptr[i * bitmask_stride + w] if w < bitmask_stride else 0
+            if word != -1:
+                for v in range(32 * w, min(32 * w + 32, vocab_size)):
+                    if (word >> (v % 32)) & 1 == 0:
+                        logits_ptr[row + v] = -_INF
 
 
 @twin(f"{_SAMPLE}.trace_replay:_trace_replay_kernel")
