@@ -12,6 +12,13 @@ from tokenizers import Tokenizer
 from tests.e2e.engines import ON_GPU, PAIR, Batch
 
 DOMAINS = ("code", "arithmetic", "chat")
+# A JSON schema whose texts end.
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"enum": [7, 44]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.9},
@@ -34,6 +41,13 @@ def prompts() -> dict[str, list[str]]:
         half = len(texts) // 2
         texts[:] = [text for two in zip(texts[:half], texts[half:], strict=False) for text in two]
     return out
+
+
+def words() -> list[int]:
+    """All tokens but long blanks."""
+    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
+    texts = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())]
+    return [token for token, text in enumerate(texts) if text.strip() or text in ("\n", " ")]
 
 
 def some(per_domain: int, first: int = 0) -> list[tuple[str, str]]:

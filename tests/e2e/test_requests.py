@@ -84,18 +84,12 @@ def test_every_kind_in_one_batch(runner: Runner, compare: Comparison) -> None:
     assert len(branchy) > len(KINDS)
 
 
-JSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"enum": [7, 44]}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 GRAMMARS: dict[str, dict[str, Any]] = {
-    "json": {"structured_outputs": {"json": JSON}},
+    "json": {"structured_outputs": {"json": cases.PERSON}},
     "regex": {"structured_outputs": {"regex": r"[a-z ]{20,40}(\.[0-9]{1,3};)?"}},
     "choice": {"structured_outputs": {"choice": ["one apple and a half", "two pears", "none"]}},
     "penalised": {"structured_outputs": {"regex": r"[a-z ]{8,30}"}, "presence_penalty": 0.8},
-    "scored": {"structured_outputs": {"json": JSON}, "logprobs": 2},
+    "scored": {"structured_outputs": {"json": cases.PERSON}, "logprobs": 2},
     "free": {},
 }
 

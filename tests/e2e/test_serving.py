@@ -37,7 +37,8 @@ NODES = 32
 START_S = 600
 SPECULATIVE = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": NODES}
 # Of everything else a user gets vLLM's defaults: torch.compile, the limits of a step.
-OPTIONS = ["--dtype", "float32", "--host", "127.0.0.1"]
+OPTIONS = ["--dtype", "float32", "--host", "127.0.0.1",
+           "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]  # fmt: skip
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
@@ -193,8 +194,32 @@ def test_chat_stream(server: Server) -> None:
     assert "".join(deltas) == answer
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}])
+def test_tool_call(sampling: dict[str, Any], server: Server) -> None:
+    """A tool's arguments, in one piece and streamed, fit its schema."""
+    tool = {"name": "find", "description": "d", "parameters": cases.PERSON, "strict": True}
+    body = {"messages": [{"role": "user", "content": "Who is it?"}], "max_tokens": 120, **sampling,
+            "tools": [{"type": "function", "function": tool}],
+            "tool_choice": {"type": "function", "function": {"name": "find"}},
+            # A model this small would fill a JSON text with blanks.
+            "allowed_token_ids": cases.words(), "frequency_penalty": 2}  # fmt: skip
+    message = server.post("/v1/chat/completions", **body)["choices"][0]["message"]
+    call = message["tool_calls"][0]["function"]
+    assert call["name"] == "find"
+    found = json.loads(call["arguments"])
+    assert set(found) == set(cases.PERSON["properties"]) and found["age"] in (7, 44)
+
+    streamed: dict[str, str] = {"name": "", "arguments": ""}
+    for chunk in server.stream("/v1/chat/completions", **body):
+        for part in chunk["choices"][0]["delta"].get("tool_calls") or []:
+            for key, text in part["function"].items():
+                streamed[key] += text or ""
+    assert streamed["name"] == "find"
+    assert json.loads(streamed["arguments"]) == found
+
+
 def test_requests_with_grammar_and_penalties(server: Server) -> None:
-    """Spines in the server's own processes."""
+    """In the server's own processes."""
     answer = server.post(
         "/v1/completions", prompt="Answer: ", temperature=0, max_tokens=16,
         structured_outputs={"choice": ["positive", "negative"]},
