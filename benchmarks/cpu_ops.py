@@ -34,6 +34,7 @@ from bastion_kernels import (
     bind_tails,
     choose_budget,
     expand_best_first,
+    expand_transitions,
     gather_rows,
     kept_rows,
     take_best,
@@ -108,6 +109,7 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     placed = torch.zeros_like(positions)
     topk_logprobs(logits, TOP_K, tokens[0], logprobs[0])
     tree = (out_tokens, parents, depths, log_rho, size)
+    scores, branching = torch.randn(1, DEPTH, TOP_K, TOP_K), tuple(map(torch.zeros_like, tree))
     expand_best_first(tokens, logprobs, spine, slots, *tree)
     # what the target draws: the tokens of a path of PATH nodes
     drawn, fed = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
@@ -142,6 +144,9 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
         "bind_slots": lambda: bind_slots(slots, num_sampled, row_slots, base, emitted),
         "topk_logprobs": lambda: topk_logprobs(logits, TOP_K, tokens[0], logprobs[0]),
         "expand_best_first": lambda: expand_best_first(tokens, logprobs, spine, slots, *tree),
+        "expand_transitions": lambda: expand_transitions(
+            tokens, scores.log_softmax(-1), TOP_K, spine, slots, *branching
+        ),
         "ancestor_bits": lambda: ancestor_bits(parents, slots, bits),
         "choose_budget": lambda: choose_budget(
             log_rho, slots, size, cost, base, num_verify, promised
@@ -244,8 +249,8 @@ def main() -> None:
         times = milliseconds(step(sizes), repeats)
         for op, taken in times.items():
             print(f"{name:5} {op:22} {median(taken):8.3f} ({min(taken):.3f})")
-        # a step either chooses its budget or is told it
-        del times["take_best"]
+        # a step either chooses its budget or is told it, and has one kind of lattice
+        del times["take_best"], times["expand_transitions"]
         total, best = (sum(map(of, times.values())) for of in (median, min))
         print(f"{name:5} {'together':22} {total:8.3f} ({best:.3f})")
     for dtype in (torch.bfloat16, torch.float32):

@@ -8,6 +8,7 @@ Triton's interpreter. The checks compare with the ops' references, whose own tes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,6 +21,10 @@ from bastion_kernels.attention.mask import ancestor_bits_reference, ancestor_bit
 from bastion_kernels.draft.best_first import expand_best_first_reference, expand_best_first_triton
 from bastion_kernels.draft.budget import choose_budget_reference, choose_budget_triton
 from bastion_kernels.draft.topk_logprobs import topk_logprobs_reference, topk_logprobs_triton
+from bastion_kernels.draft.transitions import (
+    expand_transitions_reference,
+    expand_transitions_triton,
+)
 from benchmarks.gpu.attention_case import attention_case
 from benchmarks.gpu.harness import FA3, OF_COPY, US, Bar, Case, Entry
 from benchmarks.gpu.shapes import POISON, QWEN3_8B, TINY, Model
@@ -57,6 +62,9 @@ class DraftStage:
             empty(reqs, nodes, dtype=torch.float32),
             empty(reqs),
         )
+        # what a head over the candidates says of each after each
+        shape = (reqs, model.depth, top_k, top_k)
+        self.scores = 3 * torch.randn(shape, generator=g, device=device)
         self.limits = torch.full((reqs,), nodes, dtype=torch.int32, device=device)
         # a staircase that rises faster than linearly
         steps = torch.arange(reqs * (nodes + 1) + 1, device=device) // 16
@@ -69,6 +77,13 @@ class DraftStage:
 
     def expand(self) -> None:
         expand_best_first_triton(*self._lattice(), self.spine_only, self.slots, *self.tree)
+
+    def branch(self) -> None:
+        self._expand_transitions(self.tree)
+
+    def _expand_transitions(self, tree: Sequence[Tensor]) -> None:
+        logprobs, rest = self.scores.log_softmax(-1), (self.spine_only, self.slots, *tree)
+        expand_transitions_triton(self._lattice()[0], logprobs, self.top_k, *rest)
 
     def budget(self) -> None:
         choose_budget_triton(
@@ -104,6 +119,15 @@ class DraftStage:
         )
         for got, want in zip(self.tree, tree, strict=True):
             same("expand_best_first", got, want)
+        got_tree = tuple(torch.full_like(x, POISON) for x in self.tree)
+        want_tree = tuple(torch.full_like(x, POISON) for x in tree)
+        self._expand_transitions(got_tree)
+        expand_transitions_reference(
+            lattice_tokens, self.scores.log_softmax(-1).cpu(), self.top_k, self.spine_only.cpu(),
+            slots, *want_tree,
+        )  # fmt: skip
+        for got, want in zip(got_tree, want_tree, strict=True):
+            same("expand_transitions", got, want)
         verify = torch.empty_like(self.num_verify, device="cpu")
         choose_budget_reference(
             tree[3], slots, self.limits.cpu(), self.cost.cpu(), len(slots), verify
@@ -235,7 +259,7 @@ def _draft_entries(model: Model, device: str) -> list[Entry]:
     found = []
     for nodes in model.nodes:
         for top_k in model.top_ks:
-            parts = ["expand"]
+            parts = ["expand", "branch"]
             parts += ["topk"] * (nodes == model.nodes[0])
             parts += ["budget", "mask"] * (top_k == model.top_ks[0])
             for reqs, part in ((1, "all"), *((1, part) for part in parts), (model.many, "all")):

@@ -51,6 +51,7 @@ from bastion_kernels.draft.topk_logprobs import (
     topk_partial_reference,
 )
 from bastion_kernels.draft.topk_merge import merge_topk, merge_topk_reference
+from bastion_kernels.draft.transitions import expand_transitions, expand_transitions_reference
 from bastion_kernels.recurrent.gated_delta import (
     gated_delta_commit,
     gated_delta_commit_reference,
@@ -90,6 +91,8 @@ __all__ = [
     "choose_budget_reference",
     "expand_best_first",
     "expand_best_first_reference",
+    "expand_transitions",
+    "expand_transitions_reference",
     "gated_delta_commit",
     "gated_delta_commit_reference",
     "gated_delta_tree",

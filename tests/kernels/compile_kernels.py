@@ -31,6 +31,7 @@ from bastion_kernels.draft.best_first import expand_best_first_triton
 from bastion_kernels.draft.budget import choose_budget_triton, take_best_triton
 from bastion_kernels.draft.topk_logprobs import topk_logprobs_triton, topk_partial_triton
 from bastion_kernels.draft.topk_merge import merge_topk_triton
+from bastion_kernels.draft.transitions import expand_transitions_triton
 from bastion_kernels.recurrent.gated_delta import gated_delta_commit_triton, gated_delta_tree_triton
 from bastion_kernels.recurrent.short_conv import short_conv_commit_triton, short_conv_tree_triton
 from bastion_kernels.rows import bind_slots_triton, bind_tails_triton, kept_rows_triton
@@ -70,6 +71,8 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     spine = torch.zeros(slots_total, dtype=torch.bool)
     trees = (out_tokens, parents, depths, log_rho, counts)
     expand_best_first_triton(tokens.view(shape), logprobs.view(shape), spine, slots, *trees)
+    scores = torch.zeros(*shape, width)
+    expand_transitions_triton(tokens.view(shape), scores, width, spine, slots, *trees)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
     choose_budget_triton(log_rho, slots, counts, cost, base, counts, promised=cost)
     choose_budget_triton(log_rho, slots, counts, cost, 1, counts)

@@ -70,6 +70,17 @@ def poisoned_trees(reqs: int, slots: int, limit: int, wider: int = 0) -> Trees:
     )
 
 
+def prefixes(trees: Trees, row: int) -> list[tuple[int, ...]]:
+    """Token path of every node of a row, in column order."""
+    paths: list[tuple[int, ...]] = [()]
+    for column in range(int(trees.num_nodes[row])):
+        parent = int(trees.parents[row, column])
+        assert 0 <= parent <= column, "a parent comes before its children"
+        paths.append((*paths[parent], int(trees.tokens[row, column])))
+        assert int(trees.depths[row, column]) == len(paths[-1])
+    return paths[1:]
+
+
 def lattice(
     reqs: int, depth: int, width: int, generator: torch.Generator, spread: float = 2.0
 ) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees, versions
+from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees, prefixes, versions
 from torch import Tensor
 
 from bastion_kernels import expand_best_first, expand_best_first_reference
@@ -25,17 +25,6 @@ def expand(run, tokens: Tensor, logprobs: Tensor, limit: int, **options) -> Tree
     inputs = (moved(tensor, device) for tensor in (tokens, logprobs, spine, slots))
     run(*inputs, *out)
     return out.to(torch.device("cpu"))
-
-
-def prefixes(trees: Trees, row: int) -> list[tuple[int, ...]]:
-    """Token path of every node of a row, in column order."""
-    paths: list[tuple[int, ...]] = [()]
-    for column in range(int(trees.num_nodes[row])):
-        parent = int(trees.parents[row, column])
-        assert 0 <= parent <= column, "a parent comes before its children"
-        paths.append((*paths[parent], int(trees.tokens[row, column])))
-        assert int(trees.depths[row, column]) == len(paths[-1])
-    return paths[1:]
 
 
 def all_scores(tokens: Tensor, logprobs: Tensor) -> dict[tuple[int, ...], float]:

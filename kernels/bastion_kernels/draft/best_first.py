@@ -34,6 +34,8 @@ from __future__ import annotations
 import ctypes
 import heapq
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,19 +47,26 @@ from bastion_kernels.triton_or_none import tl, triton
 __all__ = ["expand_best_first", "expand_best_first_reference", "expand_best_first_triton"]
 
 _OP = "expand_best_first"
+Child = tuple[float, int, int]  # log q, token, candidate
 _Node = tuple[int, int, int, float]  # token, parent, depth, log rho
 _UNUSED: _Node = (0, -1, 0, -math.inf)
 
 
-def _expand_one(tokens: list[list[int]], logprobs: list[list[float]], limit: int) -> list[_Node]:
-    """The `limit` best nodes of one lattice `[D, K]`, by a heap."""
+def expand_one(children: Callable[[int, int], list[Child]], limit: int) -> list[_Node]:
+    """The `limit` best nodes of one lattice, by a heap.
+
+    children: of a parent's depth (0 is the root's) and its candidate, what can follow: log q, token
+        and candidate, best first; what cannot follow, and all after it, is left out.
+    """
     nodes: list[_Node] = [(0, -1, 0, 0.0)]  # the root, dropped at the end
+    held = [0]  # the candidate of each
     heap: list[tuple[float, int, int]] = []  # -log rho, parent, rank: ties to the lower parent
 
     def push(parent: int, rank: int) -> None:
         _, _, depth, log_rho = nodes[parent]
-        if depth < len(tokens) and rank < len(tokens[depth]):
-            cost = ctypes.c_float(-log_rho - min(logprobs[depth][rank], 0.0)).value
+        row = children(depth, held[parent])
+        if rank < len(row):
+            cost = ctypes.c_float(-log_rho - min(row[rank][0], 0.0)).value
             if cost < math.inf:  # neither impossible nor NaN
                 heapq.heappush(heap, (cost, parent, rank))
 
@@ -65,10 +74,24 @@ def _expand_one(tokens: list[list[int]], logprobs: list[list[float]], limit: int
     while heap and len(nodes) <= limit:
         cost, parent, rank = heapq.heappop(heap)
         depth = nodes[parent][2]
-        nodes.append((tokens[depth][rank], parent, depth + 1, 0.0 - cost))
+        _, token, candidate = children(depth, held[parent])[rank]
+        nodes.append((token, parent, depth + 1, 0.0 - cost))
+        held.append(candidate)
         push(len(nodes) - 1, 0)
         push(parent, rank + 1)
     return nodes[1:]
+
+
+def store_nodes(nodes: list[_Node], num_nodes: Tensor, *rows: Tensor) -> None:
+    """Write one request's tree: its size [], and tokens, parents, depths, log rho [N]."""
+    num_nodes.fill_(len(nodes))
+    columns = zip(*nodes, *[_UNUSED] * (len(rows[0]) - len(nodes)), strict=True)
+    for row, column in zip(rows, columns, strict=True):
+        row.copy_(torch.tensor(column, dtype=row.dtype))
+
+
+def _of_depth(levels: list[list[Child]], depth: int, candidate: int) -> list[Child]:
+    return levels[depth]
 
 
 def expand_best_first_reference(
@@ -83,23 +106,19 @@ def expand_best_first_reference(
     num_nodes: Tensor,
 ) -> None:
     """Algorithm 1 with a heap of first children and next siblings; see `expand_best_first`."""
-    limit = out_tokens.shape[1]
     for r, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        ranks = 1 if spine_only[slot] else topk_tokens.shape[2]
-        nodes = _expand_one(
-            topk_tokens[r, :, :ranks].tolist(), topk_logprobs[r, :, :ranks].tolist(), limit
-        )
-        num_nodes[slot] = len(nodes)
-        columns = zip(*nodes, *[_UNUSED] * (limit - len(nodes)), strict=True)
+        ranks = range(1 if spine_only[slot] else topk_tokens.shape[2])
+        lists = zip(topk_logprobs[r].tolist(), topk_tokens[r].tolist(), strict=True)
+        levels = [*([*zip(*both, ranks, strict=False)] for both in lists), []]
+        nodes = expand_one(partial(_of_depth, levels), out_tokens.shape[1])
         rows = (out_tokens[r], parents[slot], depths[slot], log_rho[slot])
-        for row, column in zip(rows, columns, strict=True):
-            row.copy_(torch.tensor(column, dtype=row.dtype))
+        store_nodes(nodes, num_nodes[slot], *rows)
 
 
 @triton.jit
-def _cost(logprob):
+def cost_of(logprob):
     """-logprob, at least +0.0; NaN becomes +inf, as if the candidate were impossible."""
     cost = tl.where(logprob < 0.0, 0.0 - logprob, 0.0)
     return tl.where(logprob == logprob, cost, float("inf"))
@@ -149,7 +168,7 @@ def _expand_kernel(
 
         place = tl.arange(0, BLOCK)
         owner = (place + 1) % BLOCK
-        first = _cost(tl.load(logprobs_ptr))
+        first = cost_of(tl.load(logprobs_ptr))
         cost = tl.where(owner == 0, first, float("inf")).to(tl.int32, bitcast=True)
         entry = tl.zeros([BLOCK], tl.int32)
         above = tl.zeros([BLOCK], tl.float32)
@@ -170,8 +189,8 @@ def _expand_kernel(
             entry = tl.where(moved, entry + 1, entry)
             entry = tl.where(opened, (count << 16) | ((depth + 1) << 8), entry)
             taken = tl.where(opened, winner, taken)
-            cost = tl.where(moved, (above + _cost(sibling)).to(tl.int32, bitcast=True), cost)
-            cost = tl.where(opened, (score + _cost(child)).to(tl.int32, bitcast=True), cost)
+            cost = tl.where(moved, (above + cost_of(sibling)).to(tl.int32, bitcast=True), cost)
+            cost = tl.where(opened, (score + cost_of(child)).to(tl.int32, bitcast=True), cost)
             above = tl.where(opened, score, above)
             best = tl.min(cost, 0)
 
@@ -226,6 +245,30 @@ def expand_best_first_triton(
     )
 
 
+def check_trees(
+    op: str,
+    reqs: int,
+    spine_only: Tensor,
+    slots: Tensor,
+    out_tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    log_rho: Tensor,
+    num_nodes: Tensor,
+) -> None:
+    """Check what trees are written to; see `expand_best_first`."""
+    num_slots, limit = parents.shape
+    check(op, "spine_only", spine_only, (num_slots,), torch.bool)
+    check(op, "slots", slots, (reqs,), torch.int64)
+    check(op, "out_tokens", out_tokens, (reqs, limit), torch.int64)
+    check(op, "parents", parents, (num_slots, limit), torch.int32)
+    check(op, "depths", depths, (num_slots, limit), torch.int32)
+    check(op, "log_rho", log_rho, (num_slots, limit), torch.float32)
+    check(op, "num_nodes", num_nodes, (num_slots,), torch.int32)
+    if limit > 4096:  # what an entry of a frontier can hold
+        raise ValueError(f"{op}: N <= 4096, got {limit}")
+
+
 def expand_best_first(
     topk_tokens: Tensor,
     topk_logprobs: Tensor,
@@ -261,19 +304,12 @@ def expand_best_first(
             an entry of the frontier can hold (N 4096, D and K 255).
     """
     reqs, depth, width = topk_tokens.shape
-    num_slots, limit = parents.shape
     shape = (reqs, depth, width)
     check(_OP, "topk_tokens", topk_tokens, shape, torch.int32, strided=True)
     check(_OP, "topk_logprobs", topk_logprobs, shape, torch.float32, strided=True)
-    check(_OP, "spine_only", spine_only, (num_slots,), torch.bool)
-    check(_OP, "slots", slots, (reqs,), torch.int64)
-    check(_OP, "out_tokens", out_tokens, (reqs, limit), torch.int64)
-    check(_OP, "parents", parents, (num_slots, limit), torch.int32)
-    check(_OP, "depths", depths, (num_slots, limit), torch.int32)
-    check(_OP, "log_rho", log_rho, (num_slots, limit), torch.float32)
-    check(_OP, "num_nodes", num_nodes, (num_slots,), torch.int32)
-    if limit > 4096 or depth > 255 or width > 255:
-        raise ValueError(f"{_OP}: N <= 4096, D <= 255, K <= 255, got {limit}, {depth}, {width}")
+    check_trees(_OP, reqs, spine_only, slots, out_tokens, parents, depths, log_rho, num_nodes)
+    if depth > 255 or width > 255:
+        raise ValueError(f"{_OP}: D <= 255, K <= 255, got {depth}, {width}")
     run = version_for(
         topk_tokens, expand_best_first_triton, expand_best_first_cpu, expand_best_first_reference
     )

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from bastion_kernels.native import njit, scratch
 
-__all__ = ["choose_budget_cpu", "expand_best_first_cpu", "take_best_cpu", "topk_logprobs_cpu"]
+__all__ = [
+    "choose_budget_cpu",
+    "expand_best_first_cpu",
+    "expand_transitions_cpu",
+    "take_best_cpu",
+    "topk_logprobs_cpu",
+]
 
 _UNIT = 2**40  # units of rho = 1, as in `budget`
 _SEGMENT = 64  # logits behind one maximum
@@ -55,33 +61,65 @@ def _replace_top(heap, size, key):
 
 
 @njit
-def _expand(tokens, logprobs, spine, slots, out_tokens, parents, depths, log_rho, num_nodes):
-    depth_limit, ranks, limit = tokens.shape[1], tokens.shape[2], out_tokens.shape[1]
+def _next_candidate(row, after):
+    """The one that follows candidate `after` in a row of log-probabilities, best first.
+
+    after: -1 for the first. Ties go to the lower candidate; -1 where no possible one is left.
+    """
+    least, found = np.float32(np.inf), -1
+    floor = np.float32(-1.0)
+    if after >= 0:
+        floor = -row[after] if row[after] < 0 else np.float32(0.0)
+    for candidate in range(row.shape[0]):
+        logprob = row[candidate]
+        cost = -logprob if logprob < 0 else np.float32(0.0)
+        later = cost > floor or (cost == floor and candidate > after)
+        if logprob == logprob and cost < least and later:
+            least, found = cost, candidate
+    return found
+
+
+@njit
+def _expand(
+    tokens, logprobs, children, sorted_rows, spine, slots,
+    out_tokens, parents, depths, log_rho, num_nodes,
+):  # fmt: skip
+    """logprobs: [R, D, P, K], the row P of a child by its parent's candidate, or by none (P = 1);
+    sorted_rows: whether a candidate's place in its row is its rank."""
+    depth_limit, limit, by_parent = tokens.shape[1], out_tokens.shape[1], logprobs.shape[2] > 1
     heap = np.empty(2 * limit + 2, np.int64)
+    held = np.zeros(limit + 1, np.int64)  # every node's candidate
     cost = np.empty(1, np.float32)
     bits = cost.view(np.int32)
     for r in range(slots.shape[0]):
         slot = slots[r]
         if slot < 0:
             continue
-        width = 1 if spine[slot] else ranks
+        width = 1 if spine[slot] else children
         size, count = 0, 0
-        # what is offered to the heap: up to two candidates a round, the root's first child first
-        offers, parent_a, rank_a, depth_a, parent_b, rank_b, depth_b = 1, 0, 0, 0, 0, 0, 0
+        # what is offered to the heap: up to two children a round, the root's first one first
+        offers, parent_a, rank_a, before_a, depth_a, parent_b, rank_b, before_b, depth_b = (
+            1, 0, 0, -1, 0, 0, 0, -1, 0
+        )  # fmt: skip
         above_a = above_b = np.float32(0.0)
         while True:
             for i in range(offers):
-                parent, rank, depth, above = (
-                    (parent_a, rank_a, depth_a, above_a)
+                parent, rank, before, depth, above = (
+                    (parent_a, rank_a, before_a, depth_a, above_a)
                     if i == 0
-                    else (parent_b, rank_b, depth_b, above_b)
+                    else (parent_b, rank_b, before_b, depth_b, above_b)
                 )
                 if depth < depth_limit and rank < width:
-                    logprob = logprobs[r, depth, rank]
+                    row = logprobs[r, depth, held[parent] if by_parent else 0]
+                    candidate = rank if sorted_rows else _next_candidate(row, before)
+                    if candidate < 0:
+                        continue
+                    logprob = row[candidate]
                     cost[0] = above - logprob if logprob < 0 else above
                     # neither impossible nor NaN
                     if logprob == logprob and bits[0] < _INFINITE:
-                        _push(heap, size, (np.int64(bits[0]) << 32) | (parent << 16) | rank)
+                        low = (parent << 16) | (candidate << 8) | rank
+                        _push(heap, size, (np.int64(bits[0]) << 32) | low)
                         size += 1
             if size == 0 or count == limit:
                 break
@@ -90,17 +128,18 @@ def _expand(tokens, logprobs, spine, slots, out_tokens, parents, depths, log_rho
             if size > 0:
                 _replace_top(heap, size, heap[size])
             bits[0] = key >> 32
-            parent, rank = (key >> 16) & 0xFFFF, key & 0xFFFF
+            parent, candidate, rank = (key >> 16) & 0xFFFF, (key >> 8) & 0xFF, key & 0xFF
             depth = 0 if parent == 0 else depths[slot, parent - 1]
             above = np.float32(0.0) if parent == 0 else np.float32(0.0) - log_rho[slot, parent - 1]
-            out_tokens[r, count] = tokens[r, depth, rank]
+            out_tokens[r, count] = tokens[r, depth, candidate]
             parents[slot, count] = parent
             depths[slot, count] = depth + 1
             log_rho[slot, count] = np.float32(0.0) - cost[0]
             count += 1
+            held[count] = candidate
             offers = 2
-            parent_a, rank_a, depth_a, above_a = count, 0, depth + 1, cost[0]
-            parent_b, rank_b, depth_b, above_b = parent, rank + 1, depth, above
+            parent_a, rank_a, before_a, depth_a, above_a = count, 0, -1, depth + 1, cost[0]
+            parent_b, rank_b, before_b, depth_b, above_b = parent, rank + 1, candidate, depth, above
         num_nodes[slot] = count
         out_tokens[r, count:] = 0
         parents[slot, count:] = -1
@@ -121,8 +160,29 @@ def expand_best_first_cpu(
 ) -> None:
     """Algorithm 1 with a heap; see `expand_best_first`."""
     _expand(
-        topk_tokens.numpy(), topk_logprobs.numpy(), spine_only.numpy(), slots.numpy(),
-        out_tokens.numpy(), parents.numpy(), depths.numpy(), log_rho.numpy(), num_nodes.numpy(),
+        topk_tokens.numpy(), topk_logprobs.numpy()[:, :, None], topk_tokens.shape[2], True,
+        spine_only.numpy(), slots.numpy(), out_tokens.numpy(), parents.numpy(), depths.numpy(),
+        log_rho.numpy(), num_nodes.numpy(),
+    )  # fmt: skip
+
+
+def expand_transitions_cpu(
+    candidates: Tensor,
+    logprobs: Tensor,
+    top_k: int,
+    spine_only: Tensor,
+    slots: Tensor,
+    out_tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    log_rho: Tensor,
+    num_nodes: Tensor,
+) -> None:
+    """The same with a look through the parent's row for every child; see `expand_transitions`."""
+    _expand(
+        candidates.numpy(), logprobs.numpy(), top_k, False,
+        spine_only.numpy(), slots.numpy(), out_tokens.numpy(), parents.numpy(), depths.numpy(),
+        log_rho.numpy(), num_nodes.numpy(),
     )  # fmt: skip
 
 

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Best-first expansion over transition scores against brute force, and the kernels against it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees, prefixes, versions
+from torch import Tensor
+
+from bastion_kernels import (
+    expand_best_first_reference,
+    expand_transitions,
+    expand_transitions_reference,
+)
+from bastion_kernels.draft.cpu import expand_transitions_cpu
+from bastion_kernels.draft.transitions import expand_transitions_triton
+
+
+def transitions(
+    reqs: int, depth: int, width: int, generator: torch.Generator, spread: float = 2.0
+) -> tuple[Tensor, Tensor]:
+    """Distinct tokens `[R, D, M]` and unsorted log-probabilities `[R, D, M, M]`."""
+    tokens = torch.rand(reqs, depth, 4 * width + 3, generator=generator).argsort(-1)[..., :width]
+    scores = spread * torch.randn(reqs, depth, width, width, generator=generator)
+    return tokens.int(), scores.log_softmax(-1)
+
+
+def expand(run, tokens: Tensor, logprobs: Tensor, top_k: int, limit: int, **options) -> Trees:
+    """Run on slots = 0, 1, ... and return the trees, on the CPU."""
+    reqs = tokens.shape[0]
+    slots = options.get("slots", torch.arange(reqs))
+    spine = options.get("spine", torch.zeros(max(reqs, int(slots.max()) + 1), dtype=torch.bool))
+    device = options.get("device", torch.device("cpu"))
+    out = poisoned_trees(reqs, len(spine), limit, options.get("wider", 0)).to(device)
+    tokens, logprobs, spine, slots = (moved(x, device) for x in (tokens, logprobs, spine, slots))
+    run(tokens, logprobs, top_k, spine, slots, *out)
+    return out.to(torch.device("cpu"))
+
+
+def in_order(tokens: Tensor, logprobs: Tensor, top_k: int) -> list[tuple[float, tuple[int, ...]]]:
+    """Every prefix of one lattice whose nodes are among their parents' `top_k` best children.
+
+    Its log rho, summed in fp32 from the root down, and its tokens; in the order of the tree: by
+    score, then by the place of the parent, then by the order of the parent's row.
+    """
+    depth, width = tokens.shape
+    scores, places = {(): 0.0}, {}
+    for length in range(1, depth + 1):
+        for path in itertools.product(range(width), repeat=length):
+            above, last = path[:-1], path[-1]
+            row = logprobs[length - 1, above[-1] if above else 0]
+            place = sorted(range(width), key=lambda k: (-row[k].item(), k)).index(last)
+            if above in scores and place < top_k:
+                scores[path] = (torch.tensor(scores[above]) + row[last]).item()
+                places[path] = place
+    number, rest, found = {(): 0}, set(scores) - {()}, []
+    while rest:
+        ready = [path for path in rest if path[:-1] in number]
+        path = min(ready, key=lambda p: (-scores[p], number[p[:-1]], places[p]))
+        rest.discard(path)
+        number[path] = len(number)
+        found.append((scores[path], tuple(int(tokens[d, k]) for d, k in enumerate(path))))
+    return found
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("top_k", [3, 2])
+def test_reference_is_best_first_by_brute_force(ties: bool, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens, logprobs = transitions(25, 3, 3, generator)
+    if ties:
+        logprobs = (logprobs * 2).round() / 2
+    for row in range(len(tokens)):
+        expected = in_order(tokens[row], logprobs[row], top_k)
+        assert len(expected) == sum(top_k**d for d in (1, 2, 3))
+        assert [score for score, _ in expected] == sorted((s for s, _ in expected), reverse=True)
+        for limit in (1, 7, 39, 45):
+            one = slice(row, row + 1)
+            trees = expand(expand_transitions_reference, tokens[one], logprobs[one], top_k, limit)
+            used = int(trees.num_nodes[0])
+            found = [*zip(trees.log_rho[0, :used].tolist(), prefixes(trees, 0), strict=True)]
+            assert found == expected[:limit]
+
+
+def test_smaller_trees_are_prefixes_of_larger_ones() -> None:
+    tokens, logprobs = transitions(1, 15, 8, torch.Generator().manual_seed(2))
+    large = expand(expand_transitions_reference, tokens, logprobs, 8, 128)
+    for limit in (1, 2, 33, 127):
+        small = expand(expand_transitions_reference, tokens, logprobs, 8, limit)
+        for one, other in zip(list(small)[:4], list(large)[:4], strict=True):
+            assert_same(one, other[:, :limit])
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    "run",
+    versions(expand_transitions_reference, expand_transitions_triton, expand_transitions_cpu),
+)
+def test_equal_rows_give_the_tree_of_the_independent_lattice(
+    run, ties: bool, device: torch.device
+) -> None:
+    tokens, logprobs = lattice(3, 6, 5, torch.Generator().manual_seed(3))
+    if ties:
+        logprobs = logprobs.round()
+    rows = logprobs[:, :, None].expand(-1, -1, 5, -1).contiguous()
+    spine = torch.tensor([False, True, False])
+    out = poisoned_trees(3, 3, 70)
+    expand_best_first_reference(tokens, logprobs, spine, torch.arange(3), *out)
+    trees = expand(run, tokens, rows, 5, 70, spine=spine, device=device)
+    for name, one, other in zip(vars(out), trees, out, strict=True):
+        assert_same(one, other, name)
+
+
+def test_a_chain_takes_each_nodes_best_child() -> None:
+    """`top_k` 1 and `spine_only` alike: the greedy walk of the drafter's own chain."""
+    tokens, logprobs = transitions(1, 6, 4, torch.Generator().manual_seed(4))
+    walk, last = [], 0
+    for depth in range(6):
+        last = int(logprobs[0, depth, last].argmax())
+        walk.append(int(tokens[0, depth, last]))
+    for limit in (3, 6, 9):
+        for top_k, spine in ((1, False), (4, True)):
+            trees = expand(
+                expand_transitions_reference, tokens, logprobs, top_k, limit,
+                spine=torch.tensor([spine]),
+            )  # fmt: skip
+            used = min(6, limit)
+            assert trees.num_nodes.item() == used
+            assert trees.tokens[0, :used].tolist() == walk[:limit]
+            assert trees.parents[0, :used].tolist() == list(range(used))
+
+
+def test_impossible_candidates_are_left_out() -> None:
+    tokens = torch.arange(6, dtype=torch.int32).view(1, 2, 3)
+    inf, nan = float("inf"), float("nan")
+    logprobs = torch.full((1, 2, 3, 3), nan)
+    logprobs[0, 0, 0] = torch.tensor([-inf, nan, -0.5])
+    logprobs[0, 1, 2] = torch.tensor([nan, 0.25, -1.0])
+    trees = expand(expand_transitions_reference, tokens, logprobs, 3, 4)
+    assert trees.num_nodes.item() == 3  # a probability above 1 counts as 1
+    assert trees.tokens[0].tolist() == [2, 4, 5, 0]
+    assert trees.log_rho[0, :3].tolist() == [-0.5, -0.5, -1.5]
+
+
+CASES = {  # R, D, M, top-K, N
+    "usual": (2, 15, 8, 8, 64),
+    "fewer children than candidates": (2, 7, 20, 6, 40),
+    "one node": (2, 15, 8, 8, 1),
+    "one of all": (1, 1, 1, 1, 1),
+    "N not a power of two": (3, 7, 5, 5, 37),
+    "chain": (2, 4, 5, 1, 16),
+    "star": (2, 1, 32, 32, 20),
+    "exhausted": (3, 2, 2, 2, 16),
+    "everything": (1, 3, 3, 3, 39),
+    "more children than candidates": (1, 3, 3, 9, 39),
+}
+
+
+@pytest.mark.parametrize("run", versions(expand_transitions_triton, expand_transitions_cpu))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("scores", ["distinct", "ties", "equal", "broken"])
+def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: torch.device) -> None:
+    reqs, depth, width, top_k, limit = case
+    generator = torch.Generator().manual_seed(limit)
+    tokens, logprobs = transitions(reqs, depth, width, generator)
+    if scores == "ties":
+        logprobs = logprobs.round()
+    elif scores == "equal":
+        logprobs = torch.zeros_like(logprobs)
+    elif scores == "broken":
+        hole = torch.rand(logprobs.shape, generator=generator)
+        logprobs[hole < 0.2] = float("-inf")
+        logprobs[hole < 0.1] = float("nan")
+        logprobs[hole > 0.95] = 0.5
+    spine = torch.rand(reqs + 3, generator=generator) < 0.2
+    slots = torch.randperm(reqs + 3, generator=generator)[:reqs]
+    slots[reqs // 2] = -1 if reqs > 1 else slots[0]
+    options = {"slots": slots, "spine": spine, "wider": 5}
+    expected = expand(expand_transitions_reference, tokens, logprobs, top_k, limit, **options)
+    actual = expand(run, tokens, logprobs, top_k, limit, device=device, **options)
+    for name, one, other in zip(vars(expected), actual, expected, strict=True):
+        assert_same(one, other, name)
+
+
+@pytest.mark.parametrize("run", versions(expand_transitions_triton, expand_transitions_cpu))
+def test_kernel_equals_heap_on_random_trees(run, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(5)
+    slow = run is expand_transitions_triton and device.type == "cpu"
+    for _ in range(40 if slow else 1000):
+        depth, width, top_k, limit = torch.randint(1, 7, (4,), generator=generator).tolist()
+        tokens, logprobs = transitions(2, depth, width, generator, spread=4.0)
+        expected = expand(expand_transitions_reference, tokens, logprobs, top_k, limit)
+        actual = expand(run, tokens, logprobs, top_k, limit, device=device)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(expand_transitions_triton, marks=pytest.mark.gpu), expand_transitions_cpu]
+)
+@pytest.mark.parametrize(
+    "case", [(64, 16, 16, 16, 512), (1, 15, 255, 32, 256), (1, 255, 16, 16, 4096)]
+)
+def test_kernel_equals_heap_at_full_size(run, case: tuple[int, ...], device: torch.device) -> None:
+    if run is expand_transitions_cpu:
+        device = torch.device("cpu")
+    reqs, depth, width, top_k, limit = case
+    tokens, logprobs = transitions(reqs, depth, width, torch.Generator().manual_seed(6))
+    expected = expand(expand_transitions_reference, tokens, logprobs, top_k, limit)
+    actual = expand(run, tokens, logprobs, top_k, limit, device=device)
+    for one, other in zip(actual, expected, strict=True):
+        assert_same(one, other)
+
+
+def test_strided_inputs(device: torch.device) -> None:
+    tokens, logprobs = transitions(2, 4, 6, torch.Generator().manual_seed(7))
+    expected = expand(expand_transitions_reference, tokens, logprobs, 4, 20)
+    tokens = tokens.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    logprobs = logprobs.mT.contiguous().mT
+    assert not tokens.is_contiguous() and not logprobs.is_contiguous()
+    for run in versions(expand_transitions, expand_transitions_triton, expand_transitions_cpu):
+        actual = expand(run, tokens, logprobs, 4, 20, device=device)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+
+
+def test_wrong_arguments_are_named() -> None:
+    tokens, logprobs = transitions(1, 2, 2, torch.Generator().manual_seed(8))
+    spine, slots = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+    out = poisoned_trees(1, 1, 4)
+    with pytest.raises(TypeError, match=r"logprobs must be torch\.float32"):
+        expand_transitions(tokens, logprobs.double(), 2, spine, slots, *out)
+    with pytest.raises(
+        ValueError, match=r"logprobs must have shape \[1, 2, 2, 2\], got \[1, 2, 2\]"
+    ):
+        expand_transitions(tokens, logprobs[:, :, 0], 2, spine, slots, *out)
+    with pytest.raises(ValueError, match="top_k >= 1"):
+        expand_transitions(tokens, logprobs, 0, spine, slots, *out)
+    with pytest.raises(ValueError, match="N <= 4096"):
+        expand_transitions(tokens, logprobs, 2, spine, slots, *poisoned_trees(1, 1, 5000))
