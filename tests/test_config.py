@@ -389,18 +389,20 @@ def test_a_target_that_trees_cannot_be_verified_on_is_refused(case: str) -> None
     _is_one_sentence(str(caught.value), '"some/target"', names, "drop speculative_config")
 
 
-def test_gated_delta_networks_are_served_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_delta_networks_are_served_on_cpu_and_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.platforms
 
     target = _target(is_hybrid=True, hf_text_config=HYBRID, architecture="Qwen3NextForCausalLM")
-    for on_cpu in (True, False):
-        platform = SimpleNamespace(is_cpu=lambda on_cpu=on_cpu: on_cpu)
+    for kind in ("cpu", "cuda", "rocm"):
+        platform = SimpleNamespace(
+            is_cpu=lambda k=kind: k == "cpu", is_cuda=lambda k=kind: k == "cuda"
+        )
         monkeypatch.setattr(vllm.platforms, "_current_platform", platform, raising=False)
-        if on_cpu:
+        if kind != "rocm":
             validation.check_target(target)
     with pytest.raises(BastionConfigError) as caught:
         validation.check_target(target)
-    _is_one_sentence(str(caught.value), "gated delta networks", "CPU hosts only")
+    _is_one_sentence(str(caught.value), "gated delta networks", "NVIDIA GPUs only")
 
 
 def test_the_attributes_read_of_a_target_exist(pair: tuple[str, str]) -> None:

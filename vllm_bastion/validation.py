@@ -234,8 +234,10 @@ def check_target(model: Any) -> None:
             f"in a {' or '.join(_GATED_DELTA)}",
         ),
         (
-            lambda: model.is_hybrid and not current_platform.is_cpu(),
-            "has gated delta networks, which take trees on CPU hosts only so far",
+            lambda: (
+                model.is_hybrid and not (current_platform.is_cpu() or current_platform.is_cuda())
+            ),
+            "has gated delta networks, which take trees on CPU hosts and NVIDIA GPUs only",
         ),
         (lambda: model.use_mla, "uses multi-head latent attention"),
         (

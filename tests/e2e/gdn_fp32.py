@@ -66,7 +66,8 @@ def recurrence(
             )
             gate = -layer.A_log.float().exp() * F.softplus(a[row].float() + layer.dt_bias.float())
             # the cache holds [H, K, V] on a CPU, whatever its shape says
-            held = state.view(len(value), layer.head_k_dim, layer.head_v_dim)
+            on_cpu = layer._forward_method == layer.forward_cpu
+            held = state.view(len(value), layer.head_k_dim, -1) if on_cpu else state.mT
             held *= gate.exp()[:, None, None]
             told = (held * key[..., None]).sum(1)
             held += key[..., None] * (b[row].float().sigmoid()[:, None] * (value - told))[:, None]

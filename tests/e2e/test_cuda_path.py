@@ -17,6 +17,7 @@ from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.cuda_graphs import Tape, capture, kernel
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.targets import ARGUMENTS, SPEC, make_target
 from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.cost.table import StepCostTable
 
@@ -35,7 +36,8 @@ def with_graphs(engine: Engine) -> Engine:
         "cudagraph_mode": "FULL_DECODE_ONLY",
         "cudagraph_capture_sizes": TARGET_SIZES + DRAFTER_SIZES[1:],
     }
-    return replace(engine, extra=(("compilation_config", compilation), ("enforce_eager", False)))
+    own = (("compilation_config", compilation), ("enforce_eager", False))
+    return replace(engine, extra=(*engine.extra, *own))
 
 
 def batch() -> Batch:
@@ -49,17 +51,21 @@ def batch() -> Batch:
     return out
 
 
+def costs(folder: Path, timing: str) -> dict[str, str]:
+    """Keys of an engine that knows what its steps cost."""
+    profile = folder / "profile.json"
+    table = StepCostTable.linear(10.0, 0.4, max_rows=128)
+    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
+    return {"calibration": str(profile), "latency_model": "table", "budget_timing": timing}
+
+
 @pytest.mark.parametrize("timing", ["exact", pytest.param("lagged", marks=pytest.mark.slow)])
 def test_graphs_replay_what_decoding_needs(
     runner: Runner, compare: Comparison, tmp_path: Path, timing: str
 ) -> None:
     """Every captured launch sees the step it is replayed for through its buffers alone."""
-    profile = tmp_path / "profile.json"
-    table = StepCostTable.linear(10.0, 0.4, max_rows=128)
-    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
     plain, requests = Engine(max_num_seqs=2, eager=True).with_async(), [batch()]
-    costs = {"calibration": str(profile), "latency_model": "table", "budget_timing": timing}
-    tree = with_graphs(plain).with_bastion(8, top_k=4, **costs)
+    tree = with_graphs(plain).with_bastion(8, top_k=4, **costs(tmp_path, timing))
     futures = [
         runner.submit(plain, requests),
         runner.submit(tree, requests, setup=SETUP, probe=REPLAYS, interpreted=True),
@@ -80,6 +86,39 @@ def test_graphs_replay_what_decoding_needs(
     for g in drafter:
         assert {"_expand_kernel", "_bits_kernel", "_choose_kernel"} <= set(g["kernels"])
     assert any(path != list(range(len(path))) for path in outcome["paths"])
+
+
+@pytest.mark.slow
+def test_recurrent_states_behind_graphs(
+    runner: Runner, compare: Comparison, tmp_path: Path
+) -> None:
+    """What a forward pass leaves for acceptance is where the replayed launches put it."""
+    target = make_target("qwen3-next", tmp_path / "target")
+    extra = (("model", target), *ARGUMENTS["qwen3-next"].items())
+    plain, requests = Engine(max_num_seqs=2, eager=True, extra=extra).with_async(), [batch()]
+    expected = runner.run(plain, requests, **SPEC["qwen3-next"])
+    answers = {
+        request: result["token_ids"]
+        for request, result in expected["batches"][0]["requests"].items()
+    }
+    run = runner.run(
+        with_graphs(plain).with_bastion(8, top_k=4, **costs(tmp_path, "lagged")),
+        requests,
+        setup=[*SETUP, "tests.e2e.gdn_cuda:install"],
+        oracle={"answers": answers},
+        probe=REPLAYS,
+        interpreted=True,
+    )
+    compare.same("GPU path on a CPU, recurrent states", requests, expected, run)
+    outcome = run["batches"][0]
+    last = {(g["of"], g["rows"]): g for g in outcome["probed"]}
+    target_graphs = [g for g in last.values() if g["of"] == "target"]
+    assert all(
+        {"gated_delta_tree_kernel", "_conv_kernel"} <= set(g["kernels"]) for g in target_graphs
+    )
+    assert sum(g["replays"] > 0 for g in target_graphs) > 1, target_graphs
+    assert any(path != list(range(len(path))) for path in outcome["paths"])
+    assert max(map(len, outcome["paths"])) > 2
 
 
 @pytest.mark.parametrize("inference", [False, True])

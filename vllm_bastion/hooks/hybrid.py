@@ -12,6 +12,7 @@ from vllm_bastion.config import bastion_config
 from vllm_bastion.hooks import Hook
 
 _CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
 
 HYBRID_HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -36,6 +37,22 @@ HYBRID_HOOKS: tuple[Hook, ...] = (
         expects="(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)",
         why="with one state a request it knows rows without drafts only",
         what="takes the rows of trees and chains out, and leaves it the prompts",
+        upstream="a tree-capable recurrence",
+    ),
+    Hook(
+        target=f"{_LAYER}._forward_core",
+        wrapper="hybrid:forward_core",
+        expects="(self, mixed_qkv, b, a, core_attn_out)",
+        why="its rows with drafts are a chain, with a state kept after each",
+        what="takes the rows of trees and chains out, and leaves it the prompts",
+        upstream="a tree-capable recurrence",
+    ),
+    Hook(
+        target=f"{_LAYER}._can_use_fused_gdn_mtp_decode",
+        wrapper="hybrid:can_use_fused_decode",
+        expects="(self, attn_metadata)",
+        why="it takes up to 8 states a request for a kernel that goes past _forward_core",
+        what="says no to a step with rows of ours",
         upstream="a tree-capable recurrence",
     ),
 )
@@ -69,18 +86,66 @@ def cpu_gdn_attention(
     core_attn_out: Any,
 ) -> None:
     """Rows of trees and chains by our op, prompts by vLLM's."""
-    metadata, rows = attn_metadata_i, getattr(attn_metadata_i, "tree_rows", None)
-    if rows is None:
-        original(layer, metadata, mixed_qkv, b, a, core_attn_out)
-        return
-    from vllm_bastion.attention.gdn_cpu import run_tree_rows
+    given = (mixed_qkv, b, a, core_attn_out)
+
+    def usual(metadata: Any, *step: Any) -> None:
+        original(layer, metadata, *step)
+
+    if getattr(attn_metadata_i, "tree_rows", None) is None:
+        usual(attn_metadata_i, *given)
+    else:
+        _by_kind(usual, layer, attn_metadata_i, *given)
+
+
+def forward_core(
+    original: Callable[..., Any], self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any
+) -> None:
+    """As `cpu_gdn_attention`, where the layer looks its metadata up."""
+    from vllm.forward_context import get_forward_context
+
+    given, of_layers = (mixed_qkv, b, a, core_attn_out), get_forward_context().attn_metadata
+    metadata = of_layers.get(self.prefix) if isinstance(of_layers, dict) else None
+
+    def usual(metadata: Any, *step: Any) -> None:
+        before, of_layers[self.prefix] = of_layers[self.prefix], metadata
+        try:
+            original(self, *step)
+        finally:
+            of_layers[self.prefix] = before
+
+    if getattr(metadata, "tree_rows", None) is None:
+        original(self, *given)
+    else:
+        _by_kind(usual, self, metadata, *given)
+
+
+def can_use_fused_decode(original: Callable[..., Any], self: Any, attn_metadata: Any) -> Any:
+    """Not with rows of trees or chains."""
+    return getattr(attn_metadata, "tree_rows", None) is None and original(self, attn_metadata)
+
+
+def _by_kind(
+    usual: Callable[..., Any],
+    layer: Any,
+    metadata: Any,
+    mixed_qkv: Any,
+    b: Any,
+    a: Any,
+    core_attn_out: Any,
+) -> None:
+    from vllm_bastion.attention.gdn import run_tree_rows
 
     count = metadata.num_actual_tokens
-    step = (mixed_qkv[:count], b[:count], a[:count], core_attn_out[:count])
-    run_tree_rows(layer, rows, *step)
+    given, out = [x[:count] for x in (mixed_qkv, b, a)], core_attn_out[:count]
+    run_tree_rows(layer, metadata.tree_rows, given[0], given[1], given[2], out)
     if metadata.num_prefills:
         prompts = metadata.non_spec_token_indx
-        out = core_attn_out.new_zeros(len(prompts), *core_attn_out.shape[1:])
-        plain = replace(metadata, spec_sequence_masks=None, num_accepted_tokens=None)
-        original(layer, plain, *(x[prompts] for x in step[:3]), out)
-        core_attn_out[prompts] = out
+        found = out.new_zeros(len(prompts), *out.shape[1:])
+        plain = replace(
+            metadata,
+            spec_sequence_masks=None,
+            num_accepted_tokens=None,
+            num_actual_tokens=len(prompts),
+        )
+        usual(plain, *(x.index_select(0, prompts) for x in given), found)
+        out.index_copy_(0, prompts, found)
