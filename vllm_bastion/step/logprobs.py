@@ -66,7 +66,8 @@ class PathLogprobs:
         nodes = path[rows]
         source = (cu_num_logits[rows][:, None] + nodes.clamp(min=0)).flatten()
         tokens = sampled[rows].flatten()
-        of_slots = slots[rows].repeat_interleave(path.shape[1])
+        # not repeat_interleave, which waits for the device
+        of_slots = slots[rows][:, None].expand_as(nodes).flatten()
         if not logits.is_cuda:
             # Rows past a path's end cost time here; leaving them out on a device would be a wait.
             live = (nodes >= 0).flatten()
