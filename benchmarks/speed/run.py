@@ -41,7 +41,8 @@ _QUICK = {
     "temperatures": [0.0],
     "only": [PLAIN, "dflash 7", "dflash 15", "N=16", "N=32", ADAPTIVE],
 }
-# Memory of an engine besides its weights: libraries, compiled code, the KV cache.
+# Memory of an engine besides its weights, which are held twice while they are packed: libraries,
+# compiled code, the KV cache.
 _OVERHEAD_BYTES = 5 << 28
 
 
@@ -69,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == PLAIN or not given.only or any(part in name for part in given.only)
     ]
     at_a_time = given.alive or _fitting(pair)
-    stem = f"speed-{Path(given.pair).name}"
-    if given.kind != PLAINEST:
-        stem += f"-{given.kind.split()[0].lower()}"
+    shape = Path(given.pair).name
+    stems = {kind: f"speed-{shape}-{kind.split()[0].lower()}" for kind in given.kinds}
+    stems = {kind: f"speed-{shape}" if kind == PLAINEST else stem for kind, stem in stems.items()}
     options = {name: value for name, value in vars(given).items() if name not in ("out", "pair")}
     command = shlex.join(
         ["python", "-m", "benchmarks.speed", *(sys.argv[1:] if argv is None else argv)]
@@ -82,36 +83,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         # Of the last minute, before anything ran: an idle machine has 0.
         "load": os.getloadavg()[0],
-        "settings": {**options, "pair": Path(given.pair).name, "alive": at_a_time},
+        "settings": {**options, "pair": shape, "alive": at_a_time},
         "complete": False,
         "failed": {},
         "start_s": {},
         "runs": [],
     }
-    adaptive: list[Outcome] = []
+    adaptive: dict[str, list[Outcome]] = {kind: [] for kind in stems}
 
-    def write() -> None:
-        table = report.tabulate(result["runs"])
-        errors = rmse(adaptive) if any(outcome.timed_steps for outcome in adaptive) else {}
-        text = {**result, "rmse_ms": errors, "summary": report.summary(table)}
+    def runs_of(kind: str) -> list[dict[str, Any]]:
+        return [run for run in result["runs"] if run["kind"] == kind]
+
+    def write(kind: str) -> None:
+        table, timed = report.tabulate(runs_of(kind)), adaptive[kind]
+        errors = rmse(timed) if any(outcome.timed_steps for outcome in timed) else {}
+        own = {"runs": runs_of(kind), "rmse_ms": errors, "summary": report.summary(table)}
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / f"{stem}.json").write_text(json.dumps(text, indent=1) + "\n")
-        title = f"Speed of the {Path(given.pair).name} pair"
-        if given.kind != PLAINEST:
-            title += f", {given.kind}"
+        (given.out / f"{stems[kind]}.json").write_text(json.dumps(result | own, indent=1) + "\n")
+        title = f"Speed of the {shape} pair" + ("" if kind == PLAINEST else f", {kind}")
         page = report.markdown(table, errors, result["provenance"]["command"], title)
-        (given.out / f"{stem}.md").write_text(page)
+        (given.out / f"{stems[kind]}.md").write_text(page)
 
     for number, group in enumerate(groups(chosen, at_a_time)):
         for run, outcome in _run_group(number, group, methods, given, result):
             result["runs"].append(run)
             if run["engine"] == ADAPTIVE:
-                adaptive.append(outcome)
-            write()
+                adaptive[run["kind"]].append(outcome)
+            write(run["kind"])
     result["complete"] = True
-    write()
-    _draw(report.tabulate(result["runs"]), given.out, stem)
-    print((given.out / f"{stem}.md").read_text())
+    for kind, stem in stems.items():
+        write(kind)
+        _draw(report.tabulate(runs_of(kind)), given.out, stem)
+        print((given.out / f"{stem}.md").read_text())
     for name, reason in result["failed"].items():
         print(f"{name} failed: {reason}")
     return 1 if result["failed"] else 0
@@ -129,7 +132,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     add("--prompts", type=int, default=30, help="per domain (default 30)")
-    add("--kind", default=PLAINEST, choices=KINDS, help="what requests wish besides")
+    add("--kinds", nargs="+", default=[PLAINEST], choices=KINDS, help="what requests wish besides")
     add("--tokens", type=int, default=64, help="new tokens (default 64)")
     add("--repeats", type=int, default=3)
     add("--alive", type=int, help="engines that live together (default: as many as fit)")
@@ -148,7 +151,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _fitting(pair: Path) -> int:
     weights = sum(path.stat().st_size for path in pair.glob("*/*.safetensors"))
-    return max(2, int(psutil.virtual_memory().available * 0.9 / (1.2 * weights + _OVERHEAD_BYTES)))
+    return max(2, int(psutil.virtual_memory().available * 0.9 / (2.2 * weights + _OVERHEAD_BYTES)))
 
 
 def _run_group(
@@ -183,8 +186,10 @@ def _run_group(
                 alive.pop(name).close()
                 return None
 
-        for temperature, concurrency in product(given.temperatures, given.concurrency):
-            params = KINDS[given.kind]
+        for kind, temperature, concurrency in product(
+            given.kinds, given.temperatures, given.concurrency
+        ):
+            params = KINDS[kind]
             warm_up = _requests(prompts[:concurrency], _WARM_UP_TOKENS, temperature, params)
             for name in list(alive):
                 drive(name, warm_up, concurrency)
@@ -204,7 +209,8 @@ def _run_group(
                     if name == PLAIN:
                         truth[domain] = ids
                     run["same_as_plain"] = sum(map(list.__eq__, ids, truth.get(domain, [])))
-                    where = {"engine": name, "group": number, "temperature": temperature}
+                    where = {"engine": name, "group": number, "kind": kind}
+                    where["temperature"] = temperature
                     cell = {"concurrency": concurrency, "domain": domain, "repeat": repeat}
                     yield {**where, **cell, "requests": len(ids), **run}, outcome
 
