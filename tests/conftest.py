@@ -37,6 +37,20 @@ if not ON_GPU:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Configs of a target (vocabulary 512, 4 layers) and a drafter (gamma 7), without weights.
+
+    With it method "bastion" is registered in the test's process.
+    """
+    from helpers import write_checkpoint
+    from vllm_bastion import plugin
+
+    plugin.register()
+    folder = tmp_path_factory.mktemp("pair")
+    return write_checkpoint(folder / "target"), write_checkpoint(folder / "drafter", "drafter")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first, so that short ones fill the end; those marked `gpu` only where one is."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)

@@ -57,6 +57,33 @@ def write_checkpoint(folder: Path, base: str = "target", **changes: Any) -> str:
     return str(folder)
 
 
+def engine_config(
+    pair: tuple[str, str], arguments: dict[str, Any] | None = None, **keys: Any
+) -> Any:
+    """The configuration of an engine with method "bastion".
+
+    pair: target and drafter; arguments: further ones of EngineArgs; keys: of speculative_config.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"method": "bastion", "model": pair[1], "num_speculative_tokens": 32} | keys
+    limits: dict[str, Any] = {
+        "max_model_len": 256,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 2,
+        "enforce_eager": True,
+    }
+    args = EngineArgs(model=pair[0], speculative_config=given, **(limits | (arguments or {})))
+    return args.create_engine_config()
+
+
+def is_one_sentence(message: str, *parts: str) -> None:
+    """Assert that a refusal is one, and says all of that."""
+    for part in parts:
+        assert part in message
+    assert "\n" not in message and ". " not in message and len(message) < 400
+
+
 def run_python(
     code: str, cwd: Path | None = None, **env: str | None
 ) -> subprocess.CompletedProcess[str]:

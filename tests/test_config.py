@@ -15,41 +15,16 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from helpers import write_checkpoint
-from vllm_bastion import config, plugin, validation
+from helpers import engine_config, is_one_sentence, write_checkpoint
+from vllm_bastion import config, validation
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.validation import BastionConfigError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> None:
-    plugin.register()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Configs of a target (vocabulary 512, 4 layers) and a drafter (gamma 7), without weights."""
-    folder = tmp_path_factory.mktemp("pair")
-    return write_checkpoint(folder / "target"), write_checkpoint(folder / "drafter", "drafter")
-
-
-def _engine(pair: tuple[str, str], arguments: dict[str, Any] | None = None, **keys: Any) -> Any:
-    given = {"method": "bastion", "model": pair[1], "num_speculative_tokens": 32} | keys
-    limits: dict[str, Any] = {
-        "max_model_len": 256,
-        "max_num_batched_tokens": 128,
-        "max_num_seqs": 2,
-        "enforce_eager": True,
-    }
-    args = EngineArgs(model=pair[0], speculative_config=given, **(limits | (arguments or {})))
-    return args.create_engine_config()
-
 
 # --- accepted ---------------------------------------------------------------------------------
 
 
 def test_the_engine_gets_a_dflash_configuration_with_our_settings(pair: tuple[str, str]) -> None:
-    engine = _engine(pair, bastion_budget=24, bastion_top_k=4)
+    engine = engine_config(pair, bastion_budget=24, bastion_top_k=4)
     spec = engine.speculative_config
     assert type(spec) is BastionSpeculativeConfig
     assert (spec.method, spec.num_speculative_tokens, spec.bastion_gamma) == ("dflash", 32, 7)
@@ -62,7 +37,7 @@ def test_the_engine_gets_a_dflash_configuration_with_our_settings(pair: tuple[st
 
 
 def test_settings_survive_the_way_into_another_process(pair: tuple[str, str]) -> None:
-    engine = pickle.loads(pickle.dumps(_engine(pair, bastion_budget_timing="lagged")))
+    engine = pickle.loads(pickle.dumps(engine_config(pair, bastion_budget_timing="lagged")))
     spec = engine.speculative_config
     assert type(spec) is BastionSpeculativeConfig
     assert (spec.bastion_budget_timing, spec.bastion_gamma) == ("lagged", 7)
@@ -72,7 +47,7 @@ def test_settings_survive_the_way_into_another_process(pair: tuple[str, str]) ->
 def test_the_chain_view_counts_in_depths_and_leaves_the_original_alone(
     pair: tuple[str, str],
 ) -> None:
-    engine = _engine(pair)
+    engine = engine_config(pair)
     view = config.chain_view_of(engine)
     assert view.num_speculative_tokens == 7 and engine.num_speculative_tokens == 32
     assert view.speculative_config.bastion_gamma == 7
@@ -128,13 +103,13 @@ def test_a_drafter_of_fewer_positions_than_the_target_is_resized(
     pair: tuple[str, str], tmp_path: Path
 ) -> None:
     short = write_checkpoint(tmp_path / "short", "drafter", max_position_embeddings=64)
-    spec = _engine((pair[0], short)).speculative_config
+    spec = engine_config((pair[0], short)).speculative_config
     assert spec.draft_model_config.hf_config.max_position_embeddings == 256
-    spec = _engine(pair).speculative_config
+    spec = engine_config(pair).speculative_config
     assert spec.draft_model_config.hf_config.max_position_embeddings == 1024
 
 
-def test_a_drafter_that_cannot_be_resized_limits_the_engine(
+def test_a_drafter_that_cannot_be_resized_limits_theengine_config(
     pair: tuple[str, str], tmp_path: Path
 ) -> None:
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
@@ -143,12 +118,12 @@ def test_a_drafter_that_cannot_be_resized_limits_the_engine(
     )
     if hasattr(VllmConfig, "_limit_max_model_len_to_draft"):
         # vLLM 0.33 shortens the engine's own, with a warning.
-        assert _engine((pair[0], short)).model_config.max_model_len == 128
+        assert engine_config((pair[0], short)).model_config.max_model_len == 128
     else:
         with pytest.raises(BastionConfigError) as caught:
-            _engine((pair[0], short))
-        _is_one_sentence(str(caught.value), short, "max_model_len 256", "set max_model_len to 128")
-    assert _engine((pair[0], short), {"max_model_len": 128}).speculative_config is not None
+            engine_config((pair[0], short))
+        is_one_sentence(str(caught.value), short, "max_model_len 256", "set max_model_len to 128")
+    assert engine_config((pair[0], short), {"max_model_len": 128}).speculative_config is not None
 
 
 # --- refused: the user's keys -----------------------------------------------------------------
@@ -194,14 +169,8 @@ KEYS = {
 def test_a_wrong_key_is_refused_in_one_sentence(case: str, pair: tuple[str, str]) -> None:
     keys, names, way_out = KEYS[case]
     with pytest.raises(BastionConfigError) as caught:
-        _engine(pair, **keys)
-    _is_one_sentence(str(caught.value), names, way_out)
-
-
-def _is_one_sentence(message: str, *parts: str) -> None:
-    for part in parts:
-        assert part in message
-    assert "\n" not in message and ". " not in message and len(message) < 400
+        engine_config(pair, **keys)
+    is_one_sentence(str(caught.value), names, way_out)
 
 
 @pytest.mark.parametrize(
@@ -218,52 +187,6 @@ def test_right_keys_pass(keys: dict[str, Any]) -> None:
     validation.check_user_keys({"model": "m", "num_speculative_tokens": 32} | keys)
 
 
-# --- refused: drafter -------------------------------------------------------------------------
-
-DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "another model": ({"architectures": ["Qwen3ForCausalLM"]}, ("no DFlash drafter", "Qwen3For")),
-    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, ("no DFlash drafter", "DFlash2")),
-    "LiLiCorr": ({"architectures": ["LiLiCorrDraftModel"]}, ("no DFlash drafter", "LiLiCorr")),
-    "XPress": (
-        {"architectures": ["DFlashDraftModel", "DFlashQwen3XPressModel"]},
-        ("no DFlash drafter", "XPress"),
-    ),
-    "Beam": ({"architectures": ["DFlash2BeamDraftModel"]}, ("no DFlash drafter", "DFlash2Beam")),
-    "DSpark": ({"architectures": ["DSparkDraftModel"]}, ("no DFlash drafter", "DSpark")),
-    "no settings": ({"dflash_config": None}, ("no DFlash drafter", '"dflash_config"')),
-    "no block": ({"block_size": None}, ('"block_size": None', "complete checkpoint")),
-    "a block of one": ({"block_size": 1}, ('"block_size": 1',)),
-    "other vocabulary": ({"vocab_size": 500}, ("vocab_size 500", "vocabulary of 512")),
-    "reduced vocabulary": ({"draft_vocab_size": 64}, ("draft_vocab_size 64", "of 512")),
-    "deeper target": (
-        {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 4]}},
-        ("target layer 4", "4 layers"),
-    ),
-    "anchor": (
-        {"dflash_config": {"mask_token_id": 1, "sample_from_anchor": True}},
-        ("sample_from_anchor", "plain DFlash"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", DRAFTERS)
-def test_a_drafter_that_does_not_fit_is_refused(
-    case: str, pair: tuple[str, str], tmp_path: Path
-) -> None:
-    changes, parts = DRAFTERS[case]
-    drafter = write_checkpoint(tmp_path / "drafter", "drafter", **changes)
-    with pytest.raises(BastionConfigError) as caught:
-        _engine((pair[0], drafter))
-    _is_one_sentence(str(caught.value), drafter, *parts)
-
-
-def test_a_drafter_that_is_not_there_is_named(pair: tuple[str, str], tmp_path: Path) -> None:
-    with pytest.raises(BastionConfigError) as caught:
-        _engine((pair[0], str(tmp_path / "nowhere")))
-    for part in ("nowhere", "could not be read", "give the path"):
-        assert part in str(caught.value)
-
-
 # --- refused: target and engine ---------------------------------------------------------------
 
 
@@ -274,15 +197,15 @@ def test_more_nodes_than_a_batch_holds_are_refused(
     with pytest.raises(BastionConfigError) as caught:
         validation.check_token_limit(nodes, 7, limit)
     needed = f"at least {1 + nodes + 7}"
-    _is_one_sentence(str(caught.value), f'"num_speculative_tokens": {nodes}', needed)
+    is_one_sentence(str(caught.value), f'"num_speculative_tokens": {nodes}', needed)
     assert ("lower it to 120" in str(caught.value)) == (nodes == 121)
     with pytest.raises(BastionConfigError, match="num_speculative_tokens"):
         arguments = {"max_num_batched_tokens": limit, "max_num_seqs": 1, "max_model_len": 8}
-        _engine(pair, arguments, num_speculative_tokens=nodes)
+        engine_config(pair, arguments, num_speculative_tokens=nodes)
 
 
 def test_exactly_as_many_nodes_as_a_batch_holds_pass(pair: tuple[str, str]) -> None:
-    engine = _engine(pair, num_speculative_tokens=120)
+    engine = engine_config(pair, num_speculative_tokens=120)
     assert engine.speculative_config.num_speculative_tokens == 120
 
 
@@ -309,15 +232,15 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_an_engine_option_in_the_way_is_refused(case: str, pair: tuple[str, str]) -> None:
     arguments, parts = ENGINES[case]
     with pytest.raises(BastionConfigError) as caught:
-        _engine(pair, arguments)
-    _is_one_sentence(str(caught.value), *parts)
+        engine_config(pair, arguments)
+    is_one_sentence(str(caught.value), *parts)
 
 
 def test_the_v1_runner_is_refused(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(BastionConfigError) as caught:
-        _engine(pair)
-    _is_one_sentence(str(caught.value), "Model Runner V2", "unset VLLM_USE_V2_MODEL_RUNNER")
+        engine_config(pair)
+    is_one_sentence(str(caught.value), "Model Runner V2", "unset VLLM_USE_V2_MODEL_RUNNER")
 
 
 def test_batch_invariance_is_refused(
@@ -325,8 +248,8 @@ def test_batch_invariance_is_refused(
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(BastionConfigError) as caught:
-        _engine(pair)
-    _is_one_sentence(str(caught.value), "VLLM_BATCH_INVARIANT=1", "unset it")
+        engine_config(pair)
+    is_one_sentence(str(caught.value), "VLLM_BATCH_INVARIANT=1", "unset it")
 
 
 def test_a_kv_connector_is_refused(pair: tuple[str, str]) -> None:
@@ -334,8 +257,8 @@ def test_a_kv_connector_is_refused(pair: tuple[str, str]) -> None:
 
     connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     with pytest.raises(BastionConfigError) as caught:
-        _engine(pair, {"kv_transfer_config": connector})
-    _is_one_sentence(str(caught.value), "kv_transfer_config", "remove")
+        engine_config(pair, {"kv_transfer_config": connector})
+    is_one_sentence(str(caught.value), "kv_transfer_config", "remove")
 
 
 def _target(**changes: Any) -> Any:
@@ -386,7 +309,7 @@ def test_a_target_that_trees_cannot_be_verified_on_is_refused(case: str) -> None
     validation.check_target(_target())
     with pytest.raises(BastionConfigError) as caught:
         validation.check_target(_target(**changes))
-    _is_one_sentence(str(caught.value), '"some/target"', names, "drop speculative_config")
+    is_one_sentence(str(caught.value), '"some/target"', names, "drop speculative_config")
 
 
 def test_gated_delta_networks_are_served_on_cpu_and_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +325,7 @@ def test_gated_delta_networks_are_served_on_cpu_and_cuda(monkeypatch: pytest.Mon
             validation.check_target(target)
     with pytest.raises(BastionConfigError) as caught:
         validation.check_target(target)
-    _is_one_sentence(str(caught.value), "gated delta networks", "NVIDIA GPUs only")
+    is_one_sentence(str(caught.value), "gated delta networks", "NVIDIA GPUs only")
 
 
 def test_the_attributes_read_of_a_target_exist(pair: tuple[str, str]) -> None:
@@ -427,7 +350,7 @@ def test_a_layer_the_kernels_do_not_implement_is_refused(case: str) -> None:
     validation.check_layers({"layers.0.attn": SimpleNamespace(**plain)})
     with pytest.raises(BastionConfigError) as caught:
         validation.check_layers({"layers.7.attn": SimpleNamespace(**(plain | changes))})
-    _is_one_sentence(str(caught.value), "layers.7.attn", names)
+    is_one_sentence(str(caught.value), "layers.7.attn", names)
 
 
 def test_a_host_without_triton_must_be_a_cpu_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +368,7 @@ def test_a_host_without_triton_must_be_a_cpu_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("VLLM_BASTION_TRITON_INTERPRETER", "1")
     with pytest.raises(BastionConfigError) as caught:
         validation.check_host()
-    _is_one_sentence(str(caught.value), "before Python starts", "unset it")
+    is_one_sentence(str(caught.value), "before Python starts", "unset it")
     platform(on_cpu=False)
     with pytest.raises(BastionConfigError, match="needs Triton"):
         validation.check_host()

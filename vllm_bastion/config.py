@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of method "bastion": a SpeculativeConfig of vLLM with a few keys of its own.
 
-To vLLM the method is `dflash`: drafter loading, auxiliary hidden states and KV look-ahead come with
-that. `num_speculative_tokens` is the node budget N (the most draft nodes verified in a step, the
-root not counted); the depth of the tree, gamma, is the drafter's own block and is read from its
-checkpoint.
+To vLLM the method is its drafter's, `dflash` or `dspark`: drafter loading, auxiliary hidden states
+and KV look-ahead come with that. `num_speculative_tokens` is the node budget N (the most draft
+nodes verified in a step, the root not counted); the depth of the tree, gamma, is the drafter's own
+block and is read from its checkpoint.
 
 This module is unpickled in the engine's child processes before plugins are loaded there: it must
 import without any hook being in place, and must not import `vllm.v1.worker.gpu`.
@@ -24,6 +24,8 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config, get_attr_docs
 
+from vllm_bastion.drafters import candidates_of, gamma_of
+
 PREFIX = "bastion_"
 
 # Rotary embeddings (`rope_type`) for which max_position_embeddings is the cache's length, no more.
@@ -39,7 +41,8 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_budget: Literal["adaptive"] | Annotated[int, Field(ge=0)] = "adaptive"
     """Nodes verified per request and step: chosen each step from the measured cost, or a number."""
     bastion_top_k: Annotated[int, Field(ge=1, le=32)] = 16
-    """Candidate tokens kept at each drafted depth, 1 to 32."""
+    """Candidate tokens kept at each drafted depth, 1 to 32, or as many as the drafter's own head
+    scores."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
     """Whether a step is sized by its own scores, for which the host waits, or by the last step's.
     auto: lagged on CUDA, exact on a CPU."""
@@ -52,9 +55,12 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""
 
     def __post_init__(self) -> None:
-        self.method = "dflash"
         super().__post_init__()
-        self.bastion_gamma = int(self.draft_model_config.hf_config.block_size) - 1
+        drafter = self.draft_model_config.hf_config
+        gamma = gamma_of(drafter)
+        assert gamma is not None  # the validation's work
+        self.bastion_gamma = gamma
+        self.bastion_top_k = min(self.bastion_top_k, candidates_of(drafter) or self.bastion_top_k)
         if self.rope_only_sizes_cache():
             # The drafter reads the target's positions: past its rotary cache it would read whatever
             # lies there. vLLM 0.33 does the same; 0.32 resizes only EAGLE drafts.

@@ -25,9 +25,10 @@ from vllm_bastion.config import (
     standard_keys,
     user_keys,
 )
+from vllm_bastion.drafters import KINDS, MOST_CANDIDATES, gamma_of, kind_of
 
-# Architectures that run vLLM's plain DFlash speculator: one forward pass, independent positions.
-DFLASH_ARCHITECTURES = frozenset({"DFlashDraftModel", "DFlashQwen3ForCausalLM"})
+# One name of each kind of drafter.
+KNOWN_DRAFTERS = tuple(min(kind.architectures) for kind in KINDS)
 
 # vLLM's own keys with a value that a tree cannot honour: key -> (the value that does, why).
 _FIXED_KEYS: dict[str, tuple[Any, str]] = {
@@ -169,29 +170,45 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
         target: vLLM's ModelConfig of the target.
     """
     architectures = list(getattr(drafter, "architectures", None) or [])
-    block_size = getattr(drafter, "block_size", None)
     dflash = getattr(drafter, "dflash_config", None)
-    # All of them: vLLM picks its speculator by any that it finds.
-    plain = bool(architectures) and DFLASH_ARCHITECTURES.issuperset(architectures)
-    if not plain or not isinstance(dflash, dict):
+    kind = kind_of(architectures)
+    markov = kind is not None and kind.method == "dspark"
+    if kind is None or not (markov or isinstance(dflash, dict)):
         shown = ", ".join(architectures) or "none named"
         raise BastionConfigError(
-            f'"model": "{name}" is no DFlash drafter (architecture: {shown}): give a checkpoint of '
-            'architecture DFlashDraftModel with "block_size" and "dflash_config"'
+            f'"model": "{name}" is no drafter that trees are grown from (architecture: {shown}): '
+            f"give a checkpoint of architecture {', '.join(KNOWN_DRAFTERS)}, with its "
+            '"block_size" and, but for DSpark, "dflash_config"'
         )
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 2:
+    dflash = dflash or {}
+    gamma = gamma_of(drafter)
+    if gamma is None or gamma < 1:
+        block_size = getattr(drafter, "block_size", None)
         raise BastionConfigError(
             f'the config of drafter "{name}" has "block_size": {block_size!r}, where a DFlash '
             "checkpoint has a whole number of at least 2: use a complete checkpoint"
         )
-    for key, why in (
+    rank = getattr(drafter, "markov_rank", None)
+    if markov and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise BastionConfigError(
+            f'the config of drafter "{name}" has "markov_rank": {rank!r}, where a DSpark '
+            "checkpoint has a whole number of at least 1: use a complete checkpoint"
+        )
+    key = kind.candidates_key
+    candidates = dflash.get(key) if key else 1
+    if isinstance(candidates, bool) or candidates not in range(1, MOST_CANDIDATES + 1):
+        raise BastionConfigError(
+            f'the config of drafter "{name}" has "{key}": {candidates!r} (in dflash_config), where '
+            f"its head has a whole number of 1 to {MOST_CANDIDATES}: use a complete checkpoint"
+        )
+    for unused, why in (
         ("sample_from_anchor", "samples from the anchor position"),
         ("selector_rank", "selects candidates with a head of its own"),
     ):
-        if dflash.get(key):
+        if dflash.get(unused) and not (key and unused == "selector_rank"):
             raise BastionConfigError(
-                f'drafter "{name}" {why} (dflash_config.{key}), which a tree cannot use: use a '
-                "plain DFlash checkpoint"
+                f'drafter "{name}" {why} (dflash_config.{unused}), which a tree cannot use in a '
+                f"{architectures[0]}: use a plain DFlash checkpoint"
             )
     vocab = target.get_vocab_size()
     for key in ("vocab_size", "draft_vocab_size"):
@@ -202,10 +219,11 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
                 "drafter that was trained for this target"
             )
     layers = target.get_total_num_hidden_layers()
-    beyond = [i for i in dflash.get("target_layer_ids") or () if not 0 <= i < layers]
+    ids = dflash.get("target_layer_ids") or getattr(drafter, "target_layer_ids", None)
+    beyond = [i for i in ids or () if not 0 <= i < layers]
     if beyond:
         raise BastionConfigError(
-            f'drafter "{name}" reads target layer {beyond[0]} (dflash_config.target_layer_ids), '
+            f'drafter "{name}" reads target layer {beyond[0]} (target_layer_ids), '
             f"and the target has {layers} layers: use the drafter that was trained for this target"
         )
 

@@ -20,7 +20,12 @@ if not torch.cuda.is_available():
     # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
-from tests.cpu import batch_cases, report_cases, sampler_cases  # noqa: F401  (each registers its cases)
+from tests.cpu import (  # noqa: F401  (each registers its cases)
+    batch_cases,
+    report_cases,
+    sampler_cases,
+    selector_cases,
+)
 from tests.cpu.twin_cases import CASES, Draw, Launch
 from vllm_bastion.cpu.twins import TWINS, WITHOUT, Twin, TwinError, install, parameters
 

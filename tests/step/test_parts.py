@@ -63,6 +63,33 @@ def path_of(trees: Trees, row: int, slot: int, node: int) -> tuple[int, ...]:
     return path
 
 
+def test_scores_that_know_the_candidate_above_grow_the_most_probable_prefixes() -> None:
+    """Each node's children by the softmax of its own row, TOP_K of more candidates."""
+    width, trees = TOP_K + 2, make_trees(budget=6)
+    generator = torch.Generator().manual_seed(0)
+    scores = 3 * torch.randn(2, DEPTH, width, width, generator=generator)
+    candidates = torch.rand(2, DEPTH, VOCAB, generator=generator).argsort(-1)[..., :width]
+    trees.bind_rows(torch.tensor([3, 1]), torch.ones(2, dtype=torch.int32))
+    trees.grow_transitions(candidates, scores)
+    assert trees.num_verify[[3, 1]].tolist() == [6, 6]
+    for row, slot in enumerate((3, 1)):
+        logprobs = scores[row].log_softmax(-1)
+        prefixes, found = [(0.0, (), 0)], []
+        for d in range(DEPTH):
+            children = []
+            for score, path, last in prefixes:
+                best = logprobs[d, last].topk(TOP_K)
+                for value, k in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    children.append((score + value, (*path, int(candidates[row, d, k])), k))
+            prefixes, found = children, found + children
+        expected = heapq.nlargest(NODES, found)
+        for column, (score, path, _) in enumerate(expected):
+            assert path_of(trees, row, slot, column + 1) == path
+            assert abs(float(trees.log_rho[slot, column]) - score) < 1e-5
+        bits = [int(word) for word in trees.bits[slot, :, 0]]
+        assert bits[1] == 3 and all(bit & 1 for bit in bits)
+
+
 @pytest.mark.parametrize("ends", [(13, 26, 32), (1, 31, 32)])
 def test_ranks_with_a_slice_of_the_vocabulary_each_grow_the_same_trees(ends: tuple[int]) -> None:
     logits, whole = logits_of(2), make_trees()

@@ -19,6 +19,7 @@ from vllm_bastion.cpu.compiled import compiled
 _U32 = np.uint32
 # Keeps a drafter's noise apart from the target's; vLLM's `_DRAFT_NOISE_SALT`.
 DRAFT_SALT = 1 << 30
+_FP64 = 0x9E3779B9  # sets the second hash of an fp64 draw apart
 # Of any draw: u is at least 2**-33, and 1 - u at least 2**-24.
 _MOST_NOISE, _LEAST_NOISE = 23.0, -2.83
 _LOG_OF_LEAST = -24 * math.log(2)
@@ -58,6 +59,14 @@ def _murmur3(seed, pos, domain, out):  # type: ignore[no-untyped-def]
     prefix = _prefix(seed, pos, domain)
     for token in range(out.shape[0]):
         out[token] = _finish(prefix, token)
+
+
+@compiled
+def _murmur3_at(seed, pos, domain, tokens, out):  # type: ignore[no-untyped-def]
+    """The hashes of tokens [K] under a seed and a position, into out [K] uint32."""
+    prefix = _prefix(seed, pos, domain)
+    for i in range(out.shape[0]):
+        out[i] = _finish(prefix, tokens[i])
 
 
 @compiled
@@ -147,6 +156,12 @@ def _hash(seed: int, pos: int, vocab_size: int, domain: int = 0) -> np.ndarray:
     return out
 
 
+def _hash_at(seed: int, pos: int, tokens: np.ndarray, domain: int = 0) -> np.ndarray:
+    out = np.empty(len(tokens), dtype=_U32)
+    _murmur3_at(np.int64(seed), np.int64(pos), _U32(domain), tokens, out)
+    return out
+
+
 def _noise(random: np.ndarray) -> np.ndarray:
     """[V] uint32 hashes to [V] fp32 noise."""
     uniform = np.empty(len(random), dtype=np.float32)
@@ -160,6 +175,11 @@ def _noise(random: np.ndarray) -> np.ndarray:
 def gumbel_row(seed: int, pos: int, vocab_size: int) -> np.ndarray:
     """The noise of one draw, [V] fp32."""
     return _noise(_hash(seed, pos, vocab_size))
+
+
+def gumbel_at(seed: int, pos: int, tokens: np.ndarray) -> np.ndarray:
+    """The noise of some tokens [K] int64 in a draw, [K] fp32."""
+    return _noise(_hash_at(seed, pos, tokens))
 
 
 def gumbel_argmax(logits: np.ndarray, seed: int, pos: int) -> int:
@@ -180,9 +200,17 @@ def _random(size: int) -> np.ndarray:
 
 def gumbel_row_fp64(seed: int, pos: int, vocab_size: int) -> np.ndarray:
     """The noise of one draw in vLLM's fp64 mode, [V] fp64."""
-    low = _hash(seed, pos, vocab_size).astype(np.uint64)
-    high = _hash(seed, pos, vocab_size, 0x9E3779B9).astype(np.uint64)
-    random53 = ((high << np.uint64(32)) | low) >> np.uint64(11)
+    return _noise_fp64(_hash(seed, pos, vocab_size), _hash(seed, pos, vocab_size, _FP64))
+
+
+def gumbel_at_fp64(seed: int, pos: int, tokens: np.ndarray) -> np.ndarray:
+    """The noise of some tokens [K] int64 in a draw in vLLM's fp64 mode, [K] fp64."""
+    return _noise_fp64(_hash_at(seed, pos, tokens), _hash_at(seed, pos, tokens, _FP64))
+
+
+def _noise_fp64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Two hashes of each token, [V] uint32, to [V] fp64 noise."""
+    random53 = ((high.astype(np.uint64) << np.uint64(32)) | low) >> np.uint64(11)
     uniform = (random53.astype(np.float64) + 0.5) * 1.1102230246251565e-16
     uniform[uniform == 1.0] -= 1.1102230246251565e-16
     noise: np.ndarray = -np.log(-np.log(uniform))

@@ -68,7 +68,7 @@ ENTRY = Hook(
     wrapper="engine_args:create_speculative_config",
     expects="(self, target_model_config, target_parallel_config)",
     why='the schema of SpeculativeConfig has neither method "bastion" nor its keys',
-    what="builds a BastionSpeculativeConfig, which vLLM takes for method dflash",
+    what="builds a BastionSpeculativeConfig, which vLLM takes for its drafter's method",
     upstream="a registry of speculative methods",
 )
 

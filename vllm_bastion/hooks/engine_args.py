@@ -57,6 +57,7 @@ def create_speculative_config(
     # Imported late: on an unsupported vLLM neither module may be importable.
     from vllm_bastion import hooks, validation
     from vllm_bastion.config import BastionSpeculativeConfig
+    from vllm_bastion.drafters import gamma_of, kind_of
 
     hooks.require_all()
     given = _merged(self)
@@ -66,10 +67,12 @@ def create_speculative_config(
     validation.check_target(target_model_config)
     drafter = _drafter_config(given, target_model_config)
     validation.check_drafter(drafter, given["model"], target_model_config)
+    kind, gamma = kind_of(drafter.architectures), gamma_of(drafter)
+    assert kind is not None and gamma is not None
     validation.check_token_limit(
-        given["num_speculative_tokens"], drafter.block_size - 1, self.max_num_batched_tokens
+        given["num_speculative_tokens"], gamma, self.max_num_batched_tokens
     )
-    given["method"] = "dflash"
+    given["method"] = kind.method
     return BastionSpeculativeConfig(
         **given,
         target_model_config=target_model_config,

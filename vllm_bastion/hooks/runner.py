@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 from vllm_bastion.config import bastion_config, is_lagged
+from vllm_bastion.drafters import kind_of
 from vllm_bastion.hooks import Hook
 from vllm_bastion.hooks.grammar import COLUMNS
 
@@ -36,7 +38,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         wrapper="runner:init_speculator",
         expects="(vllm_config, device, req_states)",
         why="a closed if/elif over the methods",
-        what="builds BastionSpeculator",
+        what="builds the drafter's kind of BastionSpeculator",
         upstream="a registry of speculators",
     ),
     Hook(
@@ -138,8 +140,9 @@ def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     from vllm_bastion.attention import tree_backend
 
     backend = original(*args, **kwargs)
-    # load_dflash_model builds the drafter under this tag.
-    if bastion_config(get_current_vllm_config()) is None or backends.model_tag == "dflash_head":
+    # vLLM builds its drafters under these tags.
+    of_drafter = backends.model_tag in ("dflash_head", "dspark_head")
+    if bastion_config(get_current_vllm_config()) is None or of_drafter:
         return backend
     return tree_backend(backend)
 
@@ -147,14 +150,16 @@ def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def init_speculator(
     original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any
 ) -> Any:
-    """BastionSpeculator in place of DFlashSpeculator."""
+    """BastionSpeculator, or the one for the drafter's kind, in place of vLLM's."""
     from vllm_bastion.step.runtime import make_runtime
 
-    if bastion_config(vllm_config) is None:
+    spec_config = bastion_config(vllm_config)
+    if spec_config is None:
         return original(vllm_config, device, req_states)
-    from vllm_bastion.step.drafter import BastionSpeculator
-
-    return BastionSpeculator(make_runtime(vllm_config, device), vllm_config, device, req_states)
+    kind = kind_of(spec_config.draft_model_config.architectures)
+    assert kind is not None  # the validation's work
+    speculator = resolve_name(kind.speculator)
+    return speculator(make_runtime(vllm_config, device), vllm_config, device, req_states)
 
 
 def init_model_state(

@@ -154,7 +154,10 @@ class BastionSpeculator(DFlashSpeculator):
             cudagraph_runtime_mode,
         )
         num_sample = num_reqs * self.num_speculative_steps
-        hidden_states = hidden_states[self.sample_indices[:num_sample]]
+        self._grow_trees(hidden_states[self.sample_indices[:num_sample]], num_reqs)
+
+    def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
+        """Build the trees of a batch from the block's hidden states, [num_reqs * D, H]."""
         head = self.model.lm_head
         if head.tp_size == 1:
             self.trees.grow(self.compute_draft_logits(hidden_states, 0), num_reqs)

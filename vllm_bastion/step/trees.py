@@ -27,6 +27,7 @@ from bastion_kernels import (
     bind_tails,
     choose_budget,
     expand_best_first,
+    expand_transitions,
     merge_topk,
     topk_logprobs,
     topk_partial,
@@ -164,17 +165,28 @@ class Trees:
             keys, mass = _split(all_gather(self._best_of_slice(logits, vocab_start)[:, None]))
             merge_topk(keys, mass.contiguous(), *best)
         slots = self.row_slots[rows]
-        expand_best_first(
-            tokens,
-            logprobs,
-            self.spine_only,
-            slots,
-            self.tokens[rows],
-            self.parents,
-            self.depths,
-            self.log_rho,
-            self.size,
-        )
+        expand_best_first(tokens, logprobs, self.spine_only, slots, *self._nodes(rows))
+        self._take_stock(slots)
+
+    def grow_transitions(self, candidates: torch.Tensor, scores: torch.Tensor) -> None:
+        """Build the trees of a batch whose drafter knows the candidate above. In its graph as well.
+
+        Args:
+            candidates: [R, D, M] integer tokens of each depth, M >= K.
+            scores: [R, D, M, M] of each candidate after each one of the depth above, the root's
+                in row 0 of the first depth; a row's softmax is what its parent would draw from.
+        """
+        rows = slice(0, len(candidates))
+        slots, logprobs = self.row_slots[rows], scores.float().log_softmax(-1)
+        tokens = candidates.to(torch.int32)
+        expand_transitions(tokens, logprobs, self.top_k, self.spine_only, slots, *self._nodes(rows))
+        self._take_stock(slots)
+
+    def _nodes(self, rows: slice) -> tuple[torch.Tensor, ...]:
+        return self.tokens[rows], self.parents, self.depths, self.log_rho, self.size
+
+    def _take_stock(self, slots: torch.Tensor) -> None:
+        """Mask and budget of trees that have just been grown."""
         ancestor_bits(self.parents, slots, self.bits)
         if self.budget is not None:
             torch.clamp(self.size, max=self.budget, out=self.num_verify)

@@ -61,17 +61,18 @@ def _replace_top(heap, size, key):
 
 
 @njit
-def _next_candidate(row, after):
-    """The one that follows candidate `after` in a row of log-probabilities, best first.
+def _next_candidate(logprobs, r, depth, own, after):
+    """The one that follows candidate `after` in the row [r, depth, own], best first.
 
     after: -1 for the first. Ties go to the lower candidate; -1 where no possible one is left.
     """
     least, found = np.float32(np.inf), -1
     floor = np.float32(-1.0)
     if after >= 0:
-        floor = -row[after] if row[after] < 0 else np.float32(0.0)
-    for candidate in range(row.shape[0]):
-        logprob = row[candidate]
+        logprob = logprobs[r, depth, own, after]
+        floor = -logprob if logprob < 0 else np.float32(0.0)
+    for candidate in range(logprobs.shape[3]):
+        logprob = logprobs[r, depth, own, candidate]
         cost = -logprob if logprob < 0 else np.float32(0.0)
         later = cost > floor or (cost == floor and candidate > after)
         if logprob == logprob and cost < least and later:
@@ -110,11 +111,13 @@ def _expand(
                     else (parent_b, rank_b, before_b, depth_b, above_b)
                 )
                 if depth < depth_limit and rank < width:
-                    row = logprobs[r, depth, held[parent] if by_parent else 0]
-                    candidate = rank if sorted_rows else _next_candidate(row, before)
-                    if candidate < 0:
-                        continue
-                    logprob = row[candidate]
+                    own = held[parent] if by_parent else 0
+                    candidate = rank
+                    if not sorted_rows:
+                        candidate = _next_candidate(logprobs, r, depth, own, before)
+                        if candidate < 0:
+                            continue
+                    logprob = logprobs[r, depth, own, candidate]
                     cost[0] = above - logprob if logprob < 0 else above
                     # neither impossible nor NaN
                     if logprob == logprob and bits[0] < _INFINITE:

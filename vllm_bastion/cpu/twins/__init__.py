@@ -23,6 +23,7 @@ from vllm_bastion.cpu.twins import (  # noqa: F401  (each registers its twins)
     logprobs,
     rejection,
     sampling,
+    selector,
     state,
     thinking,
 )
@@ -56,10 +57,6 @@ WITHOUT: dict[str, tuple[str, ...]] = {
         "_compute_local_residual_mass_kernel",
     ),
     # other methods' drafters
-    f"{_GPU}.spec_decode.dflash2.speculator": (
-        "_selector_walk_kernel",
-        "_cache_draft_logits_kernel",
-    ),
     f"{_GPU}.spec_decode.multi_module_mtp.speculator": (
         "_prepare_input_buffers_kernel",
         "_prepare_input_hidden_states_and_embeddings_kernel",

@@ -53,7 +53,7 @@ def noised(row, temperature, seed, pos, fp64):
 
 
 @cache
-def _seeds_by_step() -> bool:
+def seeds_by_step() -> bool:
     """Whether the installed vLLM gives each step of a draft its own seed."""
     return hasattr(importlib.import_module(_GUMBEL), "spec_step_seed")
 
@@ -92,7 +92,7 @@ def _gumbel_sample(
         seed, column = seeds_ptr[max(slot, 0)], 0
         if logits_cache_ptr is not None:
             column = int(logits_cache_col_ptr[i if PER_TOKEN_COL else 0])
-            if _seeds_by_step():
+            if seeds_by_step():
                 seed ^= column << 32
         if logits_cache_ptr is not None and slot >= 0:
             begin = slot * logits_cache_stride_0 + column * logits_cache_stride_1

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiny drafter as other kinds, in vLLM's published formats: its backbone, random heads.
+
+The convolutions are near the identity and the heads of a size that often changes a token's place
+without burying what the backbone says, so that drafts are still accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.e2e.engines import DRAFTER
+
+_HIDDEN, _LAYERS, _VOCAB, _BLOCK = 192, 3, 1024, 16
+CANDIDATES = 8  # that a head scores
+_TAPS, _GROUP, _RANK = 3, 32, 16
+_WIDTH, _FACTOR, _HEADS = 32, 16, 2  # of LiLiCorr's attention over the lattice
+
+CAUSAL: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "dflash_config.causal": {"dflash_config": {"causal": True}},
+}
+
+
+def _convolutions(noise: Any) -> dict[str, Tensor]:
+    weights = {}
+    for layer in range(_LAYERS):
+        for part in ("attention_conv", "mlp_conv"):
+            name = f"layers.{layer}.{part}"
+            base = noise(2, _TAPS, _HIDDEN, std=0.02)
+            base[:, 0] += 1.0
+            weights[f"{name}.base_kernel"] = base
+            shape = 2 * _TAPS * _HIDDEN // _GROUP, _HIDDEN
+            weights[f"{name}.kernel_projection.weight"] = noise(*shape, std=0.002)
+    return weights
+
+
+def _dflash2(noise: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    weights = _convolutions(noise) | {
+        "candidate_selector.predecessor_codebook": noise(_VOCAB, _RANK, std=1.0),
+        "candidate_selector.successor_codebook": noise(_VOCAB, _RANK, std=1.0),
+        "candidate_selector.hidden_projection.weight": noise(_RANK, _HIDDEN, std=0.03),
+    }
+    config = {
+        "conv_kernel_size": _TAPS,
+        "conv_group_size": _GROUP,
+        "selector_rank": _RANK,
+        "selector_top_k": CANDIDATES,
+    }
+    return weights, config
+
+
+def _lilicorr(noise: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    weights: dict[str, Tensor] = {}
+
+    def linear(name: str, outputs: int, inputs: int) -> None:
+        weights[f"lilicorr.{name}.weight"] = noise(outputs, inputs, std=inputs**-0.5)
+        weights[f"lilicorr.{name}.bias"] = noise(outputs, std=0.1)
+
+    linear("token_proj", _WIDTH, _HIDDEN)
+    linear("pass_hidden_proj", _WIDTH, _HIDDEN)
+    linear("context_proj", _WIDTH, _HIDDEN)
+    linear("feature_mlp.up_proj", _WIDTH, 5)
+    linear("feature_mlp.down_proj", _WIDTH, _WIDTH)
+    linear("layers.0.attn.out_proj", _WIDTH, _WIDTH)
+    linear("layers.0.mlp.up_proj", 2 * _WIDTH, _WIDTH)
+    linear("layers.0.mlp.down_proj", _WIDTH, 2 * _WIDTH)
+    linear("factor_input_proj", _WIDTH, 3 * _WIDTH)
+    for head in ("out_head", "in_head", "anchor_out_head"):
+        linear(head, _FACTOR, _WIDTH)
+    for name, shape in {
+        "layers.0.attn.in_proj_weight": (3 * _WIDTH, _WIDTH),
+        "layers.0.attn.in_proj_bias": (3 * _WIDTH,),
+        "slot_embedding": (1, 1, _BLOCK - 1, 1, _WIDTH),
+        "rank_embedding": (1, 1, 1, CANDIDATES, _WIDTH),
+        "relative_slot_bias": (_HEADS, 2 * _BLOCK - 1),
+        "same_slot_bias": (_HEADS,),
+        "feature_norm.bias": (5,),
+    }.items():
+        weights[f"lilicorr.{name}"] = noise(*shape, std=0.2)
+    for name, size in {
+        "feature_norm": 5,
+        "layers.0.attn_norm": _WIDTH,
+        "layers.0.mlp_norm": _WIDTH,
+        "output_norm": _WIDTH,
+        "anchor_norm": _WIDTH,
+    }.items():
+        weights[f"lilicorr.{name}.weight"] = torch.ones(size)
+    config = {
+        "lilicorr_hidden_size": _WIDTH,
+        "lilicorr_candidate_topk": CANDIDATES,
+        "lilicorr_num_heads": _HEADS,
+        "lilicorr_num_layers": 1,
+        "lilicorr_mlp_ratio": 2.0,
+        "lilicorr_factor_dim": _FACTOR,
+        "lilicorr_vector_eps": 1e-6,
+        "lilicorr_logit_scale": 3.0,
+    }
+    return weights, config
+
+
+HEADS = {"dflash2": ("DFlash2DraftModel", _dflash2), "lilicorr": ("LiLiCorrDraftModel", _lilicorr)}
+
+
+MARKOV = ("dspark", "dspark-anchor")
+
+
+def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
+    """Weights of a Markov head; its settings go into the config."""
+    settings = config.pop("dflash_config")
+    config |= settings | {
+        "architectures": ["Qwen3DSparkModel"],
+        "sample_from_anchor": from_anchor,
+        "block_size": _BLOCK - from_anchor,
+        "markov_rank": _RANK,
+        "dspark_draft_topk": CANDIDATES,
+    }
+    return {
+        "markov_head.markov_w1.weight": noise(_VOCAB, _RANK, std=1.0),
+        "markov_head.markov_w2.weight": noise(_VOCAB, _RANK, std=0.3),
+    }
+
+
+def make_drafter(kind: str, folder: Path) -> str:
+    """Write a checkpoint of one of `CAUSAL`, `HEADS` or `MARKOV`; its folder."""
+    config = json.loads((Path(DRAFTER) / "config.json").read_text())
+    folder.mkdir()
+    weights = folder / "model.safetensors"
+    if kind in CAUSAL:
+        changes = dict(CAUSAL[kind])
+        config["dflash_config"] |= changes.pop("dflash_config", {})
+        weights.symlink_to(Path(DRAFTER) / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        return str(folder)
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int, std: float) -> Tensor:
+        return std * torch.randn(*shape, generator=generator)
+
+    if kind in MARKOV:
+        made = _make_dspark(kind == "dspark-anchor", config, noise)
+    else:
+        architecture, make = HEADS[kind]
+        made, settings = make(noise)
+        config["architectures"] = [architecture]
+        config["dflash_config"] |= settings
+    save_file(load_file(Path(DRAFTER) / "model.safetensors") | made, weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def drafted(session: Any) -> list[list[int]]:
+    """A probe: the drafted tokens of each request in the batch of the last step, [D] of a chain."""
+    speculator = session.runner.speculator
+    rows = session.batch_sizes[-1]
+    trees = getattr(speculator, "trees", None)
+    drafts = speculator.draft_tokens if trees is None else trees.tokens
+    return [row[: speculator.num_speculative_steps] for row in drafts[:rows].tolist()]
+
+
+def children(session: Any) -> list[int]:
+    """A probe: the most children of a node in the trees of the last step's batch."""
+    trees = session.runner.speculator.trees
+    parents = trees.parents[trees.row_slots[: session.batch_sizes[-1]]]
+    return [int(row[row >= 0].bincount().max()) for row in parents if (row >= 0).any()]

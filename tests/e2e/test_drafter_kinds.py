@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters other than plain DFlash: token identity, and vLLM's own chain where a tree is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.compare import Comparison
+from tests.e2e.drafters import CANDIDATES, CAUSAL, HEADS, MARKOV, make_drafter
+from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+
+pytestmark = pytest.mark.e2e
+PLAIN = Engine(max_num_seqs=3, eager=True)
+PROBE = "tests.e2e.drafters:drafted"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the drafters' checkpoints are."""
+    return tmp_path_factory.mktemp("drafters")
+
+
+def together() -> Batch:
+    """Greedy and seeded requests that decode side by side."""
+    batch = Batch("other kinds of drafters")
+    for i, domain in enumerate(("code", "arithmetic", "chat")):
+        temperature = 0.8 if i == 1 else 0
+        batch.add(domain, cases.long_prompt(domain, 40), arrive=i, temperature=temperature,
+                  seed=i, max_tokens=48, ignore_eos=True)  # fmt: skip
+    return batch
+
+
+def greedy() -> Batch:
+    """Greedy requests that start together."""
+    batch = Batch("other kinds of drafters, greedy")
+    for domain in ("code", "arithmetic"):
+        prompt = cases.long_prompt(domain, 24)
+        batch.add(domain, prompt, temperature=0, max_tokens=40, ignore_eos=True)
+    return batch
+
+
+@pytest.mark.parametrize("kind", [*HEADS, *MARKOV, *CAUSAL])
+def test_tokens_are_plain_decodings(
+    kind: str, runner: Runner, compare: Comparison, folder: Path
+) -> None:
+    drafter, batches = make_drafter(kind, folder / kind), [together()]
+    tree = PLAIN.with_bastion(24, 24, model=drafter)
+    lagged = PLAIN.with_bastion(24, model=drafter, budget_timing="lagged").with_async()
+    runs = [runner.submit(engine, batches) for engine in (PLAIN, tree, lagged)]
+    expected = runs[0].result()
+    compare.same(kind, batches, expected, runs[1].result())
+    compare.same(f"{kind}, lagged", batches, expected, runs[2].result())
+    paths = runs[1].result()["batches"][0]["paths"]
+    assert any(path != list(range(len(path))) for path in paths), "a path that leaves the spine"
+    # The tiny backbone was not trained to draw from the anchor.
+    assert kind == "dspark-anchor" or max(map(len, paths)) > 2, "accepted beyond the first node"
+
+
+@pytest.mark.parametrize("kind", [*HEADS, *MARKOV, *CAUSAL])
+def test_a_tree_of_one_candidate_is_vllms_own_chain(
+    kind: str, runner: Runner, folder: Path
+) -> None:
+    drafter = make_drafter(kind, folder / f"{kind}-chain")
+    method = "dspark" if kind in MARKOV else "dflash"
+    chain = PLAIN.with_method(method, GAMMA, model=drafter)
+    ours = PLAIN.with_bastion(GAMMA, GAMMA, model=drafter, top_k=1)
+    runs = [runner.submit(engine, [greedy()], probe=PROBE) for engine in (chain, ours)]
+    theirs, mine = (run.result()["batches"][0] for run in runs)
+    assert mine["probed"] == theirs["probed"]
+    assert mine["forwards"] == theirs["forwards"]
+    drafts = [tuple(draft) for draft in mine["probed"]]
+    assert len(set(drafts)) > 10 and all(len(draft) == GAMMA for draft in drafts)
+
+
+@pytest.mark.parametrize("kind", [*HEADS, *MARKOV[:1]])
+def test_a_head_has_no_more_candidates_than_it_scores(
+    kind: str, runner: Runner, folder: Path
+) -> None:
+    """A root of more candidates than that has as many children."""
+    drafter = make_drafter(kind, folder / f"{kind}-all")
+    engine = PLAIN.with_bastion(40, 40, model=drafter, top_k=32)
+    run = runner.run(engine, [greedy()], probe="tests.e2e.drafters:children")
+    assert max(run["batches"][0]["probed"]) == CANDIDATES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*HEADS, *MARKOV[:1]])
+def test_a_head_in_a_compiled_engine(
+    kind: str, runner: Runner, compare: Comparison, folder: Path
+) -> None:
+    drafter, batches = make_drafter(kind, folder / f"{kind}-compiled"), [together()]
+    engine = replace(PLAIN, eager=False)
+    runs = [runner.submit(e, batches) for e in (engine, engine.with_bastion(24, 24, model=drafter))]
+    compare.same(f"{kind}, compiled", batches, runs[0].result(), runs[1].result())
