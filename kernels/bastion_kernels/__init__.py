@@ -64,6 +64,7 @@ from bastion_kernels.recurrent.short_conv import (
     short_conv_tree,
     short_conv_tree_reference,
 )
+from bastion_kernels.recurrent.states import LayerStates
 from bastion_kernels.rows import (
     bind_slots,
     bind_slots_reference,
@@ -76,6 +77,7 @@ from bastion_kernels.rows import (
 __all__ = [
     "KVCompactor",
     "KVLayout",
+    "LayerStates",
     "TreeAttentionWorkspace",
     "accept_path",
     "accept_path_reference",

@@ -34,6 +34,7 @@ from bastion_kernels.draft.topk_merge import merge_topk_triton
 from bastion_kernels.draft.transitions import expand_transitions_triton
 from bastion_kernels.recurrent.gated_delta import gated_delta_commit_triton, gated_delta_tree_triton
 from bastion_kernels.recurrent.short_conv import short_conv_commit_triton, short_conv_tree_triton
+from bastion_kernels.recurrent.states import LayerStates
 from bastion_kernels.rows import bind_slots_triton, bind_tails_triton, kept_rows_triton
 
 
@@ -106,11 +107,12 @@ def launch_recurrent(dtype: torch.dtype) -> None:
         query, query, value, gate, gate, states, one, ints, one, slots, bits, 1.0, value, updates,
         decays,
     )  # fmt: skip
-    gated_delta_commit_triton(query, updates, decays, states, one, ints, ints, path)
+    kept, layers = (x[None] for x in (query, updates, decays)), LayerStates([states], [0])
+    gated_delta_commit_triton(*kept, layers, one[None], ints, ints, path)
     x, weight = torch.zeros(rows, channels, dtype=dtype), torch.zeros(channels, 4, dtype=dtype)
-    kept = torch.zeros(4, 3, channels, dtype=dtype).mT
-    short_conv_tree_triton(x, weight, kept, one, ints, one, slots, parents, x)
-    short_conv_commit_triton(x, kept, one, ints, ints, path)
+    inputs = torch.zeros(4, 3, channels, dtype=dtype).mT
+    short_conv_tree_triton(x, weight, inputs, one, ints, one, slots, parents, x)
+    short_conv_commit_triton(x[None], LayerStates([inputs], [0]), one[None], ints, ints, path)
 
 
 def history(rows: torch.Tensor, slots_total: int, parents: torch.Tensor, start: int) -> None:

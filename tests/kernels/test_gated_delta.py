@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bastion_kernels.recurrent import gated_delta
 from bastion_kernels.recurrent.gated_delta import gated_delta_commit, gated_delta_tree
+from bastion_kernels.recurrent.states import LayerStates
 
 versions = pytest.mark.parametrize("version", ["reference", "triton"])
 
@@ -187,13 +188,14 @@ def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtyp
     path[1] = -1
     step.places[2] = -1
     state = step.state.to(DEVICE, dtype, copy=True)
-    before = state.clone()
+    before, first = state.clone(), state.clone()
+    # a layer of another group comes before, whose state has nothing to add
+    states = LayerStates([first, state], [1, 0])
+    kept = (torch.stack([0 * x, x]).to(DEVICE) for x in (step.key, updates, decays))
+    places = torch.stack([step.places, step.places.flip(0)])
     function = getattr(gated_delta, f"gated_delta_commit_{version}")
-    given = (step.places, step.starts, logits, path)
-    function(
-        step.key.to(DEVICE), updates.to(DEVICE), decays.to(DEVICE), state,
-        *(x.to(DEVICE) for x in given),
-    )  # fmt: skip
+    function(*kept, states, *(x.to(DEVICE) for x in (places, step.starts, logits, path)))
+    assert torch.equal(first, before)
     step.state = before.float().cpu()
     touched = set()
     for r in range(len(step.requests)):
@@ -224,7 +226,8 @@ def test_refusals_name_the_argument() -> None:
     with pytest.raises(ValueError, match="4 value heads over 3"):
         gated_delta_tree(torch.zeros(rows, 3, 16), torch.zeros(rows, 3, 16), *args[2:], decays)
     path = torch.zeros(2, 3, dtype=torch.int32)
+    states, kept = LayerStates([step.state], [0]), (x[None] for x in (step.key, made[0], decays))
     with pytest.raises(ValueError, match="state_rows must have shape"):
-        gated_delta_commit(
-            step.key, made[0], decays, step.state, step.places, step.starts, step.starts, path
-        )
+        gated_delta_commit(*kept, states, step.places[None], step.starts, step.starts, path)
+    with pytest.raises(ValueError, match="2 states of 2 layouts"):
+        LayerStates([step.state, step.state[1:]], [0, 0])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bastion_kernels.recurrent import short_conv
 from bastion_kernels.recurrent.short_conv import short_conv_tree
+from bastion_kernels.recurrent.states import LayerStates
 
 versions = pytest.mark.parametrize("version", ["reference", "triton"])
 CHANNELS = 150
@@ -82,10 +83,15 @@ def test_the_last_inputs_of_the_accepted_text_are_kept(version: str) -> None:
         else:
             expected[step.places[r]] = step.text(r, request.rows - 1)[-3:].T
     state = step.state.to(DEVICE, copy=True)
-    given = (step.places, step.starts, logits, path)
+    # a layer of another group comes before, whose requests have no state
+    first = state.clone()
+    places = torch.stack([step.places, torch.full_like(step.places, -1)])
+    given = (places, step.starts, logits, path)
     function = getattr(short_conv, f"short_conv_commit_{version}")
-    function(step.x.to(DEVICE), state, *(t.to(DEVICE) for t in given))
+    x = torch.stack([torch.zeros_like(step.x), step.x]).to(DEVICE)
+    function(x, LayerStates([first, state], [1, 0]), *(t.to(DEVICE) for t in given))
     assert torch.equal(state.cpu(), expected)
+    assert torch.equal(first.cpu(), step.state)
 
 
 def test_refusals_name_the_argument() -> None:

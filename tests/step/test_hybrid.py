@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
-from vllm_bastion.attention.gdn import Kept, TreeRows, run_tree_rows, states_of
+from vllm_bastion.attention.gdn import TreeRows, keep, run_tree_rows, states_of
 from vllm_bastion.hooks import hybrid
 
 HEADS, KEY_HEADS, DIM, WIDTH, TAPS = 4, 2, 16, 32, 4
@@ -80,7 +80,7 @@ def make_layer(on_cpu: bool, rows: int) -> Any:
         A_log=torch.rand(HEADS, generator=g), dt_bias=torch.rand(HEADS, generator=g),
         forward_cpu=1, forward_cuda=2, _forward_method=1 if on_cpu else 2,
     )  # fmt: skip
-    layer.bastion_kept = Kept(layer, rows, torch.float32, torch.device("cpu"))
+    keep([layer], rows, torch.float32, torch.device("cpu"))
     return layer
 
 
@@ -139,6 +139,18 @@ def test_rows_beyond_what_steps_can_have_are_padding() -> None:
     step.run(False)
     assert bool((step.out[5:] == 7).all())
     assert bool((step.out[:5] != 7).all())
+
+
+def test_what_layers_leave_is_side_by_side() -> None:
+    layers = [make_layer(False, 1) for _ in range(2)]
+    kept = keep(layers, 4, torch.bfloat16, torch.device("cpu"))
+    assert [tuple(x.shape) for x in kept.tensors()] == [
+        (2, 4, CHANNELS), (2, 4, KEY_HEADS, DIM), (2, 4, HEADS, WIDTH), (2, 4, HEADS),
+    ]  # fmt: skip
+    assert layers[1].bastion_kept.key.data_ptr() == kept.key[1].data_ptr()
+    layers[0].head_v_dim += 1
+    with pytest.raises(ValueError, match="of one size"):
+        keep(layers, 4, torch.bfloat16, torch.device("cpu"))
 
 
 def test_views_of_states_are_vllms_memory() -> None:

@@ -32,23 +32,44 @@ class TreeRows:
     places: torch.Tensor | None
 
 
+@dataclass
 class Kept:
     """What a layer's forward pass leaves for acceptance, by row of ours; see the kernels."""
 
-    def __init__(self, layer: Any, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        def rows(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(max_rows, *shape, dtype=dtype, device=device)
+    conv_input: torch.Tensor  # [M, C]
+    key: torch.Tensor  # [M, Hk, K]
+    updates: torch.Tensor  # [M, H, V] fp32
+    decays: torch.Tensor  # [M, H] fp64
 
-        heads, key_heads = layer.num_v_heads // layer.tp_size, layer.num_k_heads // layer.tp_size
-        self.conv_input = rows(layer.conv_dim // layer.tp_size)
-        self.key = rows(key_heads, layer.head_k_dim)
-        self.updates = rows(heads, layer.head_v_dim, dtype=torch.float32)
-        self.decays = rows(heads, dtype=torch.float64)
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of it."""
+        return self.conv_input, self.key, self.updates, self.decays
 
-    @property
-    def nbytes(self) -> int:
-        """Of all of it."""
-        return sum(x.nbytes for x in (self.conv_input, self.key, self.updates, self.decays))
+
+def keep(layers: list[Any], max_rows: int, dtype: torch.dtype, device: torch.device) -> Kept:
+    """Of all layers, `[L, ..]`, for steps of up to M rows; a layer's part is its `bastion_kept`.
+
+    Raises:
+        ValueError: the layers differ in size.
+    """
+    names = ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", "conv_dim", "tp_size")
+    sizes = {tuple(getattr(layer, name) for name in names) for layer in layers}
+    if len(sizes) != 1:
+        raise ValueError("method 'bastion' needs gated delta networks of one size in all layers")
+    heads, key_heads, dim, width, channels, ranks = sizes.pop()
+
+    def rows(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(len(layers), max_rows, *shape, dtype=dtype, device=device)
+
+    of_all = Kept(
+        rows(channels // ranks),
+        rows(key_heads // ranks, dim),
+        rows(heads // ranks, width, dtype=torch.float32),
+        rows(heads // ranks, dtype=torch.float64),
+    )
+    for i, layer in enumerate(layers):
+        layer.bastion_kept = Kept(*(x[i] for x in of_all.tensors()))
+    return of_all
 
 
 def _on_cpu(layer: Any) -> bool:

@@ -22,8 +22,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.utils import AttentionGroup
 
-from bastion_kernels import gated_delta_commit, short_conv_commit
-from vllm_bastion.attention.gdn import Kept, TreeRows, states_of
+from bastion_kernels import LayerStates, gated_delta_commit, short_conv_commit
+from vllm_bastion.attention.gdn import Kept, TreeRows, keep, states_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.step.runtime import Runtime
 from vllm_bastion.step.target import BastionModelState
@@ -42,11 +42,15 @@ class HybridModelState(BastionModelState, _OneState):
 
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(runtime, vllm_config, *args)
-        # name -> layer, KV-cache group
-        self._recurrent: dict[str, tuple[Any, int]] = {}
+        self._layers: dict[str, Any] = {}
+        self._groups: dict[str, int] = {}  # of each layer, its KV-cache group
+        # of all layers; None until the profiling run, or until the caches are bound
+        self._kept: Kept | None = None
+        self._states: tuple[LayerStates, LayerStates] | None = None
         # of the step, by KV-cache group: rows that are ours, None = prompts alone
         self._rows: dict[int, TreeRows | None] = {}
-        self._state_rows: list[torch.Tensor] = []  # by KV-cache group, [max_num_reqs] int32
+        # [G, max_num_reqs]
+        self._state_rows = torch.empty(0, dtype=torch.int32, device=self.device)
         self._no_state = torch.tensor(-1, dtype=torch.int32, device=self.device)
         self._starts = torch.zeros(self.max_num_reqs + 1, dtype=torch.int32, device=self.device)
 
@@ -56,20 +60,19 @@ class HybridModelState(BastionModelState, _OneState):
 
     def _keep(self) -> None:
         """Allocate once what the forward passes leave."""
-        layers = get_layers_from_vllm_config(self.vllm_config, MambaBase).values()
-        if all(hasattr(layer, "bastion_kept") for layer in layers):
+        if self._kept is not None:
             return
+        self._layers = get_layers_from_vllm_config(self.vllm_config, MambaBase)
         scheduler, config = self.vllm_config.scheduler_config, self.vllm_config.speculative_config
         rows = min(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs * (1 + config.num_speculative_tokens),
         )
         dtype = self.vllm_config.model_config.dtype
-        for layer in layers:
-            layer.bastion_kept = Kept(layer, rows, dtype, self.device)
+        self._kept = keep(list(self._layers.values()), rows, dtype, self.device)
         logger.info(
             "Recurrent layers keep %.1f MiB of a step of up to %d draft rows",
-            sum(layer.bastion_kept.nbytes for layer in layers) / 2**20,
+            sum(x.nbytes for x in self._kept.tensors()) / 2**20,
             rows,
         )
 
@@ -78,21 +81,21 @@ class HybridModelState(BastionModelState, _OneState):
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self._keep()
-        self._recurrent, self._state_rows = {}, []
-        for group, spec in enumerate(kv_cache_config.kv_cache_groups):
-            layers = get_layers_from_vllm_config(self.vllm_config, MambaBase, spec.layer_names)
-            self._recurrent.update({name: (layer, group) for name, layer in layers.items()})
-            self._state_rows.append(torch.full_like(self._starts[1:], -1))
+        groups = kv_cache_config.kv_cache_groups
+        of_layers = ((name, g) for g, spec in enumerate(groups) for name in spec.layer_names)
+        self._groups = {name: group for name, group in of_layers if name in self._layers}
+        self._states = None
+        self._state_rows = torch.full_like(self._starts[1:], -1).repeat(len(groups), 1)
 
     def _is_target(self, group: AttentionGroup) -> bool:
-        return group.layer_names[0] in self._recurrent or super()._is_target(group)
+        return group.layer_names[0] in self._groups or super()._is_target(group)
 
     def prepare_attn(
         self, input_batch: Any, cudagraph_mode: Any, block_tables: Any, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         metadata = super().prepare_attn(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
         self._rows = {}
-        for name, (_, group) in self._recurrent.items():
+        for name, group in self._groups.items():
             of_layer = metadata.get(name)
             if of_layer is None:
                 continue  # vLLM leaves these layers out of a profiling run
@@ -124,9 +127,20 @@ class HybridModelState(BastionModelState, _OneState):
     def warm_up(self) -> None:
         super().warm_up()
         nothing = torch.zeros(2, dtype=torch.int32, device=self.device)
-        nobody = torch.full_like(nothing[:1], -1)
-        for layer, _ in self._recurrent.values():
-            _commit(layer, nobody, nothing, nothing, self.trees.path[:1])
+        self._commit(self._state_rows[:, :1].fill_(-1), nothing, nothing, self.trees.path[:1])
+
+    def _commit(self, *where: torch.Tensor) -> None:
+        """Move the states of all layers; `where` as of `gated_delta_commit`, from state_rows on."""
+        if self._states is None:
+            both = zip(*(states_of(self._layers[name]) for name in self._layers), strict=True)
+            groups = [self._groups[name] for name in self._layers]
+            conv_states, states = (LayerStates(of_layers, groups) for of_layers in both)
+            self._states = conv_states, states
+        conv_states, states = self._states
+        kept = self._kept
+        assert kept is not None
+        gated_delta_commit(kept.key, kept.updates, kept.decays, states, *where)
+        short_conv_commit(kept.conv_input, conv_states, *where)
 
     def postprocess_state(
         self,
@@ -137,7 +151,9 @@ class HybridModelState(BastionModelState, _OneState):
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
         batch, by_group = self._batch, self._rows
         self._rows = {}
-        if batch is None or not any(by_group.values()):
+        # all groups have the same rows
+        rows = next(iter(by_group.values()), None)
+        if batch is None or rows is None:
             return
         count = batch.num_reqs
         path = self.trees.path[:count]
@@ -145,16 +161,5 @@ class HybridModelState(BastionModelState, _OneState):
             # no drafts at all: the root alone
             path.fill_(-1)
             path[:, 0] = 0
-        for layer, group in self._recurrent.values():
-            rows = by_group[group]
-            if rows is None:
-                continue
-            starts = rows.query_start_loc[: count + 1]
-            _commit(layer, rows.state_rows[:count], starts, batch.cu_num_logits, path)
-
-
-def _commit(layer: Any, *where: torch.Tensor) -> None:
-    """Move a layer's states; `where` as of `gated_delta_commit`, from state_rows on."""
-    kept, (conv_state, state) = layer.bastion_kept, states_of(layer)
-    gated_delta_commit(kept.key, kept.updates, kept.decays, state, *where)
-    short_conv_commit(kept.conv_input, conv_state, *where)
+        starts = rows.query_start_loc[: count + 1]
+        self._commit(self._state_rows[:, :count], starts, batch.cu_num_logits, path)

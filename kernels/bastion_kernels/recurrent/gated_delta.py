@@ -21,7 +21,6 @@ same path. `gated_delta_commit` moves the state along the accepted rows, the las
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -29,10 +28,10 @@ from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
 from bastion_kernels.recurrent.kernels import gated_delta_commit_kernel, gated_delta_tree_kernel
+from bastion_kernels.recurrent.states import LayerStates, accepted_rows
 from bastion_kernels.triton_or_none import triton
 
 __all__ = [
-    "accepted_rows",
     "gated_delta_commit",
     "gated_delta_commit_reference",
     "gated_delta_commit_triton",
@@ -216,72 +215,59 @@ def gated_delta_tree(
     )  # fmt: skip
 
 
-def accepted_rows(
-    query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor, state_rows: Tensor
-) -> Iterator[tuple[int, Tensor]]:
-    """Of every request with a state: its number and its accepted rows of the step.
-
-    These are the rows in front of the root, the root and the path's nodes, as many as it has.
-    """
-    starts, logits = query_start_loc.tolist(), cu_num_logits.tolist()
-    for r, place in enumerate(state_rows.tolist()):
-        tail = logits[r + 1] - logits[r]
-        live = ((path[r] >= 0) & (path[r] < tail)).long().cumprod(0).bool()
-        root = starts[r + 1] - tail
-        if place >= 0 and bool(live.any()):
-            before = torch.arange(starts[r], root, device=path.device)
-            yield r, torch.cat([before, root + path[r][live].long()])
-
-
 def gated_delta_commit_reference(
     key: Tensor,
     updates: Tensor,
     decays: Tensor,
-    state: Tensor,
+    states: LayerStates,
     state_rows: Tensor,
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     path: Tensor,
 ) -> None:
     """Request by request, in fp32; what a CPU runs. See `gated_delta_commit`."""
-    group, places = updates.shape[1] // key.shape[1], state_rows.tolist()
-    for r, rows in accepted_rows(query_start_loc, cu_num_logits, path, state_rows):
-        decay = decays[rows]  # [n, H]
+    group, where = updates.shape[2] // key.shape[2], (query_start_loc, cu_num_logits, path)
+    for layer, state, rows in accepted_rows(states, state_rows, *where):
+        decay = decays[layer, rows]  # [n, H]
         weight = (decay[-1] - decay).float().exp()[..., None]
-        k = key[rows].float().repeat_interleave(group, 1) * weight
-        moved = torch.einsum("nhk,nhv->hkv", k, updates[rows])
-        carried = state[places[r]].float() * decay[-1].float().exp()[:, None, None]
-        state[places[r]] = (carried + moved).to(state.dtype)
+        k = key[layer, rows].float().repeat_interleave(group, 1) * weight
+        moved = torch.einsum("nhk,nhv->hkv", k, updates[layer, rows])
+        carried = state.float() * decay[-1].float().exp()[:, None, None]
+        state.copy_(carried + moved)
 
 
 def gated_delta_commit_triton(
     key: Tensor,
     updates: Tensor,
     decays: Tensor,
-    state: Tensor,
+    states: LayerStates,
     state_rows: Tensor,
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     path: Tensor,
 ) -> None:
     """Accepted rows in blocks, as one product; see `gated_delta_commit`."""
-    reqs, heads, (dim, width) = path.shape[0], updates.shape[1], state.shape[2:]
-    gated_delta_commit_kernel[(reqs, heads, triton.cdiv(width, _BLOCK_V))](
+    (layers, _, heads, width), dim = updates.shape, key.shape[3]
+    gated_delta_commit_kernel[(path.shape[0], layers * heads, triton.cdiv(width, _BLOCK_V))](
         key,
         updates,
         decays,
-        state,
+        states.table,
         state_rows,
         query_start_loc,
         cu_num_logits,
         path,
-        *key.stride()[:2],
-        *state.stride(),
+        *key.stride()[:3],
+        updates.stride(0),
+        decays.stride(0),
+        *states.first.stride(),
+        state_rows.stride(0),
         path.stride(0),
+        **states.arguments(),
         PATH=path.shape[1],
         PATHS=triton.next_power_of_2(path.shape[1]),
         HEADS=heads,
-        GROUP=heads // key.shape[1],
+        GROUP=heads // key.shape[2],
         DIM=dim,
         WIDTH=width,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
@@ -295,17 +281,19 @@ def gated_delta_commit(
     key: Tensor,
     updates: Tensor,
     decays: Tensor,
-    state: Tensor,
+    states: LayerStates,
     state_rows: Tensor,
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     path: Tensor,
 ) -> None:
-    """Move the states along the accepted rows, in place.
+    """Move the states of all layers along the accepted rows, in place.
 
     Args:
-        key, updates, decays: of `gated_delta_tree` for the same step.
-        state, state_rows, query_start_loc: as there.
+        key, updates, decays: `[L, ..]`, of `gated_delta_tree` for the same step, by layer.
+        states: of L layers, each as there.
+        state_rows: `[G, R]`, as there, by the layers' group.
+        query_start_loc: as there.
         cu_num_logits: `[R+1]` int32, first logits row of each request; its last
             `cu[r+1] - cu[r]` rows are its tail.
         path: `[R, D+1]` int32, node numbers of the accepted path, path[r, 0] = 0, -1 past its end;
@@ -314,14 +302,16 @@ def gated_delta_commit(
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
-    op, reqs, heads = "gated_delta_commit", path.shape[0], state.shape[1]
-    check(op, "updates", updates, (None, heads, state.shape[3]), torch.float32)
-    check(op, "decays", decays, (None, heads), torch.float64)
-    check(op, "state_rows", state_rows, (reqs,), torch.int32, torch.int64)
+    op, reqs, layers = "gated_delta_commit", path.shape[0], len(states.states)
+    _, heads, dim, width = states.first.shape
+    check(op, "key", key, (layers, None, None, dim), key.dtype)
+    check(op, "updates", updates, (layers, None, heads, width), torch.float32)
+    check(op, "decays", decays, (layers, None, heads), torch.float64)
+    check(op, "state_rows", state_rows, (None, reqs), torch.int32, torch.int64)
     check(op, "query_start_loc", query_start_loc, (reqs + 1,), torch.int32)
     check(op, "cu_num_logits", cu_num_logits, (reqs + 1,), torch.int32)
     check(op, "path", path, (reqs, None), torch.int32)
     if reqs == 0:
         return
     run = gated_delta_commit_triton if on_gpu(path) else gated_delta_commit_reference
-    run(key, updates, decays, state, state_rows, query_start_loc, cu_num_logits, path)
+    run(key, updates, decays, states, state_rows, query_start_loc, cu_num_logits, path)

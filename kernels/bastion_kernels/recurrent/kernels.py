@@ -203,24 +203,30 @@ def gated_delta_tree_kernel(
 
 @triton.jit
 def gated_delta_commit_kernel(
-    # [T, Hk, DIM], [T, HEADS, WIDTH] float32, [T, HEADS] float64
+    # [L, T, Hk, DIM], [L, T, HEADS, WIDTH] float32, [L, T, HEADS] float64
     key_ptr,
     updates_ptr,
     decays_ptr,
-    # [B, HEADS, DIM, WIDTH] (written)
-    state_ptr,
-    # [R], [R+1] int32 each, [R, PATH] int32
+    # [L, 2] int64: address of each layer's [B, HEADS, DIM, WIDTH] (written), and its group
+    table_ptr,
+    # [G, R], [R+1] int32 each, [R, PATH] int32
     state_rows_ptr,
     query_start_loc_ptr,
     cu_num_logits_ptr,
     path_ptr,
+    stride_key_layer,
     stride_key_row,
     stride_key_head,
+    stride_updates_layer,
+    stride_decays_layer,
     stride_state,
     stride_state_head,
     stride_state_dim,
     stride_state_col,
+    stride_state_rows,
     stride_path,
+    ELEMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PATH: tl.constexpr,
     PATHS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -231,9 +237,11 @@ def gated_delta_commit_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK_V columns of one head's state. Grid: (R, HEADS, ceil(WIDTH / BLOCK_V))."""
-    request, head = tl.program_id(0), tl.program_id(1)
-    place = tl.load(state_rows_ptr + request).to(tl.int64)
+    """BLOCK_V columns of one head's state. Grid: (R, L * HEADS, ceil(WIDTH / BLOCK_V))."""
+    request, head = tl.program_id(0), tl.program_id(1) % HEADS
+    layer = (tl.program_id(1) // HEADS).to(tl.int64)
+    group = tl.load(table_ptr + layer * 2 + 1)
+    place = tl.load(state_rows_ptr + group * stride_state_rows + request).to(tl.int64)
     end = tl.load(cu_num_logits_ptr + request + 1)
     tail = end - tl.load(cu_num_logits_ptr + request)
     first = tl.load(query_start_loc_ptr + request).to(tl.int64)
@@ -248,11 +256,15 @@ def gated_delta_commit_kernel(
         dim = tl.arange(0, BLOCK_D)
         column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         held = (dim < DIM)[:, None] & (column < WIDTH)[None, :]
+        state_ptr = tl.load(table_ptr + layer * 2).to(tl.pointer_type(ELEMENT))
+        state_ptr = tl.multiple_of(state_ptr, ALIGNMENT)
         into_ptr = state_ptr + place * stride_state + head * stride_state_head
         into_ptr += dim[:, None] * stride_state_dim + column[None, :] * stride_state_col
-        key_ptr += first * stride_key_row + head // GROUP * stride_key_head
-        updates_ptr += (first * HEADS + head) * WIDTH
-        decays_ptr += first * HEADS + head
+        key_ptr += (
+            layer * stride_key_layer + first * stride_key_row + head // GROUP * stride_key_head
+        )
+        updates_ptr += layer * stride_updates_layer + (first * HEADS + head) * WIDTH
+        decays_ptr += layer * stride_decays_layer + first * HEADS + head
         final = tl.load(decays_ptr + (root + tl.load(path_ptr + length - 1)) * HEADS)
         state = tl.load(into_ptr, mask=held, other=0.0).to(tl.float32)
         state *= tl.exp(final.to(tl.float32))
@@ -274,4 +286,4 @@ def gated_delta_commit_kernel(
             decay = tl.load(decays_ptr + row * HEADS, mask=live, other=0.0)
             weight = tl.where(live, tl.exp((final - decay).to(tl.float32)), 0.0)
             state += tl.dot(tl.trans(key), update * weight[:, None], input_precision="ieee")
-        tl.store(into_ptr, state.to(state_ptr.dtype.element_ty), mask=held)
+        tl.store(into_ptr, state.to(ELEMENT), mask=held)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu
-from bastion_kernels.recurrent.gated_delta import accepted_rows
+from bastion_kernels.recurrent.states import LayerStates, accepted_rows
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [
@@ -201,44 +201,50 @@ def short_conv_tree(
 
 def short_conv_commit_reference(
     x: Tensor,
-    state: Tensor,
+    states: LayerStates,
     state_rows: Tensor,
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     path: Tensor,
 ) -> None:
     """Request by request; what a CPU runs. See `short_conv_commit`."""
-    places, kept = state_rows.tolist(), state.shape[2]
-    for r, rows in accepted_rows(query_start_loc, cu_num_logits, path, state_rows):
-        inputs = torch.cat([state[places[r]].T, x[rows].to(state.dtype)])
-        state[places[r]] = inputs[-kept:].T
+    where = (query_start_loc, cu_num_logits, path)
+    for layer, state, rows in accepted_rows(states, state_rows, *where):
+        inputs = torch.cat([state.T, x[layer, rows].to(state.dtype)])
+        state.copy_(inputs[-state.shape[1] :].T)
 
 
 @triton.jit
 def _commit_kernel(
-    # [T, C], [B, C, KEPT] (written)
+    # [L, T, C]
     x_ptr,
-    state_ptr,
-    # [R], [R+1] int32 each, [R, PATH] int32
+    # [L, 2] int64: address of each layer's [B, C, KEPT] (written), and its group
+    table_ptr,
+    # [G, R], [R+1] int32 each, [R, PATH] int32
     state_rows_ptr,
     query_start_loc_ptr,
     cu_num_logits_ptr,
     path_ptr,
     channels,
+    stride_x_layer,
     stride_x,
     stride_state,
     stride_state_channel,
     stride_state_col,
+    stride_state_rows,
     stride_path,
+    ELEMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PATH: tl.constexpr,
     PATHS: tl.constexpr,
     KEPT: tl.constexpr,
     KEPT_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """BLOCK_C channels of one request. Grid: (R, ceil(C / BLOCK_C))."""
-    request = tl.program_id(0)
-    place = tl.load(state_rows_ptr + request).to(tl.int64)
+    """BLOCK_C channels of one request. Grid: (R, L, ceil(C / BLOCK_C))."""
+    request, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    group = tl.load(table_ptr + layer * 2 + 1)
+    place = tl.load(state_rows_ptr + group * stride_state_rows + request).to(tl.int64)
     tail = tl.load(cu_num_logits_ptr + request + 1) - tl.load(cu_num_logits_ptr + request)
     first = tl.load(query_start_loc_ptr + request).to(tl.int64)
     root = (tl.load(query_start_loc_ptr + request + 1) - first).to(tl.int32) - tail
@@ -247,19 +253,22 @@ def _commit_kernel(
     node = tl.load(path_ptr + depth, mask=depth < PATH, other=-1)
     length = tl.min(tl.where((node >= 0) & (node < tail), PATHS, depth), 0)
     if (place >= 0) & (length > 0):
-        channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+        channel = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
         column = tl.arange(0, KEPT_PAD)
         live = (column < KEPT)[None, :] & (channel < channels)[:, None]
         # of the accepted rows; negative = of what the state has
         at = root + length - KEPT + column
         on_path = tl.load(path_ptr + at - root, mask=(at >= root) & (column < KEPT), other=0)
         row = tl.where(at < root, at, root + on_path)
+        state_ptr = tl.load(table_ptr + layer * 2).to(tl.pointer_type(ELEMENT))
+        state_ptr = tl.multiple_of(state_ptr, ALIGNMENT)
+        x_ptr += layer * stride_x_layer
         into_ptr = state_ptr + place * stride_state + channel[:, None] * stride_state_channel
         x = tl.load(
             x_ptr + first * stride_x + (row * stride_x)[None, :] + channel[:, None],
             mask=live & (at >= 0)[None, :],
             other=0.0,
-        ).to(state_ptr.dtype.element_ty)
+        ).to(ELEMENT)
         old = tl.load(
             into_ptr + ((KEPT + at) * stride_state_col)[None, :],
             mask=live & (at < 0)[None, :],
@@ -273,17 +282,18 @@ def _commit_kernel(
 
 def short_conv_commit_triton(
     x: Tensor,
-    state: Tensor,
+    states: LayerStates,
     state_rows: Tensor,
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     path: Tensor,
 ) -> None:
     """Requests and channels in parallel; see `short_conv_commit`."""
-    _, channels, kept = state.shape
-    _commit_kernel[(path.shape[0], triton.cdiv(channels, _BLOCK_C))](
-        x, state, state_rows, query_start_loc, cu_num_logits, path, channels, x.stride(0),
-        *state.stride(), path.stride(0), PATH=path.shape[1],
+    _, channels, kept = states.first.shape
+    _commit_kernel[(path.shape[0], len(states.states), triton.cdiv(channels, _BLOCK_C))](
+        x, states.table, state_rows, query_start_loc, cu_num_logits, path, channels,
+        *x.stride()[:2], *states.first.stride(), state_rows.stride(0), path.stride(0),
+        **states.arguments(), PATH=path.shape[1],
         PATHS=triton.next_power_of_2(path.shape[1]), KEPT=kept,
         KEPT_PAD=triton.next_power_of_2(kept), BLOCK_C=_BLOCK_C,
     )  # fmt: skip
@@ -291,28 +301,29 @@ def short_conv_commit_triton(
 
 def short_conv_commit(
     x: Tensor,
-    state: Tensor,
+    states: LayerStates,
     state_rows: Tensor,
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     path: Tensor,
 ) -> None:
-    """Keep the last inputs of the accepted text, in place.
+    """Keep the last inputs of the accepted text in all layers, in place.
 
     Args:
-        x, state, state_rows, query_start_loc: as of `short_conv_tree`, for the same step.
-        cu_num_logits, path: as of `gated_delta_commit`.
+        x: `[L, T, C]`, of `short_conv_tree` for the same step, by layer.
+        states: of L layers, each as there.
+        state_rows, query_start_loc, cu_num_logits, path: as of `gated_delta_commit`.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
     op, reqs = "short_conv_commit", path.shape[0]
-    check(op, "x", x, (None, state.shape[1]), x.dtype)
-    check(op, "state_rows", state_rows, (reqs,), torch.int32, torch.int64)
+    check(op, "x", x, (len(states.states), None, states.first.shape[1]), x.dtype)
+    check(op, "state_rows", state_rows, (None, reqs), torch.int32, torch.int64)
     check(op, "query_start_loc", query_start_loc, (reqs + 1,), torch.int32)
     check(op, "cu_num_logits", cu_num_logits, (reqs + 1,), torch.int32)
     check(op, "path", path, (reqs, None), torch.int32)
     if reqs == 0:
         return
     run = short_conv_commit_triton if on_gpu(x) else short_conv_commit_reference
-    run(x, state, state_rows, query_start_loc, cu_num_logits, path)
+    run(x, states, state_rows, query_start_loc, cu_num_logits, path)
