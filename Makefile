@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-FAST := not e2e and not slow and not gpu
+FAST := not e2e and not thorough and not slow and not gpu
 # A process for each core, up to four; a file of tests, which share engines, stays in one.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

@@ -53,6 +53,7 @@ def test_siblings_have_one_window(path: str) -> None:
     torch.testing.assert_close(got[2:41], got[1:2].expand(39, -1, -1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("programs", "window"), [(4, 128), (13, 16), (64, 128)])
 def test_tiles_before_a_window_are_not_walked(
     programs: int, window: int, monkeypatch: pytest.MonkeyPatch

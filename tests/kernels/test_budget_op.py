@@ -222,6 +222,7 @@ def test_promised_is_the_sum_over_the_chosen(device: torch.device) -> None:
                 assert_same(choose_and_promise(run, *arguments)[1], expected[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", versions(take_best_reference, take_best_triton, take_best_cpu))
 @pytest.mark.parametrize("kind", ["continuous", "ties", "far below 2^-40", "nothing"])
 def test_take_best_against_a_greedy_walk(run, kind: str, device: torch.device) -> None:
@@ -243,6 +244,7 @@ def test_take_best_against_a_greedy_walk(run, kind: str, device: torch.device) -
             assert sum(counts[slot] for slot in slots.tolist() if slot >= 0) == min(total, room)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", versions(take_best_triton, take_best_cpu))
 def test_take_best_of_many_requests(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(8)

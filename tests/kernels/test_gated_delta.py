@@ -131,6 +131,7 @@ def test_wide_and_deep_trees(version: str, shape: Any) -> None:
     step.check(step.run(version)[0], 1e-5)
 
 
+@pytest.mark.thorough
 @versions
 def test_repeated_keys_that_are_wholly_replaced(version: str) -> None:
     """The hardest system: beta 1, no decay, one key for all rows; products of it would overflow."""

@@ -113,6 +113,7 @@ def test_nan_counts_as_minus_infinity(run, sign: float, device: torch.device) ->
     assert logprobs.isnan().all()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]

@@ -157,11 +157,14 @@ CASES = {  # R, D, M, top-K, N
     "everything": (1, 3, 3, 3, 39),
     "more children than candidates": (1, 3, 3, 9, 39),
 }
+THOROUGH = pytest.mark.thorough
 
 
 @pytest.mark.parametrize("run", versions(expand_transitions_triton, expand_transitions_cpu))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("scores", ["distinct", "ties", "equal", "broken"])
+@pytest.mark.parametrize(
+    "scores", ["ties", "broken", *(pytest.param(s, marks=THOROUGH) for s in ("distinct", "equal"))]
+)
 def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: torch.device) -> None:
     reqs, depth, width, top_k, limit = case
     generator = torch.Generator().manual_seed(limit)
@@ -185,6 +188,7 @@ def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: tor
         assert_same(one, other, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", versions(expand_transitions_triton, expand_transitions_cpu))
 def test_kernel_equals_heap_on_random_trees(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)

@@ -120,7 +120,10 @@ def test_wide_and_deep_trees_of_several_mask_words(path: str) -> None:
     batch.check(getattr(batch, path)())
 
 
-@pytest.mark.parametrize(("path", "batches"), [("reference", 50), ("triton", 4), ("cpu", 50)])
+@pytest.mark.parametrize(
+    ("path", "batches"),
+    [("reference", 50), pytest.param("triton", 4, marks=pytest.mark.thorough), ("cpu", 50)],
+)
 def test_random_trees(path: str, batches: int) -> None:
     g = torch.Generator().manual_seed(4)
     for seed in range(batches):
@@ -133,6 +136,7 @@ def test_random_trees(path: str, batches: int) -> None:
         batch.check(getattr(batch, path)())
 
 
+@pytest.mark.thorough
 def test_cut_blocks_are_merged_alike_whoever_arrives_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

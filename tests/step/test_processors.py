@@ -269,6 +269,7 @@ def test_all_kinds_in_one_batch_with_other_log_probabilities(mode: str) -> None:
     assert check([random_request(params, rng) for params in KINDS.values()], 1, mode) > 5
 
 
+@pytest.mark.thorough
 def test_all_kinds_in_one_batch() -> None:
     rng = np.random.default_rng(3)
     assert check([random_request(params, rng) for params in KINDS.values()], 1) > 5
