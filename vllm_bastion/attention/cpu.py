@@ -25,7 +25,9 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from bastion_kernels import KVLayout, learn_layout, tree_attention
+from bastion_kernels import KVLayout, learn_layout
+from bastion_kernels.attention.cpu import AttentionLayer as TreeAttentionLayer
+from bastion_kernels.attention.cpu import AttentionStep
 from vllm_bastion.step.trees import Trees
 
 
@@ -48,13 +50,11 @@ def cache_layout(isa: str, page: int, head_dim: int, dtype: torch.dtype) -> KVLa
 
 @dataclass
 class Part:
-    """Neighbours in the batch that one kernel serves."""
+    """Neighbours in the batch that one kernel serves: vLLM's or ours."""
 
-    requests: slice
     rows: slice
-    # For vLLM's kernel; None for ours.
-    plain: CPUAttentionMetadata | None
-    query_start_loc: torch.Tensor
+    plain: CPUAttentionMetadata | None = None
+    step: AttentionStep | None = None
 
 
 @dataclass
@@ -70,7 +70,7 @@ class TreeCPUAttentionMetadata(CPUAttentionMetadata):
         if not self._parts:
             assert self.builder is not None and self.common is not None
             assert self.trees is not None, "a batch reached the target's layers without its trees"
-            self._parts = list(self.builder.split(self.common, self.trees.step_drafts > 0))
+            self._parts = list(self.builder.split(self.common, self.trees))
         return self._parts
 
 
@@ -96,23 +96,33 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             builder=self,
         )
 
-    def split(self, common: CommonAttentionMetadata, drafted: np.ndarray) -> Iterator[Part]:
-        """drafted: [R] bool, which requests have draft rows."""
-        starts = common.query_start_loc
+    def split(self, common: CommonAttentionMetadata, trees: Trees) -> Iterator[Part]:
+        """Requests with draft rows apart from those without."""
+        starts, drafted = common.query_start_loc, trees.step_drafts > 0
         bounds = [0, *(np.flatnonzero(np.diff(drafted)) + 1).tolist(), common.num_reqs]
         for first, last in pairwise(bounds):
-            rows = slice(*starts[[first, last]].tolist())
-            part = Part(slice(first, last), rows, None, starts[first : last + 1] - rows.start)
-            if not drafted[first]:
+            rows, requests = slice(int(starts[first]), int(starts[last])), slice(first, last)
+            part, own_starts = Part(rows), starts[first : last + 1] - rows.start
+            if drafted[first]:
+                part.step = AttentionStep(
+                    common.block_table_tensor[requests],
+                    own_starts,
+                    common.seq_lens[requests],
+                    trees.tail_lens[requests],
+                    trees.step_slots[requests],
+                    trees.bits,
+                    trees.depths,
+                )
+            else:
                 part.plain = super().build(
                     0,
                     replace(
                         common,
                         num_reqs=last - first,
                         num_actual_tokens=rows.stop - rows.start,
-                        query_start_loc=part.query_start_loc,
-                        seq_lens=common.seq_lens[part.requests],
-                        block_table_tensor=common.block_table_tensor[part.requests],
+                        query_start_loc=own_starts,
+                        seq_lens=common.seq_lens[requests],
+                        block_table_tensor=common.block_table_tensor[requests],
                         slot_mapping=common.slot_mapping[rows],
                     ),
                 )
@@ -122,6 +132,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.tree_sinks = None if self.sinks is None else self.sinks.float()
+        self._ours: TreeAttentionLayer | None = None
 
     def cache_layout(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> KVLayout:
         """kv_cache: [blocks, Hkv, block_size, 2d]."""
@@ -144,34 +155,33 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:
             # The memory-profiling run: what is in fresh memory would become logits.
             return output.fill_(0)
-        trees = attn_metadata.trees
         for part in attn_metadata.parts():
-            rows, requests = part.rows, part.requests
-            if part.plain is not None:
-                super().forward(
-                    layer, query[rows], key, value, kv_cache, part.plain, output[rows],
-                    output_scale, output_block_scale,
-                )  # fmt: skip
+            rows = part.rows
+            if part.step is not None:
+                self._with_cache(layer, query, kv_cache)(part.step, query[rows], output[rows])
                 continue
-            assert trees is not None
-            tree_attention(
-                query[rows],
+            super().forward(
+                layer, query[rows], key, value, kv_cache, part.plain, output[rows],
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        return output
+
+    def _with_cache(
+        self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor
+    ) -> TreeAttentionLayer:
+        """Our loops over the layer's cache; made once, and again where vLLM gave it another."""
+        ours = self._ours
+        if ours is None or ours.kv_cache.data_ptr() != kv_cache.data_ptr():
+            ours = self._ours = TreeAttentionLayer(
                 kv_cache,
-                attn_metadata.block_table[requests],
-                part.query_start_loc,
-                attn_metadata.seq_lens[requests],
-                trees.tail_lens[requests],
-                trees.step_slots[requests],
-                trees.bits,
+                query.shape[1],
                 self.scale,
-                output[rows],
                 softcap=self.logits_soft_cap,
                 window=max(self.sliding_window, 0),
                 sinks=self.tree_sinks,
-                depths=trees.depths,
                 layout=self.cache_layout(layer, kv_cache),
             )
-        return output
+        return ours
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):

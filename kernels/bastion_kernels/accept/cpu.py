@@ -57,8 +57,8 @@ def accept_path_cpu(
 def gather_rows_cpu(sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor]) -> None:
     """One index per matrix; see `gather_rows`."""
     count = rows.shape[0]
-    live = rows >= 0
-    whole = bool(live.all())
+    whole = bool(rows.min() >= 0)
+    live = None if whole else rows >= 0
     for source, out in zip(sources, outs, strict=True):
         if whole:
             torch.index_select(source, 0, rows, out=out[:count])

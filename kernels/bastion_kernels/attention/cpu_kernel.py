@@ -49,23 +49,35 @@ from bastion_kernels.machine import (
 )
 from bastion_kernels.native import compile_for_threads, inner
 
-__all__ = ["CALL", "SHORT_CHUNK", "compiled", "scratch_bytes"]
+__all__ = [
+    "CALL", "OF_LAYER", "OF_ROWS", "OF_STEP", "SHORT_CHUNK", "compiled", "scratch_bytes",
+]  # fmt: skip
 
 SHORT_CHUNK = 64  # a causal run of at most so many rows is a chain, and gets a chain's bits
 _BLOCK = 128  # rows of a unit: what shares a tile of keys and values while it is near
 _FAR = 2**60  # length of a flat array whose end nobody knows
 
-# What a call is told: addresses, numbers, and strides in elements.
-_INTEGERS = (
-    "counters", "scratch", "scratch_bytes", "threads", "requests", "group", "kv_heads", "dim",
-    "page", "tail_limit", "direct", "query", "query_row", "query_head", "out", "out_row",
-    "out_head", "cache", "cache_block", "cache_head", "places", "table", "table_row", "starts",
-    "lengths", "tails", "slots", "bits", "bits_slot", "bits_row", "depths", "depths_slot", "window",
-    "sinks", "form", "matrix",
+# What a call is told, by who knows it: addresses, numbers, and strides in elements.
+_ROWS = (
+    "scratch", "scratch_bytes", "threads", "query", "query_row", "query_head", "out", "out_row",
+    "out_head",
+)  # fmt: skip
+_STEP = (
+    "requests", "tail_limit", "table", "table_row", "starts", "lengths", "tails", "slots", "bits",
+    "bits_slot", "bits_row", "depths", "depths_slot",
+)  # fmt: skip
+_LAYER = (
+    "counters", "group", "kv_heads", "dim", "page", "direct", "cache", "cache_block", "cache_head",
+    "places", "window", "sinks", "form", "matrix",
 )  # fmt: skip
 CALL = np.dtype(
-    [(name, np.int64) for name in _INTEGERS] + [("scale", np.float32), ("softcap", np.float32)]
+    [(name, np.int64) for name in (*_ROWS, *_STEP, *_LAYER)]
+    + [("scale", np.float32), ("softcap", np.float32)]
 )
+# Each one's part of a call seen as 64-bit integers.
+OF_ROWS = slice(0, len(_ROWS))
+OF_STEP = slice(OF_ROWS.stop, OF_ROWS.stop + len(_STEP))
+OF_LAYER = slice(OF_STEP.stop, OF_STEP.stop + len(_LAYER))
 
 
 def scratch_bytes(dim: int, tail_limit: int) -> int:
