@@ -156,12 +156,15 @@ def make_drafter(kind: str, folder: Path) -> str:
 
 
 def drafted(session: Any) -> list[list[int]]:
-    """A probe: the drafted tokens of each request in the batch of the last step, [D] of a chain."""
-    speculator = session.runner.speculator
-    rows = session.batch_sizes[-1]
-    trees = getattr(speculator, "trees", None)
-    drafts = speculator.draft_tokens if trees is None else trees.tokens
-    return [row[: speculator.num_speculative_steps] for row in drafts[:rows].tolist()]
+    """A probe: what the runner has as the drafts of each request, [D] of a chain.
+
+    Not what lies in the drafter's own buffer: where no request can use a draft, vLLM 0.33 asks for
+    none and writes -1, over that buffer or over a copy of it.
+    """
+    states = session.runner.req_states
+    slots = [slot for _, slot in sorted(states.req_id_to_index.items())]
+    steps = session.runner.speculator.num_speculative_steps
+    return [row[:steps] for row in states.draft_tokens[slots].tolist()]
 
 
 def children(session: Any) -> list[int]:
