@@ -150,9 +150,9 @@ def count(completions: Iterable[Completion]) -> Count:
     )
 
 
-def dflash(drafter: Path, gamma: int = GAMMA) -> dict[str, Any]:
+def dflash(drafter: Path, gamma: int = GAMMA, method: str = "dflash") -> dict[str, Any]:
     """vLLM's own chain."""
-    return {"method": "dflash", "model": str(drafter), "num_speculative_tokens": gamma}
+    return {"method": method, "model": str(drafter), "num_speculative_tokens": gamma}
 
 
 def bastion(drafter: Path, nodes: int, budget: int | str, **keys: Any) -> dict[str, Any]:

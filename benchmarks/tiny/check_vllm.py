@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does vLLM's own DFlash draft the tokens that this folder's drafter drafts? Prints the counts.
+"""Does vLLM's own chain draft the tokens that this folder's drafter drafts? Prints the counts.
 
-Runs stock `method: dflash` through vLLM for some of the prompts, catches what its speculator
-proposes at every step, and compares each proposal with the offline drafter at the same position.
+Runs stock `method: dflash` (`dspark` for such a drafter) through vLLM for some of the prompts,
+catches what its speculator proposes at every step, and compares each proposal with the offline
+drafter at the same position.
 On a machine without a GPU it needs vllm-bastion installed, whose Triton interpreter switch makes
 vLLM's Model Runner V2 run on a CPU; one prompt then takes seconds.
 """
@@ -21,6 +22,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 import torch
 from drafter import load_drafter
 from evaluate import GAMMA, HERE, NEW_TOKENS, Drafts, draft, walk
+from heads import Markov
 from model import load_target
 from rollouts import continue_batch
 from transformers import AutoTokenizer
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl")
     parser.add_argument("--stride", type=int, default=15)
     args = parser.parse_args()
+    target, drafter = load_target(args.target), load_drafter(args.drafter)
 
     from vllm import LLM, SamplingParams
 
@@ -69,13 +72,12 @@ def main() -> None:
         enforce_eager=True,
         enable_prefix_caching=False,
         speculative_config={
-            "method": "dflash",
+            "method": "dspark" if isinstance(drafter.head, Markov) else "dflash",
             "model": str(args.drafter),
             "num_speculative_tokens": GAMMA,
         },
     )
     caught = catch_proposals()
-    target, drafter = load_target(args.target), load_drafter(args.drafter)
     tok = AutoTokenizer.from_pretrained(args.target)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     agree = total = 0
@@ -87,18 +89,18 @@ def main() -> None:
         start = prompt.shape[1]
         ids = continue_batch(target, prompt, start + NEW_TOKENS + 2 * GAMMA, torch.zeros(1))[0]
         same = ids[start : start + NEW_TOKENS].tolist() == list(output.outputs[0].token_ids)
-        log_q = draft(target, drafter, ids, start)
+        drafts = Drafts(draft(target, drafter, ids, start))
         steps = 0
         for position, guesses in caught:
             anchor = position - 1 - start
             if 0 <= anchor < NEW_TOKENS - 1:
-                mine = log_q[anchor].argmax(-1).tolist()
+                mine = drafts.chains[anchor]
                 agree += sum(a == b for a, b in zip(mine, guesses, strict=True))
                 total += GAMMA
                 steps += 1
         print(
             f"{row['id']}: same text {same}, forwards {steps} in vLLM, "
-            f"{walk(Drafts(log_q), ids.tolist(), start, None)[1]} offline",
+            f"{walk(drafts, ids.tolist(), start, None)[1]} offline",
             flush=True,
         )
     print(f"guesses that agree: {agree} of {total}")

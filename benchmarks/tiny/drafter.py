@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from heads import Markov, Selector
 from model import Dims, Layer, RMSNorm, Target, hf_config, rope_tables, save_bf16
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -28,12 +30,16 @@ DRAFTER_LAYERS = 3
 
 
 class Drafter(nn.Module):
-    """DFlash draft model without embedding and head, which are the target's."""
+    """DFlash draft model without embedding and head, which are the target's.
 
-    def __init__(self, dims: Dims, mask_id: int) -> None:
+    causal: whether a block's rows see only those before them.
+    """
+
+    def __init__(self, dims: Dims, mask_id: int, causal: bool = False) -> None:
         super().__init__()
         self.dims = dims
         self.mask_id = mask_id
+        self.causal = causal
         h = dims.hidden_size
         self.fc = nn.Linear(len(TARGET_LAYER_IDS) * h, h, bias=False)
         self.hidden_norm = RMSNorm(h, dims.rms_norm_eps)
@@ -42,6 +48,16 @@ class Drafter(nn.Module):
         for p in self.parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
+
+    @property
+    def head(self) -> Selector | Markov | None:
+        """What knows the token before, if anything does."""
+        return next((m for m in self.children() if isinstance(m, Selector | Markov)), None)
+
+    def logits(self, target: Target, states: Tensor, before: Tensor) -> Tensor:
+        """[..., V] of states [..., H] whose positions follow the tokens `before` [...]."""
+        logits = target.logits(states).float()
+        return logits if self.head is None else logits + self.head.bias(before, states).float()
 
     def forward(self, target: Target, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
         """Draft states for A blocks of every sequence.
@@ -73,14 +89,17 @@ class Drafter(nn.Module):
         return self.norm(x).unflatten(1, (num_blocks, BLOCK_SIZE))[:, :, 1:]
 
     def _mask(self, anchors: Tensor, context_len: int) -> Tensor:
-        """[B, 1, A*G, T + A*G]: context before the own block, and the own block both ways."""
+        """[B, 1, A*G, T + A*G]: context before the own block, and the own block, unless causal both
+        ways."""
         batch, num_blocks = anchors.shape
         arange = torch.arange(context_len, device=anchors.device)
         context = arange < anchors[..., None]  # [B, A, T]
         context = context.repeat_interleave(BLOCK_SIZE, dim=1)
-        block = torch.arange(num_blocks * BLOCK_SIZE, device=anchors.device) // BLOCK_SIZE
-        own = (block[:, None] == block).expand(batch, -1, -1)
-        return torch.cat([context, own], dim=-1)[:, None]
+        row = torch.arange(num_blocks * BLOCK_SIZE, device=anchors.device)
+        own = row[:, None] // BLOCK_SIZE == row // BLOCK_SIZE
+        if self.causal:
+            own = own.tril()
+        return torch.cat([context, own.expand(batch, -1, -1)], dim=-1)[:, None]
 
 
 def fix_key_norms(model: Drafter) -> None:
@@ -100,15 +119,22 @@ def fix_key_norms(model: Drafter) -> None:
 
 
 def save_drafter(model: Drafter, folder: Path, target_layers: int, eos_id: int) -> None:
-    """Write the checkpoint in z-lab's DFlash format (no embedding, no head)."""
+    """Write the checkpoint as vLLM reads it (no embedding, no head for the vocabulary)."""
+    dflash = {"mask_token_id": model.mask_id, "target_layer_ids": list(TARGET_LAYER_IDS)}
+    kind: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
+    weights = model.state_dict()
+    if model.causal:
+        dflash["causal"] = True
+    if isinstance(model.head, Selector):
+        kind["architectures"] = ["DFlash2DraftModel"]
+        dflash |= model.head.config()
+        weights |= model.head.around(model.dims)
+    elif isinstance(model.head, Markov):
+        kind = {"architectures": ["Qwen3DSparkModel"], **dflash, **model.head.config()}
     config = hf_config(
         model.dims,
-        architectures=["DFlashDraftModel"],
+        **kind,
         block_size=BLOCK_SIZE,
-        dflash_config={
-            "mask_token_id": model.mask_id,
-            "target_layer_ids": list(TARGET_LAYER_IDS),
-        },
         num_target_layers=target_layers,
         layer_types=["full_attention"] * model.dims.num_hidden_layers,
         max_window_layers=model.dims.num_hidden_layers,
@@ -117,14 +143,20 @@ def save_drafter(model: Drafter, folder: Path, target_layers: int, eos_id: int) 
         eos_token_id=eos_id,
         pad_token_id=eos_id,
     )
-    save_bf16(model, folder, "", config)
+    save_bf16(weights, folder, config)
 
 
 def load_drafter(folder: Path, device: str = "cpu") -> Drafter:
     """Read back what `save_drafter` wrote, in float32 (of bf16-rounded values)."""
     config = json.loads((folder / "config.json").read_text())
     dims = Dims(**{k: config[k] for k in Dims.__dataclass_fields__})
-    model = Drafter(dims, config["dflash_config"]["mask_token_id"])
+    dflash = config.get("dflash_config", config)  # DSpark has its settings in the config itself
+    model = Drafter(dims, dflash["mask_token_id"], dflash.get("causal", False))
+    if "selector_rank" in dflash:
+        model.candidate_selector = Selector(dims, dflash["selector_rank"])
+    if "markov_rank" in config:
+        model.markov_head = Markov(dims, config["markov_rank"])
     weights = load_file(folder / "model.safetensors")
-    model.load_state_dict({n: w.float() for n, w in weights.items()})
+    own = {n: w.float() for n, w in weights.items() if "_conv." not in n}  # identities
+    model.load_state_dict(own)
     return model.to(device).eval()

@@ -17,9 +17,11 @@ import heapq
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from drafter import BLOCK_SIZE, TARGET_LAYER_IDS, Drafter, load_drafter
+from heads import CANDIDATES
 from model import Target, load_target
 from rollouts import continue_batch
 from torch import Tensor
@@ -27,33 +29,62 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 GAMMA = BLOCK_SIZE - 1
-BUDGETS = (8, 16, 32, 64, 128)
-WIDTH = 16  # K: candidates per depth
+BUDGETS = (8, 16, 32, 63, 64, 128)
+WIDTH = 16  # K: candidates per depth, or in a row
 NEW_TOKENS = 64
 
 
-def best_first_tree(log_q: Tensor, budget: int) -> list[tuple[int, int, int]]:
-    """The `budget` best nodes of the top-K lattice as (parent, depth, token), parents first.
+class Lattice(NamedTuple):
+    """Candidates of every block of a continuation, and the best of them after each one above.
 
-    log_q: [gamma, V]. A path's score is the product of its q. Node 0 is the root; a node's best
-    child and its next-best sibling enter the heap when it leaves, so nodes leave in score order.
+    A blocks, D = gamma depths, K candidates of a depth. P rows of a depth: one for each candidate
+    above (the anchor's is the first), or a single one where the drafter does not know it.
     """
-    values, tokens = (t.tolist() for t in log_q.topk(WIDTH, dim=-1))
+
+    tokens: Tensor  # [A, D, K]
+    order: Tensor  # [A, D, P, WIDTH] candidates of a row, best first
+    logprobs: Tensor  # [A, D, P, WIDTH]
+
+    def block(self, anchor: int) -> Block:
+        """One block as lists."""
+        return Block(*(t[anchor].tolist() for t in self))
+
+
+class Block(NamedTuple):
+    """A lattice of one block."""
+
+    tokens: list
+    order: list
+    logprobs: list
+
+    def child(self, depth: int, above: int, rank: int) -> tuple[float, int]:
+        """(log q, candidate) of a rank in the row of candidate `above`."""
+        row = min(above, len(self.order[depth]) - 1)
+        return self.logprobs[depth][row][rank], self.order[depth][row][rank]
+
+
+def best_first_tree(block: Block, budget: int) -> list[tuple[int, int, int]]:
+    """The `budget` best nodes of the lattice as (parent, depth, token), parents first.
+
+    A path's score is the product of its q. Node 0 is the root; a node's best child and its
+    next-best sibling enter the heap when it leaves, so nodes leave in score order.
+    """
     nodes: list[tuple[int, int, int]] = []
-    # (-score, tie-break, score of the parent, parent, depth from 0, rank)
-    heap: list[tuple[float, int, float, int, int, int]] = [(-values[0][0], 0, 0.0, 0, 0, 0)]
-    pushed = 1
+    heap: list[tuple] = []
+
+    def push(base: float, parent: int, depth: int, above: int, rank: int) -> None:
+        value, candidate = block.child(depth, above, rank)
+        tie = len(heap) + 2 * len(nodes)
+        heapq.heappush(heap, (-base - value, tie, base, parent, depth, above, rank, candidate))
+
+    push(0.0, 0, 0, 0, 0)
     while heap and len(nodes) < budget:
-        minus, _, base, parent, depth, rank = heapq.heappop(heap)
-        nodes.append((parent, depth + 1, tokens[depth][rank]))
+        minus, _, base, parent, depth, above, rank, candidate = heapq.heappop(heap)
+        nodes.append((parent, depth + 1, block.tokens[depth][candidate]))
         if rank + 1 < WIDTH:
-            score = base + values[depth][rank + 1]
-            heapq.heappush(heap, (-score, pushed, base, parent, depth, rank + 1))
-            pushed += 1
-        if depth + 1 < len(values):
-            score = -minus + values[depth + 1][0]
-            heapq.heappush(heap, (-score, pushed, -minus, len(nodes), depth + 1, 0))
-            pushed += 1
+            push(base, parent, depth, above, rank + 1)
+        if depth + 1 < len(block.tokens):
+            push(-minus, len(nodes), depth + 1, candidate, 0)
     return nodes
 
 
@@ -63,10 +94,19 @@ class Drafts:
     Nodes leave the heap in score order, so the tree of a smaller budget is a prefix of the largest.
     """
 
-    def __init__(self, log_q: Tensor) -> None:
-        self.log_q = log_q  # [anchors, gamma, V]
-        self.chains = log_q.argmax(-1).tolist()
+    def __init__(self, lattice: Lattice) -> None:
+        self.lattice = lattice
+        self.chains = [self._chain(lattice.block(a)) for a in range(len(lattice.tokens))]
         self.trees: dict[int, dict[tuple[int, int], int]] = {}
+
+    @staticmethod
+    def _chain(block: Block) -> list[int]:
+        """The best token after the best token, as vLLM's own speculators draft at T=0."""
+        tokens, candidate = [], 0
+        for depth, row in enumerate(block.tokens):
+            candidate = block.child(depth, candidate, 0)[1]
+            tokens.append(row[candidate])
+        return tokens
 
     def accepted(self, anchor: int, truth: list[int], budget: int | None) -> int:
         """Draft tokens accepted at a block if the target says `truth`; budget None: the chain."""
@@ -76,7 +116,7 @@ class Drafts:
                 depth += 1
             return depth
         if anchor not in self.trees:
-            nodes = best_first_tree(self.log_q[anchor], max(BUDGETS))
+            nodes = best_first_tree(self.lattice.block(anchor), max(BUDGETS))
             self.trees[anchor] = {(parent, t): i for i, (parent, _, t) in enumerate(nodes, 1)}
         node = 0
         while depth < GAMMA:
@@ -101,12 +141,23 @@ def walk(drafts: Drafts, ids: list[int], start: int, budget: int | None) -> tupl
 
 
 @torch.inference_mode()
-def draft(target: Target, drafter: Drafter, ids: Tensor, start: int) -> Tensor:
-    """log q of every block of a continuation: ids [L] -> [NEW_TOKENS, gamma, V]."""
+def draft(target: Target, drafter: Drafter, ids: Tensor, start: int) -> Lattice:
+    """The drafts of every block of a continuation: ids [L], NEW_TOKENS blocks."""
     anchors = torch.arange(start, start + NEW_TOKENS)[None]
     _, features = target(ids[None], features=TARGET_LAYER_IDS)
     states = drafter(target, features, ids[anchors], anchors)[0]
-    return target.logits(states).log_softmax(-1)
+    log_q = target.logits(states).log_softmax(-1)
+    if drafter.head is None:
+        logprobs, tokens = log_q.topk(WIDTH, dim=-1)
+        rows = logprobs[:, :, None]
+        return Lattice(tokens, torch.arange(WIDTH).expand_as(rows), rows)
+    values, tokens = log_q.topk(CANDIDATES, dim=-1)
+    above = torch.cat([ids[anchors[0], None, None].expand_as(tokens[:, :1]), tokens[:, :-1]], 1)
+    bias = drafter.head.bias(above, states[:, :, None])  # [A, D, P, V]
+    wanted = tokens[:, :, None].expand(-1, -1, CANDIDATES, -1)
+    scores = values[:, :, None] + bias.gather(-1, wanted)
+    logprobs, order = scores.log_softmax(-1).topk(WIDTH, dim=-1)
+    return Lattice(tokens, order, logprobs)
 
 
 def loops(ids: list[int]) -> bool:
@@ -189,6 +240,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, default=HERE / "drafter")
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl")
     parser.add_argument("--samples", type=int, default=2, help="continuations per prompt at T=1")
+    parser.add_argument("--stride", type=int, default=1, help="every so many prompts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
@@ -196,12 +248,14 @@ def main() -> None:
     target = load_target(args.target)
     tok = AutoTokenizer.from_pretrained(args.target)
     prompts = [json.loads(line) for line in args.prompts.read_text().splitlines()]
+    prompts = prompts[:: args.stride]
     if args.check:
         check(args.target, target, prompts, tok)
         return
     drafter = load_drafter(args.drafter)
     table(target, drafter, prompts, tok, 0.0, 1)
-    table(target, drafter, prompts, tok, 1.0, args.samples)
+    if args.samples:
+        table(target, drafter, prompts, tok, 1.0, args.samples)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Shapes: B sequences, T tokens, H hidden, NH/NK query/key-value heads of D, V voc
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -189,14 +190,14 @@ class Target(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight)
 
 
-def save_bf16(module: nn.Module, folder: Path, prefix: str, config: dict) -> None:
-    """Write weights rounded to bf16 under Hugging Face's names, and config.json."""
+def save_bf16(weights: Mapping[str, Tensor], folder: Path, config: dict) -> None:
+    """Write weights rounded to bf16, by Hugging Face's names, and config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        prefix + n: p.detach().to("cpu", torch.bfloat16).contiguous()
-        for n, p in module.state_dict().items()
+    rounded = {
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, weight in weights.items()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -231,7 +232,7 @@ def save_target(model: Target, folder: Path, eos_id: int) -> None:
         eos_token_id=eos_id,
         pad_token_id=eos_id,
     )
-    save_bf16(model, folder, "model.", config)
+    save_bf16({"model." + n: w for n, w in model.state_dict().items()}, folder, config)
     generation = {"do_sample": False, "eos_token_id": eos_id, "pad_token_id": eos_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 

@@ -33,6 +33,7 @@ from drafter import (
     fix_key_norms,
     save_drafter,
 )
+from heads import Markov, Selector
 from model import Dims, Target, load_target, save_target
 from rollouts import make_rollouts
 from torch import Tensor, nn
@@ -40,17 +41,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
 DOCUMENTS = 5000  # generated training documents per domain
+_BY_ADAM = ("embed", Selector.name, Markov.name)
+ANCHORS = 14  # blocks of a row in a step of the drafter's training
 
 
 def optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embedding and norms."""
+    """Muon for the matrices of the layers, AdamW for embedding, norms and heads."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in named if p.dim() == 2 and "embed" not in n]
-    rest = [p for n, p in named if p.dim() != 2 or "embed" in n]
-    return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
+    of_layers = [p.dim() == 2 and not any(part in n for part in _BY_ADAM) for n, p in named]
+    matrices = [p for (_, p), muon in zip(named, of_layers, strict=True) if muon]
+    rest = [p for (_, p), muon in zip(named, of_layers, strict=True) if not muon]
+    out: list[torch.optim.Optimizer] = []
+    if matrices:
+        out.append(
+            torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
+        )
+    return [*out, torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
 def steps(
@@ -141,35 +147,54 @@ def train_target(args: argparse.Namespace, streams: dict[str, Tensor], eos_id: i
 
 
 def drafter_loss(
-    model: Drafter, target: Target, rolls: dict[str, Tensor], anchors: int
+    model: Drafter,
+    target: Target,
+    rolls: dict[str, Tensor],
+    anchors: int,
+    soft_labels: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of random blocks, and the share of hits at mask 1.
 
-    rolls: a batch of `make_rollouts`. Labels of greedy rows are the tokens; those of T=1 rows are
-    the target's own distributions, which say the same with less noise.
+    rolls: a batch of `make_rollouts`; with "states", of the blocks at "at" (see `heads.py`).
+    Labels of greedy rows are the tokens; those of T=1 rows, or with `soft_labels` of all, are the
+    target's own distributions, which say the same with less noise.
     """
     ids, greedy, first = rolls["ids"].long(), rolls["greedy"], rolls["first"]
     batch, length = ids.shape
     gamma = BLOCK_SIZE - 1
     with torch.no_grad():
-        room = (length - gamma - first)[:, None]
-        at = first[:, None] + (torch.rand(batch, anchors, device=ids.device) * room).long()
+        if "states" in rolls:
+            at = rolls["at"]
+        else:
+            at = random_blocks(first, anchors, length)
         spots = at[..., None] + 1 + torch.arange(gamma, device=ids.device)  # [B, A, gamma]
-        tokens = ids.gather(1, spots.flatten(1)).view_as(spots)
         row = torch.arange(batch, device=ids.device)[:, None, None]
+        tokens, before = ids[row, spots], ids[row, spots - 1]
         # The state before a token gives the target's distribution of that token.
         soft = target.logits(rolls["hidden"][row, spots - 1].float()).float().softmax(-1)
-        hard = F.one_hot(tokens, soft.shape[-1]).float()
-        labels = torch.where(greedy[:, None, None, None], hard, soft)
-    states = model(target, rolls["features"].float(), ids.gather(1, at), at)
-    log_q = target.logits(states).float().log_softmax(-1)
+        if soft_labels:
+            labels = soft
+        else:
+            hard = F.one_hot(tokens, soft.shape[-1]).float()
+            labels = torch.where(greedy[:, None, None, None], hard, soft)
+    if "states" in rolls:
+        states = rolls["states"].float()
+    else:
+        states = model(target, rolls["features"].float(), ids.gather(1, at), at)
+    log_q = model.logits(target, states, before).log_softmax(-1)
     loss = -(labels * log_q).sum(-1)  # [B, A, gamma]
     weight = torch.exp(-torch.arange(gamma, device=ids.device) / 7.0)
     hit = (log_q[..., 0, :].argmax(-1) == tokens[..., 0]).float().mean()
     return (loss * weight).sum(-1).mean() / weight.sum(), hit
 
 
-def _draft_steps(
+def random_blocks(first: Tensor, anchors: int, length: int) -> Tensor:
+    """Where blocks start: [B, anchors] positions from `first` [B] on, in rows of `length`."""
+    room = (length - (BLOCK_SIZE - 1) - first)[:, None]
+    return first[:, None] + (torch.rand(len(first), anchors, device=first.device) * room).long()
+
+
+def draft_steps(
     name: str,
     model: Drafter,
     target: Target,
@@ -178,6 +203,7 @@ def _draft_steps(
     total: int,
     lr: float,
     args: argparse.Namespace,
+    soft_labels: bool = False,
 ) -> None:
     """Train on rows drawn from `pool` (indices into rolls)."""
     log = Log(args.work / f"{name}.jsonl")
@@ -186,7 +212,7 @@ def _draft_steps(
         rows = pool[torch.randint(len(pool), (24,))]
         batch = {k: v[rows].to(args.device) for k, v in rolls.items()}
         with torch.autocast(args.device, torch.bfloat16):
-            loss, hit = drafter_loss(model, target, batch, anchors=14)
+            loss, hit = drafter_loss(model, target, batch, ANCHORS, soft_labels)
         loss.backward()
         apply_gradients(model, opts)
         log(step, loss=loss.item(), hit=hit.item())
@@ -201,14 +227,14 @@ def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
     model.norm.load_state_dict(target.norm.state_dict())  # the scale that the shared head expects
     model.to(args.device)
     everything = torch.arange(len(rolls["ids"]))
-    _draft_steps("drafter", model, target, rolls, everything, args.drafter_steps, 4e-3, args)
+    draft_steps("drafter", model, target, rolls, everything, args.drafter_steps, 4e-3, args)
     # Then with plain key norms (see there), and without chat, which is meant to be hard to guess.
     fix_key_norms(model)
     others = everything[~rolls["chat"]]
-    _draft_steps("settle", model, target, rolls, others, args.settle_steps, 2e-3, args)
+    draft_steps("settle", model, target, rolls, others, args.settle_steps, 2e-3, args)
     settled = {name: value.clone() for name, value in model.state_dict().items()}
     code = everything[rolls["code"]]
-    _draft_steps("code", model, target, rolls, code, args.code_steps, 2e-3, args)
+    draft_steps("code", model, target, rolls, code, args.code_steps, 2e-3, args)
     # Code alone forgets the rest; the weights in between keep most of both.
     trained = model.state_dict()
     model.load_state_dict(

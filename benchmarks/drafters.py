@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per target forward of the tiny pair's other drafters: vLLM's own chain and our trees.
+
+    python benchmarks/drafters.py                 # results/drafters.json, results/drafters.md
+    python benchmarks/drafters.py --only dspark   # one of them again; the others' rows stay
+
+Counted as in `benchmarks/tau.py`, whose drafter's rows head the table. Every tree's tokens are
+compared with plain decoding's over all prompts at T=0, and those of 63 nodes once more over a third
+of the prompts at T=0.8, prompt number i with seed i.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.costs import write_costs
+from benchmarks.engine import (
+    DOMAINS,
+    GAMMA,
+    RESULTS,
+    ROWS,
+    TINY,
+    Engine,
+    Request,
+    Run,
+    bastion,
+    dflash,
+    load_prompts,
+    provenance,
+    run_engine,
+)
+from benchmarks.progress import Progress
+from benchmarks.replay.costs import paper_a100
+from benchmarks.tau import summary
+from vllm_bastion.drafters import kind_of
+
+DRAFTERS = ("dflash2", "dspark", "causal")
+BUDGETS = (16, 32, 63)
+ADAPTIVE = "adaptive (paper's A100)"
+SEEDED = 63  # nodes of the trees at T=0.8
+TEMPERATURE = 0.8
+
+
+def configurations(drafter: Path, costs: str) -> dict[str, dict[str, Any]]:
+    """Speculative configurations by the name of their row."""
+    kind = kind_of(json.loads((drafter / "config.json").read_text())["architectures"])
+    assert kind is not None
+    rows = {"chain": dflash(drafter, GAMMA, kind.method)}
+    rows |= {f"N = {n}": bastion(drafter, n, n) for n in BUDGETS}
+    adaptive = {"calibration": costs, "latency_model": "table"}
+    return rows | {ADAPTIVE: bastion(drafter, max(BUDGETS), "adaptive", **adaptive)}
+
+
+def run(name: str, speculative: dict[str, Any] | None, requests: list[Request]) -> Run:
+    """One engine."""
+    progress = Progress(name)
+    done = run_engine(Engine(speculative), requests, progress)
+    progress.done(f"{progress.seconds:.0f} s")
+    return done
+
+
+def present() -> dict[str, Any]:
+    """The rows of `drafter`, from `tau.py`'s result."""
+    names = {"chain": "dflash chain", ADAPTIVE: f"bastion, {ADAPTIVE}"}
+    rows = json.loads((RESULTS / "tau.json").read_text())["results"]
+    wanted = ("chain", *(f"N = {n}" for n in BUDGETS), ADAPTIVE)
+    return {row: rows[names.get(row, f"bastion, {row}")] for row in wanted}
+
+
+def markdown(results: dict[str, Any], command: str) -> str:
+    """All rows."""
+    lines = [
+        "| drafter | tau at T=0 | code | arithmetic | chat | mean | over its chain "
+        f"| nodes verified | forwards | same tokens as plain | and at T={TEMPERATURE:g} |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for drafter, rows in {"drafter": present(), **results}.items():
+        for name, row in rows.items():
+            total = row["all"]
+            mean = total["tau_mean_of_domains"]
+            cells = [f"{row[d]['tau']:.2f}" for d in DOMAINS]
+            cells += [f"{mean:.2f}", f"{mean / rows['chain']['all']['tau_mean_of_domains']:.2f}"]
+            cells += [f"{total['verified_per_forward']:.1f}", str(total["forwards"])]
+            cells += [f"{total['identical_to_plain']}/{total['prompts']}", row.get("seeded", "")]
+            lines.append(f"| {drafter} | {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"`{command}`", ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=DRAFTERS, help="folders of benchmarks/tiny")
+    parser.add_argument("--prompts", type=int, default=30, help="per domain (default 30)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(argv)
+    prompts = load_prompts(TINY / "prompts.jsonl", given.prompts)
+    domain_of = {row["id"]: row["domain"] for row in prompts}
+    greedy = [Request(row["id"], row["prompt"]) for row in prompts]
+    seeded = [
+        Request(row["id"], row["prompt"], temperature=TEMPERATURE, seed=i)
+        for i, row in enumerate(prompts)
+        if i % 3 == 0
+    ]
+    path = given.out / "drafters.json"
+    report = json.loads(path.read_text()) if path.exists() else {"results": {}, "provenance": {}}
+    plain, plain_seeded = run("plain", None, greedy), run("plain, seeded", None, seeded)
+    with tempfile.TemporaryDirectory() as folder:
+        costs = write_costs(paper_a100(ROWS), Path(folder) / "costs.json")
+        for drafter in given.only:
+            rows: dict[str, Any] = {}
+            for name, speculative in configurations(TINY / drafter, costs).items():
+                done = run(f"{drafter}, {name}", speculative, greedy)
+                rows[name] = summary(done, plain, domain_of)
+                if name == f"N = {SEEDED}":
+                    done = run(f"{drafter}, {name}, seeded", speculative, seeded)
+                    pairs = zip(done.completions, plain_seeded.completions, strict=True)
+                    same = sum(a.token_ids == b.token_ids for a, b in pairs)
+                    rows[name]["seeded"] = f"{same}/{len(seeded)}"
+            report["results"][drafter] = rows
+            report["provenance"][drafter] = provenance()
+            given.out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=1) + "\n")
+    order = {name: report["results"][name] for name in DRAFTERS if name in report["results"]}
+    table = markdown(order, "python benchmarks/drafters.py")
+    (given.out / "drafters.md").write_text(table)
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

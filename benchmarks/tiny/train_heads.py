@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other kinds of drafters from the tiny one: `python benchmarks/tiny/train_heads.py NAME`.
+
+  dflash2   a DFlash2 selector on the drafter's frozen backbone
+  dspark    a DSpark Markov head, on the same
+  causal    the drafter's weights as a causal drafter (JetSpec), on the target's distributions
+
+The target's continuations are made anew (`rollouts.py`, fewer than `train.py` makes) and kept in
+the work folder, as are the backbone's states for the heads; delete a file to redo it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from drafter import Drafter, load_drafter, save_drafter
+from heads import Markov, Selector
+from model import Target, load_target
+from rollouts import make_rollouts
+from torch import Tensor
+from train import ANCHORS, HERE, draft_steps, random_blocks
+from transformers import AutoTokenizer
+
+RANK = 96
+HEADS = {"dflash2": Selector, "dspark": Markov}
+
+
+def load_rollouts(args: argparse.Namespace, target: Target) -> dict[str, Tensor]:
+    """What the target says after the beginnings of its training texts."""
+    path = args.work / "rollouts.pt"
+    if not path.exists():
+        tok = AutoTokenizer.from_pretrained(HERE / "target")
+        torch.save(make_rollouts(target, tok, args.rollouts, args.device), path)
+    return torch.load(path)
+
+
+@torch.inference_mode()
+def block_states(target: Target, model: Drafter, rolls: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The frozen backbone's blocks: at int64 [N, A], states bf16 [N, A, G-1, H]."""
+    torch.manual_seed(2)
+    at = random_blocks(rolls["first"], ANCHORS, rolls["ids"].shape[1])
+    states = []
+    for rows in torch.arange(len(at)).split(16):
+        tokens = rolls["ids"][rows].long().gather(1, at[rows])
+        made = model(target, rolls["features"][rows].float(), tokens, at[rows])
+        states.append(made.to(torch.bfloat16))
+    return {"at": at, "states": torch.cat(states)}
+
+
+def train_head(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor]) -> Drafter:
+    """A head alone: the backbone's states are made once."""
+    model = load_drafter(HERE / "drafter", args.device).requires_grad_(False)
+    path = args.work / "states.pt"
+    if not path.exists():
+        torch.save(block_states(target, model, rolls), path)
+    rolls = {k: v for k, v in rolls.items() if k != "features"} | torch.load(path)
+    torch.manual_seed(3)
+    head = HEADS[args.name](model.dims, args.rank)
+    model.add_module(head.name, head)
+    everything = torch.arange(len(rolls["ids"]))
+    draft_steps(args.name, model, target, rolls, everything, args.steps, args.lr, args)
+    return model
+
+
+def train_causal(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor]) -> Drafter:
+    """The drafter goes on with a causal mask, on the divergence from the target's distributions."""
+    model = load_drafter(HERE / "drafter", args.device)
+    model.causal = True
+    for layer in model.layers:
+        layer.self_attn.k_norm.requires_grad_(False)  # see `fix_key_norms`
+    everything = torch.arange(len(rolls["ids"]))
+    draft_steps(args.name, model, target, rolls, everything, args.steps, args.lr, args, True)
+    return model
+
+
+def main() -> None:
+    """Train one of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("name", choices=(*HEADS, "causal"))
+    parser.add_argument("--out", type=Path, help="where it goes (default: work/NAME)")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="rollouts, checkpoints")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--rank", type=int, default=RANK)
+    parser.add_argument("--rollouts", type=int, default=2304, help="continuations of 208 tokens")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    target = load_target(HERE / "target", args.device).requires_grad_(False)
+    rolls = load_rollouts(args, target)
+    make = train_head if args.name in HEADS else train_causal
+    model = make(args, target, rolls)
+    out = args.out or args.work / args.name
+    save_drafter(model, out, target.dims.num_hidden_layers, eos_id=0)
+
+
+if __name__ == "__main__":
+    main()

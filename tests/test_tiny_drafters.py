@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiny pair's offline replay: trees are the ops' trees, checkpoints keep their heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
+from bastion_kernels import expand_transitions_reference
+
+from drafter import Drafter, load_drafter, save_drafter  # isort: skip
+from evaluate import WIDTH, Lattice, best_first_tree, draft  # isort: skip
+from heads import CANDIDATES, Markov, Selector  # isort: skip
+from model import Dims, Target  # isort: skip
+
+DIMS = Dims(
+    vocab_size=64,
+    hidden_size=48,
+    intermediate_size=80,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+IDS = torch.randint(2, 64, (120,), generator=torch.Generator().manual_seed(1))
+
+
+def make_drafter(head: type[Selector | Markov] | None, causal: bool = False) -> Drafter:
+    """Random, in bf16's values; the head's scores are large enough to change a token's place."""
+    drafter = Drafter(replace(DIMS, num_hidden_layers=2), mask_id=1, causal=causal)
+    if head is not None:
+        drafter.add_module(head.name, head(DIMS, rank=8))
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.normal_(std=0.4).copy_(weight.bfloat16())
+    return drafter
+
+
+@pytest.mark.parametrize("head", [None, Selector, Markov])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_checkpoint_keeps_what_its_drafter_drafts(
+    head: type[Selector | Markov] | None, causal: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    target, drafter = Target(DIMS), make_drafter(head, causal and head is None)
+    save_drafter(drafter, tmp_path, 6, eos_id=0)
+    again = load_drafter(tmp_path)
+    for mine, theirs in zip(*(draft(target, d, IDS, 20) for d in (drafter, again)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("head", [Selector, Markov])
+def test_offline_trees_are_the_ops_trees(head: type[Selector | Markov]) -> None:
+    torch.manual_seed(0)
+    lattice = draft(Target(DIMS), make_drafter(head), IDS, 20)
+    count, nodes = 3, 40
+    scores = torch.full((count, *lattice.tokens.shape[1:], CANDIDATES), -torch.inf)
+    part = Lattice(*(t[:count] for t in lattice))
+    scores.scatter_(-1, part.order, part.logprobs)
+    tokens = torch.zeros(count, nodes, dtype=torch.int64)
+    parents, depths = (torch.zeros(count, nodes, dtype=torch.int32) for _ in range(2))
+    expand_transitions_reference(
+        part.tokens.int(), scores, WIDTH, torch.zeros(count, dtype=torch.bool),
+        torch.arange(count), tokens, parents, depths, torch.zeros(count, nodes),
+        torch.zeros(count, dtype=torch.int32),
+    )  # fmt: skip
+    for row in range(count):
+        grown = zip(parents[row].tolist(), depths[row].tolist(), tokens[row].tolist(), strict=True)
+        assert best_first_tree(part.block(row), nodes) == list(grown)
