@@ -113,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     path = given.out / "drafters.json"
     report = json.loads(path.read_text()) if path.exists() else {"results": {}, "provenance": {}}
+    source = provenance()
     plain, plain_seeded = run("plain", None, greedy), run("plain, seeded", None, seeded)
     with tempfile.TemporaryDirectory() as folder:
         costs = write_costs(paper_a100(ROWS), Path(folder) / "costs.json")
@@ -127,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     same = sum(a.token_ids == b.token_ids for a, b in pairs)
                     rows[name]["seeded"] = f"{same}/{len(seeded)}"
             report["results"][drafter] = rows
-            report["provenance"][drafter] = provenance()
+            report["provenance"][drafter] = source
             given.out.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=1) + "\n")
     order = {name: report["results"][name] for name in DRAFTERS if name in report["results"]}

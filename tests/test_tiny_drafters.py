@@ -62,11 +62,14 @@ def test_offline_trees_are_the_ops_trees(head: type[Selector | Markov]) -> None:
     scores.scatter_(-1, part.order, part.logprobs)
     tokens = torch.zeros(count, nodes, dtype=torch.int64)
     parents, depths = (torch.zeros(count, nodes, dtype=torch.int32) for _ in range(2))
+    log_rho = torch.zeros(count, nodes)
     expand_transitions_reference(
         part.tokens.int(), scores, WIDTH, torch.zeros(count, dtype=torch.bool),
-        torch.arange(count), tokens, parents, depths, torch.zeros(count, nodes),
+        torch.arange(count), tokens, parents, depths, log_rho,
         torch.zeros(count, dtype=torch.int32),
     )  # fmt: skip
     for row in range(count):
         grown = zip(parents[row].tolist(), depths[row].tolist(), tokens[row].tolist(), strict=True)
-        assert best_first_tree(part.block(row), nodes) == list(grown)
+        mine = best_first_tree(part.block(row), nodes)
+        assert [node[:3] for node in mine] == list(grown)
+        assert [node[3] for node in mine] == pytest.approx(log_rho[row].exp().tolist(), rel=1e-4)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,7 @@ GAMMA = BLOCK_SIZE - 1
 BUDGETS = (8, 16, 32, 63, 64, 128)
 WIDTH = 16  # K: candidates per depth, or in a row
 NEW_TOKENS = 64
+PROMISE = 63  # nodes of the trees whose scores are compared with what was accepted
 
 
 class Lattice(NamedTuple):
@@ -63,13 +65,13 @@ class Block(NamedTuple):
         return self.logprobs[depth][row][rank], self.order[depth][row][rank]
 
 
-def best_first_tree(block: Block, budget: int) -> list[tuple[int, int, int]]:
-    """The `budget` best nodes of the lattice as (parent, depth, token), parents first.
+def best_first_tree(block: Block, budget: int) -> list[tuple[int, int, int, float]]:
+    """The `budget` best nodes of the lattice as (parent, depth, token, score), parents first.
 
     A path's score is the product of its q. Node 0 is the root; a node's best child and its
     next-best sibling enter the heap when it leaves, so nodes leave in score order.
     """
-    nodes: list[tuple[int, int, int]] = []
+    nodes: list[tuple[int, int, int, float]] = []
     heap: list[tuple] = []
 
     def push(base: float, parent: int, depth: int, above: int, rank: int) -> None:
@@ -80,7 +82,7 @@ def best_first_tree(block: Block, budget: int) -> list[tuple[int, int, int]]:
     push(0.0, 0, 0, 0, 0)
     while heap and len(nodes) < budget:
         minus, _, base, parent, depth, above, rank, candidate = heapq.heappop(heap)
-        nodes.append((parent, depth + 1, block.tokens[depth][candidate]))
+        nodes.append((parent, depth + 1, block.tokens[depth][candidate], math.exp(-minus)))
         if rank + 1 < WIDTH:
             push(base, parent, depth, above, rank + 1)
         if depth + 1 < len(block.tokens):
@@ -98,6 +100,8 @@ class Drafts:
         self.lattice = lattice
         self.chains = [self._chain(lattice.block(a)) for a in range(len(lattice.tokens))]
         self.trees: dict[int, dict[tuple[int, int], int]] = {}
+        self.scores: dict[int, list[float]] = {}  # of the trees' nodes
+        self.promised: list[tuple[float, int]] = []  # A-hat and accepted nodes, budget PROMISE
 
     @staticmethod
     def _chain(block: Block) -> list[int]:
@@ -117,13 +121,16 @@ class Drafts:
             return depth
         if anchor not in self.trees:
             nodes = best_first_tree(self.lattice.block(anchor), max(BUDGETS))
-            self.trees[anchor] = {(parent, t): i for i, (parent, _, t) in enumerate(nodes, 1)}
+            self.trees[anchor] = {(parent, t): i for i, (parent, _, t, _) in enumerate(nodes, 1)}
+            self.scores[anchor] = [score for *_, score in nodes]
         node = 0
         while depth < GAMMA:
             node = self.trees[anchor].get((node, truth[depth]), budget + 1)
             if node > budget:
                 break
             depth += 1
+        if budget == PROMISE:
+            self.promised.append((sum(self.scores[anchor][:budget]), depth))
         return depth
 
 
@@ -172,6 +179,7 @@ def table(
     """Print tau per domain for one temperature."""
     counts: dict[tuple[str, int | None], list[int]] = defaultdict(lambda: [0, 0])
     looping: dict[str, list[bool]] = defaultdict(list)
+    promised: list[tuple[float, int]] = []
     length = NEW_TOKENS + 2 * BLOCK_SIZE
     for number, row in enumerate(prompts):
         prompt = torch.tensor([tok(row["prompt"])["input_ids"]])
@@ -188,6 +196,7 @@ def table(
                 for name in names:
                     counts[name, budget][0] += tokens
                     counts[name, budget][1] += forwards
+            promised += drafts.promised
             for name in names:
                 looping[name].append(loops(ids[start : start + NEW_TOKENS].tolist()))
     names = sorted(
@@ -207,6 +216,13 @@ def table(
             means = {b: means[b] + taus[b] / 3 for b in means}
         _print_row(name, taus, f"{sum(looping[name])}/{len(looping[name])}")
     _print_row("mean of the domains", means, "")
+    expected, accepted = torch.tensor(promised).double().T
+    covariance = torch.cov(torch.stack([expected, accepted]))
+    print(
+        f"\nA-hat of {PROMISE} nodes: mean {expected.mean():.2f}, accepted {accepted.mean():.2f}, "
+        f"Pearson {torch.corrcoef(torch.stack([expected, accepted]))[0, 1]:.3f}, "
+        f"slope of accepted over A-hat {covariance[0, 1] / covariance[0, 0]:.3f}"
+    )
 
 
 def _print_row(name: str, taus: dict[int | None, float], last: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.drafters import CANDIDATES, CAUSAL, HEADS, MARKOV, make_drafter
-from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+from tests.e2e.engines import GAMMA, ROOT, Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
 PLAIN = Engine(max_num_seqs=3, eager=True)
@@ -85,6 +85,18 @@ def test_a_head_has_no_more_candidates_than_it_scores(
     engine = PLAIN.with_bastion(40, 40, model=drafter, top_k=32)
     run = runner.run(engine, [greedy()], probe="tests.e2e.drafters:children")
     assert max(run["batches"][0]["probed"]) == CANDIDATES
+
+
+def test_a_trained_heads_tree_is_worth_more_than_its_chain(
+    runner: Runner, compare: Comparison
+) -> None:
+    drafter, batches = str(ROOT / "benchmarks" / "tiny" / "dflash2"), [greedy()]
+    chain = PLAIN.with_method("dflash", GAMMA, model=drafter)
+    tree = PLAIN.with_bastion(63, 63, model=drafter)
+    runs = [runner.submit(engine, batches) for engine in (PLAIN, chain, tree)]
+    expected, theirs, mine = (run.result() for run in runs)
+    compare.same("trained DFlash2", batches, expected, mine)
+    assert mine["batches"][0]["forwards"] < theirs["batches"][0]["forwards"]
 
 
 @pytest.mark.slow
