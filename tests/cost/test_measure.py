@@ -9,7 +9,7 @@ from vllm_bastion.cost.measure import repeats_after, sizes_to_measure, tree_shap
 def test_sizes_beyond_the_graphs_are_measured_too() -> None:
     assert sizes_to_measure([8, 64, 512], 8192) == [8, 64, 512, 576, 1152, 2304, 4608]
     assert sizes_to_measure([8, 64, 512], 512) == [8, 64, 512]
-    assert sizes_to_measure([], 20) == [1, 2, 4, 8, 12, 16]
+    assert sizes_to_measure([], 20) == [1, 2, 4, 8, 12, 16, 17]
 
 
 def test_trees_of_one_and_a_few_requests_are_measured() -> None:

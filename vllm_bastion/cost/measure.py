@@ -37,8 +37,11 @@ _REPEATS = 5
 _POINT_S = 0.2
 # Trees whose step takes longer are timed over the shortest context only.
 _SLOW_S = 0.3
-# Sizes timed where there are no graphs to name them, and contexts (cached tokens per request).
-_EAGER_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# Sizes timed where there are no graphs to name them, and contexts (cached tokens per request). A
+# matrix unit's tile is 16 rows: one row more can cost what 16 do, so both sides are timed.
+_EAGER_ROWS = (
+    1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 49, 64, 65, 96, 128, 192, 256, 384, 512, 768, 1024,
+)  # fmt: skip
 CONTEXTS = (128, 2048, 8192)
 # Batches whose context is timed: decoding plainly, and with trees.
 _PLAIN_REQS = (1, 4, 16, 64, 256)
