@@ -50,6 +50,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     """What a step costs: measured table or calibrated roofline, with ema_ corrected in service."""
     bastion_calibration: Annotated[str, Field(min_length=1)] = "auto"
     """Where the measured costs come from: auto (cached profile, else measure), off, or a file."""
+    bastion_drafter_weights: Literal["auto", "checkpoint"] = "auto"
+    """Whether the drafter's weights stay as its checkpoint has them. auto: int8 on a CPU, for a
+    bf16 model."""
 
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""

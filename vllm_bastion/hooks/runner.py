@@ -34,6 +34,14 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         upstream="a tree-capable backend",
     ),
     Hook(
+        target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        wrapper="runner:cpu_product",
+        expects="(layer, remove_weight)",
+        why="a drafter's pass on a CPU is mostly reading weights, and it may round its own",
+        what="the layers of the drafter multiply in int8 (`bastion_drafter_weights`)",
+        upstream="online int8 quantisation of a drafter on a CPU",
+    ),
+    Hook(
         target=f"{_RUNNER}:init_speculator",
         wrapper="runner:init_speculator",
         expects="(vllm_config, device, req_states)",
@@ -134,17 +142,38 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
 
 def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A tree-capable backend for a target layer; vLLM's own for a drafter's."""
-    from vllm.compilation import backends
     from vllm.config import get_current_vllm_config
 
     from vllm_bastion.attention import tree_backend
 
     backend = original(*args, **kwargs)
-    # vLLM builds its drafters under these tags.
-    of_drafter = backends.model_tag in ("dflash_head", "dspark_head")
-    if bastion_config(get_current_vllm_config()) is None or of_drafter:
+    if bastion_config(get_current_vllm_config()) is None or _builds_drafter():
         return backend
     return tree_backend(backend)
+
+
+def _builds_drafter() -> bool:
+    """Whether the model that is being built is a drafter: vLLM builds them under these tags."""
+    from vllm.compilation import backends
+
+    return backends.model_tag in ("dflash_head", "dspark_head")
+
+
+def cpu_product(original: Callable[..., Any], layer: Any, remove_weight: bool) -> Any:
+    """int8 for a linear layer of a drafter."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    config = None if vllm_config is None else bastion_config(vllm_config)
+    # What keeps its weight is looked up in it, too: embeddings, and heads (`with_int8_head`).
+    if config is not None and _builds_drafter() and remove_weight:
+        from vllm_bastion.cpu.int8 import install_int8, int8_wanted
+
+        of_target_states = getattr(layer, "prefix", "").endswith(".fc")
+        if int8_wanted(config, layer.weight.dtype) and not of_target_states:
+            install_int8(layer)
+            return None
+    return original(layer, remove_weight)
 
 
 def init_speculator(

@@ -33,7 +33,8 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import gather_rows, kept_rows
-from vllm_bastion.config import chain_view_of
+from vllm_bastion.config import bastion_config, chain_view_of
+from vllm_bastion.cpu.int8 import int8_wanted, with_int8_head
 from vllm_bastion.step.runtime import Runtime
 
 _MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
@@ -100,6 +101,10 @@ class BastionSpeculator(DFlashSpeculator):
             self.vllm_config = config
         if self.device.type == "cpu":
             model.model._normalize_context_k = MethodType(normalize_context_k, model.model)
+            head, spec_config = model.lm_head, bastion_config(config)
+            assert spec_config is not None
+            if head.tp_size == 1 and int8_wanted(spec_config, head.weight.dtype):
+                with_int8_head(model)
         return model
 
     def _for_all_rows(self, compilation: CompilationConfig) -> CompilationConfig:

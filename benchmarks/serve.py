@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load through a server, by vLLM's own `vllm bench serve`: plain decoding, dflash, bastion.
+
+    python -m benchmarks.serve               # the tiny pair: results/serve-tiny.json, .md
+    python -m benchmarks.serve --pair 0.6B --only "dflash 15" adaptive --concurrency 1 8
+
+Each method gets a server as a user starts it; the client sends the 90 prompts of the tiny pair at
+T=0, so many at a time, and streams 64 tokens each. What the API costs is in the numbers: server,
+engine and client share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from benchmarks.engine import RESULTS, TINY, provenance
+from benchmarks.progress import Progress
+from benchmarks.speed.methods import PLAIN, SpeedEngine, engines
+
+_VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+_START_S = 900
+_TOKENS = 64
+_COLUMNS = {
+    "output_throughput": "tokens/s",
+    "median_ttft_ms": "first token, ms",
+    "median_tpot_ms": "ms/token",
+    "p99_itl_ms": "99% between chunks, ms",
+    "spec_decode_acceptance_length": "tau",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pair", default="tiny", help="tiny, or a shape of benchmarks.widen")
+    parser.add_argument("--only", nargs="+", default=["dflash 15", "N=16", "adaptive"])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--prompts", type=int, default=90)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(argv)
+    pair = TINY
+    if given.pair != "tiny":
+        from benchmarks.widen.pairs import pair_of
+
+        pair = pair_of(given.pair)
+    dtype = "float32" if given.pair == "tiny" else "bfloat16"
+    methods = {
+        name: engine
+        for name, engine in engines(pair, dtype=dtype, max_num_seqs=max(given.concurrency)).items()
+        if name == PLAIN or any(part in name for part in given.only)
+    }
+    command = ["python", "-m", "benchmarks.serve", *(sys.argv[1:] if argv is None else argv)]
+    result: dict[str, Any] = {
+        "provenance": provenance() | {"command": shlex.join(command)},
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "load": os.getloadavg()[0],
+        "complete": False,
+        "results": {},
+    }
+    path = given.out / f"serve-{given.pair}.json"
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name, engine in methods.items():
+        progress = Progress(name)
+        with (
+            tempfile.TemporaryDirectory(prefix="bastion-") as folder,
+            served(engine, Path(folder), progress) as url,
+        ):
+            for concurrency in given.concurrency:
+                progress.done(f"{concurrency} at a time")
+                client = load(url, engine, given.prompts, concurrency, Path(folder))
+                result["results"].setdefault(name, {})[str(concurrency)] = client
+                path.write_text(json.dumps(result, indent=1) + "\n")
+    result["complete"] = True
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    page = markdown(result, given.pair)
+    path.with_suffix(".md").write_text(page)
+    print(page)
+    return 0
+
+
+@contextmanager
+def served(engine: SpeedEngine, folder: Path, progress: Progress) -> Iterator[str]:
+    """A server's address on this machine, while it runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *_VLLM, "serve", str(engine.target), "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", engine.dtype, "--max-num-seqs", str(engine.max_num_seqs),
+        "--no-enable-prefix-caching",
+    ]  # fmt: skip
+    if engine.speculative is not None:
+        command += ["--speculative-config", json.dumps(engine.speculative)]
+    env = {**os.environ, **engine.environment}
+    del env["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server's engine has a process
+    log = folder / "server.log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
+    try:
+        begin, url = time.monotonic(), f"http://127.0.0.1:{port}"
+        while not _healthy(url):
+            if server.poll() is not None or time.monotonic() - begin > _START_S:
+                raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
+            time.sleep(1)
+        progress.done(f"started in {time.monotonic() - begin:.0f} s")
+        yield url
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (URLError, OSError):
+        return False
+
+
+def load(
+    url: str, engine: SpeedEngine, prompts: int, concurrency: int, folder: Path
+) -> dict[str, Any]:
+    """What `vllm bench serve` reports of that many requests, so many at a time."""
+    command = [
+        *_VLLM, "bench", "serve", "--base-url", url, "--model", str(engine.target),
+        "--dataset-name", "custom", "--dataset-path", str(TINY / "prompts.jsonl"),
+        "--skip-chat-template", "--custom-output-len", str(_TOKENS), "--ignore-eos",
+        "--temperature", "0", "--num-prompts", str(prompts), "--num-warmups", str(concurrency),
+        "--max-concurrency", str(concurrency), "--disable-tqdm", "--save-result",
+        "--result-dir", str(folder), "--result-filename", "client.json",
+    ]  # fmt: skip
+    env = {**os.environ, **engine.environment, "VLLM_PLUGINS": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"vllm bench serve failed:\n{done.stderr[-3000:]}")
+    client = json.loads((folder / "client.json").read_text())
+    if client["completed"] != prompts:
+        raise RuntimeError(f"only {client['completed']} of {prompts} requests were served")
+    return {name: client.get(name) for name in ("completed", "duration", *_COLUMNS)}
+
+
+def markdown(result: dict[str, Any], pair: str) -> str:
+    """A table a concurrency, tokens/s against plain decoding's."""
+    lines = [f"# Served load, {pair} pair", "", f"`{result['provenance']['command']}`"]
+    plain = result["results"][PLAIN]
+    for concurrency, base in plain.items():
+        lines += ["", f"## {concurrency} at a time", ""]
+        lines += ["| | over plain | " + " | ".join(_COLUMNS.values()) + " |"]
+        lines += ["|---" * (2 + len(_COLUMNS)) + "|"]
+        for name, cells in result["results"].items():
+            client = cells[concurrency]
+            ratio = client["output_throughput"] / base["output_throughput"]
+            values = ["" if client[key] is None else f"{client[key]:.2f}" for key in _COLUMNS]
+            lines += [f"| {name} | {ratio:.2f}x | " + " | ".join(values) + " |"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's matrix products in int8, on a CPU that multiplies int8.
+
+Reading weights is most of a drafter's pass over one block, and int8 halves them. What a drafter
+guesses a little differently is verified like all else: the tokens are the target's in any case.
+
+Left as loaded is what reads the target's hidden states (`fc`, and the keys and values of the
+context): those have outliers, which one scale a row does not serve, and their error would stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import _custom_ops as ops
+
+from vllm_bastion.config import BastionSpeculativeConfig
+
+_ROWS = 4096  # of a matrix that are rounded at once, in fp32
+_PRIMITIVES = 32  # shapes whose code oneDNN keeps, as in vLLM's own layers
+
+
+def int8_wanted(spec_config: BastionSpeculativeConfig, dtype: torch.dtype) -> bool:
+    """Whether this engine's drafter multiplies in int8."""
+    return (
+        spec_config.bastion_drafter_weights == "auto"
+        and dtype == torch.bfloat16
+        and bool(ops._supports_onednn)
+        and torch.cpu._is_vnni_supported()
+    )
+
+
+def int8_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """weight: [N, K] bf16, not kept -> (x [.., K] bf16, ignored, bias) -> [.., N] bf16.
+
+    A scale for every row of the weight, and for every row of x when it comes.
+    """
+    scales = weight.abs().amax(1).float().clamp_(min=1e-12).div_(127)
+    rounded = torch.empty(weight.shape, dtype=torch.int8)
+    for first in range(0, len(weight), _ROWS):
+        part = slice(first, first + _ROWS)
+        rounded[part] = weight[part].float().div_(scales[part, None]).round_()
+    handler = ops.create_onednn_scaled_mm(
+        rounded.t(), scales, weight.dtype, True, False, _PRIMITIVES
+    )
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        values, row_scales, _ = ops.onednn_scaled_int8_quant(rows)
+        out = torch.empty(rows.shape[0], handler.n, dtype=x.dtype)
+        ops.onednn_scaled_mm(handler, values, out, row_scales, None, None, None)
+        out = out.view(*x.shape[:-1], handler.n)
+        return out if bias is None else out + bias
+
+    product.scales = scales  # type: ignore[attr-defined]  # oneDNN reads them where they are
+    return product
+
+
+def install_int8(layer: Any) -> None:
+    """Give a linear layer of the drafter its product; its weight, which is packed now, goes."""
+    weight = layer.weight
+    layer.cpu_linear = int8_product(weight.data)
+    layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+
+def with_int8_head(model: nn.Module) -> None:
+    """Give a drafter a head of its own over the weight that it shares with its target."""
+    head: Any = copy.copy(model.lm_head)
+    head.cpu_linear = int8_product(head.weight.data)
+    model.lm_head = head
