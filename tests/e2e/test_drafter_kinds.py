@@ -93,9 +93,10 @@ def test_a_trained_heads_tree_is_worth_more_than_its_chain(
     drafter, batches = str(ROOT / "benchmarks" / "tiny" / "dflash2"), [greedy()]
     chain = PLAIN.with_method("dflash", GAMMA, model=drafter)
     tree = PLAIN.with_bastion(63, 63, model=drafter)
-    runs = [runner.submit(engine, batches) for engine in (PLAIN, chain, tree)]
-    expected, theirs, mine = (run.result() for run in runs)
-    compare.same("trained DFlash2", batches, expected, mine)
+    runs = [runner.submit(engine, batches) for engine in (chain, tree)]
+    theirs, mine = (run.result() for run in runs)
+    # vLLM's chain is greedy, so its tokens are plain decoding's.
+    compare.same("trained DFlash2", batches, theirs, mine)
     assert mine["batches"][0]["forwards"] < theirs["batches"][0]["forwards"]
 
 
