@@ -141,6 +141,48 @@ def test_rows_beyond_what_steps_can_have_are_padding() -> None:
     assert bool((step.out[:5] != 7).all())
 
 
+def test_rows_that_are_kept_are_those_that_can_be_verified() -> None:
+    from vllm_bastion.step.hybrid import most_rows
+
+    def rows(tokens: int, reqs: int, nodes: int, vocab: int) -> int:
+        config: Any = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=reqs),
+            speculative_config=SimpleNamespace(num_speculative_tokens=nodes),
+            model_config=SimpleNamespace(get_vocab_size=lambda: vocab),
+        )
+        return most_rows(config)
+
+    assert rows(8192, 4, 63, 152_000) == 256
+    assert rows(128, 4, 63, 152_000) == 128
+    assert rows(8192, 256, 63, 152_000) == 2**28 // 152_000
+    assert rows(8192, 2048, 63, 152_000) == 2048  # roots alone
+
+
+def test_requests_past_the_kept_rows_are_left_alone() -> None:
+    """A dummy batch may have more rows than any step that is trimmed."""
+    from vllm_bastion.step.hybrid import HybridModelState
+
+    state: Any = object.__new__(HybridModelState)
+    state.trees, state._max_rows = None, 5
+    state._no_state = torch.tensor(-1, dtype=torch.int32)
+    state._starts = torch.zeros(4, dtype=torch.int32)
+    table = torch.tensor([[7], [8], [9]], dtype=torch.int32)
+    decode, places = torch.tensor([True, False, True]), torch.tensor([0, 1, 2, 6, 7, 8])
+    for prompts, lengths, expected in (
+        (0, [3, 0, 3], [7, -1, -1]),
+        (0, [3, 0, 2], [7, -1, 9]),
+        (1, [3, 3, 3], [7, -1, -1]),
+        (1, [3, 3, 2], [7, -1, 9]),
+    ):
+        metadata = SimpleNamespace(
+            spec_sequence_masks=decode, num_prefills=prompts, spec_token_indx=places
+        )
+        starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+        batch = SimpleNamespace(query_start_loc=starts, num_tokens=sum(lengths))
+        rows = state._tree_rows(metadata, batch, table, torch.zeros(3, dtype=torch.int32))
+        assert rows.state_rows.tolist() == expected
+
+
 def test_what_layers_leave_is_side_by_side() -> None:
     layers = [make_layer(False, 1) for _ in range(2)]
     kept = keep(layers, 4, torch.bfloat16, torch.device("cpu"))

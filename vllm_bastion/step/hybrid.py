@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.utils import AttentionGroup
 
 from bastion_kernels import LayerStates, gated_delta_commit, short_conv_commit
@@ -29,6 +30,18 @@ from vllm_bastion.step.runtime import Runtime
 from vllm_bastion.step.target import BastionModelState
 
 logger = init_logger(__name__)
+
+
+def most_rows(vllm_config: VllmConfig) -> int:
+    """Roots and nodes of a step that verifies: each has logits, which vLLM bounds to 1 GiB."""
+    scheduler, spec_config = vllm_config.scheduler_config, vllm_config.speculative_config
+    assert spec_config is not None
+    logits = get_max_chunk_logits(vllm_config.model_config.get_vocab_size())
+    return min(
+        scheduler.max_num_batched_tokens,
+        scheduler.max_num_seqs * (1 + spec_config.num_speculative_tokens),
+        max(scheduler.max_num_seqs, logits),
+    )
 
 
 class _OneState(MambaHybridModelState):
@@ -46,6 +59,7 @@ class HybridModelState(BastionModelState, _OneState):
         self._groups: dict[str, int] = {}  # of each layer, its KV-cache group
         # of all layers; None until the profiling run, or until the caches are bound
         self._kept: Kept | None = None
+        self._max_rows = most_rows(vllm_config)
         self._states: tuple[LayerStates, LayerStates] | None = None
         # of the step, by KV-cache group: rows that are ours, None = prompts alone
         self._rows: dict[int, TreeRows | None] = {}
@@ -63,12 +77,7 @@ class HybridModelState(BastionModelState, _OneState):
         if self._kept is not None:
             return
         self._layers = get_layers_from_vllm_config(self.vllm_config, MambaBase)
-        scheduler, config = self.vllm_config.scheduler_config, self.vllm_config.speculative_config
-        rows = min(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs * (1 + config.num_speculative_tokens),
-        )
-        dtype = self.vllm_config.model_config.dtype
+        rows, dtype = self._max_rows, self.vllm_config.model_config.dtype
         self._kept = keep(list(self._layers.values()), rows, dtype, self.device)
         logger.info(
             "Recurrent layers keep %.1f MiB of a step of up to %d draft rows",
@@ -122,6 +131,10 @@ class HybridModelState(BastionModelState, _OneState):
             rows = starts.diff() * decode
             starts, places = self._starts[: count + 1], metadata.spec_token_indx
             torch.cumsum(rows, 0, dtype=torch.int32, out=starts[1:])
+        if int(batch.num_tokens) > self._max_rows:
+            # A dummy batch, which nobody trims: requests past what is kept are left alone.
+            fits = starts[1:] <= self._max_rows
+            torch.where(fits, state_rows, self._no_state, out=state_rows)
         return TreeRows(self.trees, starts, state_rows, places)
 
     def warm_up(self) -> None:
