@@ -25,7 +25,7 @@ if HAVE_NUMBA:
         SHORT_CHUNK,
         compiled,
         scratch_bytes,
-    )  # fmt: skip
+    )
     from bastion_kernels.machine import has_tiles
 
 __all__ = ["FORMS", "AttentionLayer", "AttentionStep", "tree_attention_cpu"]
@@ -108,8 +108,7 @@ class AttentionLayer:
         self._told[OF_LAYER] = (
             self._counters.ctypes.data, heads // kv_heads, kv_heads, dim, page, direct,
             kv_cache.data_ptr(), *kv_cache.stride()[:2], layout.places.data_ptr(), window,
-            0 if sinks is None else sinks.data_ptr(), FORMS[kv_cache.dtype],
-            tiles,
+            0 if sinks is None else sinks.data_ptr(), FORMS[kv_cache.dtype], tiles,
         )  # fmt: skip
         call["scale"], call["softcap"] = scale, softcap
 
