@@ -71,7 +71,9 @@ class SeenDraft:
     request: int
     position: int  # tokens emitted when it was drafted
     tokens: NDArray[np.int32]  # [D, K]
-    logprobs: NDArray[np.float16]  # [D, K]
+    logprobs: NDArray[np.float16]  # [D, K], before any head over the candidates
+    # [D, K, K] of each candidate after each one of the depth above, of a drafter with such a head.
+    transitions: NDArray[np.float16] | None = None
 
 
 def trees(llm: Any) -> Callable[[], list[SeenTree]]:
@@ -122,7 +124,7 @@ def drafts(llm: Any) -> Callable[[], list[SeenDraft]]:
     runner = _runner(llm)
     speculator, states = runner.speculator, runner.req_states
     speculator.trees.budget = 0
-    propose = speculator.propose
+    propose, scored = speculator.propose, _scores(speculator)
     seen: list[SeenDraft] = []
 
     def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,18 +134,36 @@ def drafts(llm: Any) -> Callable[[], list[SeenDraft]]:
         for row, (name, slot) in enumerate(zip(batch.req_ids, batch.idx_mapping_np.tolist())):
             position = _emitted(states, slot)
             if position > 0:  # else a part of a prompt: there is no root yet
-                seen.append(
-                    SeenDraft(
-                        request_index(name),
-                        position,
-                        speculator.trees.top_tokens[row].numpy().astype(np.int32),
-                        speculator.trees.top_logprobs[row].numpy().astype(np.float16),
-                    )
-                )
+                seen.append(SeenDraft(request_index(name), position, *scored(row)))
         return proposed
 
     speculator.propose = watched
     return lambda: seen
+
+
+def _scores(speculator: Any) -> Callable[[int], tuple[Any, ...]]:
+    """What hands out the last draft of a row of the batch: the arrays of a `SeenDraft`."""
+    trees = speculator.trees
+    grow, grow_transitions = speculator._grow_trees, trees.grow_transitions
+    head: dict[str, Any] = {}
+
+    def of_states(hidden: Any, num_reqs: int) -> None:
+        head["states"] = hidden
+        grow(hidden, num_reqs)
+
+    def of_transitions(candidates: Any, scores: Any) -> None:
+        logits = speculator.model.compute_logits(head["states"]).float()
+        own = logits.log_softmax(-1).gather(1, candidates.flatten(0, 1).long())
+        head["seen"] = candidates, own.view(candidates.shape), scores.float().log_softmax(-1)
+        grow_transitions(candidates, scores)
+
+    def last(row: int) -> tuple[Any, ...]:
+        arrays = head.get("seen", (trees.top_tokens, trees.top_logprobs))
+        kinds = np.int32, np.float16, np.float16
+        return tuple(a[row].numpy().astype(kind) for a, kind in zip(arrays, kinds, strict=False))
+
+    speculator._grow_trees, trees.grow_transitions = of_states, of_transitions
+    return last
 
 
 def _runner(llm: Any) -> Any:

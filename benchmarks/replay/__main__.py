@@ -27,6 +27,7 @@ from benchmarks.replay.studies import (
     BATCHES,
     batch_study,
     budget_study,
+    compare_scores,
     drift_study,
     overhead,
     score_study,
@@ -56,18 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         for temperature in sorted(set(recording.temperatures.tolist())):
             corpus = Corpus(recording, arguments.max_nodes, temperature)
             label = f"{path.stem}, T={temperature:g}"
-            report.append(
-                {
-                    "recording": path.name,
-                    "meta": recording.meta,
-                    "temperature": temperature,
-                    "requests": len(corpus.requests),
-                    "positions": sum(request.last for request in corpus.requests),
-                    "costs": _evaluate(
-                        corpus, sources, label, None if arguments.no_figures else arguments.out
-                    ),
-                }
-            )
+            entry = {
+                "recording": path.name,
+                "meta": recording.meta,
+                "temperature": temperature,
+                "requests": len(corpus.requests),
+                "positions": sum(request.last for request in corpus.requests),
+            }
+            figures = None if arguments.no_figures else arguments.out
+            if corpus.unary:
+                entry["costs"] = _evaluate(corpus, sources, label, figures)
+            else:
+                unary = Corpus(recording, arguments.max_nodes, temperature, unary=True)
+                by_scores = {"transitions": corpus, "unary": unary}
+                entry["costs"] = _compare(by_scores, sources, label)
+            report.append(entry)
     (arguments.out / "replay.json").write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
@@ -109,6 +113,32 @@ def _evaluate(
     if figures is not None:
         studies = {name: result["budgets"] for name, result in out.items()}
         sweep_figure(studies, figures / f"sweep-{_slug(label)}.png")
+    return out
+
+
+def _compare(
+    corpora: dict[str, Corpus], sources: list[CostSource], label: str
+) -> dict[str, dict[str, Any]]:
+    """The same steps as trees over different scores: budgets and A-hat, which depend on them."""
+    out: dict[str, dict[str, Any]] = {}
+    for source in sources:
+        studies = {}
+        for scores, corpus in corpora.items():
+            print(f"\n## {label}, {scores} scores, cost: {source.name}\n")
+            study = budget_study(corpus, source)
+            _print_budgets(study)
+            studies[scores] = {"budgets": study, "scores": score_study(corpus, source)}
+        print(f"\n## {label}, scores compared, cost: {source.name}\n")
+        _print_rows(compare_scores({name: s["budgets"] for name, s in studies.items()}))
+        print("\nA-hat against the accepted length\n")
+        _print_rows(
+            [
+                {"scores": f"{name}, {label}", **row}
+                for name, study in studies.items()
+                for label, row in study["scores"].items()
+            ]
+        )
+        out[source.name] = studies
     return out
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bastion_kernels import expand_best_first
+from bastion_kernels import expand_best_first, expand_transitions
 
 __all__ = ["DraftTree", "best_first", "chain"]
 
@@ -160,18 +160,19 @@ def best_first(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftT
 
     Args:
         topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
-        topk_logprobs: `[R, D, K]` fp32, their log-probabilities, non-increasing over K.
+        topk_logprobs: `[R, D, K]` fp32, their log-probabilities, non-increasing over K; or
+            `[R, D, K, K]`, those of each candidate after each one of the depth above.
         limit: N, columns of the tree; fewer are used where the lattice has fewer nodes.
     """
     return _expand(topk_tokens, topk_logprobs, limit, spine_only=False)
 
 
 def chain(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:
-    """The top-1 token of every depth in a row, min(D, N) nodes: what DFlash verifies.
+    """The best child of every node in a row, min(D, N) nodes: what vLLM's own drafter verifies.
 
     Args:
         topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
-        topk_logprobs: `[R, D, K]` fp32, their log-probabilities.
+        topk_logprobs: as in `best_first`.
         limit: N, columns of the tree.
     """
     return _expand(topk_tokens, topk_logprobs, limit, spine_only=True)
@@ -186,15 +187,10 @@ def _expand(tokens: Tensor, logprobs: Tensor, limit: int, spine_only: bool) -> D
         torch.empty(reqs, limit, dtype=torch.float32, device=device),
         torch.empty(reqs, dtype=torch.int32, device=device),
     )
-    expand_best_first(
-        tokens,
-        logprobs,
-        torch.full((reqs,), spine_only, device=device),
-        torch.arange(reqs, device=device),
-        tree.tokens,
-        tree.parents,
-        tree.depths,
-        tree.log_rho,
-        tree.num_nodes,
-    )
+    options = torch.full((reqs,), spine_only, device=device), torch.arange(reqs, device=device)
+    out = tree.tokens, tree.parents, tree.depths, tree.log_rho, tree.num_nodes
+    if logprobs.ndim == 3:
+        expand_best_first(tokens, logprobs, *options, *out)
+    else:
+        expand_transitions(tokens, logprobs, logprobs.shape[-1], *options, *out)
     return tree

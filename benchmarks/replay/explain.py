@@ -3,7 +3,7 @@
 
     python -m benchmarks.replay.explain RECORDING.npz --step 12 [--tokenizer MODEL] [--out FOLDER]
 
-The tree is the one that the engine would build (`bastion_kernels.expand_best_first`), the decision
+The tree is the one that the engine would build (by its own op), the decision
 the one that it would take (`choose_budget` on the profile's cost), the outcome the recorded one.
 """
 
@@ -85,7 +85,7 @@ def explain_step(
         raise ValueError(f"step {step} is not among the {recording.num_steps} recorded ones")
     tree = best_first(
         torch.from_numpy(recording.topk_tokens[step : step + 1].astype(np.int32)),
-        torch.from_numpy(recording.topk_logprobs[step : step + 1].astype(np.float32)),
+        torch.from_numpy(recording.scores[step : step + 1].astype(np.float32)),
         max_nodes,
     )
     used = slice(0, int(tree.num_nodes[0]))

@@ -43,14 +43,15 @@ class Plain:
 
 @dataclass
 class Chain:
-    """The drafter's top-1 token at every depth: what stock DFlash verifies."""
+    """The best child at every depth: what vLLM's own drafter has verified."""
 
     corpus: Corpus
     name: str = "chain"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         """See `Policy`."""
-        accepted = [chain_accepted(self.corpus.ranks[step]) for step in steps]
+        corpus = self.corpus
+        accepted = [chain_accepted(corpus.scores(s), corpus.ranks[s]) for s in steps]
         return Outcome(accepted, len(steps) * self.corpus.recording.depth)
 
     def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
@@ -71,10 +72,10 @@ class Beam:
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         """See `Policy`."""
-        logprobs = self.corpus.recording.topk_logprobs
-        accepted = [beam_accepted(logprobs[s], self.corpus.ranks[s], self.width) for s in steps]
+        corpus = self.corpus
+        accepted = [beam_accepted(corpus.scores(s), corpus.ranks[s], self.width) for s in steps]
         # the first level has no more than K nodes
-        depth, top_k = logprobs.shape[1:]
+        depth, top_k = corpus.recording.topk_tokens.shape[1:]
         nodes = min(self.width, top_k) + (depth - 1) * self.width
         return Outcome(accepted, len(steps) * nodes)
 
@@ -132,7 +133,7 @@ class Adaptive:
             the gate hears of everything a step later, too.
         shared: whether the batch's nodes compete; else every request maximises its own S(N) on the
             cost of a batch of one.
-        correction: learn and use corrected path scores.
+        correction: learn and use corrected path scores, of a corpus without transitions.
         plain: whether plain decoding is a candidate.
     """
 

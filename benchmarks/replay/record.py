@@ -2,11 +2,14 @@
 """Record drafts and continuations from a real vLLM run, for `benchmarks.replay`.
 
     python -m benchmarks.replay.record                     # results/recordings/tiny.npz
+    python -m benchmarks.replay.record --drafter benchmarks/tiny/dflash2 --temperatures 0
     python -m benchmarks.replay.record --profile           # instead: results/cpu-profile.json
 
 A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) with nothing
 verified, so one token per step, and the drafter's top-K is kept at every position. Tokens and
-drafts do not depend on what is verified, so any budget policy can be replayed on this.
+drafts do not depend on what is verified, so any budget policy can be replayed on this. A drafter
+with a head over its candidates is recorded with all of them, and with every score that the head
+gives (`tiny-dflash2.npz`, 60 to 90 MB, is therefore not kept).
 
 The profile is what steps cost on this machine (`bastion_calibration`); measure it on an idle one.
 """
@@ -34,7 +37,7 @@ from benchmarks.engine import (
     run_engine,
 )
 from benchmarks.progress import Progress
-from benchmarks.replay.recording import RecordingWriter
+from benchmarks.replay.writer import RecordingWriter
 
 BATCH = 4
 # Rows up to which step costs are measured: the root and 1,023 nodes; and room for their context.
@@ -69,7 +72,8 @@ def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Reco
         )
         writer.finish_request(completion.name, completion.token_ids)
     for draft in done.probed:
-        writer.add_step(names[draft.request], draft.position, draft.tokens, draft.logprobs)
+        scores = draft.logprobs, draft.transitions
+        writer.add_step(names[draft.request], draft.position, draft.tokens, *scores)
     return writer
 
 
@@ -115,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     meta = provenance() | {"pair": "benchmarks/tiny", "steps": given.steps}
     done = run_engine(engine, [request for request, _ in asked.values()], progress)
     writer = collect(done, asked, meta)
-    path = given.out / "recordings" / f"{given.target.parent.name}.npz"
+    kind = "" if given.drafter.name == "drafter" else f"-{given.drafter.name}"
+    path = given.out / "recordings" / f"{given.target.parent.name}{kind}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
     writer.save(path)
     size = path.stat().st_size / 1e6

@@ -23,6 +23,10 @@ One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
     context_lens      [M]       int32    cached tokens before the root: prompt_len + p - 1
     topk_tokens       [M, D, K] int32    (uint16 on disk where they fit), best first
     topk_logprobs     [M, D, K] float16  log-probabilities, non-increasing over K
+    transitions    [M, D, K, K] float16  of a drafter with a head over its candidates, else absent:
+                                         log-probability of each candidate after each one of the
+                                         depth above, in no order; at the first depth row 0 is the
+                                         root's, the others repeat it or are not read
 
 The target's continuation of a step is `tokens[offsets[q] + p :]`. float16 keeps 3 digits of a
 log-probability, far more than a drafter knows, at half the size.
@@ -32,13 +36,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 FORMAT = 1
 
@@ -59,11 +62,18 @@ class Recording:
     context_lens: NDArray[np.int32]
     topk_tokens: NDArray[np.int32]
     topk_logprobs: NDArray[np.float32]
+    # float16 in memory too: K times the size of the others
+    transitions: NDArray[np.float16] | None = None
 
     @property
     def depth(self) -> int:
         """Drafted depths, D."""
         return self.topk_tokens.shape[1]
+
+    @property
+    def scores(self) -> NDArray[np.floating]:
+        """What trees are grown from: [M, D, K, K] transitions, else [M, D, K] log-probabilities."""
+        return self.topk_logprobs if self.transitions is None else self.transitions
 
     @property
     def num_steps(self) -> int:
@@ -97,97 +107,22 @@ class Recording:
             "topk_tokens": len(shape) == 3 and self.topk_tokens.shape == shape,
             "topk_logprobs": self.topk_logprobs.shape == shape,
         }
+        if self.transitions is not None:
+            sizes["transitions"] = self.transitions.shape == (*shape, shape[-1])
         wrong = [name for name, fits in sizes.items() if not fits]
         if wrong:
             raise ValueError(f"recording with shapes that disagree: {', '.join(wrong)}")
         logprobs = self.topk_logprobs
         if not (np.all(logprobs <= 0) and np.all(np.diff(logprobs, axis=2) <= 0)):
             raise ValueError("topk_logprobs must be <= 0 and non-increasing over K")
+        if self.transitions is not None and not np.all(self.transitions <= 0):
+            raise ValueError("transitions must be log-probabilities, <= 0")
         left = np.diff(self.token_offsets)[self.step_requests] - self.step_positions
         if m and (left.min() < self.depth + 1 or self.step_positions.min() < 1):
             raise ValueError(
                 f"a step at position p needs the root and tokens p .. p + {self.depth} of its "
                 f"request; one has {int(left.min())} tokens left"
             )
-
-
-class RecordingWriter:
-    """Collects requests and steps in any order and writes the file.
-
-    Args:
-        meta: whatever identifies the run; must be JSON.
-    """
-
-    def __init__(self, meta: Mapping[str, Any]) -> None:
-        self._meta = dict(meta)
-        self._requests: dict[str, tuple[str, float, int]] = {}
-        self._outputs: dict[str, NDArray[np.int32]] = {}
-        self._steps: list[tuple[str, int, NDArray[np.int32], NDArray[np.float16]]] = []
-
-    def add_request(
-        self, request_id: str, *, domain: str, temperature: float, prompt_len: int
-    ) -> None:
-        """Announce a request."""
-        self._requests[request_id] = (domain, float(temperature), int(prompt_len))
-
-    def add_step(
-        self, request_id: str, position: int, topk_tokens: ArrayLike, topk_logprobs: ArrayLike
-    ) -> None:
-        """One draft.
-
-        Args:
-            request_id: of an announced request.
-            position: tokens emitted when it was drafted; the last of them is the root.
-            topk_tokens: [D, K] token ids, best first.
-            topk_logprobs: [D, K] their log-probabilities.
-        """
-        tokens = np.asarray(topk_tokens, dtype=np.int32)
-        logprobs = np.asarray(topk_logprobs, dtype=np.float16)
-        self._steps.append((request_id, int(position), tokens, logprobs))
-
-    def finish_request(self, request_id: str, output_tokens: ArrayLike) -> None:
-        """All tokens that the request emitted."""
-        self._outputs[request_id] = np.asarray(output_tokens, dtype=np.int32)
-
-    def recording(self) -> Recording:
-        """What was collected; steps too near the end of their request are left out."""
-        ids = [name for name in self._requests if name in self._outputs]
-        index = {name: q for q, name in enumerate(ids)}
-        outputs = [self._outputs[name] for name in ids]
-        info = [self._requests[name] for name in ids]
-        depth = self._steps[0][2].shape[0] if self._steps else 0
-        steps = [
-            step
-            for step in self._steps
-            if step[0] in index and step[1] + depth + 1 <= len(self._outputs[step[0]])
-        ]
-        steps.sort(key=lambda step: (index[step[0]], step[1]))
-        prompt_lens = np.array([prompt_len for *_, prompt_len in info], dtype=np.int32)
-        requests = np.array([index[step[0]] for step in steps], dtype=np.int32)
-        positions = np.array([step[1] for step in steps], dtype=np.int32)
-        empty = np.zeros((0, depth, 0))
-        return Recording(
-            meta=self._meta,
-            request_ids=ids,
-            domains=[domain for domain, *_ in info],
-            temperatures=np.array([temperature for _, temperature, _ in info], dtype=np.float32),
-            prompt_lens=prompt_lens,
-            token_offsets=np.cumsum([0, *(len(output) for output in outputs)], dtype=np.int64),
-            tokens=np.concatenate(outputs) if outputs else np.zeros(0, dtype=np.int32),
-            step_requests=requests,
-            step_positions=positions,
-            context_lens=prompt_lens[requests] + positions - 1 if len(steps) else positions,
-            topk_tokens=np.stack([s[2] for s in steps]) if steps else empty.astype(np.int32),
-            topk_logprobs=(
-                np.stack([s[3] for s in steps]).astype(np.float32)
-                if steps
-                else empty.astype(np.float32)
-            ),
-        )
-
-    def save(self, path: str | Path) -> None:
-        """Check what was collected and write it."""
-        save_recording(self.recording(), path)
 
 
 def save_recording(recording: Recording, path: str | Path) -> None:
@@ -200,6 +135,7 @@ def save_recording(recording: Recording, path: str | Path) -> None:
     tokens = recording.topk_tokens
     small = not tokens.size or int(tokens.max()) < 1 << 16
     path = Path(path)
+    more = {} if recording.transitions is None else {"transitions": recording.transitions}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         np.savez_compressed(
@@ -217,6 +153,7 @@ def save_recording(recording: Recording, path: str | Path) -> None:
             context_lens=recording.context_lens,
             topk_tokens=tokens.astype(np.uint16) if small else tokens,
             topk_logprobs=recording.topk_logprobs.astype(np.float16),
+            **more,
         )
     os.replace(temporary, path)
 
@@ -243,6 +180,7 @@ def load_recording(path: str | Path) -> Recording:
             context_lens=file["context_lens"],
             topk_tokens=file["topk_tokens"].astype(np.int32),
             topk_logprobs=file["topk_logprobs"].astype(np.float32),
+            transitions=file.get("transitions"),
         )
     recording.check()
     return recording

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from benchmarks.replay.recording import Recording
-from benchmarks.replay.steps import StepTree, best_first, target_ranks
+from benchmarks.replay.steps import FloatArray, StepTree, best_first, target_ranks
 from vllm_bastion.cost.table import StepCostTable
 
 
@@ -30,10 +30,22 @@ class Request:
 
 
 class Corpus:
-    """The requests of one temperature, with their trees, expanded when first asked for."""
+    """The requests of one temperature, with their trees, expanded when first asked for.
 
-    def __init__(self, recording: Recording, max_nodes: int, temperature: float | None = None):
+    Args:
+        unary: grow trees from the candidates' own log-probabilities, transitions or not.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        max_nodes: int,
+        temperature: float | None = None,
+        unary: bool = False,
+    ):
         self.recording = recording
+        self.unary = unary or recording.transitions is None
+        self._scores = recording.topk_logprobs if unary else recording.scores
         self.max_nodes = max_nodes
         self.ranks = target_ranks(recording)
         self._trees: list[StepTree | None] = [None] * recording.num_steps
@@ -65,11 +77,15 @@ class Corpus:
         longest = max((len(rows) for rows in by_domain.values()), default=0)
         return [rows[i] for i in range(longest) for rows in by_domain.values() if i < len(rows)]
 
+    def scores(self, step: int) -> FloatArray:
+        """[D, K] or [D, K, K]: what a step's tree is grown from, see `steps.best_first`."""
+        return self._scores[step].astype(np.float64)
+
     def tree(self, step: int) -> StepTree:
         """The raw best-first tree of a step."""
         tree = self._trees[step]
         if tree is None:
-            tree = best_first(self.recording.topk_logprobs[step], self.ranks[step], self.max_nodes)
+            tree = best_first(self.scores(step), self.ranks[step], self.max_nodes)
             self._trees[step] = tree
         return tree
 

@@ -9,6 +9,10 @@ The N best prefixes of the top-K lattice are found level by level instead of wit
 child (both from 0) of a depth's i-th best node is beaten or equalled by (i + 1)(k + 1) - 1 children
 of its depth and by i + 1 nodes above, so it is among the N best only if (i + 1)(k + 2) <= N. That
 leaves about N ln K candidates per depth, in array operations.
+
+That holds because all nodes of a depth have the same children. Where each has its own (scores
+`[D, K, K]`, of each candidate after each one of the depth above), every child of a depth's N best
+nodes is looked at.
 """
 
 from __future__ import annotations
@@ -57,40 +61,81 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
     """The `max_nodes` best nodes of one step.
 
     Args:
-        logprobs: [D, K] log-probabilities, non-increasing over K.
+        logprobs: [D, K] log-probabilities, non-increasing over K; or [D, K, K], those of each
+            candidate after each one of the depth above (row 0 of the first depth: the root), in
+            no order.
         ranks: [D] rank of the target's token at each depth, -1 if it is no candidate.
         max_nodes: N.
     """
-    depth, top_k = logprobs.shape
-    parents, ranks_of = _pairs(max_nodes, top_k)
-    level = np.zeros(1)
-    levels = []
-    for d in range(depth):
-        fits = parents < len(level)
-        scores = level[parents[fits]] + logprobs[d][ranks_of[fits]]
-        level = -np.sort(-scores)[:max_nodes]
-        levels.append(level)
+    levels = (_levels if logprobs.ndim == 2 else _levels_by_parent)(logprobs, max_nodes)
     log_rho = -np.sort(-np.concatenate(levels))[:max_nodes]
     return StepTree(np.exp(log_rho), _enter(logprobs, ranks, log_rho))
 
 
-def chain_accepted(ranks: IntArray) -> int:
-    """Draft tokens that the top-1 chain accepts."""
-    wrong = np.flatnonzero(ranks != 0)
+def _levels(logprobs: NDArray[np.floating], max_nodes: int) -> list[FloatArray]:
+    parents, ranks_of = _pairs(max_nodes, logprobs.shape[1])
+    level = np.zeros(1)
+    levels = []
+    for row in logprobs:
+        fits = parents < len(level)
+        scores = level[parents[fits]] + row[ranks_of[fits]]
+        level = -np.sort(-scores)[:max_nodes]
+        levels.append(level)
+    return levels
+
+
+def _levels_by_parent(logprobs: NDArray[np.floating], max_nodes: int) -> list[FloatArray]:
+    level, last = np.zeros(1), np.zeros(1, dtype=np.int64)
+    levels = []
+    for rows in logprobs:
+        scores = (level[:, None] + rows[last]).ravel()
+        kept = np.argpartition(-scores, max_nodes)[:max_nodes] if len(scores) > max_nodes else ...
+        last = np.arange(len(scores))[kept] % rows.shape[1]
+        level = scores[kept]
+        levels.append(level[level > -np.inf])
+    return levels
+
+
+def greedy_chain(logprobs: NDArray[np.floating]) -> tuple[IntArray, FloatArray]:
+    """The best child at every depth: [D] candidates, and their log-probabilities.
+
+    logprobs: as in `best_first`.
+    """
+    chain, scores, above = np.zeros(len(logprobs), dtype=np.int64), np.zeros(len(logprobs)), 0
+    for d, rows in enumerate(_by_parent(logprobs)):
+        chain[d] = rows[above].argmax()
+        scores[d] = rows[above, chain[d]]
+        above = chain[d]
+    return chain, scores
+
+
+def chain_accepted(logprobs: NDArray[np.floating], ranks: IntArray) -> int:
+    """Draft tokens that the chain of best children accepts; see `best_first`."""
+    wrong = np.flatnonzero(ranks != greedy_chain(logprobs)[0])
     return int(wrong[0]) if len(wrong) else len(ranks)
 
 
 def beam_accepted(logprobs: NDArray[np.floating], ranks: IntArray, width: int) -> int:
-    """Draft tokens that a `width` x D beam accepts: the best `width` extensions of every level."""
-    level, on_path = np.zeros(1), 0
-    for d, rank in enumerate(ranks):
-        scores = (level[:, None] + logprobs[d][None, :]).ravel()
+    """Draft tokens that a `width` x D beam accepts: the best `width` extensions of every level.
+
+    logprobs, ranks: as in `best_first`.
+    """
+    level, last, on_path = np.zeros(1), np.zeros(1, dtype=np.int64), 0
+    for d, (rows, rank) in enumerate(zip(_by_parent(logprobs), ranks, strict=True)):
+        scores = (level[:, None] + rows[last]).ravel()
         order = np.argsort(-scores, kind="stable")[:width]
-        where = np.flatnonzero(order == on_path * logprobs.shape[1] + rank)
+        where = np.flatnonzero(order == on_path * rows.shape[1] + rank)
         if rank < 0 or not len(where):
             return d
-        level, on_path = scores[order], int(where[0])
+        level, last, on_path = scores[order], order % rows.shape[1], int(where[0])
     return len(ranks)
+
+
+def _by_parent(logprobs: NDArray[np.floating]) -> NDArray[np.floating]:
+    """[D, K, K]; all rows of a depth are the same one where none depends on its parent."""
+    if logprobs.ndim == 3:
+        return logprobs
+    return np.broadcast_to(logprobs[:, None, :], (*logprobs.shape, logprobs.shape[1]))
 
 
 def _enter(logprobs: NDArray[np.floating], ranks: IntArray, log_rho: FloatArray) -> IntArray:
@@ -99,7 +144,10 @@ def _enter(logprobs: NDArray[np.floating], ranks: IntArray, log_rho: FloatArray)
     off = np.flatnonzero(ranks < 0)
     known = int(off[0]) if len(off) else depth
     if known:
-        path = np.cumsum(logprobs[np.arange(known), ranks[:known]], dtype=np.float64)
+        own = ranks[:known]
+        above = np.concatenate([[0], own[:-1]])
+        steps = _by_parent(logprobs)[np.arange(known), above, own]
+        path = np.cumsum(steps, dtype=np.float64)
         # nodes strictly better, and the node itself; a parent of equal score comes first
         position = np.searchsorted(-log_rho, -path - 1e-9, side="left") + 1
         position = np.maximum.accumulate(position - np.arange(known)) + np.arange(known)

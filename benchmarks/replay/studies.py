@@ -13,6 +13,7 @@ from benchmarks.replay.path_scores import PathScoreCorrection
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.recording import Recording
 from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
+from benchmarks.replay.steps import greedy_chain
 from vllm_bastion.cost.online import LatencyModel, TableLatency
 from vllm_bastion.cost.table import StepCostTable
 
@@ -52,13 +53,12 @@ def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
         Adaptive(corpus, table, name="adaptive"),
         Adaptive(corpus, table, name="adaptive, first decrease", rule="first_decrease"),
         Adaptive(corpus, table, name="adaptive, lagged", timing="lagged"),
-        Adaptive(
-            corpus,
-            table,
-            name="adaptive, calibrated scores",
-            correction=correction_for(corpus.recording),
-        ),
     ]
+    if corpus.unary:
+        correction = correction_for(corpus.recording)
+        others.append(
+            Adaptive(corpus, table, name="adaptive, calibrated scores", correction=correction)
+        )
     results = [simulate(corpus, policy, truth) for policy in others]
     # named by what it is: its nodes may coincide with a budget of the sweep
     results[2].name = f"best-first {matched}"
@@ -85,6 +85,25 @@ def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
             "best-first / beam, speed": speed[f"best-first {matched}"] / speed[f"beam 4x{depth}"],
         },
     }
+
+
+def compare_scores(studies: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Budget studies of the same steps side by side, a row a policy that all of them have.
+
+    The last column is the first study's tau over the last one's.
+    """
+    first, *_, last = (study["rows"] for study in studies.values())
+    rows = []
+    for name in first:
+        if name not in last or name == "plain":
+            continue
+        row: dict[str, Any] = {"policy": name}
+        for scores, study in studies.items():
+            average = study["rows"][name]["average"]
+            row |= {f"{scores}: speed-up": average["speedup"], f"{scores}: tau": average["tau"]}
+        row["tau ratio"] = first[name]["average"]["tau"] / last[name]["average"]["tau"]
+        rows.append(row)
+    return rows
 
 
 def drift_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
@@ -146,13 +165,14 @@ def batch_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
 def score_study(corpus: Corpus, source: CostSource) -> dict[str, dict[str, float]]:
     """Correlation of A-hat with the accepted length, raw and corrected.
 
-    `chain` is the paper's: at every recorded position, the top-1 chain. `tree` is what the
-    controller used: at every step, the tree that it chose. The correction learns from the
+    `chain` is the paper's: at every recorded position, the chain of best children. `tree` is what
+    the controller used: at every step, the tree that it chose. The correction learns from the
     controller's own steps, before it predicts the next.
     """
     recording = corpus.recording
     out = {}
-    for label, correction in (("raw", None), ("calibrated", correction_for(recording))):
+    corrections = [("raw", None), ("calibrated", correction_for(recording))]
+    for label, correction in corrections if corpus.unary else corrections[:1]:
         policy = Adaptive(
             corpus, source.latency("table"), correction=correction, plain=False, name=label
         )
@@ -163,11 +183,13 @@ def score_study(corpus: Corpus, source: CostSource) -> dict[str, dict[str, float
             for request in corpus.requests
             for step in range(request.first_step, request.first_step + request.last)
         ]
-        logprobs = recording.topk_logprobs[steps].astype(np.float64)
+        chains, logprobs = map(
+            np.stack, zip(*(greedy_chain(corpus.scores(s)) for s in steps), strict=True)
+        )
         if correction is not None:
-            logprobs = correction.apply(logprobs)
-        chain = np.exp(np.cumsum(logprobs[:, :, 0], axis=1)).sum(axis=1)
-        truth = np.cumprod(corpus.ranks[steps] == 0, axis=1).sum(axis=1)
+            logprobs = correction.apply(recording.topk_logprobs[steps])[:, :, 0]
+        chain = np.exp(np.cumsum(logprobs, axis=1)).sum(axis=1)
+        truth = np.cumprod(corpus.ranks[steps] == chains, axis=1).sum(axis=1)
         out[label] = {
             **_correlations("chain", chain, truth),
             **_correlations("tree", predicted, accepted),

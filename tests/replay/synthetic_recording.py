@@ -8,7 +8,8 @@ self-verification model, in which A-hat is the true expectation.
 
 import numpy as np
 
-from benchmarks.replay.recording import Recording, RecordingWriter
+from benchmarks.replay.recording import Recording
+from benchmarks.replay.writer import RecordingWriter
 
 VOCAB = 500
 

@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 from synthetic_recording import synthetic_recording
 
-from benchmarks.replay.recording import (
-    Recording,
-    RecordingWriter,
-    load_recording,
-    save_recording,
-)
+from benchmarks.replay.recording import Recording, load_recording, save_recording
+from benchmarks.replay.writer import RecordingWriter
 
 
 def test_round_trip(tmp_path):

@@ -91,7 +91,7 @@ def test_beam_and_chain_equal_a_plain_search(seed):
                 break
             accepted += 1
         assert beam_accepted(logprobs, ranks, width) == accepted
-    assert chain_accepted(ranks) == beam_accepted(logprobs, ranks, 1)
+    assert chain_accepted(logprobs, ranks) == beam_accepted(logprobs, ranks, 1)
 
 
 @pytest.fixture(scope="module")

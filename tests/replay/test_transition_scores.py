@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay of transition scores: against brute force over all prefixes, and the engine's own op."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from synthetic_recording import synthetic_recording
+
+from benchmarks.replay import __main__ as replay
+from benchmarks.replay import draft_tree
+from benchmarks.replay.costs import paper_a100
+from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed
+from benchmarks.replay.recording import Recording, load_recording, save_recording
+from benchmarks.replay.simulation import Corpus, Truth, simulate
+from benchmarks.replay.steps import NEVER, beam_accepted, best_first, chain_accepted, greedy_chain
+from benchmarks.replay.studies import score_study
+from vllm_bastion.cost.table import StepCostTable
+
+
+def rows_of(rng, *shape):
+    """Random log-probabilities over the last axis, in no order."""
+    scores = 2 * rng.normal(size=shape)
+    return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+
+
+def all_prefixes(logprobs):
+    """Log path score of every prefix, by definition."""
+    depth, width = logprobs.shape[:2]
+    return {
+        path: sum(logprobs[d, path[d - 1] if d else 0, k] for d, k in enumerate(path))
+        for length in range(1, depth + 1)
+        for path in itertools.product(range(width), repeat=length)
+    }
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_best_first_equals_sorting_every_prefix(seed):
+    rng = np.random.default_rng(seed)
+    depth, width = rng.integers(1, 5, 2).tolist()
+    max_nodes = int(rng.integers(1, 200))
+    logprobs = rows_of(rng, depth, width, width)
+    ranks = rng.integers(-1, width, depth)
+    tree = best_first(logprobs, ranks, max_nodes)
+    scores = all_prefixes(logprobs)
+    ordered = sorted(scores, key=lambda path: -scores[path])
+    best = [scores[path] for path in ordered[:max_nodes]]
+    np.testing.assert_allclose(tree.rho, np.exp(best), rtol=1e-9)
+    for d in range(depth):
+        path = tuple(ranks[: d + 1].tolist())
+        where = ordered.index(path) + 1 if min(path) >= 0 else NEVER
+        assert tree.enter[d] == (where if where <= len(tree.rho) else NEVER)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_beam_and_chain_equal_a_plain_search(seed):
+    rng = np.random.default_rng(seed)
+    logprobs = rows_of(rng, 4, 4, 4)
+    scores = all_prefixes(logprobs)
+    accepted, chain = {}, ()
+    for _ in range(4):
+        chain = max(((*chain, k) for k in range(4)), key=scores.__getitem__)
+    # Near the chain, so that something is accepted.
+    ranks = np.where(rng.random(4) < 0.7, chain, rng.integers(-1, 4, 4))
+    for width in (1, 2, 5):
+        level, accepted[width] = [()], 0
+        for d in range(4):
+            level = [(*path, k) for path in level for k in range(4)]
+            level = sorted(level, key=lambda path: -scores[path])[:width]
+            if tuple(ranks[: d + 1].tolist()) not in level:
+                break
+            accepted[width] += 1
+        assert beam_accepted(logprobs, ranks, width) == accepted[width]
+    candidates, steps = greedy_chain(logprobs)
+    assert tuple(candidates.tolist()) == chain
+    assert steps.sum() == pytest.approx(scores[chain])
+    assert chain_accepted(logprobs, ranks) == accepted[1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_equal_rows_are_the_unary_tree(seed):
+    rng = np.random.default_rng(seed)
+    logprobs = -np.sort(-rows_of(rng, 5, 4), axis=1)
+    ranks = rng.integers(-1, 3, 5)
+    rows = np.repeat(logprobs[:, None], 4, axis=1)
+    ours, unary = best_first(rows, ranks, 60), best_first(logprobs, ranks, 60)
+    np.testing.assert_allclose(ours.rho, unary.rho, rtol=1e-12)
+    assert ours.enter.tolist() == unary.enter.tolist()
+    assert chain_accepted(rows, ranks) == chain_accepted(logprobs, ranks)
+    assert beam_accepted(rows, ranks, 3) == beam_accepted(logprobs, ranks, 3)
+
+
+def recorded() -> Recording:
+    """The synthetic recording with scores that know the target's token half of the time."""
+    recording = synthetic_recording(prompts=3, length=30)
+    rng = np.random.default_rng(1)
+    steps, depth, width = recording.topk_tokens.shape
+    ranks = Corpus(recording, 1).ranks
+    knows = rng.random((steps, depth, 1, 1)) < 0.5
+    scores = rng.normal(size=(steps, depth, width, width)) + recording.topk_logprobs[:, :, None]
+    scores += 6.0 * knows * (np.arange(width) == ranks[:, :, None, None])
+    logprobs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    return replace(recording, transitions=logprobs.astype(np.float16))
+
+
+@pytest.fixture(scope="module")
+def corpora() -> tuple[Corpus, Corpus]:
+    """Of transition scores, and of the same candidates' unary ones."""
+    recording = recorded()
+    return Corpus(recording, 128), Corpus(recording, 128, unary=True)
+
+
+def test_scores_and_chain_are_the_engines_ops(corpora):
+    corpus, _ = corpora
+    recording = corpus.recording
+    for step in range(0, recording.num_steps, 11):
+        one = slice(step, step + 1)
+        tokens = torch.from_numpy(recording.topk_tokens[one].astype(np.int32))
+        scores = torch.from_numpy(recording.scores[one].astype(np.float32))
+        theirs = draft_tree.best_first(tokens, scores, 128)
+        theirs.validate()
+        ours = corpus.tree(step)
+        assert len(ours.rho) == int(theirs.num_nodes[0])
+        np.testing.assert_allclose(ours.rho, theirs.log_rho[0, : len(ours.rho)].exp(), rtol=1e-5)
+        # The target's path is in the first n nodes of the tree where replay says it is.
+        truth = tuple(recording.continuation(step)[: recording.depth].tolist())
+        for n in (3, 20, 128):
+            paths = set(theirs.paths()[: n + 1])
+            inside = [truth[: d + 1] in paths for d in range(recording.depth)]
+            assert ours.accepted(n) == sum(inside)
+        chain = draft_tree.chain(tokens, scores, recording.depth).paths()[-1]
+        candidates, _ = greedy_chain(corpus.scores(step))
+        assert chain == tuple(recording.topk_tokens[step, range(recording.depth), candidates])
+
+
+def test_policies_follow_the_scores_that_they_are_given(corpora):
+    cost = Truth(StepCostTable.linear(10.0, 0.2, max_rows=300))
+    source = paper_a100(300)
+    for policy in (Chain, lambda c: Beam(c, 4), lambda c: Fixed(c, 32)):
+        by_transition, by_unary = (simulate(c, policy(c), cost) for c in corpora)
+        assert by_transition.tokens == by_unary.tokens, "the target's tokens, whatever the scores"
+        assert by_transition.tau > by_unary.tau
+    policy = Adaptive(corpora[0], source.latency("table"))
+    assert simulate(corpora[0], policy, cost).tokens == by_unary.tokens
+    scores = [score_study(corpus, source) for corpus in corpora]
+    assert set(scores[0]) == {"raw"} and set(scores[1]) == {"raw", "calibrated"}
+    assert scores[0]["raw"]["chain accepted"] > scores[1]["raw"]["chain accepted"]
+
+
+def test_file_and_command_line(tmp_path, capsys):
+    recording = recorded()
+    save_recording(recording, tmp_path / "r.npz")
+    loaded = load_recording(tmp_path / "r.npz")
+    np.testing.assert_array_equal(loaded.transitions, recording.transitions)
+    for broken in (recording.transitions[:, :, :2], -recording.transitions):
+        with pytest.raises(ValueError, match="transitions"):
+            replace(recording, transitions=broken).check()
+    arguments = [str(tmp_path / "r.npz"), "--out", str(tmp_path), "--max-nodes", "64"]
+    assert replay.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "T=0, transitions scores" in text and "T=0, unary scores" in text
+    assert "| best-first 28 |" in text.split("scores compared")[1]
+    (report,) = json.loads((tmp_path / "replay.json").read_text())
+    assert set(report["costs"]["paper's A100"]) == {"transitions", "unary"}
