@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -129,6 +130,38 @@ def test_a_markov_head_is_asked_about_the_best_tokens_of_a_position(
     assert spec.bastion_top_k == 6
 
 
+SPECULATORS: dict[str, dict[str, Any]] = {
+    "dflash": {"architectures": ["DFlashSpeculator"]},
+    "dflash2": {"selector_top_k": 4, "selector_rank": 2, "draft_vocab_size": None},
+    "dspark": {"markov_rank": 4, "sample_from_anchor": False},
+}
+
+
+@pytest.mark.parametrize("method", SPECULATORS)
+def test_the_speculators_librarys_format(
+    method: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """Its block size is read, with the anchor in the block; a reduced vocabulary is served."""
+    layers = json.loads((Path(pair[1]) / "config.json").read_text())
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    written = {
+        "speculators_model_type": method,
+        "block_size": 6,
+        "draft_vocab_size": 64,
+        "mask_token_id": 1,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "transformer_layer_config": {
+            k: v for k, v in layers.items() if k not in ("architectures", "block_size")
+        },
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
+    }
+    (drafter / "config.json").write_text(json.dumps(written | SPECULATORS[method]))
+    spec = engine_config((pair[0], str(drafter))).speculative_config
+    assert (spec.bastion_gamma, spec.method) == (5, "dspark" if method == "dspark" else "dflash")
+    assert spec.draft_model_config.hf_config.model_type == "speculators"
+
+
 # --- refused ----------------------------------------------------------------------------------
 
 NO_DRAFTER = "no drafter that trees are grown from"
@@ -179,7 +212,15 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no block": ({"block_size": None}, ('"block_size": None', "complete checkpoint")),
     "a block of one": ({"block_size": 1}, ('"block_size": 1',)),
     "other vocabulary": ({"vocab_size": 500}, ("vocab_size 500", "vocabulary of 512")),
-    "reduced vocabulary": ({"draft_vocab_size": 64}, ("draft_vocab_size 64", "of 512")),
+    "a larger vocabulary": ({"draft_vocab_size": 513}, ("draft_vocab_size 513", "of 512")),
+    "a head on a part of the vocabulary": (
+        {
+            "architectures": ["DFlash2DraftModel"],
+            "draft_vocab_size": 64,
+            "dflash_config": {"mask_token_id": 1, "selector_top_k": 4},
+        },
+        ("draft_vocab_size 64 of the target's 512", "checkpoint for all of them"),
+    ),
     "deeper target": (
         {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 4]}},
         ("target layer 4", "4 layers"),

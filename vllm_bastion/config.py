@@ -24,7 +24,7 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config, get_attr_docs
 
-from vllm_bastion.drafters import candidates_of, gamma_of
+from vllm_bastion.drafters import candidates_of, gamma_of, restore_block_size
 
 PREFIX = "bastion_"
 
@@ -60,6 +60,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         drafter = self.draft_model_config.hf_config
+        restore_block_size(drafter, self.draft_model_config.model, self.draft_model_config.revision)
         gamma = gamma_of(drafter)
         assert gamma is not None  # the validation's work
         self.bastion_gamma = gamma

@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["KINDS", "MOST_CANDIDATES", "Kind", "candidates_of", "gamma_of", "kind_of"]
+__all__ = [
+    "KINDS",
+    "MOST_CANDIDATES",
+    "Kind",
+    "candidates_of",
+    "gamma_of",
+    "kind_of",
+    "restore_block_size",
+]
 
 # Of a position, in the tree's op.
 MOST_CANDIDATES = 255
@@ -72,6 +80,23 @@ def gamma_of(config: Any) -> int | None:
     kind = kind_of(list(getattr(config, "architectures", None) or []))
     from_anchor = kind is not None and kind.method == "dspark"
     return block - (not (from_anchor and getattr(config, "sample_from_anchor", True)))
+
+
+def restore_block_size(config: Any, model: str, revision: str | None) -> None:
+    """Give the config of a checkpoint in the speculators library's format its block size.
+
+    vLLM makes a Hugging Face config of that format, and for DFlash leaves the block's size out.
+
+    Args:
+        config: as vLLM has read it, changed in place; other formats are left as they are.
+        model: folder or Hugging Face name.
+    """
+    if config.model_type != "speculators" or getattr(config, "block_size", None) is not None:
+        return
+    from transformers import PretrainedConfig
+
+    written, _ = PretrainedConfig.get_config_dict(model, revision=revision)
+    config.block_size = written.get("block_size")
 
 
 def candidates_of(config: Any) -> int | None:

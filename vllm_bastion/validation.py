@@ -213,6 +213,14 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
     vocab = target.get_vocab_size()
     for key in ("vocab_size", "draft_vocab_size"):
         own = getattr(drafter, key, None)
+        if key == "draft_vocab_size" and own is not None and own < vocab:
+            if kind.candidates_key is None:
+                continue
+            raise BastionConfigError(
+                f'drafter "{name}" has draft_vocab_size {own} of the target\'s {vocab} tokens, '
+                "which the head over its candidates does not know of: use a checkpoint for all of "
+                "them"
+            )
         if own is not None and own != vocab:
             raise BastionConfigError(
                 f'drafter "{name}" has {key} {own} and the target a vocabulary of {vocab}: use the '

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.e2e.engines import DRAFTER
+from tests.e2e.engines import DRAFTER, TARGET
 
 _HIDDEN, _LAYERS, _VOCAB, _BLOCK = 192, 3, 1024, 16
 CANDIDATES = 8  # that a head scores
@@ -109,6 +109,8 @@ HEADS = {"dflash2": ("DFlash2DraftModel", _dflash2), "lilicorr": ("LiLiCorrDraft
 
 
 MARKOV = ("dspark", "dspark-anchor")
+# In the speculators library's format, for three tokens of four.
+REDUCED = ("speculators-dflash", "speculators-dspark")
 
 
 def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
@@ -127,8 +129,44 @@ def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> dict[
     }
 
 
+def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
+    """Weights of a reduced vocabulary; the config becomes what that library writes."""
+    settings = config.pop("dflash_config")
+    kept = torch.arange(_VOCAB)
+    kept = kept[kept % 4 != 3]
+    layers = dict(config)
+    config.clear()
+    config |= {
+        "architectures": [f"{method}-speculator"],
+        "speculators_model_type": method,
+        "block_size": layers.pop("block_size"),
+        "draft_vocab_size": len(kept),
+        "mask_token_id": settings["mask_token_id"],
+        # Counted from the embedding, which vLLM's own format leaves out.
+        "aux_hidden_state_layer_ids": [i + 1 for i in settings["target_layer_ids"]],
+        "sliding_window_non_causal": True,
+        "transformer_layer_config": layers,
+        "speculators_config": {
+            "algorithm": method,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _BLOCK - 1}],
+            "verifier": {"name_or_path": TARGET, "architectures": ["Qwen3ForCausalLM"]},
+        },
+    }
+    head = load_file(Path(TARGET) / "model.safetensors")["model.embed_tokens.weight"]
+    weights = {
+        "d2t": kept - torch.arange(len(kept)),
+        "t2d": torch.isin(torch.arange(_VOCAB), kept),
+        "lm_head.weight": head[kept].contiguous(),
+    }
+    if method == "dspark":
+        config["markov_rank"] = _RANK
+        weights["markov_head.markov_w1.weight"] = noise(_VOCAB, _RANK, std=1.0)
+        weights["markov_head.markov_w2.weight"] = noise(len(kept), _RANK, std=0.3)
+    return weights
+
+
 def make_drafter(kind: str, folder: Path) -> str:
-    """Write a checkpoint of one of `CAUSAL`, `HEADS` or `MARKOV`; its folder."""
+    """Write a checkpoint of one of `CAUSAL`, `HEADS`, `MARKOV` or `REDUCED`; its folder."""
     config = json.loads((Path(DRAFTER) / "config.json").read_text())
     folder.mkdir()
     weights = folder / "model.safetensors"
@@ -145,6 +183,8 @@ def make_drafter(kind: str, folder: Path) -> str:
 
     if kind in MARKOV:
         made = _make_dspark(kind == "dspark-anchor", config, noise)
+    elif kind in REDUCED:
+        made = _make_reduced(kind.removeprefix("speculators-"), config, noise)
     else:
         architecture, make = HEADS[kind]
         made, settings = make(noise)

@@ -10,12 +10,13 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.drafters import CANDIDATES, CAUSAL, HEADS, MARKOV, make_drafter
+from tests.e2e.drafters import CANDIDATES, CAUSAL, HEADS, MARKOV, REDUCED, make_drafter
 from tests.e2e.engines import GAMMA, ROOT, Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
 PLAIN = Engine(max_num_seqs=3, eager=True)
 PROBE = "tests.e2e.drafters:drafted"
+KINDS = [*HEADS, *MARKOV, *CAUSAL, REDUCED[0], pytest.param(REDUCED[1], marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +44,7 @@ def greedy() -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("kind", [*HEADS, *MARKOV, *CAUSAL])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_plain_decodings(
     kind: str, runner: Runner, compare: Comparison, folder: Path
 ) -> None:
@@ -60,12 +61,12 @@ def test_tokens_are_plain_decodings(
     assert kind == "dspark-anchor" or max(map(len, paths)) > 2, "accepted beyond the first node"
 
 
-@pytest.mark.parametrize("kind", [*HEADS, *MARKOV, *CAUSAL])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_of_one_candidate_is_vllms_own_chain(
     kind: str, runner: Runner, folder: Path
 ) -> None:
     drafter = make_drafter(kind, folder / f"{kind}-chain")
-    method = "dspark" if kind in MARKOV else "dflash"
+    method = "dspark" if "dspark" in kind else "dflash"
     chain = PLAIN.with_method(method, GAMMA, model=drafter)
     ours = PLAIN.with_bastion(GAMMA, GAMMA, model=drafter, top_k=1)
     runs = [runner.submit(engine, [greedy()], probe=PROBE) for engine in (chain, ours)]

@@ -83,15 +83,18 @@ def create_speculative_config(
 def _drafter_config(given: dict[str, Any], target_model_config: Any) -> Any:
     from vllm.transformers_utils.config import get_config
 
+    from vllm_bastion.drafters import restore_block_size
     from vllm_bastion.validation import BastionConfigError
 
     try:
-        return get_config(
+        config = get_config(
             given["model"],
             trust_remote_code=target_model_config.trust_remote_code,
             revision=given.get("revision"),
             code_revision=given.get("code_revision"),
         )
+        restore_block_size(config, given["model"], given.get("revision"))
+        return config
     except Exception as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise BastionConfigError(

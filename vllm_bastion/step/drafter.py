@@ -99,6 +99,12 @@ class BastionSpeculator(DFlashSpeculator):
             model = super().load_draft_model(*args, **kwargs)
         finally:
             self.vllm_config = config
+        reduced = model.draft_id_to_target_id
+        if reduced is not None and model.lm_head.org_vocab_size != len(reduced):
+            raise ValueError(
+                f'drafter "{self.draft_model_config.model}" has a vocabulary of {len(reduced)} '
+                "tokens and no head for them (lm_head): use a complete checkpoint"
+            )
         if self.device.type == "cpu":
             model.model._normalize_context_k = MethodType(normalize_context_k, model.model)
             head, spec_config = model.lm_head, bastion_config(config)
@@ -162,16 +168,21 @@ class BastionSpeculator(DFlashSpeculator):
         self._grow_trees(hidden_states[self.sample_indices[:num_sample]], num_reqs)
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
-        """Build the trees of a batch from the block's hidden states, [num_reqs * D, H]."""
-        head = self.model.lm_head
+        """Build the trees of a batch from the block's hidden states, [num_reqs * D, H].
+
+        The logits are those of the drafter's own vocabulary, where it has a reduced one.
+        """
+        head, process = self.model.lm_head, self.model.logits_processor
+        offsets = self.model.draft_id_to_target_id
         if head.tp_size == 1:
-            self.trees.grow(self.compute_draft_logits(hidden_states, 0), num_reqs)
+            self.trees.grow(process(head, hidden_states), num_reqs, to_target=offsets)
             return
         # Every rank's best instead of everybody's logits; without what pads the slices to one size.
-        logits = self.model.logits_processor(head, hidden_states, skip_gather=True)
+        logits = process(head, hidden_states, skip_gather=True)
         slice_ = head.shard_indices
         logits = logits[:, : slice_.num_org_elements]
-        self.trees.grow(logits, num_reqs, slice_.org_vocab_start_index, _all_gather)
+        start = slice_.org_vocab_start_index
+        self.trees.grow(logits, num_reqs, start, _all_gather, to_target=offsets)
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
         return (
