@@ -200,6 +200,37 @@ def test_only_bastion_sees_the_plugin() -> None:
         assert method == ("bastion" if ours else None if name == PLAIN else "dflash")
 
 
+def test_other_drafters_have_rows_and_ratios_of_their_own() -> None:
+    others = {Path("tiny/dspark"): "dspark", Path("tiny/dflash2"): "dflash"}
+    methods = engines(Path("pair"), others)
+    rows = [name for name in methods if "dspark" in name]
+    assert rows[0] == "dspark 4" and rows[-1] == "bastion dspark adaptive"
+    assert len(rows) == 3 + len(BUDGETS) + 1 and "bastion dflash2 N=16" in methods
+    for name, method in (("dspark 15", "dspark"), ("bastion dspark N=16", "bastion")):
+        given = methods[name].arguments()["speculative_config"]
+        assert (given["method"], given["model"]) == (method, "tiny/dspark")
+        assert (methods[name].environment.get("VLLM_PLUGINS") == "") == (method == "dspark")
+    assert methods["dflash2 15"].arguments()["speculative_config"]["method"] == "dflash"
+
+    speedups = {"dspark 15": 2.0, "bastion dspark N=16": 3.0, "bastion dspark adaptive": 2.5}
+    runs = example() + [
+        run(name, 12 / ratio, domain=domain)
+        for name, ratio in speedups.items()
+        for domain in ("code", "chat")
+    ]
+    table = report.tabulate(runs)
+    assert report.ratios(table[0.0, 1]) == report.ratios(report.tabulate(example())[0.0, 1])
+    (cell,) = report.summary(table)
+    own = cell["other_drafters_over"]["bastion dspark adaptive"]
+    assert own["plain"] == 2.5 and own["chain"] == "dspark 15"
+    assert own[report.BEST_CHAIN] == pytest.approx(1.25)
+    assert own[report.BEST_FIXED] == pytest.approx(2.5 / 3)
+    page = report.markdown(table, {}, "python speed", "Speed")
+    assert "bastion dspark adaptive over plain 2.50x, " in page
+    names = [line.split(" |")[0][2:] for line in page.splitlines() if "x | " in line]
+    assert names[-3:] == list(speedups)
+
+
 def test_an_engine_without_us_imports_nothing_of_ours() -> None:
     code = (
         "import sys, benchmarks.speed.__main__, benchmarks.speed.worker, benchmarks.speed.methods;"

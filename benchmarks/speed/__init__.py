@@ -4,6 +4,7 @@
     python -m benchmarks.speed                        # the tiny pair, everything
     python -m benchmarks.speed --quick                # a few minutes of it
     python -m benchmarks.speed --pair 0.6B --prompts 4 --concurrency 1 2
+    python -m benchmarks.speed --drafters benchmarks/tiny/dflash2 --only 15 N=16 adaptive
 
 Every method is an engine in a process of its own. Plain and dflash run with this plugin switched
 off (`VLLM_PLUGINS` empty), as vLLM runs them without us; all run in vLLM's default mode (compiled)

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.engine import Engine, bastion, dflash
 
-PLAIN, ADAPTIVE = "plain", "bastion adaptive"
+PLAIN = "plain"
 CHAINS = (4, 7, 15)
 BUDGETS = (8, 16, 32, 63, 127)
 # What the adaptive engine may verify at most.
@@ -50,19 +50,42 @@ class SpeedEngine(Engine):
         return arguments | {"enable_prefix_caching": False}
 
 
-def dflash_name(length: int) -> str:
+# Rows of drafters. The pair's own is not named in them; another one is, by its folder.
+
+
+def chain_name(length: int, drafter: str = "") -> str:
     """Row of vLLM's own chain."""
-    return f"dflash {length}"
+    return f"{drafter or 'dflash'} {length}"
 
 
-def fixed_name(nodes: int) -> str:
+def fixed_name(nodes: int, drafter: str = "") -> str:
     """Row of a fixed budget."""
-    return f"bastion N={nodes}"
+    return f"{_ours(drafter)} N={nodes}"
 
 
-def engines(pair: Path, **settings: Any) -> dict[str, SpeedEngine]:
-    """All methods by the name of their row; `settings` are fields of `SpeedEngine`."""
-    drafter = pair / "drafter"
+def adaptive_name(drafter: str = "") -> str:
+    """Row of the adaptive engine."""
+    return f"{_ours(drafter)} adaptive"
+
+
+def _ours(drafter: str) -> str:
+    return f"bastion {drafter}" if drafter else "bastion"
+
+
+ADAPTIVE = adaptive_name()
+
+
+def engines(
+    pair: Path, others: dict[Path, str] | None = None, **settings: Any
+) -> dict[str, SpeedEngine]:
+    """All methods by the name of their row.
+
+    Args:
+        others: folders of further drafters of the pair's target, and what vLLM calls their method.
+        settings: fields of `SpeedEngine`.
+    """
+    drafters = {"": (pair / "drafter", "dflash")}
+    drafters |= {folder.name: (folder, method) for folder, method in (others or {}).items()}
     without = {**_COMMON, **_WITHOUT_US}
     with_us = dict(_COMMON)
     if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
@@ -72,12 +95,14 @@ def engines(pair: Path, **settings: Any) -> dict[str, SpeedEngine]:
     def make(speculative: dict[str, Any] | None, environment: dict[str, str]) -> SpeedEngine:
         return SpeedEngine(speculative, pair / "target", environment=environment, **settings)
 
-    return {
-        PLAIN: make(None, without),
-        **{dflash_name(n): make(dflash(drafter, n), without) for n in CHAINS},
-        **{fixed_name(n): make(bastion(drafter, n, n), with_us) for n in BUDGETS},
-        ADAPTIVE: make(bastion(drafter, NODES, "adaptive"), with_us),
-    }
+    rows = {PLAIN: make(None, without)}
+    for name, (folder, method) in drafters.items():
+        for n in CHAINS:
+            rows[chain_name(n, name)] = make(dflash(folder, n, method), without)
+        for n in BUDGETS:
+            rows[fixed_name(n, name)] = make(bastion(folder, n, n), with_us)
+        rows[adaptive_name(name)] = make(bastion(folder, NODES, "adaptive"), with_us)
+    return rows
 
 
 def groups(names: list[str], at_a_time: int) -> list[list[str]]:

@@ -10,7 +10,15 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.engine import DOMAINS
-from benchmarks.speed.methods import ADAPTIVE, BUDGETS, CHAINS, PLAIN, dflash_name, fixed_name
+from benchmarks.speed.methods import (
+    ADAPTIVE,
+    BUDGETS,
+    CHAINS,
+    PLAIN,
+    adaptive_name,
+    chain_name,
+    fixed_name,
+)
 
 BEST_CHAIN, BEST_FIXED, ORACLE = "best dflash chain", "best fixed N", "oracle per domain"
 # Fields of a run, all sums of its drive: see `worker.Outcome`.
@@ -104,45 +112,56 @@ def best_of(domains: dict[str, dict[str, Cell]], names: Sequence[str]) -> str | 
     return max(ran, key=lambda name: mean_speedup(domains, name), default=None)
 
 
-def best_chain(domains: dict[str, dict[str, Cell]]) -> str | None:
-    """vLLM's DFlash with its best length."""
-    return best_of(domains, [dflash_name(length) for length in CHAINS])
+def best_chain(domains: dict[str, dict[str, Cell]], drafter: str = "") -> str | None:
+    """vLLM's own chain of a drafter with its best length."""
+    return best_of(domains, [chain_name(length, drafter) for length in CHAINS])
 
 
-def ratios(domains: dict[str, dict[str, Cell]]) -> dict[str, Any]:
-    """The adaptive engine against the others: means over domains of medians over repeats.
+def ratios(domains: dict[str, dict[str, Cell]], drafter: str = "") -> dict[str, Any]:
+    """A drafter's adaptive engine against its others: means over domains of medians over repeats.
 
     `worst` is against the better of plain decoding and the best chain, in the domain where that is
     least. An oracle takes the best fixed budget of every domain.
     """
     out: dict[str, Any] = {}
-    fixed = [fixed_name(nodes) for nodes in BUDGETS]
-    if any(ADAPTIVE not in cells for cells in domains.values()):
+    fixed, own = [fixed_name(nodes, drafter) for nodes in BUDGETS], adaptive_name(drafter)
+    if any(own not in cells for cells in domains.values()):
         return out
-    chain, budget = best_chain(domains), best_of(domains, fixed)
-    out["plain"] = mean_speedup(domains, ADAPTIVE)
+    chain, budget = best_chain(domains, drafter), best_of(domains, fixed)
+    out["plain"] = mean_speedup(domains, own)
     if chain is not None:
-        out[BEST_CHAIN] = _mean_ratio(domains, lambda cells: cells[chain].speedup)
+        out[BEST_CHAIN] = _mean_ratio(domains, own, lambda cells: cells[chain].speedup)
         out["chain"] = chain
     better = {
-        domain: cells[ADAPTIVE].speedup / max(1.0, cells[chain].speedup if chain else 1.0)
+        domain: cells[own].speedup / max(1.0, cells[chain].speedup if chain else 1.0)
         for domain, cells in domains.items()
     }
     worst = min(better, key=better.__getitem__)
     out["worst"] = {"domain": worst, "ratio": better[worst]}
     if budget is not None:
-        out[BEST_FIXED] = _mean_ratio(domains, lambda cells: cells[budget].speedup)
+        out[BEST_FIXED] = _mean_ratio(domains, own, lambda cells: cells[budget].speedup)
         out["fixed"] = budget
         out[ORACLE] = _mean_ratio(
-            domains, lambda cells: max(cells[n].speedup for n in fixed if n in cells)
+            domains, own, lambda cells: max(cells[n].speedup for n in fixed if n in cells)
         )
     return out
 
 
 def _mean_ratio(
-    domains: dict[str, dict[str, Cell]], other: Callable[[dict[str, Cell]], float]
+    domains: dict[str, dict[str, Cell]], own: str, other: Callable[[dict[str, Cell]], float]
 ) -> float:
-    return fmean(cells[ADAPTIVE].speedup / other(cells) for cells in domains.values())
+    return fmean(cells[own].speedup / other(cells) for cells in domains.values())
+
+
+def _ratios_of_others(domains: dict[str, dict[str, Cell]]) -> dict[str, dict[str, Any]]:
+    """`ratios` of the drafters that are not the pair's own, by their rows' name."""
+    before, after = adaptive_name("/").split("/")
+    found = {}
+    for name in _names(domains):
+        if name != ADAPTIVE and name.startswith(before) and name.endswith(after):
+            drafter = name.removeprefix(before).removesuffix(after)
+            found[name] = ratios(domains, drafter)
+    return found
 
 
 def summary(table: Table) -> list[dict[str, Any]]:
@@ -157,6 +176,7 @@ def summary(table: Table) -> list[dict[str, Any]]:
             },
             "mean_speedup": {name: mean_speedup(domains, name) for name in _names(domains)},
             "adaptive_over": ratios(domains),
+            "other_drafters_over": _ratios_of_others(domains),
         }
         for (temperature, concurrency), domains in sorted(table.items())
     ]
@@ -168,7 +188,8 @@ def markdown(table: Table, errors: dict[str, float], command: str, title: str) -
     for (temperature, concurrency), domains in sorted(table.items()):
         lines += [f"## T={temperature:g}, concurrency {concurrency}", ""]
         lines += _method_table(domains)
-        lines += _ratio_lines(ratios(domains))
+        for name, found in ({ADAPTIVE: ratios(domains)} | _ratios_of_others(domains)).items():
+            lines += _ratio_lines(name, found)
     lines += _concurrency_table(table)
     if errors:
         lines += ["## What the controller expected", ""]
@@ -206,7 +227,7 @@ def _method_table(domains: dict[str, dict[str, Cell]]) -> list[str]:
     return [*lines, ""]
 
 
-def _ratio_lines(found: dict[str, Any]) -> list[str]:
+def _ratio_lines(name: str, found: dict[str, Any]) -> list[str]:
     if not found:
         return []
     parts = [f"plain {found['plain']:.2f}x"]
@@ -217,7 +238,7 @@ def _ratio_lines(found: dict[str, Any]) -> list[str]:
     parts.append(
         f"the better of plain and chain at worst {worst['ratio']:.2f}x ({worst['domain']})"
     )
-    return [f"{ADAPTIVE} over {', '.join(parts)}", ""]
+    return [f"{name} over {', '.join(parts)}", ""]
 
 
 def _concurrency_table(table: Table) -> list[str]:
@@ -237,6 +258,7 @@ def _concurrency_table(table: Table) -> list[str]:
 
 
 def _names(domains: dict[str, dict[str, Cell]]) -> list[str]:
-    order = [PLAIN, *map(dflash_name, CHAINS), *map(fixed_name, BUDGETS), ADAPTIVE]
-    ran = {name for cells in domains.values() for name in cells}
-    return [name for name in order if name in ran]
+    order = [PLAIN, *map(chain_name, CHAINS), *map(fixed_name, BUDGETS), ADAPTIVE]
+    ran = dict.fromkeys(name for cells in domains.values() for name in cells)
+    # Other drafters' rows as they ran, which is as `methods.engines` has them.
+    return [*(name for name in order if name in ran), *(name for name in ran if name not in order)]

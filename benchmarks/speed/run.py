@@ -30,6 +30,7 @@ from benchmarks.speed.methods import ADAPTIVE, PLAIN, SpeedEngine, engines, grou
 from benchmarks.speed.process import EngineProcess
 from benchmarks.speed.worker import Outcome, rmse
 from vllm_bastion.cost.devices import device_name
+from vllm_bastion.drafters import kind_of
 
 _WARM_UP_TOKENS = 24
 # Of `--quick`.
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pair = pair_of(given.pair)
     methods = engines(
         pair,
+        {folder: _method_of(folder) for folder in given.drafters},
         dtype=given.dtype or ("float32" if given.pair == "tiny" else "bfloat16"),
         eager=given.eager,
         rows=given.rows,
@@ -74,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stems = {kind: f"speed-{shape}-{kind.split()[0].lower()}" for kind in given.kinds}
     stems = {kind: f"speed-{shape}" if kind == PLAINEST else stem for kind, stem in stems.items()}
     options = {name: value for name, value in vars(given).items() if name not in ("out", "pair")}
+    options["drafters"] = [folder.name for folder in given.drafters]
     command = shlex.join(
         ["python", "-m", "benchmarks.speed", *(sys.argv[1:] if argv is None else argv)]
     )
@@ -126,6 +129,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--pair", default="tiny", help="tiny, a shape of benchmarks.widen, or a folder")
+    add("--drafters", nargs="+", type=Path, default=[], help="folders of other drafters, as rows")
     add("--quick", action="store_true", help="few prompts, methods and repeats")
     add("--only", nargs="+", default=[], help="methods whose name has one of these, and plain")
     add("--domains", nargs="+", default=list(DOMAINS), choices=DOMAINS)
@@ -147,6 +151,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             if getattr(given, name) == parser.get_default(name):
                 setattr(given, name, value)
     return given
+
+
+def _method_of(folder: Path) -> str:
+    kind = kind_of(json.loads((folder / "config.json").read_text())["architectures"])
+    if kind is None:
+        raise SystemExit(f"{folder} has no drafter that trees are grown from")
+    return kind.method
 
 
 def _fitting(pair: Path) -> int:
