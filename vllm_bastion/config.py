@@ -72,6 +72,12 @@ class BastionSpeculativeConfig(SpeculativeConfig):
                 self.draft_model_config.hf_config, self.target_model_config.max_model_len
             )
 
+    def compute_hash(self) -> str:
+        """As vLLM's: what a compiled model depends on, the kind of its products among it."""
+        from vllm_bastion.cpu.linear import has_linear
+
+        return f"{super().compute_hash()}-{self.bastion_drafter_weights}-{has_linear()}"
+
     def rope_only_sizes_cache(self) -> bool:
         """Whether the drafter's rotary frequencies do not depend on its max_position_embeddings."""
         rope = getattr(self.draft_model_config.hf_config, "rope_parameters", None) or {}

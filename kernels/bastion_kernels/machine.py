@@ -19,6 +19,7 @@ __all__ = [
     "add_atomically",
     "add_rows",
     "bits_of",
+    "call_llvm",
     "exp_of",
     "float_of",
     "float_of_half",
@@ -28,6 +29,7 @@ __all__ = [
     "lowest_bit",
     "multiply_8x32",
     "pointer",
+    "spread",
     "tile_config",
     "tile_load",
     "tile_multiply",
@@ -46,7 +48,8 @@ _POWERS = (
 )  # fmt: skip
 
 
-def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+def call_llvm(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """The result of one of LLVM's own functions, by its name and the type of what it gives."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, args)
@@ -113,7 +116,7 @@ def lowest_bit(typingctx, mask):
     """The number of the lowest bit that is set in a uint32."""
 
     def codegen(context, builder, signature, args):
-        return _call(builder, "llvm.cttz.i32", _I32, args[0], ir.Constant(ir.IntType(1), 1))
+        return call_llvm(builder, "llvm.cttz.i32", _I32, args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int32(types.uint32), codegen
 
@@ -167,11 +170,11 @@ def multiply_8x32(typingctx, a, a_at, a_row, b, b_at, b_row, c, c_at, c_row, len
             ]
             for i in range(8):
                 number = builder.load(at(a, i, a_row, loop.index))
-                many = _spread(builder, number)
+                many = spread(builder, number)
                 for half in range(2):
                     total = sums[2 * i + half]
                     builder.store(
-                        _call(
+                        call_llvm(
                             builder, "llvm.fma.v16f32", _VECTOR, many, halves[half],
                             builder.load(total),
                         ),
@@ -191,7 +194,7 @@ def _many(kind: Any, number: Any) -> ir.Constant:
     return ir.Constant(ir.VectorType(kind, 16), [number] * 16)
 
 
-def _spread(builder: Any, number: Any) -> Any:
+def spread(builder: Any, number: Any) -> Any:
     """A number in all 16 places of a vector."""
     nothing = ir.Constant(ir.VectorType(number.type, 16), ir.Undefined)
     one = builder.insert_element(nothing, number, ir.Constant(_I32, 0))
@@ -200,13 +203,13 @@ def _spread(builder: Any, number: Any) -> Any:
 
 def _each_16(builder: Any, base: Any, begin: Any, end: Any, width: Any) -> Any:
     """Over `width` numbers by sixteens: index, their pointer, which of them are in [begin, end)."""
-    begin, end = (_spread(builder, builder.trunc(x, _I32)) for x in (begin, end))
+    begin, end = (spread(builder, builder.trunc(x, _I32)) for x in (begin, end))
     first = ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
     with cgutils.for_range_slice(
         builder, ir.Constant(_I64, 0), width, ir.Constant(_I64, 16), inc=True
     ) as (index, _):
         at = builder.bitcast(builder.gep(base, [index]), _VECTOR.as_pointer())
-        places = builder.add(_spread(builder, builder.trunc(index, _I32)), first)
+        places = builder.add(spread(builder, builder.trunc(index, _I32)), first)
         live = builder.and_(
             builder.icmp_signed(">=", places, begin), builder.icmp_signed("<", places, end)
         )
@@ -224,9 +227,9 @@ def largest_of(typingctx, array, at, begin, end, width):
         for _, place, live in _each_16(builder, base, begin, end, width):
             numbers = builder.select(live, builder.load(place, align=4), _many(_F32, -1e30))
             builder.store(
-                _call(builder, "llvm.maxnum.v16f32", _VECTOR, numbers, builder.load(top)), top
+                call_llvm(builder, "llvm.maxnum.v16f32", _VECTOR, numbers, builder.load(top)), top
             )
-        return _call(builder, "llvm.vector.reduce.fmax.v16f32", _F32, builder.load(top))
+        return call_llvm(builder, "llvm.vector.reduce.fmax.v16f32", _F32, builder.load(top))
 
     index = types.int64
     return types.float32(array, index, index, index, index), codegen
@@ -247,15 +250,15 @@ def exp_of(typingctx, array, at, begin, end, width, scale, top, out, out_at):
         out = _address(context, builder, kinds[7], out, out_at)
         integers = ir.VectorType(_I32, 16)
         total = cgutils.alloca_once_value(builder, _many(_F32, 0.0))
-        scale, top = _spread(builder, scale), builder.fneg(_spread(builder, top))
+        scale, top = spread(builder, scale), builder.fneg(spread(builder, top))
 
         def fma(a, b, c):
             a, b, c = (x if isinstance(x, ir.Instruction) else _many(_F32, x) for x in (a, b, c))
-            return _call(builder, "llvm.fma.v16f32", _VECTOR, a, b, c)
+            return call_llvm(builder, "llvm.fma.v16f32", _VECTOR, a, b, c)
 
         for index, place, live in _each_16(builder, base, begin, end, width):
             x = fma(builder.load(place, align=4), scale, top)
-            x = _call(builder, "llvm.maxnum.v16f32", _VECTOR, x, _many(_F32, -87.0))
+            x = call_llvm(builder, "llvm.maxnum.v16f32", _VECTOR, x, _many(_F32, -87.0))
             # the nearest whole power of two, as a number and in the low bits of `shifted`
             shifted = fma(x, _LOG2_E, _ROUNDING)
             whole = builder.fsub(shifted, _many(_F32, _ROUNDING))
@@ -307,7 +310,7 @@ def add_rows(typingctx, line, at, width, factor, rows, seen, weights, first, cou
         rows = _address(context, builder, kinds[4], rows, ir.Constant(_I64, 0))
         seen = _address(context, builder, kinds[5], seen, first)
         weights = _address(context, builder, kinds[6], weights, first)
-        factor, by = _spread(builder, factor), _spread(builder, by)
+        factor, by = spread(builder, factor), spread(builder, by)
         vector, sixteen = _VECTOR.as_pointer(), ir.Constant(_I64, 16)
         sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(2)]
         with cgutils.for_range_slice(
@@ -321,11 +324,11 @@ def add_rows(typingctx, line, at, width, factor, rows, seen, weights, first, cou
             with cgutils.for_range(builder, count) as loop:
                 row = builder.sext(builder.load(builder.gep(seen, [loop.index])), _I64)
                 value = builder.gep(rows, [builder.add(builder.mul(row, width), column)])
-                weight = _spread(builder, builder.load(builder.gep(weights, [loop.index])))
+                weight = spread(builder, builder.load(builder.gep(weights, [loop.index])))
                 for half, total in enumerate(sums):
                     part = builder.gep(value, [ir.Constant(_I64, 16 * half)])
                     part = builder.load(builder.bitcast(part, vector), align=4)
-                    part = _call(
+                    part = call_llvm(
                         builder, "llvm.fma.v16f32", _VECTOR, weight, part, builder.load(total)
                     )
                     builder.store(part, total)
@@ -348,7 +351,7 @@ def has_tiles() -> bool:
 
 def _with_tiles(builder: Any, name: str, *args: Any) -> None:
     if has_tiles():
-        _call(builder, name, ir.VoidType(), *args)
+        call_llvm(builder, name, ir.VoidType(), *args)
 
 
 def _tile(number: Any) -> ir.Constant:

@@ -34,6 +34,7 @@ from vllm_bastion.cost.store import (
 )
 from vllm_bastion.cost.table import StepCostTable
 from vllm_bastion.cpu.int8 import int8_wanted
+from vllm_bastion.cpu.linear import has_linear
 from vllm_bastion.envs import interpreter_requested
 from vllm_bastion.logger import init_logger
 from vllm_bastion.step.runtime import runtime_of
@@ -163,11 +164,14 @@ def profile_key(runner: Any) -> ProfileKey:
     spec: BastionSpeculativeConfig = config.speculative_config
     backend = {g.backend.get_name() for groups in runner.attn_groups for g in groups}
     drafter = spec.draft_model_config.hf_config.to_dict()
-    if runner.device.type == "cpu" and int8_wanted(spec, config.model_config.dtype):
-        drafter["weights"] = "int8"
+    target = config.model_config.hf_text_config.to_dict()
+    if runner.device.type == "cpu":
+        if int8_wanted(spec, config.model_config.dtype):
+            drafter["weights"] = "int8"
+        target["products"] = "bastion" if has_linear() else "vllm"
     return ProfileKey(
         device=device_name(runner.device),
-        target_hash=config_hash(config.model_config.hf_text_config.to_dict()),
+        target_hash=config_hash(target),
         drafter_hash=config_hash(drafter),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         attention_backend="+".join(sorted(backend)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bf16 engine's drafter multiplies in int8 on a CPU; its target, and an fp32 engine, do not."""
+"""Whose products a bf16 engine's layers take on a CPU: the drafter's int8, the target's bf16."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bastion_kernels.linear.cpu import can_multiply
 from tests.e2e import cases
 from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
 
@@ -20,35 +21,37 @@ pytestmark = [
 ]
 
 
-def in_int8(session: Any) -> list[list[str]]:
-    """Probe: the layers of target and drafter whose product is ours."""
+def products(session: Any) -> list[dict[str, str]]:
+    """Probe: by whose product the layers of target and drafter multiply."""
     return [
-        [
-            name
+        {
+            name: layer.cpu_linear.__module__.removeprefix("vllm_bastion.cpu.")
             for name, layer in model.named_modules()
-            if "cpu.int8" in getattr(getattr(layer, "cpu_linear", None), "__module__", "")
-        ]
+            if hasattr(layer, "cpu_linear")
+        }
         for model in (session.runner.model, session.runner.speculator.model)
     ]
 
 
 @pytest.mark.parametrize("weights", ["auto", "checkpoint"])
-def test_the_drafter_alone(runner: Runner, weights: str) -> None:
-    engine = Engine(max_num_seqs=2, eager=True).with_bastion(GAMMA, GAMMA, drafter_weights=weights)
-    batch = Batch("int8 drafters")
+def test_whose_products(runner: Runner, weights: str) -> None:
+    engine = Engine(max_num_seqs=2).with_bastion(GAMMA, GAMMA, drafter_weights=weights)
+    batch = Batch("products")
     for name, text in cases.some(1, first=5):
         batch.add(name, text, max_tokens=32, ignore_eos=True)
     result = runner.run(
         replace(engine, extra=(("dtype", "bfloat16"),)), [batch],
-        probe="tests.e2e.test_int8_drafter:in_int8",
+        probe="tests.e2e.test_products:products",
     )["batches"][0]  # fmt: skip
     target, drafter = result["probed"][:2]
-    assert target == []
+    ours = "linear" if can_multiply() else "vllm.model_executor.layers.utils"
+    assert len(target) == 6 * 4 + 2 and set(target.values()) == {ours}
+    in_int8 = [name for name, product in drafter.items() if product == "int8"]
     if weights == "auto":
-        assert len(drafter) == 3 * 4 + 1 and "lm_head" in drafter
-        assert not any(name.endswith("fc") for name in drafter)
+        assert len(in_int8) == 3 * 4 + 1 and "lm_head" in in_int8
+        assert not any(name.endswith("fc") for name in in_int8)
     else:
-        assert drafter == []
+        assert in_int8 == [] and ours in drafter.values()
     for request in result["requests"].values():
         assert len(request["token_ids"]) == 32
     # Drafts as good as one would expect of this drafter: it emits some three tokens a step.

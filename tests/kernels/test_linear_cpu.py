@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of a few rows against float64 ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bastion_kernels.linear.cpu import can_multiply, linear_cpu, pack_weight
+
+pytestmark = pytest.mark.skipif(not can_multiply(), reason="for CPUs that multiply bfloat16 pairs")
+
+
+def product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = torch.full((len(x), packed.shape[0] * 16), torch.nan, dtype=torch.bfloat16)
+    linear_cpu(x, packed, bias, out)
+    return out
+
+
+# More than 24 rows take several passes, more than 4096 of K two parts, and 3000 rows two blocks.
+@pytest.mark.parametrize("rows", [1, 2, 17, 24, 25, 33, 65, 300, 3000])
+@pytest.mark.parametrize(("outer", "inner"), [(16, 2), (160, 66), (1024, 192), (48, 9000)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_product(rows: int, outer: int, inner: int, biased: bool) -> None:
+    g = torch.Generator().manual_seed(rows * outer)
+    weight = torch.randn(outer, inner, generator=g).bfloat16()
+    bias = torch.randn(outer, generator=g).bfloat16() if biased else None
+    # Rows that lie apart.
+    x = torch.randn(rows, inner + 8, generator=g).bfloat16()[:, :inner]
+    packed = pack_weight(weight)
+    assert packed is not None
+    got = product(x, packed, bias)
+    truth = x.double() @ weight.double().t()
+    sizes = x.double().abs() @ weight.double().abs().t()
+    if bias is not None:
+        truth, sizes = truth + bias.double(), sizes + bias.double().abs()
+    # A bf16's rounding of what comes out, and fp32's of so many terms.
+    assert bool(((got.double() - truth).abs() <= truth.abs() / 256 + sizes * 2e-6).all())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_does_not_depend_on_those_beside_it(threads: int) -> None:
+    before = torch.get_num_threads()
+    g = torch.Generator().manual_seed(5)
+    packed = pack_weight(torch.randn(352, 6000, generator=g).bfloat16())
+    assert packed is not None
+    x = torch.randn(70, 6000, generator=g).bfloat16()
+    alone = torch.cat([product(row[None], packed) for row in x])
+    torch.set_num_threads(threads)
+    try:
+        for rows in (2, 17, 49, 70):
+            assert torch.equal(product(x[-rows:], packed), alone[-rows:])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_numbers_that_are_none() -> None:
+    weight = torch.eye(16).bfloat16()
+    packed = pack_weight(weight)
+    assert packed is not None
+    x = torch.tensor([[torch.inf, torch.nan, 3.4e38, -torch.inf, *[0.0] * 12]]).bfloat16()
+    got = product(x, packed)
+    assert torch.equal(got.isnan(), (x.float() @ weight.float()).isnan())
+
+
+def test_sizes_that_are_left_to_others() -> None:
+    assert pack_weight(torch.zeros(24, 64, dtype=torch.bfloat16)) is None
+    assert pack_weight(torch.zeros(32, 63, dtype=torch.bfloat16)) is None
