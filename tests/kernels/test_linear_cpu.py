@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bastion_kernels.linear.cpu import can_multiply, linear_cpu, pack_weight
+from bastion_kernels.linear.cpu import (
+    Int8Weight,
+    can_multiply,
+    linear_cpu,
+    linear_int8_cpu,
+    pack_weight,
+)
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="for CPUs that multiply bfloat16 pairs")
 
@@ -53,6 +59,25 @@ def test_a_row_does_not_depend_on_those_beside_it(threads: int) -> None:
             assert torch.equal(product(x[-rows:], packed), alone[-rows:])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 25, 65, 3000])
+@pytest.mark.parametrize(("outer", "inner"), [(16, 4), (1024, 192), (48, 9000)])
+def test_int8(rows: int, outer: int, inner: int) -> None:
+    g = torch.Generator().manual_seed(rows * outer)
+    sizes = torch.logspace(-3, 3, outer)[:, None]
+    kept = Int8Weight((torch.randn(outer, inner, generator=g) * sizes).bfloat16())
+    x = torch.randn(rows, inner + 8, generator=g).bfloat16()[:, :inner]
+    x[-1] = 0
+    got = torch.empty(rows, outer, dtype=torch.bfloat16)
+    linear_int8_cpu(x, kept.values, kept.start, kept.scales, got)
+    # The whole numbers that are to be multiplied; their sums are exact in float64.
+    weight = kept.values.view(outer // 16, inner // 4, 16, 4).transpose(1, 2).reshape(outer, inner)
+    top = x.float().abs().amax(1, keepdim=True)
+    whole = (x.float() * torch.where(top > 0, torch.tensor(127) / top, 0)).round()
+    truth = (whole.double() @ weight.double().t()) * (top / 127) * kept.scales
+    assert bool(((got.double() - truth).abs() <= truth.abs() / 250).all())
+    assert bool((got[-1] == 0).all())
 
 
 def test_numbers_that_are_none() -> None:

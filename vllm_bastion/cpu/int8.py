@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
 
+from bastion_kernels.linear.cpu import Int8Weight, round_rows
 from vllm_bastion.config import BastionSpeculativeConfig
+from vllm_bastion.cpu.linear import has_linear
 
-_ROWS = 4096  # of a matrix that are rounded at once, in fp32
 _PRIMITIVES = 32  # shapes whose code oneDNN keeps, as in vLLM's own layers
 
 
@@ -39,11 +40,9 @@ def int8_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Te
 
     A scale for every row of the weight, and for every row of x when it comes.
     """
-    scales = weight.abs().amax(1).float().clamp_(min=1e-12).div_(127)
-    rounded = torch.empty(weight.shape, dtype=torch.int8)
-    for first in range(0, len(weight), _ROWS):
-        part = slice(first, first + _ROWS)
-        rounded[part] = weight[part].float().div_(scales[part, None]).round_()
+    if has_linear() and weight.shape[0] % 16 == 0 and weight.shape[1] % 4 == 0:
+        return _our_product(weight)
+    rounded, scales = round_rows(weight)
     handler = ops.create_onednn_scaled_mm(
         rounded.t(), scales, weight.dtype, True, False, _PRIMITIVES
     )
@@ -57,6 +56,17 @@ def int8_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Te
         return out if bias is None else out + bias
 
     product.scales = scales  # type: ignore[attr-defined]  # oneDNN reads them where they are
+    return product
+
+
+def _our_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    packed = Int8Weight(weight)
+    values, start, scales = packed.values, packed.start, packed.scales
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch.ops.vllm_bastion.linear_int8(x, values, start, scales)
+        return out if bias is None else out + bias
+
     return product
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bf16 matrix products of method "bastion" on a CPU with vector instructions for them.
+"""Matrix products of method "bastion" on a CPU with bf16 and int8 vectors, and no matrix registers.
 
 vLLM's own (oneDNN) take half as long again for 17 rows as for one there: it waits for weights, then
 multiplies, where both can be done at once. Tokens are as exact as with any other order of a sum.
@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 
-from bastion_kernels.linear.cpu import can_multiply, linear_cpu, pack_weight
+from bastion_kernels.linear.cpu import (
+    can_multiply,
+    linear_cpu,
+    linear_int8_cpu,
+    pack_weight,
+)
 
 
 @lru_cache
@@ -23,24 +28,37 @@ def has_linear() -> bool:
     return can_multiply()
 
 
-# An op, so that vLLM's compiled models can call it.
+# Ops, so that vLLM's compiled models can call them.
 _library = Library("vllm_bastion", "DEF")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+_library.define("linear_int8(Tensor x, Tensor values, Tensor start, Tensor scales) -> Tensor")
 
 
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    out = _linear_meta(x, packed, bias)
-    rows = x.reshape(-1, x.shape[-1])
-    linear_cpu(rows if rows.stride(-1) == 1 else rows.contiguous(), packed, bias, out)
+    out = _result(x, packed)
+    linear_cpu(_rows(x), packed, bias, out)
     return out
 
 
-def _linear_meta(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_int8(x: Tensor, values: Tensor, start: Tensor, scales: Tensor) -> Tensor:
+    out = _result(x, values)
+    linear_int8_cpu(_rows(x), values, start, scales, out)
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _result(x: Tensor, packed: Tensor, *_: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0] * 16)
 
 
 _library.impl("linear", _linear, "CPU")
-_library.impl("linear", _linear_meta, "Meta")
+_library.impl("linear", _result, "Meta")
+_library.impl("linear_int8", _linear_int8, "CPU")
+_library.impl("linear_int8", _result, "Meta")
 
 
 def install_linear(layer: Any, remove_weight: bool) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""x @ weight.T for bfloat16, over a weight that is packed once for vector registers."""
+"""x @ weight.T in bfloat16 or int8, over a weight that is packed once for vector registers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ if HAVE_NUMBA:
 
 _calls = threading.local()
 
-__all__ = ["can_multiply", "linear_cpu", "pack_weight"]
+_PART = 4096  # rows of a weight that are rounded at once, in fp32
+
+__all__ = [
+    "Int8Weight", "can_multiply", "linear_cpu", "linear_int8_cpu", "pack_weight", "round_rows",
+]  # fmt: skip
 
 
 def can_multiply() -> bool:
@@ -29,15 +33,43 @@ def can_multiply() -> bool:
 
 
 def pack_weight(weight: Tensor) -> Tensor | None:
-    """weight: [N, K] bf16 -> [N / 16, K / 2, 32] bf16, or None for sizes that do not divide so.
+    """weight: [N, K] of w bytes -> [N / 16, w K / 4, 64 / w], or None if they do not divide.
 
-    Pairs of neighbours in K for 16 columns at a time, as one instruction multiplies them.
+    Words of 4 bytes of K for 16 columns at a time, as one instruction multiplies them.
     """
     outer, inner = weight.shape
-    if outer % COLUMNS or inner % 2:
+    word = 4 // weight.element_size()
+    if outer % COLUMNS or inner % word:
         return None
-    packed = weight.view(outer // COLUMNS, COLUMNS, inner // 2, 2).transpose(1, 2)
-    return packed.reshape(outer // COLUMNS, inner // 2, 2 * COLUMNS)
+    packed = weight.view(outer // COLUMNS, COLUMNS, inner // word, word).transpose(1, 2)
+    return packed.reshape(outer // COLUMNS, inner // word, word * COLUMNS)
+
+
+class Int8Weight:
+    """weight: [N, K] bf16, not kept: what `linear_int8_cpu` takes.
+
+    Raises:
+        ValueError: N is not a multiple of 16, or K not of 4.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        rounded, self.scales = round_rows(weight)
+        values = pack_weight(rounded)
+        if values is None:
+            raise ValueError(f"a weight of {tuple(weight.shape)} cannot be packed")
+        self.values = values
+        # x comes unsigned, 128 too large.
+        self.start = -128 * rounded.sum(1, dtype=torch.int32)
+
+
+def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight: [N, K] -> the nearest [N, K] int8, and [N] float32 that rows were divided by."""
+    scales = weight.abs().amax(1).float().clamp_(min=1e-12).div_(127)
+    rounded = torch.empty(weight.shape, dtype=torch.int8)
+    for first in range(0, len(weight), _PART):
+        part = slice(first, first + _PART)
+        rounded[part] = weight[part].float().div_(scales[part, None]).round_()
+    return rounded, scales
 
 
 class _Call:
@@ -68,13 +100,29 @@ def linear_cpu(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> N
         bias: [N] bf16 or None.
         out: [M, N] bf16, contiguous; written.
     """
-    rows, inner = x.shape
+    _multiply(x, packed, 0 if bias is None else bias.data_ptr(), out, 0)
+
+
+def linear_int8_cpu(x: Tensor, values: Tensor, start: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Products of rows, each rounded to int8 by its own scale, with an `Int8Weight`'s parts.
+
+    Args:
+        x: [M, K] bf16, of unit stride in K.
+        values: [N / 16, K / 4, 64] int8.
+        start: [N] int32.
+        scales: [N] float32.
+        out: [M, N] bf16, contiguous; written.
+    """
+    _multiply(x, values, start.data_ptr(), out, scales.data_ptr())
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: int, out: Tensor, scales: int) -> None:
+    rows, words = x.shape[0], packed.shape[1]
     threads = torch.get_num_threads()
-    at_once, need = rows_at_once(rows, inner)
+    at_once, need = rows_at_once(rows, words)
     call = _calls.__dict__.get("call") or _calls.__dict__.setdefault("call", _Call())
     call.told[:] = (
         0, 0, threads, call.scratch(threads * need), need, at_once, x.data_ptr(), 2 * x.stride(0),
-        rows, inner, packed.data_ptr(), packed.shape[0], 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
+        rows, words, packed.data_ptr(), packed.shape[0], bias, out.data_ptr(), scales,
     )  # fmt: skip
     on_all_threads(compiled(), call.address, threads)
