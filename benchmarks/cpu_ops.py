@@ -215,9 +215,7 @@ def plain(context: int, requests: int, sizes: Sizes) -> dict[str, Callable[[], o
         logits_soft_cap=0, kv_cache_dtype="auto", tree_sinks=None,
     )  # fmt: skip
     common = (requests, 1, starts, context, lengths, table, torch.zeros(0))
-    everything = Part(
-        slice(0, requests), slice(0, requests), CPUAttentionMetadata(*common, plan), starts
-    )
+    everything = Part(slice(0, requests), CPUAttentionMetadata(*common, plan))
     metadata = TreeCPUAttentionMetadata(*common, None, _parts=[everything])
     layer = SimpleNamespace(isa=isa_of(sizes), _k_scale_float=1.0, _v_scale_float=1.0)
     theirs = (query, keys, values, out.clone(), starts, lengths, scale, True, None, -1, table, 0.0)

@@ -36,6 +36,7 @@ __all__ = [
     "tile_release",
     "tile_store",
     "tile_zero",
+    "widen",
 ]
 
 _F32, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -109,6 +110,32 @@ def half_of(typingctx, number):
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
 
     return types.int16(types.float32), codegen
+
+
+@intrinsic
+def widen(typingctx, bits, at, out, to, count, step, out_step):
+    """`count` runs of 32 bfloat16 as float32, `step` and `out_step` numbers apart; both flat."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        bits, at, out, to, count, step, out_step = args
+        source = _address(context, builder, kinds[0], bits, at)
+        target = _address(context, builder, kinds[2], out, to)
+        halves, integers = (ir.VectorType(kind, 16) for kind in (ir.IntType(16), _I32))
+        with cgutils.for_range(builder, count) as loop:
+            for part in (0, 16):
+                place = ir.Constant(_I64, part)
+                run = builder.add(builder.mul(loop.index, step), place)
+                run = builder.bitcast(builder.gep(source, [run]), halves.as_pointer())
+                number = builder.zext(builder.load(run, align=2), integers)
+                number = builder.shl(number, _many(_I32, 16))
+                into = builder.add(builder.mul(loop.index, out_step), place)
+                into = builder.bitcast(builder.gep(target, [into]), _VECTOR.as_pointer())
+                builder.store(builder.bitcast(number, _VECTOR), into, align=4)
+        return context.get_dummy_value()
+
+    index = types.int64
+    return types.void(bits, index, out, index, index, index, index), codegen
 
 
 @intrinsic

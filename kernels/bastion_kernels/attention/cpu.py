@@ -104,9 +104,9 @@ class AttentionLayer:
         self._told = self._call.view(np.int64)
         self._address = self._call.ctypes.data
         self._needs: dict[int, int] = {}
-        call, direct = self._call[0], layout.kind == VECTOR and kv_cache.dtype == torch.float32
+        call, by_channel = self._call[0], layout.kind == VECTOR
         self._told[OF_LAYER] = (
-            self._counters.ctypes.data, heads // kv_heads, kv_heads, dim, page, direct,
+            self._counters.ctypes.data, heads // kv_heads, kv_heads, dim, page, by_channel,
             kv_cache.data_ptr(), *kv_cache.stride()[:2], layout.places.data_ptr(), window,
             0 if sinks is None else sinks.data_ptr(), FORMS[kv_cache.dtype], tiles,
         )  # fmt: skip

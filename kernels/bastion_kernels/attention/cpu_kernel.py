@@ -67,8 +67,8 @@ _STEP = (
     "bits_slot", "bits_row", "depths", "depths_slot",
 )  # fmt: skip
 _LAYER = (
-    "counters", "group", "kv_heads", "dim", "page", "direct", "cache", "cache_block", "cache_head",
-    "places", "window", "sinks", "form", "matrix",
+    "counters", "group", "kv_heads", "dim", "page", "by_channel", "cache", "cache_block",
+    "cache_head", "places", "window", "sinks", "form", "matrix",
 )  # fmt: skip
 CALL = np.dtype(
     [(name, np.int64) for name in (*_ROWS, *_STEP, *_LAYER)]

@@ -27,6 +27,7 @@ from bastion_kernels.machine import (
     tile_multiply,
     tile_store,
     tile_zero,
+    widen,
 )
 from bastion_kernels.native import inner
 
@@ -214,12 +215,20 @@ def _place_vectors(t, cache, head, table, tile, tokens, with_values, work):
     dim, page, wide = t.dim, t.page, -(-t.dim // GROUP) * GROUP
     places = carray(pointer(t.places), (page, 2 * dim), np.int32)
     for group in range(-(-tokens // GROUP)):
-        if t.direct:
+        if t.by_channel:
             block, offset = divmod(tile + GROUP * group, page)
             slab = table[block] * t.cache_block + head * t.cache_head
             at[group], at[64 + group] = slab + offset, slab + page * dim + offset * dim
-            continue
+            if t.form == 0:
+                continue
+        keys, values = at[group], at[64 + group]
         at[group], at[64 + group] = GROUP * dim * group, TILE * dim + GROUP * wide * group
+        if t.by_channel and t.form == 1:
+            widen(cache, keys, panel, at[group], dim, page, GROUP)
+            if with_values:
+                count = min(GROUP, tokens - GROUP * group) * (dim // GROUP)
+                widen(cache, values, panel, at[64 + group], count, GROUP, GROUP)
+            continue
         for token in range(min(GROUP, tokens - GROUP * group)):
             block, offset = divmod(tile + GROUP * group + token, page)
             slab = table[block] * t.cache_block + head * t.cache_head
@@ -235,7 +244,7 @@ def _place_vectors(t, cache, head, table, tile, tokens, with_values, work):
 def _score_vectors(t, floats, first, rows, tokens, work):
     """Scores [32, TILE] of rows from `first` on."""
     asked, _, scores, _, panel, at = work
-    source, stride = (floats, t.page) if t.direct else (panel, GROUP)
+    source, stride = (floats, t.page) if t.by_channel and t.form == 0 else (panel, GROUP)
     for group in range(-(-tokens // GROUP)):
         for row in range(0, min(GROUP, rows - first), 8):
             multiply_8x32(
@@ -249,7 +258,7 @@ def _mix_vectors(t, floats, first, rows, tokens, mixed, work):
     """Add weights @ values of a tile to mixed, whose rows are padded to whole groups."""
     _, _, scores, _, panel, at = work
     wide = -(-t.dim // GROUP) * GROUP
-    source = floats if t.direct else panel
+    source = floats if t.by_channel and t.form == 0 else panel
     for group in range(-(-tokens // GROUP)):
         length = min(GROUP, tokens - GROUP * group)
         for c in range(0, wide, GROUP):
@@ -263,10 +272,10 @@ def _mix_vectors(t, floats, first, rows, tokens, mixed, work):
 @inner
 def _value_vectors(t, cache, slab, offset, out):
     """A token's value in float32."""
-    if t.direct:
+    if t.by_channel:
         row = cache[slab + t.dim * (t.page + offset) : slab + t.dim * (t.page + offset + 1)]
         for c in range(t.dim):
-            out[c] = float_of(np.int32(row[c]))
+            out[c] = widened(row[c], t.form)
         return
     places = carray(pointer(t.places), (t.page, 2 * t.dim), np.int32)
     for c in range(t.dim):
