@@ -83,6 +83,9 @@ class Engine:
     max_num_seqs: int = 1
     max_num_batched_tokens: int = ROWS
     max_model_len: int = 512
+    dtype: str = "float32"
+    # None: as vLLM chooses
+    prefix_caching: bool | None = None
     probe: str | None = None
     timed: bool = False
 
@@ -91,8 +94,9 @@ class Engine:
         return {
             "model": str(self.target),
             "speculative_config": self.speculative,
-            "dtype": "float32",
+            "dtype": self.dtype,
             "enforce_eager": True,
+            "enable_prefix_caching": self.prefix_caching,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,

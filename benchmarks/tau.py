@@ -4,6 +4,7 @@
     python benchmarks/tau.py                      # T=0: results/tau.json, results/tau.md
     python benchmarks/tau.py --temperature 1      # results/tau-t1.json, results/tau-t1.md
     python benchmarks/tau.py --prompts 10         # a third of the prompts
+    python benchmarks/tau.py --pair benchmarks/tiny/hybrid --dtype bfloat16   # results/tau-hybrid.*
 
 Every configuration is an engine of its own that decodes the held-out prompts one at a time, as the
 paper does. tau of a domain = tokens emitted / target forwards over its prompts; the forward that
@@ -13,6 +14,8 @@ prompt number i has the seed i.
 "adaptive" chooses the budget of each step by cost. What tree is best depends on the machine, so
 there are two rows: with the costs measured on this CPU (`results/cpu-profile.json`), and with those
 that the paper prints for an A100.
+
+In bfloat16 texts may part where two tokens are as good: see `benchmarks.near_ties`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,7 @@ from benchmarks.engine import (
     provenance,
     run_engine,
 )
+from benchmarks.near_ties import Judge
 from benchmarks.progress import Progress
 from benchmarks.replay.costs import from_profile, paper_a100
 
@@ -56,15 +61,19 @@ _SAMPLED = (
 )
 
 
-def configurations(target: Path, drafter: Path, profile: Path, folder: Path) -> dict[str, Engine]:
+def configurations(pair: Path, dtype: str, profile: Path, folder: Path) -> dict[str, Engine]:
     """Engines by the name of their row."""
+    drafter = pair / "drafter"
     spec = {PLAIN: None, "dflash chain": dflash(drafter)}
     spec |= {f"bastion, N = {n}": bastion(drafter, n, n) for n in BUDGETS}
     for source in (paper_a100(ROWS), from_profile("this CPU", profile, ROWS)):
         costs = write_costs(source, folder / f"{len(spec)}.json")
         tree = bastion(drafter, NODES, "adaptive", calibration=costs, latency_model="table")
         spec[f"bastion, adaptive ({source.name})"] = tree
-    return {name: Engine(speculative, target) for name, speculative in spec.items()}
+    return {
+        name: Engine(speculative, pair / "target", dtype=dtype, prefix_caching=False)
+        for name, speculative in spec.items()
+    }
 
 
 def summary(
@@ -88,6 +97,15 @@ def summary(
     return out
 
 
+def near_ties(judge: Judge, texts: list[str], done: Run, reference: Run) -> int:
+    """How many completions part from the reference's at a near-tie."""
+    count = 0
+    for text, one, other in zip(texts, done.completions, reference.completions, strict=True):
+        if one.token_ids != other.token_ids:
+            count += judge.tied(text, one.token_ids, other.token_ids)
+    return count
+
+
 def markdown(results: dict[str, Any], temperature: float, command: str, marker: str) -> str:
     """The README's table, between markers."""
     lines = [
@@ -101,7 +119,10 @@ def markdown(results: dict[str, Any], temperature: float, command: str, marker: 
         taus = [row[domain]["tau"] for domain in DOMAINS]
         cells = [f"{tau:.2f}" for tau in (*taus, total["tau_mean_of_domains"])]
         cells += [f"{total['verified_per_forward']:.1f}", str(total["forwards"])]
-        cells += [f"{total['identical_to_plain']}/{total['prompts']}"]
+        same = f"{total['identical_to_plain']}/{total['prompts']}"
+        if total.get("near_ties"):
+            same += f", {total['near_ties']} part at a near-tie"
+        cells += [same]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     if temperature:
         lines += ["", _SAMPLED]
@@ -118,27 +139,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=30, help="per domain (default 30)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens (default 64)")
     parser.add_argument("--only", nargs="*", default=[], help="rows whose name has one of these")
-    parser.add_argument("--target", type=Path, default=TINY / "target")
-    parser.add_argument("--drafter", type=Path, default=TINY / "drafter")
+    parser.add_argument("--pair", type=Path, default=TINY, help="folder of target and drafter")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--data", type=Path, default=TINY / "prompts.jsonl")
     parser.add_argument("--profile", type=Path, default=RESULTS / "cpu-profile.json")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if not given.profile.exists():
         parser.error(f"no {given.profile}: run 'python -m benchmarks.replay.record --profile'")
-    stem = "tau" if given.temperature == 0 else f"tau-t{given.temperature:g}"
+    stem = "tau" if given.pair == TINY else f"tau-{given.pair.name}"
+    stem += "" if given.temperature == 0 else f"-t{given.temperature:g}"
+    exact = given.dtype == "float32" or given.temperature
+    judge = None if exact else Judge(given.pair / "target")
     prompts = load_prompts(given.data, given.prompts)
     requests = [
         Request(row["id"], row["prompt"], given.tokens, given.temperature, seed)
         for seed, row in enumerate(prompts)
     ]
     domain_of = {row["id"]: row["domain"] for row in prompts}
+    texts = [row["prompt"] for row in prompts]
     source = provenance()
     results: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     reference: Run | None = None
     with tempfile.TemporaryDirectory() as folder:
-        engines = configurations(given.target, given.drafter, given.profile, Path(folder))
+        engines = configurations(given.pair, given.dtype, given.profile, Path(folder))
         for name, engine in engines.items():
             if given.only and not any(part in name for part in (*given.only, PLAIN)):
                 continue
@@ -147,6 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             reference = reference or done
             results[name] = summary(done, reference, domain_of)
             total = results[name]["all"]
+            if judge is not None:
+                total["near_ties"] = near_ties(judge, texts, done, reference)
+                if done is reference:
+                    plain = [c.token_ids for c in done.completions]
+                    total["by_transformers"] = asdict(judge.agreement(texts, plain))
             seconds[name] = round(progress.seconds, 1)
             progress.done(f"tau {total['tau_mean_of_domains']:.2f} in {seconds[name]:.0f} s")
     given.out.mkdir(parents=True, exist_ok=True)
@@ -157,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "batch": 1,
         "gamma": GAMMA,
         "nodes": NODES,
-        "dtype": "float32",
+        "dtype": given.dtype,
     }
     report = {"provenance": source, "settings": settings, "results": results, "seconds": seconds}
     (given.out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")

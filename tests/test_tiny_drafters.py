@@ -46,7 +46,7 @@ def test_a_checkpoint_keeps_what_its_drafter_drafts(
 ) -> None:
     torch.manual_seed(0)
     target, drafter = Target(DIMS), make_drafter(head, causal and head is None)
-    save_drafter(drafter, tmp_path, 6, eos_id=0)
+    save_drafter(drafter, tmp_path, target, eos_id=0)
     again = load_drafter(tmp_path)
     for mine, theirs in zip(*(draft(target, d, IDS, 20) for d in (drafter, again)), strict=True):
         assert torch.equal(mine, theirs)

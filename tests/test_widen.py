@@ -24,7 +24,7 @@ from benchmarks.widen.widening import (
 )
 
 from drafter import load_drafter, save_drafter  # isort: skip  (benchmarks.widen finds them)
-from model import load_target, save_target  # isort: skip
+from checkpoints import load_target, save_target  # isort: skip
 
 VOCAB = 64
 DIMS = Dims(
@@ -56,7 +56,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 else:
                     weight.normal_(std=1.0 if "embed" in name else weight.shape[1] ** -0.5)
     save_target(target, folder / "target", eos_id=0)
-    save_drafter(drafter, folder / "drafter", DIMS.num_hidden_layers, eos_id=0)
+    save_drafter(drafter, folder / "drafter", target, eos_id=0)
     (folder / "target" / "tokenizer.json").write_text("{}")
     return folder
 

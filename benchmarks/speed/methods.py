@@ -33,6 +33,7 @@ class SpeedEngine(Engine):
 
     max_num_seqs: int = 16
     dtype: str = "auto"
+    prefix_caching: bool | None = False  # a repeat must find nothing of the one before
     eager: bool = False
     # None: vLLM's own
     rows: int | None = None
@@ -40,14 +41,11 @@ class SpeedEngine(Engine):
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `LLM`."""
-        arguments = {
+        return {
             **super().arguments(),
-            "dtype": self.dtype,
             "enforce_eager": self.eager,
             "max_num_batched_tokens": self.rows,
         }
-        # A repeat must find nothing of the one before.
-        return arguments | {"enable_prefix_caching": False}
 
 
 # Rows of drafters. The pair's own is not named in them; another one is, by its folder.

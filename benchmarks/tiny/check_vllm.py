@@ -20,10 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
+from checkpoints import load_target
 from drafter import load_drafter
 from evaluate import GAMMA, HERE, NEW_TOKENS, Drafts, draft, walk
 from heads import Markov
-from model import load_target
 from rollouts import continue_batch
 from transformers import AutoTokenizer
 

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoints import AnyTarget
 from heads import Markov, Selector
 from model import Dims, Layer, RMSNorm, Target, hf_config, rope_tables, save_bf16
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 BLOCK_SIZE = 16
-TARGET_LAYER_IDS = (1, 3, 4)
+TARGET_LAYER_IDS = Target.feature_layers
 DRAFTER_LAYERS = 3
 
 
@@ -54,12 +55,14 @@ class Drafter(nn.Module):
         """What knows the token before, if anything does."""
         return next((m for m in self.children() if isinstance(m, Selector | Markov)), None)
 
-    def logits(self, target: Target, states: Tensor, before: Tensor) -> Tensor:
+    def logits(self, target: AnyTarget, states: Tensor, before: Tensor) -> Tensor:
         """[..., V] of states [..., H] whose positions follow the tokens `before` [...]."""
         logits = target.logits(states).float()
         return logits if self.head is None else logits + self.head.bias(before, states).float()
 
-    def forward(self, target: Target, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+    def forward(
+        self, target: AnyTarget, features: Tensor, tokens: Tensor, anchors: Tensor
+    ) -> Tensor:
         """Draft states for A blocks of every sequence.
 
         features: [B, T, F*H] of the target for positions 0..T-1.
@@ -118,9 +121,9 @@ def fix_key_norms(model: Drafter) -> None:
         scale.requires_grad_(False)
 
 
-def save_drafter(model: Drafter, folder: Path, target_layers: int, eos_id: int) -> None:
+def save_drafter(model: Drafter, folder: Path, target: AnyTarget, eos_id: int) -> None:
     """Write the checkpoint as vLLM reads it (no embedding, no head for the vocabulary)."""
-    dflash = {"mask_token_id": model.mask_id, "target_layer_ids": list(TARGET_LAYER_IDS)}
+    dflash = {"mask_token_id": model.mask_id, "target_layer_ids": list(target.feature_layers)}
     kind: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
     weights = model.state_dict()
     if model.causal:
@@ -135,7 +138,7 @@ def save_drafter(model: Drafter, folder: Path, target_layers: int, eos_id: int) 
         model.dims,
         **kind,
         block_size=BLOCK_SIZE,
-        num_target_layers=target_layers,
+        num_target_layers=target.dims.num_hidden_layers,
         layer_types=["full_attention"] * model.dims.num_hidden_layers,
         max_window_layers=model.dims.num_hidden_layers,
         tie_word_embeddings=False,

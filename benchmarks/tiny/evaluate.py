@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from drafter import BLOCK_SIZE, TARGET_LAYER_IDS, Drafter, load_drafter
+from checkpoints import AnyTarget, load_target
+from drafter import BLOCK_SIZE, Drafter, load_drafter
 from heads import CANDIDATES
-from model import Target, load_target
 from rollouts import continue_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -148,10 +148,10 @@ def walk(drafts: Drafts, ids: list[int], start: int, budget: int | None) -> tupl
 
 
 @torch.inference_mode()
-def draft(target: Target, drafter: Drafter, ids: Tensor, start: int) -> Lattice:
+def draft(target: AnyTarget, drafter: Drafter, ids: Tensor, start: int) -> Lattice:
     """The drafts of every block of a continuation: ids [L], NEW_TOKENS blocks."""
     anchors = torch.arange(start, start + NEW_TOKENS)[None]
-    _, features = target(ids[None], features=TARGET_LAYER_IDS)
+    _, features = target(ids[None], features=target.feature_layers)
     states = drafter(target, features, ids[anchors], anchors)[0]
     log_q = target.logits(states).log_softmax(-1)
     if drafter.head is None:
@@ -174,7 +174,7 @@ def loops(ids: list[int]) -> bool:
 
 
 def table(
-    target: Target, drafter: Drafter, prompts: list[dict], tok, temperature: float, samples: int
+    target: AnyTarget, drafter: Drafter, prompts: list[dict], tok, temperature: float, samples: int
 ) -> None:
     """Print tau per domain for one temperature."""
     counts: dict[tuple[str, int | None], list[int]] = defaultdict(lambda: [0, 0])
@@ -232,16 +232,16 @@ def _print_row(name: str, taus: dict[int | None, float], last: str) -> None:
     )
 
 
-def check(folder: Path, target: Target, prompts: list[dict], tok) -> None:
-    """Largest difference to transformers' Qwen3 in logits and in the drafter's features."""
+def check(folder: Path, target: AnyTarget, prompts: list[dict], tok) -> None:
+    """Largest difference to transformers in logits and in the drafter's features."""
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     worst = [0.0, 0.0]
     with torch.inference_mode():
         for row in prompts[::10]:
             ids = torch.tensor([tok(row["prompt"])["input_ids"]])
             theirs = reference(ids, output_hidden_states=True)
-            hidden, features = target(ids, features=TARGET_LAYER_IDS)
-            picked = torch.cat([theirs.hidden_states[i + 1] for i in TARGET_LAYER_IDS], -1)
+            hidden, features = target(ids, features=target.feature_layers)
+            picked = torch.cat([theirs.hidden_states[i + 1] for i in target.feature_layers], -1)
             worst[0] = max(worst[0], float((theirs.logits - target.logits(hidden)).abs().max()))
             worst[1] = max(worst[1], float((picked - features).abs().max()))
     print(f"largest difference to transformers: logits {worst[0]:.1e}, features {worst[1]:.1e}")

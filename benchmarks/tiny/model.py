@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 
@@ -136,6 +136,8 @@ class Cache:
 class Target(nn.Module):
     """Qwen3 language model with a tied head."""
 
+    feature_layers = (1, 3, 4)  # whose outputs its drafters read
+
     def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.dims = dims
@@ -147,6 +149,15 @@ class Target(nn.Module):
                 # Layers that write to the residual stream start smaller.
                 out = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / (2 * dims.num_hidden_layers) ** 0.5 if out else 0.02)
+
+    @property
+    def final_scale(self) -> Tensor:
+        """What the last norm multiplies by: [H]."""
+        return self.norm.weight
+
+    def cache(self, batch: int, length: int, device: torch.device) -> Cache:
+        """Room for `length` tokens of `batch` sequences."""
+        return Cache(self.dims, batch, length, device)
 
     def forward(
         self,
@@ -220,28 +231,3 @@ def hf_config(dims: Dims, **extra: object) -> dict:
         "dtype": "bfloat16",
         **extra,
     }
-
-
-def save_target(model: Target, folder: Path, eos_id: int) -> None:
-    """Write the target as a Qwen3ForCausalLM checkpoint (the tokenizer is saved separately)."""
-    config = hf_config(
-        model.dims,
-        architectures=["Qwen3ForCausalLM"],
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos_id,
-        pad_token_id=eos_id,
-    )
-    save_bf16({"model." + n: w for n, w in model.state_dict().items()}, folder, config)
-    generation = {"do_sample": False, "eos_token_id": eos_id, "pad_token_id": eos_id}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-
-
-def load_target(folder: Path, device: str = "cpu") -> Target:
-    """Read back what `save_target` wrote, in float32 (of bf16-rounded values)."""
-    config = json.loads((folder / "config.json").read_text())
-    dims = Dims(**{k: config[k] for k in Dims.__dataclass_fields__})
-    model = Target(dims)
-    weights = load_file(folder / "model.safetensors")
-    model.load_state_dict({n.removeprefix("model."): w.float() for n, w in weights.items()})
-    return model.to(device).eval()

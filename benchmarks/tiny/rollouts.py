@@ -7,8 +7,7 @@ from random import Random
 
 import data
 import torch
-from drafter import TARGET_LAYER_IDS
-from model import Cache, Target
+from checkpoints import AnyTarget
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -23,13 +22,13 @@ SAMPLED = {"stdlib": 0.2, "code": 0.2, "arithmetic": 0.2, "chat": 1.0}
 
 @torch.inference_mode()
 def continue_batch(
-    target: Target, prompts: Tensor, length: int, temperature: Tensor, seed: int = 0
+    target: AnyTarget, prompts: Tensor, length: int, temperature: Tensor, seed: int = 0
 ) -> Tensor:
     """Extend prompts [B, P] to [B, length]; temperature [B], where 0 means greedy."""
     batch, prompt_len = prompts.shape
     device = prompts.device
     generator = torch.Generator(device=device).manual_seed(seed)
-    cache = Cache(target.dims, batch, length, device)
+    cache = target.cache(batch, length, device)
     ids = torch.zeros(batch, length, dtype=torch.int64, device=device)
     ids[:, :prompt_len] = prompts
     mask = torch.ones(prompt_len, prompt_len, dtype=torch.bool, device=device).tril()[None, None]
@@ -49,7 +48,7 @@ def continue_batch(
 
 
 def make_rollouts(
-    target: Target, tok: PreTrainedTokenizerFast, count: int, device: str
+    target: AnyTarget, tok: PreTrainedTokenizerFast, count: int, device: str
 ) -> dict[str, Tensor]:
     """`count` rows of LENGTH tokens, with what the target computes on them.
 
@@ -79,7 +78,7 @@ def make_rollouts(
         temperature = (sampled < odds).float().to(device)
         ids = continue_batch(target, prompts, LENGTH, temperature, seed=number)
         with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
-            hidden, features = target(ids, features=TARGET_LAYER_IDS)
+            hidden, features = target(ids, features=target.feature_layers)
         parts["hidden"].append(hidden.to("cpu", torch.bfloat16))
         parts["features"].append(features.to("cpu", torch.bfloat16))
         parts["ids"].append(ids.to("cpu", torch.int16))

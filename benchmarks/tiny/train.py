@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the tiny target and its DFlash drafter from nothing: `python benchmarks/tiny/train.py`.
 
+With `--hybrid` the hybrid pair, from the tiny pair's tokenizer: a shorter recipe (see README.md).
+
 Stages, each skipped when its result is already in the work folder (delete a file to redo it):
   data      tokenizer, token streams, prompts.jsonl
   target    next-token training                          -> target/
@@ -15,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import data
 import torch
 import torch.nn.functional as F
+from checkpoints import AnyTarget, load_target, save_target
 from drafter import (
     BLOCK_SIZE,
     DRAFTER_LAYERS,
@@ -33,82 +34,16 @@ from drafter import (
     fix_key_norms,
     save_drafter,
 )
-from heads import Markov, Selector
-from model import Dims, Target, load_target, save_target
+from hybrid import HybridTarget
+from loop import Log, apply_gradients, steps
+from model import Dims, Target
 from rollouts import make_rollouts
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
 DOCUMENTS = 5000  # generated training documents per domain
-_BY_ADAM = ("embed", Selector.name, Markov.name)
 ANCHORS = 14  # blocks of a row in a step of the drafter's training
-
-
-def optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embedding, norms and heads."""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    of_layers = [p.dim() == 2 and not any(part in n for part in _BY_ADAM) for n, p in named]
-    matrices = [p for (_, p), muon in zip(named, of_layers, strict=True) if muon]
-    rest = [p for (_, p), muon in zip(named, of_layers, strict=True) if not muon]
-    out: list[torch.optim.Optimizer] = []
-    if matrices:
-        out.append(
-            torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
-        )
-    return [*out, torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
-
-
-def steps(
-    name: str, model: nn.Module, total: int, lr: float, args: argparse.Namespace
-) -> Iterator[tuple[int, list[torch.optim.Optimizer]]]:
-    """Yield (step, optimisers) with the learning rate set; checkpoints every 200 steps, resumes."""
-    opts = optimisers(model, lr)
-    path = args.work / f"{name}.ckpt"
-    first = 0
-    if path.exists():
-        state = torch.load(path, map_location=args.device)
-        first = state["step"]
-        model.load_state_dict(state["model"])
-        for opt, saved in zip(opts, state["opts"], strict=True):
-            opt.load_state_dict(saved)
-    for step in range(first, total):
-        # Warm up for 40 steps, hold for 40% of the run, then fall to nothing in a straight line.
-        factor = min(1.0, (step + 1) / 40, (1 - step / total) / 0.6)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = lr * factor
-        yield step, opts
-        if (step + 1) % 200 == 0:
-            saved = [o.state_dict() for o in opts]
-            torch.save({"step": step + 1, "model": model.state_dict(), "opts": saved}, path)
-
-
-def apply_gradients(model: nn.Module, opts: list[torch.optim.Optimizer]) -> None:
-    """Clip, step and clear."""
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for opt in opts:
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-
-
-class Log:
-    """Running mean of a loss, printed every 50 steps and kept in the work folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.values, self.start = path, [], time.time()
-
-    def __call__(self, step: int, **values: float) -> None:
-        self.values.append(values)
-        if (step + 1) % 50 == 0:
-            last = self.values[-50:]
-            mean = {k: round(sum(v[k] for v in last) / len(last), 4) for k in values}
-            line = json.dumps(
-                {"step": step + 1, "seconds": round(time.time() - self.start), **mean}
-            )
-            print(self.path.stem, line, flush=True)
-            with self.path.open("a") as f:
-                f.write(line + "\n")
 
 
 def make_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, dict[str, Tensor]]:
@@ -118,11 +53,15 @@ def make_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, dict[s
         return AutoTokenizer.from_pretrained(folder), torch.load(path)
     texts = {d: data.generate_texts(d, DOCUMENTS) for d in data.DOMAINS}
     texts["stdlib"] = list(data.stdlib_modules(data.TRAIN_MODULES).values())
-    sample = [t for name in texts for t in texts[name][:700]]
-    tok = data.train_tokenizer(sample, folder)
+    if args.hybrid:
+        tok = AutoTokenizer.from_pretrained(HERE / "target")
+        tok.save_pretrained(folder)
+    else:
+        sample = [t for name in texts for t in texts[name][:700]]
+        tok = data.train_tokenizer(sample, folder)
+        rows = data.held_out_prompts(tok, [t for items in texts.values() for t in items])
+        (args.out / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     streams = {name: data.encode(tok, items) for name, items in texts.items()}
-    rows = data.held_out_prompts(tok, [t for items in texts.values() for t in items])
-    (args.out / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     print({name: len(s) for name, s in streams.items()}, flush=True)
     torch.save(streams, path)
     return tok, streams
@@ -131,7 +70,7 @@ def make_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, dict[s
 def train_target(args: argparse.Namespace, streams: dict[str, Tensor], eos_id: int) -> None:
     """Next-token prediction on the mixed streams."""
     torch.manual_seed(0)
-    model = Target(Dims()).to(args.device)
+    model = (HybridTarget() if args.hybrid else Target(Dims())).to(args.device)
     corpus = data.Corpus(streams)
     log = Log(args.work / "target.jsonl")
     for step, opts in steps("target", model, args.target_steps, 4e-3, args):
@@ -148,7 +87,7 @@ def train_target(args: argparse.Namespace, streams: dict[str, Tensor], eos_id: i
 
 def drafter_loss(
     model: Drafter,
-    target: Target,
+    target: AnyTarget,
     rolls: dict[str, Tensor],
     anchors: int,
     soft_labels: bool = False,
@@ -197,7 +136,7 @@ def random_blocks(first: Tensor, anchors: int, length: int) -> Tensor:
 def draft_steps(
     name: str,
     model: Drafter,
-    target: Target,
+    target: AnyTarget,
     rolls: dict[str, Tensor],
     pool: Tensor,
     total: int,
@@ -224,10 +163,15 @@ def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
     rolls = torch.load(args.work / "rollouts.pt")
     torch.manual_seed(1)
     model = Drafter(replace(target.dims, num_hidden_layers=DRAFTER_LAYERS), mask_id)
-    model.norm.load_state_dict(target.norm.state_dict())  # the scale that the shared head expects
+    model.norm.weight.data.copy_(target.final_scale)  # which the shared head expects
     model.to(args.device)
     everything = torch.arange(len(rolls["ids"]))
+    if args.hybrid:
+        fix_key_norms(model)  # from the start, for one stage
     draft_steps("drafter", model, target, rolls, everything, args.drafter_steps, 4e-3, args)
+    if args.hybrid:
+        save_drafter(model, args.out / "drafter", target, eos_id)
+        return
     # Then with plain key norms (see there), and without chat, which is meant to be hard to guess.
     fix_key_norms(model)
     others = everything[~rolls["chat"]]
@@ -243,7 +187,7 @@ def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
             for n, v in settled.items()
         }
     )
-    save_drafter(model, args.out / "drafter", target.dims.num_hidden_layers, eos_id)
+    save_drafter(model, args.out / "drafter", target, eos_id)
 
 
 def main() -> None:
@@ -255,6 +199,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=HERE / "work", help="streams and checkpoints")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--hybrid", action="store_true", help="Qwen3-Next instead of Qwen3")
     parser.add_argument("--target-steps", type=int, default=1000)
     parser.add_argument("--drafter-steps", type=int, default=1000)
     parser.add_argument("--settle-steps", type=int, default=300)

@@ -15,9 +15,10 @@ import argparse
 from pathlib import Path
 
 import torch
+from checkpoints import load_target
 from drafter import Drafter, load_drafter, save_drafter
 from heads import Markov, Selector
-from model import Target, load_target
+from model import Target
 from rollouts import make_rollouts
 from torch import Tensor
 from train import ANCHORS, HERE, draft_steps, random_blocks
@@ -97,7 +98,7 @@ def main() -> None:
     make = train_head if args.name in HEADS else train_causal
     model = make(args, target, rolls)
     out = args.out or args.work / args.name
-    save_drafter(model, out, target.dims.num_hidden_layers, eos_id=0)
+    save_drafter(model, out, target, eos_id=0)
 
 
 if __name__ == "__main__":

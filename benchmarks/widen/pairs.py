@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from checkpoints import load_target
 from drafter import load_drafter
-from model import load_target
 from torch import Tensor
 
 from benchmarks.engine import TINY

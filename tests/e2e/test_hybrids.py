@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler does to requests with recurrent states: preemption, and blocks held."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.compare import Comparison, answers
+from tests.e2e.engines import GAMMA, ON_GPU, PAIR, Batch, Engine, Runner
+from tests.e2e.targets import ARGUMENTS, HYBRID, SPEC, make_target
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.skipif(ON_GPU, reason="made for vLLM's kernels on a CPU"),
+]
+
+
+def crowded() -> Batch:
+    """Four requests in a cache that has one block left when their keys outgrow their first."""
+    batch = Batch("preempted requests of a hybrid, small KV cache")
+    for i, domain in enumerate((*cases.DOMAINS, "code")):
+        extra = {"temperature": 0.8, "seed": i} if i % 2 else {"temperature": 0}
+        prompt = cases.long_prompt(domain, 60 + i)
+        batch.add(f"crowded-{i}", prompt, max_tokens=64, ignore_eos=True, **extra)
+    return batch
+
+
+def test_a_preempted_hybrid_request(
+    runner: Runner, compare: Comparison, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Requests lose keys and recurrent state, start over, and end with the same tokens."""
+    name, batch = "qwen3-next", crowded()
+    folder = make_target(name, tmp_path_factory.mktemp("preempted"))
+    plain = Engine(
+        eager=True,
+        max_model_len=224,
+        num_blocks=10,
+        extra=(("model", folder), *ARGUMENTS[name].items()),
+    )
+    expected = runner.run(plain, [batch], **SPEC[name])
+    known = {"answers": answers(expected)}
+    tree = runner.submit(plain.with_bastion(16), [batch], **SPEC[name])
+    oracle = runner.run(
+        plain.with_async().with_bastion(16, 16), [batch], oracle=known, **SPEC[name]
+    )
+    for label, run in (("adaptive, sync", tree.result()), ("oracle, async", oracle)):
+        compare.same(f"{name}, {label}", [batch], expected, run, plain, **SPEC[name])
+        assert run["batches"][0]["metrics"]["num_preemptions"] > 0
+    assert max(map(len, oracle["batches"][0]["paths"])) > 4
+
+
+def test_state_blocks_do_not_grow_with_the_tree(runner: Runner) -> None:
+    """A request with trees of 63 holds one block of states a group; vLLM's chain of 15 holds 16."""
+    batch = Batch("blocks of recurrent states")
+    for i in range(2):
+        batch.add(f"request-{i}", f"def area_{i}(", temperature=0, max_tokens=24, ignore_eos=True)
+    pair = PAIR / "hybrid"
+    extra = (("model", str(pair / "target")), ("dtype", "bfloat16"), *HYBRID.items())
+    engine = Engine(eager=True, extra=extra)
+    drafter = {"model": str(pair / "drafter")}
+    probe = {"probe": "tests.e2e.state_blocks:held"}
+    held = {}
+    for label, asked in (
+        ("dflash", engine.with_method("dflash", GAMMA, **drafter)),
+        ("bastion", engine.with_bastion(63, 63, **drafter)),
+    ):
+        run = runner.run(asked, [batch], **probe)["batches"][0]
+        assert all(result["token_ids"] for result in run["requests"].values())
+        held[label] = {count for entry in run["probed"] for count in entry["blocks"]}
+    assert held == {"dflash": {1 + GAMMA}, "bastion": {1}}
