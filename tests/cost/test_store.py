@@ -89,6 +89,7 @@ def test_measured_once_then_loaded(tmp_path, warnings):
         {"tp_size": 2},
         {"vllm_version": "0.33.0"},
         {"graph_sizes": (1, 8)},
+        {"largest": (16, 1024, 2048)},
     ],
 )
 def test_every_part_of_the_key_has_its_own_file(tmp_path, change):

@@ -20,7 +20,7 @@ from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
 from vllm_bastion.cost.agreement import of_rank_0, shared_profile
 from vllm_bastion.cost.devices import device_name, device_spec
 from vllm_bastion.cost.gate import DraftGate
-from vllm_bastion.cost.measure import CONTEXTS, measure, warm_up
+from vllm_bastion.cost.measure import CONTEXTS, largest_steps, measure, warm_up
 from vllm_bastion.cost.next_step import StepCosts
 from vllm_bastion.cost.online import make_latency
 from vllm_bastion.cost.roofline import ModelShape, Roofline
@@ -169,6 +169,7 @@ def profile_key(runner: Any) -> ProfileKey:
         if int8_wanted(spec, config.model_config.dtype):
             drafter["weights"] = "int8"
         target["products"] = "bastion" if has_linear() else "vllm"
+    captured = captured_sizes(runner)
     return ProfileKey(
         device=device_name(runner.device),
         target_hash=config_hash(target),
@@ -177,7 +178,8 @@ def profile_key(runner: Any) -> ProfileKey:
         attention_backend="+".join(sorted(backend)),
         tp_size=config.parallel_config.tensor_parallel_size,
         vllm_version=vllm.__version__,
-        graph_sizes=tuple(captured_sizes(runner)),
+        graph_sizes=tuple(captured),
         dp_size=config.parallel_config.data_parallel_size,
         expert_parallel=config.parallel_config.enable_expert_parallel,
+        largest=largest_steps(runner, captured),
     )

@@ -64,14 +64,8 @@ def measure(
     start = time.perf_counter()
     if runner.device.type == "cpu":
         runner.step_timing = HostStepTimingCollector()
-    trees = runtime_of(runner.vllm_config).trees
-    room = _room(runner)
-    batches = runner.max_num_tokens // (1 + trees.depth)  # a drafter's block each must fit, too
-    batches = max(1, min(batches, runner.max_num_reqs))
-    nodes = _largest_tree(runner)
-    longest = max(1, runner.max_model_len - trees.depth - 3 - nodes)
-    contexts = sorted({min(c, longest) for c in CONTEXTS})
-    shapes = tree_shapes(nodes, room, batches)
+    room, batches, contexts = _room(runner), _batches(runner), _contexts(runner)
+    shapes = tree_shapes(_largest_tree(runner), room, batches[-1])
     # Each size of a tree step is timed without context as well.
     padded = padded_rows(runner.max_num_tokens, captured)
     sizes = sorted(
@@ -88,8 +82,7 @@ def measure(
 
     plain = _dummy_steps(runner, sizes, 0, group)
     for context in contexts:
-        few = [reqs for reqs in _PLAIN_REQS if reqs <= batches]
-        plain += _dummy_steps(runner, few, context, group)
+        plain += _dummy_steps(runner, batches, context, group)
     samples: list[Sample] = []
     drafter: list[tuple[int, float]] = []
     for context, step in plain:
@@ -136,6 +129,25 @@ def warm_up(runner: Any) -> None:
     if nodes > 0:
         with TreeSteps(runner).as_asked() as steps:
             steps.run(1, nodes, 1)
+
+
+def largest_steps(runner: Any, captured: list[int]) -> tuple[int, int, int]:
+    """Requests, rows and cached tokens of the largest steps that `measure` times."""
+    rows = sizes_to_measure(captured, runner.max_num_tokens)
+    return _batches(runner)[-1], rows[-1], _contexts(runner)[-1]
+
+
+def _batches(runner: Any) -> list[int]:
+    # A drafter's block of each request must fit, too.
+    depth = runtime_of(runner.vllm_config).trees.depth
+    most = max(1, min(runner.max_num_tokens // (1 + depth), runner.max_num_reqs))
+    return [reqs for reqs in _PLAIN_REQS if reqs <= most]
+
+
+def _contexts(runner: Any) -> list[int]:
+    depth = runtime_of(runner.vllm_config).trees.depth
+    longest = max(1, runner.max_model_len - depth - 3 - _largest_tree(runner))
+    return sorted({min(context, longest) for context in CONTEXTS})
 
 
 def _room(runner: Any) -> int:

@@ -51,6 +51,9 @@ class ProfileKey:
     # data-parallel ranks that step together, and whether they share out the experts
     dp_size: int = 1
     expert_parallel: bool = False
+    # requests, rows and cached tokens of the largest steps that were timed; the engine's own limits
+    # end them, and one with wider limits would go by guesses
+    largest: tuple[int, ...] = ()
 
     def file_name(self) -> str:
         """Readable device, then a digest of the whole key."""
@@ -115,7 +118,8 @@ class Profile:
             raise ProfileError(f"schema {data.get('schema')!r}, this version reads {SCHEMA}")
         try:
             key_data = dict(data["key"])
-            key_data["graph_sizes"] = tuple(key_data["graph_sizes"])
+            for name in ("graph_sizes", "largest"):
+                key_data[name] = tuple(key_data.get(name, ()))
             calibrated = (
                 CalibratedRoofline.from_json(data["calibrated"]) if data["calibrated"] else None
             )
