@@ -4,9 +4,10 @@
     python -m benchmarks.cpu_ops [--repeats 200]
 
 One request, T=0, 63 nodes of which a path of 6 is accepted. `tiny` has the sizes of the pair
-in `benchmarks/tiny`, `0.6B` those of Qwen3-0.6B (vocabulary 152k). Attention is one layer's, of
-trees and chains, interleaved with vLLM's C++ kernel (causal) on the same cache. Prompts and plain
-rows take vLLM's kernel itself: what our backend costs above it is timed for 1 to 16 plain requests.
+in `benchmarks/tiny`, `0.6B` those of Qwen3-0.6B (vocabulary 152k). Products are ours and vLLM's
+(oneDNN's), where ours are used. Attention is one layer's, of trees and chains, interleaved with
+vLLM's C++ kernel (causal) on the same cache. Prompts and plain rows take vLLM's kernel itself: what
+our backend costs above it is timed for 1 to 16 plain requests.
 On a busy machine medians lie; the best of many repeats and the ratio of two bests lie less.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from types import SimpleNamespace
@@ -42,12 +43,14 @@ from bastion_kernels import (
     tree_attention,
     tree_positions,
 )
+from bastion_kernels.linear.cpu import pack_weight
 from vllm_bastion.attention.cpu import (
     Part,
     TreeCPUAttentionImpl,
     TreeCPUAttentionMetadata,
     cache_layout,
 )
+from vllm_bastion.cpu.linear import has_linear
 
 NODES, DEPTH, TOP_K, PATH, SLOTS, PAGE = 63, 15, 16, 6, 16, 128
 
@@ -225,11 +228,26 @@ def plain(context: int, requests: int, sizes: Sizes) -> dict[str, Callable[[], o
     }
 
 
+def products(rows: Sequence[int], sizes: Sizes) -> dict[int, dict[str, Callable[[], object]]]:
+    """Rows of bf16 by the widest matrix of every layer, cold: our product and vLLM's."""
+    weights = [torch.randn(6 * sizes.hidden, sizes.hidden).bfloat16() for _ in range(sizes.layers)]
+    packed = [pack_weight(weight) for weight in weights]
+    handlers = [vllm_ops.create_onednn_mm(weight.t(), 32) for weight in weights]
+
+    def runs(x: Tensor) -> dict[str, Callable[[], object]]:
+        return {
+            "ours": lambda: [torch.ops.vllm_bastion.linear(x, own, None) for own in packed],
+            "theirs": lambda: [vllm_ops.onednn_mm(own, x, None) for own in handlers],
+        }
+
+    return {count: runs(torch.randn(count, sizes.hidden).bfloat16()) for count in rows}
+
+
 def compare(name: str, runs: dict[str, Callable[[], object]], repeats: int) -> None:
     times = milliseconds(runs, repeats)
     low, mid = ({k: of(v) for k, v in times.items()} for of in (min, median))
     print(
-        f"attention, {name}: {mid['ours']:.3f} ({low['ours']:.3f}), vLLM's {mid['theirs']:.3f} "
+        f"{name}: {mid['ours']:.3f} ({low['ours']:.3f}), vLLM's {mid['theirs']:.3f} "
         f"({low['theirs']:.3f}), ratio {mid['ours'] / mid['theirs']:.2f} "
         f"({low['ours'] / low['theirs']:.2f})"
     )
@@ -251,15 +269,18 @@ def main() -> None:
         del times["take_best"], times["expand_transitions"]
         total, best = (sum(map(of, times.values())) for of in (median, min))
         print(f"{name:5} {'together':22} {total:8.3f} ({best:.3f})")
+    if has_linear():
+        for rows, runs in products((1, 8, 17, 33, 65), PAIRS["0.6B"]).items():
+            compare(f"28 products, bfloat16, {rows} rows", runs, max(repeats // 10, 5))
     for dtype in (torch.bfloat16, torch.float32):
         sizes, kind = replace(PAIRS["0.6B"], dtype=dtype), str(dtype)[6:]
         for context in (1024, 4096):
             for rows in (64, 16):
-                name = f"{kind}, {rows} rows, {context} cached"
+                name = f"attention, {kind}, {rows} rows, {context} cached"
                 compare(name, attention(context, rows, sizes), max(repeats // 4, 5))
         for requests in (1, 4, 16):
             for context in (100, 1024, 4096):
-                name = f"{kind}, {requests} plain, {context} cached"
+                name = f"attention, {kind}, {requests} plain, {context} cached"
                 compare(name, plain(context, requests, sizes), max(repeats // 4, 5))
 
 
