@@ -42,7 +42,7 @@ from benchmarks.replay.costs import paper_a100
 from benchmarks.tau import summary
 from vllm_bastion.drafters import kind_of
 
-DRAFTERS = ("dflash2", "dspark")
+DRAFTERS = ("dflash2", "dspark", "causal")
 BUDGETS = (16, 32, 63)
 ADAPTIVE = "adaptive (paper's A100)"
 SEEDED = 63  # nodes of the trees at T=0.8
