@@ -102,7 +102,7 @@ def test_a_trained_heads_tree_is_worth_more_than_its_chain(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*HEADS, *MARKOV[:1]])
+@pytest.mark.parametrize("kind", [*HEADS, *MARKOV[:1], REDUCED[0]])
 def test_a_head_in_a_compiled_engine(
     kind: str, runner: Runner, compare: Comparison, folder: Path
 ) -> None:

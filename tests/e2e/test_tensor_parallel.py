@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Batch, Engine, Runner
+from tests.e2e.drafters import REDUCED, make_drafter
+from tests.e2e.engines import DRAFTER, ENVIRONMENT, ON_GPU, ROOT, Batch, Engine, Runner
 
 pytestmark = [
     pytest.mark.e2e,
@@ -43,9 +44,17 @@ def generate(runner: Runner, engine: Engine, batch: Batch, folder: Path) -> dict
     return dict(json.loads(result.read_text()))
 
 
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("eager", "kind"),
+    [
+        (True, None),
+        pytest.param(False, None, marks=pytest.mark.slow),
+        pytest.param(True, REDUCED[0], marks=pytest.mark.slow),
+    ],
+    ids=["eager", "compiled", "reduced vocabulary"],
+)
 def test_two_workers_give_the_tokens_and_trees_of_one(
-    runner: Runner, tmp_path: Path, eager: bool
+    runner: Runner, tmp_path: Path, eager: bool, kind: str | None
 ) -> None:
     batch = Batch("two tensor-parallel workers")
     for i, (name, text) in enumerate(cases.some(1, first=3)):
@@ -53,7 +62,8 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
         batch.add(name, text, **sampling, max_tokens=40, ignore_eos=True)
     # A fixed budget: when a request arrives, and so who shares its step, is the processes' affair.
     plain = Engine(max_num_seqs=3, eager=eager)
-    bastion = plain.with_bastion(16, 16)
+    drafter = make_drafter(kind, tmp_path / "drafter") if kind else DRAFTER
+    bastion = plain.with_bastion(16, 16, model=drafter)
     alone = [runner.submit(engine, [batch]) for engine in (plain, bastion)]
     two = generate(runner, replace(bastion, extra=(("tensor_parallel_size", 2),)), batch, tmp_path)
     expected, tree = (run.result()["batches"][0] for run in alone)

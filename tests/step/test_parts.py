@@ -115,6 +115,21 @@ def test_ranks_with_a_slice_of_the_vocabulary_each_grow_the_same_trees(ends: tup
         torch.testing.assert_close(trees.log_rho, whole.log_rho, rtol=0, atol=1e-5)
 
 
+def test_a_reduced_vocabulary_grows_the_trees_of_its_logits_scattered() -> None:
+    """As vLLM scatters them: -inf for a token of the target that the drafter does not have."""
+    kept = torch.arange(VOCAB)[torch.arange(VOCAB) % 4 != 3]
+    logits, trees, whole = logits_of(2)[:, kept], make_trees(), make_trees()
+    everything = torch.full((2 * DEPTH, VOCAB), -torch.inf)
+    everything[:, kept] = logits
+    for one in (trees, whole):
+        bind(one, [2, 0])
+    whole.grow(everything, 2)
+    trees.grow(logits, 2, draft_id_to_target_id=kept - torch.arange(len(kept)))
+    for name in ("top_tokens", "tokens", "parents", "size"):
+        assert torch.equal(getattr(trees, name), getattr(whole, name)), name
+    torch.testing.assert_close(trees.log_rho, whole.log_rho)
+
+
 def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots() -> None:
     trees = make_trees()
     logits = logits_of(2)

@@ -175,14 +175,14 @@ class BastionSpeculator(DFlashSpeculator):
         head, process = self.model.lm_head, self.model.logits_processor
         offsets = self.model.draft_id_to_target_id
         if head.tp_size == 1:
-            self.trees.grow(process(head, hidden_states), num_reqs, to_target=offsets)
+            self.trees.grow(process(head, hidden_states), num_reqs, draft_id_to_target_id=offsets)
             return
         # Every rank's best instead of everybody's logits; without what pads the slices to one size.
         logits = process(head, hidden_states, skip_gather=True)
         slice_ = head.shard_indices
         logits = logits[:, : slice_.num_org_elements]
         start = slice_.org_vocab_start_index
-        self.trees.grow(logits, num_reqs, start, _all_gather, to_target=offsets)
+        self.trees.grow(logits, num_reqs, start, _all_gather, draft_id_to_target_id=offsets)
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
         return (

@@ -148,7 +148,7 @@ class Trees:
         num_reqs: int,
         vocab_start: int = 0,
         all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        to_target: torch.Tensor | None = None,
+        draft_id_to_target_id: torch.Tensor | None = None,
     ) -> None:
         """Build the trees of a batch. Runs inside the drafter's captured graph.
 
@@ -156,8 +156,8 @@ class Trees:
             logits: [num_reqs * D, V] of the drafter, the D positions of a request consecutive. With
                 `all_gather` V is this rank's slice of the vocabulary, from token `vocab_start` on.
             all_gather: [M, 1, X] int64 of this rank -> [M, ranks, X] of all.
-            to_target: [V of the drafter] int64, where its vocabulary is a part of the target's:
-                what a token's number lacks to the target's number of it ("d2t").
+            draft_id_to_target_id: [V of the drafter] int64, where its vocabulary is a part of the
+                target's: what a token's number lacks to the target's number of it ("d2t").
         """
         rows = slice(0, num_reqs)
         tokens, logprobs = self.top_tokens[rows], self.top_logprobs[rows]
@@ -167,8 +167,8 @@ class Trees:
         else:
             keys, mass = _split(all_gather(self._best_of_slice(logits, vocab_start)[:, None]))
             merge_topk(keys, mass.contiguous(), *best)
-        if to_target is not None:
-            tokens += to_target[tokens.long()].to(torch.int32)
+        if draft_id_to_target_id is not None:
+            tokens += draft_id_to_target_id[tokens.long()].to(torch.int32)
         slots = self.row_slots[rows]
         expand_best_first(tokens, logprobs, self.spine_only, slots, *self._nodes(rows))
         self._take_stock(slots)
