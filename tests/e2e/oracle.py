@@ -35,7 +35,7 @@ def install(runner: Any, answers: dict[str, list[int]], plan: Any = None, seed: 
     if graphs is not None:
         graphs._graphs_captured = False  # a replay would not come by here
 
-    def grow_known(logits: torch.Tensor, num_reqs: int) -> None:
+    def grow_known(logits: torch.Tensor, num_reqs: int, **_: Any) -> None:
         vocab = logits.shape[-1]
         made = torch.randn(num_reqs, trees.depth, vocab, generator=generator)
         for row in range(num_reqs):
