@@ -38,8 +38,8 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         wrapper="runner:cpu_product",
         expects="(layer, remove_weight)",
         why=(
-            "a drafter's pass on a CPU is mostly reading weights, and it may round its own; 17 "
-            "rows take oneDNN half as long again as one where there are no matrix registers"
+            "a drafter's pass on a CPU is mostly reading weights, and it may round its own; "
+            "17 rows take oneDNN two thirds as long again as one, without matrix registers"
         ),
         what=(
             "layers of the drafter multiply in int8 (`bastion_drafter_weights`), others in bf16 by "
