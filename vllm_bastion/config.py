@@ -73,10 +73,12 @@ class BastionSpeculativeConfig(SpeculativeConfig):
             )
 
     def compute_hash(self) -> str:
-        """As vLLM's: what a compiled model depends on, the kind of its products among it."""
+        """As vLLM's: what a compiled model depends on, on a CPU its products and instructions."""
         from vllm_bastion.cpu.linear import has_linear
+        from vllm_bastion.cpu.stored_graphs import host_instructions
 
-        return f"{super().compute_hash()}-{self.bastion_drafter_weights}-{has_linear()}"
+        own = (self.bastion_drafter_weights, has_linear(), host_instructions())
+        return "-".join(map(str, (super().compute_hash(), *own)))
 
     def rope_only_sizes_cache(self) -> bool:
         """Whether the drafter's rotary frequencies do not depend on its max_position_embeddings."""

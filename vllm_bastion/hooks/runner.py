@@ -48,6 +48,14 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         upstream="online int8 quantisation of a drafter on a CPU; a product for few rows",
     ),
     Hook(
+        target="vllm.compilation.decorators:_try_load_aot_compiled_fn",
+        wrapper="runner:load_compiled",
+        expects="(model, aot_compilation_path)",
+        why="on a CPU the stored function has no `finalize_loading`, and every start compiles anew",
+        what="lets a function that is complete go without",
+        upstream="vLLM asks whether it has one",
+    ),
+    Hook(
         target=f"{_RUNNER}:init_speculator",
         wrapper="runner:init_speculator",
         expects="(vllm_config, device, req_states)",
@@ -198,6 +206,16 @@ def init_speculator(
     assert kind is not None  # the validation's work
     speculator = resolve_name(kind.speculator)
     return speculator(make_runtime(vllm_config, device), vllm_config, device, req_states)
+
+
+def load_compiled(original: Callable[..., Any], model: Any, aot_compilation_path: str) -> Any:
+    """What an earlier start compiled, on a CPU too."""
+    if bastion_config(model.vllm_config) is None:
+        return original(model, aot_compilation_path)
+    from vllm_bastion.cpu.stored_graphs import complete_when_read
+
+    with complete_when_read():
+        return original(model, aot_compilation_path)
 
 
 def init_model_state(

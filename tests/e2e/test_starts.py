@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second start on a CPU loads what the first one compiled, and decodes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(ON_GPU, reason="engines on a GPU are not compiled in these tests"),
+]
+
+
+def loads(session: Any) -> list[tuple[int, int]]:
+    """Probe: models whose compiled function was stored, and loaded."""
+    from vllm.compilation.counter import compilation_counter as count
+
+    return [(count.num_aot_artifacts_saved, count.num_aot_artifacts_loaded)]
+
+
+def test_a_second_start_compiles_nothing(runner: Runner) -> None:
+    # A length that no other test has: nothing is stored for it yet.
+    engine = Engine(max_num_seqs=2, max_model_len=311).with_bastion(16)
+    batches = [Batch("start"), Batch("another start")]
+    for name, text in cases.some(2, first=3):
+        for batch in batches:
+            # Names of their own: what is the same is run once.
+            batch.add(f"{batch.case}: {name}", text, max_tokens=24, ignore_eos=True)
+    first, second = (
+        runner.run(engine, [batch], probe="tests.e2e.test_starts:loads")["batches"][0]
+        for batch in batches
+    )
+    # Target and drafter.
+    assert first["probed"][0] == [2, 0] and second["probed"][0] == [0, 2]
+    tokens = [
+        [request["token_ids"] for request in result["requests"].values()]
+        for result in (first, second)
+    ]
+    assert tokens[0] == tokens[1] and all(tokens[0])
