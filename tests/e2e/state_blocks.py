@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the blocks of recurrent states that requests hold, for `tests.e2e.test_hybrids`."""
+"""Counts the recurrent states that requests hold, for `tests.e2e.test_hybrids`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 
 def held(session: Any) -> list[dict[str, Any]]:
-    """One entry per running request: its `request`, and `blocks`, held in each recurrent group.
+    """One entry per running request: its `blocks`, held in each recurrent group, and their `bytes`.
 
-    vLLM's null block (0), which stands for one that is no longer needed, is not counted.
+    vLLM's null block (0), which stands for one that is no longer needed, is not counted. A block
+    has a state of each of the group's layers.
     """
     groups = session.runner.kv_cache_config.kv_cache_groups
-    recurrent = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)]
+    recurrent = {
+        i: group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        for i, group in enumerate(groups)
+        if isinstance(group.kv_cache_spec, MambaSpec)
+    }
     out = []
     for request in session.scheduler.running:
         ids = session.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        blocks = [len(set(ids[group]) - {0}) for group in recurrent]
-        out.append({"request": request.request_id.rsplit("-", 1)[0], "blocks": blocks})
+        blocks = {group: len(set(ids[group]) - {0}) for group in recurrent}
+        size = sum(blocks[group] * recurrent[group] for group in recurrent)
+        out.append({"blocks": list(blocks.values()), "bytes": size})
     return out
