@@ -84,7 +84,7 @@ METHODS = {
         },
     ),
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
-        "step/drafter.py",
+        "cpu/context_kv.py",
         {"_normalize_context_k": ["self", "all_k"]},
     ),
     "vllm.v1.worker.gpu.sample.penalties:PenaltiesState": _PROCESSOR,

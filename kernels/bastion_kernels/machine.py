@@ -26,6 +26,7 @@ __all__ = [
     "half_of",
     "has_tiles",
     "largest_of",
+    "largest_of_each",
     "lowest_bit",
     "multiply_8x32",
     "pointer",
@@ -260,6 +261,45 @@ def largest_of(typingctx, array, at, begin, end, width):
 
     index = types.int64
     return types.float32(array, index, index, index, index), codegen
+
+
+@intrinsic
+def largest_of_each(typingctx, array, count, out, out_at):
+    """out = the largest of each of `count` runs of 64 float32 of `array`, NaN where all are NaN.
+
+    Gives whether there is a NaN.
+    """
+
+    def codegen(context, builder, signature, args):
+        array, count, out, out_at = args
+        base = _address(context, builder, signature.args[0], array, ir.Constant(_I64, 0))
+        out = _address(context, builder, signature.args[2], out, out_at)
+        bit = ir.IntType(1)
+        seen = cgutils.alloca_once_value(
+            builder, ir.Constant(ir.VectorType(bit, 16), [ir.Constant(bit, 0)] * 16)
+        )
+        with cgutils.for_range(builder, count) as loop:
+            run = builder.mul(loop.index, ir.Constant(_I64, 64))
+            parts = []
+            for part in range(4):
+                place = builder.gep(base, [builder.add(run, ir.Constant(_I64, 16 * part))])
+                place = builder.bitcast(place, _VECTOR.as_pointer())
+                parts.append(builder.load(place, align=4))
+            for a, b in ((0, 1), (2, 3)):
+                either = builder.fcmp_unordered("uno", parts[a], parts[b])
+                builder.store(builder.or_(builder.load(seen), either), seen)
+            while len(parts) > 1:
+                half = len(parts) // 2
+                parts = [
+                    call_llvm(builder, "llvm.maxnum.v16f32", _VECTOR, a, b)
+                    for a, b in zip(parts[:half], parts[half:], strict=True)
+                ]
+            top = call_llvm(builder, "llvm.vector.reduce.fmax.v16f32", _F32, parts[0])
+            builder.store(top, builder.gep(out, [loop.index]))
+        return call_llvm(builder, "llvm.vector.reduce.or.v16i1", bit, builder.load(seen))
+
+    index = types.int64
+    return types.boolean(array, index, out, index), codegen
 
 
 @intrinsic

@@ -16,10 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["HAVE_NUMBA", "compile_for_threads", "inner", "njit", "on_all_threads", "scratch"]
+__all__ = [
+    "HAVE_NUMBA", "compile_for_threads", "inner", "njit", "on_all_threads", "scratch",
+    "scratch_lines", "told",
+]  # fmt: skip
 
 try:
     import numba
@@ -109,3 +113,24 @@ def scratch(dtype: torch.dtype, *shape: int) -> Tensor:
     if buffer is None or buffer.numel() < size:
         buffer = buffers[dtype] = torch.empty(size * 5 // 4, dtype=dtype)
     return buffer[:size].view(shape)
+
+
+def scratch_lines(size: int) -> int:
+    """The address of so many bytes at the start of a cache line, valid until the next call."""
+    kept: tuple[int, int, Tensor] | None = _kept.__dict__.get("lines")
+    if kept is None or kept[0] < size:
+        memory = torch.empty(size + 64, dtype=torch.uint8)
+        kept = _kept.lines = size, -(-memory.data_ptr() // 64) * 64, memory
+    return kept[1]
+
+
+def told(function: str, size: int) -> tuple[np.ndarray, int]:
+    """[size] int64 that a function of `compile_for_threads` is told by, and where; this thread's.
+
+    An array's address takes NumPy longer to find than a small call takes.
+    """
+    kept: dict[str, tuple[np.ndarray, int]] = _kept.__dict__.setdefault("told", {})
+    if function not in kept:
+        numbers = np.zeros(size, np.int64)
+        kept[function] = numbers, numbers.ctypes.data
+    return kept[function]

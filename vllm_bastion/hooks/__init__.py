@@ -8,8 +8,9 @@ same `wrap`.
 Changed on such an engine's own objects, where it keeps them, and so not listed here: `apply` of
 the processors that look at earlier tokens, which are to see a node's ancestors
 (`step.processors.follow_ancestors`), and on a CPU the drafter's `_normalize_context_k`, which norms
-every layer by the first one's weights (`step.drafter`), and its `lm_head`, a copy of the target's
-that multiplies in int8 (`cpu.int8.with_int8_head`).
+every layer by the first one's weights, and its `_project_context_kv`, whose product is none of a
+linear layer's (`cpu.context_kv`), and its `lm_head`, a copy of the target's that multiplies in int8
+(`cpu.int8.with_int8_head`).
 """
 
 from __future__ import annotations

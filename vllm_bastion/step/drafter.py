@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_gather
@@ -34,6 +32,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import gather_rows, kept_rows
 from vllm_bastion.config import bastion_config, chain_view_of
+from vllm_bastion.cpu import context_kv
 from vllm_bastion.cpu.int8 import int8_wanted, with_int8_head
 from vllm_bastion.step.runtime import Runtime
 
@@ -106,7 +105,7 @@ class BastionSpeculator(DFlashSpeculator):
                 "tokens and no head for them (lm_head): use a complete checkpoint"
             )
         if self.device.type == "cpu":
-            model.model._normalize_context_k = MethodType(normalize_context_k, model.model)
+            context_kv.install(model.model)
             head, spec_config = model.lm_head, bastion_config(config)
             assert spec_config is not None
             if head.tp_size == 1 and int8_wanted(spec_config, head.weight.dtype):
@@ -352,14 +351,3 @@ class BastionSpeculator(DFlashSpeculator):
 def _all_gather(keys: torch.Tensor) -> torch.Tensor:
     # As floats, which is all that vLLM's shared memory between CPU workers takes.
     return tensor_model_parallel_all_gather(keys.view(torch.float32), dim=1).view(torch.int64)
-
-
-def normalize_context_k(self: Any, all_k: torch.Tensor) -> torch.Tensor:
-    """Each drafter layer's own key norm: [L, T, heads, d] -> the same.
-
-    vLLM gives all layers' weights to one call, of which the op for CPUs reads the first layer's.
-    """
-    out = torch.empty_like(all_k)
-    for layer, weight in enumerate(self._k_norm_weights):
-        ops.rms_norm(out[layer], all_k[layer], weight, self._rms_norm_eps)
-    return out

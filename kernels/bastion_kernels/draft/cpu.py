@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_kernels.native import HAVE_NUMBA, njit, scratch
+from bastion_kernels.native import HAVE_NUMBA, njit, on_all_threads, scratch_lines, told
 
 if HAVE_NUMBA:
-    from bastion_kernels.machine import exp_of
+    from bastion_kernels.draft.cpu_topk import CALL, compiled, scratch_bytes
 
 __all__ = [
     "choose_budget_cpu",
@@ -27,11 +27,7 @@ __all__ = [
 ]
 
 _UNIT = 2**40  # units of rho = 1, as in `budget`
-_SEGMENT = 64  # logits behind one maximum
-_CHUNK = 2**18  # logits per thread that are looked at together
-_FEW = 2**15  # logits that are searched faster than PyTorch is called ten times
 _INFINITE = 0x7F800000  # bits of the fp32 +inf
-_VANISHES = -80.0  # a logarithm
 
 
 @njit
@@ -306,107 +302,20 @@ def take_best_cpu(
         np.cumsum(np.where(active, (counts + more)[of], 0), out=ends[1:])
 
 
-@njit
-def _select(logits, maxima, largest, mass, out_tokens, out_logprobs):
-    """The K largest of every row, ties to the lower token.
-
-    logits: [M, V] fp32; maxima: [M, ceil(V / 64)], of 64 logits each or above them, NaN where one
-    is NaN; largest: [M]; mass: [M] log sum exp(logit - largest).
-    """
-    rows, vocab = logits.shape
-    k, segments = out_tokens.shape[1], maxima.shape[1]
-    heap = np.empty(k + 1, np.int64)
-    lone = np.empty(1, np.float32)
-    bits = lone.view(np.int32)
-    for m in range(rows):
-        size = 0  # a min-heap of the k best keys so far, larger is better
-        threshold = np.float32(-np.inf)
-        for segment in range(segments):
-            top = maxima[m, segment]
-            # a later token must be larger: equal ones lose the tie
-            if size == k and top <= threshold:
-                continue
-            first = segment * _SEGMENT
-            for token in range(first, min(first + _SEGMENT, vocab)):
-                value = logits[m, token]
-                if size == k and not value > threshold:
-                    continue
-                lone[0] = value + np.float32(0.0) if value == value else -np.inf
-                order = np.int64(bits[0])
-                order ^= (order >> 31) & 0x7FFFFFFF
-                key = (order << 32) | (0x7FFFFFFF - token)
-                if size < k:
-                    _push(heap, size, key)
-                    size += 1
-                else:
-                    _replace_top(heap, size, key)
-                if size == k:
-                    order = heap[0] >> 32
-                    bits[0] = order ^ ((order >> 31) & 0x7FFFFFFF)
-                    threshold = lone[0]
-        for rank in range(k - 1, -1, -1):  # the worst first
-            key = heap[0]
-            size -= 1
-            if size > 0:
-                _replace_top(heap, size, heap[size])
-            order = key >> 32
-            bits[0] = order ^ ((order >> 31) & 0x7FFFFFFF)
-            out_tokens[m, rank] = 0x7FFFFFFF - (key & 0x7FFFFFFF)
-            out_logprobs[m, rank] = lone[0] - largest[m] - mass[m]
-
-
-@njit
-def _select_few(logits, powers, out_tokens, out_logprobs):
-    """Maxima, sums and `_select` in one call. logits: [M, V] fp32, V in sixteens; powers: [V]."""
-    rows, vocab = logits.shape
-    flat = logits.reshape(-1)
-    maxima = np.empty((rows, -(-vocab // _SEGMENT)), np.float32)
-    largest, mass = np.empty(rows, np.float32), np.empty(rows, np.float32)
-    for m in range(rows):
-        top, undefined = np.float32(-np.inf), False
-        for segment in range(maxima.shape[1]):
-            most = np.float32(-np.inf)
-            for value in logits[m, segment * _SEGMENT : (segment + 1) * _SEGMENT]:
-                undefined |= value != value
-                most = value if value > most else most
-            maxima[m, segment] = most
-            top = max(top, most)
-        largest[m] = top
-        total = exp_of(flat, m * vocab, 0, vocab, vocab, np.float32(1.0), top, powers, 0)
-        undefined |= not abs(top) < np.inf
-        mass[m] = np.float32(np.nan) if undefined else np.log(total)
-    _select(logits, maxima, largest, mass, out_tokens, out_logprobs)
-
-
 def topk_logprobs_cpu(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """Maxima of segments and sums by PyTorch's threads, then a look at the best segments.
+    """Maxima of 64 logits and sums, row by row on all threads, then a look at the best of them.
 
     See `topk_logprobs`.
     """
     rows, vocab = logits.shape
-    if HAVE_NUMBA and rows * vocab <= _FEW and vocab % 16 == 0:
-        few = logits.to(torch.float32).contiguous()
-        _select_few(
-            few.numpy(), scratch(torch.float32, vocab).numpy(), out_tokens.numpy(),
-            out_logprobs.numpy(),
-        )  # fmt: skip
-        return
-    whole = vocab // _SEGMENT
-    # a row or two for every thread: what is written is still in its cache when it is read
-    at_once = min(rows, max(1, torch.get_num_threads() * _CHUNK // vocab))
-    kept = scratch(torch.float32, 2, max(at_once, 1), vocab)
-    for start in range(0, rows, max(at_once, 1)):
-        part = slice(start, min(start + at_once, rows))
-        values, shifted = kept[:, : part.stop - start]
-        values.copy_(logits[part])
-        maxima = torch.full((values.shape[0], -(-vocab // _SEGMENT)), torch.inf)
-        segments = values[:, : whole * _SEGMENT].unflatten(1, (whole, _SEGMENT))
-        torch.amax(segments, 2, out=maxima[:, :whole])
-        largest = values.amax(1, keepdim=True)
-        # Below the limit a term adds nothing to a sum of at least 1, and underflow is slow.
-        torch.sub(values, largest, out=shifted).clamp_(min=_VANISHES)
-        mass = shifted.exp_().sum(1).log_()
-        _select(
-            values.numpy(), maxima.numpy(), largest[:, 0].numpy(), mass.numpy(),
-            out_tokens[part].numpy(), out_logprobs[part].numpy(),
-        )  # fmt: skip
+    if logits.dtype == torch.float16 or logits.stride(1) != 1:
+        logits = logits.to(torch.float32).contiguous()
+    threads, need = min(torch.get_num_threads(), rows), -(-scratch_bytes(vocab, k) // 64) * 64
+    call, address = told("topk_logprobs", CALL.itemsize // 8)
+    call[:] = (
+        0, 0, scratch_lines(threads * need), need, logits.data_ptr(),
+        logits.stride(0) * logits.element_size(), rows, vocab, logits.dtype == torch.bfloat16, k,
+        out_tokens.data_ptr(), 4 * out_tokens.stride(0), out_logprobs.data_ptr(),
+        4 * out_logprobs.stride(0),
+    )  # fmt: skip
+    on_all_threads(compiled(), address, threads)

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import threading
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_kernels.native import HAVE_NUMBA, on_all_threads
+from bastion_kernels.native import HAVE_NUMBA, on_all_threads, scratch_lines, told
 
 if HAVE_NUMBA:
     from bastion_kernels.linear.cpu_kernel import CALL, COLUMNS, compiled, rows_at_once
-
-_calls = threading.local()
 
 _PART = 4096  # rows of a weight that are rounded at once, in fp32
 
@@ -72,23 +67,6 @@ def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scales
 
 
-class _Call:
-    """What a thread's calls are told, and the memory that they work in."""
-
-    def __init__(self) -> None:
-        self.told = np.zeros(len(CALL.names or ()), np.int64)
-        self.address = self.told.ctypes.data
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._scratch = 0
-
-    def scratch(self, size: int) -> int:
-        """The address of so many bytes, or more."""
-        if self._memory.numel() < size + 64:
-            self._memory = torch.empty(size + 64, dtype=torch.uint8)
-            self._scratch = -(-self._memory.data_ptr() // 64) * 64
-        return self._scratch
-
-
 def linear_cpu(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Products of rows with a weight, summed in float32 in the order of K.
 
@@ -120,9 +98,9 @@ def _multiply(x: Tensor, packed: Tensor, bias: int, out: Tensor, scales: int) ->
     rows, words = x.shape[0], packed.shape[1]
     threads = torch.get_num_threads()
     at_once, need = rows_at_once(rows, words)
-    call = _calls.__dict__.get("call") or _calls.__dict__.setdefault("call", _Call())
-    call.told[:] = (
-        0, 0, threads, call.scratch(threads * need), need, at_once, x.data_ptr(), 2 * x.stride(0),
+    call, address = told("linear", CALL.itemsize // 8)
+    call[:] = (
+        0, 0, threads, scratch_lines(threads * need), need, at_once, x.data_ptr(), 2 * x.stride(0),
         rows, words, packed.data_ptr(), packed.shape[0], bias, out.data_ptr(), scales,
     )  # fmt: skip
-    on_all_threads(compiled(), call.address, threads)
+    on_all_threads(compiled(), address, threads)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys and values that a drafter makes of accepted text, on a CPU.
+
+vLLM multiplies by the weights of all its layers at once, beside its own linear layers, and gives
+all layers' key norms to one call, of which the op for CPUs reads the first layer's.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+
+from bastion_kernels.linear.cpu import pack_weight
+from vllm_bastion.cpu.linear import has_linear
+
+
+def install(model: Any) -> None:
+    """Change `_normalize_context_k`, and where there is our product `_project_context_kv`.
+
+    model: vLLM's DFlashQwen3Model or its like, with its weights loaded.
+    """
+    model._normalize_context_k = MethodType(normalize_context_k, model)
+    cache = getattr(model, "_rope_cos_sin_cache", None)
+    dtype = model._hidden_norm_weight.dtype if cache is not None else None
+    if cache is not None and cache.dtype != dtype:
+        # vLLM would convert all positions in every step.
+        model._rope_cos_sin_cache = cache.to(dtype)
+    weight = getattr(model, "_fused_kv_weight", None)
+    if weight is None or weight.dtype != torch.bfloat16 or not has_linear():
+        return
+    packed = pack_weight(weight)
+    if packed is not None:
+        model._fused_kv_weight = packed
+        model._project_context_kv = MethodType(project_context_kv, model)
+
+
+def normalize_context_k(self: Any, all_k: Tensor) -> Tensor:
+    """Each drafter layer's own key norm: [L, T, heads, d] -> the same."""
+    out = torch.empty_like(all_k)
+    for layer, weight in enumerate(self._k_norm_weights):
+        ops.rms_norm(out[layer], all_k[layer], weight, self._rms_norm_eps)
+    return out
+
+
+def project_context_kv(
+    self: Any, states: Tensor, num_ctx: int, num_layers: int, num_kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of all layers, [L, T, heads, d] each, of states [T, H]; vLLM's own steps."""
+    normed = torch.empty_like(states)
+    ops.rms_norm(normed, states, self._hidden_norm_weight, self._rms_norm_eps)
+    flat = torch.ops.vllm_bastion.linear(normed, self._fused_kv_weight, self._fused_kv_bias)
+    both = flat.view(num_ctx, num_layers, 2, num_kv_heads, head_dim)
+    keys, values = both.permute(2, 1, 0, 3, 4).contiguous()
+    return keys, values
