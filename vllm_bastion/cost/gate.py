@@ -19,7 +19,8 @@ on its way, unheard of, counts as the average first tree.
 While no tree is drafted nothing is learned about trees, so now and then one is drafted all the
 same: after WAIT 2^d steps with a tree would have taken their time, where d counts such trials in a
 row, up to DOUBLINGS. That bounds what trying costs to a part 1 / (1 + WAIT 2^d), whatever a draft
-costs here.
+costs here. Within the longest wait it is waited longer by the square of the factor by which trees
+fall short: many requests at once miss by several times what a draft costs, and try most dearly.
 """
 
 from __future__ import annotations
@@ -132,14 +133,17 @@ class DraftGate:
         average = count - untried + self.kappa * tokens
         if average > count * cost:
             self._doublings = 0
-        if average + self.kappa * hope + untried * cost >= count * cost:
+        expected = average + self.kappa * hope + untried * cost
+        if expected >= count * cost:
             self._waited = 0
             return True
         if not 0.5 < count / max(self._batch, 1) < 2.0:
             # What was learned was learned about another batch.
             self._batch, self._doublings = count, 0
         self._waited += 1
-        if self._waited < _WAIT * 2**self._doublings * cost:
+        short = count * cost / expected
+        wait = _WAIT * min(2**self._doublings * short**2, 2**_DOUBLINGS)
+        if self._waited < wait * cost:
             return False
         self._waited = 0
         self._doublings = min(self._doublings + 1, _DOUBLINGS)

@@ -36,11 +36,15 @@ def block_argmax(row, vocab_size, block_size, num_blocks, out_value, out_token):
 
     row: [>= vocab_size]; out_value, out_token: [num_blocks].
     """
-    for block in range(num_blocks):
-        begin = block * block_size
-        part = row[begin : min(begin + block_size, vocab_size)]
-        best = int(part.argmax())
-        out_value[block], out_token[block] = part[best], begin + best
+    whole = vocab_size // block_size
+    blocks, begins = row[: whole * block_size].reshape(whole, block_size), np.arange(whole)
+    if whole:
+        best = blocks.argmax(1)
+        out_value[:whole], out_token[:whole] = blocks[begins, best], begins * block_size + best
+    if whole < num_blocks:
+        begin = whole * block_size
+        last = int(row[begin:vocab_size].argmax())
+        out_value[whole], out_token[whole] = row[begin + last], begin + last
 
 
 def noised(row, temperature, seed, pos, fp64):
@@ -58,7 +62,11 @@ def seeds_by_step() -> bool:
     return hasattr(importlib.import_module(_GUMBEL), "spec_step_seed")
 
 
-@twin(f"{_GUMBEL}:_gumbel_sample_kernel", compile=False)
+@twin(
+    f"{_GUMBEL}:_gumbel_sample_kernel",
+    compile=False,
+    reads=("logits_ptr", "logits_cache_source_ptr"),
+)
 def _gumbel_sample(
     grid0,
     grid1,

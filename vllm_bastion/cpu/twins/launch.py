@@ -38,6 +38,7 @@ class Twin:
         source: `function` before it was compiled.
         bits: whether 16-bit floats are handed over as int16.
         some: parameters that only some versions of the kernel have.
+        reads: tensors that it only reads, which need not be rounded back.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Twin:
         source: Callable[..., None],
         bits: bool,
         some: tuple[str, ...] = (),
+        reads: tuple[str, ...] = (),
     ) -> None:
         self.target, self.function, self._bits = target, function, bits
+        self._reads = frozenset(reads)
         parameters = inspect.signature(source).parameters
         self._all = tuple(name for name in parameters if name not in _GRID)
         self.names = self._all
@@ -80,12 +83,12 @@ class Twin:
         if sources is None:
             sources = self._sources[form] = self._sources_of(len(args), tuple(kwargs))
         values, rounded = [], []
-        for given, what in sources:
+        for name, (given, what) in zip(self._all, sources, strict=True):
             item = args[what] if given == "args" else kwargs[what] if given == "kwargs" else what
             if isinstance(item, torch.Tensor):
                 half = item.dtype in _HALF
                 value = _array(item, half, self._bits)
-                if half and not self._bits:
+                if half and not self._bits and name not in self._reads:
                     rounded.append((item, value))
             else:
                 # One type of number, so that nothing is compiled twice.
@@ -128,16 +131,21 @@ def _array(tensor: torch.Tensor, half: bool, bits: bool) -> Any:
 
 
 def twin(
-    target: str, compile: bool = True, bits: bool = False, some: tuple[str, ...] = ()
+    target: str,
+    compile: bool = True,
+    bits: bool = False,
+    some: tuple[str, ...] = (),
+    reads: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the decorated function as the twin of the kernel `package.module:name`.
 
-    `some`: the parameters of `function` that only some versions of the kernel have.
+    `some`: the parameters of `function` that only some versions of the kernel have; `reads`: the
+    tensors that it only reads.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         callee = compiled(function) if compile else function
-        TWINS[target] = Twin(target, callee, function, bits, some)
+        TWINS[target] = Twin(target, callee, function, bits, some, reads)
         return callee
 
     return register
