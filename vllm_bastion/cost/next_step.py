@@ -6,6 +6,7 @@ the table that fits the batch and feeds real step times back to the model.
 
 T_aux, everything of a step that calibration could not time (sampling, tree building, compaction,
 the host's part, waiting for N*), is what real steps take beyond their forward pass and the draft.
+It is below zero where those take less than was measured: what decides is the step.
 """
 
 from __future__ import annotations
@@ -23,23 +24,43 @@ from vllm_bastion.step.trees import Trees
 
 # T_aux is a median over this many steps, and is looked at again every half of them.
 _AUX_STEPS = 32
+# The part of a measured cost by which T_aux may be below zero.
+_MOST_LESS = 0.5
 
 
 class AuxTime:
-    """Milliseconds of T_aux, a running median; None until there are steps to tell it from."""
+    """Milliseconds of T_aux: running medians, by the power of two of requests, and of all steps."""
 
+    def __init__(self) -> None:
+        self._all = _Median()
+        self._by_size: dict[int, _Median] = {}
+
+    def add(self, num_reqs: int, ms: float) -> None:
+        """Take in one step. A pause between two requests is an outlier that the median ignores."""
+        self._all.add(ms)
+        self._by_size.setdefault(num_reqs.bit_length(), _Median()).add(ms)
+
+    def of(self, num_reqs: int) -> float | None:
+        """Of a batch of about so many requests, else of any; None until there are enough steps."""
+        own = self._by_size.get(num_reqs.bit_length())
+        if own is not None and own.ms is not None:
+            return own.ms
+        # Another batch's lead over what was measured for it is no lead of this one.
+        return None if self._all.ms is None else max(self._all.ms, 0.0)
+
+
+class _Median:
     def __init__(self) -> None:
         self.ms: float | None = None
         self._recent: deque[float] = deque(maxlen=_AUX_STEPS)
         self._new = 0
 
     def add(self, ms: float) -> None:
-        """Take in one step. A pause between two requests is an outlier that the median ignores."""
         self._recent.append(ms)
         self._new += 1
         if self._new >= _AUX_STEPS // 2:
             self._new = 0
-            self.ms = max(0.0, median(self._recent))
+            self.ms = median(self._recent)
 
 
 class StepCosts:
@@ -64,7 +85,7 @@ class StepCosts:
         """Make the trees' cost buffer the one of this batch; a copy only when it changed."""
         cost = self.latency.cycle_cost_ms(num_reqs, context_len)
         # The model hands out the same array while nothing has changed.
-        aux = self._aux.ms or 0.0
+        aux = max(self._aux.of(num_reqs) or 0.0, -_MOST_LESS * float(cost[0]))
         state = (id(cost), aux)
         if state != self._installed:
             self._installed = state
@@ -77,12 +98,13 @@ class StepCosts:
         Calibration sees no scheduler. What that takes, it takes in both kinds of steps, and without
         it plain steps look better than they are.
         """
-        if self.timer is not None and self._aux.ms is None and self._drafted < _AUX_STEPS:
+        drafting = self._aux.of(num_reqs)
+        if self.timer is not None and drafting is None and self._drafted < _AUX_STEPS:
             return math.inf
-        aux = self._plain_aux.ms
+        aux, plain = self._plain_aux.of(num_reqs), self.latency.plain_ms(num_reqs, context_len)
         if aux is None:  # like that of a step with a draft: most of T_aux is vLLM's own
-            aux = self._aux.ms or 0.0
-        return self.latency.plain_ms(num_reqs, context_len) + aux
+            aux = max(drafting or 0.0, 0.0)
+        return plain + max(aux, -_MOST_LESS * plain)
 
     def learn(self) -> None:
         """Take in the steps that were completed since the last call."""
@@ -97,7 +119,7 @@ class StepCosts:
                 continue
             if step.verified:
                 beyond = self.latency.beyond_forward_ms(step.num_reqs)
-                self._aux.add(step.total_ms - step.forward_ms - beyond)
+                self._aux.add(step.num_reqs, step.total_ms - step.forward_ms - beyond)
             else:
                 plain = self.latency.plain_ms(step.num_reqs, step.context_len)
-                self._plain_aux.add(step.total_ms - plain)
+                self._plain_aux.add(step.num_reqs, step.total_ms - plain)
