@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from bastion_kernels.native import HAVE_NUMBA
-
 
 @contextmanager
 def complete_when_read() -> Iterator[None]:
@@ -41,6 +39,9 @@ def complete_when_read() -> Iterator[None]:
 @lru_cache
 def host_instructions() -> str:
     """What a stored function may not be loaded without: a digest of the CPU's instructions."""
+    # Here, so that the rest is there for processes that are not to import Numba.
+    from bastion_kernels.native import HAVE_NUMBA
+
     if not HAVE_NUMBA:
         return ""
     from llvmlite.binding import get_host_cpu_features
