@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
 from vllm_bastion import config, validation
+from vllm_bastion.attention import tree_backend
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.validation import BastionConfigError
 
@@ -223,7 +225,7 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "watermark": ({"watermark_config": {}}, ("watermark_config", "remove")),
     "experts": ({"enable_return_routed_experts": True}, ("routed_experts", "remove")),
     "offload": ({"kv_offloading_size": 1.0}, ("KV connector", "kv_offloading_size")),
-    "fp8 cache": ({"kv_cache_dtype": "fp8_e5m2"}, ("kv_cache_dtype", 'use "auto"')),
+    "nvfp4 cache": ({"kv_cache_dtype": "nvfp4"}, ("kv_cache_dtype", 'use "auto" or "fp8"')),
     "sampling mask": ({"return_sampling_mask": True}, ("return_sampling_mask", "remove")),
 }
 
@@ -337,6 +339,7 @@ def test_the_attributes_read_of_a_target_exist(pair: tuple[str, str]) -> None:
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {
     "alibi": ({"impl": SimpleNamespace(alibi_slopes=[0.5])}, "ALiBi"),
     "encoder": ({"attn_type": "encoder_only"}, "type encoder_only"),
+    "scales by head": ({"_k_scale": torch.ones(2)}, "scales its KV cache head by head"),
 }
 
 
@@ -351,6 +354,14 @@ def test_a_layer_the_kernels_do_not_implement_is_refused(case: str) -> None:
     with pytest.raises(BastionConfigError) as caught:
         validation.check_layers({"layers.7.attn": SimpleNamespace(**(plain | changes))})
     is_one_sentence(str(caught.value), "layers.7.attn", names)
+
+
+def test_a_cache_that_no_tree_backend_reads_is_refused() -> None:
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    with pytest.raises(ValueError) as caught:
+        tree_backend(TritonAttentionBackend, "fp8_e5m2")
+    is_one_sentence(str(caught.value), "TRITON_ATTN", 'kv_cache_dtype "fp8_e5m2"', 'to "auto"')
 
 
 def test_a_host_without_triton_must_be_a_cpu_one(monkeypatch: pytest.MonkeyPatch) -> None:

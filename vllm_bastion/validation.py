@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from vllm import envs as vllm_envs
 
@@ -72,8 +73,8 @@ _GATED_DELTA = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-# The tree part of attention is compared with plain decoding bit for bit: no quantised cache yet.
-_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+# What the tree part of attention reads.
+_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 class BastionConfigError(ValueError):
@@ -313,7 +314,9 @@ def check_engine(vllm_config: Any) -> None:
         )
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in _CACHE_DTYPES:
-        raise BastionConfigError(f'kv_cache_dtype "{cache_dtype}" {_DOES_NOT_WORK}: use "auto"')
+        raise BastionConfigError(
+            f'kv_cache_dtype "{cache_dtype}" {_DOES_NOT_WORK}: use "auto" or "fp8"'
+        )
     mode = vllm_config.cache_config.mamba_cache_mode
     if vllm_config.model_config.is_hybrid and mode != "none":
         raise BastionConfigError(
@@ -372,6 +375,8 @@ def check_layers(layers: dict[str, Any]) -> None:
             what = "uses ALiBi"
         elif getattr(layer, "attn_type", "decoder") != "decoder":
             what = f"is of type {layer.attn_type}"
+        elif getattr(layer, "_k_scale", torch.ones(1)).numel() > 1:
+            what = "scales its KV cache head by head"
         if what is not None:
             raise BastionConfigError(
                 f'attention layer {name} of the target {what}, which method "bastion" cannot '

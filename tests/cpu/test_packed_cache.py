@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from bastion_kernels import KVCompactor, tree_attention
 from bastion_kernels.attention.cpu_layout import OTHER
+from vllm_bastion.attention import float8
 from vllm_bastion.attention.cpu import cache_layout
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU's kernels")
@@ -18,14 +19,25 @@ PAGE, HEADS, KV_HEADS = 32, 4, 2
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.float32, 80)]
+    ("dtype", "dim", "kind"),
+    [
+        (torch.float32, 64, "auto"),
+        (torch.bfloat16, 64, "auto"),
+        (torch.float32, 80, "auto"),
+        (torch.float32, 64, "fp8"),
+        (torch.bfloat16, 64, "fp8"),
+        (torch.float16, 32, "fp8_e5m2"),
+    ],
 )
-def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int) -> None:
+def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int, kind: str) -> None:
     current_platform.import_kernels()
     torch.cpu._init_amx()  # as an engine's first matrix product does
     torch.manual_seed(0)
-    isa = _get_attn_isa(dtype, PAGE, dim, "auto")
-    layout = cache_layout(isa, PAGE, dim, dtype)
+    held = float8(kind) or dtype
+    if held != dtype and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's float8 caches need AVX-512")
+    isa = _get_attn_isa(dtype, PAGE, dim, kind)
+    layout = cache_layout(isa, PAGE, dim, dtype, kind)
     if dim == 64 and isa in ("amx", "vec"):
         assert layout.kind != OTHER, "vLLM's format has changed: it is read slowly"
     # a chain of 20 rows, a chunk of 100, one row
@@ -40,31 +52,39 @@ def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int) -> None:
         places = torch.arange(lengths[r])
         slots.append(table[r, places // PAGE].long() * PAGE + places % PAGE)
     shape = (sum(pages), KV_HEADS, PAGE, 2 * dim)
-    cache = torch.zeros(shape, dtype=dtype)
+    cache = torch.zeros(shape, dtype=dtype if held == dtype else torch.uint8)
+    scales = {} if held == dtype else {"k_scale": 0.7, "v_scale": 1.7, "kv_cache_dtype": kind}
     keys, values = cache.view(shape[0], KV_HEADS, 2 * PAGE, dim).chunk(2, dim=2)
     kv = torch.randn(2, sum(lengths), KV_HEADS, dim).to(dtype)
-    ops.cpu_attn_reshape_and_cache(kv[0], kv[1], keys, values, torch.cat(slots), isa)
-    assert torch.equal(
-        layout.read(cache).transpose(1, 2).flatten(0, 1)[torch.cat(slots)],
-        torch.cat([kv[0], kv[1]], 2),
-    )
+    ops.cpu_attn_reshape_and_cache(kv[0], kv[1], keys, values, torch.cat(slots), isa, **scales)
+    found = layout.read(cache).transpose(1, 2).flatten(0, 1)[torch.cat(slots)]
+    if held == dtype:
+        assert torch.equal(found, torch.cat([kv[0], kv[1]], 2))
+    else:
+        factors = torch.tensor([0.7, 1.7])[:, None, None, None]
+        # vLLM drops bits that do not fit
+        error = 2 ** -(3 if held == torch.float8_e4m3fn else 2)
+        found = torch.stack(found.view(held).float().chunk(2, dim=2)) * factors
+        torch.testing.assert_close(found, kv.float(), rtol=error, atol=5e-3)
     starts = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32)
     seq_lens, scale = torch.tensor(lengths, dtype=torch.int32), dim**-0.5
     query = torch.randn(sum(rows), HEADS, dim).to(dtype)
     got, want = torch.empty_like(query), torch.empty_like(query)
     plan = ops.cpu_attn_get_scheduler_metadata(
-        3, HEADS, KV_HEADS, dim, seq_lens, dtype, starts, True, -1, isa, True
-    )
+        3, HEADS, KV_HEADS, dim, seq_lens, dtype, starts, True, -1, isa, True,
+        kv_cache_dtype=kind,
+    )  # fmt: skip
     ops.cpu_attention_with_kv_cache(
         query, keys, values, want, starts, seq_lens, scale, True, None, -1, table, 0.0, plan,
-        None,
+        None, **scales,
     )  # fmt: skip
     nothing = torch.zeros(3, dtype=torch.int32)
+    factors = {k: torch.tensor([v]) for k, v in scales.items() if k != "kv_cache_dtype"}
     tree_attention(
-        query, cache, table, starts, seq_lens, nothing, torch.full((3,), -1),
-        torch.zeros(1, 1, 1, dtype=torch.int32), scale, got, layout=layout,
+        query, cache.view(held), table, starts, seq_lens, nothing, torch.full((3,), -1),
+        torch.zeros(1, 1, 1, dtype=torch.int32), scale, got, layout=layout, **factors,
     )  # fmt: skip
-    error = 2e-2 if dtype == torch.bfloat16 else 2e-5
+    error = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
     torch.testing.assert_close(got, want, atol=error, rtol=error)
 
     # the accepted path of the first: rows 0, 2, 7 of its tail become its first three

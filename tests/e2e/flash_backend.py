@@ -30,9 +30,19 @@ def varlen_attention(
     block_table: torch.Tensor,
     softmax_scale: float,
     causal: bool,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     **_: Any,
 ) -> None:
-    """FlashAttention over a paged cache: q [T, Hq, d]; k and v [blocks, block_size, Hkv, d]."""
+    """FlashAttention over a paged cache: q [T, Hq, d]; k and v [blocks, block_size, Hkv, d].
+
+    The factors `[R, Hkv]` are of numbers in float8, and equal for a layer.
+    """
+    if k.dtype == torch.float8_e4m3fn:
+        assert q.dtype == k.dtype, "FlashAttention 3 takes one dtype"
+        factors = [x.flatten()[0] for x in (q_descale, k_descale, v_descale) if x is not None]
+        q, k, v = (x.to(out.dtype) * f for x, f in zip((q, k, v), factors, strict=True))
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
     for r, length in enumerate(lengths):
         rows = slice(starts[r], starts[r + 1])
@@ -56,13 +66,17 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    *_: Any,
+    kv_cache_dtype: str,
+    *scales: torch.Tensor,
 ) -> None:
     """Write keys and values [T, Hkv, d] to their slots; -1 is not written."""
     real = slot_mapping >= 0
     slots, size = slot_mapping[real], key_cache.shape[1]
-    for rows, cache in ((key, key_cache), (value, value_cache)):
-        cache[slots // size, slots % size] = rows[: len(real)][real]
+    for rows, cache, scale in zip((key, value), (key_cache, value_cache), scales, strict=True):
+        rows = rows[: len(real)][real]
+        if kv_cache_dtype.startswith("fp8"):
+            rows = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        cache[slots // size, slots % size] = rows
 
 
 def install() -> None:
@@ -79,6 +93,7 @@ def install() -> None:
             found.on_gpu = lambda tensor: True
     # As on a Hopper GPU.
     flash_attn.get_flash_attn_version = lambda *args, **kwargs: 3
+    flash_attn.flash_attn_supports_kv_cache_dtype = lambda *args, **kwargs: True
     flash_attn.get_scheduler_metadata = lambda **kwargs: None
     flash_attn.flash_attn_varlen_func = varlen_attention
     flash_attn.reshape_and_cache_flash = reshape_and_cache

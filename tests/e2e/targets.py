@@ -7,20 +7,22 @@ runs on their hidden states and knows nothing of them, as every random drafter w
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.engines import TARGET
 
-_LAYERS = 6
+LAYERS = 6
 _SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 192,
     "intermediate_size": 256,
-    "num_hidden_layers": _LAYERS,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -31,7 +33,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (_LAYERS // 2)}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 _DELTA_NETS = {
@@ -137,4 +139,26 @@ def make_target(name: str, folder: Path) -> str:
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / file, folder)
+    return str(folder)
+
+
+def make_scaled(folder: Path) -> str:
+    """The tiny target as llm-compressor leaves a model: a scale of each layer's keys and values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, folder)
+    weights = load_file(Path(TARGET) / "model.safetensors")
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}.self_attn"
+        weights[f"{name}.k_scale"] = torch.tensor([0.011 + 0.003 * layer])
+        weights[f"{name}.v_scale"] = torch.tensor([0.017 - 0.002 * layer])
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((Path(TARGET) / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison
+from tests.e2e.compare import Comparison, answers
 from tests.e2e.cuda_graphs import Tape, capture, kernel
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
-from tests.e2e.targets import ARGUMENTS, SPEC, make_target
+from tests.e2e.targets import ARGUMENTS, SPEC, make_scaled, make_target
 from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.cost.table import StepCostTable
 
@@ -86,6 +86,27 @@ def test_graphs_replay_what_decoding_needs(
     for g in drafter:
         assert {"_expand_kernel", "_bits_kernel", "_choose_kernel"} <= set(g["kernels"])
     assert any(path != list(range(len(path))) for path in outcome["paths"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", [False, True])
+def test_queries_and_caches_of_float8(
+    runner: Runner, compare: Comparison, tmp_path: Path, scales: bool
+) -> None:
+    """Plain decoding has the same backend here: another rounds to float8 in another way."""
+    own = ("model", make_scaled(tmp_path / "scaled")) if scales else ("kv_cache_dtype", "fp8")
+    plain, requests = Engine(max_num_seqs=2, eager=True, extra=(own,)).with_async(), [batch()]
+    expected = runner.run(plain, requests, setup=SETUP[:1], interpreted=True)
+    tree = with_graphs(plain).with_bastion(8, top_k=4, **costs(tmp_path, "exact"))
+    known = {"answers": answers(expected)}
+    run = runner.run(tree, requests, setup=SETUP, oracle=known, interpreted=True)
+    compare.same(
+        f"GPU path on a CPU, float8, scales {scales}", requests, expected, run, plain,
+        setup=SETUP[:1], interpreted=True,
+    )  # fmt: skip
+    paths = run["batches"][0]["paths"]
+    assert any(path != list(range(len(path))) for path in paths)
+    assert max(map(len, paths)) > 2
 
 
 @pytest.mark.slow

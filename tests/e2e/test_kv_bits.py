@@ -34,8 +34,9 @@ ACCEPT = [3, 0, 2, 3, 1, 3, 0, 2, 3]
 PROBE = "tests.e2e.kv_probe:full_blocks"
 
 
-def test_bits_of_the_caches(runner: Runner, compare: Comparison) -> None:
-    plain = Engine(max_num_seqs=2, eager=True)
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_bits_of_the_caches(runner: Runner, compare: Comparison, kind: str) -> None:
+    plain = Engine(max_num_seqs=2, eager=True, extra=(("kv_cache_dtype", kind),))
     batch = Batch("KV rows bit-equal to a chain's")
     for i, (name, text) in enumerate(cases.some(1, first=5)):
         temperature = float(i == 2)
@@ -44,17 +45,17 @@ def test_bits_of_the_caches(runner: Runner, compare: Comparison) -> None:
     first = runner.run(plain, [batch])
     answers = {name: r["token_ids"] for name, r in first["batches"][0]["requests"].items()}
     runs = {}
-    for kind, top_k in (("tree", 16), ("chain", 1)):
-        plan = {"accept": ACCEPT, "swap": kind == "tree"}
-        runs[kind] = runner.submit(
+    for shape, top_k in (("tree", 16), ("chain", 1)):
+        plan = {"accept": ACCEPT, "swap": shape == "tree"}
+        runs[shape] = runner.submit(
             plain.with_bastion(GAMMA, GAMMA, top_k=top_k),
             [batch],
             oracle={"answers": answers, "plan": plan},
             probe=PROBE,
         )
-    tree, chain = (runs[kind].result()["batches"][0] for kind in ("tree", "chain"))
-    for kind, run in runs.items():
-        compare.same(f"{kind} of {GAMMA} nodes, oracle", [batch], first, run.result())
+    tree, chain = (runs[shape].result()["batches"][0] for shape in ("tree", "chain"))
+    for shape, run in runs.items():
+        compare.same(f"{shape} of {GAMMA} nodes, {kind}", [batch], first, run.result(), plain)
 
     # The two engines are comparable: the same steps with the same rows.
     assert [len(path) for path in tree["paths"]] == [len(path) for path in chain["paths"]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.cpu import FORMS, tree_attention_cpu
+from bastion_kernels.attention.cpu import serves, tree_attention_cpu
 from bastion_kernels.attention.cpu_layout import KVLayout
 from bastion_kernels.attention.tree_attention import (
     TreeAttentionWorkspace,
@@ -87,6 +87,7 @@ class Batch:
         page: int = 8,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
+        query_dtype: torch.dtype | None = None,
         seed: int = 0,
         spare_rows: int = 3,
         padded_requests: int = 0,
@@ -145,7 +146,7 @@ class Batch:
             kv = torch.randn(shape, generator=g)
             query = torch.randn(starts[-1] + spare_rows, hq, dim, generator=g).to(dtype)
             out = torch.full_like(query, POISON)
-        kv = kv.to(kv_dtype or dtype)
+        kv, query = kv.to(kv_dtype or dtype), query.to(query_dtype or dtype)
         # cached rows that belong to nobody must not matter
         used = torch.zeros(shape[0], page, dtype=torch.bool)
         for r, n in enumerate(lengths):
@@ -154,8 +155,9 @@ class Batch:
         if kv.dtype.is_floating_point and kv.element_size() > 1:
             kv.transpose(1, 2)[~used] = float("nan")
         self.scale = dim**-0.5
+        self.q_scale = torch.tensor([1.1]) if query_dtype else None
         self.k_scale = self.v_scale = None
-        if kv_dtype == torch.float8_e4m3fn:
+        if kv_dtype is not None:
             self.k_scale, self.v_scale = torch.tensor([0.7]), torch.tensor([1.3])
         self.query, self.kv, self.out = query, kv, out
         self.table, self.bits, self.slots = table, bits, slots
@@ -177,7 +179,7 @@ class Batch:
         """The keyword arguments of `tree_attention`."""
         tensors = {
             "sinks": self.sinks, "depths": self.depths if self.window else None,
-            "k_scale": self.k_scale, "v_scale": self.v_scale,
+            "q_scale": self.q_scale, "k_scale": self.k_scale, "v_scale": self.v_scale,
         }  # fmt: skip
         placed = {name: None if t is None else t.to(DEVICE) for name, t in tensors.items()}
         return {"softcap": self.softcap, "window": self.window, **placed}
@@ -189,7 +191,7 @@ class Batch:
     def triton(self, tiles: Tiles = SMALL) -> Tensor:
         heads, kv_heads = self.query.shape[1], self.kv.shape[1]
         workspace = TreeAttentionWorkspace(
-            heads, kv_heads, self.dim, self.query.dtype, self.query.shape[0],
+            heads, kv_heads, self.dim, self.out.dtype, self.query.shape[0],
             self.table.shape[0], DEVICE, tiles, window=self.window, max_tail=self.bits.shape[1],
         )  # fmt: skip
         args = self.args()
@@ -199,12 +201,12 @@ class Batch:
         return self.out_on_device.cpu()
 
     def cpu(self) -> Tensor:
-        if self.query.dtype not in FORMS:
+        if not serves(self.query.dtype, self.kv.dtype):
             pytest.skip("the reference's")
-        args = list(self.args())
+        args, kinds = list(self.args()), self.kinds()
         if self.layout is not None:
             args[1] = self.layout.write(args[1].contiguous())
-        kinds = {k: v for k, v in self.kinds().items() if k not in ("k_scale", "v_scale")}
+        assert kinds.pop("q_scale") is None
         tree_attention_cpu(*args, **kinds, layout=self.layout)
         return self.out_on_device
 
@@ -224,7 +226,9 @@ class Batch:
                     keys = (keys * self.k_scale).to(dtype)
                     values = (values * self.v_scale).to(dtype)
                 row = int(self.starts[r]) + i
-                query = self.query[row].to(dtype)
+                query = self.query[row].float().to(dtype)
+                if self.q_scale is not None:
+                    query = (query * self.q_scale).to(dtype)
                 scores = torch.einsum("hd,lhd->hl", query, keys) * self.scale
                 if self.softcap:
                     scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -237,7 +241,7 @@ class Batch:
     def check(self, got: Tensor) -> None:
         """Twice the error of PyTorch in the same dtype, and no row touched that is not ours."""
         truth = self.dense(torch.float64)[: self.rows]
-        same = self.dense(self.query.dtype)[: self.rows]
+        same = self.dense(self.out.dtype)[: self.rows]
         error = (got[: self.rows].double() - truth).abs().max().item()
         allowed = 2 * (same.double() - truth).abs().max().item() + 1e-5
         assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"

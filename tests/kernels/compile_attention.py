@@ -105,10 +105,11 @@ def attend(
     softcap: float,
     window: int = 0,
     sinks: bool = False,
+    query_dtype: torch.dtype | None = None,
 ) -> None:
     """Launch tree attention once, over fused queries and a cache as vLLM lays it out."""
     rows = 65
-    fused = torch.zeros(rows, heads[0] + 2 * heads[1], dim, dtype=dtype)
+    fused = torch.zeros(rows, heads[0] + 2 * heads[1], dim, dtype=query_dtype or dtype)
     cache = torch.zeros(4, 16, heads[1], 2 * dim, dtype=kv_dtype).transpose(1, 2)
     ints = torch.zeros(8, dtype=torch.int32)
     scales = torch.ones(1) if kv_dtype != dtype else None
@@ -125,7 +126,7 @@ def attend(
         fused[:, : heads[0]], cache, ints[None], ints[:2], ints[:1], ints[:1],
         torch.zeros(1, dtype=torch.int64), torch.zeros(1, rows, 3, dtype=torch.int32), dim**-0.5,
         torch.zeros(rows, heads[0], dim, dtype=dtype), softcap=softcap, k_scale=scales,
-        v_scale=scales, sinks=torch.zeros(heads[0]) if sinks else None,
+        v_scale=scales, q_scale=torch.ones(1) if query_dtype else None, sinks=torch.zeros(heads[0]) if sinks else None,
         depths=torch.zeros(1, rows - 1, dtype=torch.int32) if window else None,
         workspace=workspace,
     )  # fmt: skip
@@ -155,6 +156,10 @@ if __name__ == "__main__":
             attend(bf16, 64, (14, 2), fp8, 0.0)
             attend(bf16, 128, (32, 8), fp8, 0.0)
             attend(bf16, 256, (8, 4), fp8, 0.0)
+            # as vLLM's FlashAttention backend has them
+            attend(bf16, 64, (64, 8), fp8, 0.0, window=128, sinks=True, query_dtype=fp8)
+            attend(bf16, 128, (32, 8), fp8, 0.0, query_dtype=fp8)
+            attend(bf16, 256, (8, 4), fp8, 50.0, query_dtype=fp8)
     caches = [torch.zeros(4, 16, 8, 256, dtype=bf16).transpose(1, 2)]
     int32, int64 = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int64)
     path = torch.zeros(1, 16, dtype=torch.int32)

@@ -93,9 +93,22 @@ def test_softcap(path: str, dtype: torch.dtype) -> None:
     batch.check(getattr(batch, path)())
 
 
+@paths
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fp8_cache_with_scales(path: str, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    for more in ({}, {"softcap": 0.8, "window": 9, "sinks": True}):
+        batch = Batch(mixed(2), dtype=dtype, kv_dtype=kv_dtype, dim=32, **more)
+        batch.check(getattr(batch, path)())
+
+
 @pytest.mark.parametrize("path", ["reference", "triton"])
-def test_fp8_cache_with_scales(path: str) -> None:
-    batch = Batch(mixed(2), dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, dim=32)
+@pytest.mark.parametrize("softcap", [0.0, 0.8])
+def test_fp8_queries_with_a_scale(path: str, softcap: float) -> None:
+    fp8 = torch.float8_e4m3fn
+    batch = Batch(
+        mixed(2), dtype=torch.bfloat16, kv_dtype=fp8, query_dtype=fp8, dim=32, softcap=softcap
+    )
     batch.check(getattr(batch, path)())
 
 
@@ -268,7 +281,7 @@ def test_refusals_name_the_argument() -> None:
         tree_attention(*args, window=8, depths=batch.depths[:1])
     with pytest.raises(TypeError, match="sinks must be"):
         tree_attention(*args, sinks=torch.zeros(4, dtype=torch.float16))
-    with pytest.raises(ValueError, match="does not go with"):
+    with pytest.raises(ValueError, match="do not go with"):
         tree_attention(args[0], args[1].half(), *args[2:])
     with pytest.raises(ValueError, match="softcap must be >= 0"):
         tree_attention(*args, softcap=-1.0)

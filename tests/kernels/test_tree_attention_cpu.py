@@ -62,17 +62,20 @@ def long_and_short() -> list[Request]:
         (torch.float32, OTHER, 48, 16, (4, 2)),
     ],
 )
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_packed_caches(
-    dtype: torch.dtype, kind: int, page: int, dim: int, heads: tuple[int, int], matrix: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, kind: int, page: int, dim: int, heads: tuple[int, int],
+    kv_dtype: torch.dtype | None, matrix: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    if matrix and not (kind == AMX and dtype == torch.bfloat16 and cpu_module._has_tiles()):
+    tiles = kind == AMX and dtype == torch.bfloat16 and kv_dtype is None
+    if matrix and not (tiles and cpu_module._has_tiles()):
         pytest.skip("by vectors anyway")
     monkeypatch.setattr(cpu_module, "_has_tiles", lambda: matrix)
-    batch = Batch(long_and_short(), heads=heads, dim=dim, page=page, dtype=dtype)
+    sizes = {"dim": dim, "page": page, "dtype": dtype, "kv_dtype": kv_dtype}
+    batch = Batch(long_and_short(), heads=heads, **sizes)
     batch.layout = make(kind, page, dim)
     batch.check(batch.cpu())
-    batch = Batch(mixed(1), dim=dim, page=page, dtype=dtype, window=9, sinks=True, softcap=0.8)
+    batch = Batch(mixed(1), window=9, sinks=True, softcap=0.8, **sizes)
     batch.layout = make(kind, page, dim)
     batch.check(batch.cpu())
 
@@ -86,14 +89,21 @@ def test_a_tail_of_several_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind"), [(torch.float32, VECTOR), (torch.bfloat16, AMX), (torch.bfloat16, OTHER)]
+    ("dtype", "kv_dtype", "kind"),
+    [
+        (torch.float32, None, VECTOR),
+        (torch.bfloat16, None, AMX),
+        (torch.bfloat16, None, OTHER),
+        (torch.float32, torch.float8_e4m3fn, VECTOR),
+    ],
 )
 @pytest.mark.parametrize("window", [0, 60, 400])
 def test_a_path_has_the_bits_of_a_chain_of_any_length(
-    dtype: torch.dtype, kind: int, window: int
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, kind: int, window: int
 ) -> None:
     g = torch.Generator().manual_seed(13)
     sizes = {"heads": (4, 2), "dim": 64, "page": 32, "dtype": dtype, "window": window}
+    sizes["kv_dtype"] = kv_dtype
     tree = Batch([Request(700, parents=random_parents(33, g))], **sizes)
     tree.layout = make(kind, 32, 64)
     got, request = tree.cpu(), tree.requests[0]
@@ -153,7 +163,10 @@ def test_threads_change_no_bit() -> None:
     assert torch.equal(got[0], got[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2],
+)
 @pytest.mark.parametrize(("page", "dim"), [(16, 80), (128, 128), (512, 96)])
 def test_a_layout_is_learned_from_what_writes_it(dtype: torch.dtype, page: int, dim: int) -> None:
     layout = any_layout(page, dim)

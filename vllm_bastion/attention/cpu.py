@@ -28,24 +28,35 @@ from vllm.v1.attention.backends.cpu_attn import (
 from bastion_kernels import KVLayout, learn_layout
 from bastion_kernels.attention.cpu import AttentionLayer as TreeAttentionLayer
 from bastion_kernels.attention.cpu import AttentionStep
+from vllm_bastion.attention import float8
 from vllm_bastion.step.trees import Trees
 
 
 @lru_cache
-def cache_layout(isa: str, page: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
+def cache_layout(
+    isa: str, page: int, head_dim: int, dtype: torch.dtype, kv_cache_dtype: str = "auto"
+) -> KVLayout:
     """How vLLM's kernels for an instruction set pack a block.
 
+    Args:
+        dtype: of the model.
+
     Raises:
-        ValueError: they do not keep keys and values as they are.
+        ValueError: they do not keep keys and values, or numbers that a float8 holds, as they are.
     """
+    held = float8(kv_cache_dtype)
 
     def write(
         key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
+        if held is not None:
+            key, value, kv_cache = key.to(dtype), value.to(dtype), kv_cache.view(torch.uint8)
         keys, values = kv_cache.view(1, 1, 2 * page, head_dim).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
+        ops.cpu_attn_reshape_and_cache(
+            key, value, keys, values, slots, isa, kv_cache_dtype=kv_cache_dtype
+        )
 
-    return learn_layout(write, page, head_dim, dtype)
+    return learn_layout(write, page, head_dim, held or dtype)
 
 
 @dataclass
@@ -132,12 +143,14 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.tree_sinks = None if self.sinks is None else self.sinks.float()
+        self._dtype = act_dtype
         self._ours: TreeAttentionLayer | None = None
 
     def cache_layout(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> KVLayout:
         """kv_cache: [blocks, Hkv, block_size, 2d]."""
         isa: str = layer.isa
-        return cache_layout(isa, kv_cache.shape[2], kv_cache.shape[3] // 2, kv_cache.dtype)
+        _, _, page, columns = kv_cache.shape
+        return cache_layout(isa, page, columns // 2, self._dtype, self.kv_cache_dtype)
 
     def forward(
         self,
@@ -172,13 +185,17 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         """Our loops over the layer's cache; made once, and again where vLLM gave it another."""
         ours = self._ours
         if ours is None or ours.kv_cache.data_ptr() != kv_cache.data_ptr():
+            held = float8(self.kv_cache_dtype)
             ours = self._ours = TreeAttentionLayer(
-                kv_cache,
+                kv_cache if held is None else kv_cache.view(held),
                 query.shape[1],
                 self.scale,
+                dtype=query.dtype,
                 softcap=self.logits_soft_cap,
                 window=max(self.sliding_window, 0),
                 sinks=self.tree_sinks,
+                k_scale=layer._k_scale_float,
+                v_scale=layer._v_scale_float,
                 layout=self.cache_layout(layer, kv_cache),
             )
         return ours

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from bastion_kernels import tree_attention
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
+from vllm_bastion.attention import float8
 from vllm_bastion.step.trees import Trees
 
 
@@ -91,6 +92,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         super().process_weights_after_loading(act_dtype)
         self.tree_sinks = None if self.sinks is None else self.sinks.float()
         self.window = max(self.sliding_window[0] + 1, 0)
+        self.float8 = float8(self.kv_cache_dtype)
 
     def forward(
         self,
@@ -121,6 +123,12 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
             )
         trees = attn_metadata.trees
         num_reqs = attn_metadata.seq_lens.shape[0]
+        scales: dict[str, Any] = {}
+        if self.float8 is not None:
+            kv_cache = kv_cache.view(self.float8)
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+            if query.dtype == self.float8:  # rounded by the layer, as FlashAttention wants them
+                scales["q_scale"] = layer._q_scale
         tree_attention(
             query,
             kv_cache,
@@ -136,6 +144,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
             window=self.window,
             sinks=self.tree_sinks,
             depths=trees.depths,
+            **scales,
             workspace=attn_metadata.workspaces[self.window],
         )
         return output

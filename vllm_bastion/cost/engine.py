@@ -169,12 +169,15 @@ def profile_key(runner: Any) -> ProfileKey:
         if int8_wanted(spec, config.model_config.dtype):
             drafter["weights"] = "int8"
         target["products"] = "bastion" if has_linear() else "vllm"
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    if config.cache_config.cache_dtype != "auto":
+        dtype += f", cache {config.cache_config.cache_dtype}"
     captured = captured_sizes(runner)
     return ProfileKey(
         device=device_name(runner.device),
         target_hash=config_hash(target),
         drafter_hash=config_hash(drafter),
-        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        dtype=dtype,
         attention_backend="+".join(sorted(backend)),
         tp_size=config.parallel_config.tensor_parallel_size,
         vllm_version=vllm.__version__,

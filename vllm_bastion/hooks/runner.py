@@ -163,7 +163,7 @@ def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     backend = original(*args, **kwargs)
     if bastion_config(get_current_vllm_config()) is None or _builds_drafter():
         return backend
-    return tree_backend(backend)
+    return tree_backend(backend, kwargs.get("kv_cache_dtype", args[2] if len(args) > 2 else None))
 
 
 def _builds_drafter() -> bool:

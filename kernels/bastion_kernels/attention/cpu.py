@@ -28,10 +28,17 @@ if HAVE_NUMBA:
     )
     from bastion_kernels.machine import has_tiles
 
-__all__ = ["FORMS", "AttentionLayer", "AttentionStep", "tree_attention_cpu"]
+__all__ = ["FORMS", "AttentionLayer", "AttentionStep", "serves", "tree_attention_cpu"]
 
-# The dtypes served here, by what the loops call them.
+# The dtypes of queries served here, by what the loops call them, and of caches besides: how they
+# are called, and what a number is of what they read.
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BYTES = {torch.float8_e4m3fn: (3, 256.0), torch.float8_e5m2: (4, 1.0)}
+
+
+def serves(query: torch.dtype, cache: torch.dtype) -> bool:
+    """Whether there are loops for queries and a cache of these dtypes."""
+    return query in FORMS and (cache == query or cache in _BYTES)
 
 
 @lru_cache
@@ -78,8 +85,10 @@ class AttentionLayer:
     """A layer with its cache; the arguments are as in `tree_attention`. One thread calls it.
 
     Args:
-        kv_cache: of one of the dtypes in `FORMS`.
+        kv_cache: of the queries' dtype, or of a float8.
         heads: Hq.
+        dtype: of the queries.
+        k_scale, v_scale: factors of a float8 cache's keys and values.
         layout: of the cache, of rows if None.
     """
 
@@ -89,17 +98,22 @@ class AttentionLayer:
         heads: int,
         scale: float,
         *,
+        dtype: torch.dtype | None = None,
         softcap: float = 0.0,
         window: int = 0,
         sinks: Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
         layout: KVLayout | None = None,
     ) -> None:
+        dtype = kv_cache.dtype if dtype is None else dtype
+        form, read = _BYTES.get(kv_cache.dtype) or (FORMS[dtype], 1.0)
         kv_heads, page, dim = *kv_cache.shape[1:3], kv_cache.shape[3] // 2
         if layout is None:
             layout = _rows(page, dim, kv_cache.stride(2))
         self.kv_cache, self._kept, self._dim = kv_cache, (layout, sinks), dim
         tiles = layout.kind == AMX and kv_cache.dtype == torch.bfloat16 and _has_tiles()
-        self._run = compiled(kv_cache.element_size())
+        self._run = compiled(dtype.itemsize, kv_cache.element_size())
         self._call, self._counters = np.zeros(1, CALL), np.zeros(2, np.int64)
         self._told = self._call.view(np.int64)
         self._address = self._call.ctypes.data
@@ -108,12 +122,13 @@ class AttentionLayer:
         self._told[OF_LAYER] = (
             self._counters.ctypes.data, heads // kv_heads, kv_heads, dim, page, by_channel,
             kv_cache.data_ptr(), *kv_cache.stride()[:2], layout.places.data_ptr(), window,
-            0 if sinks is None else sinks.data_ptr(), FORMS[kv_cache.dtype], tiles,
+            0 if sinks is None else sinks.data_ptr(), FORMS[dtype], form, tiles,
         )  # fmt: skip
-        call["scale"], call["softcap"] = scale, softcap
+        call["scale"], call["softcap"] = scale * k_scale * read, softcap
+        call["value_scale"] = v_scale * read
 
     def __call__(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
-        """query: [T, Hq, d] of the cache's dtype, any strides; out: [T, Hq, d], written."""
+        """query: [T, Hq, d] of the layer's dtype, any strides; out: [T, Hq, d], written."""
         if query.stride(2) != 1:
             query = query.contiguous()
         result = out
@@ -154,15 +169,19 @@ def tree_attention_cpu(
     window: int = 0,
     sinks: Tensor | None = None,
     depths: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     layout: KVLayout | None = None,
 ) -> None:
-    """See `tree_attention`. A cache of the queries' dtype, one of rows if `layout` is None.
+    """See `tree_attention`. Dtypes as `serves` has them; a cache of rows if `layout` is None.
 
     Rows of a tail, and those of a causal run of at most `SHORT_CHUNK`, get bit for bit what they
     get on the same path in any other tree or chain.
     """
     layer = AttentionLayer(
-        kv_cache, query.shape[1], scale, softcap=softcap, window=window, sinks=sinks, layout=layout
-    )
+        kv_cache, query.shape[1], scale, dtype=query.dtype, softcap=softcap, window=window,
+        sinks=sinks, k_scale=1.0 if k_scale is None else float(k_scale),
+        v_scale=1.0 if v_scale is None else float(v_scale), layout=layout,
+    )  # fmt: skip
     tables = block_table, query_start_loc, seq_lens, tail_lens, slots, ancestor_bits, depths
     layer(AttentionStep(*tables), query, out)

@@ -68,11 +68,12 @@ _STEP = (
 )  # fmt: skip
 _LAYER = (
     "counters", "group", "kv_heads", "dim", "page", "by_channel", "cache", "cache_block",
-    "cache_head", "places", "window", "sinks", "form", "matrix",
+    "cache_head", "places", "window", "sinks", "form", "cache_form", "matrix",
 )  # fmt: skip
 CALL = np.dtype(
     [(name, np.int64) for name in (*_ROWS, *_STEP, *_LAYER)]
-    + [("scale", np.float32), ("softcap", np.float32)]
+    + [(name, np.float32) for name in ("scale", "softcap", "value_scale")],
+    align=True,  # so that it is a whole number of integers
 )
 # Each one's part of a call seen as 64-bit integers.
 OF_ROWS = slice(0, len(_ROWS))
@@ -115,7 +116,7 @@ def _see(t, words, node, depths, root, low, tile, tokens, scores, seen, kept, nu
 
 
 @inner
-def _finish(top, mass, sink, line, at, width, values, seen, kept, first, count):
+def _finish(top, mass, sink, line, at, width, values, seen, kept, first, count, scale):
     """A row's average: the tail's nodes added to its sum, and its sink; then the division."""
     largest = max(top, sink)
     for i in range(first, first + count):
@@ -125,7 +126,7 @@ def _finish(top, mass, sink, line, at, width, values, seen, kept, first, count):
     for i in range(first, first + count):
         kept[i] = exp(kept[i] - largest)
         total += kept[i]
-    add_rows(line, at, width, factor, values, seen, kept, first, count, np.float32(1.0) / total)
+    add_rows(line, at, width, factor, values, seen, kept, first, count, scale / total)
 
 
 @inner
@@ -136,7 +137,7 @@ def _widen(bits, form, out):
 
 @inner
 def _run(t, query, cache, floats, out):
-    """Take units until there are none. query, cache, out: flat, bits of bfloat16 or float32."""
+    """Take units until there are none. query, cache, out: flat, bits of numbers."""
     dim, page, group = t.dim, t.page, t.group
     wide, limit = -(-dim // GROUP) * GROUP, t.tail_limit
     counters = carray(pointer(t.counters), (2,), np.int64)
@@ -251,7 +252,7 @@ def _run(t, query, cache, floats, out):
                 sink = sinks[member] if t.sinks else LOWEST
                 _finish(
                     top[i], mass[i], sink, mixed, i * wide, wide, values, seen, kept, limit * j,
-                    numbers[j],
+                    numbers[j], t.value_scale,
                 )  # fmt: skip
                 target = (starts[r] + row) * t.out_row + member * t.out_head
                 into, line = out[target : target + dim], mixed[i * wide : i * wide + dim]
@@ -265,24 +266,36 @@ def _run(t, query, cache, floats, out):
         tile_release()
 
 
-def _run_16(told):
+@inner
+def _run_with(told, number, cached):
     t = carray(told, (1,), CALL)[0]
-    query = carray(pointer(t.query), (_FAR,), np.int16)
-    cache = carray(pointer(t.cache), (_FAR,), np.int16)
-    out = carray(pointer(t.out), (_FAR,), np.int16)
+    query = carray(pointer(t.query), (_FAR,), number)
+    cache = carray(pointer(t.cache), (_FAR,), cached)
+    out = carray(pointer(t.out), (_FAR,), number)
     _run(t, query, cache, carray(pointer(t.cache), (_FAR,), np.float32), out)
+
+
+def _run_16(told):
+    _run_with(told, np.int16, np.int16)
 
 
 def _run_32(told):
-    t = carray(told, (1,), CALL)[0]
-    query = carray(pointer(t.query), (_FAR,), np.int32)
-    cache = carray(pointer(t.cache), (_FAR,), np.int32)
-    out = carray(pointer(t.out), (_FAR,), np.int32)
-    _run(t, query, cache, carray(pointer(t.cache), (_FAR,), np.float32), out)
+    _run_with(told, np.int32, np.int32)
+
+
+def _run_16_over_8(told):
+    _run_with(told, np.int16, np.uint8)
+
+
+def _run_32_over_8(told):
+    _run_with(told, np.int32, np.uint8)
+
+
+_RUNS = {(2, 2): _run_16, (4, 4): _run_32, (2, 1): _run_16_over_8, (4, 1): _run_32_over_8}
 
 
 @lru_cache
-def compiled(element_size: int) -> Any:
-    """The loops for caches of 2 or 4 bytes an element; see `on_all_threads`."""
-    run = _run_16 if element_size == 2 else _run_32
+def compiled(size: int, cache_size: int) -> Any:
+    """The loops for a query's and a cached number of so many bytes; see `on_all_threads`."""
+    run = _RUNS[size, cache_size]
     return compile_for_threads(run, machine, cpu_score, sys.modules[__name__])

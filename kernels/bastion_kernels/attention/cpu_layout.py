@@ -20,7 +20,9 @@ __all__ = ["AMX", "OTHER", "VECTOR", "KVLayout", "learn_layout"]
 
 OTHER, VECTOR, AMX = range(3)
 
-_DIGIT = 15  # bits of a number that any two-byte element holds
+# bits of a number that any element of so many bytes holds: the wider ones as they are, a float8 as
+# a number of its own, since what writes it rounds
+_DIGITS = {1: 3, 2: 15, 4: 15}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -97,18 +99,22 @@ def learn_layout(
     Args:
         write: called with key and value `[page, 1, d]`, a cache `[1, 1, page, 2d]` of zeros, and
             slots `[page]` int64.
+        dtype: of keys, values and cache.
 
     Raises:
         ValueError: it does not put every element in a place of its own, unchanged.
     """
-    kind, rows = _INTEGERS[dtype.itemsize], _rows(page, dim) + 1
+    rows, bits = _rows(page, dim) + 1, _DIGITS[dtype.itemsize]
+    kind = _INTEGERS.get(dtype.itemsize)
     found = torch.zeros(page * 2 * dim, dtype=torch.int64)
-    # digit by digit, as an element of two bytes cannot hold all numbers
-    for shift in range(0, int(rows.max()).bit_length(), _DIGIT):
-        digits = (rows >> shift & 2**_DIGIT - 1).to(kind).view(dtype)[:, None]
+    # digit by digit, as a short element cannot hold all numbers
+    for shift in range(0, int(rows.max()).bit_length(), bits):
+        number = rows >> shift & 2**bits - 1
+        digits = (number.to(dtype) if kind is None else number.to(kind).view(dtype))[:, None]
         cache = torch.zeros(1, 1, page, 2 * dim, dtype=dtype)
         write(digits[..., :dim], digits[..., dim:], cache, torch.arange(page))
-        found |= cache.view(kind).flatten().long() << shift
+        held = cache.float() if kind is None else cache.view(kind)
+        found |= held.flatten().long() << shift
     places = torch.empty(page * 2 * dim, dtype=torch.int64)
     numbers = torch.arange(1, found.numel() + 1)
     if not torch.equal(found.sort().values, numbers):

@@ -45,7 +45,14 @@ SHAPE = np.array([1] + 15 * [0] + 8 * [64, 0] + 16 * [0] + 8 * [16] + 8 * [0], n
 
 @inner
 def widened(number, form):
-    """The float32 of the bits of a float32 (form 0), bfloat16 (1) or float16 (2)."""
+    """The float32 of the bits of a float32 (form 0), bfloat16 (1), float16 (2) or float8.
+
+    A float8 is taken for the high bits of a float16: exact for e5m2 (form 4), and 1/256 of what it
+    is for e4m3 (form 3), which the scales of the call make up for.
+    """
+    if form >= 3:
+        bits = np.int32(number)
+        return float_of_half(np.int16((bits & 0x80) << 8 | (bits & 0x7F) << (form + 4)))
     if form == 2:
         return float_of_half(np.int16(number))
     return float_of(np.int32(number) << (16 if form else 0))
@@ -208,6 +215,16 @@ def _value_tiles(t, cache, slab, offset, out):
 
 
 @inner
+def _widen_bytes(t, cache, source, panel, target, count, step):
+    """`count` runs of 32 float8 as float32, `step` numbers apart."""
+    for run in range(count):
+        bits = cache[source + run * step : source + run * step + GROUP]
+        into = panel[target + run * GROUP : target + (run + 1) * GROUP]
+        for i in range(GROUP):
+            into[i] = widened(bits[i], t.cache_form)
+
+
+@inner
 def _place_vectors(t, cache, head, table, tile, tokens, with_values, work):
     """Find a tile of cached tokens whose keys lie channel by channel in float32, and bring others
     into that form."""
@@ -219,11 +236,17 @@ def _place_vectors(t, cache, head, table, tile, tokens, with_values, work):
             block, offset = divmod(tile + GROUP * group, page)
             slab = table[block] * t.cache_block + head * t.cache_head
             at[group], at[64 + group] = slab + offset, slab + page * dim + offset * dim
-            if t.form == 0:
+            if t.cache_form == 0:
                 continue
         keys, values = at[group], at[64 + group]
         at[group], at[64 + group] = GROUP * dim * group, TILE * dim + GROUP * wide * group
-        if t.by_channel and t.form == 1:
+        if t.by_channel and t.cache_form >= 3:
+            _widen_bytes(t, cache, keys, panel, at[group], dim, page)
+            if with_values:
+                count = min(GROUP, tokens - GROUP * group) * (dim // GROUP)
+                _widen_bytes(t, cache, values, panel, at[64 + group], count, GROUP)
+            continue
+        if t.by_channel and t.cache_form == 1:
             widen(cache, keys, panel, at[group], dim, page, GROUP)
             if with_values:
                 count = min(GROUP, tokens - GROUP * group) * (dim // GROUP)
@@ -233,10 +256,10 @@ def _place_vectors(t, cache, head, table, tile, tokens, with_values, work):
             block, offset = divmod(tile + GROUP * group + token, page)
             slab = table[block] * t.cache_block + head * t.cache_head
             for c in range(dim):
-                number = widened(cache[slab + places[offset, c]], t.form)
+                number = widened(cache[slab + places[offset, c]], t.cache_form)
                 panel[at[group] + GROUP * c + token] = number
             for c in range(dim if with_values else 0):
-                number = widened(cache[slab + places[offset, dim + c]], t.form)
+                number = widened(cache[slab + places[offset, dim + c]], t.cache_form)
                 panel[at[64 + group] + wide * token + c] = number
 
 
@@ -244,7 +267,7 @@ def _place_vectors(t, cache, head, table, tile, tokens, with_values, work):
 def _score_vectors(t, floats, first, rows, tokens, work):
     """Scores [32, TILE] of rows from `first` on."""
     asked, _, scores, _, panel, at = work
-    source, stride = (floats, t.page) if t.by_channel and t.form == 0 else (panel, GROUP)
+    source, stride = (floats, t.page) if t.by_channel and t.cache_form == 0 else (panel, GROUP)
     for group in range(-(-tokens // GROUP)):
         for row in range(0, min(GROUP, rows - first), 8):
             multiply_8x32(
@@ -258,7 +281,7 @@ def _mix_vectors(t, floats, first, rows, tokens, mixed, work):
     """Add weights @ values of a tile to mixed, whose rows are padded to whole groups."""
     _, _, scores, _, panel, at = work
     wide = -(-t.dim // GROUP) * GROUP
-    source = floats if t.by_channel and t.form == 0 else panel
+    source = floats if t.by_channel and t.cache_form == 0 else panel
     for group in range(-(-tokens // GROUP)):
         length = min(GROUP, tokens - GROUP * group)
         for c in range(0, wide, GROUP):
@@ -275,11 +298,11 @@ def _value_vectors(t, cache, slab, offset, out):
     if t.by_channel:
         row = cache[slab + t.dim * (t.page + offset) : slab + t.dim * (t.page + offset + 1)]
         for c in range(t.dim):
-            out[c] = widened(row[c], t.form)
+            out[c] = widened(row[c], t.cache_form)
         return
     places = carray(pointer(t.places), (t.page, 2 * t.dim), np.int32)
     for c in range(t.dim):
-        out[c] = widened(cache[slab + places[offset, t.dim + c]], t.form)
+        out[c] = widened(cache[slab + places[offset, t.dim + c]], t.cache_form)
 
 
 @inner

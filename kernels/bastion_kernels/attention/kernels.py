@@ -95,6 +95,7 @@ def tree_attention_kernel(
     depths_ptr,
     sinks_ptr,
     # [1] float32 each, or None
+    q_scale_ptr,
     k_scale_ptr,
     v_scale_ptr,
     # [T, Hq, d] (written)
@@ -154,6 +155,8 @@ def tree_attention_kernel(
 
     packed = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
+    if q_scale_ptr is not None:
+        score_scale *= tl.load(q_scale_ptr)
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr)
     # capped scores have the scale already
@@ -185,7 +188,7 @@ def tree_attention_kernel(
             + dim[None, :] * stride_query_col,
             mask=inside,
             other=0.0,
-        )
+        ).to(out_ptr.dtype.element_ty)
         position = context + row
         tail_row = tl.where(live, row - (rows - tail), -1)
         bits_row_ptr = bits_ptr + slot * stride_bits_slot + tail_row * stride_bits_node

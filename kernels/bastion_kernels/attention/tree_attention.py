@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.cpu import FORMS, tree_attention_cpu
+from bastion_kernels.attention.cpu import serves, tree_attention_cpu
 from bastion_kernels.attention.cpu_layout import KVLayout
 from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.plan import RUN_FIELDS
@@ -40,6 +40,7 @@ __all__ = [
 # Accumulating one precision above the input makes the rounded result independent of where a node's
 # ancestors lie among the tail's rows: a tree row gives what the same path gives as a chain.
 _MATH = {torch.float32: torch.float64, torch.float64: torch.float64}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # rows of one request that are scored at once, to bound the memory of a long prefill chunk
 _ROW_CHUNK = 256
 # partial results in flight while they are merged, plus one
@@ -82,11 +83,13 @@ def tree_attention_reference(
     window: int = 0,
     sinks: Tensor | None = None,
     depths: Tensor | None = None,
+    q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
     """The definition, in plain PyTorch and one precision up; see `tree_attention`."""
-    math = _MATH.get(query.dtype, torch.float32)
+    math = _MATH.get(out.dtype, torch.float32)
+    factor: Tensor | float = scale if q_scale is None else scale * q_scale.to(math)
     heads, dim = query.shape[1:]
     kv_heads, size = kv_cache.shape[1:3]
     starts, lengths, tails = query_start_loc.tolist(), seq_lens.tolist(), tail_lens.tolist()
@@ -102,7 +105,7 @@ def tree_attention_reference(
         length -= skipped * size
         # [Hkv, L, 2d]
         kv = by_head[:, blocks].flatten(1, 2)[:, :length].to(math)
-        keys = kv[..., :dim] * (scale if k_scale is None else scale * k_scale.to(math))
+        keys = kv[..., :dim] * (factor if k_scale is None else factor * k_scale.to(math))
         values = kv[..., dim:] if v_scale is None else kv[..., dim:] * v_scale.to(math)
         tail = tails[r] if slot >= 0 else 0
         of_slot = None if depths is None else depths[slot]
@@ -141,6 +144,7 @@ def tree_attention_triton(
     window: int = 0,
     sinks: Tensor | None = None,
     depths: Tensor | None = None,
+    q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     workspace: TreeAttentionWorkspace,
@@ -158,6 +162,7 @@ def tree_attention_triton(
         ancestor_bits,
         depths,
         sinks,
+        q_scale,
         k_scale,
         v_scale,
         out,
@@ -224,10 +229,10 @@ def _check(
             "tree_attention: kv_cache must be [blocks, Hkv, block_size, 2d] with Hkv dividing the "
             f"query heads, got {tuple(kv_cache.shape)} for queries {tuple(query.shape)}"
         )
-    if kv_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
+    if kv_cache.dtype not in (out.dtype, *_FLOAT8) or query.dtype not in (out.dtype, _FLOAT8[0]):
         raise ValueError(
-            f"tree_attention: a {kv_cache.dtype} cache does not go with {query.dtype} queries; it "
-            "must be of their dtype or float8_e4m3fn (view a byte cache as that)"
+            f"tree_attention: a {kv_cache.dtype} cache and {query.dtype} queries do not go with a "
+            f"result of {out.dtype}; they must be of its dtype or a float8 (view bytes as that)"
         )
     if out.shape != query.shape or block_table.shape[0] + 1 < query_start_loc.shape[0]:
         raise ValueError(
@@ -242,12 +247,12 @@ def _check(
         or heads != workspace.kv_heads * workspace.group
         or kv_cache.shape[1] != workspace.kv_heads
         or dim != workspace.head_dim
-        or query.dtype != workspace.dtype
+        or out.dtype != workspace.dtype
         or window != workspace.window
         or (window and ancestor_bits.shape[1] > workspace.max_tail)
     ):
         raise ValueError(
-            f"tree_attention: queries {tuple(query.shape)} of {query.dtype}, "
+            f"tree_attention: queries {tuple(query.shape)} for {out.dtype}, "
             f"{kv_cache.shape[1]} key heads, a window of {window} and tails of up to "
             f"{ancestor_bits.shape[1]} rows do not fit the workspace"
         )
@@ -269,6 +274,7 @@ def tree_attention(
     window: int = 0,
     sinks: Tensor | None = None,
     depths: Tensor | None = None,
+    q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     layout: KVLayout | None = None,
@@ -279,9 +285,10 @@ def tree_attention(
     A row always sees itself, whatever its bits.
 
     Args:
-        query: `[T, Hq, d]`, any strides; rows from `query_start_loc[R]` on are not read.
-        kv_cache: `[blocks, Hkv, block_size, 2d]`, any strides, of the queries' dtype or
-            float8_e4m3fn; this step's rows already written.
+        query: `[T, Hq, d]`, any strides, of the result's dtype or float8_e4m3fn; rows from
+            `query_start_loc[R]` on are not read.
+        kv_cache: `[blocks, Hkv, block_size, 2d]`, any strides, of the result's dtype or a float8;
+            this step's rows already written.
         block_table: `[>= R, *]` int32; entries past a request's length are not read.
         query_start_loc: `[R+1]` int32. A request without rows (padding) writes nothing.
         seq_lens: `[R]` int32, cached rows of the request, this step's included.
@@ -294,7 +301,8 @@ def tree_attention(
         window: a row at position q sees one at position p only if q - p < window; 0 = none.
         sinks: `[Hq]` float32, a score of each head that takes part in its softmax.
         depths: `[S, N]` int32, depth of each draft node; needed for a window.
-        k_scale, v_scale: `[1]` float32, factors of an fp8 cache's keys and values.
+        q_scale: `[1]` float32, factor of float8 queries.
+        k_scale, v_scale: `[1]` float32, factors of a float8 cache's keys and values.
         layout: how the blocks of a CPU's cache are packed; None = in rows, as above.
         workspace: buffers already planned for this step (`TreeAttentionWorkspace.plan`), needed
             inside a CUDA graph. Without them the CUDA path allocates and plans by itself. The
@@ -312,26 +320,27 @@ def tree_attention(
         scale, out,
     )  # fmt: skip
     if not on_gpu(query):
-        if HAVE_NUMBA and query.dtype == kv_cache.dtype and query.dtype in FORMS:
+        if HAVE_NUMBA and serves(query.dtype, kv_cache.dtype):
             tree_attention_cpu(
-                *args, softcap=softcap, window=window, sinks=sinks, depths=depths, layout=layout
-            )
+                *args, softcap=softcap, window=window, sinks=sinks, depths=depths, k_scale=k_scale,
+                v_scale=v_scale, layout=layout,
+            )  # fmt: skip
             return
         if layout is not None:
             args = (query, layout.read(kv_cache), *args[2:])
         tree_attention_reference(
-            *args, softcap=softcap, window=window, sinks=sinks, depths=depths, k_scale=k_scale,
-            v_scale=v_scale,
+            *args, softcap=softcap, window=window, sinks=sinks, depths=depths, q_scale=q_scale,
+            k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         return
     if workspace is None:
         workspace = TreeAttentionWorkspace(
-            query.shape[1], kv_cache.shape[1], query.shape[2], query.dtype,
+            query.shape[1], kv_cache.shape[1], query.shape[2], out.dtype,
             max(1, query.shape[0]), max(1, seq_lens.shape[0]), query.device, window=window,
             max_tail=ancestor_bits.shape[1],
         )  # fmt: skip
         workspace.plan(query_start_loc, seq_lens)
     tree_attention_triton(
-        *args, softcap=softcap, window=window, sinks=sinks, depths=depths, k_scale=k_scale,
-        v_scale=v_scale, workspace=workspace,
+        *args, softcap=softcap, window=window, sinks=sinks, depths=depths, q_scale=q_scale,
+        k_scale=k_scale, v_scale=v_scale, workspace=workspace,
     )  # fmt: skip

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV caches of float8, as vLLM's CPU kernels keep them, against plain decoding with the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.compare import Comparison, answers
+from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.targets import LAYERS, make_scaled
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(ON_GPU, reason="a cache in the CPU's own format"),
+]
+
+
+def dtypes(session: Any) -> list[list[str]]:
+    """A probe: dtype and scales of every layer's cache, the drafter's among them."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    layers = get_layers_from_vllm_config(session.runner.vllm_config, Attention)
+    return [
+        [name, layer.kv_cache_dtype, str(layer._k_scale_float), str(layer._v_scale_float)]
+        for name, layer in layers.items()
+    ]
+
+
+def batches() -> list[Batch]:
+    """Greedy and seeded requests, prompts of several chunks, hits on cached prefixes."""
+    return [cases.greedy(2), cases.sampled(6), cases.chunked(), *cases.prefix_cache()]
+
+
+@pytest.mark.parametrize(
+    "kind", ["fp8", "checkpoint", pytest.param("fp8_e5m2", marks=pytest.mark.slow)]
+)
+def test_tokens_are_plain_decodings(
+    kind: str, runner: Runner, compare: Comparison, tmp_path: Path
+) -> None:
+    asked = batches()
+    if kind == "checkpoint":
+        plain = Engine(extra=(("model", make_scaled(tmp_path / "scaled")),))
+    else:
+        plain = Engine(extra=(("kv_cache_dtype", kind),))
+    expected = runner.run(plain, asked)
+    known = {"answers": answers(expected)}
+    probe = "tests.e2e.test_float8_cache:dtypes"
+    runs = {
+        "oracle": runner.submit(plain.with_bastion(16, 16), asked, oracle=known),
+        "drafter": runner.submit(plain.with_bastion(16), asked, probe=probe),
+        "lagged": runner.submit(plain.with_bastion(16, budget_timing="lagged").with_async(), asked),
+    }
+    for name, run in runs.items():
+        compare.same(f"{kind}, {name}", asked, expected, run.result(), plain)
+    paths = runs["oracle"].result()["batches"][0]["paths"]
+    assert any(path != list(range(len(path))) for path in paths)
+    assert max(map(len, paths)) > 4
+    layers = runs["drafter"].result()["batches"][0]["probed"]
+    kinds = {held for _, held, *_ in layers}
+    assert kinds == {"fp8" if kind == "checkpoint" else kind}, "the drafter's are of the same"
+    scales = {(k, v) for _, _, k, v in layers}
+    assert len(scales) == (LAYERS + 1 if kind == "checkpoint" else 1), scales
