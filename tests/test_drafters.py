@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 from pathlib import Path
@@ -18,6 +19,7 @@ if not torch.cuda.is_available():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
+from vllm_bastion import compat
 from vllm_bastion.drafters import KINDS, candidates_of, gamma_of, kind_of
 from vllm_bastion.validation import BastionConfigError
 
@@ -43,6 +45,15 @@ CALLS = {
     f"{_MODELS}.qwen3_dspark:Qwen3DSparkForCausalLM.map_draft_to_target": "(self, draft_ids)",
     f"{_MODELS}.qwen3_dspark:Qwen3DSparkForCausalLM.markov_embed": "(self, token_ids)",
 }
+HAS_XPRESS = importlib.util.find_spec(f"{_SPECULATORS}.xpress") is not None
+if HAS_XPRESS:  # vLLM 0.33
+    EXTENDS["Qwen3XPressModel"] = f"{_SPECULATORS}.xpress.speculator:XPressSpeculator"
+    CALLS |= {
+        f"{_MODELS}.qwen3_xpress:Qwen3XPressForCausalLM.compute_draft_logits": (
+            "(self, hidden_states)"
+        ),
+        f"{_MODELS}.qwen3_xpress:XPressRefinerHead.hidden_cache": "(self, h_full)",
+    }
 
 
 @pytest.mark.parametrize("architecture", EXTENDS)
@@ -171,7 +182,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"architectures": ["DFlashDraftModel", "DFlash2DraftModel"]},
         (NO_DRAFTER, "DFlashDraftModel, DFlash2DraftModel"),
     ),
-    "XPress": (
+    "XPress and plain": (
         {"architectures": ["DFlashDraftModel", "DFlashQwen3XPressModel"]},
         (NO_DRAFTER, "XPress"),
     ),
@@ -248,3 +259,15 @@ def test_a_drafter_that_is_not_there_is_named(pair: tuple[str, str], tmp_path: P
         engine_config((pair[0], str(tmp_path / "nowhere")))
     for part in ("nowhere", "could not be read", "give the path"):
         assert part in str(caught.value)
+
+
+def test_a_drafter_of_a_later_vllm_is_refused(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.32.1")
+    drafter = write_checkpoint(
+        tmp_path / "drafter", "drafter", architectures=["Qwen3XPressModel"], dflash_config=None
+    )
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config((pair[0], str(drafter)))
+    is_one_sentence(str(caught.value), "Qwen3XPressModel", "from 0.33 on", "vLLM 0.32.1")

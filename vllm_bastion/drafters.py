@@ -26,7 +26,7 @@ __all__ = [
 
 # Of a position, in the tree's op.
 MOST_CANDIDATES = 255
-# That DSpark's head is asked about, unless `dspark_draft_topk` says.
+# That DSpark's head is asked about, unless `dspark_draft_topk` says, and XPress's.
 _MARKOV_CANDIDATES = 32
 
 
@@ -41,6 +41,10 @@ class Kind:
     candidates_key: str | None = None
     # What vLLM takes it for.
     method: str = "dflash"
+    # Whether the settings of its block may lie outside of dflash_config.
+    flat: bool = False
+    # The first vLLM that has it.
+    since: str = "0.32"
 
 
 _HEADS = "vllm_bastion.step.candidate_heads"
@@ -55,8 +59,16 @@ KINDS = (
         frozenset({"Qwen3DSparkModel"}),
         "vllm_bastion.step.markov_heads:BastionDSpark",
         method="dspark",
+        flat=True,
+    ),
+    Kind(
+        frozenset({"Qwen3XPressModel", "DFlashQwen3XPressModel"}),
+        "vllm_bastion.step.xpress:BastionXPress",
+        flat=True,
+        since="0.33",
     ),
 )
+_XPRESS = KINDS[-1]
 
 
 def kind_of(architectures: Sequence[str]) -> Kind | None:
@@ -75,6 +87,8 @@ def gamma_of(config: Any) -> int | None:
     """
     dflash = getattr(config, "dflash_config", None) or {}
     block = dflash.get("block_size", getattr(config, "block_size", None))
+    if block is None:
+        block = getattr(config, "xpress_block_size", None)
     if isinstance(block, bool) or not isinstance(block, int):
         return None
     kind = kind_of(list(getattr(config, "architectures", None) or []))
@@ -102,6 +116,9 @@ def restore_block_size(config: Any, model: str, revision: str | None) -> None:
 def candidates_of(config: Any) -> int | None:
     """Candidates of each position that a drafter's head scores; None for one without a head."""
     kind = kind_of(list(getattr(config, "architectures", None) or []))
+    if kind is _XPRESS:
+        ranked = getattr(config, "xpress_topc", None) or config.vocab_size
+        return int(min(_MARKOV_CANDIDATES, ranked, config.vocab_size))
     if kind is not None and kind.method == "dspark":
         vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
         asked = getattr(config, "dspark_draft_topk", None) or _MARKOV_CANDIDATES

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from pydantic import ValidationError
 from vllm import envs as vllm_envs
 
-from vllm_bastion import envs
+from vllm_bastion import compat, envs
 from vllm_bastion.config import (
     BastionSpeculativeConfig,
     key_adapter,
@@ -174,12 +175,18 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
     dflash = getattr(drafter, "dflash_config", None)
     kind = kind_of(architectures)
     markov = kind is not None and kind.method == "dspark"
-    if kind is None or not (markov or isinstance(dflash, dict)):
+    if kind is None or not (kind.flat or isinstance(dflash, dict)):
         shown = ", ".join(architectures) or "none named"
         raise BastionConfigError(
             f'"model": "{name}" is no drafter that trees are grown from (architecture: {shown}): '
             f"give a checkpoint of architecture {', '.join(KNOWN_DRAFTERS)}, with its "
-            '"block_size" and, but for DSpark, "dflash_config"'
+            '"block_size" and, but for DSpark and XPress, "dflash_config"'
+        )
+    found = compat.vllm_version()
+    if found is not None and Version(found).release < Version(kind.since).release:
+        raise BastionConfigError(
+            f'"model": "{name}" is of architecture {architectures[0]}, which vLLM has from '
+            f"{kind.since} on: install that instead of vLLM {found}"
         )
     dflash = dflash or {}
     gamma = gamma_of(drafter)

@@ -7,6 +7,7 @@ without burying what the backbone says, so that drafts are still accepted.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _HIDDEN, _LAYERS, _VOCAB, _BLOCK = 192, 3, 1024, 16
 CANDIDATES = 8  # that a head scores
 _TAPS, _GROUP, _RANK = 3, 32, 16
 _WIDTH, _FACTOR, _HEADS = 32, 16, 2  # of LiLiCorr's attention over the lattice
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 
 CAUSAL: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
@@ -108,6 +110,8 @@ def _lilicorr(noise: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 HEADS = {"dflash2": ("DFlash2DraftModel", _dflash2), "lilicorr": ("LiLiCorrDraftModel", _lilicorr)}
 
 
+# vLLM 0.33 has it.
+XPRESS = ("xpress",) if importlib.util.find_spec(f"{_SPECULATORS}.xpress") else ()
 MARKOV = ("dspark", "dspark-anchor")
 # In the speculators library's format, for three tokens of four.
 REDUCED = ("speculators-dflash", "speculators-dspark")
@@ -126,6 +130,35 @@ def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> dict[
     return {
         "markov_head.markov_w1.weight": noise(_VOCAB, _RANK, std=1.0),
         "markov_head.markov_w2.weight": noise(_VOCAB, _RANK, std=0.3),
+    }
+
+
+def _make_xpress(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
+    """Weights of a refiner; its settings go into the config."""
+    hidden = 64  # of its MLP, in tiles of vLLM's kernel
+    config |= {
+        "architectures": ["Qwen3XPressModel"],
+        "xpress_block_size": _BLOCK,
+        "xpress_rank": _RANK,
+        "xpress_mlp_hidden": hidden,
+        "xpress_topc": 64,
+        # as many as settle every position
+        "xpress_num_passes": _BLOCK,
+        "xpress_compile_head": False,
+    }
+    return {
+        f"xpress_head.{name}": noise(*shape, std=std)
+        for name, shape, std in (
+            ("w1.weight", (_VOCAB, _RANK), 1.0),
+            ("down_h.weight", (_RANK, _HIDDEN), 0.02),
+            ("down_g.weight", (_RANK, _HIDDEN), 0.02),
+            ("in_proj.weight", (_RANK, 3 * _RANK), 0.3),
+            ("mix.L", (_RANK, _BLOCK, _BLOCK), 0.3),
+            ("mlp.gate_proj.weight", (hidden, _RANK), 0.3),
+            ("mlp.up_proj.weight", (hidden, _RANK), 0.3),
+            ("mlp.down_proj.weight", (_RANK, hidden), 0.1),
+            ("w2.weight", (_VOCAB, _RANK), 0.3),
+        )
     }
 
 
@@ -166,7 +199,7 @@ def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, 
 
 
 def make_drafter(kind: str, folder: Path) -> str:
-    """Write a checkpoint of one of `CAUSAL`, `HEADS`, `MARKOV` or `REDUCED`; its folder."""
+    """Write a checkpoint of one of `CAUSAL`, `HEADS`, `MARKOV`, `XPRESS`, `REDUCED`; its folder."""
     config = json.loads((Path(DRAFTER) / "config.json").read_text())
     folder.mkdir()
     weights = folder / "model.safetensors"
@@ -183,6 +216,8 @@ def make_drafter(kind: str, folder: Path) -> str:
 
     if kind in MARKOV:
         made = _make_dspark(kind == "dspark-anchor", config, noise)
+    elif kind in XPRESS:
+        made = _make_xpress(config, noise)
     elif kind in REDUCED:
         made = _make_reduced(kind.removeprefix("speculators-"), config, noise)
     else:

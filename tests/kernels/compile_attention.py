@@ -126,7 +126,8 @@ def attend(
         fused[:, : heads[0]], cache, ints[None], ints[:2], ints[:1], ints[:1],
         torch.zeros(1, dtype=torch.int64), torch.zeros(1, rows, 3, dtype=torch.int32), dim**-0.5,
         torch.zeros(rows, heads[0], dim, dtype=dtype), softcap=softcap, k_scale=scales,
-        v_scale=scales, q_scale=torch.ones(1) if query_dtype else None, sinks=torch.zeros(heads[0]) if sinks else None,
+        v_scale=scales, q_scale=torch.ones(1) if query_dtype else None,
+        sinks=torch.zeros(heads[0]) if sinks else None,
         depths=torch.zeros(1, rows - 1, dtype=torch.int32) if window else None,
         workspace=workspace,
     )  # fmt: skip

@@ -163,8 +163,11 @@ class BastionSpeculator(DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
-        num_sample = num_reqs * self.num_speculative_steps
-        self._grow_trees(hidden_states[self.sample_indices[:num_sample]], num_reqs)
+        self._grow_trees(self._of_block(hidden_states, num_reqs), num_reqs)
+
+    def _of_block(self, hidden_states: torch.Tensor, num_reqs: int) -> torch.Tensor:
+        """The rows that trees are grown from: those of the drafted positions."""
+        return hidden_states[self.sample_indices[: num_reqs * self.num_speculative_steps]]
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         """Build the trees of a batch from the block's hidden states, [num_reqs * D, H].
