@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -35,6 +36,14 @@ for _name, _value in (_ENVIRONMENT | ({} if ON_GPU else _ON_CPU)).items():
     os.environ.setdefault(_name, _value)
 if not ON_GPU:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=not ON_GPU)
+def _models_looked_at_here() -> None:
+    if "vllm" in sys.modules:  # some test may start it up
+        from helpers import look_at_models_here
+
+        look_at_models_here()
 
 
 @pytest.fixture(scope="session")

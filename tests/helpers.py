@@ -77,6 +77,16 @@ def engine_config(
     return args.create_engine_config()
 
 
+def look_at_models_here() -> None:
+    """Let vLLM look at a model's class in this process, and not in one that imports vLLM for it.
+
+    It asks a fresh process, once for each class, so that CUDA is not initialised.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
 def is_one_sentence(message: str, *parts: str) -> None:
     """Assert that a refusal is one, and says all of that."""
     for part in parts:

@@ -32,6 +32,7 @@ import torch
 from filelock import FileLock
 
 from tests.e2e.worker import work
+from vllm_bastion import envs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = Path(os.environ.get("VLLM_BASTION_TEST_PAIR", ROOT / "benchmarks" / "tiny"))
@@ -121,6 +122,9 @@ class Engine:
             "block_size": 32,
             "num_gpu_blocks_override": self.num_blocks,
             "async_scheduling": self.async_scheduling,
+            # Set with async scheduling, a part of the key of what is compiled, and for ranks that
+            # these engines do not have: the same everywhere, so that either finds the other's.
+            "disable_nccl_for_dp_synchronization": True,
             "disable_log_stats": False,
             # A model this small would fill a JSON text with blanks up to max_tokens.
             "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
@@ -173,6 +177,7 @@ class Runner:
         self._cpu_s = cpu_s
         folder.mkdir(parents=True, exist_ok=True)
         self.caches = caches(folder)
+        _share_machine_code(Path(self.caches["VLLM_BASTION_CACHE"]))
         environment = {**ENVIRONMENT, **self.caches}
         self._environment = environment
         if ON_GPU:
@@ -208,6 +213,15 @@ class Runner:
         """Run one engine and wait for it."""
         return self.submit(engine, batches, **more).result()
 
+    def command(self, *words: str) -> str:
+        """Run `vllm` with these words and wait for it; what it prints.
+
+        Raises:
+            RuntimeError: it failed; the text ends with what it printed.
+        """
+        spec = {"command": words}
+        return str(self._run(spec, json.dumps(spec))["output"])
+
     def _start(self, spec: dict[str, Any], *files: str) -> Any:
         if ON_GPU or not spec.get("interpreted"):
             process = self._context.Process(target=work, args=(spec, *files))
@@ -237,6 +251,16 @@ class Runner:
             answer = dict(json.loads(result.read_text()))
         self._cpu_s.append(answer.get("cpu_s", 0.0))
         return answer
+
+
+def _share_machine_code(cache: Path) -> None:
+    """What Numba has compiled of these very sources need not be compiled by every session."""
+    ours, users = cache / "numba", envs.cache_dir() / "numba"
+    cache.mkdir(parents=True, exist_ok=True)
+    users.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / "numba.lock"):
+        if not ours.exists():
+            ours.symlink_to(users.resolve())
 
 
 @contextmanager

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline API as a user's script has it, with vLLM's own processes: spec in, JSON out.
-
-python -m tests.e2e.offline SPEC.json RESULT.json
-"""
+"""The offline API as a user's script has it: the engine core and its workers are processes."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+import multiprocessing
+import os
 from typing import Any
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to ask the workers, see `costs`
+}
 
 
 def costs(worker: Any) -> list[float]:
@@ -20,15 +22,33 @@ def costs(worker: Any) -> list[float]:
     return [] if believed is None else believed.latency.cycle_cost_ms(2, 100).tolist()
 
 
-def main() -> None:
-    """Generate for every prompt of the spec; its counters are vLLM's own."""
+def fork() -> None:
+    """Fork vLLM's processes, which it spawns on a CPU: then each of them imports it anew."""
+    original = multiprocessing.get_context
+
+    def get_context(method: str | None = None) -> Any:
+        return original("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = get_context  # type: ignore[assignment]
+
+
+def generate(spec: dict[str, Any]) -> dict[str, Any]:
+    """Generate for every request of the spec's one batch; the counters are vLLM's own.
+
+    spec: that of `tests.e2e.worker.work`; with `spawn` processes are made as vLLM makes them.
+    """
+    os.environ.update(_ENVIRONMENT)
+    if not spec.get("spawn"):
+        fork()
     from vllm import LLM, SamplingParams
     from vllm.v1.metrics.reader import Counter
 
-    spec = json.loads(Path(sys.argv[1]).read_text())
+    (batch,) = spec["batches"]
     llm = LLM(**spec["engine"])
     outputs = llm.generate(
-        spec["prompts"], [SamplingParams(**given) for given in spec["params"]], use_tqdm=False
+        [request["prompt"] for request in batch["requests"]],
+        [SamplingParams(**request["params"]) for request in batch["requests"]],
+        use_tqdm=False,
     )
     metrics = llm.get_metrics()
     result = {
@@ -36,8 +56,5 @@ def main() -> None:
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
         "metrics": {m.name: m.value for m in metrics if isinstance(m, Counter)},
     }
-    Path(sys.argv[2]).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    llm.llm_engine.engine_core.shutdown()
+    return result

@@ -59,7 +59,11 @@ def greedy() -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# vLLM reads both ways to write "causal" as one setting; the chains of both tell that it did.
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow) if k == "dflash_config.causal" else k for k in KINDS],
+)
 def test_tokens_are_plain_decodings(
     kind: str, runner: Runner, compare: Comparison, folder: Path
 ) -> None:

@@ -60,11 +60,15 @@ def test_a_crowd_that_is_hardly_worth_drafting_for_decodes_as_plain_does(
     assert right["forwards"] <= most * left["forwards"]
 
 
+# Compiled it is a third compilation, for a limit of requests that no other test has.
+@pytest.mark.parametrize(
+    "eager", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 def test_drafts_of_a_crowd_may_have_more_rows_than_a_step(
-    runner: Runner, compare: Comparison, tmp_path: Path
+    runner: Runner, compare: Comparison, tmp_path: Path, eager: bool
 ) -> None:
     """The drafter's R x (1 + gamma) rows are more than the token limit, and drafting pays."""
-    engine, batch = Engine(max_num_seqs=REQUESTS), crowd(48)
+    engine, batch = Engine(max_num_seqs=REQUESTS, eager=eager), crowd(48)
     plain = runner.submit(engine.with_eager(), [batch])
     tree = runner.submit(with_costs(engine, CostSource("flat", FLAT, None), tmp_path), [batch])
     compare.same("costs of flat", [batch], plain.result(), tree.result())

@@ -56,9 +56,11 @@ class Matrix:
         self._runner = runner
         self._engine = engine_of(mode, eager)
         self.batches = batches_of(mode, everything)
-        # Nobody starts an engine that knows the answer: it is compiled in the slow lane only.
+        # Nobody starts an engine that knows the answer: it is compiled in the slow lane only. And
+        # what plain decoding is compiled to does not depend on who schedules it: once is enough.
+        once = everything or mode == "sync"
         self._knowing = self._engine if everything else self._engine.with_eager()
-        self._plain = self._submit(self._engine)
+        self._plain = self._submit(self._engine if once else self._engine.with_eager())
         self._tree = self._submit(self._engine.with_bastion(16))
         # The oracle waits for the answers, and nothing waits for the oracle.
         self._plain.add_done_callback(lambda done: done.exception() or self._oracle())

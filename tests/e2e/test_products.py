@@ -33,9 +33,19 @@ def products(session: Any) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("weights", ["auto", "checkpoint"])
-def test_whose_products(runner: Runner, weights: str) -> None:
-    engine = Engine(max_num_seqs=2).with_bastion(GAMMA, GAMMA, drafter_weights=weights)
+@pytest.mark.parametrize(
+    ("weights", "eager"),
+    [
+        ("auto", False),
+        ("checkpoint", True),
+        # Compiled code calls them from the layers that "auto" leaves to them as well.
+        pytest.param("checkpoint", False, marks=pytest.mark.slow),
+    ],
+    ids=["auto", "checkpoint, eager", "checkpoint"],
+)
+def test_whose_products(runner: Runner, weights: str, eager: bool) -> None:
+    engine = Engine(max_num_seqs=2, eager=eager)
+    engine = engine.with_bastion(GAMMA, GAMMA, drafter_weights=weights)
     batch = Batch("products")
     for name, text in cases.some(1, first=5):
         batch.add(name, text, max_tokens=32, ignore_eos=True)

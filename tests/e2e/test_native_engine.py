@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers import run_python
-from tests.e2e.engines import DRAFTER, TARGET
+from tests.e2e.engines import DRAFTER, TARGET, Runner
 from vllm_bastion.cpu import build, interpreter
 
 pytestmark = [
@@ -53,9 +53,10 @@ if __name__ == "__main__":
 """
 
 
-def run(hide: Path | None = None, **arguments: Any) -> tuple[Any, Any]:
+def run(runner: Runner, hide: Path | None = None, **arguments: Any) -> tuple[Any, Any]:
     """The worker's runner, whether our kernels are there, its threads; and greedy tokens.
 
+    runner: whose folders for what is compiled are taken, and nothing else.
     hide: an empty folder, where Triton is to be hidden from all processes.
     """
     arguments = {
@@ -69,6 +70,7 @@ def run(hide: Path | None = None, **arguments: Any) -> tuple[Any, Any]:
     }
     code = _CODE.replace("ARGUMENTS", repr(json.dumps(arguments)))
     environment: dict[str, str | None] = dict.fromkeys((*_OURS, "OMP_NUM_THREADS"))
+    environment |= runner.caches
     if hide is not None:
         (hide / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
         paths = [str(hide), os.environ.get("PYTHONPATH", "")]
@@ -80,10 +82,12 @@ def run(hide: Path | None = None, **arguments: Any) -> tuple[Any, Any]:
     return looked[0], tokens
 
 
-def test_bastion_decodes_natively_beside_plain_engines_as_they_were() -> None:
-    (plain, plain_twins, plain_threads), tokens = run()
+def test_bastion_decodes_natively_beside_plain_engines_as_they_were(
+    runner: Runner,
+) -> None:
+    (plain, plain_twins, plain_threads), tokens = run(runner)
     speculative = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16}
-    (tree, tree_twins, threads), tree_tokens = run(speculative_config=speculative)
+    (tree, tree_twins, threads), tree_tokens = run(runner, speculative_config=speculative)
     assert plain == "vllm.v1.worker.cpu_model_runner.CPUModelRunner" and not plain_twins
     assert tree == "vllm.v1.worker.cpu.model_runner.CPUModelRunner" and tree_twins
     assert threads == plain_threads
@@ -91,8 +95,8 @@ def test_bastion_decodes_natively_beside_plain_engines_as_they_were() -> None:
 
 
 @pytest.mark.slow
-def test_triton_need_not_be_installed(tmp_path: Path) -> None:
+def test_triton_need_not_be_installed(runner: Runner, tmp_path: Path) -> None:
     speculative = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16}
-    (_, twins, _), tokens = run(hide=tmp_path, speculative_config=speculative)
+    (_, twins, _), tokens = run(runner, hide=tmp_path, speculative_config=speculative)
     assert twins
-    assert tokens == run()[1]
+    assert tokens == run(runner)[1]
