@@ -14,13 +14,11 @@ method's.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -37,9 +35,9 @@ ROWS = 128
 
 # One thread: with tensors this small, waking more costs more than they do. Model Runner V2 for
 # every method, so that seeded draws are the same.
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-_ENVIRONMENT = {
-    _RUNNER: "1",
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+ENVIRONMENT = {
+    RUNNER: "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -195,42 +193,13 @@ def run_engine(
     Raises:
         EngineError: the engine did not start, or failed.
     """
-    from benchmarks.engine_process import serve
+    from benchmarks.running import RunningEngine
 
-    for name, value in _ENVIRONMENT.items():
-        if not (engine.timed and name == _RUNNER):
-            os.environ.setdefault(name, value)
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
-        log = Path(folder) / "engine.log"
-        process = spawn.Process(target=serve, args=(engine, requests, theirs, log))
-        process.start()
-        theirs.close()
-        state = "starting the engine"
-        try:
-            while True:
-                progress(state)
-                if not ours.poll(0.2):
-                    continue
-                kind, value = ours.recv()
-                if kind == "state":
-                    state = value
-                elif kind == "done":
-                    process.join()
-                    return value
-                else:
-                    raise EngineError(f"{value}\n{log_tail(log)}")
-        except EOFError:
-            process.join()
-            raise EngineError(
-                f"the engine's process ended with status {process.exitcode}\n{log_tail(log)}"
-            ) from None
-        finally:
-            ours.close()
-            if process.is_alive():
-                process.terminate()
-            process.join()
+    running = RunningEngine(engine, requests)
+    try:
+        return running.result(progress)
+    finally:
+        running.close()
 
 
 def provenance() -> dict[str, Any]:

@@ -14,13 +14,18 @@ from typing import Any
 from benchmarks.engine import Completion, Engine, Request, Run
 
 
-def serve(engine: Engine, requests: list[Request], connection: Any, log: Path) -> None:
-    """Entry point of the process: everything it prints goes to `log`."""
+def serve(
+    engine: Engine, requests: list[Request], connection: Any, log: Path, hold: bool = False
+) -> None:
+    """Entry point of the process: everything it prints goes to `log`.
+
+    hold: wait for a message between the start and the first request.
+    """
     file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
-        connection.send(("done", _decode(engine, requests, connection)))
+        connection.send(("done", _decode(engine, requests, connection, hold)))
     except BaseException as error:
         traceback.print_exc()
         connection.send(("error", f"{type(error).__name__}: {error}"))
@@ -43,7 +48,7 @@ def sampling_params(request: Request) -> Any:
     )
 
 
-def _decode(engine: Engine, requests: list[Request], connection: Any) -> Run:
+def _decode(engine: Engine, requests: list[Request], connection: Any, hold: bool) -> Run:
     begin = time.perf_counter()
     from vllm import LLM
 
@@ -58,6 +63,9 @@ def _decode(engine: Engine, requests: list[Request], connection: Any) -> Run:
         warm_up = Request("warm-up", requests[0].prompt, 24)
         llm.generate([warm_up.prompt], sampling_params(warm_up))
         llm.request_counter.reset()
+    if hold:
+        connection.send(("held", None))
+        connection.recv()
     total = sum(request.max_tokens for request in requests)
     count_steps(
         llm,

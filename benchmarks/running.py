@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's process, seen from outside: it starts, waits where asked to, and decodes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.engine import ENVIRONMENT, RUNNER, Engine, EngineError, Request, Run, log_tail
+from benchmarks.engine_process import serve
+
+_POLL_S = 0.2
+
+
+class RunningEngine:
+    """One engine, which decodes `requests` in a process of its own as soon as it can.
+
+    Args:
+        hold: once it has started it waits for `release`, so that others can start meanwhile and
+            nobody decodes beside it.
+
+    Raises:
+        EngineError: the engine did not start, or failed; from `poll` and `result`.
+    """
+
+    def __init__(self, engine: Engine, requests: list[Request], hold: bool = False) -> None:
+        for name, value in ENVIRONMENT.items():
+            if not (engine.timed and name == RUNNER):
+                os.environ.setdefault(name, value)
+        spawn = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="bastion-")
+        self._log = Path(self._folder.name) / "engine.log"
+        self._connection, theirs = spawn.Pipe()
+        given = (engine, requests, theirs, self._log, hold)
+        self._process = spawn.Process(target=serve, args=given)
+        self._process.start()
+        theirs.close()
+        self.state = "starting the engine"
+        self.held = False
+        self._done: Run | None = None
+
+    def poll(self) -> bool:
+        """Wait a moment for news; whether there was any."""
+        try:
+            if not self._connection.poll(_POLL_S):
+                return False
+            kind, value = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise EngineError(
+                f"the engine's process ended with status {self._process.exitcode}\n"
+                f"{log_tail(self._log)}"
+            ) from None
+        if kind == "error":
+            raise EngineError(f"{value}\n{log_tail(self._log)}")
+        if kind == "state":
+            self.state = value
+        elif kind == "held":
+            self.held = True
+        else:
+            self._done = value
+        return True
+
+    def release(self) -> None:
+        """Let a held engine decode."""
+        self.held, self.state = False, "decoding"
+        self._connection.send("decode")
+
+    def result(self, progress: Callable[[str], None]) -> Run:
+        """Wait for what was decoded; `progress` is called a few times a second."""
+        while self._done is None:
+            progress(self.state)
+            self.poll()
+        return self._done
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        if self._done is None and self._process.is_alive():
+            self._process.terminate()
+        self._process.join()
+        self._folder.cleanup()
