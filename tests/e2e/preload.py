@@ -16,19 +16,12 @@ for _name in (
     "compressed_tensors",
     "torch._inductor.compile_fx",
     "torch._inductor.codegen.cpp",
-    "vllm.compilation.backends",
     "vllm.entrypoints.llm",
-    "vllm.lora.resolver",
-    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen3_dflash",
-    "vllm.transformers_utils.configs.speculators",
-    "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.async_scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu.model_runner",
     "vllm.v1.worker.cpu_worker",
-    "vllm.v1.worker.gpu.model_states.mamba_hybrid",
-    "vllm.v1.worker.gpu.spec_decode.dflash2.speculator",
 ):
     import_module(_name)
 look_at_models_here()
