@@ -158,7 +158,13 @@ def make_scaled(folder: Path) -> str:
         "quant_method": "compressed-tensors",
         "format": "dense",
         "config_groups": {},
-        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+        "kv_cache_scheme": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "tensor",
+            "symmetric": True,
+            "dynamic": False,
+        },
     }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
