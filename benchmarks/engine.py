@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,14 @@ def provenance() -> dict[str, Any]:
         "device": f"cpu ({platform.machine()}, {os.cpu_count()} cores)",
         **versions,
     }
+
+
+def ended(process: BaseProcess, log: Path) -> EngineError:
+    """The error of an engine whose process ended without a word."""
+    process.join()
+    return EngineError(
+        f"the engine's process ended with status {process.exitcode}\n{log_tail(log)}"
+    )
 
 
 def log_tail(log: Path) -> str:

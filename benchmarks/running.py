@@ -9,7 +9,16 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.engine import ENVIRONMENT, RUNNER, Engine, EngineError, Request, Run, log_tail
+from benchmarks.engine import (
+    ENVIRONMENT,
+    RUNNER,
+    Engine,
+    EngineError,
+    Request,
+    Run,
+    ended,
+    log_tail,
+)
 from benchmarks.engine_process import serve
 
 _POLL_S = 0.2
@@ -49,11 +58,7 @@ class RunningEngine:
                 return False
             kind, value = self._connection.recv()
         except EOFError:
-            self._process.join()
-            raise EngineError(
-                f"the engine's process ended with status {self._process.exitcode}\n"
-                f"{log_tail(self._log)}"
-            ) from None
+            raise ended(self._process, self._log) from None
         if kind == "error":
             raise EngineError(f"{value}\n{log_tail(self._log)}")
         if kind == "state":

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-
+_PROJECTION = ["self", "context_states", "num_ctx", "num_layers", "num_kv_heads", "head_dim"]
 _PROCESSOR = ("step/processors.py", {"apply": ["self", "logits", "ctx"]})
 
 # class -> (adapter that relies on it, its methods and their parameters)
@@ -85,7 +85,7 @@ METHODS = {
     ),
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
         "cpu/context_kv.py",
-        {"_normalize_context_k": ["self", "all_k"]},
+        {"_normalize_context_k": ["self", "all_k"], "_project_context_kv": _PROJECTION},
     ),
     "vllm.v1.worker.gpu.sample.penalties:PenaltiesState": _PROCESSOR,
     "vllm.v1.worker.gpu.sample.bad_words:BadWordsState": _PROCESSOR,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import EngineError, Request, log_tail
+from benchmarks.engine import EngineError, Request, ended, log_tail
 from benchmarks.speed.methods import SpeedEngine
 from benchmarks.speed.worker import Outcome, serve
 
@@ -67,11 +67,7 @@ class EngineProcess:
                 self._progress(state)
             kind, value = self._connection.recv()
         except (EOFError, OSError):
-            self._process.join()
-            raise EngineError(
-                f"the engine's process ended with status {self._process.exitcode}\n"
-                f"{log_tail(self._log)}"
-            ) from None
+            raise ended(self._process, self._log) from None
         if kind == "error":
             raise EngineError(f"{value}\n{log_tail(self._log)}")
         return value

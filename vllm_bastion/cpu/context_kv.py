@@ -25,10 +25,8 @@ def install(model: Any) -> None:
     """
     model._normalize_context_k = MethodType(normalize_context_k, model)
     cache = getattr(model, "_rope_cos_sin_cache", None)
-    dtype = model._hidden_norm_weight.dtype if cache is not None else None
-    if cache is not None and cache.dtype != dtype:
-        # vLLM would convert all positions in every step.
-        model._rope_cos_sin_cache = cache.to(dtype)
+    if cache is not None:  # else vLLM would convert all positions in every step
+        model._rope_cos_sin_cache = cache.to(model._hidden_norm_weight.dtype)
     weight = getattr(model, "_fused_kv_weight", None)
     if weight is None or weight.dtype != torch.bfloat16 or not has_linear():
         return
