@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from vllm_bastion.cost.online import CurveLatency, RobustBias, TableLatency, make_latency
+from vllm_bastion.cost.online import Correction, CurveLatency, TableLatency, make_latency
 from vllm_bastion.cost.table import StepCostTable
 
 SIZES = (1, 8, 16, 32, 64)
@@ -52,16 +52,46 @@ def _run(model, factor, steps, rng, noise=0.0, spikes=()):
         model.observe(rows, 1, 0, ms)
 
 
+def _factors(model):
+    return [model.bias.first, model.bias.more]
+
+
 def test_slowdown_mid_run_is_followed():
     model = CurveLatency(_Line(), _table(), online=True)
     rng = np.random.default_rng(0)
     _run(model, 1.0, 100, rng, noise=0.05)
-    assert model.bias.value == pytest.approx(1.0, abs=0.03)
+    assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.05)
     _run(model, 1.5, 60, rng, noise=0.05)
-    assert model.bias.value == pytest.approx(1.5, abs=0.05)
+    assert _factors(model) == pytest.approx([1.5, 1.5], abs=0.1)
     forward = (model.cycle_cost_ms(1, 0) - 2.0).astype(float)
     expected = 1.5 * (_table().cost_ms(1, 0) - 2.0)
     np.testing.assert_allclose(forward[1:], expected[1:], rtol=0.05)
+
+
+@pytest.mark.parametrize("first, more", [(1.4, 0.8), (0.8, 1.4), (1.0, 0.5)])
+@pytest.mark.parametrize("roots", [1, 3])
+def test_rows_and_roots_change_apart(first, more, roots):
+    """A busy memory bus slows what the first row waits for; a lower clock what the others add."""
+    model, rng = CurveLatency(_Line(), _table(), online=True), np.random.default_rng(7)
+    alone = float(_Line().predict_ms(model.table.padded_rows[roots], 0))
+    for _ in range(400):
+        rows = int(rng.integers(roots, 33))
+        added = float(_Line().predict_ms(model.table.padded_rows[rows], 0)) - alone
+        ms = (first * alone + more * added) * (1 + 0.04 * rng.standard_normal())
+        model.observe(rows, roots, 0, ms)
+    assert _factors(model) == pytest.approx([first, more], rel=0.1)
+    cost = model.cycle_cost_ms(roots, 0) - 2.0
+    added = float(_Line().predict_ms(64, 0)) - alone
+    assert cost[64] == pytest.approx(first * alone + more * added, rel=0.1)
+    assert (np.diff(cost) >= 0).all() and cost[0] > 0
+    assert model.plain_ms(roots, 0) == pytest.approx(first * alone + 0.5, rel=0.1)
+
+
+def test_steps_of_one_size_say_nothing_of_others():
+    model, rng = CurveLatency(_Line(), _table(), online=True), np.random.default_rng(8)
+    for _ in range(400):
+        model.observe(16, 1, 0, 3.6 * 1.5 * (1 + 0.05 * rng.standard_normal()))
+    assert model.bias.more / model.bias.first == pytest.approx(1.0, abs=0.01)
 
 
 def test_fixed_models_ignore_observations():
@@ -76,13 +106,13 @@ def test_fixed_models_ignore_observations():
 def test_bare_roofline_far_off_is_corrected_at_once():
     model = CurveLatency(_Line(), _table(), online=True)
     _run(model, 30.0, 12, np.random.default_rng(1))
-    assert model.bias.value == pytest.approx(30.0, rel=0.01)
+    assert _factors(model) == pytest.approx([30.0, 30.0], rel=0.01)
 
 
 def test_isolated_stalls_do_nothing():
     model = CurveLatency(_Line(), _table(), online=True)
     _run(model, 1.0, 200, np.random.default_rng(2), noise=0.02, spikes={20, 50, 51, 90, 150})
-    assert model.bias.value == pytest.approx(1.0, abs=0.03)
+    assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.03)
 
 
 def test_a_burst_of_stalls_is_bounded_and_forgotten():
@@ -91,26 +121,26 @@ def test_a_burst_of_stalls_is_bounded_and_forgotten():
     _run(model, 1.0, 50, rng)
     _run(model, 40.0, 6, rng)
     # four of the six reach the median; each may add at most alpha * (1.5 - 1) = 5 %
-    assert model.bias.value < 1.05**6
-    _run(model, 1.0, 60, rng)
-    assert model.bias.value == pytest.approx(1.0, abs=0.01)
+    assert max(_factors(model)) < 1.05**6
+    _run(model, 1.0, 120, rng)
+    assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.01)
 
 
 def test_the_first_use_of_every_size_is_not_believed():
-    bias = RobustBias()
+    correction = Correction()
     for size in SIZES:
-        bias.update(size, 100.0)
-    assert bias.value == 1.0
-    bias.update(1, 2.0)
-    assert bias.value == 2.0
+        correction.update(size, 1.0, 1.0, 100.0)
+    assert correction.first == correction.more == 1.0
+    correction.update(1, 1.0, 0.0, 2.0)
+    assert correction.first == correction.more == 2.0
 
 
 def test_nonsense_is_ignored():
-    bias = RobustBias()
-    for ratio in (float("nan"), float("inf"), 0.0, -3.0):
+    correction = Correction()
+    for ms in (float("nan"), float("inf"), 0.0, -3.0):
         for _ in range(3):
-            bias.update(8, ratio)
-    assert bias.value == 1.0
+            correction.update(8, 1.0, 1.0, ms)
+    assert correction.first == correction.more == 1.0
 
 
 def test_costs_keep_their_identity_while_the_bias_stands():

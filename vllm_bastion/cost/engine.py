@@ -20,9 +20,10 @@ from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
 from vllm_bastion.cost.agreement import of_rank_0, shared_profile
 from vllm_bastion.cost.devices import device_name, device_spec
 from vllm_bastion.cost.gate import DraftGate
-from vllm_bastion.cost.measure import CONTEXTS, largest_steps, measure, warm_up
+from vllm_bastion.cost.measure import largest_steps, measure, warm_up
 from vllm_bastion.cost.next_step import StepCosts
 from vllm_bastion.cost.online import make_latency
+from vllm_bastion.cost.points import CONTEXTS
 from vllm_bastion.cost.roofline import ModelShape, Roofline
 from vllm_bastion.cost.store import (
     Profile,

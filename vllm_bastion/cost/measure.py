@@ -5,12 +5,15 @@ Two kinds of steps, both timed by vLLM's own ``StepTimingCollector`` and replayi
 graphs where there are any: vLLM's dummy runs, a row for each of as many requests as fit (plain
 decoding), and trees of a few requests (`TreeSteps`). The output head, which a verified node also
 passes, is added to the forward pass.
+
+What decides is how sizes compare, and a host's memory is slow for seconds at a time. So every size
+is timed once before any is timed again, and a slow while is in all of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,6 +25,15 @@ from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 from vllm_bastion.cost.agreement import of_rank_0
 from vllm_bastion.cost.calibration import calibrate_and_report
 from vllm_bastion.cost.forward_times import Sample
+from vllm_bastion.cost.points import (
+    CONTEXTS,
+    PLAIN_REQS,
+    REPEATS,
+    REPEATS_FAR,
+    repeats_after,
+    sizes_to_measure,
+    tree_shapes,
+)
 from vllm_bastion.cost.roofline import Roofline
 from vllm_bastion.cost.store import Profile, ProfileKey
 from vllm_bastion.cost.table import StepCostTable, padded_rows
@@ -32,20 +44,8 @@ from vllm_bastion.step.runtime import runtime_of
 
 logger = init_logger(__name__)
 
-# A point is timed so often, if that takes no longer than `_POINT_S` seconds; once at least.
-_REPEATS = 5
-_POINT_S = 0.2
 # Trees whose step takes longer are timed over the shortest context only.
 _SLOW_S = 0.3
-# Sizes timed where there are no graphs to name them, and contexts (cached tokens per request). A
-# matrix unit's tile is 16 rows: one row more can cost what 16 do, so both sides are timed.
-_EAGER_ROWS = (
-    1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 49, 64, 65, 96, 128, 192, 256, 384, 512, 768, 1024,
-)  # fmt: skip
-CONTEXTS = (128, 2048, 8192)
-# Batches whose context is timed: decoding plainly, and with trees.
-_PLAIN_REQS = (1, 4, 16, 64, 256)
-_TREE_REQS = (1, 4, 16)
 
 
 class HostStepTimingCollector(StepTimingCollector):
@@ -75,14 +75,26 @@ def measure(
         }
     )
 
-    heads = [_head_ms(runner, n, group) for n in sizes]
+    dummies = [(n, 0) for n in sizes] + [(n, contexts[0]) for n in batches]
+    far = [(n, context) for context in contexts[1:] for n in batches]
+    head_rounds = _rounds(partial(_head_ms, runner), [(n,) for n in sizes], group)
+    plain_rounds = _rounds(partial(dummy_tree_step, runner), dummies, group)
+    far_rounds = _rounds(partial(dummy_tree_step, runner), far, group)[:REPEATS_FAR]
+    for steps, more in zip(plain_rounds, far_rounds, strict=False):
+        steps += more
+    tree_rounds = _tree_rounds(runner, shapes, contexts, group)
+    head_times: dict[int, list[float]] = {}
+    plain: list[tuple[int, Any]] = []
+    trees: list[tuple[int, Any, Any]] = []
+    for heads, steps, verified_trees in zip(head_rounds, plain_rounds, tree_rounds, strict=True):
+        for (n,) in heads:
+            head_times.setdefault(n, []).append(_head_ms(runner, n))
+        plain += _dummy_steps(runner, steps)
+        trees += _tree_steps(runner, verified_trees)
 
     def head_ms(rows: int) -> float:
-        return float(np.interp(rows, sizes, heads))
+        return float(np.interp(rows, sizes, [median(head_times[n]) for n in sizes]))
 
-    plain = _dummy_steps(runner, sizes, 0, group)
-    for context in contexts:
-        plain += _dummy_steps(runner, batches, context, group)
     samples: list[Sample] = []
     drafter: list[tuple[int, float]] = []
     for context, step in plain:
@@ -92,7 +104,7 @@ def measure(
     of_drafter = StepCostTable(samples, drafter, max_rows=1).drafter_ms
 
     beyond: list[list[float]] = [[], []]  # of a step without trees, and with
-    for context, roots, verified in _tree_steps(runner, shapes, contexts, group):
+    for context, roots, verified in trees:
         rows, reqs = int(padded[verified.num_target_tokens]), verified.num_reqs
         samples.append((rows, float(context), verified.forward_ms + head_ms(rows), reqs))
         for times, step in zip(beyond, (roots, verified), strict=True):
@@ -141,7 +153,7 @@ def _batches(runner: Any) -> list[int]:
     # A drafter's block of each request must fit, too.
     depth = runtime_of(runner.vllm_config).trees.depth
     most = max(1, min(runner.max_num_tokens // (1 + depth), runner.max_num_reqs))
-    return [reqs for reqs in _PLAIN_REQS if reqs <= most]
+    return [reqs for reqs in PLAIN_REQS if reqs <= most]
 
 
 def _contexts(runner: Any) -> list[int]:
@@ -161,48 +173,47 @@ def _largest_tree(runner: Any) -> int:
     return min(trees.tree_size, runner.max_model_len - trees.depth - 4)
 
 
-def sizes_to_measure(captured: list[int], max_rows: int) -> list[int]:
-    """Rows to time: every captured size, and beyond the last one, where steps run without graphs.
-
-    Leaving graphs is a jump that no extrapolation finds, so the tail starts right behind it.
-    """
-    if not captured:
-        return [n for n in _EAGER_ROWS if n <= max_rows]
-    sizes = list(captured)
-    beyond = captured[-1] + captured[-1] // 8
-    while beyond < max_rows and len(sizes) < len(captured) + 4:
-        sizes.append(beyond)
-        beyond *= 2
-    return [n for n in sizes if n <= max_rows]
-
-
-def tree_shapes(nodes: int, max_rows: int, max_reqs: int) -> list[tuple[int, int]]:
-    """(requests, nodes of each) to time: a few batches, trees from few nodes to the largest."""
-    per_request = sorted({*(2**i - 1 for i in range(2, 10) if 2**i <= nodes), nodes})
+def _rounds(
+    run: Callable[..., object], points: Sequence[tuple[int, ...]], group: Any
+) -> list[list[tuple[int, ...]]]:
+    """The points of each round. Runs each once: the first use of a shape is no measurement."""
+    own = [_seconds(partial(run, *point)) for point in points]
+    # Every rank must run the same steps.
+    counts = [repeats_after(seconds) for seconds in of_rank_0(group, lambda: own)]
     return [
-        (reqs, n)
-        for reqs in _TREE_REQS
-        for n in per_request
-        if n >= 1 and reqs <= max_reqs and reqs * (1 + n) <= max_rows
+        [point for point, count in zip(points, counts, strict=True) if turn < count]
+        for turn in range(REPEATS)
     ]
 
 
-def _dummy_steps(runner: Any, sizes: list[int], context: int, group: Any) -> list[tuple[int, Any]]:
-    """(context, vLLM's timing) of each dummy run of that many rows."""
-    # The first use of a shape is no measurement.
-    first = [_seconds(partial(dummy_tree_step, runner, rows, context)) for rows in sizes]
-    # Every rank must run the same steps.
-    counts = of_rank_0(group, lambda: [repeats_after(seconds) for seconds in first])
+def _tree_rounds(
+    runner: Any, shapes: list[tuple[int, int]], contexts: list[int], group: Any
+) -> list[list[tuple[int, ...]]]:
+    """(requests, nodes of each, context) of each round."""
+    if not shapes:
+        return [[] for _ in range(REPEATS)]
+    with TreeSteps(runner).as_asked() as steps:
+        # two steps each
+        own = [_seconds(partial(steps.run, *shape, contexts[0])) / 2 for shape in shapes]
+    first = of_rank_0(group, lambda: own)
+    points = [
+        (
+            (*shape, context),
+            min(repeats_after(seconds), REPEATS if context == contexts[0] else REPEATS_FAR),
+        )
+        for context in contexts
+        for shape, seconds in zip(shapes, first, strict=True)
+        if context == contexts[0] or seconds <= _SLOW_S
+    ]
+    return [[point for point, count in points if turn < count] for turn in range(REPEATS)]
+
+
+def _dummy_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, Any]]:
+    """(context, vLLM's timing) of a dummy run of each (rows, context)."""
     with runner.step_timing.collect() as timings:
-        for rows, count in zip(sizes, counts, strict=True):
-            for _ in range(count):
-                dummy_tree_step(runner, rows, context)
-    return [(context, timing) for timing in timings]
-
-
-def repeats_after(seconds: float) -> int:
-    """How often to time what took so long at first."""
-    return max(1, min(_REPEATS, int(_POINT_S / max(seconds, 1e-9))))
+        for rows, context in points:
+            dummy_tree_step(runner, rows, context)
+    return [(context, timing) for (_, context), timing in zip(points, timings, strict=True)]
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -221,26 +232,13 @@ def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
         trees.always_masking = False
 
 
-def _tree_steps(
-    runner: Any, shapes: list[tuple[int, int]], contexts: list[int], group: Any
-) -> list[tuple[int, Any, Any]]:
-    """(context, vLLM's timing of the roots' step, and of the trees') of each repetition."""
-    if not shapes:
+def _tree_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, Any, Any]]:
+    """(context, vLLM's timing of the roots' step, and of the trees') of each point."""
+    if not points:
         return []
-    with TreeSteps(runner).as_asked() as steps:
-        # as above; two steps each
-        own = [_seconds(partial(steps.run, *shape, contexts[0])) / 2 for shape in shapes]
-        first = of_rank_0(group, lambda: own)
-        points = [
-            (*shape, context)
-            for context in contexts
-            for shape, seconds in zip(shapes, first, strict=True)
-            if context == contexts[0] or seconds <= _SLOW_S
-            for _ in range(repeats_after(seconds))
-        ]
-        with runner.step_timing.collect() as timings:
-            for reqs, nodes, context in points:
-                steps.run(reqs, nodes, context)
+    with TreeSteps(runner).as_asked() as steps, runner.step_timing.collect() as timings:
+        for reqs, nodes, context in points:
+            steps.run(reqs, nodes, context)
     return [
         (context, roots, verified)
         for (_, _, context), roots, verified in zip(
@@ -249,25 +247,17 @@ def _tree_steps(
     ]
 
 
-def _head_ms(runner: Any, rows: int, group: Any) -> float:
-    """Median milliseconds of the target's output head over `rows` rows."""
+def _head_ms(runner: Any, rows: int) -> float:
+    """Milliseconds of the target's output head over `rows` rows."""
     hidden = torch.zeros(
         rows,
         runner.model_config.get_hidden_size(),
         dtype=runner.model_config.dtype,
         device=runner.device,
     )
-    times: list[float] = []
-
-    def once() -> None:
-        start, end = new_mark(runner.device), new_mark(runner.device)
-        start.record()
-        runner.model.compute_logits(hidden)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-
-    first = _seconds(once)
-    for _ in range(of_rank_0(group, lambda: repeats_after(first)) - 1):
-        once()
-    return median(times)
+    start, end = new_mark(runner.device), new_mark(runner.device)
+    start.record()
+    runner.model.compute_logits(hidden)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))

@@ -4,16 +4,19 @@
 `LatencyModel` is the seam between what is measured and what is decided. Five models:
 
     table      C(n) = measured step-cost table
-    ema_table  C(n) = c * its forward time                       + T_draft + T_aux
-    static     C(n) = calibrated roofline at the padded size     + T_draft + T_aux   (the paper's)
-    ema        C(n) = c * bare roofline at the padded size       + T_draft + T_aux
-    ema_calib  C(n) = c * calibrated roofline at the padded size + T_draft + T_aux
+    ema_table  C(n) = its forward time, corrected                        + T_draft + T_aux
+    static     C(n) = calibrated roofline at the padded size             + T_draft + T_aux
+    ema        C(n) = bare roofline at the padded size, corrected        + T_draft + T_aux
+    ema_calib  C(n) = calibrated roofline at the padded size, corrected  + T_draft + T_aux
 
-with c <- (1 - alpha) c + alpha * (observed / predicted), the paper's EMA, fed by the target's
-forward time of real steps. The paper's update believes every observation; a first use of a shape, a
-preemption or a stall then shifts all sizes at once. Here the first observation of every padded size
-is dropped, the ratio taken in is the median of the last five, and after the start it may pull c by
-no more than `_MAX_PULL` at a time: isolated outliers do nothing, a lasting change arrives.
+`static` is the paper's. Corrected is, for a curve T and a batch of R requests,
+
+    c T(R) + d (T(n) - T(R))
+
+The paper has one factor, c <- (1 - alpha) c + alpha * (observed / predicted), fed by the target's
+forward time of real steps. It says which steps are dear and nothing of where a tree should end: a
+step's first rows wait for memory, further ones for arithmetic, and a neighbour on the memory bus or
+a lower clock changes one of the two. See `Correction`.
 """
 
 from __future__ import annotations
@@ -38,8 +41,12 @@ LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
 _ALPHA = 0.1
 _WINDOW = 5
 _MAX_PULL = 1.5
-# Costs are rebuilt when c has moved by this much: a caller that copies them to a device compares
-# the array's identity, and a change below 1 % moves no decision worth a copy.
+# How fast c and d part, how far, and how far an observation may be from the median of the last.
+_BETA = 1.0
+_MAX_APART = 0.5 * math.log(3.0)
+_WIDTH = 1.15
+# Costs are rebuilt when a factor has moved by this much: a caller that copies them to a device
+# compares the array's identity, and a smaller change moves no decision worth a copy.
 _BIAS_STEP = 0.01
 _MAX_CACHED = 512
 
@@ -111,30 +118,38 @@ class CurveLatency:
     def __init__(self, curve: Carrier | None, table: StepCostTable, *, online: bool) -> None:
         self.curve = curve
         self.table = table
-        self.bias = RobustBias() if online else None
+        self.bias = Correction() if online else None
         self._forward: dict[tuple[int, int], FloatArray] = {}
-        self._cost: dict[tuple[int, int, int], CostArray] = {}
+        self._cost: dict[tuple[int, int, int, int], CostArray] = {}
 
     def cycle_cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
         """See `LatencyModel`."""
         num_reqs, bucket = max(1, int(num_reqs)), context_bucket(context_len)
-        step = 0 if self.bias is None else round(math.log(self.bias.value) / _BIAS_STEP)
-        cost = self._cost.get((num_reqs, bucket, step))
+        first = more = 0
+        if self.bias is not None:
+            first = round(math.log(self.bias.first) / _BIAS_STEP)
+            more = round(math.log(self.bias.more) / _BIAS_STEP)
+        key = (num_reqs, bucket, first, more)
+        cost = self._cost.get(key)
         if cost is None:
-            forward = self._forward_ms(num_reqs, bucket) * math.exp(step * _BIAS_STEP)
+            forward = self._forward_ms(num_reqs, bucket)
+            root = forward[min(num_reqs, self.table.max_rows)]
+            # Fewer rows than requests never run; there the curve is to fall all the same.
+            added = (forward - root) * np.exp(_BIAS_STEP * np.where(forward < root, first, more))
+            forward = root * math.exp(_BIAS_STEP * first) + added
             total = forward + self.table.drafter_ms(num_reqs) + self.table.aux_ms
             cost = total.astype(np.float32)
             cost.setflags(write=False)
             if len(self._cost) >= _MAX_CACHED:
                 self._cost.clear()
-            self._cost[num_reqs, bucket, step] = cost
+            self._cost[key] = cost
         return cost
 
     def plain_ms(self, num_reqs: int, context_len: float) -> float:
         """See `LatencyModel`."""
         num_reqs = max(1, int(num_reqs))
         forward = self._forward_ms(num_reqs, context_bucket(context_len))
-        bias = 1.0 if self.bias is None else self.bias.value
+        bias = 1.0 if self.bias is None else self.bias.first
         row = min(num_reqs, self.table.max_rows)
         return float(forward[row]) * bias + self.table.plain_aux_ms
 
@@ -146,9 +161,11 @@ class CurveLatency:
         """See `LatencyModel`."""
         if self.bias is None:
             return
-        row = min(max(int(rows), 1), self.table.max_rows)
-        predicted = self._forward_ms(max(1, int(num_reqs)), context_bucket(context_len))[row]
-        self.bias.update(int(self.table.padded_rows[row]), measured_ms / float(predicted))
+        num_reqs, most = max(1, int(num_reqs)), self.table.max_rows
+        row = min(max(int(rows), 1), most)
+        forward = self._forward_ms(num_reqs, context_bucket(context_len))
+        whole, root = float(forward[row]), float(forward[min(num_reqs, row)])
+        self.bias.update(int(self.table.padded_rows[row]), root, whole - root, measured_ms)
 
     def _forward_ms(self, num_reqs: int, bucket: int) -> FloatArray:
         """[max_rows + 1] float64: the uncorrected curve at the sizes that really run."""
@@ -166,17 +183,42 @@ class CurveLatency:
         return forward
 
 
-class RobustBias:
-    """The factor c: an EMA of observed over predicted that isolated outliers do not move."""
+class Correction:
+    """The factors `first` (c) and `more` (d) of a step's time: of its roots, and of its other rows.
+
+    Both follow the ratio of observed and predicted by the paper's EMA. They part as far as steps
+    with many rows disagree with steps with few: by the ratio's covariance with the part of the time
+    that is d's, so that steps of one size alone part nothing.
+
+    A first use of a shape, a preemption or a stall must not shift all sizes at once: the first
+    observation of every padded size is dropped, a ratio further than `_WIDTH` from the median of
+    the last five counts as that far, and the median itself as no more than `_MAX_PULL`. Isolated
+    outliers do next to nothing, a lasting change arrives.
+    """
 
     def __init__(self, alpha: float = _ALPHA) -> None:
-        self.value = 1.0
         self._alpha = alpha
+        # log c = log_both - log_apart, log d = log_both + log_apart
+        self._log_both = self._log_apart = 0.0
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._seen: set[int] = set()
+        # running mean of d's part of a step's time
+        self._mean_part: float | None = None
 
-    def update(self, size: int, ratio: float) -> None:
-        """Take in observed / predicted of a step of `size` rows (after padding)."""
+    @property
+    def first(self) -> float:
+        """c: of what a step takes with a row for each request."""
+        return math.exp(self._log_both - self._log_apart)
+
+    @property
+    def more(self) -> float:
+        """d: of what further rows add to that."""
+        return math.exp(self._log_both + self._log_apart)
+
+    def update(self, size: int, root_ms: float, added_ms: float, measured_ms: float) -> None:
+        """Take in a step of `size` rows (after padding), of which the curve says root + added."""
+        predicted = self.first * root_ms + self.more * added_ms
+        ratio = measured_ms / predicted
         if not (math.isfinite(ratio) and ratio > 0):
             return
         if size not in self._seen:
@@ -185,12 +227,24 @@ class RobustBias:
         started = len(self._recent) == _WINDOW
         self._recent.append(ratio)
         middle = median(self._recent)
-        if started:
-            middle = min(max(middle, self.value / _MAX_PULL), self.value * _MAX_PULL)
-            self.value += self._alpha * (middle - self.value)
-        else:
+        part = self.more * added_ms / predicted
+        if not started or self._mean_part is None:
             # A bare roofline can be far off: start from what is seen, not from one.
-            self.value = middle
+            self._scale(middle)
+            self._mean_part = part
+            return
+        beside = min(max(ratio / middle, 1 / _WIDTH), _WIDTH)
+        middle = min(max(middle, 1 / _MAX_PULL), _MAX_PULL)
+        apart = self._log_apart + 0.5 * _BETA * (beside - 1.0) * (part - self._mean_part)
+        self._log_apart = min(max(apart, -_MAX_APART), _MAX_APART)
+        self._mean_part += self._alpha * (part - self._mean_part)
+        self._scale(1.0 + self._alpha * (middle * beside - 1.0))
+
+    def _scale(self, factor: float) -> None:
+        self._log_both += math.log(factor)
+        # What was seen of late was seen beside another prediction.
+        for i, ratio in enumerate(self._recent):
+            self._recent[i] = ratio / factor
 
 
 def make_latency(
