@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 
 # One thread is fastest for the tiny pair; conftest.py sets the same for a bare `pytest`.
 export OMP_NUM_THREADS ?= 1
+# As many as vLLM takes, or as the user says, for models of a real one's size.
+USERS_THREADS := $(if $(filter file,$(origin OMP_NUM_THREADS)),env -u OMP_NUM_THREADS)
 export VLLM_NO_USAGE_STATS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
@@ -39,7 +41,7 @@ $(VENV033)/.ready: $(VENV)/.vllm-0.32 | $(VENV)/.ready
 setup: $(VENV)/.ready  ## Create .venv with vLLM 0.32 for CPU and this plugin (once)
 
 demo: $(VENV)/.ready  ## Decode three prompts as plain, dflash and bastion, and draw a draft tree
-	@$(BIN)/python benchmarks/demo.py
+	@$(USERS_THREADS) $(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.ready  ## The test suite with a representative part of the end-to-end matrix
 	@$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) --durations=10

@@ -19,7 +19,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from multiprocessing.process import BaseProcess
@@ -47,6 +48,10 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _LOG_LINES = 25
+
+# Where an engine's process can be made to wait: with vLLM imported and nothing of the models read;
+# before its first request.
+IMPORTED, STARTED = "imported", "started"
 
 
 class EngineError(RuntimeError):
@@ -85,8 +90,18 @@ class Engine:
     dtype: str = "float32"
     # None: as vLLM chooses
     prefix_caching: bool | None = None
+    # None: `VLLM_CPU_KVCACHE_SPACE`, which also wins over it
+    kv_cache_bytes: int | None = None
     probe: str | None = None
     timed: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables of its process, beside the user's."""
+        return {
+            name: value
+            for name, value in ENVIRONMENT.items()
+            if name not in os.environ and not (self.timed and name == RUNNER)
+        }
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `LLM`."""
@@ -96,6 +111,7 @@ class Engine:
             "dtype": self.dtype,
             "enforce_eager": True,
             "enable_prefix_caching": self.prefix_caching,
+            "kv_cache_memory_bytes": self.kv_cache_bytes,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -229,6 +245,18 @@ def provenance() -> dict[str, Any]:
         "device": f"cpu ({platform.machine()}, {os.cpu_count()} cores)",
         **versions,
     }
+
+
+@contextmanager
+def changed_environment(changes: dict[str, str]) -> Iterator[None]:
+    """For as long as a process is started: thread counts are read when libraries are loaded."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def ended(process: BaseProcess, log: Path) -> EngineError:

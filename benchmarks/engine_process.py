@@ -7,19 +7,23 @@ import importlib
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import Completion, Engine, Request, Run
+from benchmarks.engine import IMPORTED, STARTED, Completion, Engine, Request, Run
 
 
 def serve(
-    engine: Engine, requests: list[Request], connection: Any, log: Path, hold: bool = False
+    engine: Engine,
+    requests: list[Request],
+    connection: Any,
+    log: Path,
+    hold: Sequence[str] = (),
 ) -> None:
     """Entry point of the process: everything it prints goes to `log`.
 
-    hold: wait for a message between the start and the first request.
+    hold: where to wait for a message, see `benchmarks.running`.
     """
     file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -48,10 +52,16 @@ def sampling_params(request: Request) -> Any:
     )
 
 
-def _decode(engine: Engine, requests: list[Request], connection: Any, hold: bool) -> Run:
+def _decode(engine: Engine, requests: list[Request], connection: Any, hold: Sequence[str]) -> Run:
+    def may_wait(at: str) -> None:
+        if at in hold:
+            connection.send(("held", at))
+            connection.recv()
+
     begin = time.perf_counter()
     from vllm import LLM
 
+    may_wait(IMPORTED)
     llm = LLM(**engine.arguments())
     result = Run([Completion(request.name) for request in requests])
     result.start_s = time.perf_counter() - begin
@@ -59,13 +69,11 @@ def _decode(engine: Engine, requests: list[Request], connection: Any, hold: bool
     if engine.probe is not None:
         module, _, name = engine.probe.partition(":")
         collect = getattr(importlib.import_module(module), name)(llm)
+    may_wait(STARTED)
     if engine.timed:  # memory is touched, code is loaded
         warm_up = Request("warm-up", requests[0].prompt, 24)
         llm.generate([warm_up.prompt], sampling_params(warm_up))
         llm.request_counter.reset()
-    if hold:
-        connection.send(("held", None))
-        connection.recv()
     total = sum(request.max_tokens for request in requests)
     count_steps(
         llm,

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.engine import (
-    ENVIRONMENT,
-    RUNNER,
     Engine,
     EngineError,
     Request,
     Run,
+    changed_environment,
     ended,
     log_tail,
 )
@@ -28,27 +26,26 @@ class RunningEngine:
     """One engine, which decodes `requests` in a process of its own as soon as it can.
 
     Args:
-        hold: once it has started it waits for `release`, so that others can start meanwhile and
-            nobody decodes beside it.
+        hold: where it waits for `release`, so that others can start meanwhile and nobody decodes
+            beside it: `benchmarks.engine.IMPORTED`, `STARTED`.
 
     Raises:
         EngineError: the engine did not start, or failed; from `poll` and `result`.
     """
 
-    def __init__(self, engine: Engine, requests: list[Request], hold: bool = False) -> None:
-        for name, value in ENVIRONMENT.items():
-            if not (engine.timed and name == RUNNER):
-                os.environ.setdefault(name, value)
+    def __init__(self, engine: Engine, requests: list[Request], hold: Sequence[str] = ()) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="bastion-")
         self._log = Path(self._folder.name) / "engine.log"
         self._connection, theirs = spawn.Pipe()
         given = (engine, requests, theirs, self._log, hold)
         self._process = spawn.Process(target=serve, args=given)
-        self._process.start()
+        with changed_environment(engine.variables()):
+            self._process.start()
         theirs.close()
         self.state = "starting the engine"
-        self.held = False
+        # Where it waits now.
+        self.held: str | None = None
         self._done: Run | None = None
 
     def poll(self) -> bool:
@@ -64,15 +61,21 @@ class RunningEngine:
         if kind == "state":
             self.state = value
         elif kind == "held":
-            self.held = True
+            self.held = value
         else:
             self._done = value
         return True
 
     def release(self) -> None:
-        """Let a held engine decode."""
-        self.held, self.state = False, "decoding"
-        self._connection.send("decode")
+        """Let a held engine go on."""
+        self.held = None
+        self._connection.send(None)
+
+    def wait(self, at: str, progress: Callable[[str], None]) -> None:
+        """Wait until it is held there; `progress` is called a few times a second."""
+        while self.held != at:
+            progress(self.state)
+            self.poll()
 
     def result(self, progress: Callable[[str], None]) -> Run:
         """Wait for what was decoded; `progress` is called a few times a second."""

@@ -39,6 +39,10 @@ class SpeedEngine(Engine):
     rows: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
+    def variables(self) -> dict[str, str]:
+        """Environment variables of its process, beside the user's."""
+        return self.environment
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `LLM`."""
         return {

@@ -6,12 +6,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import EngineError, Request, ended, log_tail
+from benchmarks.engine import EngineError, Request, changed_environment, ended, log_tail
 from benchmarks.speed.methods import SpeedEngine
 from benchmarks.speed.worker import Outcome, serve
 
@@ -30,8 +29,7 @@ class EngineProcess:
         self._connection, theirs = spawn.Pipe()
         self._log, self._progress = log, progress
         self._process = spawn.Process(target=serve, args=(engine, theirs, log))
-        # Before the process begins: thread counts are read when libraries are loaded.
-        with _environment(engine.environment):
+        with changed_environment(engine.variables()):
             self._process.start()
         theirs.close()
         try:
@@ -78,14 +76,3 @@ class EngineProcess:
     def _signal(self, number: signal.Signals) -> None:
         if self._process.is_alive() and self._process.pid is not None:
             os.kill(self._process.pid, number)
-
-
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

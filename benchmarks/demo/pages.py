@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo prints: texts, numbers, a draft tree."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+from benchmarks.demo.pair import Pair
+from benchmarks.engine import Completion, Run, count
+from benchmarks.probes import SeenTree
+
+WIDTH = 100
+_ROUNDING = (
+    " Texts part where two tokens are as good within bf16's rounding, which differs in a batch of"
+    ' another shape (README, "What lossless means").'
+)
+_MAX_TREE_LINES = 40
+_COLOURS = {"accepted": "32;1", "rejected": "0", "note": "2", "title": "1"}
+
+
+def print_completion(row: dict[str, str], by_mode: dict[str, Completion]) -> None:
+    """The prompt and its text, once where all modes agree."""
+    print("\n" + title(f"{row['domain']}  ({row['id']})"))
+    _print_text(row["prompt"], "note")
+    plain = by_mode["plain"]
+    _print_text(plain.text, "accepted")
+    other = [name for name, done in by_mode.items() if done.token_ids != plain.token_ids]
+    if not other:
+        print(f"  {len(plain.token_ids)} token ids, identical in plain, dflash and bastion")
+    for name in other:
+        at = _first_difference(by_mode[name].token_ids, plain.token_ids)
+        print(f"  {name} differs from plain at token {at}:")
+        _print_text(by_mode[name].text, "rejected")
+
+
+def print_numbers(
+    pair: Pair, nodes: int, prompts: list[dict[str, str]], runs: dict[str, Run]
+) -> None:
+    """tau, verified nodes, forwards, seconds."""
+    print("\n" + title("Tokens per target forward (tau), and seconds"))
+    domains = [row["domain"] for row in prompts]
+    head = "".join(f"{domain:>12s}" for domain in domains)
+    print(f"  {'':10s}{head}{'all':>8s}{'verified':>10s}{'forwards':>10s}{'seconds':>10s}{'':>8s}")
+    for name, run in runs.items():
+        taus = "".join(f"{count([done]).tau:12.2f}" for done in run.completions)
+        total = count(run.completions)
+        ratio = f"{runs['plain'].decode_s / run.decode_s:.2f}x"
+        print(
+            f"  {name:10s}{taus}{total.tau:8.2f}{total.mean_verified:10.1f}{total.forwards:10d}"
+            f"{run.decode_s:10.2f}{ratio:>8s}"
+        )
+    notes = (
+        "Forwards are the target's, all prompts together, those of the prompts themselves left"
+        " out; verified: mean draft tokens (tree nodes) checked in one. bastion chose the number of"
+        f" nodes each step, at most {nodes}, by what its steps cost here, measured at its start;"
+        f" dflash drafts {pair.chain} tokens. Plain and dflash run without this plugin. Seconds are"
+        f" one run of eager engines, in {pair.dtype}: the README has the table of many prompts in"
+        f" vLLM's default mode. {pair.note}"
+    )
+    ids = [[done.token_ids for done in run.completions] for run in runs.values()]
+    if pair.dtype == "bfloat16" and ids.count(ids[0]) < len(ids):
+        notes += _ROUNDING
+    print(style("note", _fill(notes)))
+
+
+def print_tree(target: Path, prompts: list[dict[str, str]], trees: list[SeenTree]) -> None:
+    """One step whose accepted path leaves the chain."""
+    from tokenizers import Tokenizer
+
+    if not trees:
+        print("\nbastion verified no tree: by what its steps cost here, no draft was worth one.")
+        return
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+
+    def text(token: int) -> str:
+        return tokenizer.decode([token], skip_special_tokens=False)
+
+    def draw(seen: SeenTree) -> list[str]:
+        tree = seen.tree().prefix(seen.num_verified)
+        return tree.render(accepted=seen.path, decode=text, root=text(seen.root)).splitlines()
+
+    # Worth looking at: it fits a screen, and the accepted path goes far beyond the chain's.
+    seen = max(
+        trees,
+        key=lambda seen: (
+            len(draw(seen)) <= _MAX_TREE_LINES,
+            seen.accepted - seen.chain_length(),
+            seen.accepted,
+        ),
+    )
+    domain = prompts[seen.request]["domain"]
+    print("\n" + title(f"One step of {domain}, after {seen.position} tokens: the draft tree"))
+    for line in draw(seen):
+        shown = line if len(line) <= WIDTH - 2 else line[: WIDTH - 3] + "…"
+        print("  " + style("accepted" if "●" in line else "rejected", shown))
+    facts = (
+        "● accepted, ○ rejected; the number is the path score of a line's last node. One forward"
+        f" of the target checked {seen.num_verified} of the {len(seen.tokens)} drafted nodes and"
+        f" accepted {seen.accepted}, to which it added a token of its own. The drafter's first"
+        f" choices alone, as in a chain, would have got {seen.chain_length()}."
+    )
+    print(style("note", _fill(facts)))
+    emitted = tokenizer.decode(seen.emitted, skip_special_tokens=False)
+    print(f"  Emitted by this step: {emitted!r}")
+
+
+def _first_difference(ours: list[int], theirs: list[int]) -> int:
+    pairs = enumerate(zip(ours, theirs))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+
+
+def _print_text(text: str, kind: str) -> None:
+    for line in text.strip("\n").splitlines():
+        for part in textwrap.wrap(line, WIDTH - 4, drop_whitespace=False) or [""]:
+            print(style(kind, f"  │ {part}"))
+
+
+def _fill(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def title(text: str) -> str:
+    """A heading."""
+    return style("title", text)
+
+
+def style(kind: str, text: str) -> str:
+    """Coloured on a terminal."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\033[{_COLOURS[kind]}m{text}\033[0m"

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pair that the demo decodes with: a real model's shape, where there is room for it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from safetensors import SafetensorError
+
+from benchmarks.engine import TINY
+from benchmarks.progress import Progress
+from vllm_bastion.envs import cache_dir
+
+SHAPE = "0.6B"
+# Its checkpoints; what the demo takes at its peak.
+_DISK_BYTES, _MEMORY_BYTES = 2_000_000_000, 8_000_000_000
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class CannotWrite(Exception):
+    """The text says where and why."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair, and how it is decoded.
+
+    Args:
+        folder: of `target` and `drafter`.
+        name: for a headline.
+        note: what its seconds mean.
+        dtype: of its engines.
+        chain: the fastest length of vLLM's own chain, of 4, 7 and 15 (`results/speed`).
+        environment: of its engines, where the user has not set it.
+    """
+
+    folder: Path
+    name: str
+    note: str
+    dtype: str = "bfloat16"
+    chain: int = 7
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Write the shape's pair to the cache folder where it is not there.
+
+        Raises:
+            CannotWrite: nothing is left of it.
+        """
+        if self.folder != _wide_folder():
+            return
+        # Here, because it imports PyTorch.
+        from benchmarks.widen.pairs import pair_of as wide_pair_of
+
+        progress, new = Progress("models"), not self.folder.exists()
+        if new:
+            progress(f"writing the tiny pair in Qwen3-{SHAPE}'s shape to {shown(self.folder)}")
+        try:
+            wide_pair_of(SHAPE)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self.folder.with_name(f"{SHAPE}.part"), ignore_errors=True)
+            raise CannotWrite(f"{shown(self.folder)} cannot be written ({error})") from None
+        if new:
+            size = sum(path.stat().st_size for path in self.folder.glob("*/*"))
+            progress.done(f"{_gb(size)} written to {shown(self.folder)}, once")
+
+
+TINY_PAIR = Pair(
+    TINY,
+    "the tiny pair",
+    "On models this small a step is mostly Python, and trees gain little.",
+    "float32",
+    15,
+    # Waking a second thread costs more than what it does.
+    {"OMP_NUM_THREADS": "1"},
+)
+
+
+def pair_of(name: str) -> Pair:
+    """The pair called `tiny`, the one of Qwen3-0.6B's shape, or the one in a folder.
+
+    Where there is no room for that shape a sentence says so and the tiny pair takes its place.
+    """
+    if name == "tiny":
+        return TINY_PAIR
+    if name != SHAPE:
+        return Pair(Path(name), f"the pair in {name}", "")
+    folder = _wide_folder()
+    reason = _no_room(folder)
+    if reason is not None:
+        return tiny_pair(reason)
+    return Pair(
+        folder,
+        f"the tiny pair in Qwen3-{SHAPE}'s shape",
+        f"The models are toys of a real one's shape: a step costs what Qwen3-{SHAPE}'s would, and"
+        " the drafter is right about as often as real ones.",
+    )
+
+
+def tiny_pair(reason: str) -> Pair:
+    """The tiny pair, with a sentence for the user."""
+    print(f"The tiny pair decodes as it is, without the cost of a real model: {reason}.")
+    return TINY_PAIR
+
+
+def shown(folder: Path) -> str:
+    """A folder's name, shorter where it is in the user's home."""
+    home = Path.home()
+    return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
+
+
+def _wide_folder() -> Path:
+    return cache_dir() / "pairs" / SHAPE
+
+
+def _no_room(folder: Path) -> str | None:
+    """Why the shape's pair cannot be used here; None where it can."""
+    free = _free_memory()
+    if free < _MEMORY_BYTES:
+        return f"{_gb(free)} of memory are free, {_gb(_MEMORY_BYTES)} are needed"
+    if not folder.exists():
+        parent = next(path for path in folder.parents if path.exists())
+        free = shutil.disk_usage(parent).free
+        if free < _DISK_BYTES:
+            return f"{shown(parent)} has {_gb(free)} free, {_gb(_DISK_BYTES)} are needed"
+    return None
+
+
+def _free_memory() -> int:
+    """Bytes: of the machine, or all that a container may have."""
+    free = psutil.virtual_memory().available
+    for path in _MEMORY_LIMITS:
+        try:
+            free = min(free, int(Path(path).read_text()))
+        except (OSError, ValueError):  # none, or "max"
+            continue
+    return free
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
