@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -60,9 +63,30 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return write_checkpoint(folder / "target"), write_checkpoint(folder / "drafter", "drafter")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Look through what is imported once, when all of it is there: it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+# Files of tests that take longest, and what others find compiled: each begins in another process.
+_FIRST = ("test_lossless", "test_products", "test_cuda_path", "test_serving", "test_native_engine")
+
+
+def _place(item: pytest.Item) -> tuple[bool, int]:
+    first = _FIRST.index(item.path.stem) if item.path.stem in _FIRST else len(_FIRST)
+    return item.get_closest_marker("e2e") is None, first
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first, so that short ones fill the end; those marked `gpu` only where one is."""
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+    items.sort(key=_place)
     if ON_GPU:
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")

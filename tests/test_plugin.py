@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -48,26 +49,26 @@ def test_registering_touches_no_device_and_loads_no_kernels() -> None:
         "p.register()\n"
         "import torch\n"
         "heavy = ('bastion_kernels', 'vllm_bastion.step', 'vllm.v1.worker.gpu.model_runner')\n"
-        "print([m for m in heavy if m in sys.modules], torch.cuda.is_initialized())"
+        "print([m for m in heavy if m in sys.modules], torch.cuda.is_initialized())\n"
+        "from vllm.triton_utils import HAS_TRITON\n"
+        "print(HAS_TRITON)",
+        VLLM_BASTION_TRITON_INTERPRETER=None,
+        TRITON_INTERPRET=None,
     )
-    assert result.stdout.strip().splitlines()[-1] == "[] False", result.stderr
+    looked, has_triton = result.stdout.strip().splitlines()[-2:]
+    assert looked == "[] False", result.stderr
+    # Without the request vLLM stays as it is, Triton's interpreter off.
+    assert has_triton == "False" or not is_cpu_build()
 
 
-def test_a_broken_vllm_is_remembered_and_not_raised() -> None:
+def test_a_broken_vllm_is_remembered_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "vllm.v1.core.sched.scheduler"
-    result = run_python(
-        "import sys\n"
-        f"sys.modules[{module!r}] = None\n"
-        "from vllm_bastion import compat, plugin\n"
-        "print(plugin.register())\n"
-        "try:\n"
-        "    compat.require()\n"
-        "except RuntimeError as error:\n"
-        "    print(error)"
-    )
-    lines = result.stdout.strip().splitlines()
-    assert lines[-2] == "None", result.stderr
-    assert 'method "bastion" is not available' in lines[-1] and module in lines[-1]
+    monkeypatch.setattr(compat, "_reasons", [])
+    monkeypatch.setitem(sys.modules, module, None)
+    plugin.register()
+    with pytest.raises(RuntimeError, match='method "bastion" is not available') as caught:
+        compat.require()
+    assert module in str(caught.value)
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.34.1", None])
@@ -181,14 +182,3 @@ def test_the_name_vllm_leads_to_the_cpu_build() -> None:
     assert found is not None
     version, same = run_python(code, VLLM_BASTION_TRITON_INTERPRETER=None).stdout.split()
     assert version == f"{found.removesuffix('+cpu')}+cpu" and same == "True"
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif(not is_cpu_build(), reason="needs a CPU build of vLLM")
-def test_without_the_request_vllm_stays_as_it_is() -> None:
-    result = run_python(
-        "from vllm.triton_utils import HAS_TRITON\nprint(HAS_TRITON)",
-        VLLM_BASTION_TRITON_INTERPRETER=None,
-        TRITON_INTERPRET=None,
-    )
-    assert result.stdout.strip().splitlines()[-1] == "False", result.stderr

@@ -12,6 +12,7 @@ from importlib import import_module
 
 from tests.helpers import look_at_models_here
 
+gc.disable()
 for _name in (
     "compressed_tensors",
     "torch._inductor.compile_fx",
@@ -27,3 +28,4 @@ for _name in (
 look_at_models_here()
 gc.collect()
 gc.freeze()
+gc.enable()

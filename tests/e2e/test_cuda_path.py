@@ -27,6 +27,8 @@ SETUP = ["tests.e2e.flash_backend:install", "tests.e2e.cuda_graphs:install"]
 REPLAYS = "tests.e2e.cuda_graphs:replays"
 # Rows of the target's graphs, and of the drafter's: 16 for each of two requests.
 TARGET_SIZES, DRAFTER_SIZES = [4, 8, 18], [16, 32]
+# Of a step: the interpreter takes long over every token.
+LIMIT = ("max_num_batched_tokens", 64)
 
 
 def with_graphs(engine: Engine) -> Engine:
@@ -47,7 +49,7 @@ def batch() -> Batch:
     out.add("code", code, temperature=0, max_tokens=12)
     out.add("chain", arithmetic, temperature=0, max_tokens=6, repetition_penalty=1.2)
     out.add("sampled", chat, temperature=0.8, seed=3, max_tokens=8)
-    out.add("chunked", cases.long_prompt("code", 150), arrive=2, temperature=0, max_tokens=6)
+    out.add("chunked", cases.long_prompt("code", 80), arrive=2, temperature=0, max_tokens=6)
     return out
 
 
@@ -64,7 +66,7 @@ def test_graphs_replay_what_decoding_needs(
     runner: Runner, compare: Comparison, tmp_path: Path, timing: str
 ) -> None:
     """Every captured launch sees the step it is replayed for through its buffers alone."""
-    plain, requests = Engine(max_num_seqs=2, eager=True).with_async(), [batch()]
+    plain, requests = Engine(max_num_seqs=2, eager=True, extra=(LIMIT,)).with_async(), [batch()]
     tree = with_graphs(plain).with_bastion(8, top_k=4, **costs(tmp_path, timing))
     futures = [
         runner.submit(plain, requests),
@@ -95,7 +97,8 @@ def test_queries_and_caches_of_float8(
 ) -> None:
     """Plain decoding has the same backend here: another rounds to float8 in another way."""
     own = ("model", make_scaled(tmp_path / "scaled")) if scales else ("kv_cache_dtype", "fp8")
-    plain, requests = Engine(max_num_seqs=2, eager=True, extra=(own,)).with_async(), [batch()]
+    plain = Engine(max_num_seqs=2, eager=True, extra=(own, LIMIT)).with_async()
+    requests = [batch()]
     expected = runner.run(plain, requests, setup=SETUP[:1], interpreted=True)
     tree = with_graphs(plain).with_bastion(8, top_k=4, **costs(tmp_path, "exact"))
     known = {"answers": answers(expected)}
@@ -115,7 +118,7 @@ def test_recurrent_states_behind_graphs(
 ) -> None:
     """What a forward pass leaves for acceptance is where the replayed launches put it."""
     target = make_target("qwen3-next", tmp_path / "target")
-    extra = (("model", target), *ARGUMENTS["qwen3-next"].items())
+    extra = (("model", target), LIMIT, *ARGUMENTS["qwen3-next"].items())
     plain, requests = Engine(max_num_seqs=2, eager=True, extra=extra).with_async(), [batch()]
     expected = runner.run(plain, requests, **SPEC["qwen3-next"])
     answers = {

@@ -37,16 +37,29 @@ def batches() -> list[Batch]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["fp8", "checkpoint", pytest.param("fp8_e5m2", marks=pytest.mark.slow)]
+    ("kind", "eager"),
+    [
+        ("fp8", True),
+        ("checkpoint", True),
+        *(
+            pytest.param(kind, eager, marks=pytest.mark.slow)
+            for kind, eager in (
+                ("fp8", False),
+                ("checkpoint", False),
+                ("fp8_e5m2", True),
+                ("fp8_e5m2", False),
+            )
+        ),
+    ],
 )
 def test_tokens_are_plain_decodings(
-    kind: str, runner: Runner, compare: Comparison, tmp_path: Path
+    kind: str, eager: bool, runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:
     asked = batches()
     if kind == "checkpoint":
-        plain = Engine(extra=(("model", make_scaled(tmp_path / "scaled")),))
+        plain = Engine(eager=eager, extra=(("model", make_scaled(tmp_path / "scaled")),))
     else:
-        plain = Engine(extra=(("kv_cache_dtype", kind),))
+        plain = Engine(eager=eager, extra=(("kv_cache_dtype", kind),))
     expected = runner.run(plain, asked)
     known = {"answers": answers(expected)}
     probe = "tests.e2e.test_float8_cache:dtypes"
@@ -56,7 +69,8 @@ def test_tokens_are_plain_decodings(
         "lagged": runner.submit(plain.with_bastion(16, budget_timing="lagged").with_async(), asked),
     }
     for name, run in runs.items():
-        compare.same(f"{kind}, {name}", asked, expected, run.result(), plain)
+        how = f"{kind}, {name}, eager" if eager else f"{kind}, {name}"
+        compare.same(how, asked, expected, run.result(), plain)
     paths = runs["oracle"].result()["batches"][0]["paths"]
     assert any(path != list(range(len(path))) for path in paths)
     assert max(map(len, paths)) > 4

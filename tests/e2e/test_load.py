@@ -38,10 +38,17 @@ def with_costs(engine: Engine, source: CostSource, folder: Path) -> Engine:
     return engine.with_bastion(NODES, calibration=costs, latency_model="table")
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize(("costs", "most"), [("never", 1.03), ("this CPU", 1.0)])
+@pytest.mark.parametrize(
+    ("costs", "most", "mode"),
+    [
+        ("never", 1.03, "sync"),
+        ("this CPU", 1.0, "async"),
+        pytest.param("never", 1.03, "async", marks=pytest.mark.slow),
+        pytest.param("this CPU", 1.0, "sync", marks=pytest.mark.slow),
+    ],
+)
 def test_a_crowd_that_is_hardly_worth_drafting_for_decodes_as_plain_does(
-    runner: Runner, compare: Comparison, tmp_path: Path, mode: str, costs: str, most: float
+    runner: Runner, compare: Comparison, tmp_path: Path, costs: str, most: float, mode: str
 ) -> None:
     """Plain decoding's steps where trees never pay, but for the trials; no more where some do."""
     if costs == "never":

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CPU host as a user has it: no environment variable, no Triton back end.
 
-The engines run as `LLM(...)` in fresh processes, with vLLM's own worker processes.
+The engines run as `LLM(...)` with vLLM's own worker processes, each in a process of its own: forked
+from a fresh one that has imported vLLM, or, without Triton, made as vLLM makes them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from helpers import run_python
-from tests.e2e.engines import DRAFTER, TARGET, Runner
+from tests.e2e.engines import DRAFTER, ROOT, TARGET, Runner
 from vllm_bastion.cpu import build, interpreter
 
 pytestmark = [
@@ -33,7 +34,7 @@ _OURS = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 )
 _CODE = """
-import json, os, sys
+import json, multiprocessing, os, sys
 import torch
 from vllm import LLM, SamplingParams
 
@@ -43,51 +44,68 @@ def look(worker):
     name = f"{runner.__module__}.{runner.__name__}"
     return name, twins is not None, torch.get_num_threads()
 
-if __name__ == "__main__":
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    llm = LLM(**json.loads(ARGUMENTS))
+def answer(arguments):
+    llm = LLM(**arguments)
     prompts = ["The quick brown fox", "def fibonacci(n):", "12 + 30 ="]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     tokens = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
-    print("ANSWER" + json.dumps([llm.collective_rpc(look), tokens]))
+    print("ANSWER" + json.dumps([llm.collective_rpc(look), tokens]), flush=True)
+
+if __name__ == "__main__":
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    first, *others = json.loads(ENGINES)
+    if not others:
+        answer(first)
+    else:
+        from tests.e2e.offline import fork
+        fork()
+        for arguments in (first, *others):
+            process = multiprocessing.get_context("fork").Process(target=answer, args=[arguments])
+            process.start()
+            process.join()
 """
 
 
-def run(runner: Runner, hide: Path | None = None, **arguments: Any) -> tuple[Any, Any]:
-    """The worker's runner, whether our kernels are there, its threads; and greedy tokens.
+def run(
+    runner: Runner, *engines: dict[str, Any], hide: Path | None = None
+) -> list[tuple[Any, Any]]:
+    """Of each engine the worker's runner, whether our kernels are there, its threads; its tokens.
 
     runner: whose folders for what is compiled are taken, and nothing else.
+    engines: arguments of `LLM`; a single one runs in processes that vLLM has spawned.
     hide: an empty folder, where Triton is to be hidden from all processes.
     """
-    arguments = {
+    usual = {
         "model": TARGET,
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 128,
         "max_num_seqs": 3,
         "kv_cache_memory_bytes": 1 << 26,
-        **arguments,
     }
-    code = _CODE.replace("ARGUMENTS", repr(json.dumps(arguments)))
+    code = _CODE.replace("ENGINES", repr(json.dumps([usual | engine for engine in engines])))
     environment: dict[str, str | None] = dict.fromkeys((*_OURS, "OMP_NUM_THREADS"))
     environment |= runner.caches
     if hide is not None:
         (hide / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
         paths = [str(hide), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    result = run_python(code, **environment)
+    result = run_python(code, cwd=ROOT, **environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith("ANSWER")]
-    assert lines, result.stderr[-4000:]
-    looked, tokens = json.loads(lines[0].removeprefix("ANSWER"))
-    return looked[0], tokens
+    assert len(lines) == len(engines), result.stderr[-4000:]
+    answers = [json.loads(line.removeprefix("ANSWER")) for line in lines]
+    return [(looked[0], tokens) for looked, tokens in answers]
+
+
+TREE = {"speculative_config": {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16}}
 
 
 def test_bastion_decodes_natively_beside_plain_engines_as_they_were(
     runner: Runner,
 ) -> None:
-    (plain, plain_twins, plain_threads), tokens = run(runner)
-    speculative = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16}
-    (tree, tree_twins, threads), tree_tokens = run(runner, speculative_config=speculative)
+    first, second = run(runner, {}, TREE)
+    (plain, plain_twins, plain_threads), tokens = first
+    (tree, tree_twins, threads), tree_tokens = second
     assert plain == "vllm.v1.worker.cpu_model_runner.CPUModelRunner" and not plain_twins
     assert tree == "vllm.v1.worker.cpu.model_runner.CPUModelRunner" and tree_twins
     assert threads == plain_threads
@@ -96,7 +114,6 @@ def test_bastion_decodes_natively_beside_plain_engines_as_they_were(
 
 @pytest.mark.slow
 def test_triton_need_not_be_installed(runner: Runner, tmp_path: Path) -> None:
-    speculative = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16}
-    (_, twins, _), tokens = run(runner, hide=tmp_path, speculative_config=speculative)
+    [((_, twins, _), tokens)] = run(runner, TREE, hide=tmp_path)
     assert twins
-    assert tokens == run(runner)[1]
+    assert tokens == run(runner, {})[0][1]

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(ON_GPU, reason="random weights in fp32"),
 ]
-QUICK = ("gpt-oss-window-16", "qwen3-next", "qwen3.5-with-images")
+QUICK = ("gpt-oss-window-16", "qwen3.5-with-images")
 
 
 @pytest.fixture(scope="session")

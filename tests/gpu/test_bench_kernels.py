@@ -260,7 +260,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_without_a_gpu_it_checks_every_op() -> None:
     done = run(sys.executable, SCRIPT, "--check")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -54,7 +54,10 @@ def test_siblings_have_one_window(path: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("programs", "window"), [(4, 128), (13, 16), (64, 128)])
+@pytest.mark.parametrize(
+    ("programs", "window"),
+    [(13, 16), *(pytest.param(n, 128, marks=pytest.mark.slow) for n in (4, 64))],
+)
 def test_tiles_before_a_window_are_not_walked(
     programs: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

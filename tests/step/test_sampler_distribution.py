@@ -237,14 +237,14 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("bushy", "T=1"),
         ("bushy", "T=1.3, top-p 0.8"),
-        pytest.param("best-first", "T=1", marks=pytest.mark.thorough),
-        pytest.param("bushy", "T=0.7, top-k 5", marks=pytest.mark.thorough),
         ("best-first", "T=1, penalties"),
         *(
             pytest.param(shape, kind, marks=pytest.mark.slow)
             for shape, kind in (
                 ("chain", "T=1"),
                 ("star", "T=1"),
+                ("best-first", "T=1"),
+                ("bushy", "T=0.7, top-k 5"),
                 ("best-first", "T=0.7, top-k 5"),
                 ("bushy", "T=1, penalties"),
             )
