@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.engine import (
+    STARTED,
     Engine,
     EngineError,
     Request,
@@ -68,6 +69,8 @@ class RunningEngine:
 
     def release(self) -> None:
         """Let a held engine go on."""
+        if self.held == STARTED:
+            self.state = "warming up"
         self.held = None
         self._connection.send(None)
 

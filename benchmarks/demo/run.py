@@ -80,7 +80,7 @@ def decode(pair: Pair, requests: list[Request]) -> dict[str, Run]:
         pair.write()
         progress = Progress("engines")
         for engine in running.values():
-            engine.wait(IMPORTED, progress)
+            engine.wait(IMPORTED, lambda state: progress("importing vLLM"))
         # bastion measures what its steps cost while it starts, so nothing runs beside it.
         for names in (("plain", "dflash"), ("bastion",)):
             progress = Progress(" and ".join(names))
