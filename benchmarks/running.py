@@ -88,9 +88,9 @@ class RunningEngine:
         return self._done
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; vLLM's own way out takes seconds, and nothing waits for it."""
         self._connection.close()
-        if self._done is None and self._process.is_alive():
+        if self._process.is_alive():
             self._process.terminate()
         self._process.join()
         self._folder.cleanup()
