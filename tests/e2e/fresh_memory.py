@@ -12,6 +12,8 @@ def poison() -> None:
     """For the rest of this process; on a CPU, compiled code of TorchInductor included."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    # Compiled as ever, so that what others have compiled is loaded.
+    torch._inductor.config.deterministic = False
     # Compiled code takes its buffers from here, past PyTorch's allocating ops.
     guards: Any = torch._C._dynamo.guards
     allocate = guards._empty_strided_cpu

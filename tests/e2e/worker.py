@@ -31,6 +31,16 @@ def _cpu_s() -> float:
     return sum(os.times()[:4])
 
 
+def _try_instructions() -> None:
+    """Have PyTorch find out what the compiler can do, in the folder of the whole session.
+
+    vLLM gives each model's compilation a folder of its own, where PyTorch would begin anew.
+    """
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    valid_vec_isa_list()
+
+
 def _command(words: list[str], log: Path) -> dict[str, Any]:
     from vllm.entrypoints.cli.main import main
 
@@ -47,6 +57,9 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
         return generate(spec)
     from tests.e2e.session import Session
 
+    engine = spec["engine"]
+    if not (engine["enforce_eager"] or "compilation_config" in engine):
+        _try_instructions()
     try:
         session = Session(spec)
     except Exception as error:
