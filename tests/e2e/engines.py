@@ -20,9 +20,8 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from benchmarks.engine import changed_environment
 from tests.e2e.worker import work
 from vllm_bastion import envs
 
@@ -189,7 +189,7 @@ class Runner:
         self._context.set_forkserver_preload(_PRELOADED)
         # Python 3.11 starts the server without this process's path.
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        with _environment({**environment, "PYTHONPATH": path.rstrip(os.pathsep)}):
+        with changed_environment({**environment, "PYTHONPATH": path.rstrip(os.pathsep)}):
             forkserver.ensure_running()
 
     def submit(
@@ -229,7 +229,7 @@ class Runner:
             return process
         # The server has imported Triton and vLLM, which know their mode by then.
         process = multiprocessing.get_context("spawn").Process(target=work, args=(spec, *files))
-        with _lock, _environment({**self._environment, **_INTERPRETED}):
+        with _lock, changed_environment({**self._environment, **_INTERPRETED}):
             process.start()
         return process
 
@@ -261,15 +261,3 @@ def _share_machine_code(cache: Path) -> None:
     with FileLock(cache / "numba.lock"):
         if not ours.exists():
             ours.symlink_to(users.resolve())
-
-
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """A changed environment, for as long as a process is started."""
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
