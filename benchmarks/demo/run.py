@@ -29,9 +29,9 @@ from benchmarks.running import RunningEngine
 from benchmarks.speed.methods import ADAPTIVE, PLAIN, chain_name, engines
 
 PROMPTS = ("code-made-05", "arithmetic-15", "chat-20")
-TOKENS = 64
+TOKENS = 48
 # Small, because a start times steps up to these sizes: trees, rows of a step, and the cache.
-NODES, _ROWS, _KV_CACHE_BYTES = 31, 64, 256 << 20
+NODES, _ROWS, _KV_CACHE_BYTES = 31, 48, 256 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,7 +59,8 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
     assert counts["spec_decode_num_accepted_tokens"] > counts["spec_decode_num_drafts"] > 0
 
 
-@pytest.mark.parametrize("calibration", [pytest.param("off", marks=pytest.mark.slow), "auto"])
+@pytest.mark.slow
+@pytest.mark.parametrize("calibration", ["off", "auto"])
 def test_two_workers_believe_the_same_costs(runner: Runner, calibration: str) -> None:
     """Two measurements of one machine are never equal; the workers' costs are, to the last bit."""
     engine = Engine(max_num_seqs=3, eager=True).with_bastion(16, calibration=calibration)

@@ -13,8 +13,10 @@ import numpy as np
 
 def even_split(total: int, limits: np.ndarray) -> np.ndarray:
     """Share `total` out over rows of at most `limits`, as evenly as they allow."""
-    shares = np.zeros_like(limits)
-    left = min(total, int(limits.sum()))
+    wanted = int(limits.sum())
+    if total >= wanted:
+        return limits.copy()
+    shares, left = np.zeros_like(limits), total
     while left > 0:
         room = np.flatnonzero(shares < limits)
         step = max(1, left // len(room))
@@ -46,7 +48,8 @@ def share_placeholders(
     first = np.minimum(wanted, limits)
     for_trees = tokens - min(prompt_tokens, max(tokens - int(first.sum()), (tokens + 1) // 2))
     shares = even_split(for_trees, first)
-    return shares + even_split(for_trees - int(shares.sum()), limits - shares)
+    left = for_trees - int(shares.sum())
+    return shares + even_split(left, limits - shares) if left else shares
 
 
 def next_wanted(verified: int, depth: int) -> int:

@@ -126,8 +126,11 @@ def _array(tensor: torch.Tensor, half: bool, bits: bool) -> Any:
     if half:
         flat = _flat(tensor)
         return (flat.view(torch.int16) if bits else flat.float()).numpy()
-    # NumPy's reshape is the quicker of the two.
-    return (tensor.numpy() if tensor.is_contiguous() else _flat(tensor).numpy()).reshape(-1)
+    if not tensor.is_contiguous():
+        tensor = _flat(tensor)
+    values = tensor.numpy()
+    # NumPy's reshape is quicker than PyTorch's; most are flat as they are.
+    return values if values.ndim == 1 else values.reshape(-1)
 
 
 def twin(
