@@ -4,7 +4,8 @@
 import numpy as np
 import pytest
 
-from vllm_bastion.cost.online import Correction, CurveLatency, TableLatency, make_latency
+from vllm_bastion.cost.correction import Correction
+from vllm_bastion.cost.online import CurveLatency, TableLatency, make_latency
 from vllm_bastion.cost.table import StepCostTable
 
 SIZES = (1, 8, 16, 32, 64)
@@ -100,6 +101,7 @@ def test_fixed_models_ignore_observations():
         before = model.cycle_cost_ms(1, 0)
         for _ in range(50):
             model.observe(8, 1, 0, 500.0)
+            model.follow(3.0)
         assert model.cycle_cost_ms(1, 0) is before
 
 
@@ -135,11 +137,25 @@ def test_the_first_use_of_every_size_is_not_believed():
     assert correction.first == correction.more == 2.0
 
 
+def test_steps_without_a_draft_say_how_fast_the_machine_is():
+    model, truth, rng = CurveLatency(_Line(), _table(), online=True), 1.0, np.random.default_rng(9)
+    for step in range(400):
+        truth = 1.4 if step >= 100 else 1.0
+        stall = 30.0 if step % 9 == 0 else 1.0
+        ms = (2.1 * truth + 0.5) * (1 + 0.05 * rng.standard_normal()) * stall
+        model.follow(ms / model.plain_ms(1, 0))
+        if step == 99:
+            assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.06)
+    assert _factors(model) == pytest.approx([1.4, 1.4], rel=0.05)
+
+
 def test_nonsense_is_ignored():
     correction = Correction()
     for ms in (float("nan"), float("inf"), 0.0, -3.0):
         for _ in range(3):
             correction.update(8, 1.0, 1.0, ms)
+        for _ in range(5):
+            correction.follow(ms)
     assert correction.first == correction.more == 1.0
 
 

@@ -368,6 +368,15 @@ def test_steps_without_a_verification_give_the_plain_overhead() -> None:
     # 3 ms forward, 1 ms draft, 2 ms of all the rest; 3 ms and 0.5 ms without a draft
     assert installed[-1][9] == pytest.approx(6.0)
     assert costs.plain_ms(1, 50.0) == pytest.approx(3.5)
+    # A machine that slows down while nothing is drafted would slow drafts down as well.
+    for _ in range(60):
+        costs.timer.forward_start(1, 1, 50.0)
+        clock[0] += 1.3 * 3.5
+        costs.timer.step_done(drafted=False)
+        costs.learn()
+    assert costs.plain_ms(1, 50.0) == pytest.approx(1.3 * 3.5, rel=0.02)
+    costs.install(1, 50.0)
+    assert 1.1 * 6.0 < installed[-1][9] < 1.3 * 6.0
     # ... nor for ever, where drafts are never worth a verification.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "new_mark", lambda device: Event(clock))

@@ -122,4 +122,7 @@ class StepCosts:
                 self._aux.add(step.num_reqs, step.total_ms - step.forward_ms - beyond)
             else:
                 plain = self.latency.plain_ms(step.num_reqs, step.context_len)
+                if self._plain_aux.of(step.num_reqs) is not None:
+                    expected = self.plain_ms(step.num_reqs, step.context_len)
+                    self.latency.follow(step.total_ms / expected)
                 self._plain_aux.add(step.num_reqs, step.total_ms - plain)

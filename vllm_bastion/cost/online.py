@@ -13,21 +13,17 @@
 
     c T(R) + d (T(n) - T(R))
 
-The paper has one factor, c <- (1 - alpha) c + alpha * (observed / predicted), fed by the target's
-forward time of real steps. It says which steps are dear and nothing of where a tree should end: a
-step's first rows wait for memory, further ones for arithmetic, and a neighbour on the memory bus or
-a lower clock changes one of the two. See `Correction`.
+with the factors of a `Correction`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from statistics import median
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from vllm_bastion.cost.correction import Correction
 from vllm_bastion.cost.forward_times import Carrier, FloatArray
 from vllm_bastion.cost.table import (
     CostArray,
@@ -38,13 +34,6 @@ from vllm_bastion.cost.table import (
 
 LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
 
-_ALPHA = 0.1
-_WINDOW = 5
-_MAX_PULL = 1.5
-# How fast c and d part, how far, and how far an observation may be from the median of the last.
-_BETA = 1.0
-_MAX_APART = 0.5 * math.log(3.0)
-_WIDTH = 1.15
 # Costs are rebuilt when a factor has moved by this much: a caller that copies them to a device
 # compares the array's identity, and a smaller change moves no decision worth a copy.
 _BIAS_STEP = 0.01
@@ -83,6 +72,10 @@ class LatencyModel(Protocol):
         """
         ...
 
+    def follow(self, ratio: float) -> None:
+        """Take in the whole time of a step without a draft, over what was expected of it."""
+        ...
+
 
 class TableLatency:
     """`table`: the measured step-cost table, fixed."""
@@ -104,6 +97,9 @@ class TableLatency:
 
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
         """Nothing: the table is what was measured at start-up."""
+
+    def follow(self, ratio: float) -> None:
+        """Nothing, as above."""
 
 
 class CurveLatency:
@@ -167,6 +163,11 @@ class CurveLatency:
         whole, root = float(forward[row]), float(forward[min(num_reqs, row)])
         self.bias.update(int(self.table.padded_rows[row]), root, whole - root, measured_ms)
 
+    def follow(self, ratio: float) -> None:
+        """See `LatencyModel`."""
+        if self.bias is not None:
+            self.bias.follow(ratio)
+
     def _forward_ms(self, num_reqs: int, bucket: int) -> FloatArray:
         """[max_rows + 1] float64: the uncorrected curve at the sizes that really run."""
         forward = self._forward.get((num_reqs, bucket))
@@ -181,70 +182,6 @@ class CurveLatency:
                 forward = np.maximum.accumulate(self.curve.predict_ms(rows, context, num_reqs))
             self._forward[num_reqs, bucket] = forward
         return forward
-
-
-class Correction:
-    """The factors `first` (c) and `more` (d) of a step's time: of its roots, and of its other rows.
-
-    Both follow the ratio of observed and predicted by the paper's EMA. They part as far as steps
-    with many rows disagree with steps with few: by the ratio's covariance with the part of the time
-    that is d's, so that steps of one size alone part nothing.
-
-    A first use of a shape, a preemption or a stall must not shift all sizes at once: the first
-    observation of every padded size is dropped, a ratio further than `_WIDTH` from the median of
-    the last five counts as that far, and the median itself as no more than `_MAX_PULL`. Isolated
-    outliers do next to nothing, a lasting change arrives.
-    """
-
-    def __init__(self, alpha: float = _ALPHA) -> None:
-        self._alpha = alpha
-        # log c = log_both - log_apart, log d = log_both + log_apart
-        self._log_both = self._log_apart = 0.0
-        self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._seen: set[int] = set()
-        # running mean of d's part of a step's time
-        self._mean_part: float | None = None
-
-    @property
-    def first(self) -> float:
-        """c: of what a step takes with a row for each request."""
-        return math.exp(self._log_both - self._log_apart)
-
-    @property
-    def more(self) -> float:
-        """d: of what further rows add to that."""
-        return math.exp(self._log_both + self._log_apart)
-
-    def update(self, size: int, root_ms: float, added_ms: float, measured_ms: float) -> None:
-        """Take in a step of `size` rows (after padding), of which the curve says root + added."""
-        predicted = self.first * root_ms + self.more * added_ms
-        ratio = measured_ms / predicted
-        if not (math.isfinite(ratio) and ratio > 0):
-            return
-        if size not in self._seen:
-            self._seen.add(size)
-            return
-        started = len(self._recent) == _WINDOW
-        self._recent.append(ratio)
-        middle = median(self._recent)
-        part = self.more * added_ms / predicted
-        if not started or self._mean_part is None:
-            # A bare roofline can be far off: start from what is seen, not from one.
-            self._scale(middle)
-            self._mean_part = part
-            return
-        beside = min(max(ratio / middle, 1 / _WIDTH), _WIDTH)
-        middle = min(max(middle, 1 / _MAX_PULL), _MAX_PULL)
-        apart = self._log_apart + 0.5 * _BETA * (beside - 1.0) * (part - self._mean_part)
-        self._log_apart = min(max(apart, -_MAX_APART), _MAX_APART)
-        self._mean_part += self._alpha * (part - self._mean_part)
-        self._scale(1.0 + self._alpha * (middle * beside - 1.0))
-
-    def _scale(self, factor: float) -> None:
-        self._log_both += math.log(factor)
-        # What was seen of late was seen beside another prediction.
-        for i, ratio in enumerate(self._recent):
-            self._recent[i] = ratio / factor
 
 
 def make_latency(
