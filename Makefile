@@ -38,7 +38,7 @@ $(VENV033)/.ready: $(VENV)/.vllm-0.32 | $(VENV)/.ready
 	@.ci/setup overlay "$(BIN)/python" "$(VENV033)"
 	@touch $@
 
-setup: $(VENV)/.ready  ## Create .venv with vLLM 0.32 for CPU and this plugin (once)
+setup: $(VENV)/.ready  ## Create .venv with vLLM 0.32 for CPU and this plugin, and the demo's models (once)
 
 demo: $(VENV)/.ready  ## Decode three prompts as plain, dflash and bastion, and draw a draft tree
 	@$(USERS_THREADS) $(BIN)/python -m benchmarks.demo
