@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.replay.costs import CostSource
-from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 
 
 def write_costs(source: CostSource, path: Path) -> str:

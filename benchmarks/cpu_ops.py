@@ -43,8 +43,8 @@ from bastion_kernels import (
     tree_attention,
     tree_positions,
 )
-from bastion_kernels.linear.cpu import pack_weight
-from vllm_bastion.attention.cpu import (
+from bastion_kernels.cpu.linear import pack_weight
+from vllm_bastion.cpu.attention import (
     Part,
     TreeCPUAttentionImpl,
     TreeCPUAttentionMetadata,

@@ -40,7 +40,7 @@ from benchmarks.engine import (
 from benchmarks.progress import Progress
 from benchmarks.replay.costs import paper_a100
 from benchmarks.tau import summary
-from vllm_bastion.drafters import kind_of
+from vllm_bastion.drafter_kinds import kind_of
 
 DRAFTERS = ("dflash2", "dspark", "causal")
 BUDGETS = (16, 32, 63)

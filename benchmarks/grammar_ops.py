@@ -39,7 +39,7 @@ from benchmarks.engine import TINY, bastion
 from benchmarks.kinds import KINDS
 from vllm_bastion import plugin
 from vllm_bastion.cpu.twins import TWINS
-from vllm_bastion.step.grammar import walk
+from vllm_bastion.engine.grammar import walk
 
 NODES, CHAIN, QWEN3 = 63, 15, 151_936
 _APPLY = TWINS["vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel"]

@@ -36,7 +36,7 @@ from benchmarks.engine import (
 )
 from benchmarks.progress import Progress
 from benchmarks.replay.costs import CostSource, from_profile, paper_a100
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.table import StepCostTable
 
 NODES = 63
 TOKEN_LIMIT = 512

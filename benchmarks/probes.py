@@ -78,7 +78,7 @@ class SeenDraft:
 
 def trees(llm: Any) -> Callable[[], list[SeenTree]]:
     """Every verified tree of an engine with `max_num_seqs` 1."""
-    from vllm_bastion.step.sampler import TreeRejectionSampler
+    from vllm_bastion.engine.sampler import TreeRejectionSampler
 
     runner = _runner(llm)
     grown, states = runner.speculator.trees, runner.req_states

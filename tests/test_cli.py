@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from vllm_bastion import cli
-from vllm_bastion.cost.calibration import calibrate_and_report
-from vllm_bastion.cost.devices import DeviceSpec
-from vllm_bastion.cost.roofline import ModelShape, Roofline
-from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.devices import DeviceSpec
+from vllm_bastion.policy.cost.fit import calibrate_and_report
+from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.policy.cost.table import StepCostTable
 
 KEY = ProfileKey("NVIDIA H200", "target0", "drafter0", "bfloat16", "BASTION", 1, "0.32.0", (1, 8))
 
@@ -74,12 +74,12 @@ def test_calibrate_hands_vllms_options_on(monkeypatch, capsys):
         calls.append((target, drafter, output, engine_args))
         return _profile()
 
-    module = types.ModuleType("vllm_bastion.cost.engine")
+    module = types.ModuleType("vllm_bastion.calibration.engine")
     module.main = main
-    package = types.ModuleType("vllm_bastion.step")
+    package = types.ModuleType("vllm_bastion.engine")
     package.calibrate = module
-    monkeypatch.setitem(sys.modules, "vllm_bastion.step", package)
-    monkeypatch.setitem(sys.modules, "vllm_bastion.cost.engine", module)
+    monkeypatch.setitem(sys.modules, "vllm_bastion.engine", package)
+    monkeypatch.setitem(sys.modules, "vllm_bastion.calibration.engine", module)
     assert cli.main(["calibrate", "T", "D", "--max-num-seqs", "4"]) == 0
     assert calls == [("T", "D", None, ["--max-num-seqs", "4"])]
     assert "NVIDIA H200" in capsys.readouterr().out

@@ -20,12 +20,12 @@ import torch
 
 pytest.importorskip("vllm")
 _PROJECTION = ["self", "context_states", "num_ctx", "num_layers", "num_kv_heads", "head_dim"]
-_PROCESSOR = ("step/processors.py", {"apply": ["self", "logits", "ctx"]})
+_PROCESSOR = ("engine/processors.py", {"apply": ["self", "logits", "ctx"]})
 
 # class -> (adapter that relies on it, its methods and their parameters)
 METHODS = {
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState": (
-        "step/target.py",
+        "engine/target.py",
         {
             "add_request": ["self", "req_index", "new_req_data"],
             "prepare_inputs": ["self", "input_batch", "req_states"],
@@ -46,7 +46,7 @@ METHODS = {
         },
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator": (
-        "step/drafter.py",
+        "drafters/dflash.py",
         {
             "_generate_draft": [
                 "self",
@@ -91,7 +91,7 @@ METHODS = {
     "vllm.v1.worker.gpu.sample.bad_words:BadWordsState": _PROCESSOR,
     "vllm.v1.worker.gpu.sample.thinking_budget:ThinkingBudgetState": _PROCESSOR,
     "vllm.model_executor.layers.logits_processor:LogitsProcessor": (
-        "step/drafter.py",
+        "drafters/dflash.py",
         {"forward": ["self", "lm_head", "hidden_states", "embedding_bias", "skip_gather"]},
     ),
     "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend": (
@@ -123,7 +123,7 @@ METHODS = {
         },
     ),
     "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager": (
-        "step/verification.py",
+        "engine/verification.py",
         {
             "add_request": ["self", "req_idx"],
             "get_num_tokens": ["self", "num_tokens_per_req", "draft_tokens"],
@@ -140,7 +140,7 @@ METHODS = {
         },
     ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler": (
-        "step/sampler.py",
+        "engine/sampler.py",
         {
             "__call__": ["self", "logits", "input_batch", "draft_logits", "invalid_drafts"],
             "_verify_in_chunks": [
@@ -171,11 +171,11 @@ METHODS = {
         },
     ),
     "vllm.v1.worker.gpu.async_utils:StepTimingCollector": (
-        "cost/measure.py",
+        "calibration/measure.py",
         {"collect": ["self"], "forward_start": ["self"], "forward_end": ["self"]},
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
-        "cost/measure.py",
+        "calibration/measure.py",
         {"_dummy_run": ["self", "num_tokens"], "sample_tokens": ["self", "grammar_output"]},
     ),
 }
@@ -183,7 +183,7 @@ METHODS = {
 # dataclass -> (adapter, fields read or replaced)
 FIELDS = {
     "vllm.v1.worker.gpu.input_batch:InputBatch": (
-        "step/drafter.py",
+        "drafters/dflash.py",
         {
             "num_reqs",
             "num_tokens",
@@ -211,26 +211,26 @@ FIELDS = {
         {"query_start_loc", "seq_lens", "block_table"},
     ),
     "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
-        "step/sampler.py",
+        "engine/sampler.py",
         {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"},
     ),
     "vllm.v1.core.sched.output:NewRequestData": (
-        "cost/tree_steps.py",
+        "calibration/tree_steps.py",
         {"req_id", "prompt_token_ids", "sampling_params", "block_ids", "num_computed_tokens"}
         | {"mm_features", "pooling_params", "lora_request", "prefill_token_ids"},
     ),
     "vllm.v1.core.sched.output:CachedRequestData": (
-        "cost/tree_steps.py",
+        "calibration/tree_steps.py",
         {"req_ids", "num_computed_tokens", "num_output_tokens", "new_block_ids"},
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": (
-        "cost/tree_steps.py",
+        "calibration/tree_steps.py",
         {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"}
         | {"total_num_scheduled_tokens", "scheduled_spec_decode_tokens"}
         | {"num_spec_tokens_to_schedule"},
     ),
     "vllm.v1.worker.gpu.async_utils:StepTimingSample": (
-        "cost/measure.py",
+        "calibration/measure.py",
         {"forward_ms", "drafter_ms", "num_target_tokens", "num_reqs"},
     ),
 }
@@ -238,23 +238,23 @@ FIELDS = {
 # function of vLLM -> (adapter, source text its behaviour here rests on)
 SOURCE = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled": (
-        "step/target.py: compaction must run after sampling and before drafting",
+        "engine/target.py: compaction must run after sampling and before drafting",
         ["self.model_state.postprocess_state("],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": (
-        "step/verification.py: trees are known to exist once record_confidences is called",
+        "engine/verification.py: trees are known to exist once record_confidences is called",
         ["self.postprocess_sampled(", "self.speculator.propose(", ".record_confidences("],
     ),
     "vllm.v1.worker.gpu.async_utils:AsyncOutput.__init__": (
-        "step/lagged.py: counts copied on the main stream are there when the output is",
+        "engine/lagged.py: counts copied on the main stream are there when the output is",
         ["copy_stream.wait_stream(main_stream)", "self.copy_event.record(copy_stream)"],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": (
-        "step/target.py: prepare_attn binds the step before prepare_inputs places its rows",
+        "engine/target.py: prepare_attn binds the step before prepare_inputs places its rows",
         ["self.model_state.prepare_attn(", "**self.model_state.prepare_inputs("],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample": (
-        "cost/timing.py: a step without draft tokens never enters the rejection sampler",
+        "policy/cost/timing.py: a step without draft tokens never enters the rejection sampler",
         ["input_batch.num_draft_tokens == 0"],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__": (
@@ -262,7 +262,7 @@ SOURCE = {
         ["self.adaptive_verification"],
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run": (
-        "cost/measure.py: dummy_tree_step names both",
+        "calibration/measure.py: dummy_tree_step names both",
         ["context_len: int = 0", "skip_eplb: bool = False"],
     ),
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build": (
@@ -270,19 +270,19 @@ SOURCE = {
         ["self.aot_schedule", "max_num_splits = self.max_num_splits"],
     ),
     "vllm.v1.worker.gpu.cudagraph_utils:prepare_inputs_to_capture": (
-        "step/target.py: FULL graphs are captured with mode NONE, told by for_capture",
+        "engine/target.py: FULL graphs are captured with mode NONE, told by for_capture",
         ["CUDAGraphMode.NONE", "for_capture=full_cudagraph"],
     ),
     "vllm.distributed.parallel_state:init_distributed_environment": (
-        "cost/engine.py: the world group has the ranks that step together, data-parallel ones too",
+        "calibration/engine.py: its world group has all ranks that step together",
         ["rank = parallel_config.data_parallel_rank * world_size + rank", "_WORLD = "],
     ),
     "vllm.v1.engine.core:EngineCoreProc.run_engine_core": (
-        "cost/engine.py: but data-parallel ranks of a dense model are engines of their own",
+        "calibration/engine.py: but data-parallel ranks of a dense model are engines of their own",
         ["is_moe:", "reconfigure_for_independent_dp_rank()"],
     ),
     "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": (
-        "step/target.py: processors that keep state of their own are found in this list",
+        "engine/target.py: processors that keep state of their own are found in this list",
         ["self.logits_processors"],
     ),
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": (
@@ -305,15 +305,15 @@ SOURCE = {
         ["request.spec_token_ids = self._spec_token_placeholders"],
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.__init__": (
-        "step/drafter.py: the token limit of the config it is given sizes its buffers",
+        "drafters/dflash.py: the token limit of the config it is given sizes its buffers",
         ["super().__init__(vllm_config, device)", "self.max_num_tokens, self.hidden_size"],
     ),
     "vllm.v1.worker.gpu.block_table:BlockTables.__init__": (
-        "step/drafter.py: the slots of the drafter's rows are written here, [groups, token limit]",
+        "drafters/dflash.py: the drafter's slots are written here, [groups, token limit]",
         ["self.slot_mappings = torch.zeros("],
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
-        "step/drafter.py: is_profile runs the drafter without its graph",
+        "drafters/dflash.py: is_profile runs the drafter without its graph",
         ["need_eager=is_profile"],
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.utils:load_dflash_model": (
@@ -328,27 +328,27 @@ SOURCE = {
 # beside the adapter and add the new fingerprint, which the failing test prints.
 BODIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs": (
-        "step/verification.py",
+        "engine/verification.py",
         ("c4b46110", "ce45f241"),
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": (
-        "step/target.py",
+        "engine/target.py",
         ("7bc3f419", "2f302eae"),
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": (
-        "step/drafter.py",
+        "drafters/dflash.py",
         ("3a52b1c8", "3534013a"),
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
-        "step/drafter.py",
+        "drafters/dflash.py",
         ("7a00c4e1", "a1aa1329"),
     ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__init__": (
-        "step/sampler.py",
+        "engine/sampler.py",
         ("2ec86a83", "50e72eb5"),
     ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__": (
-        "step/sampler.py",
+        "engine/sampler.py",
         ("6463beaa",),
     ),
     "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask": (
@@ -372,23 +372,23 @@ BODIES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("186cae8d",),
     ),
     "vllm.v1.worker.gpu.spec_decode.utils:DraftTokensHandler.set_draft_tokens": (
-        "step/draft_tokens.py",
+        "engine/draft_tokens.py",
         ("5465e777",),
     ),
     "vllm.v1.worker.gpu.sample.penalties:PenaltiesState.apply": (
-        "step/processors.py",
+        "engine/processors.py",
         ("ec04a265",),
     ),
     "vllm.v1.worker.gpu.sample.bad_words:BadWordsState.apply": (
-        "step/processors.py",
+        "engine/processors.py",
         ("27cb5172",),
     ),
     "vllm.v1.worker.gpu.sample.thinking_budget:ThinkingBudgetState.apply": (
-        "step/processors.py",
+        "engine/processors.py",
         ("0bb3037a",),
     ),
     "vllm.v1.worker.gpu.sample.sampler:Sampler.get_logprobs_dims": (
-        "step/logprobs.py",
+        "engine/logprobs.py",
         ("08059e0c",),
     ),
     "vllm.v1.worker.gpu.warmup:_warmup_kernels": (
@@ -467,14 +467,14 @@ def unpacked(caller: object, callee: str) -> int:
 
 
 def test_vllm_takes_as_many_values_as_the_manager_returns() -> None:
-    from vllm_bastion.step.verification import BastionVerificationManager
+    from vllm_bastion.engine.verification import BastionVerificationManager
 
     manager = object.__new__(BastionVerificationManager)
     manager.query_start_loc = torch.zeros(2, dtype=torch.int32)
     given = manager._reallocated(torch.zeros(2, dtype=torch.int32), 0)
     caller = found("vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs")
-    assert unpacked(caller, "reallocate_drafts") == len(given), "see step/verification.py"
-    assert unpacked(caller, "compact_batch") == 2, "see step/verification.py"
+    assert unpacked(caller, "reallocate_drafts") == len(given), "see engine/verification.py"
+    assert unpacked(caller, "compact_batch") == 2, "see engine/verification.py"
 
 
 def fingerprint(function: object) -> str:

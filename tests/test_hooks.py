@@ -22,7 +22,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, S
 from vllm_bastion import compat, hooks, plugin
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.hooks import HookError, scheduler, wrap
-from vllm_bastion.hooks.hybrid import HYBRID_HOOKS
+from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
 from vllm_bastion.hooks.runner import RUNNER_HOOKS
 
 GAMMA, NODES = 7, 64
@@ -35,7 +35,7 @@ def _registered() -> None:
 
 # --- the contract -----------------------------------------------------------------------------
 
-LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *HYBRID_HOOKS)
+LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *GATED_DELTA_HOOKS)
 
 
 def accepted(hook: hooks.Hook) -> tuple[str, ...]:
@@ -483,7 +483,7 @@ def test_bitmasks_are_sized_by_depth(nodes: int) -> None:
 
 
 def test_the_worker_installs_the_adapters_only_for_bastion(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_bastion import step as runner
+    from vllm_bastion import engine as runner
     from vllm_bastion.hooks import worker
 
     order: list[Any] = []

@@ -19,7 +19,7 @@ class _Collect(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-@pytest.mark.parametrize("module", ["vllm_bastion", "vllm_bastion.step.drafter"])
+@pytest.mark.parametrize("module", ["vllm_bastion", "vllm_bastion.drafters.dflash"])
 def test_info_of_every_module_arrives_at_the_handler_of_vllm(module: str) -> None:
     logger = init_logger(module)
     assert logger.name == "vllm.bastion" + module.removeprefix("vllm_bastion")

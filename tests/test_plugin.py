@@ -48,7 +48,7 @@ def test_registering_touches_no_device_and_loads_no_kernels() -> None:
         "import sys, vllm_bastion.plugin as p\n"
         "p.register()\n"
         "import torch\n"
-        "heavy = ('bastion_kernels', 'vllm_bastion.step', 'vllm.v1.worker.gpu.model_runner')\n"
+        "heavy = ('bastion_kernels', 'vllm_bastion.engine', 'vllm.v1.worker.gpu.model_runner')\n"
         "print([m for m in heavy if m in sys.modules], torch.cuda.is_initialized())\n"
         "from vllm.triton_utils import HAS_TRITON\n"
         "print(HAS_TRITON)",

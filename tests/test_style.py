@@ -24,11 +24,10 @@ USES_VLLM = (
     "config.py",
     "validation.py",
     "hooks",
-    "step",
+    "engine",
+    "drafters",
     "attention",
-    "cost/engine.py",
-    "cost/measure.py",
-    "cost/tree_steps.py",
+    "calibration",
     "cpu",
 )
 READS_ENVIRONMENT = ("vllm_bastion/envs.py", "vllm_bastion/cpu/interpreter.py")

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_bastion.cost.store import Profile, read_profile
 from vllm_bastion.envs import cache_dir
+from vllm_bastion.policy.cost.store import Profile, read_profile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
-    from vllm_bastion.cost.engine import main as calibrate
+    from vllm_bastion.calibration.engine import main as calibrate
 
     profile = calibrate(
         arguments.target, arguments.drafter, output=arguments.out, engine_args=engine_args

@@ -24,7 +24,7 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config, get_attr_docs
 
-from vllm_bastion.drafters import candidates_of, gamma_of, restore_block_size
+from vllm_bastion.drafter_kinds import candidates_of, gamma_of, restore_block_size
 
 PREFIX = "bastion_"
 

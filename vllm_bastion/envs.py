@@ -8,6 +8,7 @@ asked for, never at import, so that tests and child processes see what is set no
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +26,9 @@ VARIABLES: dict[str, str] = {
 INTERPRETER = "VLLM_BASTION_TRITON_INTERPRETER"
 
 
-def announce() -> None:
-    """Add the variables that are set to vLLM's list; it warns of names it does not know."""
-    from vllm import envs
-
-    for name in VARIABLES:
-        if name in os.environ:
-            envs.environment_variables.setdefault(name, partial(os.environ.get, name))
+def set_variables() -> dict[str, Callable[[], str | None]]:
+    """The variables that are set, each with a function that reads its value."""
+    return {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
 
 
 def interpreter_requested() -> bool:

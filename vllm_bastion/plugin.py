@@ -24,7 +24,7 @@ def register() -> None:
         from vllm_bastion import hooks
 
         hooks.apply_all(only_entry=problem is not None)
-        envs.announce()
+        _announce_variables()
     except Exception as error:
         compat.disable(f"its hooks could not be installed ({type(error).__name__}: {error})")
 
@@ -47,3 +47,11 @@ def cpu_platform() -> None:
         compat.disable(
             f"Triton's interpreter could not be switched on ({type(error).__name__}: {error})"
         )
+
+
+def _announce_variables() -> None:
+    """Add our variables that are set to vLLM's list: it warns about names it does not know."""
+    from vllm import envs as vllm_envs
+
+    for name, value in envs.set_variables().items():
+        vllm_envs.environment_variables.setdefault(name, value)

@@ -27,7 +27,7 @@ from vllm_bastion.config import (
     standard_keys,
     user_keys,
 )
-from vllm_bastion.drafters import KINDS, MOST_CANDIDATES, gamma_of, kind_of
+from vllm_bastion.drafter_kinds import KINDS, MOST_CANDIDATES, gamma_of, kind_of
 
 # One name of each kind of drafter.
 KNOWN_DRAFTERS = tuple(min(kind.architectures) for kind in KINDS)

@@ -38,8 +38,8 @@ if __package__ in (None, ""):
 
 from benchmarks.gpu.step_profile import profile_steps, profiler_config
 from benchmarks.provenance import provenance
-from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.policy.cost.table import StepCostTable
 
 ROOT = Path(__file__).resolve().parents[2]
 GAMMA = 15

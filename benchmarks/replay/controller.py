@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_bastion.cost.table import CostArray
+from vllm_bastion.policy.cost.table import CostArray
 
 Rule = Literal["argmax", "first_decrease"]
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_bastion.cost.calibration import CalibratedRoofline, calibrate
-from vllm_bastion.cost.devices import known_device
-from vllm_bastion.cost.online import LatencyModel, LatencyName, make_latency
-from vllm_bastion.cost.roofline import ModelShape, Roofline
-from vllm_bastion.cost.store import read_profile
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.devices import known_device
+from vllm_bastion.policy.cost.fit import CalibratedRoofline, calibrate
+from vllm_bastion.policy.cost.online import LatencyModel, LatencyName, make_latency
+from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.store import read_profile
+from vllm_bastion.policy.cost.table import StepCostTable
 
 _LOW, _HIGH = (32, 22.0), (1024, 55.9)
 _DRAFTER_MS = 22.0 * 5 / 36

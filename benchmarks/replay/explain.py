@@ -24,9 +24,9 @@ from benchmarks.replay.draft_tree import best_first
 from benchmarks.replay.plots import step_figure
 from benchmarks.replay.recording import Recording, load_recording
 from vllm_bastion.cli import newest_profile
-from vllm_bastion.cost.online import LatencyModel, TableLatency
-from vllm_bastion.cost.store import read_profile
-from vllm_bastion.cost.table import CostArray
+from vllm_bastion.policy.cost.online import LatencyModel, TableLatency
+from vllm_bastion.policy.cost.store import read_profile
+from vllm_bastion.policy.cost.table import CostArray
 
 TokenText = Callable[[int], str]
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.replay.controller import ScoreOrder, best_size, speedup_curve
-from vllm_bastion.cost.store import Profile
-from vllm_bastion.cost.table import CostArray
+from vllm_bastion.policy.cost.store import Profile
+from vllm_bastion.policy.cost.table import CostArray
 
 
 def new_figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Any, Any]:

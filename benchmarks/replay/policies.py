@@ -23,8 +23,8 @@ from benchmarks.replay.controller import (
 from benchmarks.replay.path_scores import PathScoreCorrection
 from benchmarks.replay.simulation import Corpus, Outcome
 from benchmarks.replay.steps import StepTree, beam_accepted, best_first, chain_accepted
-from vllm_bastion.cost.gate import DraftGate
-from vllm_bastion.cost.online import LatencyModel
+from vllm_bastion.policy.cost.online import LatencyModel
+from vllm_bastion.policy.gate import DraftGate
 
 
 @dataclass
@@ -121,7 +121,7 @@ class _Trees:
 
 
 class Adaptive:
-    """The controller, as the engine runs it (`vllm_bastion/step/verification.py`, `lagged.py`).
+    """The controller, as the engine runs it (`vllm_bastion/engine/verification.py`, `lagged.py`).
 
     Args:
         corpus: trees and outcomes.

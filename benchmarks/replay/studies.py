@@ -14,8 +14,8 @@ from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.recording import Recording
 from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
 from benchmarks.replay.steps import greedy_chain
-from vllm_bastion.cost.online import LatencyModel, TableLatency
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.online import LatencyModel, TableLatency
+from vllm_bastion.policy.cost.table import StepCostTable
 
 BUDGETS = (8, 16, 32, 64, 128, 256, 512, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

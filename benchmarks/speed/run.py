@@ -29,8 +29,8 @@ from benchmarks.speed.figures import budgets_of, sweep_figure, tradeoff_figure
 from benchmarks.speed.methods import ADAPTIVE, PLAIN, SpeedEngine, engines, groups
 from benchmarks.speed.process import EngineProcess
 from benchmarks.speed.worker import Outcome, rmse
-from vllm_bastion.cost.devices import device_name
-from vllm_bastion.drafters import kind_of
+from vllm_bastion.drafter_kinds import kind_of
+from vllm_bastion.policy.cost.devices import device_name
 
 _WARM_UP_TOKENS = 24
 # Of `--quick`.

@@ -210,8 +210,8 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float]], None]) -> 
     # Here, so that engines without the plugin never import it.
     from vllm.distributed.parallel_state import get_world_group
 
-    from vllm_bastion.cost.calibration import calibrate
-    from vllm_bastion.cost.engine import bare_roofline
+    from vllm_bastion.calibration.engine import bare_roofline
+    from vllm_bastion.policy.cost.fit import calibrate
 
     timer, trees, table = runtime.timer, runtime.trees, runtime.costs.latency.table
     roofline = bare_roofline(runner, get_world_group())

@@ -25,7 +25,7 @@ from bastion_kernels.accept.history import (
 )
 from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.accept.walk import accept_path, accept_path_reference
-from bastion_kernels.attention.cpu_layout import KVLayout, learn_layout
+from bastion_kernels.attention.kv_layout import KVLayout, learn_layout
 from bastion_kernels.attention.mask import (
     ancestor_bits,
     ancestor_bits_reference,
@@ -52,19 +52,19 @@ from bastion_kernels.draft.topk_logprobs import (
 )
 from bastion_kernels.draft.topk_merge import merge_topk, merge_topk_reference
 from bastion_kernels.draft.transitions import expand_transitions, expand_transitions_reference
-from bastion_kernels.recurrent.gated_delta import (
+from bastion_kernels.gated_delta.recurrence import (
     gated_delta_commit,
     gated_delta_commit_reference,
     gated_delta_tree,
     gated_delta_tree_reference,
 )
-from bastion_kernels.recurrent.short_conv import (
+from bastion_kernels.gated_delta.short_conv import (
     short_conv_commit,
     short_conv_commit_reference,
     short_conv_tree,
     short_conv_tree_reference,
 )
-from bastion_kernels.recurrent.states import LayerStates
+from bastion_kernels.gated_delta.states import LayerStates
 from bastion_kernels.rows import (
     bind_slots,
     bind_slots_reference,

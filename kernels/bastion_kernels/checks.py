@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor, dtype
 
-from bastion_kernels.native import HAVE_NUMBA
+from bastion_kernels.cpu.native import HAVE_NUMBA
 
 __all__ = ["check", "on_gpu", "version_for"]
 

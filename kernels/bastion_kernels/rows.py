@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.checks import check, version_for
-from bastion_kernels.rows_cpu import bind_slots_cpu, bind_tails_cpu, kept_rows_cpu
+from bastion_kernels.cpu.rows import bind_slots_cpu, bind_tails_cpu, kept_rows_cpu
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [

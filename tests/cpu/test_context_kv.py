@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bastion_kernels.linear.cpu import can_multiply
+from bastion_kernels.cpu.linear import can_multiply
 from vllm_bastion.cpu import context_kv
 
 LAYERS, HEADS, DIM, HIDDEN = 3, 2, 16, 64

@@ -10,9 +10,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from bastion_kernels import KVCompactor, tree_attention
-from bastion_kernels.attention.cpu_layout import OTHER
+from bastion_kernels.attention.kv_layout import OTHER
 from vllm_bastion.attention import float8
-from vllm_bastion.attention.cpu import cache_layout
+from vllm_bastion.cpu.attention import cache_layout
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU's kernels")
 PAGE, HEADS, KV_HEADS = 32, 4, 2

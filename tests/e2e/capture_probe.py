@@ -48,7 +48,7 @@ def captured(session: Any) -> list[dict[str, Any]]:
 
 def dummies(session: Any) -> list[dict[str, Any]]:
     """Whether the target's attention reads the mask in dummy batches: of ours, and of vLLM's."""
-    from vllm_bastion.cost.measure import dummy_tree_step
+    from vllm_bastion.calibration.measure import dummy_tree_step
 
     runner, state = session.runner, session.runner.model_state
     prepare, masked = state.prepare_attn, []
@@ -68,7 +68,7 @@ def dummies(session: Any) -> list[dict[str, Any]]:
 
 def timed_trees(session: Any) -> list[dict[str, Any]]:
     """The steps of `TreeSteps` for 2 requests of 5 nodes, as the target's layers get them."""
-    from vllm_bastion.cost.tree_steps import TreeSteps
+    from vllm_bastion.calibration.tree_steps import TreeSteps
 
     runner, state = session.runner, session.runner.model_state
     prepare, seen = state.prepare_attn, []

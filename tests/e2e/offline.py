@@ -16,7 +16,7 @@ _ENVIRONMENT = {
 
 def costs(worker: Any) -> list[float]:
     """What a worker believes a cycle of two requests costs, by rows; a fixed budget asks nobody."""
-    from vllm_bastion.step.runtime import runtime_of
+    from vllm_bastion.engine.runtime import runtime_of
 
     believed = runtime_of(worker.model_runner.vllm_config).costs
     return [] if believed is None else believed.latency.cycle_cost_ms(2, 100).tolist()

@@ -12,8 +12,8 @@ import pytest
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers
 from tests.e2e.engines import GAMMA, Batch, Engine, Runner
-from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 

@@ -18,8 +18,8 @@ from tests.e2e.compare import Comparison, answers
 from tests.e2e.cuda_graphs import Tape, capture, kernel
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
 from tests.e2e.targets import ARGUMENTS, SPEC, make_scaled, make_target
-from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="stands in for a GPU")]
 

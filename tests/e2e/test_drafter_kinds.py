@@ -22,7 +22,7 @@ from tests.e2e.drafters import (
     make_drafter,
 )
 from tests.e2e.engines import GAMMA, ROOT, Batch, Engine, Runner
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 PLAIN = Engine(max_num_seqs=3, eager=True)

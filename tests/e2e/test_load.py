@@ -13,7 +13,7 @@ from benchmarks.replay.costs import CostSource, from_profile
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.engines import GAMMA, Batch, Engine, Runner
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bastion_kernels.linear.cpu import can_multiply
+from bastion_kernels.cpu.linear import can_multiply
 from tests.e2e import cases
 from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.cpu import serves, tree_attention_cpu
-from bastion_kernels.attention.cpu_layout import KVLayout
+from bastion_kernels.attention.kv_layout import KVLayout
 from bastion_kernels.attention.tree_attention import (
     TreeAttentionWorkspace,
     tree_attention_reference,
     tree_attention_triton,
 )
 from bastion_kernels.attention.workspace import Tiles
+from bastion_kernels.cpu.attention import serves, tree_attention_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777.0

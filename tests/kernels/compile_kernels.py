@@ -32,9 +32,12 @@ from bastion_kernels.draft.budget import choose_budget_triton, take_best_triton
 from bastion_kernels.draft.topk_logprobs import topk_logprobs_triton, topk_partial_triton
 from bastion_kernels.draft.topk_merge import merge_topk_triton
 from bastion_kernels.draft.transitions import expand_transitions_triton
-from bastion_kernels.recurrent.gated_delta import gated_delta_commit_triton, gated_delta_tree_triton
-from bastion_kernels.recurrent.short_conv import short_conv_commit_triton, short_conv_tree_triton
-from bastion_kernels.recurrent.states import LayerStates
+from bastion_kernels.gated_delta.recurrence import (
+    gated_delta_commit_triton,
+    gated_delta_tree_triton,
+)
+from bastion_kernels.gated_delta.short_conv import short_conv_commit_triton, short_conv_tree_triton
+from bastion_kernels.gated_delta.states import LayerStates
 from bastion_kernels.rows import bind_slots_triton, bind_tails_triton, kept_rows_triton
 
 

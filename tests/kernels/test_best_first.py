@@ -11,8 +11,8 @@ from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees, prefi
 from torch import Tensor
 
 from bastion_kernels import expand_best_first, expand_best_first_reference
+from bastion_kernels.cpu.draft import expand_best_first_cpu
 from bastion_kernels.draft.best_first import expand_best_first_triton
-from bastion_kernels.draft.cpu import expand_best_first_cpu
 
 
 def expand(run, tokens: Tensor, logprobs: Tensor, limit: int, **options) -> Trees:

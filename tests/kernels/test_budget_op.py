@@ -12,8 +12,8 @@ from op_helpers import assert_same, moved, poisoned, versions
 from torch import Tensor
 
 from bastion_kernels import choose_budget, choose_budget_reference, take_best, take_best_reference
+from bastion_kernels.cpu.draft import choose_budget_cpu, take_best_cpu
 from bastion_kernels.draft.budget import choose_budget_triton, take_best_triton
-from bastion_kernels.draft.cpu import choose_budget_cpu, take_best_cpu
 
 
 def choose(run, log_rho, slots, limits, cost, base, device="cpu") -> list[int]:

@@ -10,9 +10,9 @@ import torch
 from attention_batch import DEVICE, POISON, Batch, Request, chain, mixed, random_parents, star
 from torch import Tensor
 
-from bastion_kernels.recurrent import gated_delta
-from bastion_kernels.recurrent.gated_delta import gated_delta_commit, gated_delta_tree
-from bastion_kernels.recurrent.states import LayerStates
+from bastion_kernels.gated_delta import recurrence
+from bastion_kernels.gated_delta.recurrence import gated_delta_commit, gated_delta_tree
+from bastion_kernels.gated_delta.states import LayerStates
 
 versions = pytest.mark.parametrize("version", ["reference", "triton"])
 
@@ -60,7 +60,7 @@ class Step:
             self.starts, self.tails, self.slots, self.bits,
         ]  # fmt: skip
         before = self.state.clone()
-        function = getattr(gated_delta, f"gated_delta_tree_{version}")
+        function = getattr(recurrence, f"gated_delta_tree_{version}")
         function(*(x.to(DEVICE) for x in given), self.scale, *made)
         assert torch.equal(self.state, before)
         return made[0].cpu(), made[1].cpu(), made[2].cpu()
@@ -194,7 +194,7 @@ def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtyp
     states = LayerStates([first, state], [1, 0])
     kept = (torch.stack([0 * x, x]).to(DEVICE) for x in (step.key, updates, decays))
     places = torch.stack([step.places, step.places.flip(0)])
-    function = getattr(gated_delta, f"gated_delta_commit_{version}")
+    function = getattr(recurrence, f"gated_delta_commit_{version}")
     function(*kept, states, *(x.to(DEVICE) for x in (places, step.starts, logits, path)))
     assert torch.equal(first, before)
     step.state = before.float().cpu()

@@ -10,8 +10,8 @@ import torch
 from op_helpers import versions
 from torch import Tensor
 
-from bastion_kernels.accept.cpu import gather_rows_cpu
 from bastion_kernels.accept.gather import gather_rows, gather_rows_reference, gather_rows_triton
+from bastion_kernels.cpu.accept import gather_rows_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777

@@ -20,7 +20,7 @@ from bastion_kernels.accept.history import (
     mask_bad_words_triton,
     penalise_ancestors_triton,
 )
-from bastion_kernels.accept.history_cpu import (
+from bastion_kernels.cpu.history import (
     ancestor_tokens_cpu,
     mask_bad_words_cpu,
     penalise_ancestors_cpu,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.accept.kv_compact import KVCompactor
-from bastion_kernels.attention.cpu_layout import KVLayout
+from bastion_kernels.attention.kv_layout import KVLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.parametrize(

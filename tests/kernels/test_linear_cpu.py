@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bastion_kernels.linear.cpu import (
+from bastion_kernels.cpu.linear import (
     Int8Weight,
     can_multiply,
     linear_cpu,

@@ -26,8 +26,8 @@ from bastion_kernels import (
     tree_positions,
     tree_positions_reference,
 )
-from bastion_kernels.attention.cpu_mask import ancestor_bits_cpu, tree_positions_cpu
 from bastion_kernels.attention.mask import ancestor_bits_triton, tree_positions_triton
+from bastion_kernels.cpu.mask import ancestor_bits_cpu, tree_positions_cpu
 
 
 def unpack(bits: Tensor, nodes: int) -> Tensor:

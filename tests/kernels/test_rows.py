@@ -8,6 +8,7 @@ import pytest
 import torch
 from op_helpers import POISON, poisoned, versions
 
+from bastion_kernels.cpu.rows import bind_slots_cpu, bind_tails_cpu, kept_rows_cpu
 from bastion_kernels.rows import (
     bind_slots,
     bind_slots_reference,
@@ -19,7 +20,6 @@ from bastion_kernels.rows import (
     kept_rows_reference,
     kept_rows_triton,
 )
-from bastion_kernels.rows_cpu import bind_slots_cpu, bind_tails_cpu, kept_rows_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

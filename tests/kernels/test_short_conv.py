@@ -8,9 +8,9 @@ import torch
 from attention_batch import DEVICE, POISON, Batch, Request, mixed, random_parents
 from torch import Tensor
 
-from bastion_kernels.recurrent import short_conv
-from bastion_kernels.recurrent.short_conv import short_conv_tree
-from bastion_kernels.recurrent.states import LayerStates
+from bastion_kernels.gated_delta import short_conv
+from bastion_kernels.gated_delta.short_conv import short_conv_tree
+from bastion_kernels.gated_delta.states import LayerStates
 
 versions = pytest.mark.parametrize("version", ["reference", "triton"])
 CHANNELS = 150

@@ -14,7 +14,7 @@ from bastion_kernels import (
     topk_logprobs_reference,
     topk_partial_reference,
 )
-from bastion_kernels.draft.cpu import topk_logprobs_cpu
+from bastion_kernels.cpu.draft import topk_logprobs_cpu
 from bastion_kernels.draft.topk_logprobs import topk_logprobs_triton, topk_partial_triton
 from bastion_kernels.draft.topk_merge import merge_topk_triton
 

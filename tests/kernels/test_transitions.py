@@ -15,7 +15,7 @@ from bastion_kernels import (
     expand_transitions,
     expand_transitions_reference,
 )
-from bastion_kernels.draft.cpu import expand_transitions_cpu
+from bastion_kernels.cpu.draft import expand_transitions_cpu
 from bastion_kernels.draft.transitions import expand_transitions_triton
 
 

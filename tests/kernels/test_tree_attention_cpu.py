@@ -8,8 +8,8 @@ import torch
 from attention_batch import Batch, Request, chain, mixed, random_parents, star
 from torch import Tensor
 
-import bastion_kernels.attention.cpu as cpu_module
-from bastion_kernels.attention.cpu_layout import (
+import bastion_kernels.cpu.attention as cpu_module
+from bastion_kernels.attention.kv_layout import (
     AMX,
     OTHER,
     VECTOR,

@@ -19,8 +19,8 @@ from op_helpers import (
 from torch import Tensor
 
 from bastion_kernels import accept_path, accept_path_reference
-from bastion_kernels.accept.cpu import accept_path_cpu
 from bastion_kernels.accept.walk import accept_path_triton
+from bastion_kernels.cpu.accept import accept_path_cpu
 
 
 def accept(run, sampled, fed, parents, slots, starts, depth, device) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import torch
 
 from bastion_kernels import choose_budget as choose_budget_op
 from benchmarks.replay.controller import best_size, choose_budget
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.table import StepCostTable
 
 
 def _scores(rng, reqs, columns):

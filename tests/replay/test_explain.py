@@ -12,9 +12,9 @@ from benchmarks.replay import explain, plots
 from benchmarks.replay.explain import explain_step, explanation_html, explanation_text
 from benchmarks.replay.recording import save_recording
 from benchmarks.replay.steps import best_first, target_ranks
-from vllm_bastion.cost.online import TableLatency
-from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.online import TableLatency
+from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.policy.cost.table import StepCostTable
 
 KEY = ProfileKey("NVIDIA H200", "target0", "drafter0", "bfloat16", "BASTION", 1, "0.32.0", (1, 8))
 

@@ -16,7 +16,7 @@ from benchmarks.replay.costs import paper_a100
 from benchmarks.replay.record import collect, requests_for
 from benchmarks.replay.recording import load_recording
 from benchmarks.tau import markdown, summary
-from vllm_bastion.cost.store import read_profile
+from vllm_bastion.policy.cost.store import read_profile
 
 PROMPTS = [
     {"id": f"{domain}-{i}", "domain": domain, "prompt": f"{domain} {i}"}

@@ -18,9 +18,9 @@ from benchmarks.replay.recording import save_recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 from benchmarks.replay.steps import NEVER, beam_accepted, best_first, chain_accepted, target_ranks
 from benchmarks.replay.studies import budget_study, drift_study, score_study
-from vllm_bastion.cost.online import LatencyName, TableLatency
-from vllm_bastion.cost.store import Profile, ProfileKey, write_profile
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.online import LatencyName, TableLatency
+from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.policy.cost.table import StepCostTable
 
 
 def _lattice(rng, depth, top_k):

@@ -18,7 +18,7 @@ from benchmarks.replay.recording import Recording, load_recording, save_recordin
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 from benchmarks.replay.steps import NEVER, beam_accepted, best_first, chain_accepted, greedy_chain
 from benchmarks.replay.studies import score_study
-from vllm_bastion.cost.table import StepCostTable
+from vllm_bastion.policy.cost.table import StepCostTable
 
 
 def rows_of(rng, *shape):

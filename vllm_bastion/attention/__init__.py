@@ -42,7 +42,7 @@ def tree_backend(
     """
     name = backend.get_name()
     if name == "CPU_ATTN":
-        from vllm_bastion.attention.cpu import TreeCPUAttentionBackend
+        from vllm_bastion.cpu.attention import TreeCPUAttentionBackend
 
         return TreeCPUAttentionBackend
     if name == "FLASH_ATTN":

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bastion_kernels.native import njit
+from bastion_kernels.cpu.native import njit
 from vllm_bastion import envs
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 
-from bastion_kernels.linear.cpu import pack_weight
+from bastion_kernels.cpu.linear import pack_weight
 from vllm_bastion.cpu.linear import has_linear
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
 
-from bastion_kernels.linear.cpu import Int8Weight, round_rows
+from bastion_kernels.cpu.linear import Int8Weight, round_rows
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.cpu.linear import has_linear
 

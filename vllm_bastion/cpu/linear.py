@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 
-from bastion_kernels.linear.cpu import (
+from bastion_kernels.cpu.linear import (
     can_multiply,
     linear_cpu,
     linear_int8_cpu,

@@ -13,7 +13,7 @@ import math
 import numpy as np
 import torch
 
-from bastion_kernels.native import scratch
+from bastion_kernels.cpu.native import scratch
 from vllm_bastion.cpu.compiled import compiled
 
 _U32 = np.uint32

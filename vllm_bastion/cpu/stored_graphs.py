@@ -40,7 +40,7 @@ def complete_when_read() -> Iterator[None]:
 def host_instructions() -> str:
     """What a stored function may not be loaded without: a digest of the CPU's instructions."""
     # Here, so that the rest is there for processes that are not to import Numba.
-    from bastion_kernels.native import HAVE_NUMBA
+    from bastion_kernels.cpu.native import HAVE_NUMBA
 
     if not HAVE_NUMBA:
         return ""

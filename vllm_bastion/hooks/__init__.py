@@ -2,7 +2,7 @@
 """The ledger: every place in vLLM that this package changes, and why.
 
 `apply_all` installs it in each vLLM process. The adapters inside the model runner are installed
-later and only for an engine that uses method "bastion", by `vllm_bastion.step.install`, with the
+later and only for an engine that uses method "bastion", by `vllm_bastion.engine.install`, with the
 same `wrap`.
 
 Changed on such an engine's own objects, where it keeps them, and so not listed here: `apply` of

@@ -57,7 +57,7 @@ def create_speculative_config(
     # Imported late: on an unsupported vLLM neither module may be importable.
     from vllm_bastion import hooks, validation
     from vllm_bastion.config import BastionSpeculativeConfig
-    from vllm_bastion.drafters import gamma_of, kind_of
+    from vllm_bastion.drafter_kinds import gamma_of, kind_of
 
     hooks.require_all()
     given = _merged(self)
@@ -83,7 +83,7 @@ def create_speculative_config(
 def _drafter_config(given: dict[str, Any], target_model_config: Any) -> Any:
     from vllm.transformers_utils.config import get_config
 
-    from vllm_bastion.drafters import restore_block_size
+    from vllm_bastion.drafter_kinds import restore_block_size
     from vllm_bastion.validation import BastionConfigError
 
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from vllm_bastion.config import bastion_config
 
 if TYPE_CHECKING:
-    from vllm_bastion.step.grammar import GrammarTree
+    from vllm_bastion.engine.grammar import GrammarTree
 
 # Attribute of SchedulerOutput: request id -> columns of its tree to verify, and their parents.
 COLUMNS = "bastion_columns"
@@ -59,7 +59,7 @@ def _has_tree(request: Any) -> bool:
 
 
 def _walk(scheduler: Any, request: Any, codes: list[int], prune: bool) -> GrammarTree:
-    from vllm_bastion.step.grammar import decode, walk
+    from vllm_bastion.engine.grammar import decode, walk
 
     tree = walk(scheduler.structured_output_manager, request, *decode(codes), prune)
     setattr(request, _TREE, tree)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks inside a worker that was asked for method "bastion": the ledger's second half.
 
-They are installed by `vllm_bastion.step.install`, later than the rest, because importing the
+They are installed by `vllm_bastion.engine.install`, later than the rest, because importing the
 model runner is only right once the platform has applied its own patches. The names are wrapped in
 `vllm.v1.worker.gpu.model_runner`, which looks them up: it imported them by name. Each wrapper looks
 at the config it is given, so an engine without bastion in the same process gets the originals.
@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from vllm_bastion.config import bastion_config, is_lagged
-from vllm_bastion.drafters import kind_of
+from vllm_bastion.drafter_kinds import kind_of
 from vllm_bastion.hooks import Hook
 from vllm_bastion.hooks.grammar import COLUMNS
 
@@ -197,7 +197,7 @@ def init_speculator(
     original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any
 ) -> Any:
     """BastionSpeculator, or the one for the drafter's kind, in place of vLLM's."""
-    from vllm_bastion.step.runtime import make_runtime
+    from vllm_bastion.engine.runtime import make_runtime
 
     spec_config = bastion_config(vllm_config)
     if spec_config is None:
@@ -222,7 +222,7 @@ def init_model_state(
     original: Callable[..., Any], vllm_config: Any, model: Any, encoder_cache: Any, device: Any
 ) -> Any:
     """BastionModelState in place of DefaultModelState."""
-    from vllm_bastion.step.runtime import runtime_of
+    from vllm_bastion.engine.runtime import runtime_of
 
     if bastion_config(vllm_config) is None:
         return original(vllm_config, model, encoder_cache, device)
@@ -232,13 +232,13 @@ def init_model_state(
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
-    from vllm_bastion.step.target import BastionModelState
+    from vllm_bastion.engine.target import BastionModelState
     from vllm_bastion.validation import check_layers
 
     usual = resolve_model_state_cls(vllm_config, model)
     ours = BastionModelState
     if usual is MambaHybridModelState:
-        from vllm_bastion.step.hybrid import HybridModelState
+        from vllm_bastion.engine.gated_delta import HybridModelState
 
         ours = HybridModelState
     elif usual is not DefaultModelState:
@@ -253,14 +253,14 @@ def init_model_state(
 
 def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
     """BastionVerificationManager."""
-    from vllm_bastion.step.runtime import runtime_of
+    from vllm_bastion.engine.runtime import runtime_of
 
     vllm_config = kwargs["vllm_config"]
     config = bastion_config(vllm_config)
     if config is None:
         return original(**kwargs)
-    from vllm_bastion.step.lagged import LaggedVerificationManager
-    from vllm_bastion.step.verification import BastionVerificationManager
+    from vllm_bastion.engine.lagged import LaggedVerificationManager
+    from vllm_bastion.engine.verification import BastionVerificationManager
 
     runtime = runtime_of(vllm_config)
     manager = LaggedVerificationManager if is_lagged(config) else BastionVerificationManager
@@ -302,7 +302,7 @@ def draft_tokens_handler(original: Callable[..., Any], device: Any = None) -> An
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None or bastion_config(vllm_config) is None:
         return original(device)
-    from vllm_bastion.step.draft_tokens import TreeDraftTokens
+    from vllm_bastion.engine.draft_tokens import TreeDraftTokens
 
     return TreeDraftTokens(vllm_config, device)
 
@@ -313,8 +313,8 @@ def execute_model(
     """Close the gaps that a grammar has left in trees."""
     columns = getattr(scheduler_output, COLUMNS, None)
     if columns:
-        from vllm_bastion.step.draft_tokens import keep_columns
-        from vllm_bastion.step.runtime import runtime_of
+        from vllm_bastion.engine.draft_tokens import keep_columns
+        from vllm_bastion.engine.runtime import runtime_of
 
         keep_columns(runtime_of(self.vllm_config), self.req_states, columns)
     return original(self, scheduler_output, *args, **kwargs)
@@ -324,7 +324,7 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
     """Attach to the step's output what the scheduler is to know, see `hooks.scheduler`."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
-    from vllm_bastion.step.verification import BastionVerificationManager
+    from vllm_bastion.engine.verification import BastionVerificationManager
 
     output = original(self, _rows_in_use(self, grammar_output))
     manager = self.adaptive_verification
@@ -351,8 +351,8 @@ def warm_up(original: Callable[..., Any], self: Any) -> Any:
     """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
     if bastion_config(self.vllm_config) is None:
         return original(self)
-    from vllm_bastion.cost.engine import calibrate
-    from vllm_bastion.cost.measure import dummy_tree_step
+    from vllm_bastion.calibration.engine import calibrate
+    from vllm_bastion.calibration.measure import dummy_tree_step
 
     runner = self.model_runner
     for part in (runner.model_state, runner.speculator, runner.adaptive_verification):

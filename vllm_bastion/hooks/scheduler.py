@@ -75,7 +75,7 @@ def update_from_output(
     vLLM subtracts those from the draft tokens it counts, for the engine and for the request. What
     was verified also says how many placeholders the coming steps need.
     """
-    from vllm_bastion.step.shares import next_wanted
+    from vllm_bastion.policy.shares import next_wanted
 
     verified = getattr(model_runner_output, NUM_VERIFIED, None)
     spec_config = bastion_config(self.vllm_config)
@@ -139,7 +139,7 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 
 def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
     """Cut the placeholders of the running requests, `spec_token_ids`, to their shares."""
-    from vllm_bastion.step.shares import share_placeholders
+    from vllm_bastion.policy.shares import share_placeholders
 
     decodes = [request for request in scheduler.running if request.spec_token_ids]
     if not getattr(scheduler, DRAFTING, True):

@@ -44,7 +44,7 @@ def init_device(original: Callable[..., Any], self: Any) -> None:
 
         twins.install()
     if bastion_config(self.vllm_config) is not None:
-        from vllm_bastion import step as runner
+        from vllm_bastion import engine as runner
 
         runner.install(self.vllm_config)
     original(self)

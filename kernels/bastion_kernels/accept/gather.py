@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bastion_kernels.accept.cpu import gather_rows_cpu
 from bastion_kernels.checks import check, version_for
+from bastion_kernels.cpu.accept import gather_rows_cpu
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["gather_rows", "gather_rows_reference", "gather_rows_triton"]

@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bastion_kernels.accept.history_cpu import (
+from bastion_kernels.checks import check, version_for
+from bastion_kernels.cpu.history import (
     ancestor_tokens_cpu,
     mask_bad_words_cpu,
     penalise_ancestors_cpu,
 )
-from bastion_kernels.checks import check, version_for
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bastion_kernels.accept.cpu import CompactPlan, compact_cpu
-from bastion_kernels.attention.cpu_layout import KVLayout
+from bastion_kernels.attention.kv_layout import KVLayout
 from bastion_kernels.checks import check, on_gpu, version_for
+from bastion_kernels.cpu.accept import CompactPlan, compact_cpu
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["KVCompactor"]

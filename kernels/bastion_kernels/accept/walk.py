@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bastion_kernels.accept.cpu import accept_path_cpu
 from bastion_kernels.checks import check, version_for
+from bastion_kernels.cpu.accept import accept_path_cpu
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["accept_path", "accept_path_reference", "accept_path_triton"]

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.cpu_mask import ancestor_bits_cpu, tree_positions_cpu
 from bastion_kernels.checks import check, version_for
+from bastion_kernels.cpu.mask import ancestor_bits_cpu, tree_positions_cpu
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = [

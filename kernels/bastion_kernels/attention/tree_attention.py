@@ -22,13 +22,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.cpu import serves, tree_attention_cpu
-from bastion_kernels.attention.cpu_layout import KVLayout
 from bastion_kernels.attention.kernels import tree_attention_kernel
+from bastion_kernels.attention.kv_layout import KVLayout
 from bastion_kernels.attention.plan import RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.checks import check, on_gpu
-from bastion_kernels.native import HAVE_NUMBA
+from bastion_kernels.cpu.attention import serves, tree_attention_cpu
+from bastion_kernels.cpu.native import HAVE_NUMBA
 
 __all__ = [
     "TreeAttentionWorkspace",

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.checks import check, version_for
-from bastion_kernels.draft.cpu import expand_best_first_cpu
+from bastion_kernels.cpu.draft import expand_best_first_cpu
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["expand_best_first", "expand_best_first_reference", "expand_best_first_triton"]

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.checks import check, version_for
-from bastion_kernels.draft.cpu import choose_budget_cpu, take_best_cpu
+from bastion_kernels.cpu.draft import choose_budget_cpu, take_best_cpu
 from bastion_kernels.draft.node_places import place_constants, places, sorted_nodes
 from bastion_kernels.triton_or_none import tl, triton
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.checks import check, on_gpu, version_for
-from bastion_kernels.draft.cpu import topk_logprobs_cpu
+from bastion_kernels.cpu.draft import topk_logprobs_cpu
 from bastion_kernels.draft.topk_merge import (
     MAX_TOKEN,
     NO_KEY,

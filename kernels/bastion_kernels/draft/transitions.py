@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.checks import check, version_for
+from bastion_kernels.cpu.draft import expand_transitions_cpu
 from bastion_kernels.draft.best_first import Child, check_trees, cost_of, expand_one, store_nodes
-from bastion_kernels.draft.cpu import expand_transitions_cpu
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["expand_transitions", "expand_transitions_reference", "expand_transitions_triton"]

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops after the target's samples on a CPU, equal to the references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bastion_kernels.attention.kv_layout import KVLayout
+from bastion_kernels.cpu.native import njit
+
+__all__ = ["CompactPlan", "accept_path_cpu", "compact_cpu", "gather_rows_cpu"]
+
+
+@njit
+def _accept(sampled, fed, parents, slots, starts, out_path, out_tokens, num_sampled):
+    longest = out_path.shape[1]
+    for r in range(slots.shape[0]):
+        slot, start = slots[r], starts[r]
+        rows = min(starts[r + 1] - start, parents.shape[1] + 1)
+        count, node = 0, 0 if slot >= 0 and rows > 0 else -1
+        while node >= 0 and count < longest:
+            drawn = sampled[start + node]
+            out_path[r, count] = node
+            out_tokens[r, count] = drawn
+            count += 1
+            at, node = node, -1
+            for column in range(rows - 1):
+                if parents[slot, column] == at and fed[start + 1 + column] == drawn:
+                    node = column + 1
+                    break
+        num_sampled[r] = count
+        out_path[r, count:] = -1
+        out_tokens[r, count:] = 0
+
+
+def accept_path_cpu(
+    sampled: Tensor,
+    node_ids: Tensor,
+    parents: Tensor,
+    slots: Tensor,
+    cu_num_logits: Tensor,
+    out_path: Tensor,
+    out_tokens: Tensor,
+    num_sampled: Tensor,
+) -> None:
+    """The walk; see `accept_path`."""
+    _accept(
+        sampled.numpy(), node_ids.numpy(), parents.numpy(), slots.numpy(), cu_num_logits.numpy(),
+        out_path.numpy(), out_tokens.numpy(), num_sampled.numpy(),
+    )  # fmt: skip
+
+
+def gather_rows_cpu(sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor]) -> None:
+    """One index per matrix; see `gather_rows`."""
+    count = rows.shape[0]
+    whole = bool(rows.min() >= 0)
+    live = None if whole else rows >= 0
+    for source, out in zip(sources, outs, strict=True):
+        if whole:
+            torch.index_select(source, 0, rows, out=out[:count])
+        else:
+            out[:count][live] = source[rows[live]]
+
+
+@njit
+def _compact(caches, groups, slot_mappings, query_start_loc, cu_num_logits, path):
+    """Caches: equal views [blocks, heads, page, columns]; the rest as in `compact`."""
+    for r in range(path.shape[0]):
+        tail = cu_num_logits[r + 1] - cu_num_logits[r]
+        root = query_start_loc[r + 1] - tail
+        # Nodes are numbered parents first, so a source lies behind all targets before it.
+        for depth in range(path.shape[1]):
+            node = path[r, depth]
+            if node < 0 or node >= tail:
+                break
+            if node == depth:
+                continue
+            for i, cache in enumerate(caches):
+                source = slot_mappings[groups[i], root + node]
+                target = slot_mappings[groups[i], root + depth]
+                if source >= 0 and target >= 0:
+                    page = cache.shape[2]
+                    from_block, from_row = divmod(source, page)
+                    to_block, to_row = divmod(target, page)
+                    for head in range(cache.shape[1]):
+                        for column in range(cache.shape[3]):
+                            cache[to_block, head, to_row, column] = cache[
+                                from_block, head, from_row, column
+                            ]
+
+
+@njit
+def _compact_packed(caches, groups, places, slot_mappings, query_start_loc, cu_num_logits, path):
+    """Caches: equal views [blocks, heads, page * columns]; places: [page, columns]."""
+    page, columns = places.shape
+    for r in range(path.shape[0]):
+        tail = cu_num_logits[r + 1] - cu_num_logits[r]
+        root = query_start_loc[r + 1] - tail
+        for depth in range(path.shape[1]):
+            node = path[r, depth]
+            if node < 0 or node >= tail:
+                break
+            if node == depth:
+                continue
+            for i, cache in enumerate(caches):
+                source = slot_mappings[groups[i], root + node]
+                target = slot_mappings[groups[i], root + depth]
+                if source >= 0 and target >= 0:
+                    from_block, from_row = divmod(source, page)
+                    to_block, to_row = divmod(target, page)
+                    for head in range(cache.shape[1]):
+                        taken, given = cache[from_block, head], cache[to_block, head]
+                        for column in range(columns):
+                            given[places[to_row, column]] = taken[places[from_row, column]]
+
+
+class CompactPlan:
+    """NumPy views of the caches, by dtype and layout: Numba iterates over equal types only.
+
+    layouts: how each cache is packed, None for rows.
+    """
+
+    def __init__(
+        self, entries: Sequence[tuple[Tensor, int]], layouts: Sequence[KVLayout | None]
+    ) -> None:
+        kinds: dict[object, tuple[list[np.ndarray], list[int], KVLayout | None]] = {}
+        for (cache, group), layout in zip(entries, layouts, strict=True):
+            view = (cache if layout is None else cache.flatten(2)).numpy()
+            if layout is not None and not np.shares_memory(view, cache.numpy()):
+                raise ValueError("KVCompactor: the heads of a packed cache must be contiguous")
+            key = view.dtype, view.flags.c_contiguous, layout
+            caches, groups, _ = kinds.setdefault(key, ([], [], layout))
+            caches.append(view)
+            groups.append(group)
+        self.kinds = [(tuple(c), np.array(g), layout) for c, g, layout in kinds.values()]
+
+
+def compact_cpu(
+    plan: CompactPlan,
+    slot_mappings: Tensor,
+    query_start_loc: Tensor,
+    cu_num_logits: Tensor,
+    path: Tensor,
+) -> None:
+    """Row by row; see `KVCompactor.compact`."""
+    step = [x.numpy() for x in (slot_mappings, query_start_loc, cu_num_logits, path)]
+    for caches, groups, layout in plan.kinds:
+        if layout is None:
+            _compact(caches, groups, *step)
+        else:
+            _compact_packed(caches, groups, layout.places.numpy(), *step)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""x @ weight.T in bfloat16 or int8, over a weight that is packed once for vector registers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bastion_kernels.cpu.native import HAVE_NUMBA, on_all_threads, scratch_lines, told
+
+if HAVE_NUMBA:
+    from bastion_kernels.cpu.linear_kernel import CALL, COLUMNS, compiled, rows_at_once
+
+_PART = 4096  # rows of a weight that are rounded at once, in fp32
+
+__all__ = [
+    "Int8Weight", "can_multiply", "linear_cpu", "linear_int8_cpu", "pack_weight", "round_rows",
+]  # fmt: skip
+
+
+def can_multiply() -> bool:
+    """Whether this CPU has the instructions, and none that are better."""
+    return (
+        HAVE_NUMBA
+        and torch.cpu._is_avx512_bf16_supported()
+        and not torch.cpu._is_amx_tile_supported()
+    )
+
+
+def pack_weight(weight: Tensor) -> Tensor | None:
+    """weight: [N, K] of w bytes -> [N / 16, w K / 4, 64 / w], or None if they do not divide.
+
+    Words of 4 bytes of K for 16 columns at a time, as one instruction multiplies them.
+    """
+    outer, inner = weight.shape
+    word = 4 // weight.element_size()
+    if outer % COLUMNS or inner % word:
+        return None
+    packed = weight.view(outer // COLUMNS, COLUMNS, inner // word, word).transpose(1, 2)
+    return packed.reshape(outer // COLUMNS, inner // word, word * COLUMNS)
+
+
+class Int8Weight:
+    """weight: [N, K] bf16, not kept: what `linear_int8_cpu` takes.
+
+    Raises:
+        ValueError: N is not a multiple of 16, or K not of 4.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        rounded, self.scales = round_rows(weight)
+        values = pack_weight(rounded)
+        if values is None:
+            raise ValueError(f"a weight of {tuple(weight.shape)} cannot be packed")
+        self.values = values
+        # x comes unsigned, 128 too large.
+        self.start = -128 * rounded.sum(1, dtype=torch.int32)
+
+
+def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight: [N, K] -> the nearest [N, K] int8, and [N] float32 that rows were divided by."""
+    scales = weight.abs().amax(1).float().clamp_(min=1e-12).div_(127)
+    rounded = torch.empty(weight.shape, dtype=torch.int8)
+    for first in range(0, len(weight), _PART):
+        part = slice(first, first + _PART)
+        rounded[part] = weight[part].float().div_(scales[part, None]).round_()
+    return rounded, scales
+
+
+def linear_cpu(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Products of rows with a weight, summed in float32 in the order of K.
+
+    A row gets the same bits whatever rows are beside it.
+
+    Args:
+        x: [M, K] bf16, of unit stride in K.
+        packed: [N / 16, K / 2, 32] bf16, see `pack_weight`.
+        bias: [N] bf16 or None.
+        out: [M, N] bf16, contiguous; written.
+    """
+    _multiply(x, packed, 0 if bias is None else bias.data_ptr(), out, 0)
+
+
+def linear_int8_cpu(x: Tensor, values: Tensor, start: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Products of rows, each rounded to int8 by its own scale, with an `Int8Weight`'s parts.
+
+    Args:
+        x: [M, K] bf16, of unit stride in K.
+        values: [N / 16, K / 4, 64] int8.
+        start: [N] int32.
+        scales: [N] float32.
+        out: [M, N] bf16, contiguous; written.
+    """
+    _multiply(x, values, start.data_ptr(), out, scales.data_ptr())
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: int, out: Tensor, scales: int) -> None:
+    rows, words = x.shape[0], packed.shape[1]
+    threads = torch.get_num_threads()
+    at_once, need = rows_at_once(rows, words)
+    call, address = told("linear", CALL.itemsize // 8)
+    call[:] = (
+        0, 0, threads, scratch_lines(threads * need), need, at_once, x.data_ptr(), 2 * x.stride(0),
+        rows, words, packed.data_ptr(), packed.shape[0], bias, out.data_ptr(), scales,
+    )  # fmt: skip
+    on_all_threads(compiled(), address, threads)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ancestor bits and tree positions on a CPU, equal to the references."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from bastion_kernels.cpu.native import njit
+
+__all__ = ["ancestor_bits_cpu", "tree_positions_cpu"]
+
+
+@njit
+def _bits(parents, slots, out):
+    for r in range(slots.shape[0]):
+        slot = slots[r]
+        if slot < 0:
+            continue
+        out[slot, 0, :] = 0
+        out[slot, 0, 0] = 1
+        for column in range(parents.shape[1]):
+            node, parent = column + 1, parents[slot, column]
+            if 0 <= parent <= column:
+                out[slot, node, :] = out[slot, parent, :]
+                out[slot, node, node >> 5] |= np.uint32(1) << np.uint32(node & 31)
+            else:
+                out[slot, node, :] = 0
+
+
+def ancestor_bits_cpu(parents: Tensor, slots: Tensor, out: Tensor) -> None:
+    """A node's bits are its parent's and its own; see `ancestor_bits`."""
+    _bits(parents.numpy(), slots.numpy(), out.numpy().view(np.uint32))
+
+
+@njit
+def _positions(depths, slots, query_start_loc, cu_num_logits, out):
+    for r in range(slots.shape[0]):
+        slot, tail = slots[r], cu_num_logits[r + 1] - cu_num_logits[r]
+        if slot >= 0:
+            root = query_start_loc[r + 1] - tail
+            for node in range(1, min(tail, depths.shape[1] + 1)):
+                out[root + node] = out[root] + depths[slot, node - 1]
+
+
+def tree_positions_cpu(
+    positions: Tensor,
+    depths: Tensor,
+    slots: Tensor,
+    query_start_loc: Tensor,
+    cu_num_logits: Tensor,
+    out: Tensor,
+) -> None:
+    """Linear positions, then the tails on top; see `tree_positions`."""
+    if out.data_ptr() != positions.data_ptr():
+        out.copy_(positions)
+    _positions(
+        depths.numpy(), slots.numpy(), query_start_loc.numpy(), cu_num_logits.numpy(), out.numpy()
+    )

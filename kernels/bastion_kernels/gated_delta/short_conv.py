@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal convolution over a few tokens, along the branches of a tree.
+
+With weights w of W taps (the last one the row's own) and x(-1), x(-2), .. the inputs before the
+step, kept as a request's state, oldest first:
+
+    out[i] = silu(sum_t w[W - 1 - t] * x(t-th row above i)) for t = 0 .. W - 1
+
+Above a node is its parent, above any other row the row before it. `short_conv_commit` keeps the
+last W - 1 inputs of the accepted text.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.gated_delta.states import LayerStates, accepted_rows
+from bastion_kernels.triton_or_none import tl, triton
+
+__all__ = [
+    "short_conv_commit",
+    "short_conv_commit_reference",
+    "short_conv_commit_triton",
+    "short_conv_tree",
+    "short_conv_tree_reference",
+    "short_conv_tree_triton",
+]
+
+_BLOCK, _BLOCK_C = 16, 128
+
+
+def short_conv_tree_reference(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    state_rows: Tensor,
+    query_start_loc: Tensor,
+    tail_lens: Tensor,
+    slots: Tensor,
+    parents: Tensor,
+    out: Tensor,
+) -> None:
+    """One gather of the rows above each row; what a CPU runs. See `short_conv_tree`."""
+    taps = weight.shape[1]
+    places, tails, of_slot = state_rows.tolist(), tail_lens.tolist(), slots.tolist()
+    for r, (first, last) in enumerate(pairwise(query_start_loc.tolist())):
+        if first == last or places[r] < 0:
+            continue
+        # the state's columns come first: row i of the step is at taps - 1 + i
+        above = torch.arange(taps - 2, taps - 2 + last - first, device=x.device)
+        tail = tails[r] if of_slot[r] >= 0 else 0
+        if tail > 1:
+            root = last - first - tail
+            above[root + 1 :] = taps - 1 + root + parents[of_slot[r], : tail - 1].clamp(min=0)
+        above = torch.cat([torch.arange(-1, taps - 2, device=x.device), above])
+        inputs = torch.cat([state[places[r]].float().T, x[first:last].float()])
+        row = torch.arange(taps - 1, taps - 1 + last - first, device=x.device)
+        total = torch.zeros_like(inputs[taps - 1 :])
+        for tap in range(taps - 1, -1, -1):
+            total += inputs[row] * weight[:, tap].float()
+            row = above[row]
+        out[first:last] = torch.nn.functional.silu(total).to(out.dtype)
+
+
+@triton.jit
+def _above(row, root, tail, parents_ptr):
+    """The row above each, counted from the request's first; negative = in the state."""
+    node = row - root
+    of_tail = (node > 0) & (node < tail)
+    parent = tl.load(parents_ptr + node - 1, mask=of_tail, other=0)
+    return tl.where(of_tail, root + tl.maximum(parent, 0), row - 1)
+
+
+@triton.jit
+def _conv_kernel(
+    # [T, C], [C, TAPS], [B, C, TAPS - 1]
+    x_ptr,
+    weight_ptr,
+    state_ptr,
+    # [R], [R+1] int32, [R] int32, [R] int64, [S, N] int32
+    state_rows_ptr,
+    query_start_loc_ptr,
+    tail_lens_ptr,
+    slots_ptr,
+    parents_ptr,
+    # [T, C] (written)
+    out_ptr,
+    channels,
+    stride_x,
+    stride_weight,
+    stride_state,
+    stride_state_channel,
+    stride_state_col,
+    stride_parents,
+    stride_out,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """BLOCK_C channels of one request. Grid: (R, ceil(C / BLOCK_C))."""
+    request = tl.program_id(0)
+    place = tl.load(state_rows_ptr + request).to(tl.int64)
+    if place >= 0:
+        first = tl.load(query_start_loc_ptr + request).to(tl.int64)
+        rows = (tl.load(query_start_loc_ptr + request + 1) - first).to(tl.int32)
+        slot = tl.load(slots_ptr + request)
+        tail = tl.where(slot >= 0, tl.load(tail_lens_ptr + request), 0)
+        channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+        mine = channel < channels
+        x_ptr += first * stride_x
+        out_ptr += first * stride_out
+        from_ptr = state_ptr + place * stride_state + channel * stride_state_channel
+        parents_ptr += slot * stride_parents
+        for start in range(0, rows, BLOCK):
+            row = start + tl.arange(0, BLOCK)
+            live = (row < rows)[:, None] & mine[None, :]
+            at = row
+            total = tl.zeros([BLOCK, BLOCK_C], tl.float32)
+            for t in tl.static_range(TAPS):
+                inside = live & (at >= 0)[:, None]
+                here = tl.load(
+                    x_ptr + (at * stride_x)[:, None] + channel[None, :], mask=inside, other=0.0
+                )
+                before = tl.load(
+                    from_ptr[None, :] + ((TAPS - 1 + at) * stride_state_col)[:, None],
+                    mask=live & (at < 0)[:, None],
+                    other=0.0,
+                )
+                weight = tl.load(
+                    weight_ptr + channel * stride_weight + TAPS - 1 - t, mask=mine, other=0.0
+                )
+                value = here.to(tl.float32) + before.to(tl.float32)
+                total += value * weight.to(tl.float32)[None, :]
+                at = tl.where(at >= 0, _above(at, rows - tail, tail, parents_ptr), at - 1)
+            total = total / (1 + tl.exp(-total))
+            tl.store(
+                out_ptr + (row * stride_out)[:, None] + channel[None, :],
+                total.to(out_ptr.dtype.element_ty),
+                mask=live,
+            )
+
+
+def short_conv_tree_triton(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    state_rows: Tensor,
+    query_start_loc: Tensor,
+    tail_lens: Tensor,
+    slots: Tensor,
+    parents: Tensor,
+    out: Tensor,
+) -> None:
+    """Requests and channels in parallel; see `short_conv_tree`."""
+    channels, taps = weight.shape
+    _conv_kernel[(state_rows.shape[0], triton.cdiv(channels, _BLOCK_C))](
+        x, weight, state, state_rows, query_start_loc, tail_lens, slots, parents, out, channels,
+        x.stride(0), weight.stride(0), *state.stride(), parents.stride(0), out.stride(0),
+        TAPS=taps, BLOCK=_BLOCK, BLOCK_C=_BLOCK_C,
+    )  # fmt: skip
+
+
+def short_conv_tree(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    state_rows: Tensor,
+    query_start_loc: Tensor,
+    tail_lens: Tensor,
+    slots: Tensor,
+    parents: Tensor,
+    out: Tensor,
+) -> None:
+    """Convolve every row of the step with the rows above it. The state is only read.
+
+    Args:
+        x: `[T, C]`, contiguous in its last dimension.
+        weight: `[C, W]`.
+        state: `[B, C, W - 1]`, any strides, the last inputs of each request, oldest first.
+        state_rows: `[R]`, the request's row of `state`; -1 = this request is left alone.
+        query_start_loc, tail_lens, slots: as of `gated_delta_tree`.
+        parents: `[S, N]` int32, node number of each column's parent.
+        out: `[T, C]`, written.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit together.
+    """
+    op, (rows, channels) = "short_conv_tree", x.shape
+    check(op, "weight", weight, (channels, None), weight.dtype)
+    check(op, "state", state, (None, channels, weight.shape[1] - 1), state.dtype, strided=True)
+    check(op, "x", x, (rows, channels), x.dtype)
+    check(op, "parents", parents, (None, None), torch.int32)
+    check(op, "out", out, (rows, channels), out.dtype)
+    run = short_conv_tree_triton if on_gpu(x) else short_conv_tree_reference
+    run(x, weight, state, state_rows, query_start_loc, tail_lens, slots, parents, out)
+
+
+def short_conv_commit_reference(
+    x: Tensor,
+    states: LayerStates,
+    state_rows: Tensor,
+    query_start_loc: Tensor,
+    cu_num_logits: Tensor,
+    path: Tensor,
+) -> None:
+    """Request by request; what a CPU runs. See `short_conv_commit`."""
+    where = (query_start_loc, cu_num_logits, path)
+    for layer, state, rows in accepted_rows(states, state_rows, *where):
+        inputs = torch.cat([state.T, x[layer, rows].to(state.dtype)])
+        state.copy_(inputs[-state.shape[1] :].T)
+
+
+@triton.jit
+def _commit_kernel(
+    # [L, T, C]
+    x_ptr,
+    # [L, 2] int64: address of each layer's [B, C, KEPT] (written), and its group
+    table_ptr,
+    # [G, R], [R+1] int32 each, [R, PATH] int32
+    state_rows_ptr,
+    query_start_loc_ptr,
+    cu_num_logits_ptr,
+    path_ptr,
+    channels,
+    stride_x_layer,
+    stride_x,
+    stride_state,
+    stride_state_channel,
+    stride_state_col,
+    stride_state_rows,
+    stride_path,
+    ELEMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PATH: tl.constexpr,
+    PATHS: tl.constexpr,
+    KEPT: tl.constexpr,
+    KEPT_PAD: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """BLOCK_C channels of one request. Grid: (R, L, ceil(C / BLOCK_C))."""
+    request, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    group = tl.load(table_ptr + layer * 2 + 1)
+    place = tl.load(state_rows_ptr + group * stride_state_rows + request).to(tl.int64)
+    tail = tl.load(cu_num_logits_ptr + request + 1) - tl.load(cu_num_logits_ptr + request)
+    first = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    root = (tl.load(query_start_loc_ptr + request + 1) - first).to(tl.int32) - tail
+    path_ptr += request.to(tl.int64) * stride_path
+    depth = tl.arange(0, PATHS)
+    node = tl.load(path_ptr + depth, mask=depth < PATH, other=-1)
+    length = tl.min(tl.where((node >= 0) & (node < tail), PATHS, depth), 0)
+    if (place >= 0) & (length > 0):
+        channel = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+        column = tl.arange(0, KEPT_PAD)
+        live = (column < KEPT)[None, :] & (channel < channels)[:, None]
+        # of the accepted rows; negative = of what the state has
+        at = root + length - KEPT + column
+        on_path = tl.load(path_ptr + at - root, mask=(at >= root) & (column < KEPT), other=0)
+        row = tl.where(at < root, at, root + on_path)
+        state_ptr = tl.load(table_ptr + layer * 2).to(tl.pointer_type(ELEMENT))
+        state_ptr = tl.multiple_of(state_ptr, ALIGNMENT)
+        x_ptr += layer * stride_x_layer
+        into_ptr = state_ptr + place * stride_state + channel[:, None] * stride_state_channel
+        x = tl.load(
+            x_ptr + first * stride_x + (row * stride_x)[None, :] + channel[:, None],
+            mask=live & (at >= 0)[None, :],
+            other=0.0,
+        ).to(ELEMENT)
+        old = tl.load(
+            into_ptr + ((KEPT + at) * stride_state_col)[None, :],
+            mask=live & (at < 0)[None, :],
+            other=0.0,
+        )
+        # every thread's reads come before any thread's writes
+        tl.debug_barrier()
+        kept = tl.where((at >= 0)[None, :], x, old)
+        tl.store(into_ptr + (column * stride_state_col)[None, :], kept, mask=live)
+
+
+def short_conv_commit_triton(
+    x: Tensor,
+    states: LayerStates,
+    state_rows: Tensor,
+    query_start_loc: Tensor,
+    cu_num_logits: Tensor,
+    path: Tensor,
+) -> None:
+    """Requests and channels in parallel; see `short_conv_commit`."""
+    _, channels, kept = states.first.shape
+    _commit_kernel[(path.shape[0], len(states.states), triton.cdiv(channels, _BLOCK_C))](
+        x, states.table, state_rows, query_start_loc, cu_num_logits, path, channels,
+        *x.stride()[:2], *states.first.stride(), state_rows.stride(0), path.stride(0),
+        **states.arguments(), PATH=path.shape[1],
+        PATHS=triton.next_power_of_2(path.shape[1]), KEPT=kept,
+        KEPT_PAD=triton.next_power_of_2(kept), BLOCK_C=_BLOCK_C,
+    )  # fmt: skip
+
+
+def short_conv_commit(
+    x: Tensor,
+    states: LayerStates,
+    state_rows: Tensor,
+    query_start_loc: Tensor,
+    cu_num_logits: Tensor,
+    path: Tensor,
+) -> None:
+    """Keep the last inputs of the accepted text in all layers, in place.
+
+    Args:
+        x: `[L, T, C]`, of `short_conv_tree` for the same step, by layer.
+        states: of L layers, each as there.
+        state_rows, query_start_loc, cu_num_logits, path: as of `gated_delta_commit`.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit together.
+    """
+    op, reqs = "short_conv_commit", path.shape[0]
+    check(op, "x", x, (len(states.states), None, states.first.shape[1]), x.dtype)
+    check(op, "state_rows", state_rows, (None, reqs), torch.int32, torch.int64)
+    check(op, "query_start_loc", query_start_loc, (reqs + 1,), torch.int32)
+    check(op, "cu_num_logits", cu_num_logits, (reqs + 1,), torch.int32)
+    check(op, "path", path, (reqs, None), torch.int32)
+    if reqs == 0:
+        return
+    run = short_conv_commit_triton if on_gpu(x) else short_conv_commit_reference
+    run(x, states, state_rows, query_start_loc, cu_num_logits, path)

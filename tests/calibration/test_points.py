@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps a calibration times; that they are timed as they should is tested in tests/e2e."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+from vllm_bastion.calibration import measure
+from vllm_bastion.policy.cost.points import repeats_after, sizes_to_measure, tree_shapes
+
+
+def test_sizes_beyond_the_graphs_are_measured_too() -> None:
+    assert sizes_to_measure([8, 64, 512], 8192) == [8, 64, 512, 576, 1152, 2304, 4608]
+    assert sizes_to_measure([8, 64, 512], 512) == [8, 64, 512]
+    assert sizes_to_measure([], 20) == [1, 2, 4, 8, 12, 16, 17, 20]
+
+
+def test_trees_of_one_and_a_few_requests_are_measured() -> None:
+    """The paper's case, one request and the largest tree, is always among them."""
+    one = [(1, 3), (1, 7), (1, 15), (1, 31), (1, 63)]
+    assert tree_shapes(63, 512, 1) == one
+    assert tree_shapes(63, 128, 256) == [*one, (4, 3), (4, 7), (4, 15), (4, 31), (16, 3), (16, 7)]
+    assert tree_shapes(64, 65, 4)[:6] == [*one, (1, 64)]
+    assert tree_shapes(1, 2, 8) == [(1, 1)]
+
+
+def test_slow_points_are_timed_less_often() -> None:
+    assert [repeats_after(s) for s in (0.0, 0.01, 0.15, 0.3, 30.0)] == [5, 5, 2, 1, 1]
+
+
+def test_every_size_is_timed_before_any_is_timed_again() -> None:
+    """A slow while of the machine must be in all sizes, not in one; a slow size is timed once."""
+    seen = []
+    alone = SimpleNamespace(rank_in_group=0, broadcast_object=lambda value, src: value)
+
+    def run(rows: int, context: int) -> None:
+        seen.append((rows, context))
+        time.sleep(0.5 if rows == 64 else 0.0)
+
+    points = [(1, 0), (64, 0), (8, 128)]
+    rounds = measure._rounds(run, points, alone)
+    assert seen == points  # the first use is no measurement
+    assert rounds == [points, *[[(1, 0), (8, 128)]] * 4]

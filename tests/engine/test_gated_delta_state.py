@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters for gated delta networks, and what they assume of vLLM beyond the ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("vllm")
+
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+from vllm_bastion.attention.gated_delta import TreeRows, keep, run_tree_rows, states_of
+from vllm_bastion.hooks import gated_delta
+
+HEADS, KEY_HEADS, DIM, WIDTH, TAPS = 4, 2, 16, 32, 4
+CHANNELS = 2 * KEY_HEADS * DIM + HEADS * WIDTH
+
+
+def test_the_hybrid_model_state_fits_vllms() -> None:
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    from vllm_bastion.engine.gated_delta import HybridModelState
+    from vllm_bastion.engine.target import BastionModelState
+
+    order = HybridModelState.__mro__
+    assert order.index(BastionModelState) < order.index(MambaHybridModelState)
+    # vLLM's forwards to the default's, but for what it counts
+    assert MambaHybridModelState.__base__ is DefaultModelState
+    given = list(inspect.signature(MambaHybridModelState.prepare_attn).parameters)
+    assert given[1:4] == ["input_batch", "cudagraph_mode", "block_tables"]
+
+
+def test_what_is_read_of_a_layer_and_its_metadata_exists() -> None:
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention,
+    )
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    fields = {field.name for field in dataclasses.fields(GDNAttentionMetadata)}
+    assert fields >= {
+        "num_actual_tokens", "num_prefills", "non_spec_token_indx", "num_accepted_tokens",
+        "spec_sequence_masks", "spec_token_indx",
+    }  # fmt: skip
+    assert "num_speculative_blocks" in {field.name for field in dataclasses.fields(MambaSpec)}
+    for name in ("_conv_buffer_view", "_ssm_state_view", "_unpacked_conv_weight"):
+        assert list(inspect.signature(getattr(gdn_attention, name)).parameters) == ["layer"]
+    source = inspect.getsource(QwenGatedDeltaNetAttention)
+    read = (
+        "A_log", "dt_bias", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads", "conv_dim",
+        "conv1d", "num_spec", "prefix", "_forward_method = self.forward_c",
+    )  # fmt: skip
+    assert all(f"self.{name}" in source for name in read)
+    # one kernel knows nothing of our rows: the hook on it says that it cannot be used
+    fused = inspect.getsource(QwenGatedDeltaNetAttention._forward_core_fused_norm)
+    assert "self._can_use_fused_gdn_mtp_decode(attn_metadata)" in fused
+    assert "self._forward_core(" in fused
+
+
+def make_layer(on_cpu: bool, rows: int) -> Any:
+    """What is read of a layer, with states of three blocks, in its CPU or its CUDA version."""
+    g = torch.Generator().manual_seed(0)
+    conv_state = torch.randn(3, TAPS - 1, CHANNELS, generator=g)
+    state = torch.randn(3, HEADS, DIM, WIDTH, generator=g)
+    # a CPU's states are [H, K, V], whatever their shape says
+    held = state.view(3, HEADS, WIDTH, DIM) if on_cpu else state.mT.contiguous()
+    layer = SimpleNamespace(
+        num_v_heads=HEADS, num_k_heads=KEY_HEADS, head_k_dim=DIM, head_v_dim=WIDTH,
+        conv_dim=CHANNELS, tp_size=1, prefix="layer", kv_cache=(conv_state, held),
+        conv1d=SimpleNamespace(weight=torch.randn(CHANNELS, 1, TAPS, generator=g)),
+        A_log=torch.rand(HEADS, generator=g), dt_bias=torch.rand(HEADS, generator=g),
+        forward_cpu=1, forward_cuda=2, _forward_method=1 if on_cpu else 2,
+    )  # fmt: skip
+    keep([layer], rows, torch.float32, torch.device("cpu"))
+    return layer
+
+
+class Step:
+    """A tree of three rows, a prompt of two (in `with_prompt`), a chain of two."""
+
+    def __init__(self, with_prompt: bool) -> None:
+        g = torch.Generator().manual_seed(1)
+        lengths = [3, 2, 2] if with_prompt else [3, 2]
+        rows = sum(lengths)
+        self.ours = [0, 1, 2, 5, 6] if with_prompt else [0, 1, 2, 3, 4]
+        # the same rows of ours in both
+        self.given = [torch.full((rows, n), 9.0) for n in (CHANNELS, HEADS, HEADS)]
+        for x in self.given:
+            x[self.ours] = torch.randn(5, x.shape[1], generator=g)
+        reqs = len(lengths)
+        trees = SimpleNamespace(
+            tail_lens=torch.tensor([3] + [0] * (reqs - 1), dtype=torch.int32),
+            step_slots=torch.tensor([0] + [-1] * (reqs - 1)),
+            parents=torch.tensor([[0, 0]], dtype=torch.int32),
+            bits=torch.tensor([[[1], [3], [5]]], dtype=torch.int32),
+        )
+        mine = [3, 0, 2] if with_prompt else [3, 2]
+        places = torch.tensor(self.ours) if with_prompt else None
+        self.rows: Any = TreeRows(
+            trees,  # type: ignore[arg-type]
+            F.pad(torch.tensor(mine).cumsum(0), (1, 0)).int(),
+            torch.tensor([2, -1, 1] if with_prompt else [2, 1]).int(),
+            places,
+        )
+        self.out = torch.full((rows, HEADS, WIDTH), 7.0)
+
+    def run(self, on_cpu: bool) -> Any:
+        layer = make_layer(on_cpu, 5)
+        run_tree_rows(layer, self.rows, *self.given, self.out)
+        return layer
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_both_versions_of_a_layer_give_the_same(on_cpu: bool) -> None:
+    """vLLM's two layouts of a state, and its kernel for CUDA that normalises."""
+    usual, step = Step(False), Step(True)
+    kept, other = usual.run(True).bastion_kept, step.run(on_cpu).bastion_kept
+    torch.testing.assert_close(step.out[step.ours], usual.out)
+    assert bool((step.out[3:5] == 7).all())
+    assert torch.equal(other.conv_input, usual.given[0])
+    for name in ("key", "updates", "decays"):
+        torch.testing.assert_close(getattr(other, name), getattr(kept, name), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(usual.out[1], usual.out[2])
+
+
+def test_rows_beyond_what_steps_can_have_are_padding() -> None:
+    step = Step(False)
+    step.given = [F.pad(x, (0, 0, 0, 3)) for x in step.given]
+    step.out = F.pad(step.out, (0, 0, 0, 0, 0, 3), value=7.0)
+    step.run(False)
+    assert bool((step.out[5:] == 7).all())
+    assert bool((step.out[:5] != 7).all())
+
+
+def test_rows_that_are_kept_are_those_that_can_be_verified() -> None:
+    from vllm_bastion.engine.gated_delta import most_rows
+
+    def rows(tokens: int, reqs: int, nodes: int, vocab: int) -> int:
+        config: Any = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=reqs),
+            speculative_config=SimpleNamespace(num_speculative_tokens=nodes),
+            model_config=SimpleNamespace(get_vocab_size=lambda: vocab),
+        )
+        return most_rows(config)
+
+    assert rows(8192, 4, 63, 152_000) == 256
+    assert rows(128, 4, 63, 152_000) == 128
+    assert rows(8192, 256, 63, 152_000) == 2**28 // 152_000
+    assert rows(8192, 2048, 63, 152_000) == 2048  # roots alone
+
+
+def test_requests_past_the_kept_rows_are_left_alone() -> None:
+    """A dummy batch may have more rows than any step that is trimmed."""
+    from vllm_bastion.engine.gated_delta import HybridModelState
+
+    state: Any = object.__new__(HybridModelState)
+    state.trees, state._max_rows = None, 5
+    state._no_state = torch.tensor(-1, dtype=torch.int32)
+    state._starts = torch.zeros(4, dtype=torch.int32)
+    table = torch.tensor([[7], [8], [9]], dtype=torch.int32)
+    decode, places = torch.tensor([True, False, True]), torch.tensor([0, 1, 2, 6, 7, 8])
+    for prompts, lengths, expected in (
+        (0, [3, 0, 3], [7, -1, -1]),
+        (0, [3, 0, 2], [7, -1, 9]),
+        (1, [3, 3, 3], [7, -1, -1]),
+        (1, [3, 3, 2], [7, -1, 9]),
+    ):
+        metadata = SimpleNamespace(
+            spec_sequence_masks=decode, num_prefills=prompts, spec_token_indx=places
+        )
+        starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+        batch = SimpleNamespace(query_start_loc=starts, num_tokens=sum(lengths))
+        rows = state._tree_rows(metadata, batch, table, torch.zeros(3, dtype=torch.int32))
+        assert rows.state_rows.tolist() == expected
+
+
+def test_what_layers_leave_is_side_by_side() -> None:
+    layers = [make_layer(False, 1) for _ in range(2)]
+    kept = keep(layers, 4, torch.bfloat16, torch.device("cpu"))
+    assert [tuple(x.shape) for x in kept.tensors()] == [
+        (2, 4, CHANNELS), (2, 4, KEY_HEADS, DIM), (2, 4, HEADS, WIDTH), (2, 4, HEADS),
+    ]  # fmt: skip
+    assert layers[1].bastion_kept.key.data_ptr() == kept.key[1].data_ptr()
+    layers[0].head_v_dim += 1
+    with pytest.raises(ValueError, match="of one size"):
+        keep(layers, 4, torch.bfloat16, torch.device("cpu"))
+
+
+def test_views_of_states_are_vllms_memory() -> None:
+    for layer in (make_layer(True, 1), make_layer(False, 1)):
+        conv_state, state = states_of(layer)
+        assert conv_state.shape == (3, CHANNELS, TAPS - 1)
+        assert state.shape == (3, HEADS, DIM, WIDTH)
+        assert [x.data_ptr() for x in layer.kv_cache] == [conv_state.data_ptr(), state.data_ptr()]
+    on_cpu, on_cuda = (states_of(make_layer(kind, 1))[1] for kind in (True, False))
+    assert torch.equal(on_cpu, on_cuda)
+
+
+def metadata_of(step: Step) -> Any:
+    """vLLM's, of a step with a prompt, as far as the hooks read it."""
+    fields = {field.name: None for field in dataclasses.fields(GDNAttentionMetadata)}
+    metadata: Any = GDNAttentionMetadata(**fields)  # type: ignore[arg-type]
+    metadata.num_actual_tokens, metadata.num_prefills = 7, 1
+    metadata.spec_sequence_masks = torch.tensor([True, False, True])
+    metadata.non_spec_token_indx = torch.tensor([3, 4])
+    metadata.tree_rows = step.rows
+    return metadata
+
+
+def test_vllms_core_sees_the_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(True)
+    layer, metadata = make_layer(False, 5), metadata_of(step)
+    of_layers = {"layer": metadata}
+    context = SimpleNamespace(attn_metadata=of_layers)
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    seen: list[Any] = []
+
+    def core(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
+        of_layer: Any = of_layers[self.prefix]
+        seen.append((of_layer.spec_sequence_masks, of_layer.num_actual_tokens, len(mixed_qkv)))
+        assert not hasattr(of_layer, "tree_rows")
+        core_attn_out[:] = 5
+
+    # a graph's padding behind the step's rows
+    given = [F.pad(x, (0, 0, 0, 2)) for x in step.given]
+    out = F.pad(step.out, (0, 0, 0, 0, 0, 2), value=7.0)
+    gated_delta.forward_core(core, layer, *given, out)
+    assert seen == [(None, 2, 2)]
+    assert of_layers["layer"] is metadata
+    assert bool((out[3:5] == 5).all())
+    assert bool((out[7:] == 7).all())
+    usual = Step(False)
+    usual.run(True)
+    torch.testing.assert_close(out[step.ours], usual.out)
+
+
+def test_vllms_fused_decode_is_for_steps_without_our_rows() -> None:
+    metadata = metadata_of(Step(True))
+    assert not gated_delta.can_use_fused_decode(lambda *_: True, None, metadata)
+    assert gated_delta.can_use_fused_decode(lambda *_: True, None, dataclasses.replace(metadata))

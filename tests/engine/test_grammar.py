@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A grammar's bitmask rows, from the engine core to the logits, both ends sized alike.
+
+The core fills rows for every request with a grammar and the worker says which logits each belongs
+to. How they agree on that is vLLM's affair and has changed; both ends here are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.structured_output import StructuredOutputManager
+
+from helpers import write_checkpoint
+from vllm_bastion import config, plugin
+from vllm_bastion.engine.grammar import walk
+from vllm_bastion.hooks import runner
+
+GAMMA, VOCAB, WORDS = 7, 512, 16
+
+
+class Counting:
+    """A grammar whose k-th state allows token `first + k` and nothing else."""
+
+    def __init__(self, first: int) -> None:
+        self.token = first
+
+    def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
+        bitmask[index].zero_()
+        bitmask[index, self.token // 32] = 1 << self.token % 32
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self.token += len(tokens)
+        return True
+
+    def rollback(self, count: int) -> None:
+        self.token -= count
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return [token for place, token in enumerate(tokens) if token == self.token + place]
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+@pytest.fixture(params=[32, 3])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """More nodes than gamma, and fewer."""
+    plugin.register()
+    target = write_checkpoint(tmp_path / "target")
+    given = {
+        "method": "bastion",
+        "model": write_checkpoint(tmp_path / "drafter", "drafter"),
+        "num_speculative_tokens": request.param,
+    }
+    args = EngineArgs(
+        model=target, speculative_config=given, max_model_len=256, max_num_batched_tokens=128,
+        max_num_seqs=4, enforce_eager=True, skip_tokenizer_init=True,
+    )  # fmt: skip
+    return args.create_engine_config()
+
+
+def rows_of_core(engine: Any, drafts: dict[str, int]) -> np.ndarray:
+    """What the engine core sends for requests with so many drafts, all allowed by the grammars."""
+    manager = StructuredOutputManager(engine)
+    manager.backend = SimpleNamespace(
+        allocate_token_bitmask=lambda count: torch.zeros(count, WORDS, dtype=torch.int32)
+    )
+    requests = {
+        name: SimpleNamespace(
+            request_id=name,
+            num_tokens=9,
+            use_structured_output=True,
+            structured_output_request=SimpleNamespace(
+                grammar=Counting(40 * number), reasoning_ended=True
+            ),
+        )
+        for number, name in enumerate(drafts)
+    }
+    scheduled = {}
+    for name, count in drafts.items():
+        request, first = requests[name], requests[name].structured_output_request.grammar.token
+        tokens, above = list(range(first, first + count)), list(range(count))
+        request.bastion_grammar_tree = walk(manager, request, tokens, above, prune=True)
+        if count:
+            scheduled[name] = request.bastion_grammar_tree.tokens
+    rows = manager.grammar_bitmask(requests, list(drafts), scheduled)
+    assert rows is not None
+    return rows
+
+
+def worker_of(engine: Any) -> Any:
+    """The worker's end, built as vLLM's runner builds it."""
+    if current_platform.is_cpu():
+        importlib.import_module("vllm.v1.worker.cpu.shm")
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    stride = engine.uniform_decode_query_len
+    given = {
+        "max_num_logits": engine.scheduler_config.max_num_seqs * stride,
+        "vocab_size": VOCAB,
+        "device": torch.device("cpu"),
+        "mask_stride": stride,
+        "num_bonus_tokens": 1,
+    }
+    taken = inspect.signature(StructuredOutputsWorker).parameters
+    with set_current_vllm_config(engine):
+        return runner.structured_outputs_worker(
+            StructuredOutputsWorker, **{k: v for k, v in given.items() if k in taken}
+        )
+
+
+def allowed_tokens(
+    worker: Any, verified: dict[str, int], scheduled: dict[str, int], names: list[str], rows: Any
+) -> dict[str, list[list[int]]]:
+    """Request -> the tokens left at each of its logits rows, as many as drafts verified and one."""
+    starts = np.cumsum([0, *(1 + count for count in verified.values())]).astype(np.int32)
+    batch = SimpleNamespace(
+        req_ids=list(verified),
+        cu_num_logits=torch.from_numpy(starts),
+        cu_num_logits_np=starts,
+        num_draft_tokens_per_req=np.array([scheduled[name] for name in verified]),
+    )
+    logits = torch.zeros(int(starts[-1]), VOCAB)
+    worker.apply_grammar_bitmask(logits, batch, names, rows)
+    left = [(row == 0).nonzero().flatten().tolist() for row in logits]
+    return {name: left[starts[i] : starts[i + 1]] for i, name in enumerate(verified)}
+
+
+def test_each_row_of_logits_meets_its_own_row_of_the_bitmask(engine: Any) -> None:
+    most = min(GAMMA, engine.speculative_config.num_speculative_tokens)
+    scheduled = {"b": 0, "a": most, "c": 2}
+    rows = rows_of_core(engine, scheduled)
+    # In the batch's order, some drafts trimmed away, and one request without a grammar.
+    verified = {"a": most - 1, "free": 2, "c": 2, "b": 0}
+    worker = worker_of(engine)
+    left = allowed_tokens(worker, verified, scheduled | {"free": 2}, list(scheduled), rows)
+    assert left.pop("free") == [list(range(VOCAB))] * 3
+    first = {name: 40 * number for number, name in enumerate(scheduled)}
+    assert left == {
+        name: [[first[name] + row] for row in range(verified[name] + 1)] for name in left
+    }
+
+
+def test_the_bitmask_is_no_larger_than_a_step_needs(engine: Any) -> None:
+    rows = 4 * (1 + engine.speculative_config.num_speculative_tokens)
+    # vLLM 0.33 sends as many rows for every request, whatever the step has.
+    count, words = worker_of(engine).grammar_bitmask.shape
+    assert words == WORDS and count in (min(rows, 128), rows)
+
+
+def test_rows_for_all_nodes_as_in_vllms_warm_up_are_cut(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "_MAX_GRAMMAR_NODES", GAMMA)
+    nodes = engine.speculative_config.num_speculative_tokens
+    kept, taken = 1 + min(GAMMA, nodes), []
+    model_runner = SimpleNamespace(
+        vllm_config=engine, decode_query_len=1 + nodes, adaptive_verification=None
+    )
+    numbers = np.arange(2 * (1 + nodes), dtype=np.int32).reshape(-1, 1)
+    for rows in (numbers, numbers[: kept + 1]):  # the second is of a real step
+        given = GrammarOutput(["a", "b"], np.repeat(rows, WORDS, axis=1))
+        runner.sample_tokens(lambda _, output: taken.append(output), model_runner, given)
+    expected = [*range(kept), *range(1 + nodes, 1 + nodes + kept)]
+    assert taken[0].grammar_bitmask.shape == (2 * kept, WORDS)
+    assert taken[0].grammar_bitmask[:, 0].tolist() == expected
+    assert taken[1] is given

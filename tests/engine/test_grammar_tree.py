@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a grammar says of a tree, against the same grammar asked about every node by itself.
+
+Random trees whose tokens the grammar often allows, over real grammars of vLLM's back ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+if not torch.cuda.is_available():
+    # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+from bastion_kernels import ancestor_bits
+from vllm_bastion import plugin
+from vllm_bastion.engine import grammar
+from vllm_bastion.engine.draft_tokens import keep_columns
+from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.hooks.grammar import update_draft_token_ids
+from vllm_bastion.policy.trees import Trees
+
+PAIR = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny"
+GAMMA, NODES = 15, 24
+SPECS = {
+    "words": (StructuredOutputOptions.REGEX, r"(ab|cd|[a-f]{3})+x"),
+    "json": (
+        StructuredOutputOptions.JSON,
+        '{"type":"object","properties":{"a":{"enum":[1,23]},"b":{"type":"string"}},'
+        '"required":["a"],"additionalProperties":false}',
+    ),
+    "short": (StructuredOutputOptions.REGEX, r"a?b?"),
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    plugin.register()
+    given = {"method": "bastion", "model": str(PAIR / "drafter"), "num_speculative_tokens": 32}
+    args = EngineArgs(
+        model=str(PAIR / "target"), speculative_config=given, max_model_len=256,
+        max_num_batched_tokens=128, max_num_seqs=2, enforce_eager=True,
+    )  # fmt: skip
+    return args.create_engine_config()
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "guidance"])
+def manager(engine: Any, request: pytest.FixtureRequest) -> Iterator[StructuredOutputManager]:
+    made = StructuredOutputManager(engine)
+    kind = {"xgrammar": XgrammarBackend, "guidance": GuidanceBackend}[request.param]
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    vocab = engine.model_config.get_vocab_size()
+    made.backend = kind(made.vllm_config, tokenizer=tokenizer, vocab_size=vocab)
+    yield made
+
+
+def new_request(manager: StructuredOutputManager, spec: str, done: list[int]) -> Any:
+    """A request whose grammar has accepted some tokens."""
+    assert manager.backend is not None
+    matcher = manager.backend.compile_grammar(*SPECS[spec])
+    assert matcher.accept_tokens("r", done)
+    return SimpleNamespace(
+        request_id="r", num_tokens=5, use_structured_output=True, is_prefill_chunk=False,
+        is_finished=lambda: False, spec_token_ids=[],
+        structured_output_request=SimpleNamespace(grammar=matcher, reasoning_ended=True),
+    )  # fmt: skip
+
+
+def row_after(
+    manager: StructuredOutputManager, spec: str, done: list[int], path: Sequence[int] = ()
+) -> np.ndarray | None:
+    """[words] what may follow accepted tokens and a path; None where the path is refused."""
+    assert manager.backend is not None
+    matcher = manager.backend.compile_grammar(*SPECS[spec])
+    bitmask = manager.backend.allocate_token_bitmask(1).fill_(-1)
+    for token in done:
+        assert matcher.accept_tokens("r", [token])
+    # All at once: llguidance takes an end token with those before it, and not after them.
+    if matcher.validate_tokens(list(path)) != list(path):
+        return None
+    for token in path:
+        matcher.accept_tokens("r", [token])
+    if not matcher.is_terminated():
+        matcher.fill_bitmask(bitmask, 0)
+    return bitmask[0].numpy().copy()
+
+
+def allowed(row: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+
+
+class Tree:
+    """A random tree after some accepted tokens, and what every node's own path leads to."""
+
+    def __init__(self, manager: StructuredOutputManager, spec: str, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.done: list[int] = []
+        for _ in range(int(rng.integers(0, 4))):
+            row = row_after(manager, spec, self.done)
+            assert row is not None
+            options = allowed(row)
+            token = int(rng.choice(options))
+            if len(options) > 512 or token == 0:
+                break
+            self.done.append(token)
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.rows = [row_after(manager, spec, self.done)]
+        paths, depth = [list[int]()], [0]
+        while len(self.tokens) < NODES:
+            parent = int(rng.integers(0, len(paths)))
+            row = self.rows[parent]
+            if depth[parent] == GAMMA:
+                continue
+            token = int(rng.integers(0, 1024))
+            if row is not None and rng.random() < 0.8:
+                token = int(rng.choice(allowed(row)))
+            self.tokens.append(token)
+            self.parents.append(parent)
+            depth.append(depth[parent] + 1)
+            paths.append([*paths[parent], token])
+            self.rows.append(row_after(manager, spec, self.done, paths[-1]))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_node_has_the_row_of_its_own_path(
+    manager: StructuredOutputManager, spec: str
+) -> None:
+    refused = 0
+    for seed in range(6):
+        tree = Tree(manager, spec, seed)
+        for prune in (True, False):
+            request = new_request(manager, spec, tree.done)
+            found = grammar.walk(manager, request, tree.tokens, tree.parents, prune)
+            kept = [n for n in range(1, NODES + 1) if not prune or tree.rows[n] is not None]
+            assert found.columns == [node - 1 for node in kept]
+            assert found.tokens == [tree.tokens[node - 1] for node in kept]
+            for place, node in enumerate([0, *kept]):
+                if tree.rows[node] is not None:
+                    assert found.rows[place].tolist() == tree.rows[node].tolist(), (seed, node)
+                if place:  # the parent that it had, where that is now
+                    above = [0, *kept][found.parents[place - 1]]
+                    assert above == tree.parents[node - 1]
+            assert found.refused == sum(row is None for row in tree.rows)
+            refused += found.refused
+            # The grammar is where it was.
+            after = row_after(manager, spec, tree.done)
+            bitmask = manager.backend.allocate_token_bitmask(1)
+            request.structured_output_request.grammar.fill_bitmask(bitmask, 0)
+            assert after is not None and bitmask[0].tolist() == after.tolist()
+    assert refused > 5
+
+
+def test_a_refused_token_is_not_allowed_above(manager: StructuredOutputManager) -> None:
+    """What makes it safe to leave refused nodes in: nothing leads to them."""
+    tree = Tree(manager, "json", 1)
+    request = new_request(manager, "json", tree.done)
+    found = grammar.walk(manager, request, tree.tokens, tree.parents, prune=False)
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
+        if tree.rows[node] is None and tree.rows[parent] is not None:
+            assert not found.rows[parent, token // 32] >> (token % 32) & 1
+
+
+def test_codes_hold_tokens_and_parents() -> None:
+    tokens = torch.tensor([[5, 151_935, 7, 9], [-1, -1, -1, -1]])
+    parents = torch.tensor([[0, 0, 2, -1], [0, 0, 0, 0]], dtype=torch.int32)
+    first, second = grammar.encode(tokens, parents).tolist()
+    assert grammar.decode(first) == ([5, 151_935, 7], [0, 0, 2])
+    assert grammar.decode(second) == ([], [])
+
+
+def test_the_scheduler_schedules_what_the_grammar_allows(
+    engine: Any, manager: StructuredOutputManager
+) -> None:
+    tree = Tree(manager, "words", 3)
+    request = new_request(manager, "words", tree.done)
+    core = SimpleNamespace(
+        vllm_config=engine, structured_output_manager=manager, requests={"r": request}
+    )
+    codes = grammar.encode(torch.tensor(tree.tokens), torch.tensor(tree.parents)).tolist()
+    drafts = DraftTokenIds(["r", "gone"], [codes, codes])
+    rest: list[Any] = []
+    update_draft_token_ids(lambda _, left: rest.append(left), core, drafts)
+    assert rest[0].req_ids == ["gone"]
+    allowed_nodes = [
+        tree.tokens[node - 1] for node in range(1, NODES + 1) if tree.rows[node] is not None
+    ]
+    assert request.spec_token_ids == allowed_nodes
+    # Of these, as many as were scheduled; of others, nothing is known.
+    found = request.bastion_grammar_tree
+    assert len(found.rows_of(allowed_nodes[:2], request.num_tokens)) == 3
+    assert found.rows_of(allowed_nodes[:2], request.num_tokens + 1) is None
+    assert found.rows_of([-5 + 1024], request.num_tokens) is None
+    rows = found.rows_of([*allowed_nodes[:1], -1, -1], request.num_tokens)
+    assert (rows[2:] == -1).all() and rows[1].tolist() == found.rows[1].tolist()
+
+
+def test_the_worker_closes_the_gaps() -> None:
+    """Columns that a grammar refuses leave a tree whose mask, depths and scores fit the rest."""
+    trees = Trees(
+        max_num_reqs=3, max_num_tokens=64, num_nodes=6, depth=4, top_k=3, budget=None,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    trees.parents[1] = torch.tensor([0, 1, 0, 2, 3, 4], dtype=torch.int32)
+    trees.depths[1] = torch.tensor([1, 2, 1, 3, 2, 4], dtype=torch.int32)
+    trees.log_rho[1] = -torch.arange(6).float()
+    trees.size[1] = 6
+    others = [tensor[[0, 2]].clone() for tensor in (trees.parents, trees.bits, trees.log_rho)]
+    states = SimpleNamespace(
+        req_id_to_index={"a": 1}, draft_tokens=torch.arange(18).view(3, 6) + 100
+    )
+    # Node 3 is refused, and node 5 below it.
+    keep_columns(Runtime(trees), states, {"a": ([0, 1, 3, 5], [0, 1, 2, 3]), "gone": ([1], [0])})
+    assert states.draft_tokens[1, :4].tolist() == [106, 107, 109, 111]
+    assert states.draft_tokens[0].tolist() == list(range(100, 106))
+    assert trees.parents[1].tolist() == [0, 1, 2, 3, -1, -1]
+    assert trees.depths[1].tolist() == [1, 2, 3, 4, 0, 0]
+    assert trees.log_rho[1].tolist() == [0, -1, -3, -5, -torch.inf, -torch.inf]
+    assert trees.size.tolist() == [0, 4, 0]
+    expected = torch.zeros_like(trees.bits)
+    ancestor_bits(trees.parents, torch.tensor([1]), expected)
+    assert torch.equal(trees.bits[1], expected[1]) and expected[1].any()
+    for left, right in zip(others, (trees.parents, trees.bits, trees.log_rho), strict=True):
+        assert torch.equal(left, right[[0, 2]])
+    # N* is of other trees: it is chosen again before anybody reads it.
+    assert trees.changed
+    trees.choose_again(np.array([1]), np.array([6], dtype=np.int32), 1)
+    assert not trees.changed and int(trees.num_verify[1]) <= 4

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps for which vLLM wants no draft, because no request in them can use one (from 0.33 on)."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.platforms import current_platform
+
+from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.policy.trees import Trees
+
+if current_platform.is_cpu():
+    importlib.import_module("vllm.v1.worker.cpu.shm")  # as vLLM's CPU worker does first
+
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from vllm_bastion.drafters.dflash import BastionSpeculator
+from vllm_bastion.engine.verification import BastionVerificationManager
+
+NODES, SLOTS = 10, 4
+
+
+class Engine:
+    """The speculator, the manager and what they tell the others, without vLLM's drafter."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.trees = Trees(
+            max_num_reqs=SLOTS, max_num_tokens=64, num_nodes=NODES, depth=3, top_k=3, budget=None,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        self.timed: list[bool] = []
+        self.asked = 0
+        self.runtime = Runtime(self.trees)
+        self.runtime.costs = SimpleNamespace(
+            learn=lambda: None,
+            plain_ms=lambda *_: 1.0,
+            install=lambda *_: None,
+            timer=SimpleNamespace(step_done=self.timed.append),
+        )
+        self.runtime.gate = SimpleNamespace(draft=self._ask)
+        states = SimpleNamespace(req_id_to_index={}, num_speculative_steps=NODES)
+        starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
+        self.manager = BastionVerificationManager(self.runtime, states, starts, 1, 1000)
+        self.runtime.manager = self.manager
+        self.speculator = object.__new__(BastionSpeculator)
+        self.speculator.runtime, self.speculator.trees = self.runtime, self.trees
+        self.speculator._one_ahead, self.speculator._kept_hidden = False, [torch.zeros(64, 8)]
+        patch.setattr(DFlashSpeculator, "propose", self._propose)
+
+    def _ask(self, *_: Any) -> bool:
+        self.asked += 1
+        return True
+
+    def _propose(self, batch: Any, *args: Any, num_speculative_tokens: int, **_: Any) -> None:
+        """As vLLM's: nothing is drafted where nothing is wanted."""
+        if num_speculative_tokens:
+            logits = torch.randn(batch.num_reqs * 3, 32, generator=torch.Generator().manual_seed(1))
+            self.trees.grow(logits, batch.num_reqs)
+
+    @torch.inference_mode()
+    def step(self, slots: list[int], wanted: int) -> torch.Tensor:
+        """What vLLM's runner does after sampling."""
+        count = len(slots)
+        batch = SimpleNamespace(
+            num_reqs=count,
+            idx_mapping=torch.tensor(slots),
+            idx_mapping_np=np.array(slots),
+            num_computed_tokens_np=np.full(count, 20),
+            num_scheduled_tokens=np.ones(count, dtype=np.int32),
+            prefill_len_np=np.full(count, 20),
+        )
+        hidden, counts = torch.zeros(count, 8), torch.ones(count, dtype=torch.int32)
+        drafts = self.speculator.propose(
+            batch, {}, {}, hidden, [hidden], counts, counts, num_speculative_tokens=wanted
+        )
+        assert drafts.shape == (count, NODES)
+        if wanted < NODES:
+            drafts[:, wanted:] = -1
+        self.manager.record_confidences(counts, batch)
+        return drafts
+
+
+def test_a_step_whose_drafts_nobody_can_use_leaves_no_trees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(monkeypatch)
+    first = engine.step([0, 1], NODES).clone()
+    assert (engine.asked, engine.timed, engine.manager._treeless) == (1, [True], set())
+    engine.step([1, 2], 0)
+    # The gate decides of drafts that may be used, the timer learns that none was made, and nobody
+    # verifies a tree that is not there.
+    assert (engine.asked, engine.timed, engine.manager._treeless) == (1, [True, False], {1, 2})
+    # What vLLM writes over the drafts is no token, and a tree need not fill all its columns.
+    assert torch.equal(engine.trees.tokens[:2], first)
+    engine.step([1, 2], NODES)
+    assert (engine.asked, engine.timed, engine.manager._treeless) == (2, [True, False, True], set())

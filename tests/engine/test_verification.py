@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The managers, step by step on real trees without an engine: sizes, counts, what a gate hears."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.replay.controller import choose_budget as choose_budget_on_host
+from vllm_bastion.engine.lagged import LaggedVerificationManager
+from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.engine.verification import BastionVerificationManager
+from vllm_bastion.policy.gate import DraftGate
+from vllm_bastion.policy.trees import Trees
+
+DEPTH, NODES, VOCAB, SLOTS = 4, 10, 32, 5
+COST = (4.0 + 0.15 * np.arange(129)).astype(np.float32)
+
+
+class Gate(DraftGate):
+    """A gate that notes what it is told and always drafts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[Any, ...]] = []
+
+    def promised(self, requests: Any, tokens: Any, nodes: Any) -> None:
+        if requests:
+            self.told.append(("promised", list(requests), list(nodes), float(np.sum(tokens))))
+
+    def realised(self, promised: float, accepted: float) -> None:
+        self.told.append(("realised", promised, accepted))
+
+    def draft(self, *args: Any) -> bool:
+        return True
+
+
+class Steps:
+    """Drives a manager as the runner does; `slots` is the batch of all steps."""
+
+    def __init__(self, kind: type[BastionVerificationManager], slots: list[int], **given: Any):
+        budget = given.get("budget")
+        self.trees = Trees(
+            max_num_reqs=SLOTS, max_num_tokens=128, num_nodes=NODES, depth=DEPTH, top_k=3,
+            budget=budget, device=torch.device("cpu"),
+        )  # fmt: skip
+        self.trees.set_cost_ms(COST)
+        self.gate = Gate()
+        costs: Any = SimpleNamespace(plain_ms=lambda *_: 4.0)
+        self.runtime = Runtime(self.trees, costs=costs, gate=None if budget else self.gate)
+        self.names = {f"r{slot}": slot for slot in slots}
+        states = SimpleNamespace(req_id_to_index=self.names, num_speculative_steps=NODES)
+        self.starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
+        self.manager = kind(self.runtime, states, self.starts, 1, 1000)
+        self.slots = np.array(slots)
+        for slot in slots:
+            self.manager.add_request(slot)
+        self.step = 0
+        # Of every step: N* and the promise of the trees grown at its end, tokens emitted in it.
+        self.asked: list[tuple[list[int], float, list[int]]] = []
+
+    def run(self) -> dict[str, int]:
+        """One step; the nodes that its output reports."""
+        count = len(self.slots)
+        drafts = {name: [-1] * NODES for name in self.names}
+        rows = self.manager.get_num_tokens(dict.fromkeys(self.names, 1 + NODES), drafts)
+        self.manager.compact_batch(None, None, np.zeros(count + 1, dtype=np.int32))
+        cu, _, total, *_ = self.manager.reallocate_drafts(
+            list(self.names), torch.tensor(self.slots)
+        )
+        assert rows == count + total == int(cu[-1])
+        output: Any = SimpleNamespace(get_output=SimpleNamespace)
+        reported = self.manager.counted(output).get_output().bastion_num_verified
+        assert list(reported.values()) == (cu.diff() - 1).tolist()
+        if isinstance(self.manager, LaggedVerificationManager) and 0 < total < count * NODES:
+            assert self.starts[: count + 1].tolist() == cu.tolist()
+        assert self.manager.draft_next(self.slots, 0.0)
+        emitted = [1 + (self.step * 3 + i) % 4 for i in range(count)]
+        self.trees.bind_rows(torch.tensor(self.slots), torch.tensor(emitted, dtype=torch.int32))
+        generator = torch.Generator().manual_seed(self.step)
+        self.trees.grow(4 * torch.randn(count * DEPTH, VOCAB, generator=generator), count)
+        batch: Any = SimpleNamespace(idx_mapping_np=self.slots)
+        self.manager.record_confidences(None, batch)
+        rho = self.trees.log_rho[self.slots].double().exp().numpy()
+        best = choose_budget_on_host(rho, [NODES] * count, COST, count)
+        self.asked.append((best.counts.tolist(), best.expected_tokens - count, emitted))
+        self.step += 1
+        return reported
+
+
+@pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
+def test_the_gate_hears_of_each_step_once_and_at_a_fixed_distance(kind: Any) -> None:
+    steps, heard = Steps(kind, [3, 0, 4]), 0
+    for now in range(9):
+        steps.run()
+        told, heard = steps.gate.told[heard:], len(steps.gate.told)
+        # Trees of this step are those that the last one grew; lagged: one more step back, although
+        # on a CPU everything has arrived.
+        trees = now - kind.lag
+        if trees < 1:
+            assert not told
+            continue
+        nodes, promised, _ = steps.asked[trees - 1]
+        assert told[-1][:3] == ("promised", [3, 0, 4], nodes)
+        assert told[-1][3] == pytest.approx(promised, rel=1e-5)
+        if trees > 1:
+            before, emitted = steps.asked[trees - 2][1], steps.asked[trees - 1][2]
+            assert told[0][0] == "realised" and told[0][2] == sum(emitted) - 3
+            assert told[0][1] == pytest.approx(before, rel=1e-5)
+    assert len({tuple(nodes) for nodes, *_ in steps.asked}) > 4
+
+
+def test_lagged_sizes_come_from_the_step_before_and_shares_from_this_one() -> None:
+    steps = Steps(LaggedVerificationManager, [2, 4, 1])
+    steps.run()
+    assert sum(steps.run().values()) == 3 * NODES, "nothing is known of any tree yet"
+    uneven = 0
+    for now in range(2, 9):
+        asked = sum(steps.asked[now - 2][0])
+        rho = steps.trees.log_rho[steps.slots].double().exp().numpy()
+        shares = steps.run()
+        assert sum(shares.values()) == asked
+        best = np.sort(rho.ravel())[::-1][:asked]
+        got = [value for row, n in zip(rho, shares.values(), strict=True) for value in row[:n]]
+        np.testing.assert_allclose(sorted(got, reverse=True), best)
+        uneven += max(shares.values()) - min(shares.values()) > 1
+    assert uneven
+
+
+def test_what_a_slots_last_request_promised_is_not_its_next_ones() -> None:
+    steps = Steps(LaggedVerificationManager, [2, 0])
+    for _ in range(4):
+        steps.run()
+    steps.manager.add_request(0)
+    before = len(steps.gate.told)
+    steps.run()
+    told = {kind: rest for kind, *rest in steps.gate.told[before:]}
+    assert told["promised"][0] == [2]
+    assert told["realised"][1] == sum(steps.asked[2][2]) - 2
+
+
+@pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
+def test_steps_without_trees_teach_nothing_and_the_last_ones_are_still_heard(kind: Any) -> None:
+    steps = Steps(kind, [1, 3])
+    for _ in range(3):
+        steps.run()
+    asked = steps.asked[:]
+    empty: Any = SimpleNamespace(idx_mapping_np=steps.slots)
+    before = len(steps.gate.told)
+    steps.runtime.drafted = False
+    steps.run()  # verifies trees and grows none
+    for _ in range(3):  # the scheduler may not even ask
+        steps.manager.draft_next(steps.slots, 0.0)
+        steps.trees.bind_rows(torch.tensor(steps.slots), torch.ones(2, dtype=torch.int32))
+        steps.manager.record_confidences(None, empty)
+    promised = [told for told in steps.gate.told[before:] if told[0] == "promised"]
+    realised = [told for told in steps.gate.told[before:] if told[0] == "realised"]
+    assert [told[2] for told in promised] == [nodes for nodes, *_ in asked[2 - kind.lag : 3]]
+    emitted = [sum(tokens) - 2 for *_, tokens in steps.asked[2 - kind.lag : 4]]
+    assert [told[2] for told in realised] == emitted
+
+
+def test_a_budget_that_is_a_number_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(BastionVerificationManager, [4, 2], budget=6)
+    copy = "the host has no use for a copy, nor for waiting for it"
+    monkeypatch.setattr(steps.trees, "publish", lambda *_: pytest.fail(copy))
+    steps.run()
+    steps.trees.set_spine_only(2, True)
+    assert steps.run() == {"r4": 6, "r2": DEPTH}

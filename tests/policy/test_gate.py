@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain decoding as a candidate: taken up, found again, per request and without flapping."""
+
+import itertools
+
+import numpy as np
+
+from vllm_bastion.policy.gate import DraftGate
+
+PLAIN_MS = 10.0
+
+
+class Engine:
+    """Drives a gate as the engine does: a tree is verified exactly when one was asked for.
+
+    worth: request -> draft tokens that a tree of 16 nodes promises; kept: the part that comes true.
+    """
+
+    def __init__(self, tree_ms, kept=1.0, seed=0):
+        self.gate = DraftGate()
+        self.cost = np.full(2000, tree_ms, dtype=np.float32)
+        self.kept = kept
+        self.rng = np.random.default_rng(seed)
+        self.drafted = {}
+
+    def arrive(self, requests):
+        """New requests: their prompts' last step decides whether they start with a tree."""
+        for name in requests:
+            self.gate.forget(name)
+        self.drafted = set(requests) if self.gate.draft(requests, self.cost, PLAIN_MS) else set()
+
+    def run(self, worth, steps, noise=0.2):
+        """[steps] whether each step had trees."""
+        names, seen = list(worth), []
+        for _ in range(steps):
+            trees = [name for name in names if name in self.drafted]
+            seen.append(bool(trees))
+            if trees:
+                gains = [
+                    max(0.0, worth[n] * (1 + noise * self.rng.standard_normal())) for n in trees
+                ]
+                self.gate.promised(trees, gains, [16] * len(trees))
+                self.gate.realised(sum(gains), self.kept * sum(gains))
+            again = self.gate.draft(names, self.cost, PLAIN_MS)
+            self.drafted = set(names) if again else set()
+        return seen
+
+
+def test_a_paying_tree_is_never_left():
+    engine = Engine(tree_ms=15.0)
+    engine.arrive([0])
+    assert all(engine.run({0: 3.0}, 500))
+
+
+def test_a_losing_tree_is_left_at_once_and_seldom_tried():
+    engine = Engine(tree_ms=30.0)
+    engine.arrive([0])
+    seen = engine.run({0: 1.0}, 3000)
+    assert seen[0] and not seen[2]
+    # a step with a tree takes three plain ones; the waits grow from 48 steps to 768
+    assert 2 <= sum(seen[1000:]) <= 8
+
+
+def test_trees_come_back_when_they_pay_again():
+    engine = Engine(tree_ms=20.0)
+    engine.arrive([0])
+    assert not engine.run({0: 0.2}, 400)[-1]
+    seen = engine.run({0: 5.0}, 600)
+    first = seen.index(True)
+    assert first <= 16 * 2 * 16 and all(seen[first:])
+
+
+def test_a_new_request_gets_a_tree_after_a_hopeless_one():
+    engine = Engine(tree_ms=30.0)
+    for name in range(20):
+        engine.arrive([name])
+        assert engine.run({name: 0.5}, 40)[0]
+    engine.arrive([99])
+    assert all(engine.run({99: 5.0}, 40))
+
+
+def test_a_good_request_is_judged_by_itself():
+    engine = Engine(tree_ms=30.0)
+    shares = {}
+    for name in range(40):
+        good = name % 4 == 0
+        engine.arrive([name])
+        seen = engine.run({name: 4.0 if good else 1.0}, 20)
+        shares.setdefault(good, []).append(sum(seen) / 20)
+    assert np.mean(shares[True]) > 0.9
+    assert np.mean(shares[False]) < 0.2
+
+
+def test_a_name_that_is_given_again_is_forgotten():
+    engine = Engine(tree_ms=30.0)
+    engine.arrive([0])
+    engine.run({0: 0.5}, 40)
+    engine.arrive([0])
+    assert engine.run({0: 5.0}, 1) == [True]
+
+
+def test_one_newcomer_does_not_make_a_full_batch_draft():
+    engine = Engine(tree_ms=30.0)
+    names = list(range(32))
+    engine.arrive(names)
+    engine.run(dict.fromkeys(names, 0.5), 20)
+    names[7] = 100
+    assert not engine.gate.draft(names, engine.cost, PLAIN_MS)
+    assert engine.gate.draft([100], engine.cost, PLAIN_MS)
+
+
+def test_a_batch_drafts_by_its_sum():
+    engine = Engine(tree_ms=20.0)
+    engine.arrive([0, 1, 2, 3])
+    # break-even is one accepted token each: one request carries the other three
+    assert all(engine.run({0: 8.0, 1: 0.1, 2: 0.1, 3: 0.1}, 100))
+    engine = Engine(tree_ms=20.0)
+    engine.arrive([0, 1, 2, 3])
+    assert not any(engine.run({0: 2.0, 1: 0.1, 2: 0.1, 3: 0.1}, 30)[6:])
+
+
+def test_no_flapping_at_the_break_even():
+    engine = Engine(tree_ms=20.5, seed=3)
+    engine.arrive([0])
+    seen = engine.run({0: 1.0}, 5000)
+    assert sum(a != b for a, b in itertools.pairwise(seen)) <= 100
+
+
+def test_a_tree_not_worth_its_first_node_counts():
+    gate, cost = DraftGate(), np.full(100, 30.0, dtype=np.float32)
+    assert gate.draft([0], cost, PLAIN_MS)
+    gate.promised([0], [0.0], [0])
+    assert not gate.draft([0], cost, PLAIN_MS)
+
+
+def test_an_overstating_drafter_is_found_out():
+    # promises four tokens in two plain steps' time, and gives none
+    engine = Engine(tree_ms=20.0, kept=0.0)
+    engine.arrive([0])
+    seen = engine.run({0: 4.0}, 200)
+    assert engine.gate.kappa < 0.3
+    assert sum(seen) < 20
+
+
+def test_a_first_tree_that_is_on_its_way_is_waited_for():
+    # What a tree was worth is heard of a step later, as where the host never waits.
+    cost, gate = np.full(100, 30.0, dtype=np.float32), DraftGate()
+    assert gate.draft([0], cost, PLAIN_MS)
+    assert gate.draft([0], cost, PLAIN_MS), "nothing is known of any tree yet"
+    gate.promised([0], [0.5], [16])
+    assert not gate.draft([0], cost, PLAIN_MS)
+    gate.forget(1)
+    assert gate.draft([1], cost, PLAIN_MS)
+    assert not gate.draft([1], cost, PLAIN_MS), "first trees have not paid so far"
+    gate.promised([1], [5.0], [16])
+    assert gate.draft([1], cost, PLAIN_MS)
+    gate.forget(2)
+    for _ in range(30):
+        gate.promised([3], [5.0], [16])
+        gate.forget(3)
+    assert all(gate.draft([2], cost, PLAIN_MS) for _ in range(3)), "first trees have paid"
+
+
+def test_kappa_tracks_what_is_realised():
+    gate = DraftGate()
+    for _ in range(400):
+        gate.realised(6.0, 9.0)
+    assert 1.45 < gate.kappa < 1.55
+
+
+def test_the_cost_is_that_of_the_rows():
+    # trees of 16 nodes pay for two requests and not for four: rows beyond 40 are dear
+    cost = np.where(np.arange(200) <= 40, 12.0, 60.0).astype(np.float32)
+    gate = DraftGate()
+    gate.promised([0, 1, 2, 3], [2.0] * 4, [16] * 4)
+    assert gate.draft([0, 1], cost, PLAIN_MS)
+    assert not gate.draft([0, 1, 2, 3], cost, PLAIN_MS)

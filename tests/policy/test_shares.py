@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placeholders are shared out: nobody waits for what another does not use."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_bastion.policy.shares import even_split, next_wanted, share_placeholders
+
+GAMMA, NODES = 15, 63
+
+
+def _array(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 12, 19, 30])
+def test_an_even_split_respects_the_limits_and_the_sum(total: int) -> None:
+    limits = _array(3, 0, 8, 8)
+    shares = even_split(total, limits)
+    assert shares.sum() == min(total, 19) and (shares <= limits).all() and (shares >= 0).all()
+    roomy = shares[shares < limits]
+    assert roomy.size == 0 or shares.max() - roomy.min() <= 1
+
+
+def test_random_steps_are_shared_within_their_bounds() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        reqs = int(rng.integers(0, 40))
+        limits = rng.integers(0, NODES + 1, reqs).astype(np.int32)
+        wanted = rng.integers(0, 2 * NODES, reqs).astype(np.int32)
+        tokens, prompts = int(rng.integers(-5, 600)), int(rng.integers(0, 400))
+        shares = share_placeholders(tokens, wanted, limits, prompts)
+        first = np.minimum(wanted, limits)
+        left = max(tokens, 0) - int(shares.sum())
+        assert (shares >= 0).all() and (shares <= limits).all() and left >= 0
+        # Prompts get all they can use, what trees do not want, or half.
+        assert left >= min(prompts, (tokens + 1) // 2)
+        assert left >= min(prompts, tokens - first.sum())
+        # Nothing is left that somebody has a use for.
+        if left > prompts:
+            assert (shares == limits).all()
+        # Whoever gets less than it wants gets as much as everyone else, up to a single one.
+        short = shares < first
+        if short.any():
+            assert shares.max() <= shares[short].min() + 1
+
+
+def test_a_lone_request_gets_all_it_may_have() -> None:
+    assert share_placeholders(127, _array(GAMMA), _array(NODES), 0).tolist() == [NODES]
+
+
+def test_a_full_step_has_no_placeholders() -> None:
+    assert share_placeholders(0, _array(5, 5), _array(NODES, NODES), 9).tolist() == [0, 0]
+    assert share_placeholders(-3, _array(5, 5), _array(NODES, NODES), 9).tolist() == [0, 0]
+
+
+def test_a_tree_that_uses_what_it_has_takes_over_what_others_leave() -> None:
+    wanted, limits = _array(NODES, NODES, NODES), _array(NODES, NODES, NODES)
+    seen = []
+    for _ in range(4):
+        shares = share_placeholders(96, wanted, limits, 0)
+        seen.append(shares.tolist())
+        # The first verifies all it gets, the others two nodes.
+        nodes = np.minimum(shares, _array(NODES, 2, 2))
+        wanted = _array(*(next_wanted(int(n), GAMMA) for n in nodes))
+    assert seen[0] == [32, 32, 32]
+    assert seen[-1][0] == 62 and min(seen[-1][1:]) >= 2 + GAMMA

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad profiles never stop an engine and are never believed."""
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_bastion.policy.cost import store as profile_store
+from vllm_bastion.policy.cost.devices import DeviceSpec, device_name
+from vllm_bastion.policy.cost.fit import CalibratedRoofline, CalibrationReport
+from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.store import (
+    Profile,
+    ProfileError,
+    ProfileKey,
+    config_hash,
+    load_or_measure,
+    open_profile,
+    profile_path,
+    read_profile,
+    write_profile,
+)
+from vllm_bastion.policy.cost.table import StepCostTable
+
+KEY = ProfileKey("NVIDIA H200", "t" * 16, "d" * 16, "bfloat16", "BASTION", 1, "0.32.0", (1, 8, 16))
+
+
+def _profile(ms=5.0, key=KEY):
+    shape = ModelShape(36, 4096, 32, 8, 128, 12288, 151936)
+    calibrated = CalibratedRoofline(
+        Roofline(shape, DeviceSpec("H200", 989.5e12, 4800e9, "test")), 1.2, 0.5, 1.5, 1.0
+    )
+    table = StepCostTable(
+        [(1, 64, ms), (8, 64, ms + 1), (16, 64, ms + 2)],
+        [(1, 1.0)],
+        0.3,
+        max_rows=16,
+        captured_sizes=(1, 8, 16),
+    )
+    report = CalibrationReport(calibrated, 4.0, 0.4, 12, 4)
+    return Profile.from_measurement(key, table, report)
+
+
+class _Measure:
+    def __init__(self, ms=5.0):
+        self.calls, self.ms = 0, ms
+
+    def __call__(self):
+        self.calls += 1
+        return _profile(self.ms)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    messages = []
+    monkeypatch.setattr(profile_store, "warn", lambda text, *args: messages.append(text % args))
+    return messages
+
+
+def test_measured_once_then_loaded(tmp_path, warnings):
+    measure = _Measure()
+    first = load_or_measure(KEY, measure, tmp_path)
+    second = load_or_measure(KEY, measure, tmp_path)
+    assert measure.calls == 1 and not warnings
+    for context in (0, 64, 10_000):
+        np.testing.assert_array_equal(
+            first.table.cost_ms(2, context), second.table.cost_ms(2, context)
+        )
+    assert second.calibrated == first.calibrated and second.rmse_after == 0.4
+    assert second.table.carrier == second.calibrated
+    assert second.created == first.created
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "NVIDIA L40S"},
+        {"target_hash": "x"},
+        {"drafter_hash": "x"},
+        {"dtype": "float16"},
+        {"attention_backend": "FLASH_ATTN"},
+        {"tp_size": 2},
+        {"vllm_version": "0.33.0"},
+        {"graph_sizes": (1, 8)},
+        {"largest": (16, 1024, 2048)},
+    ],
+)
+def test_every_part_of_the_key_has_its_own_file(tmp_path, change):
+    measure = _Measure()
+    load_or_measure(KEY, measure, tmp_path)
+    load_or_measure(replace(KEY, **change), measure, tmp_path)
+    assert measure.calls == 2
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def _damage(path, how):
+    data = json.loads(path.read_text())
+    if how == "truncated":
+        path.write_text(path.read_text()[:200])
+    elif how == "empty":
+        path.write_text("")
+    elif how == "binary":
+        path.write_bytes(bytes(range(256)))
+    elif how == "no object":
+        path.write_text("[1, 2]")
+    elif how == "old schema":
+        path.write_text(json.dumps(data | {"schema": 0}))
+    elif how == "no schema":
+        path.write_text(json.dumps({k: v for k, v in data.items() if k != "schema"}))
+    elif how == "missing table":
+        path.write_text(json.dumps({k: v for k, v in data.items() if k != "table"}))
+    elif how == "NaN":
+        data["table"]["samples"][1][2] = float("nan")
+        path.write_text(json.dumps(data))
+    elif how == "negative time":
+        data["table"]["samples"][1][2] = -2.0
+        path.write_text(json.dumps(data))
+    elif how == "NaN coefficient":
+        data["calibrated"]["memory_slope"] = float("nan")
+        path.write_text(json.dumps(data))
+    elif how == "NaN error":
+        data["rmse_after"] = float("nan")
+        path.write_text(json.dumps(data))
+    elif how == "another GPU":
+        data["key"]["device"] = "NVIDIA L40S"
+        path.write_text(json.dumps(data))
+    elif how == "a folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        raise AssertionError(how)
+
+
+DAMAGES = [
+    "truncated",
+    "empty",
+    "binary",
+    "no object",
+    "old schema",
+    "no schema",
+    "missing table",
+    "NaN",
+    "negative time",
+    "NaN coefficient",
+    "NaN error",
+    "another GPU",
+]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_bad_files_are_measured_again_with_one_warning(tmp_path, warnings, how):
+    write_profile(_profile(ms=99.0), profile_path(KEY, tmp_path))
+    _damage(profile_path(KEY, tmp_path), how)
+    measure = _Measure(ms=5.0)
+    profile = load_or_measure(KEY, measure, tmp_path)
+    assert measure.calls == 1 and profile.table.samples[0][2] == 5.0
+    assert len(warnings) == 1 and "measured again" in warnings[0]
+    if how == "another GPU":
+        assert "NVIDIA L40S" in warnings[0] and "NVIDIA H200" in warnings[0]
+    # repaired: the next start is silent and measures nothing
+    load_or_measure(KEY, measure, tmp_path)
+    assert measure.calls == 1 and len(warnings) == 1
+
+
+def test_a_folder_in_the_files_place_does_not_stop_the_start(tmp_path, warnings):
+    write_profile(_profile(), profile_path(KEY, tmp_path))
+    _damage(profile_path(KEY, tmp_path), "a folder")
+    measure = _Measure()
+    load_or_measure(KEY, measure, tmp_path)
+    assert measure.calls == 1 and any("cannot be stored" in text for text in warnings)
+
+
+def test_folder_that_cannot_exist_works_without_storing(tmp_path, warnings):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    measure = _Measure()
+    for calls in (1, 2):
+        assert load_or_measure(KEY, measure, blocked / "cache").table.samples[0][2] == 5.0
+        assert measure.calls == calls
+    assert len(warnings) == 2 and all("VLLM_BASTION_CACHE" in text for text in warnings)
+
+
+def _in_read_only_folder(folder, results):
+    if os.geteuid() == 0:
+        os.setuid(65534)  # root may write anywhere: become nobody
+    messages = []
+    profile_store.warn = lambda text, *args: messages.append(text % args)
+    measure = _Measure()
+    loaded = load_or_measure(KEY, measure, Path(folder))
+    results.put((measure.calls, loaded.table.samples[0][2], messages))
+
+
+@pytest.fixture
+def public_folder():
+    # pytest's own temporary folders are closed to other users, and the child becomes one
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+        os.chmod(name, 0o755)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_read_only_folder(public_folder, filled):
+    import filelock  # noqa: F401  # the child cannot read every folder it might import from
+    import scipy.optimize  # noqa: F401
+
+    folder = public_folder
+    if filled:
+        write_profile(_profile(ms=7.0), profile_path(KEY, folder))
+        profile_path(KEY, folder).chmod(0o444)
+    folder.chmod(0o555)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_in_read_only_folder, args=(str(folder), results))
+    child.start()
+    calls, ms, messages = results.get(timeout=60)
+    child.join()
+    if filled:
+        assert (calls, ms, messages) == (0, 7.0, [])
+    else:
+        assert (calls, ms) == (1, 5.0)
+        assert len(messages) == 1 and "cannot be stored" in messages[0]
+        assert list(folder.iterdir()) == []
+
+
+def _start_engine(folder, barrier, results):
+    def measure():
+        time.sleep(0.5)
+        results.put(("measured", os.getpid()))
+        return _profile(ms=float(os.getpid()))
+
+    barrier.wait(timeout=60)
+    profile = load_or_measure(KEY, measure, Path(folder))
+    results.put(("got", profile.table.samples[0][2]))
+
+
+def test_two_processes_at_once_measure_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    children = [
+        context.Process(target=_start_engine, args=(str(tmp_path), barrier, results))
+        for _ in range(2)
+    ]
+    for child in children:
+        child.start()
+    events = [results.get(timeout=60) for _ in range(3)]
+    for child in children:
+        child.join(timeout=60)
+        assert child.exitcode == 0
+    measured = [value for kind, value in events if kind == "measured"]
+    got = [value for kind, value in events if kind == "got"]
+    assert len(measured) == 1 and got == [float(measured[0])] * 2
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    path = profile_path(KEY, tmp_path)
+    write_profile(_profile(ms=5.0), path)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_profile(_profile(ms=6.0), path)
+    assert read_profile(path).table.samples[0][2] == 5.0
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_failed_measurement_stores_nothing_and_frees_the_lock(tmp_path):
+    def fail():
+        raise RuntimeError("no device")
+
+    with pytest.raises(RuntimeError, match="no device"):
+        load_or_measure(KEY, fail, tmp_path)
+    measure = _Measure()
+    load_or_measure(KEY, measure, tmp_path)
+    assert measure.calls == 1
+
+
+def test_cache_folder_comes_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path / "own"))
+    load_or_measure(KEY, _Measure())
+    assert profile_path(KEY).parent == tmp_path / "own" and profile_path(KEY).exists()
+    monkeypatch.delenv("VLLM_BASTION_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert profile_path(KEY).parent == tmp_path / "xdg" / "vllm-bastion"
+
+
+def test_setting_off_auto_and_file(tmp_path, monkeypatch, warnings):
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path / "cache"))
+    measure = _Measure()
+    assert open_profile("off", KEY, measure) is None and measure.calls == 0
+    open_profile("auto", KEY, measure)
+    open_profile("auto", KEY, measure)
+    assert measure.calls == 1
+    named = tmp_path / "mine.json"
+    open_profile(str(named), KEY, measure)
+    assert measure.calls == 2 and named.exists() and not warnings
+    # a named file is used as asked, even from another machine, but says so
+    other = replace(KEY, device="NVIDIA L40S")
+    assert open_profile(str(named), other, measure).key == KEY
+    assert measure.calls == 2 and len(warnings) == 1 and "NVIDIA L40S" in warnings[0]
+    # and never overwritten when it is something else
+    named.write_text("notes")
+    with pytest.raises(ProfileError, match="delete it or give 'auto'"):
+        open_profile(str(named), KEY, measure)
+    assert named.read_text() == "notes"
+
+
+def test_config_hash_ignores_where_the_model_lies():
+    config = {"hidden_size": 4, "dtype": "bfloat16", "_name_or_path": "/a"}
+    assert config_hash(config) == config_hash(config | {"_name_or_path": "/b"})
+    assert config_hash(config) != config_hash(config | {"hidden_size": 8})
+
+
+def test_device_name_of_a_cpu_has_its_threads():
+    import torch
+
+    assert device_name("cpu").endswith(f"x{torch.get_num_threads()}")

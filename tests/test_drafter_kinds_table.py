@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of drafters: what is served and refused, and what is called of vLLM's speculators."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+
+from helpers import engine_config, is_one_sentence, write_checkpoint
+from vllm_bastion import compat
+from vllm_bastion.drafter_kinds import KINDS, candidates_of, gamma_of, kind_of
+from vllm_bastion.validation import BastionConfigError
+
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+_MODELS = "vllm.model_executor.models"
+# One architecture of each kind -> the speculator of vLLM that ours extends
+EXTENDS = {
+    "DFlashDraftModel": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
+    "DFlash2DraftModel": f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator",
+    "LiLiCorrDraftModel": f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator",
+    "Qwen3DSparkModel": f"{_SPECULATORS}.dspark.speculator:DSparkSpeculator",
+}
+CALLS = {
+    f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator._score_candidates": (
+        "(self, candidate_ids, unary_logits, hidden_states)"
+    ),
+    f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator._score_candidates": (
+        "(self, candidate_ids, unary_logits, hidden_states)"
+    ),
+    f"{_MODELS}.qwen3_dflash2:DFlash2Qwen3ForCausalLM.compute_candidates": "(self, hidden_states)",
+    f"{_MODELS}.lilicorr:LiLiCorrForCausalLM.compute_candidates": "(self, hidden_states)",
+    f"{_MODELS}.qwen3_dspark:Qwen3DSparkForCausalLM.compute_draft_logits": "(self, hidden_states)",
+    f"{_MODELS}.qwen3_dspark:Qwen3DSparkForCausalLM.map_draft_to_target": "(self, draft_ids)",
+    f"{_MODELS}.qwen3_dspark:Qwen3DSparkForCausalLM.markov_embed": "(self, token_ids)",
+}
+HAS_XPRESS = importlib.util.find_spec(f"{_SPECULATORS}.xpress") is not None
+if HAS_XPRESS:  # vLLM 0.33
+    EXTENDS["Qwen3XPressModel"] = f"{_SPECULATORS}.xpress.speculator:XPressSpeculator"
+    CALLS |= {
+        f"{_MODELS}.qwen3_xpress:Qwen3XPressForCausalLM.compute_draft_logits": (
+            "(self, hidden_states)"
+        ),
+        f"{_MODELS}.qwen3_xpress:XPressRefinerHead.hidden_cache": "(self, h_full)",
+    }
+
+
+@pytest.mark.parametrize("architecture", EXTENDS)
+def test_each_kind_runs_vllms_own_speculator(architecture: str) -> None:
+    kind = kind_of([architecture])
+    assert kind is not None
+    theirs, ours = resolve_name(EXTENDS[architecture]), resolve_name(kind.speculator)
+    tree, base = resolve_name(KINDS[0].speculator), resolve_name(EXTENDS["DFlashDraftModel"])
+    order = ours.__mro__
+    assert order.index(tree) < order.index(theirs) <= order.index(base)
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_what_is_called_is_there(target: str) -> None:
+    parameters = inspect.signature(resolve_name(target)).parameters
+    assert f"({', '.join(parameters)})" == CALLS[target]
+
+
+# --- served -----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_several_kinds_is_none() -> None:
+    assert kind_of([]) is None
+    assert kind_of(["DFlashDraftModel", "DFlash2DraftModel"]) is None
+    assert kind_of(["DFlashDraftModel", "DFlashQwen3ForCausalLM"]) is KINDS[0]
+
+
+def config(architecture: str, **settings: Any) -> Any:
+    return SimpleNamespace(architectures=[architecture], **settings)
+
+
+def test_the_block_holds_the_anchor_but_where_it_is_drawn_from() -> None:
+    assert gamma_of(config("DFlashDraftModel", block_size=16)) == 15
+    own = config("LiLiCorrDraftModel", block_size=16, dflash_config={"block_size": 8})
+    assert gamma_of(own) == 7
+    assert gamma_of(config("Qwen3DSparkModel", block_size=7)) == 7
+    assert gamma_of(config("Qwen3DSparkModel", block_size=8, sample_from_anchor=False)) == 7
+    for wrong in (None, True, "16"):
+        assert gamma_of(config("DFlashDraftModel", block_size=wrong)) is None
+
+
+def test_a_heads_candidates() -> None:
+    assert candidates_of(config("DFlashDraftModel", dflash_config={})) is None
+    head = config("DFlash2DraftModel", dflash_config={"selector_top_k": 4})
+    assert candidates_of(head) == 4
+    markov = "Qwen3DSparkModel"
+    assert candidates_of(config(markov, vocab_size=1024)) == 32
+    assert candidates_of(config(markov, vocab_size=1024, draft_vocab_size=20)) == 20
+    assert candidates_of(config(markov, vocab_size=1024, dspark_draft_topk=9)) == 9
+    assert candidates_of(config(markov, vocab_size=1024, dspark_draft_topk=900)) == 255
+
+
+HEADS = {"DFlash2DraftModel": "selector_top_k", "LiLiCorrDraftModel": "lilicorr_candidate_topk"}
+
+
+@pytest.mark.parametrize("architecture", HEADS)
+def test_a_head_over_candidates_bounds_top_k_and_may_name_the_block(
+    architecture: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    settings = {"mask_token_id": 1, "target_layer_ids": [0, 2], "block_size": 6}
+    drafter = write_checkpoint(
+        tmp_path / "drafter", "drafter", architectures=[architecture],
+        dflash_config=settings | {HEADS[architecture]: 4},
+    )  # fmt: skip
+    for asked, kept in ((2, 2), (4, 4), (9, 4)):
+        spec = engine_config((pair[0], drafter), bastion_top_k=asked).speculative_config
+        assert (spec.bastion_top_k, spec.bastion_gamma) == (kept, 5)
+        assert spec.draft_model_config.architectures == [architecture]
+
+
+@pytest.mark.parametrize("changes, gamma", [({"sample_from_anchor": False}, 7), ({}, 8)])
+def test_a_markov_head_is_asked_about_the_best_tokens_of_a_position(
+    changes: dict[str, Any], gamma: int, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """Its own default draws from the anchor: as many tokens as the block has queries."""
+    drafter = write_checkpoint(
+        tmp_path / "drafter", "drafter", architectures=["Qwen3DSparkModel"], markov_rank=4,
+        dflash_config=None, mask_token_id=1, target_layer_ids=[0, 2], **changes,
+    )  # fmt: skip
+    engine = engine_config((pair[0], drafter), bastion_top_k=20)
+    spec = engine.speculative_config
+    assert (spec.method, spec.bastion_gamma, spec.bastion_top_k) == ("dspark", gamma, 20)
+    assert engine.num_lookahead_tokens == gamma + 1
+    spec = engine_config((pair[0], drafter), dspark_draft_topk=6).speculative_config
+    assert spec.bastion_top_k == 6
+
+
+SPECULATORS: dict[str, dict[str, Any]] = {
+    "dflash": {"architectures": ["DFlashSpeculator"]},
+    "dflash2": {"selector_top_k": 4, "selector_rank": 2, "draft_vocab_size": None},
+    "dspark": {"markov_rank": 4, "sample_from_anchor": False},
+}
+
+
+@pytest.mark.parametrize("method", SPECULATORS)
+def test_the_speculators_librarys_format(
+    method: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """Its block size is read, with the anchor in the block; a reduced vocabulary is served."""
+    layers = json.loads((Path(pair[1]) / "config.json").read_text())
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    written = {
+        "speculators_model_type": method,
+        "block_size": 6,
+        "draft_vocab_size": 64,
+        "mask_token_id": 1,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "transformer_layer_config": {
+            k: v for k, v in layers.items() if k not in ("architectures", "block_size")
+        },
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
+    }
+    (drafter / "config.json").write_text(json.dumps(written | SPECULATORS[method]))
+    spec = engine_config((pair[0], str(drafter))).speculative_config
+    assert (spec.bastion_gamma, spec.method) == (5, "dspark" if method == "dspark" else "dflash")
+    assert spec.draft_model_config.hf_config.model_type == "speculators"
+
+
+# --- refused ----------------------------------------------------------------------------------
+
+NO_DRAFTER = "no drafter that trees are grown from"
+DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "another model": ({"architectures": ["Qwen3ForCausalLM"]}, (NO_DRAFTER, "Qwen3For")),
+    "DFlash2 and plain": (
+        {"architectures": ["DFlashDraftModel", "DFlash2DraftModel"]},
+        (NO_DRAFTER, "DFlashDraftModel, DFlash2DraftModel"),
+    ),
+    "XPress and plain": (
+        {"architectures": ["DFlashDraftModel", "DFlashQwen3XPressModel"]},
+        (NO_DRAFTER, "XPress"),
+    ),
+    "Beam": ({"architectures": ["DFlash2BeamDraftModel"]}, (NO_DRAFTER, "DFlash2Beam")),
+    "DSpark of DeepSeek": (
+        {"architectures": ["DSparkDraftModel"]},
+        (NO_DRAFTER, "DSparkDraftModel", "Qwen3DSparkModel"),
+    ),
+    "DSpark without a head": (
+        {"architectures": ["Qwen3DSparkModel"]},
+        ('"markov_rank": None', "complete checkpoint"),
+    ),
+    "DSpark for a deeper target": (
+        {
+            "architectures": ["Qwen3DSparkModel"],
+            "markov_rank": 4,
+            "dflash_config": None,
+            "target_layer_ids": [1, 4],
+        },
+        ("target layer 4", "4 layers"),
+    ),
+    "no settings": ({"dflash_config": None}, (NO_DRAFTER, '"dflash_config"')),
+    "no candidates": (
+        {"architectures": ["DFlash2DraftModel"]},
+        ('"selector_top_k": None', "complete checkpoint"),
+    ),
+    "too many candidates": (
+        {
+            "architectures": ["LiLiCorrDraftModel"],
+            "dflash_config": {"mask_token_id": 1, "lilicorr_candidate_topk": 256},
+        },
+        ('"lilicorr_candidate_topk": 256', "1 to 255"),
+    ),
+    "a selector without its architecture": (
+        {"dflash_config": {"mask_token_id": 1, "selector_rank": 4}},
+        ("selector_rank", "in a DFlashDraftModel", "plain DFlash"),
+    ),
+    "no block": ({"block_size": None}, ('"block_size": None', "complete checkpoint")),
+    "a block of one": ({"block_size": 1}, ('"block_size": 1',)),
+    "other vocabulary": ({"vocab_size": 500}, ("vocab_size 500", "vocabulary of 512")),
+    "a larger vocabulary": ({"draft_vocab_size": 513}, ("draft_vocab_size 513", "of 512")),
+    "a head on a part of the vocabulary": (
+        {
+            "architectures": ["DFlash2DraftModel"],
+            "draft_vocab_size": 64,
+            "dflash_config": {"mask_token_id": 1, "selector_top_k": 4},
+        },
+        ("draft_vocab_size 64 of the target's 512", "checkpoint for all of them"),
+    ),
+    "deeper target": (
+        {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 4]}},
+        ("target layer 4", "4 layers"),
+    ),
+    "anchor": (
+        {"dflash_config": {"mask_token_id": 1, "sample_from_anchor": True}},
+        ("sample_from_anchor", "plain DFlash"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DRAFTERS)
+def test_a_drafter_that_does_not_fit_is_refused(
+    case: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    changes, parts = DRAFTERS[case]
+    drafter = write_checkpoint(tmp_path / "drafter", "drafter", **changes)
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config((pair[0], drafter))
+    is_one_sentence(str(caught.value), drafter, *parts)
+
+
+def test_a_drafter_that_is_not_there_is_named(pair: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config((pair[0], str(tmp_path / "nowhere")))
+    for part in ("nowhere", "could not be read", "give the path"):
+        assert part in str(caught.value)
+
+
+def test_a_drafter_of_a_later_vllm_is_refused(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.32.1")
+    drafter = write_checkpoint(
+        tmp_path / "drafter", "drafter", architectures=["Qwen3XPressModel"], dflash_config=None
+    )
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config((pair[0], str(drafter)))
+    is_one_sentence(str(caught.value), "Qwen3XPressModel", "from 0.33 on", "vLLM 0.32.1")

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta networks of a target: the rows of trees and chains by our ops.
+
+vLLM's layer projects and normalises; between them its core has a short convolution and the
+recurrence. Both are ours for the rows of trees and chains, and vLLM's for prompts. What is read
+here lies in buffers that each step fills again, as what acceptance reads afterwards does: a FULL
+graph holds the launches of one step and serves all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bastion_kernels import gated_delta_tree, short_conv_tree
+from vllm_bastion.policy.trees import Trees
+
+
+@dataclass
+class TreeRows:
+    """The rows of a step that are ours, for the layers of one KV-cache group. R requests."""
+
+    trees: Trees
+    # [R + 1] int32 of our rows alone: a prompt has none
+    query_start_loc: torch.Tensor
+    # [R] int32, the request's state; -1 for a prompt's
+    state_rows: torch.Tensor
+    # [n] which rows of the step they are; None where no prompt is among them
+    places: torch.Tensor | None
+
+
+@dataclass
+class Kept:
+    """What a layer's forward pass leaves for acceptance, by row of ours; see the kernels."""
+
+    conv_input: torch.Tensor  # [M, C]
+    key: torch.Tensor  # [M, Hk, K]
+    updates: torch.Tensor  # [M, H, V] fp32
+    decays: torch.Tensor  # [M, H] fp64
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of it."""
+        return self.conv_input, self.key, self.updates, self.decays
+
+
+def keep(layers: list[Any], max_rows: int, dtype: torch.dtype, device: torch.device) -> Kept:
+    """Of all layers, `[L, ..]`, for steps of up to M rows; a layer's part is its `bastion_kept`.
+
+    Raises:
+        ValueError: the layers differ in size.
+    """
+    names = ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", "conv_dim", "tp_size")
+    sizes = {tuple(getattr(layer, name) for name in names) for layer in layers}
+    if len(sizes) != 1:
+        raise ValueError("method 'bastion' needs gated delta networks of one size in all layers")
+    heads, key_heads, dim, width, channels, ranks = sizes.pop()
+
+    def rows(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(len(layers), max_rows, *shape, dtype=dtype, device=device)
+
+    of_all = Kept(
+        rows(channels // ranks),
+        rows(key_heads // ranks, dim),
+        rows(heads // ranks, width, dtype=torch.float32),
+        rows(heads // ranks, dtype=torch.float64),
+    )
+    for i, layer in enumerate(layers):
+        layer.bastion_kept = Kept(*(x[i] for x in of_all.tensors()))
+    return of_all
+
+
+def _on_cpu(layer: Any) -> bool:
+    """Whether vLLM runs its CPU version of the layer, which has states and weights of its own."""
+    return bool(layer._forward_method == layer.forward_cpu)
+
+
+def states_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a layer's states: `[B, C, W - 1]`, oldest input first, and `[B, H, K, V]`."""
+    if _on_cpu(layer):
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+        return gdn_attention._conv_buffer_view(layer), gdn_attention._ssm_state_view(layer)
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    conv_state, state = layer.kv_cache
+    return conv_state if is_conv_state_dim_first() else conv_state.mT, state.mT
+
+
+def _weight_of(layer: Any) -> torch.Tensor:
+    """Of the convolution, `[C, W]`."""
+    if _on_cpu(layer):
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+        weight: torch.Tensor = gdn_attention._unpacked_conv_weight(layer)
+        return weight
+    return torch.as_tensor(layer.conv1d.weight).squeeze(1)
+
+
+def _inputs_of(
+    layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Query, key (normalised), value, gate and beta of convolved rows `[n, C]`."""
+    key_heads = layer.num_k_heads // layer.tp_size
+    if not _on_cpu(layer):
+        from vllm.third_party.flash_linear_attention.ops import fused_post_conv_prep
+
+        sizes = (key_heads, layer.head_k_dim, layer.head_v_dim)
+        prepared: tuple[torch.Tensor, ...] = fused_post_conv_prep(
+            mixed, a, b, layer.A_log, layer.dt_bias, *sizes
+        )
+        return prepared
+    width = key_heads * layer.head_k_dim
+    query, key, value = mixed.split([width, width, mixed.shape[1] - 2 * width], dim=1)
+    query, key = (x.unflatten(1, (key_heads, layer.head_k_dim)) for x in (query, key))
+    for x in (query, key):
+        x *= torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
+    gate = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
+    return query, key, value.unflatten(1, (-1, layer.head_v_dim)), gate, b.float().sigmoid()
+
+
+def run_tree_rows(
+    layer: Any,
+    rows: TreeRows,
+    mixed_qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Convolution and recurrence of the rows in `rows`; others' stay as they are.
+
+    mixed_qkv: [T, C]; b, a: [T, H]; out: [T, H, V], written.
+    """
+    kept: Kept = layer.bastion_kept
+    if rows.places is not None:
+        mixed_qkv, b, a = (x.index_select(0, rows.places) for x in (mixed_qkv, b, a))
+    # a graph's padding may reach past the rows that steps can have
+    count = min(len(mixed_qkv), len(kept.key))
+    mixed_qkv, b, a = (x[:count] for x in (mixed_qkv, b, a))
+    trees, num_reqs = rows.trees, rows.state_rows.shape[0]
+    place = (rows.state_rows, rows.query_start_loc)
+    tree = (trees.tail_lens[:num_reqs], trees.step_slots[:num_reqs])
+    conv_state, state = states_of(layer)
+    conv_input, key = kept.conv_input[:count], kept.key[:count]
+    conv_input.copy_(mixed_qkv)
+    mixed = torch.empty_like(conv_input)
+    short_conv_tree(conv_input, _weight_of(layer), conv_state, *place, *tree, trees.parents, mixed)
+    query, own_key, value, gate, beta = _inputs_of(layer, mixed, b, a)
+    key.copy_(own_key)
+    found = out[:count] if rows.places is None else out.new_empty(count, *out.shape[1:])
+    gated_delta_tree(
+        query, key, value, gate, beta, state, *place, *tree, trees.bits,
+        layer.head_k_dim**-0.5, found, kept.updates, kept.decays,
+    )  # fmt: skip
+    if rows.places is not None:
+        out.index_copy_(0, rows.places, found)

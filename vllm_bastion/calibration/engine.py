@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step costs of one engine: measured, read from a stored profile, or a roofline's.
+
+Runs once, after vLLM's warm-up and before the first request.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from vllm.distributed.parallel_state import get_world_group
+
+from vllm_bastion.calibration.agreement import of_rank_0, shared_profile
+from vllm_bastion.calibration.measure import largest_steps, measure, warm_up
+from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
+from vllm_bastion.cpu.int8 import int8_wanted
+from vllm_bastion.cpu.linear import has_linear
+from vllm_bastion.engine.runtime import runtime_of
+from vllm_bastion.envs import interpreter_requested
+from vllm_bastion.logger import init_logger
+from vllm_bastion.policy.cost.devices import device_name, device_spec
+from vllm_bastion.policy.cost.online import make_latency
+from vllm_bastion.policy.cost.points import CONTEXTS
+from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.store import (
+    Profile,
+    ProfileKey,
+    config_hash,
+    profile_path,
+    read_profile,
+    write_profile,
+)
+from vllm_bastion.policy.cost.table import StepCostTable
+from vllm_bastion.policy.gate import DraftGate
+from vllm_bastion.policy.step_costs import StepCosts
+
+logger = init_logger(__name__)
+
+
+@torch.inference_mode()
+def calibrate(runner: Any) -> None:
+    """Give the engine of `runner` (a ``GPUModelRunner``) its step costs."""
+    vllm_config = runner.vllm_config
+    config = bastion_config(vllm_config)
+    assert config is not None
+    if config.bastion_budget != "adaptive":
+        if runner.device.type == "cpu" and not interpreter_requested():
+            warm_up(runner)
+        return
+    runtime = runtime_of(vllm_config)
+    key = profile_key(runner)
+    # Tensor-parallel ranks, and those data-parallel ones whose steps are collective (of a mixture
+    # of experts): vLLM makes data-parallel ranks of a dense model engines of their own.
+    group = get_world_group()
+
+    def measured() -> Profile:
+        return measure(runner, key, bare_roofline(runner, group), captured_sizes(runner), group)
+
+    profile = shared_profile(config.bastion_calibration, key, measured, group)
+    if profile is None:
+        roofline = bare_roofline(runner, group)
+        table, calibrated = _prior(runner, roofline), None
+    else:
+        # A profile does not depend on how many rows a step may have; the table's length does.
+        table = profile.table.with_max_rows(runner.max_num_tokens)
+        calibrated = profile.calibrated
+        roofline = calibrated.roofline if calibrated else None
+    latency = make_latency(
+        config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
+    )
+    # What one GPU learns the others do not know, and all must choose the same budget.
+    alone = group.world_size == 1
+    if not alone and config.bastion_latency_model in ("ema", "ema_calib"):
+        raise ValueError(
+            f"bastion_latency_model {config.bastion_latency_model!r} learns on each GPU by itself, "
+            "and GPUs that step together must agree: use 'ema_table' or 'static'"
+        )
+    # A table or a curve that was asked for by name is believed as it stands, T_aux included.
+    online = alone and config.bastion_latency_model.startswith("ema")
+    runtime.costs = StepCosts(latency, runtime.trees, online=online)
+    runtime.costs.install(1, 1.0)
+    if runner.dp_size == 1:
+        runtime.gate = DraftGate()
+
+
+def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:
+    """`vllm-bastion calibrate`: start the engine, let it measure itself, store the profile.
+
+    output: file to write; None for the cache. engine_args: vLLM's own options.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-bastion calibrate"))
+    args = EngineArgs.from_cli_args(parser.parse_args(["--model", target, *engine_args]))
+    with tempfile.TemporaryDirectory() as folder:
+        # A file that does not exist is measured and written, whatever the cache holds.
+        fresh = Path(folder) / "profile.json"
+        given = dict(args.speculative_config or {})
+        args.speculative_config = {
+            "num_speculative_tokens": 63,
+            **given,
+            "method": "bastion",
+            "model": drafter,
+            "bastion_calibration": str(fresh),
+        }
+        engine = LLMEngine.from_engine_args(args)
+        profile = read_profile(fresh)
+        engine.engine_core.shutdown()
+    write_profile(profile, output or profile_path(profile.key))
+    return profile
+
+
+def _prior(runner: Any, roofline: Roofline | None) -> StepCostTable:
+    """The bare roofline as a table, for an engine that is not to be measured."""
+    rows = runner.max_num_tokens
+    if roofline is None:
+        return StepCostTable.flat(max_rows=rows)
+    points = np.unique(np.append(np.geomspace(1, rows, 24).astype(int), rows))
+    samples = [
+        (int(n), context, float(roofline.predict_ms(float(n), context)))
+        for n in points
+        for context in CONTEXTS
+    ]
+    return StepCostTable(samples, max_rows=rows, captured_sizes=captured_sizes(runner))
+
+
+def bare_roofline(runner: Any, group: Any) -> Roofline | None:
+    """The target's roofline on rank 0's device; None where the target is no dense decoder.
+
+    Every rank must call it: peaks that are measured differ from rank to rank.
+    """
+    model_config = runner.vllm_config.model_config
+    try:
+        shape = ModelShape.from_config(
+            model_config.hf_text_config,
+            bytes_per_element=model_config.dtype.itemsize,
+            tp=runner.parallel_config.tensor_parallel_size,
+        )
+    except ValueError as error:
+        logger.warning("No roofline for this target (%s): costs are the measured ones only", error)
+        return None
+    spec = of_rank_0(group, lambda: device_spec(runner.device, model_config.dtype))
+    return Roofline(shape, spec)
+
+
+def captured_sizes(runner: Any) -> list[int]:
+    """Token counts of the FULL graphs of a verifying step, ascending; empty without graphs."""
+    manager = runner.cudagraph_manager
+    if manager is None or (not manager.needs_capture() and runner.device.type == "cpu"):
+        return []
+    return sorted(manager.captured_token_counts())
+
+
+def profile_key(runner: Any) -> ProfileKey:
+    """Everything that the measured times of this engine depend on."""
+    config = runner.vllm_config
+    spec: BastionSpeculativeConfig = config.speculative_config
+    backend = {g.backend.get_name() for groups in runner.attn_groups for g in groups}
+    drafter = spec.draft_model_config.hf_config.to_dict()
+    target = config.model_config.hf_text_config.to_dict()
+    if runner.device.type == "cpu":
+        if int8_wanted(spec, config.model_config.dtype):
+            drafter["weights"] = "int8"
+        target["products"] = "bastion" if has_linear() else "vllm"
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    if config.cache_config.cache_dtype != "auto":
+        dtype += f", cache {config.cache_config.cache_dtype}"
+    captured = captured_sizes(runner)
+    return ProfileKey(
+        device=device_name(runner.device),
+        target_hash=config_hash(target),
+        drafter_hash=config_hash(drafter),
+        dtype=dtype,
+        attention_backend="+".join(sorted(backend)),
+        tp_size=config.parallel_config.tensor_parallel_size,
+        vllm_version=vllm.__version__,
+        graph_sizes=tuple(captured),
+        dp_size=config.parallel_config.data_parallel_size,
+        expert_parallel=config.parallel_config.enable_expert_parallel,
+        largest=largest_steps(runner, captured),
+    )

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time what a step costs on a finished engine, before the first request.
+
+Two kinds of steps, both timed by vLLM's own ``StepTimingCollector`` and replaying the captured
+graphs where there are any: vLLM's dummy runs, a row for each of as many requests as fit (plain
+decoding), and trees of a few requests (`TreeSteps`). The output head, which a verified node also
+passes, is added to the forward pass.
+
+What decides is how sizes compare, and a host's memory is slow for seconds at a time. So every size
+is timed once before any is timed again, and a slow while is in all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
+
+from vllm_bastion.calibration.agreement import of_rank_0
+from vllm_bastion.calibration.tree_steps import TreeSteps
+from vllm_bastion.engine.runtime import runtime_of
+from vllm_bastion.logger import init_logger
+from vllm_bastion.policy.cost.fit import calibrate_and_report
+from vllm_bastion.policy.cost.forward_times import Sample
+from vllm_bastion.policy.cost.points import (
+    CONTEXTS,
+    PLAIN_REQS,
+    REPEATS,
+    REPEATS_FAR,
+    repeats_after,
+    sizes_to_measure,
+    tree_shapes,
+)
+from vllm_bastion.policy.cost.roofline import Roofline
+from vllm_bastion.policy.cost.store import Profile, ProfileKey
+from vllm_bastion.policy.cost.table import StepCostTable, padded_rows
+from vllm_bastion.policy.cost.timing import HostMark, new_mark
+
+logger = init_logger(__name__)
+
+# Trees whose step takes longer are timed over the shortest context only.
+_SLOW_S = 0.3
+
+
+class HostStepTimingCollector(StepTimingCollector):
+    """vLLM's collector of step timings for a CPU engine: host marks, not its event stubs."""
+
+    def forward_start(self) -> None:
+        if self._collecting:
+            self._step = StepTimingEvents(HostMark(), HostMark(), HostMark(), HostMark())
+            self._step.forward_start.record()
+
+
+def measure(
+    runner: Any, key: ProfileKey, roofline: Roofline | None, captured: list[int], group: Any
+) -> Profile:
+    """Time the engine of `runner` and fit the roofline to it; its steps are `group`'s together."""
+    start = time.perf_counter()
+    if runner.device.type == "cpu":
+        runner.step_timing = HostStepTimingCollector()
+    room, batches, contexts = _room(runner), _batches(runner), _contexts(runner)
+    shapes = tree_shapes(_largest_tree(runner), room, batches[-1])
+    # Each size of a tree step is timed without context as well.
+    padded = padded_rows(runner.max_num_tokens, captured)
+    sizes = sorted(
+        {
+            *sizes_to_measure(captured, runner.max_num_tokens),
+            *(int(padded[reqs * (1 + n)]) for reqs, n in shapes),
+        }
+    )
+
+    dummies = [(n, 0) for n in sizes] + [(n, contexts[0]) for n in batches]
+    far = [(n, context) for context in contexts[1:] for n in batches]
+    head_rounds = _rounds(partial(_head_ms, runner), [(n,) for n in sizes], group)
+    plain_rounds = _rounds(partial(dummy_tree_step, runner), dummies, group)
+    far_rounds = _rounds(partial(dummy_tree_step, runner), far, group)[:REPEATS_FAR]
+    for steps, more in zip(plain_rounds, far_rounds, strict=False):
+        steps += more
+    tree_rounds = _tree_rounds(runner, shapes, contexts, group)
+    head_times: dict[int, list[float]] = {}
+    plain: list[tuple[int, Any]] = []
+    trees: list[tuple[int, Any, Any]] = []
+    for heads, steps, verified_trees in zip(head_rounds, plain_rounds, tree_rounds, strict=True):
+        for (n,) in heads:
+            head_times.setdefault(n, []).append(_head_ms(runner, n))
+        plain += _dummy_steps(runner, steps)
+        trees += _tree_steps(runner, verified_trees)
+
+    def head_ms(rows: int) -> float:
+        return float(np.interp(rows, sizes, [median(head_times[n]) for n in sizes]))
+
+    samples: list[Sample] = []
+    drafter: list[tuple[int, float]] = []
+    for context, step in plain:
+        rows = step.num_target_tokens
+        samples.append((rows, float(context), step.forward_ms + head_ms(rows), step.num_reqs))
+        drafter.append((step.num_reqs, step.drafter_ms))
+    of_drafter = StepCostTable(samples, drafter, max_rows=1).drafter_ms
+
+    beyond: list[list[float]] = [[], []]  # of a step without trees, and with
+    for context, roots, verified in trees:
+        rows, reqs = int(padded[verified.num_target_tokens]), verified.num_reqs
+        samples.append((rows, float(context), verified.forward_ms + head_ms(rows), reqs))
+        for times, step in zip(beyond, (roots, verified), strict=True):
+            times.append(step.drafter_ms - of_drafter(reqs) - head_ms(step.num_target_tokens))
+    plain_aux_ms, aux_ms = (max(0.0, median(times)) if times else 0.0 for times in beyond)
+
+    table = StepCostTable(
+        samples,
+        drafter,
+        aux_ms,
+        plain_aux_ms=plain_aux_ms,
+        max_rows=runner.max_num_tokens,
+        captured_sizes=captured,
+    )
+    report = calibrate_and_report(roofline, samples) if roofline else None
+    error = ""
+    if report is not None:
+        error = f"; roofline error {report.rmse_before:.2f} -> {report.rmse_after:.2f} ms"
+    logger.info(
+        "Measured the cost of a step at %d sizes, and of trees at %d shapes x %d contexts, in "
+        "%.1f s%s",
+        len(sizes),
+        len(shapes),
+        len(contexts),
+        time.perf_counter() - start,
+        error,
+    )
+    return Profile.from_measurement(key, table, report)
+
+
+def warm_up(runner: Any) -> None:
+    """Run a step with the largest tree: what that compiles a CPU's first request would wait for."""
+    nodes = min(_largest_tree(runner), _room(runner) - 1)
+    if nodes > 0:
+        with TreeSteps(runner).as_asked() as steps:
+            steps.run(1, nodes, 1)
+
+
+def largest_steps(runner: Any, captured: list[int]) -> tuple[int, int, int]:
+    """Requests, rows and cached tokens of the largest steps that `measure` times."""
+    rows = sizes_to_measure(captured, runner.max_num_tokens)
+    return _batches(runner)[-1], rows[-1], _contexts(runner)[-1]
+
+
+def _batches(runner: Any) -> list[int]:
+    # A drafter's block of each request must fit, too.
+    depth = runtime_of(runner.vllm_config).trees.depth
+    most = max(1, min(runner.max_num_tokens // (1 + depth), runner.max_num_reqs))
+    return [reqs for reqs in PLAIN_REQS if reqs <= most]
+
+
+def _contexts(runner: Any) -> list[int]:
+    depth = runtime_of(runner.vllm_config).trees.depth
+    longest = max(1, runner.max_model_len - depth - 3 - _largest_tree(runner))
+    return sorted({min(context, longest) for context in CONTEXTS})
+
+
+def _room(runner: Any) -> int:
+    """Most rows of a step that verifies trees."""
+    return min(runner.max_num_tokens, runner.adaptive_verification.max_total_logits)
+
+
+def _largest_tree(runner: Any) -> int:
+    # A request has its context, two roots, the tree, and what is accepted of it.
+    trees = runtime_of(runner.vllm_config).trees
+    return min(trees.tree_size, runner.max_model_len - trees.depth - 4)
+
+
+def _rounds(
+    run: Callable[..., object], points: Sequence[tuple[int, ...]], group: Any
+) -> list[list[tuple[int, ...]]]:
+    """The points of each round. Runs each once: the first use of a shape is no measurement."""
+    own = [_seconds(partial(run, *point)) for point in points]
+    # Every rank must run the same steps.
+    counts = [repeats_after(seconds) for seconds in of_rank_0(group, lambda: own)]
+    return [
+        [point for point, count in zip(points, counts, strict=True) if turn < count]
+        for turn in range(REPEATS)
+    ]
+
+
+def _tree_rounds(
+    runner: Any, shapes: list[tuple[int, int]], contexts: list[int], group: Any
+) -> list[list[tuple[int, ...]]]:
+    """(requests, nodes of each, context) of each round."""
+    if not shapes:
+        return [[] for _ in range(REPEATS)]
+    with TreeSteps(runner).as_asked() as steps:
+        # two steps each
+        own = [_seconds(partial(steps.run, *shape, contexts[0])) / 2 for shape in shapes]
+    first = of_rank_0(group, lambda: own)
+    points = [
+        (
+            (*shape, context),
+            min(repeats_after(seconds), REPEATS if context == contexts[0] else REPEATS_FAR),
+        )
+        for context in contexts
+        for shape, seconds in zip(shapes, first, strict=True)
+        if context == contexts[0] or seconds <= _SLOW_S
+    ]
+    return [[point for point, count in points if turn < count] for turn in range(REPEATS)]
+
+
+def _dummy_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, Any]]:
+    """(context, vLLM's timing) of a dummy run of each (rows, context)."""
+    with runner.step_timing.collect() as timings:
+        for rows, context in points:
+            dummy_tree_step(runner, rows, context)
+    return [(context, timing) for (_, context), timing in zip(points, timings, strict=True)]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
+    """Run a dummy batch as a step with trees is run: on the kernel that reads the mask."""
+    trees = runtime_of(runner.vllm_config).trees
+    trees.always_masking = True
+    try:
+        runner._dummy_run(rows, context_len=context, skip_eplb=True)
+    finally:
+        trees.always_masking = False
+
+
+def _tree_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, Any, Any]]:
+    """(context, vLLM's timing of the roots' step, and of the trees') of each point."""
+    if not points:
+        return []
+    with TreeSteps(runner).as_asked() as steps, runner.step_timing.collect() as timings:
+        for reqs, nodes, context in points:
+            steps.run(reqs, nodes, context)
+    return [
+        (context, roots, verified)
+        for (_, _, context), roots, verified in zip(
+            points, timings[::2], timings[1::2], strict=True
+        )
+    ]
+
+
+def _head_ms(runner: Any, rows: int) -> float:
+    """Milliseconds of the target's output head over `rows` rows."""
+    hidden = torch.zeros(
+        rows,
+        runner.model_config.get_hidden_size(),
+        dtype=runner.model_config.dtype,
+        device=runner.device,
+    )
+    start, end = new_mark(runner.device), new_mark(runner.device)
+    start.record()
+    runner.model.compute_logits(hidden)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))

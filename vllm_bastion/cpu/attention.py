@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's attention on a CPU: our loops where there are drafts, else vLLM's C++ kernel.
+
+The cache is vLLM's own, in the layout that its kernel has for the instruction set at hand; what it
+is, its op for writing is asked (`learn_layout`). So prompts and plain rows cost what they cost
+without us and get the same numbers, whatever else is in the batch. Drafts, trees and chains alike,
+take our loops, in which a row's result depends on its path only. The drafter keeps vLLM's kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from bastion_kernels import KVLayout, learn_layout
+from bastion_kernels.cpu.attention import AttentionLayer as TreeAttentionLayer
+from bastion_kernels.cpu.attention import AttentionStep
+from vllm_bastion.attention import float8
+from vllm_bastion.policy.trees import Trees
+
+
+@lru_cache
+def cache_layout(
+    isa: str, page: int, head_dim: int, dtype: torch.dtype, kv_cache_dtype: str = "auto"
+) -> KVLayout:
+    """How vLLM's kernels for an instruction set pack a block.
+
+    Args:
+        dtype: of the model.
+
+    Raises:
+        ValueError: they do not keep keys and values, or numbers that a float8 holds, as they are.
+    """
+    held = float8(kv_cache_dtype)
+
+    def write(
+        key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        if held is not None:
+            key, value, kv_cache = key.to(dtype), value.to(dtype), kv_cache.view(torch.uint8)
+        keys, values = kv_cache.view(1, 1, 2 * page, head_dim).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            key, value, keys, values, slots, isa, kv_cache_dtype=kv_cache_dtype
+        )
+
+    return learn_layout(write, page, head_dim, held or dtype)
+
+
+@dataclass
+class Part:
+    """Neighbours in the batch that one kernel serves: vLLM's or ours."""
+
+    rows: slice
+    plain: CPUAttentionMetadata | None = None
+    step: AttentionStep | None = None
+
+
+@dataclass
+class TreeCPUAttentionMetadata(CPUAttentionMetadata):
+    # Set by BastionModelState.prepare_attn; None for a batch that it did not prepare.
+    trees: Trees | None = None
+    common: CommonAttentionMetadata | None = None
+    builder: TreeCPUAttentionMetadataBuilder | None = None
+    _parts: list[Part] = field(default_factory=list)
+
+    def parts(self) -> list[Part]:
+        """The batch by what serves it, worked out by the first layer that asks."""
+        if not self._parts:
+            assert self.builder is not None and self.common is not None
+            assert self.trees is not None, "a batch reached the target's layers without its trees"
+            self._parts = list(self.builder.split(self.common, self.trees))
+        return self._parts
+
+
+class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TreeCPUAttentionMetadata:
+        # Without the base class's scheduler metadata: which rows its kernel gets is not known yet.
+        common = common_attn_metadata
+        return TreeCPUAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            common=common,
+            builder=self,
+        )
+
+    def split(self, common: CommonAttentionMetadata, trees: Trees) -> Iterator[Part]:
+        """Requests with draft rows apart from those without."""
+        starts, drafted = common.query_start_loc, trees.step_drafts > 0
+        bounds = [0, *(np.flatnonzero(np.diff(drafted)) + 1).tolist(), common.num_reqs]
+        for first, last in pairwise(bounds):
+            rows, requests = slice(int(starts[first]), int(starts[last])), slice(first, last)
+            part, own_starts = Part(rows), starts[first : last + 1] - rows.start
+            if drafted[first]:
+                part.step = AttentionStep(
+                    common.block_table_tensor[requests],
+                    own_starts,
+                    common.seq_lens[requests],
+                    trees.tail_lens[requests],
+                    trees.step_slots[requests],
+                    trees.bits,
+                    trees.depths,
+                )
+            else:
+                part.plain = super().build(
+                    0,
+                    replace(
+                        common,
+                        num_reqs=last - first,
+                        num_actual_tokens=rows.stop - rows.start,
+                        query_start_loc=own_starts,
+                        seq_lens=common.seq_lens[requests],
+                        block_table_tensor=common.block_table_tensor[requests],
+                        slot_mapping=common.slot_mapping[rows],
+                    ),
+                )
+            yield part
+
+
+class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.tree_sinks = None if self.sinks is None else self.sinks.float()
+        self._dtype = act_dtype
+        self._ours: TreeAttentionLayer | None = None
+
+    def cache_layout(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> KVLayout:
+        """kv_cache: [blocks, Hkv, block_size, 2d]."""
+        isa: str = layer.isa
+        _, _, page, columns = kv_cache.shape
+        return cache_layout(isa, page, columns // 2, self._dtype, self.kv_cache_dtype)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: TreeCPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
+        if attn_metadata is None:
+            # The memory-profiling run: what is in fresh memory would become logits.
+            return output.fill_(0)
+        for part in attn_metadata.parts():
+            rows = part.rows
+            if part.step is not None:
+                self._with_cache(layer, query, kv_cache)(part.step, query[rows], output[rows])
+                continue
+            super().forward(
+                layer, query[rows], key, value, kv_cache, part.plain, output[rows],
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        return output
+
+    def _with_cache(
+        self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor
+    ) -> TreeAttentionLayer:
+        """Our loops over the layer's cache; made once, and again where vLLM gave it another."""
+        ours = self._ours
+        if ours is None or ours.kv_cache.data_ptr() != kv_cache.data_ptr():
+            held = float8(self.kv_cache_dtype)
+            ours = self._ours = TreeAttentionLayer(
+                kv_cache if held is None else kv_cache.view(held),
+                query.shape[1],
+                self.scale,
+                dtype=query.dtype,
+                softcap=self.logits_soft_cap,
+                window=max(self.sliding_window, 0),
+                sinks=self.tree_sinks,
+                k_scale=layer._k_scale_float,
+                v_scale=layer._v_scale_float,
+                layout=self.cache_layout(layer, kv_cache),
+            )
+        return ours
+
+
+class TreeCPUAttentionBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TreeCPUAttentionImpl]:
+        return TreeCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeCPUAttentionMetadataBuilder]:
+        return TreeCPUAttentionMetadataBuilder

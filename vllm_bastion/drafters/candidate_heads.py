@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's drafters with a head over their candidates, proposing a tree.
+
+The head scores every candidate of a position after every candidate of the position before, and
+vLLM's own speculator walks through that from the anchor, one candidate at each position. A tree
+takes all of it: the head's softmax over a row is the probability of a child after its parent.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
+from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
+
+from vllm_bastion.drafters.dflash import BastionSpeculator
+
+
+class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
+    """DFlash2's low-rank candidate selector."""
+
+    _speculator_name = "BASTION"
+
+    def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
+        candidates, logits = self.model.compute_candidates(hidden_states)
+        shape = num_reqs, self.num_speculative_steps, -1
+        candidates, logits = candidates.view(shape), logits.view(shape)
+        scores = self._score_candidates(candidates, logits, hidden_states.view(shape))
+        self.trees.grow_transitions(candidates, scores)
+
+
+class BastionLiLiCorr(BastionDFlash2, LiLiCorrSpeculator):
+    """LiLiCorr's attention over the lattice of candidates."""
+
+    _speculator_name = "BASTION"

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's DFlash drafter, proposing a tree.
+
+``DFlashSpeculator`` runs as it is, with its own gamma: the drafter sees a config copy in which
+``num_speculative_tokens`` is the checkpoint's ``block_size - 1``, whatever the node budget is.
+Two things change. The block's logits become a tree inside ``_generate_draft``, which is what
+DFlash captures into its CUDA graph. And after a tree was verified the drafter is given only the
+rows on the accepted path: in order, so that its context is the accepted text and not the tree,
+and gamma + 1 of them a request, so that rejected nodes cost it nothing and its graph fits.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CompilationConfig, CUDAGraphMode
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.utils.math_utils import next_power_of_2
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.states import RequestState
+
+from bastion_kernels import gather_rows, kept_rows
+from vllm_bastion.config import bastion_config, chain_view_of
+from vllm_bastion.cpu import context_kv
+from vllm_bastion.cpu.int8 import int8_wanted, with_int8_head
+from vllm_bastion.engine.runtime import Runtime
+
+_MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
+
+
+def _with_room(vllm_config: VllmConfig) -> VllmConfig:
+    """The configuration with a token limit for the drafter: gamma + 1 rows of every request.
+
+    vLLM keeps the scheduler from taking more requests into a step than would fit a step's rows.
+    """
+    spec_config, scheduler_config = vllm_config.speculative_config, vllm_config.scheduler_config
+    assert spec_config is not None
+    rows = scheduler_config.max_num_seqs * (spec_config.num_speculative_tokens + 1)
+    view = copy.copy(vllm_config)
+    view.scheduler_config = copy.copy(scheduler_config)
+    view.scheduler_config.max_num_batched_tokens = max(
+        rows, scheduler_config.max_num_batched_tokens
+    )
+    return view
+
+
+class BastionSpeculator(DFlashSpeculator):
+    """Built by the hook on ``init_speculator``. D = gamma, M = rows handed to the drafter."""
+
+    _speculator_name = "BASTION"
+    vllm_config: VllmConfig
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        req_states: RequestState,
+    ) -> None:
+        step_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        super().__init__(_with_room(chain_view_of(vllm_config)), device)
+        self.runtime, self.trees = runtime, runtime.trees
+        self._req_states = req_states
+        # The scheduler is a step ahead of what it was told last: it must hear of a draft before
+        # that is made, or its tree comes to a step without placeholders.
+        self._one_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+        # The runner reads this from the speculator, not from the config, to create the manager
+        # that trims the scheduled placeholders to N*.
+        self.enable_adaptive_verification = True
+        self.use_acceptance_estimator = False
+        # The batch as the drafter sees it, see `_keep_accepted`.
+        self._kept_source = torch.zeros(step_rows, dtype=torch.int64, device=device)
+        self._kept_positions = torch.zeros_like(self._kept_source)
+        self._kept_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._kept_layout = torch.zeros(2 * self.max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._kept_hidden: list[torch.Tensor] = []
+
+    # ---- buffers for more rows than a step has ------------------------------------------
+
+    def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Load it; compiled, it is to take as many rows as the buffers have."""
+        config = self.vllm_config
+        if self.max_num_tokens > len(self._kept_source):
+            self.vllm_config = copy.copy(config)
+            self.vllm_config.compilation_config = self._for_all_rows(config.compilation_config)
+        try:
+            model = super().load_draft_model(*args, **kwargs)
+        finally:
+            self.vllm_config = config
+        reduced = model.draft_id_to_target_id
+        if reduced is not None and model.lm_head.org_vocab_size != len(reduced):
+            raise ValueError(
+                f'drafter "{self.draft_model_config.model}" has a vocabulary of {len(reduced)} '
+                "tokens and no head for them (lm_head): use a complete checkpoint"
+            )
+        if self.device.type == "cpu":
+            context_kv.install(model.model)
+            head, spec_config = model.lm_head, bastion_config(config)
+            assert spec_config is not None
+            if head.tp_size == 1 and int8_wanted(spec_config, head.weight.dtype):
+                with_int8_head(model)
+        return model
+
+    def _for_all_rows(self, compilation: CompilationConfig) -> CompilationConfig:
+        """A copy: vLLM notes in it how many rows it compiled for, and the target keeps its own."""
+        compilation = copy.copy(compilation)
+        if compilation.compile_ranges_endpoints:
+            # One range up to the drafter's limit, not one up to the step's and another.
+            compilation.compile_ranges_endpoints = [
+                end for end in compilation.compile_ranges_endpoints if end != len(self._kept_source)
+            ]
+        return compilation
+
+    def set_attn(
+        self,
+        model_state: ModelState,
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if block_tables.slot_mappings.shape[1] < self.max_num_tokens:
+            # vLLM's drafter writes its slots over the target's; there is no room for them there.
+            block_tables = copy.copy(block_tables)
+            groups = block_tables.slot_mappings.shape[0]
+            block_tables.slot_mappings = block_tables.slot_mappings.new_zeros(
+                groups, self.max_num_tokens
+            )
+        super().set_attn(model_state, kv_cache_config, block_tables, *args, **kwargs)
+
+    # ---- the drafter's forward and the trees --------------------------------------------
+
+    def capture(self) -> None:
+        self.trees.bind_rows()
+        super().capture()
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        if not self.runtime.drafted:
+            return  # only the context's keys and values were wanted
+        hidden_states = self._run_model(
+            num_tokens_padded,
+            attn_metadata,
+            slot_mappings,
+            num_tokens_across_dp,
+            cudagraph_runtime_mode,
+        )
+        self._grow_trees(self._of_block(hidden_states, num_reqs), num_reqs)
+
+    def _of_block(self, hidden_states: torch.Tensor, num_reqs: int) -> torch.Tensor:
+        """The rows that trees are grown from: those of the drafted positions."""
+        return hidden_states[self.sample_indices[: num_reqs * self.num_speculative_steps]]
+
+    def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
+        """Build the trees of a batch from the block's hidden states, [num_reqs * D, H].
+
+        The logits are those of the drafter's own vocabulary, where it has a reduced one.
+        """
+        head, process = self.model.lm_head, self.model.logits_processor
+        offsets = self.model.draft_id_to_target_id
+        if head.tp_size == 1:
+            self.trees.grow(process(head, hidden_states), num_reqs, draft_id_to_target_id=offsets)
+            return
+        # Every rank's best instead of everybody's logits; without what pads the slices to one size.
+        logits = process(head, hidden_states, skip_gather=True)
+        slice_ = head.shard_indices
+        logits = logits[:, : slice_.num_org_elements]
+        start = slice_.org_vocab_start_index
+        self.trees.grow(logits, num_reqs, start, _all_gather, draft_id_to_target_id=offsets)
+
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            super()._build_uniform_attn_metadata(*args, **kwargs) if self.runtime.drafted else None
+        )
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft, and build each request's tree. Returns the nodes' tokens, [R, N] int64."""
+        num_reqs = input_batch.num_reqs
+        runtime, costs = self.runtime, self.runtime.costs
+        # vLLM 0.33 asks for 0 where no request of the step can use a draft.
+        skipped = kwargs.get("num_speculative_tokens") == 0
+        runtime.drafted = not skipped
+        if dummy_run:
+            self.trees.bind_rows()
+        else:
+            self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
+        if costs is not None and not dummy_run:
+            context_len = float(input_batch.num_computed_tokens_np.mean())
+            costs.learn()
+            costs.install(num_reqs, context_len)
+            if runtime.gate is not None and runtime.manager is not None and not skipped:
+                # Prompts that go on in the next step have no use for a draft.
+                seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+                slots = input_batch.idx_mapping_np[seen >= input_batch.prefill_len_np]
+                runtime.drafted = len(slots) > 0
+                if runtime.drafted:
+                    announced = runtime.drafting
+                    runtime.drafting = runtime.manager.draft_next(slots, context_len)
+                    runtime.drafted = announced if self._one_ahead else runtime.drafting
+                # Without a draft the block is not run; its graph would run it, so: no graph.
+                kwargs["is_profile"] = not runtime.drafted
+        hidden = aux_hidden_states or [last_hidden_states]
+        if not self._kept_hidden and not self.trees.always_spine:
+            # In the profiling run, so that vLLM counts it before it sizes the KV cache.
+            self._kept_hidden = [
+                torch.zeros(len(self._kept_source), h.shape[1], dtype=h.dtype, device=h.device)
+                for h in hidden
+            ]
+        if self.trees.verifying and not dummy_run:
+            input_batch, hidden, num_rejected = self._keep_accepted(
+                input_batch, hidden, num_sampled, num_rejected
+            )
+            if aux_hidden_states:
+                aux_hidden_states = hidden
+            else:
+                last_hidden_states = hidden[0]
+        super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            *args,
+            dummy_run=dummy_run,
+            **kwargs,
+        )
+        if not dummy_run and runtime.timer is not None:
+            runtime.timer.step_done(runtime.drafted)
+        tokens = self.trees.tokens[:num_reqs]
+        # vLLM writes -1 over what was not asked for; past a tree's end, rows keep their token.
+        return torch.full_like(tokens, -1) if skipped else tokens
+
+    # ---- the drafter's context ----------------------------------------------------------
+
+    def _keep_accepted(
+        self,
+        batch: InputBatch,
+        hidden: list[torch.Tensor],
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+    ) -> tuple[InputBatch, list[torch.Tensor], torch.Tensor]:
+        """Replace each request's tree rows by its accepted path, padded to at most D + 1 rows.
+
+        hidden: tensors [T, H]; num_sampled, num_rejected: [R]. Returns the batch, the hidden states
+        [M, H] and num_rejected [R] as the drafter is to see them: vLLM drops the last
+        ``num_rejected`` rows of a request.
+
+        The host lays the rows out by what was scheduled and not by what was verified, which only
+        the device may know: row i of a request is its path's i-th node, or one that is dropped.
+        """
+        num_reqs, width = batch.num_reqs, self.trees.depth + 1
+        tail = np.minimum(self.trees.step_drafts + 1, width)
+        # Rows of a prompt in front of the root; a decode has none.
+        before = self.trees.step_rest - 1
+        layout = np.zeros(2 * num_reqs + 1, dtype=np.int32)
+        start = layout[: num_reqs + 1]
+        np.cumsum(before + tail, out=start[1:])
+        layout[num_reqs + 1 :] = before
+        total = int(start[-1])
+        on_device = async_tensor_h2d(layout, out=self._kept_layout[: len(layout)])
+        kept_start, source = on_device[: num_reqs + 1], self._kept_source[:total]
+        positions, rejected = self._kept_positions[:total], self._kept_rejected[:num_reqs]
+        kept_rows(
+            kept_start,
+            on_device[num_reqs + 1 :],
+            batch.query_start_loc[: num_reqs + 1],
+            batch.cu_num_logits,
+            self.trees.path,
+            batch.positions,
+            num_sampled,
+            num_rejected,
+            source,
+            # Positions stay linear: the path's i-th row has the place of the request's i-th row.
+            positions,
+            rejected,
+            int((before + tail).max()),
+        )
+        kept_hidden = [out[:total] for out in self._kept_hidden]
+        gather_rows(hidden, source, kept_hidden)
+        kept_batch = replace(
+            batch,
+            num_tokens=total,
+            num_tokens_after_padding=total,
+            num_scheduled_tokens=(before + tail).astype(np.int32),
+            positions=positions,
+            query_start_loc=kept_start,
+            query_start_loc_np=start,
+        )
+        return kept_batch, kept_hidden, rejected
+
+    def warm_up(self) -> None:
+        """Compile what the first request and the first accepted path would wait for."""
+        self._warm_up_inputs()
+        one = self._kept_layout[:1].zero_()
+        two = torch.zeros(2, dtype=torch.int32, device=self.device)
+        kept_rows(two, one, two, two, self.trees.path, self._kept_positions, one, one,
+                  self._kept_source, self._kept_positions, self._kept_rejected[:1], 1)  # fmt: skip
+        rows = self._kept_source[:1].fill_(-1)
+        gather_rows(self._kept_hidden, rows, [torch.empty_like(h[:1]) for h in self._kept_hidden])
+
+    def _warm_up_inputs(self) -> None:
+        """vLLM's input kernel is one for every block size, which follows the longest query."""
+        none = torch.zeros(1, dtype=torch.int32, device=self.device)
+        states = self._req_states
+        block = next_power_of_2(1 + self.num_query_per_req)
+        while block <= _MAX_INPUT_BLOCK:
+            rows = min(block - self.num_query_per_req, len(self._kept_source))
+            if rows + self.num_query_per_req <= block // 2:
+                break  # no batch has so many
+            batch = InputBatch.make_dummy(1, rows, self.target_input_buffers)
+            self.runtime.drafted = False  # inputs only
+            super().propose(
+                batch, {}, {}, self.hidden_states, None, none, none, states.last_sampled_tokens,
+                states.next_prefill_tokens, self.temperature, self.seeds, dummy_run=True,
+                is_profile=True,
+            )  # fmt: skip
+            block *= 2
+        self.runtime.drafted = True
+
+
+def _all_gather(keys: torch.Tensor) -> torch.Tensor:
+    # As floats, which is all that vLLM's shared memory between CPU workers takes.
+    return tensor_model_parallel_all_gather(keys.view(torch.float32), dim=1).view(torch.int64)

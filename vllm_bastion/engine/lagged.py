@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same without a wait: a step's size from the last step's scores, its members from its own.
+
+The host must know a step's rows before it launches the step. Waiting for the scores leaves the
+device idle between two steps; here the host takes the number of nodes per request that the scores
+of the step before asked for, and the device fills that number with the best nodes there are now.
+While the host reads those older scores the device has a whole step to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+
+from bastion_kernels import take_best
+from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.engine.verification import BastionVerificationManager
+from vllm_bastion.policy.shares import even_split
+from vllm_bastion.policy.trees import Published
+
+
+class LaggedVerificationManager(BastionVerificationManager):
+    """``bastion_budget_timing: "lagged"``. Per-request counts are exact on the device only."""
+
+    lag = 1
+
+    def __init__(self, runtime: Runtime, *args: Any) -> None:
+        super().__init__(runtime, *args)
+        num_slots = len(self.trees.num_verify)
+        # By slot: most nodes, and rows that are no nodes.
+        self._layout_np = np.zeros((2, num_slots), dtype=np.int32)
+        self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
+        self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)
+        self._slots = np.zeros(0, dtype=np.int64)
+        # Nodes per request that the last scores to be heard of asked for.
+        self._per_request = float(self.trees.tree_size)
+
+    def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """An even split of the step's nodes, [R] int32; only its sum is binding."""
+        self._hear()
+        limits = self._columns(slots, drafts)
+        self._layout_np[0, slots], self._layout_np[1, slots] = limits, self._rest
+        self._slots = slots
+        total = min(
+            round(self._per_request * int((limits > 0).sum())),
+            int(limits.sum()),
+            self._room(len(slots)),
+        )
+        return even_split(total, limits)
+
+    def _take_in(self, news: Published) -> None:
+        super()._take_in(news)
+        if news.grown_for is not None:
+            self._per_request = float(news.num_verify[news.grown_for].mean())
+
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
+        total = int(self._kept.sum())
+        if total in (0, self._layout_np[0, self._slots].sum()):
+            return super().reallocate_drafts(req_ids, idx_mapping)  # nothing to share out
+        async_tensor_h2d(self._layout_np, out=self._layout)
+        # A new one each step, as vLLM's is: the copy to the host may read it for longer.
+        cu_num_logits = self._scratch.new_empty(len(req_ids) + 1)
+        self._share_out(idx_mapping, total, cu_num_logits)
+        # On the step's own stream, so that it is there before the step's output is.
+        self._num_logits_np = async_copy_to_np(cu_num_logits)
+        return self._reallocated(cu_num_logits, total)
+
+    def _share_out(self, slots: torch.Tensor, total: int, cu_num_logits: torch.Tensor) -> None:
+        limits, rest = self._layout
+        take_best(
+            self.trees.log_rho,
+            slots,
+            limits,
+            rest,
+            total,
+            cu_num_logits,
+            self.query_start_loc,
+            self._scratch,
+        )
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """[R] int32; the device may give a row any number of nodes up to its placeholders."""
+        return self._drafts
+
+    def warm_up(self) -> None:
+        """Compile what the first step would wait for."""
+        self._share_out(self.trees.step_slots[:1], 0, self._scratch.new_empty(2))

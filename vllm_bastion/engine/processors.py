@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's processors of logits that look at earlier tokens, on the nodes of a tree.
+
+Penalties, bad words and thinking budgets take the drafts before a row from the rows above it, which
+is right for a chain. `follow_ancestors` has them take a node's ancestors, wherever these are.
+Everything else about them, their state above all, stays vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
+
+from bastion_kernels import ancestor_tokens, mask_bad_words, penalise_ancestors
+from vllm_bastion.policy.trees import Trees
+
+_Apply = Callable[[torch.Tensor, LogitsContext], Any]
+# Those that are right on a tree, by themselves or as `follow_ancestors` leaves them.
+_KNOWN = (LogitBiasState, PenaltiesState, BadWordsState)
+
+
+def has_unknown(sampler: Sampler) -> bool:
+    """Whether there is a custom logits processor, which may keep any state of its own.
+
+    Asked of the sampler, because installed packages bring processors that no configuration names.
+    """
+    return any(not isinstance(processor, _KNOWN) for processor in sampler.logits_processors)
+
+
+class Ancestors:
+    """The tokens above the rows that are being processed.
+
+    tokens: [L, D] int64, depths: [L] int32, see `ancestor_tokens`; None while rows are no nodes or
+    nobody asks.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.tokens: torch.Tensor | None = None
+        self.depths: torch.Tensor | None = None
+
+    def wanted(self, slots: np.ndarray) -> bool:
+        """Whether a request in `slots`, [R], looks at them."""
+        for processor in self._sampler.logits_processors:
+            if isinstance(processor, PenaltiesState) and processor.use_penalty[slots].any():
+                return True
+            if isinstance(processor, BadWordsState) and processor.num_bad_words.np[slots].any():
+                return True
+        thinking = self._sampler.thinking_budget_state
+        return thinking.enabled and bool(thinking.use_thinking_budget[slots].any())
+
+    def of(
+        self, trees: Trees, node_ids: torch.Tensor, slots: torch.Tensor, nodes: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [L, D] and depths [L] of the rows of a step.
+
+        node_ids: [L] token of each row; slots: [L]; nodes: [L] node numbers.
+        """
+        rows = node_ids.shape[0]
+        tokens = torch.empty(rows, trees.depth, dtype=torch.int64, device=node_ids.device)
+        depths = torch.empty(rows, dtype=torch.int32, device=node_ids.device)
+        ancestor_tokens(node_ids, trees.parents, slots, nodes, tokens, depths)
+        return tokens, depths
+
+    @contextmanager
+    def above(self, rows: tuple[torch.Tensor, torch.Tensor] | None) -> Iterator[None]:
+        """Have the processors see these tokens and depths, or vLLM's own view where None."""
+        if rows is not None:
+            self.tokens, self.depths = rows
+        try:
+            yield
+        finally:
+            self.tokens = self.depths = None
+
+
+def follow_ancestors(sampler: Sampler) -> Ancestors:
+    """Have the processors of `sampler` read ancestors wherever the result names them."""
+    ancestors = Ancestors(sampler)
+    for processor in sampler.logits_processors:
+        if isinstance(processor, PenaltiesState):
+            apply = partial(_penalise, processor, ancestors, processor.apply)
+            processor.apply = apply
+        elif isinstance(processor, BadWordsState):
+            apply = partial(_mask_bad_words, processor, ancestors, processor.apply)
+            processor.apply = apply
+    thinking = sampler.thinking_budget_state
+    thinking.apply = partial(_end_thinking, thinking, ancestors, thinking.apply)
+    return ancestors
+
+
+def _penalise(
+    state: PenaltiesState,
+    ancestors: Ancestors,
+    original: _Apply,
+    logits: torch.Tensor,
+    ctx: LogitsContext,
+) -> Any:
+    tokens = ancestors.tokens
+    if tokens is None or not state.use_penalty[ctx.idx_mapping_np].any():
+        return original(logits, ctx)
+    before = logits.gather(1, tokens.clamp(min=0))
+    original(logits, replace(ctx, expanded_local_pos=torch.zeros_like(ctx.expanded_local_pos)))
+    penalise_ancestors(
+        logits,
+        before,
+        tokens,
+        ctx.expanded_idx_mapping,
+        state.repetition_penalty.gpu,
+        state.frequency_penalty.gpu,
+        state.presence_penalty.gpu,
+        state.output_bin_counts,
+    )
+    return logits
+
+
+def _mask_bad_words(
+    state: BadWordsState,
+    ancestors: Ancestors,
+    original: _Apply,
+    logits: torch.Tensor,
+    ctx: LogitsContext,
+) -> Any:
+    tokens, depths = ancestors.tokens, ancestors.depths
+    max_words = int(state.num_bad_words.np[ctx.idx_mapping_np].max())
+    if tokens is None or depths is None or max_words == 0:
+        return original(logits, ctx)
+    mask_bad_words(
+        logits,
+        tokens,
+        depths,
+        ctx.expanded_idx_mapping,
+        state.bad_word_token_ids.gpu,
+        state.bad_word_offsets.gpu,
+        state.num_bad_words.gpu,
+        state.req_states.all_token_ids.gpu,
+        state.req_states.prompt_len.gpu,
+        state.req_states.total_len.gpu,
+        max_words,
+    )
+    return logits
+
+
+def _end_thinking(
+    state: ThinkingBudgetState,
+    ancestors: Ancestors,
+    original: _Apply,
+    logits: torch.Tensor,
+    ctx: LogitsContext,
+) -> None:
+    """vLLM's kernel for one row after another, on tensors: see `thinking_budget` there."""
+    tokens, depths = ancestors.tokens, ancestors.depths
+    if (
+        tokens is None
+        or depths is None
+        or not state.enabled
+        or not state.use_thinking_budget[ctx.idx_mapping_np].any()
+    ):
+        original(logits, ctx)
+        return
+    none = slice(0, 0)
+    # For no row: only the markers of what was emitted are brought up to date.
+    original(
+        logits[none],
+        replace(
+            ctx,
+            expanded_idx_mapping=ctx.expanded_idx_mapping[none],
+            expanded_local_pos=ctx.expanded_local_pos[none],
+            input_ids=ctx.input_ids[none],
+        ),
+    )
+    slots = ctx.expanded_idx_mapping.long()
+    start, natural_end, end = (
+        state.reasoning_start_token_ids,
+        state.natural_reasoning_end_token_ids,
+        state.reasoning_end_token_ids,
+    )
+    # The last tokens emitted, then the ancestors: no marker that ends in these begins before.
+    back = max(len(start), len(natural_end), len(end)) - 1
+    total = state.req_states.total_len.gpu[slots].long()
+    place = total[:, None] + torch.arange(-back, 0, device=logits.device)
+    emitted = state.req_states.all_token_ids.gpu[slots[:, None], place.clamp(min=0)]
+    text = torch.cat([emitted.long().masked_fill(place < 0, -1), tokens], dim=1)
+
+    def last(marker: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+        """[L] where the last marker begins, -1 if nowhere."""
+        found = (text[:, back + 1 - len(marker) :].unfold(1, len(marker), 1) == marker).all(-1)
+        begin = torch.arange(1 - len(marker), found.shape[1] + 1 - len(marker), device=text.device)
+        begin = torch.where(found, total[:, None] + begin, -1).amax(1)
+        return torch.where(begin >= 0, begin, cached[slots].long())
+
+    begun_at, ended_at = (
+        last(start, state.cached_last_start),
+        last(natural_end, state.cached_last_end),
+    )
+    budget = state.thinking_token_budget.gpu[slots]
+    spent = total + depths - begun_at - len(start)
+    over = (budget >= 0) & (begun_at >= 0) & (begun_at > ended_at) & (spent >= budget)
+    # An end that was begun is continued.
+    begun = torch.zeros_like(total)
+    for length in range(1, len(end)):
+        columns = back + depths[:, None] + torch.arange(-length, 0, device=text.device)
+        matches = (text.gather(1, columns) == end[:length]).all(1)
+        begun = torch.where(matches, length, begun)
+    forced = end[begun].long()[:, None]
+    logits.scatter_(1, forced, logits.gather(1, forced).masked_fill(over[:, None], 1.0e9))

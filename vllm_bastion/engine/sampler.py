@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance along a tree: a token at every node, then follow it.
+
+At each row the next token is drawn from the target's fully processed distribution (argmax at
+temperature 0); if a child of the node carries that token the walk moves there, else the token is
+the bonus token. The emitted tokens have the target's distribution for any tree that was built
+without looking at them, and the noise of a draw is keyed by (seed, position) as in plain decoding,
+so a seeded request gets the very tokens plain decoding gives.
+
+What is reported of the tokens (log-probabilities) is that of the rows on the accepted path.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    get_max_chunk_logits,
+)
+
+from bastion_kernels import accept_path
+from bastion_kernels.cpu.greedy_walk import SERVED, accept_greedily
+from bastion_kernels.cpu.lazy_walk import accept_lazily
+from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
+from vllm_bastion.cpu.noise import gumbel_sample_on_host
+from vllm_bastion.engine.logprobs import PathLogprobs
+from vllm_bastion.engine.processors import follow_ancestors, has_unknown
+from vllm_bastion.engine.runtime import Runtime
+
+
+class TreeRejectionSampler(RejectionSampler):
+    """vLLM's ``RejectionSampler`` (chunks, logprobs, masks) with the tree walk inside."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        sampler: Sampler,
+        spec_config: BastionSpeculativeConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(sampler, spec_config, device)
+        # Where the counts per request are exact on the device only, vLLM must not cut the batch
+        # into chunks by the host's; its name for that state is adaptive verification.
+        self.enable_adaptive_verification = is_lagged(spec_config)
+        self.runtime, self.trees = runtime, runtime.trees
+        self._ancestors = follow_ancestors(sampler)
+        # A custom processor reads the rows above a row, so all of them have to be there.
+        self._lazy = device.type == "cpu" and not has_unknown(sampler)
+        self._next_row = 0
+        self._logprobs = PathLogprobs(sampler)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Sample and walk.
+
+        logits: [L, V], the rows of a request consecutive, root first. invalid_drafts: [L] bool,
+        drafts that met no grammar row and must not be followed. Returns tokens [R, D + 1].
+        """
+        if self.runtime.timer is not None:
+            self.runtime.timer.logits_ready()
+        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
+        node_ids = input_batch.input_ids[input_batch.logits_indices]
+        followed_ids = node_ids
+        if invalid_drafts is not None:
+            followed_ids = node_ids.masked_fill(invalid_drafts, -1)
+        self._next_row = 0
+        self._logprobs.begin(input_batch.idx_mapping_np)
+        sampled, num_sampled, _, sampling_mask = self._verify_in_chunks(
+            logits,
+            input_batch,
+            draft_logits,
+            node_ids,
+            # By depth: a draw is keyed by the position its token will have.
+            self.trees.positions[input_batch.logits_indices],
+            get_max_chunk_logits(logits.shape[1]),
+            NO_LOGPROBS,
+            followed_ids,
+        )
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
+        )
+        # Accepted chains are where they belong already: nothing to move, nothing to gather.
+        spine = self.trees.spine_only_np[input_batch.idx_mapping_np]
+        self.trees.verifying, self.trees.walked = not spine.all(), True
+        return SamplerOutput(
+            sampled_token_ids=sampled,
+            logprobs_tensors=self._logprobs.tensors(),
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            sampling_mask_tensors=sampling_mask,
+        )
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_reqs = idx_mapping.shape[0]
+        trees, rows = self.trees, slice(self._next_row, self._next_row + num_reqs)
+        self._next_row += num_reqs
+        # Fresh, not kept: vLLM's output copy reads them while the next step already runs.
+        sampled = idx_mapping.new_empty(num_reqs, trees.depth + 1, dtype=torch.int64)
+        num_sampled = cu_num_logits.new_empty(num_reqs)
+        above = None
+        if self._ancestors.wanted(idx_mapping_np):
+            above = self._ancestors.of(
+                trees, draft_sampled, expanded_idx_mapping, expanded_local_pos
+            )
+
+        def draw(chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            """Processed logits of the chosen rows, or of all as they are, and a token of each."""
+            given: tuple[torch.Tensor, ...]
+            given = (logits, expanded_idx_mapping, pos, draft_sampled, expanded_local_pos)
+            ancestors = above
+            if chosen is not None:
+                given = tuple(tensor[chosen] for tensor in given)
+                ancestors = None if above is None else (above[0][chosen], above[1][chosen])
+            scores, slots, places, drafts, offsets = given
+            with self._ancestors.above(ancestors):
+                processed = self.sampler.apply_sampling_params(
+                    scores,
+                    slots,
+                    idx_mapping,
+                    idx_mapping_np,
+                    places,
+                    drafts,
+                    offsets,
+                    seq_lens_upper_bound_np,
+                )
+            states = self.sampler.sampling_states
+            sample = gumbel_sample if logits.is_cuda else gumbel_sample_on_host
+            drawn = sample(
+                processed,
+                slots,
+                states.temperature.gpu,
+                states.seeds.gpu,
+                places,
+                apply_temperature=False,
+                is_drafting=False,
+                use_fp64=self.sampler.use_fp64_gumbel,
+            )
+            return processed, drawn
+
+        walk = (
+            verify_draft_sampled.to(torch.int64),
+            trees.parents,
+            idx_mapping,
+            cu_num_logits,
+            trees.path[rows],
+            sampled,
+            num_sampled,
+        )
+        reports_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        if not self._lazy:
+            processed, drawn = draw()
+            accept_path(drawn, *walk)
+        elif logits.dtype in SERVED and self._takes_largest(idx_mapping_np):
+            processed = logits
+            accept_greedily(logits, *walk)
+        elif self._logprobs.wanted and reports_processed:
+            processed = torch.empty_like(logits, dtype=torch.float32)
+
+            def draw_and_keep(chosen: torch.Tensor) -> torch.Tensor:
+                processed[chosen], drawn = draw(chosen)
+                return drawn
+
+            accept_lazily(draw_and_keep, *walk)
+        else:
+            processed = logits
+            accept_lazily(lambda chosen: draw(chosen)[1], *walk)
+        self._logprobs.add(
+            processed if reports_processed else logits,
+            cu_num_logits,
+            trees.path[rows],
+            sampled,
+            idx_mapping,
+            idx_mapping_np,
+        )
+        return processed, sampled, num_sampled
+
+    def _takes_largest(self, slots: np.ndarray) -> bool:
+        """Whether the token of every row of the requests in `slots` is its argmax as it is."""
+        sampler = self.sampler
+        greedy = sampler.sampling_states.temperature.np[slots] == 0.0
+        return bool(greedy.all() and not sampler.needs_logits_processing[slots].any())

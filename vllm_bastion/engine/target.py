@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the target's forward must know of trees: positions by depth, the mask, the KV cache.
+
+``BastionModelState`` is vLLM's ``DefaultModelState`` with four hooks filled in:
+
+* ``prepare_inputs`` / ``prepare_dummy_inputs``: rotary positions are root + depth. They live in a
+  second buffer; ``input_batch.positions`` stays linear, because slot mappings, the drafter's
+  context and vLLM's bookkeeping read a row's place in the cache from it.
+* ``prepare_attn``: builds the attention metadata of the target's layers, and of no other, and hands
+  them the tree: the drafter builds its metadata without this class.
+* ``custom_sampler``: acceptance along the tree.
+* ``postprocess_state``: moves the accepted path's keys and values to the front. It runs after
+  sampling and before ``propose`` overwrites the slot mappings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
+
+from bastion_kernels import KVCompactor
+from vllm_bastion.attention import packing
+from vllm_bastion.engine.processors import has_unknown
+from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.engine.sampler import TreeRejectionSampler
+
+
+class BastionModelState(DefaultModelState):
+    """See the module docstring. Built by the hook on ``init_model_state``."""
+
+    def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
+        super().__init__(vllm_config, *args)
+        self.runtime, self.trees = runtime, runtime.trees
+        self._always_spine = False
+        self._batch: InputBatch | None = None
+        # name -> layer, KV-cache group
+        self._target_layers: dict[str, tuple[Attention, int]] = {}
+        self._compactor: KVCompactor | None = None
+        self._block_tables: BlockTables | None = None
+
+    # ---- requests -----------------------------------------------------------------------
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        super().add_request(req_index, new_req_data)
+        self.trees.set_spine_only(req_index, self._always_spine)
+
+    # ---- the target's forward -----------------------------------------------------------
+
+    def prepare_inputs(
+        self, input_batch: InputBatch, req_states: RequestState
+    ) -> dict[str, torch.Tensor | None]:
+        inputs = super().prepare_inputs(input_batch, req_states)
+        linear = input_batch.positions
+        placed = self.trees.place(
+            linear, input_batch.idx_mapping, input_batch.query_start_loc, input_batch.cu_num_logits
+        )
+        mrope = inputs.get("positions")
+        if mrope is None:
+            inputs["positions"] = placed
+        else:
+            # Past a prompt M-RoPE's positions are the linear ones and an offset, in all dimensions.
+            rows = slice(input_batch.num_tokens)
+            mrope[:, rows].add_(placed[rows]).sub_(linear[rows])
+        timer = self.runtime.timer
+        if timer is not None:
+            # The last host code before the forward pass.
+            if input_batch.has_prefill:
+                timer.interrupted()
+            else:
+                timer.forward_start(
+                    input_batch.num_tokens,
+                    input_batch.num_reqs,
+                    float(input_batch.num_computed_tokens_np.mean()),
+                )
+        return inputs
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        # FULL graphs capture this buffer, so this is the one `prepare_inputs` must fill.
+        inputs.setdefault("positions", self.trees.positions[:num_tokens])
+        return inputs
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        metadata = super().prepare_attn(
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            [[group for group in groups if self._is_target(group)] for groups in attn_groups],
+            kv_cache_config,
+            for_capture,
+            **kwargs,
+        )
+        self._batch = input_batch
+        self._begin_step(input_batch)
+        if for_capture or cudagraph_mode == CUDAGraphMode.FULL or self.trees.always_masking:
+            # What is captured must serve every later batch: the tree kernel, chains included.
+            # (vLLM captures FULL graphs with `for_capture` and mode NONE.)
+            self.trees.masking = True
+        for layer_metadata in metadata.values():
+            layer_metadata.trees = self.trees
+        return metadata
+
+    def _is_target(self, group: AttentionGroup) -> bool:
+        # A group is of one backend, and the drafter's layers keep vLLM's.
+        return group.layer_names[0] in self._target_layers
+
+    def _begin_step(self, batch: InputBatch) -> None:
+        trees, drafts = self.trees, batch.num_draft_tokens_per_req
+        if drafts is None:
+            # A dummy batch, or a step without drafts.
+            trees.step_drafts = np.zeros(batch.num_reqs, dtype=np.int32)
+            trees.begin_step(batch.idx_mapping)
+            return
+        scheduled = batch.num_scheduled_tokens
+        trees.step_rest = scheduled - drafts
+        if batch.max_query_len is not None:
+            # Trimmed by our manager; vLLM's warm-up steps are not, and keep what was scheduled.
+            assert self.runtime.manager is not None
+            drafts = self.runtime.manager.drafts
+        trees.step_drafts = drafts
+        masked = (drafts > 0) & ~trees.spine_only_np[batch.idx_mapping_np]
+        trees.begin_step(batch.idx_mapping, batch.cu_num_logits if masked.any() else None)
+
+    # ---- after the target's forward -----------------------------------------------------
+
+    def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
+        self._always_spine = has_unknown(sampler)
+        spec_config = self.vllm_config.speculative_config
+        return sampler, TreeRejectionSampler(self.runtime, sampler, spec_config, self.device)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> None:
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        self._target_layers = {}
+        for group, spec in enumerate(kv_cache_config.kv_cache_groups):
+            layers = get_layers_from_vllm_config(self.vllm_config, Attention, spec.layer_names)
+            for name, layer in layers.items():
+                if getattr(layer, "is_draft_layer", False):
+                    continue
+                self._target_layers[name] = (layer, group)
+        # Built in `warm_up`: vLLM profiles with a cache of its own, which it would keep alive.
+        self._compactor = None
+        self._block_tables = block_tables
+
+    def warm_up(self) -> None:
+        """Bind the KV caches, and compile what the first tree would wait for."""
+        assert self._block_tables is not None
+        nothing = torch.zeros(2, dtype=torch.int32, device=self.device)
+        slot_mappings = self._block_tables.slot_mappings
+        self._bound_compactor().compact(slot_mappings, nothing, nothing, self.trees.path[:1])
+        # vLLM's warm-up may have no step with a mask and without.
+        self.trees.begin_step(self.trees.step_slots[:1].zero_(), nothing)
+        self.trees.begin_step()
+
+    def _bound_compactor(self) -> KVCompactor:
+        if self._compactor is None:
+            layers, groups = zip(*self._target_layers.values(), strict=True)
+            caches = [layer.kv_cache for layer in layers]
+            self._compactor = KVCompactor(caches, groups, [packing(layer) for layer in layers])
+        return self._compactor
+
+    def postprocess_state(
+        self,
+        idx_mapping: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None = None,
+    ) -> None:
+        super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
+        batch = self._batch
+        if not self.trees.verifying or batch is None:
+            return
+        assert self._block_tables is not None
+        self._bound_compactor().compact(
+            self._block_tables.slot_mappings,
+            batch.query_start_loc[: batch.num_reqs + 1],
+            batch.cu_num_logits,
+            self.trees.path[: batch.num_reqs],
+        )

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one decoding step costs, by target rows: measured medians, carried where not measured.
+
+One cycle of speculative decoding costs (the paper's equation for C(N))
+
+    C(n) = T_verify(n, c) + T_draft(R) + T_aux
+
+with n the target's rows in the step (roots, draft nodes and prefill tokens together), c the mean
+number of cached tokens per request and R the requests of the batch. With CUDA graphs a step of n
+rows is padded to the next captured size and costs what that size costs, so T_verify is a staircase
+over the captured sizes; without graphs the measured points (`ForwardTimes`) are joined by lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_bastion.policy.cost.forward_times import Carrier, FloatArray, ForwardTimes, Sample
+
+CostArray = NDArray[np.float32]
+
+# Cached answers are kept per (requests, context bucket); 12 buckets per doubling keep the error of
+# a bucket's representative context below 3 %, of which attention is only a part of the step.
+_BUCKETS_PER_DOUBLING = 12
+_MAX_CACHED = 512
+_MIN_MS = 1e-6
+
+
+class StepCostTable:
+    """Milliseconds of a step by target rows, requests and context.
+
+    Args:
+        samples: measured forward passes, `(target_rows, context_len, forward_ms)` or
+            `(target_rows, context_len, forward_ms, num_reqs)`; context_len is the mean of cached
+            tokens per request and num_reqs counts as 1 where it is left out. Repeated points are
+            reduced to their median.
+        drafter_samples: measured drafter passes, `(num_reqs, drafter_ms)`; empty: no drafter time.
+        aux_ms: constant time of a cycle that is neither (sampling, tree building, compaction).
+        max_rows: largest number of target rows that will be asked for.
+        captured_sizes: sizes of the CUDA graphs; a step is padded to the next of them, and beyond
+            the largest it runs unpadded. Empty: no graphs.
+        plain_aux_ms: `aux_ms` of a step that drafts nothing; default: the same.
+        carrier: latency curve for contexts beyond the measured ones.
+
+    Raises:
+        ValueError: no samples, or a value that is not finite and positive.
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[Sequence[float]],
+        drafter_samples: Iterable[Sequence[float]] = (),
+        aux_ms: float = 0.0,
+        *,
+        max_rows: int,
+        captured_sizes: Sequence[int] = (),
+        plain_aux_ms: float | None = None,
+        carrier: Carrier | None = None,
+    ) -> None:
+        self.max_rows = int(max_rows)
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}")
+        self.samples = _checked_samples(samples)
+        self.drafter_samples = _checked_drafter(drafter_samples)
+        self.aux_ms = _checked_aux("aux_ms", aux_ms)
+        self.plain_aux_ms = _checked_aux(
+            "plain_aux_ms", aux_ms if plain_aux_ms is None else plain_aux_ms
+        )
+        self.captured_sizes = tuple(sorted({int(size) for size in captured_sizes}))
+        if self.captured_sizes and self.captured_sizes[0] < 1:
+            raise ValueError(f"captured sizes must be positive, got {self.captured_sizes[0]}")
+        self.carrier = carrier
+        self._times = ForwardTimes(self.samples, carrier)
+        # [max_rows + 1] float64: rows that the target computes for n asked ones
+        self.padded_rows = padded_rows(self.max_rows, self.captured_sizes)
+        self._forward: dict[tuple[int, int], FloatArray] = {}
+        self._cost: dict[tuple[int, int], CostArray] = {}
+
+    # ---- constructors for tests and for engines that have not been measured -------------------
+
+    @classmethod
+    def flat(
+        cls, ms: float = 1.0, *, max_rows: int, drafter_ms: float = 0.0, aux_ms: float = 0.0
+    ) -> StepCostTable:
+        """Every forward pass costs `ms`: wide trees are free."""
+        return cls.linear(ms, 0.0, max_rows=max_rows, drafter_ms=drafter_ms, aux_ms=aux_ms)
+
+    @classmethod
+    def linear(
+        cls,
+        base_ms: float,
+        per_row_ms: float,
+        *,
+        max_rows: int,
+        drafter_ms: float = 0.0,
+        aux_ms: float = 0.0,
+        captured_sizes: Sequence[int] = (),
+    ) -> StepCostTable:
+        """A forward pass of n rows costs `base_ms + per_row_ms * n`."""
+        top = max(max_rows, *captured_sizes, 2)
+        points = sorted({1, top, *captured_sizes})
+        return cls(
+            [(n, 0, base_ms + per_row_ms * n) for n in points],
+            [(1, drafter_ms)] if drafter_ms > 0 else (),
+            aux_ms,
+            max_rows=max_rows,
+            captured_sizes=captured_sizes,
+        )
+
+    def with_max_rows(self, max_rows: int) -> StepCostTable:
+        """The same measurements for an engine that may run `max_rows` rows in a step."""
+        if max_rows == self.max_rows:
+            return self
+        return self.from_json({**self.to_json(), "max_rows": max_rows}, self.carrier)
+
+    def with_carrier(self, carrier: Carrier) -> StepCostTable:
+        """The same measurements, carried beyond the measured contexts."""
+        return self.from_json(self.to_json(), carrier)
+
+    # ---- queries -----------------------------------------------------------------------------
+
+    def cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
+        """Cost of a whole cycle by total target rows.
+
+        Args:
+            num_reqs: requests that decode in the step.
+            context_len: mean number of cached tokens per request.
+
+        Returns:
+            [max_rows + 1] float32 milliseconds, entry n for n target rows (entry 0 repeats entry
+            1); finite, positive, non-decreasing, read-only and shared between calls.
+        """
+        key = (max(1, int(num_reqs)), context_bucket(context_len))
+        cost = self._cost.get(key)
+        if cost is None:
+            forward = self.forward_ms(num_reqs, context_len)
+            cost = (forward + self.drafter_ms(key[0]) + self.aux_ms).astype(np.float32)
+            cost.setflags(write=False)
+            if len(self._cost) >= _MAX_CACHED:
+                self._cost.clear()
+            self._cost[key] = cost
+        return cost
+
+    def plain_ms(self, num_reqs: int, context_len: float) -> float:
+        """Milliseconds of a step of `num_reqs` decode rows that neither drafts nor verifies."""
+        num_reqs = max(1, int(num_reqs))
+        row = min(num_reqs, self.max_rows)
+        forward = self.forward_ms(num_reqs, context_len)[row]
+        return float(forward) + self.plain_aux_ms
+
+    def forward_ms(self, num_reqs: int, context_len: float) -> FloatArray:
+        """[max_rows + 1] float64: the target's forward pass alone, by total target rows.
+
+        Read-only and shared between calls, like `cost_ms`.
+        """
+        key = (max(1, int(num_reqs)), context_bucket(context_len))
+        forward = self._forward.get(key)
+        if forward is None:
+            at_points = self._times.at(key[0], key[0] * bucket_context(key[1]))
+            by_row = _interpolate(self.padded_rows, self._times.rows, at_points)
+            forward = np.maximum(np.maximum.accumulate(by_row), _MIN_MS)
+            forward.setflags(write=False)
+            if len(self._forward) >= _MAX_CACHED:
+                self._forward.clear()
+            self._forward[key] = forward
+        return forward
+
+    def drafter_ms(self, num_reqs: int) -> float:
+        """Milliseconds of one drafter pass over `num_reqs` requests; 0 where none was measured."""
+        if not self.drafter_samples:
+            return 0.0
+        reqs = np.array([point[0] for point in self.drafter_samples], dtype=np.float64)
+        times = np.array([point[1] for point in self.drafter_samples])
+        times = np.maximum.accumulate(times)
+        return float(_interpolate(np.array([float(num_reqs)]), reqs, times)[0])
+
+    # ---- serialisation -----------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `json.dump`; the carrier is stored by its owner."""
+        return {
+            "samples": [list(sample) for sample in self.samples],
+            "drafter_samples": [list(sample) for sample in self.drafter_samples],
+            "aux_ms": self.aux_ms,
+            "plain_aux_ms": self.plain_aux_ms,
+            "max_rows": self.max_rows,
+            "captured_sizes": list(self.captured_sizes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], carrier: Carrier | None = None) -> StepCostTable:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: a missing entry, a wrong type or a value out of range.
+        """
+        try:
+            return cls(
+                data["samples"],
+                data["drafter_samples"],
+                data["aux_ms"],
+                max_rows=data["max_rows"],
+                captured_sizes=data["captured_sizes"],
+                plain_aux_ms=data["plain_aux_ms"],
+                carrier=carrier,
+            )
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"not a step-cost table: {error!r}") from error
+
+
+def context_bucket(context_len: float) -> int:
+    """Bucket of a mean context length; contexts of one bucket share a cached answer."""
+    return round(_BUCKETS_PER_DOUBLING * math.log2(1.0 + max(0.0, float(context_len))))
+
+
+def bucket_context(bucket: int) -> float:
+    """The context length that stands for `bucket`; `context_bucket` of it is `bucket` again."""
+    return float(2.0 ** (bucket / _BUCKETS_PER_DOUBLING) - 1.0)
+
+
+def padded_rows(max_rows: int, captured_sizes: Sequence[int]) -> FloatArray:
+    """[max_rows + 1] rows that the target really computes for n asked ones."""
+    rows = np.maximum(np.arange(max_rows + 1, dtype=np.float64), 1.0)
+    if not captured_sizes:
+        return rows
+    sizes = np.array(captured_sizes, dtype=np.float64)
+    index = np.searchsorted(sizes, rows)
+    fits = index < len(sizes)
+    return np.where(fits, sizes[np.minimum(index, len(sizes) - 1)], rows)
+
+
+def _interpolate(at: FloatArray, points: FloatArray, values: FloatArray) -> FloatArray:
+    """Piecewise linear; level below the first point, the last slope (never falling) above."""
+    out = np.interp(at, points, values)
+    if len(points) > 1:
+        slope = max(0.0, float((values[-1] - values[-2]) / (points[-1] - points[-2])))
+        out = out + slope * np.maximum(at - points[-1], 0.0)
+    return out
+
+
+def _checked_samples(samples: Iterable[Sequence[float]]) -> tuple[Sample, ...]:
+    checked = []
+    for sample in samples:
+        rows, context, ms, *rest = sample
+        num_reqs = int(rest[0]) if rest else 1
+        if not (math.isfinite(ms) and ms > 0):
+            raise ValueError(f"forward time must be finite and positive, got {ms} at {rows} rows")
+        if int(rows) < 1 or num_reqs < 1 or not (math.isfinite(context) and context >= 0):
+            raise ValueError(f"not a step: {rows} rows, context {context}, {num_reqs} requests")
+        checked.append((int(rows), float(context), float(ms), num_reqs))
+    if not checked:
+        raise ValueError("a step-cost table needs at least one measured forward pass")
+    return tuple(checked)
+
+
+def _checked_drafter(samples: Iterable[Sequence[float]]) -> tuple[tuple[int, float], ...]:
+    groups: dict[int, list[float]] = {}
+    for num_reqs, ms in samples:
+        if int(num_reqs) < 1 or not (math.isfinite(ms) and ms > 0):
+            raise ValueError(f"not a drafter time: {ms} ms for {num_reqs} requests")
+        groups.setdefault(int(num_reqs), []).append(float(ms))
+    return tuple((reqs, float(np.median(groups[reqs]))) for reqs in sorted(groups))
+
+
+def _checked_aux(name: str, ms: float) -> float:
+    if not (math.isfinite(ms) and ms >= 0):
+        raise ValueError(f"{name} must be finite and not negative, got {ms}")
+    return float(ms)
