@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However the budget is chosen the tokens are plain decoding's; and it follows the costs."""
+"""Every budget setting gives plain decoding's tokens, and the budget follows the costs."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine
 
 
 def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
-    """The timing of a GPU: steps sized by older scores, and shared out on the device."""
+    """Lagged timing, as on a GPU: the previous scores size a step, and the device shares it out."""
     profile = tmp_path / "profile.json"
-    # A row costs enough for unequal shares, and not so much that nothing is drafted.
+    # Rows cost enough to make the shares unequal, but not so much that nothing is drafted.
     table = StepCostTable.linear(10.0, 0.4, max_rows=128)
     write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
     batches = [cases.greedy(2, tokens=48), cases.sampled(3, tokens=48), cases.stops()]
@@ -59,9 +59,9 @@ def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
     run = runner.run(engine.with_bastion(16, **costs), batches)
     compare.same("lagged, batch 4, async", batches, plain.result(), run)
     for outcome in run["batches"]:
-        # Request by request and step by step: the even split that the host planned was no count.
+        # The counts are per request and step, not the even split that the host planned.
         assert outcome["reported"] == outcome["counted"]
-        # Nobody counts the step that a request was in when its end became known.
+        # The step in which a request's end becomes known is not counted.
         metrics, ends = outcome["metrics"], max(outcome["verified"]) * len(outcome["requests"])
         drafted = metrics["spec_decode_num_draft_tokens"]
         assert 0 <= sum(outcome["verified"]) - drafted <= ends
@@ -90,7 +90,7 @@ TABLES = {
     "flat": StepCostTable.flat(10.0, max_rows=128),
     # A row costs a tenth of a step: only likely nodes pay.
     "dear": StepCostTable.linear(10.0, 1.0, max_rows=128),
-    # Every row is a step of its own, and the drafter costs ten: nothing pays.
+    # Each row costs a whole step and a draft costs ten: nothing pays.
     "hopeless": StepCostTable.linear(0.001, 1.0, max_rows=128, drafter_ms=10.0),
 }
 
@@ -102,7 +102,7 @@ def test_the_budget_follows_the_cost_table(
     batch = Batch("cost tables from flat to hopeless, T=0")
     for name, text in cases.some(1):
         batch.add(name, text, temperature=0, max_tokens=64, ignore_eos=True)
-    # Batch 1: the paper's rule, and no step is shared.
+    # Batch size 1: the paper's rule; no step is shared.
     plain = Engine(max_num_seqs=1, eager=True)
     runs = {}
     for name, table in TABLES.items():
@@ -116,7 +116,7 @@ def test_the_budget_follows_the_cost_table(
     verified = {name: run.result()["batches"][0]["verified"] for name, run in runs.items()}
     assert set(verified["flat"]) == {NODES}
     assert 0 < mean(verified["dear"]) < GAMMA
-    # Some trees are tried now and then; everything else is plain decoding.
+    # A few trees are tried now and then; everything else is plain decoding.
     steps = runs["hopeless"].result()["batches"][0]["forwards"]
     assert len(verified["hopeless"]) < 0.5 * steps
     assert steps > 2 * runs["flat"].result()["batches"][0]["forwards"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FULL graphs capture: the tree's attention, whatever batch stands in while they are made.
+"""FULL graphs capture tree attention, whatever dummy batch they are captured with.
 
 A graph is captured over a dummy batch without a tree and replayed for every later one, so it must
 hold the kernel that reads the mask. No graph can be captured on a CPU, but vLLM's own preparation
@@ -24,14 +24,14 @@ def test_full_graphs_capture_the_mask(runner: Runner) -> None:
     piecewise = [one for one in seen if not one["full"]]
     assert full and piecewise
     assert all(one["bound"] and one["masked"] for one in full)
-    # A PIECEWISE graph holds no attention; a batch without trees takes vLLM's own kernel there.
+    # A PIECEWISE graph holds no attention: a batch without trees uses vLLM's own kernel there.
     assert not any(one["masked"] for one in piecewise)
-    # The drafter builds its own; the groups given to the target's batch hold its layers as well.
+    # The drafter builds its own metadata, though the attention groups contain its layers as well.
     assert not any(one["others"] for one in seen)
 
 
-def test_warm_up_and_calibration_run_the_kernel_that_trees_have(runner: Runner) -> None:
-    """Without graphs too: what they compile and time is what a step with trees will run."""
+def test_warm_up_and_calibration_run_the_tree_kernel(runner: Runner) -> None:
+    """Also without graphs: warm-up and calibration run the kernels of a tree step."""
     engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
     run = runner.run(engine, [cases.greedy(1, tokens=2)], probe="tests.e2e.capture_probe:dummies")
     first = run["batches"][0]["probed"][0]
@@ -39,17 +39,17 @@ def test_warm_up_and_calibration_run_the_kernel_that_trees_have(runner: Runner) 
 
 
 def test_no_request_waits_for_the_drafters_input_kernel(runner: Runner) -> None:
-    """One is compiled for every block size; those that a batch can need are launched in advance."""
+    """It is compiled once per block size; every size a batch can need is launched in advance."""
     engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
     watched = {"setup": ["tests.e2e.input_blocks:watch"], "probe": "tests.e2e.input_blocks:seen"}
     run = runner.run(engine, [cases.greedy(1, tokens=4)], **watched)
-    # Of queries of up to 128 tokens and a block of 16.
+    # Queries have up to 128 tokens, the drafter's block 16.
     assert {32, 64, 128, 256} <= set(run["batches"][0]["probed"][0])
 
 
 def test_calibration_times_trees_over_their_context(runner: Runner) -> None:
     """Two requests, each a root and five nodes on 100 cached tokens, through the mask."""
-    # Three are decoding when the probe asks for two more.
+    # Three requests are decoding when the probe asks for two more.
     engine = Engine(max_num_seqs=5, eager=True).with_bastion(8)
     probe = "tests.e2e.capture_probe:timed_trees"
     run = runner.run(engine, [cases.greedy(1, tokens=2)], probe=probe)

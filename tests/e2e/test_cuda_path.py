@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of a GPU, run on the CPU: Triton kernels, the FlashAttention adapter, FULL graphs.
+"""The GPU path on a CPU: Triton kernels, the FlashAttention adapter, FULL graphs.
 
 `flash_backend` and `cuda_graphs` say what stands in for the hardware. Tokens are compared with
 those of plain decoding on vLLM's own CPU path.
@@ -27,7 +27,7 @@ SETUP = ["tests.e2e.flash_backend:install", "tests.e2e.cuda_graphs:install"]
 REPLAYS = "tests.e2e.cuda_graphs:replays"
 # Rows of the target's graphs, and of the drafter's: 16 for each of two requests.
 TARGET_SIZES, DRAFTER_SIZES = [4, 8, 18], [16, 32]
-# Of a step: the interpreter takes long over every token.
+# Rows of a step: the interpreter is slow on every token.
 LIMIT = ("max_num_batched_tokens", 64)
 
 
@@ -43,7 +43,7 @@ def with_graphs(engine: Engine) -> Engine:
 
 
 def batch() -> Batch:
-    """Trees, a chain and a sampling request, and a prompt of two chunks that joins them."""
+    """Trees, a chain and a sampling request, joined by a prompt of two chunks."""
     out = Batch("trees, chains and prompt chunks")
     code, arithmetic, chat = (text for _, text in cases.some(1))
     out.add("code", code, temperature=0, max_tokens=12)
@@ -54,7 +54,7 @@ def batch() -> Batch:
 
 
 def costs(folder: Path, timing: str) -> dict[str, str]:
-    """Keys of an engine that knows what its steps cost."""
+    """Keys of an engine with a given cost table."""
     profile = folder / "profile.json"
     table = StepCostTable.linear(10.0, 0.4, max_rows=128)
     write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
@@ -65,7 +65,7 @@ def costs(folder: Path, timing: str) -> dict[str, str]:
 def test_graphs_replay_what_decoding_needs(
     runner: Runner, compare: Comparison, tmp_path: Path, timing: str
 ) -> None:
-    """Every captured launch sees the step it is replayed for through its buffers alone."""
+    """A captured launch learns about the step it is replayed for from buffers alone."""
     plain, requests = Engine(max_num_seqs=2, eager=True, extra=(LIMIT,)).with_async(), [batch()]
     tree = with_graphs(plain).with_bastion(8, top_k=4, **costs(tmp_path, timing))
     futures = [
@@ -81,7 +81,7 @@ def test_graphs_replay_what_decoding_needs(
     assert sorted(target) == TARGET_SIZES
     assert sum(count > 0 for count in target.values()) > 1, target
     assert all("tree_attention_kernel" in g["kernels"] for g in graphs if g["of"] == "target")
-    # Logits to the next tree and its budget are in the drafter's graph.
+    # The drafter's graph includes everything from its logits to the next tree and its budget.
     drafter = [g for g in graphs if g["of"] == "drafter"]
     assert sorted(g["rows"] for g in drafter) == DRAFTER_SIZES
     assert all(g["replays"] > 0 for g in drafter), drafter
@@ -92,10 +92,10 @@ def test_graphs_replay_what_decoding_needs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", [False, True])
-def test_queries_and_caches_of_float8(
+def test_fp8_queries_and_caches(
     runner: Runner, compare: Comparison, tmp_path: Path, scales: bool
 ) -> None:
-    """Plain decoding has the same backend here: another rounds to float8 in another way."""
+    """Plain decoding uses the same backend here: another one rounds to fp8 differently."""
     own = ("model", make_scaled(tmp_path / "scaled")) if scales else ("kv_cache_dtype", "fp8")
     plain = Engine(max_num_seqs=2, eager=True, extra=(own, LIMIT)).with_async()
     requests = [batch()]
@@ -113,10 +113,10 @@ def test_queries_and_caches_of_float8(
 
 
 @pytest.mark.slow
-def test_recurrent_states_behind_graphs(
+def test_gated_delta_states_with_graphs(
     runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:
-    """What a forward pass leaves for acceptance is where the replayed launches put it."""
+    """Replayed launches write what acceptance needs to the buffers that acceptance reads."""
     target = make_target("qwen3-next", tmp_path / "target")
     extra = (("model", target), LIMIT, *ARGUMENTS["qwen3-next"].items())
     plain, requests = Engine(max_num_seqs=2, eager=True, extra=extra).with_async(), [batch()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter drafts as it was trained to, whatever its checkpoint says and memory holds."""
+"""The drafter drafts as it was trained to, whatever its config says or stale memory holds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def long_contexts() -> Batch:
 def test_a_drafter_trained_on_shorter_contexts(
     runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:
-    """Its rotary cache reaches as far as the target's positions: it drafts what it always does."""
+    """Its rotary cache covers the target's positions, so its drafts do not change."""
     batch = long_contexts()
     short = changed_drafter(tmp_path / "short", max_position_embeddings=64)
     engines = [PLAIN, PLAIN.with_bastion(8, 8), PLAIN.with_bastion(8, 8, model=short)]
@@ -55,7 +55,7 @@ def test_a_drafter_trained_on_shorter_contexts(
 def test_every_drafter_layer_norms_its_keys_by_its_own_weights(
     runner: Runner, tmp_path: Path
 ) -> None:
-    """Keys four times as large and queries a quarter, in one layer: the same attention."""
+    """Scaling one layer's keys by four and its queries by a quarter leaves attention unchanged."""
     other = Path(changed_drafter(tmp_path / "other"))
     weights = load_file(other / "model.safetensors")
     (other / "model.safetensors").unlink()
@@ -71,11 +71,11 @@ def test_every_drafter_layer_norms_its_keys_by_its_own_weights(
 
 
 @pytest.mark.skipif(ON_GPU, reason="poisons a CPU's memory")
-def test_nothing_reads_memory_that_nothing_filled(runner: Runner, compare: Comparison) -> None:
-    """Not in the profiling run either, which has no attention metadata."""
+def test_nothing_reads_uninitialised_memory(runner: Runner, compare: Comparison) -> None:
+    """This includes the profiling run, which has no attention metadata."""
     compiled = Engine()
     batch, poison = long_contexts(), ["tests.e2e.fresh_memory:poison"]
-    # As many nodes as in test_lossless: what is compiled there is loaded.
+    # The number of nodes of test_lossless, so that its compiled models are loaded.
     tree = runner.submit(compiled.with_bastion(16, 8), [batch], setup=poison)
     compare.same("NaN in fresh memory", [batch], runner.run(PLAIN, [batch]), tree.result())
     assert max(map(len, tree.result()["batches"][0]["paths"])) > 4

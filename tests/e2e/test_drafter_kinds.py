@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters other than plain DFlash: token identity, and vLLM's own chain where a tree is one."""
+"""Drafters other than plain DFlash: their tokens, and width-1 trees against vLLM's own chain."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS = [
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the drafters' checkpoints are."""
+    """The folder of the drafters' checkpoints."""
     return tmp_path_factory.mktemp("drafters")
 
 
@@ -63,17 +63,17 @@ def greedy() -> Batch:
     return batch
 
 
-# vLLM reads both ways to write "causal" as one setting; the chains of both tell that it did.
+# vLLM accepts two spellings of "causal"; the chains show that both took effect.
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=pytest.mark.slow) if k == "dflash_config.causal" else k for k in KINDS],
 )
-def test_tokens_are_plain_decodings(
+def test_tokens_equal_plain_decoding(
     kind: str, runner: Runner, compare: Comparison, folder: Path
 ) -> None:
     drafter, batches = make_drafter(kind, folder / kind), [together()]
     tree = PLAIN.with_bastion(24, 24, model=drafter)
-    # Costs of which all drafters have the same: measuring is not what this is about.
+    # All drafters get the same costs; measuring is not tested here.
     costs = {"calibration": write_costs(COSTS, folder / "costs.json"), "latency_model": "table"}
     lagged = PLAIN.with_bastion(24, model=drafter, budget_timing="lagged", **costs).with_async()
     runs = [runner.submit(engine, batches) for engine in (PLAIN, tree, lagged)]
@@ -82,19 +82,17 @@ def test_tokens_are_plain_decodings(
     compare.same(f"{kind}, lagged", batches, expected, runs[2].result())
     paths = runs[1].result()["batches"][0]["paths"]
     assert any(path != list(range(len(path))) for path in paths), "a path that leaves the spine"
-    # The tiny backbone was not trained to draw from the anchor.
+    # The tiny backbone was not trained to predict from the anchor.
     assert kind == "dspark-anchor" or max(map(len, paths)) > 2, "accepted beyond the first node"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tree_of_one_candidate_is_vllms_own_chain(
-    kind: str, runner: Runner, folder: Path
-) -> None:
+def test_a_width_1_tree_is_vllms_own_chain(kind: str, runner: Runner, folder: Path) -> None:
     drafter = make_drafter(kind, folder / f"{kind}-chain")
     method = "dspark" if "dspark" in kind else "dflash"
     chain = PLAIN.with_method(method, GAMMA, model=drafter)
     ours = PLAIN.with_bastion(GAMMA, GAMMA, model=drafter, top_k=1)
-    # vLLM's own kernels of XPress have no native twins.
+    # vLLM's own XPress kernels have no native twins.
     how = {"interpreted": True} if kind in XPRESS else {}
     runs = [
         runner.submit(chain, [greedy()], probe=PROBE, **how),
@@ -108,17 +106,17 @@ def test_a_tree_of_one_candidate_is_vllms_own_chain(
 
 
 @pytest.mark.parametrize("kind", [*HEADS, *MARKOV[:1]])
-def test_a_head_has_no_more_candidates_than_it_scores(
+def test_top_k_is_limited_to_the_candidates_a_head_scores(
     kind: str, runner: Runner, folder: Path
 ) -> None:
-    """A root of more candidates than that has as many children."""
+    """A root can have no more children than the head scores."""
     drafter = make_drafter(kind, folder / f"{kind}-all")
     engine = PLAIN.with_bastion(40, 40, model=drafter, top_k=32)
     run = runner.run(engine, [greedy()], probe="tests.e2e.drafters:children")
     assert max(run["batches"][0]["probed"]) == CANDIDATES
 
 
-def test_a_trained_heads_tree_is_worth_more_than_its_chain(
+def test_a_trained_head_gains_more_with_a_tree_than_with_a_chain(
     runner: Runner, compare: Comparison
 ) -> None:
     drafter, batches = str(ROOT / "benchmarks" / "tiny" / "dflash2"), [greedy()]
@@ -126,7 +124,7 @@ def test_a_trained_heads_tree_is_worth_more_than_its_chain(
     tree = PLAIN.with_bastion(63, 63, model=drafter)
     runs = [runner.submit(engine, batches) for engine in (chain, tree)]
     theirs, mine = (run.result() for run in runs)
-    # vLLM's chain is greedy, so its tokens are plain decoding's.
+    # vLLM's chain verifies greedily, so its tokens are plain decoding's.
     compare.same("trained DFlash2", batches, theirs, mine)
     assert mine["batches"][0]["forwards"] < theirs["batches"][0]["forwards"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV caches of float8, as vLLM's CPU kernels keep them, against plain decoding with the same."""
+"""fp8 KV caches in the layout of vLLM's CPU kernels, against plain decoding with such caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def dtypes(session: Any) -> list[list[str]]:
-    """A probe: dtype and scales of every layer's cache, the drafter's among them."""
+    """Probe: dtype and scales of every layer's cache, including the drafter's."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
@@ -32,7 +32,7 @@ def dtypes(session: Any) -> list[list[str]]:
 
 
 def batches() -> list[Batch]:
-    """Greedy and seeded requests, prompts of several chunks, hits on cached prefixes."""
+    """Greedy and seeded requests, chunked prompts, prefix cache hits."""
     return [cases.greedy(2), cases.sampled(6), cases.chunked(), *cases.prefix_cache()]
 
 
@@ -52,7 +52,7 @@ def batches() -> list[Batch]:
         ),
     ],
 )
-def test_tokens_are_plain_decodings(
+def test_tokens_equal_plain_decoding(
     kind: str, eager: bool, runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:
     asked = batches()

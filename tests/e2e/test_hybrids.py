@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler does to requests with recurrent states: preemption, and blocks held."""
+"""Requests with recurrent states in the scheduler: preemption, and the blocks they occupy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def crowded() -> Batch:
-    """Four requests in a cache that has one block left when their keys outgrow their first."""
+    """Four requests, and a cache with one free block when their keys outgrow their first block."""
     batch = Batch("preempted requests of a hybrid, small KV cache")
     for i, domain in enumerate((*cases.DOMAINS, "code")):
         extra = {"temperature": 0.8, "seed": i} if i % 2 else {"temperature": 0}
@@ -27,10 +27,10 @@ def crowded() -> Batch:
     return batch
 
 
-def test_a_preempted_hybrid_request(
+def test_a_preempted_request_of_a_hybrid_target(
     runner: Runner, compare: Comparison, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Requests lose keys and recurrent state, start over, and end with the same tokens."""
+    """Preempted requests lose keys and state, start over, and end with the same tokens."""
     name, batch = "qwen3-next", crowded()
     folder = make_target(name, tmp_path_factory.mktemp("preempted"))
     plain = Engine(
@@ -52,7 +52,7 @@ def test_a_preempted_hybrid_request(
 
 
 def test_state_blocks_do_not_grow_with_the_tree(runner: Runner) -> None:
-    """A request with trees of 63 holds one block of states a group; vLLM's chain of 15 holds 16."""
+    """With 63 nodes a request occupies one state block per group; vLLM's chain of 15 takes 16."""
     batch = Batch("blocks of recurrent states")
     for i in range(2):
         batch.add(f"request-{i}", f"def area_{i}(", temperature=0, max_tokens=24, ignore_eos=True)
@@ -73,5 +73,5 @@ def test_state_blocks_do_not_grow_with_the_tree(runner: Runner) -> None:
     assert max(run["verified"]) == 63
     print(f"bytes of recurrent states a request: {size}")
     assert blocks == {"dflash": {1 + GAMMA}, "bastion": {1}}
-    # Its blocks are no larger: the convolution keeps no input for each draft token.
+    # Its blocks are no larger either: the convolution stores no input per draft token.
     assert size["bastion"] * (1 + GAMMA) <= size["dflash"]

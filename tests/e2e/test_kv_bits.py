@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a branch is accepted the caches hold what decoding the same prefix as a chain leaves there.
+"""After a branch was accepted, the caches hold what decoding the same prefix as a chain would leave.
 
-Two engines decode the same requests with the same number of rows in every step and the same number
-of tokens accepted in every step (a planned oracle, `tests.e2e.oracle`):
+Two engines decode the same requests. Every step has the same number of rows and accepts the same
+number of tokens (a planned oracle, `tests.e2e.oracle`):
 
-- `tree`: best-first trees of 15 nodes in which the right tokens are spread, so that the accepted
-  path's keys and values must be moved, and its hidden states gathered for the drafter;
-- `chain`: chains of 15 nodes, `bastion_top_k=1`: plain causal attention, nothing is moved, the
-  drafter reads the first rows as vLLM's own DFlash does.
+- `tree`: best-first trees of 15 nodes over which the right tokens are spread. The accepted path's
+  keys and values must be moved, and its hidden states gathered for the drafter.
+- `chain`: chains of 15 nodes (`bastion_top_k=1`) with plain causal attention. Nothing is moved, and
+  the drafter reads the first rows as in vLLM's own DFlash.
 
-After every step every block that holds computed tokens only is compared bit by bit, for all layers
-of the target and of the drafter: its cache is a function of the target's hidden states, so that it
-tells whether those were gathered rightly. Bit equality can be asked for because a row of a
-matrix product does not depend on where in the matrix it stands, and because the CPU attention works
-one precision up, where the order of its sums is lost in rounding. A plain engine is compared as
-well, with other row counts and therefore not bit by bit: its tokens are the same.
+After every step, every block that holds only computed tokens is compared bit by bit, in all layers
+of target and drafter. The drafter's cache depends on the target's hidden states, so it shows whether
+those were gathered correctly. Bit equality holds because a row of a matrix product does not depend
+on its place in the matrix, and because CPU attention sums one precision higher, where the order of
+the sums is lost in rounding. A plain engine has other row counts, so only its tokens are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PROBE = "tests.e2e.kv_probe:full_blocks"
 
 
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
-def test_bits_of_the_caches(runner: Runner, compare: Comparison, kind: str) -> None:
+def test_caches_are_bit_equal(runner: Runner, compare: Comparison, kind: str) -> None:
     plain = Engine(max_num_seqs=2, eager=True, extra=(("kv_cache_dtype", kind),))
     batch = Batch("KV rows bit-equal to a chain's")
     for i, (name, text) in enumerate(cases.some(1, first=5)):
@@ -57,10 +56,10 @@ def test_bits_of_the_caches(runner: Runner, compare: Comparison, kind: str) -> N
     for shape, run in runs.items():
         compare.same(f"{shape} of {GAMMA} nodes, {kind}", [batch], first, run.result(), plain)
 
-    # The two engines are comparable: the same steps with the same rows.
+    # Both engines took the same steps with the same rows.
     assert [len(path) for path in tree["paths"]] == [len(path) for path in chain["paths"]]
     assert tree["verified"] == chain["verified"] == [GAMMA] * len(tree["paths"])
-    # And they differ where they should: only the trees' paths leave the first rows.
+    # Only the trees' paths leave the first rows.
     assert all(path == list(range(len(path))) for path in chain["paths"])
     moved = [path for path in tree["paths"] if path != list(range(len(path)))]
     assert len(moved) > 20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many requests in a step: none waits for placeholders that nobody uses, and none is left out."""
+"""Many requests in a step: unused placeholders delay nobody, and every request gets its turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_bastion.policy.cost.table import StepCostTable
 pytestmark = pytest.mark.e2e
 
 REQUESTS, TOKEN_LIMIT, NODES = 12, 128, 63
-# Every row is a step of its own, and a draft costs ten: nothing pays.
+# Each row costs a whole step and a draft costs ten: nothing pays.
 HOPELESS = StepCostTable.linear(0.001, 1.0, max_rows=TOKEN_LIMIT, drafter_ms=10.0)
 # Rows cost next to nothing: the largest trees pay.
 FLAT = StepCostTable.linear(10.0, 0.001, max_rows=TOKEN_LIMIT)
@@ -33,7 +33,7 @@ def crowd(tokens: int) -> Batch:
 
 
 def with_costs(engine: Engine, source: CostSource, folder: Path) -> Engine:
-    """The engine with trees of 63 nodes, budgeted by these costs."""
+    """The engine with trees of 63 nodes and this cost table."""
     costs = write_costs(source, folder / "costs.json")
     return engine.with_bastion(NODES, calibration=costs, latency_model="table")
 
@@ -47,10 +47,10 @@ def with_costs(engine: Engine, source: CostSource, folder: Path) -> Engine:
         pytest.param("this CPU", 1.0, "sync", marks=pytest.mark.slow),
     ],
 )
-def test_a_crowd_that_is_hardly_worth_drafting_for_decodes_as_plain_does(
+def test_large_batches_where_drafts_hardly_pay_take_as_many_steps_as_plain_decoding(
     runner: Runner, compare: Comparison, tmp_path: Path, costs: str, most: float, mode: str
 ) -> None:
-    """Plain decoding's steps where trees never pay, but for the trials; no more where some do."""
+    """Where trees never pay, as many steps as plain decoding, plus the trials; else no more."""
     if costs == "never":
         source = CostSource(costs, HOPELESS, None)
     else:
@@ -67,11 +67,11 @@ def test_a_crowd_that_is_hardly_worth_drafting_for_decodes_as_plain_does(
     assert right["forwards"] <= most * left["forwards"]
 
 
-# Compiled it is a third compilation, for a limit of requests that no other test has.
+# Eager: no other test has this limit of requests, so compiling would cost a third compilation.
 @pytest.mark.parametrize(
     "eager", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["eager", "compiled"]
 )
-def test_drafts_of_a_crowd_may_have_more_rows_than_a_step(
+def test_the_drafter_may_need_more_rows_than_a_step_has(
     runner: Runner, compare: Comparison, tmp_path: Path, eager: bool
 ) -> None:
     """The drafter's R x (1 + gamma) rows are more than the token limit, and drafting pays."""
@@ -86,7 +86,7 @@ def test_drafts_of_a_crowd_may_have_more_rows_than_a_step(
 
 
 def test_several_samples_of_a_prompt(runner: Runner, compare: Comparison) -> None:
-    """`n` = 3 with a seed: every sample is plain decoding's. vLLM itself refuses it at T=0."""
+    """`n` = 3 with a seed: every sample equals plain decoding's. vLLM refuses `n` > 1 at T=0."""
     batch = Batch("n = 3")
     for (name, text), temperature in zip(cases.some(1, first=4), (1.0, 0.8, 0.0), strict=True):
         batch.add(f"n-{name}", text, n=3, temperature=temperature, seed=11, max_tokens=24,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids are those of plain vLLM decoding, whatever is asked for and however it is scheduled.
+"""Token ids equal those of plain vLLM decoding for every kind of request and scheduler.
 
 Every engine decodes the same batches as a plain one with the same settings; see
 `tests.e2e.compare` for what counts as the same. `oracle` engines have their drafter's logits
@@ -24,7 +24,7 @@ MODES = ("sync", "async")
 
 
 def batches_of(mode: str, everything: bool = False) -> list[Batch]:
-    """One batch for each thing that is easy to get wrong; the default lane does some only once."""
+    """One batch per thing that is easy to get wrong; the default lane runs some of them once."""
     batches = [cases.chunked(), cases.stops(), cases.aborted(), cases.wishes(), cases.structured()]
     if mode == "async" and not everything:
         return [cases.greedy(1), cases.sampled(3), *batches]
@@ -48,7 +48,7 @@ def results(run: Run, prefix: str) -> list[Run]:
 
 
 class Matrix:
-    """Plain decoding, the drafter and the oracle, under one scheduler; all started at once."""
+    """Plain decoding, the drafter and the oracle under one scheduler; all start at once."""
 
     def __init__(
         self, runner: Runner, mode: str, everything: bool = False, eager: bool = False
@@ -56,13 +56,13 @@ class Matrix:
         self._runner = runner
         self._engine = engine_of(mode, eager)
         self.batches = batches_of(mode, everything)
-        # Nobody starts an engine that knows the answer: it is compiled in the slow lane only. And
-        # what plain decoding is compiled to does not depend on who schedules it: once is enough.
+        # The oracle is no real drafter, so only the slow lane compiles it. Compiled plain decoding
+        # does not depend on the scheduler, so one compiled run is enough.
         once = everything or mode == "sync"
         self._knowing = self._engine if everything else self._engine.with_eager()
         self._plain = self._submit(self._engine if once else self._engine.with_eager())
         self._tree = self._submit(self._engine.with_bastion(16))
-        # The oracle waits for the answers, and nothing waits for the oracle.
+        # The oracle needs plain decoding's answers first.
         self._plain.add_done_callback(lambda done: done.exception() or self._oracle())
 
     def _submit(self, engine: Engine, **more: Any) -> Future[Run]:
@@ -81,19 +81,19 @@ class Matrix:
         return self._tree.result()
 
     def oracle(self) -> Run:
-        """Method bastion with an oracle for a drafter, all 16 nodes verified."""
+        """Method bastion with an oracle as its drafter; all 16 nodes are verified."""
         return self._oracle().result()
 
 
 @pytest.fixture
 def matrix(runner: Runner, mode: str) -> Matrix:
-    """The matrix of a scheduler; its engines run once in a session."""
+    """The engines of one scheduler; each runs once a session."""
     return Matrix(runner, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_drafter(matrix: Matrix, compare: Comparison, mode: str) -> None:
-    """The pair as it is, adaptive budget."""
+    """The tiny pair with an adaptive budget."""
     run = matrix.tree()
     compare.same(f"batch 4, {mode}", matrix.batches, matrix.plain(), run)
     assert run["info"]["speculator"] == "BastionSpeculator"
@@ -101,7 +101,7 @@ def test_drafter(matrix: Matrix, compare: Comparison, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_oracle(matrix: Matrix, compare: Comparison, mode: str) -> None:
-    """Long paths that leave the spine."""
+    """Long paths that leave the chain of best candidates."""
     run = matrix.oracle()
     compare.same(f"batch 4, {mode}, oracle", matrix.batches, matrix.plain(), run)
     paths = [path for batch in run["batches"] for path in batch["paths"]]
@@ -113,7 +113,7 @@ def test_oracle(matrix: Matrix, compare: Comparison, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="compares two ways to run vLLM's kernels on a CPU")
 def test_vllms_own_kernels(runner: Runner, compare: Comparison) -> None:
-    """Triton's interpreter instead of our native kernels, for plain decoding and for trees."""
+    """Plain decoding and trees in Triton's interpreter instead of on our native twins."""
     batches = [cases.greedy(3), cases.sampled(3), cases.structured()]
     engines = [Engine(), Engine().with_bastion(16)]
     native = runner.submit(engines[0], batches)
@@ -123,16 +123,16 @@ def test_vllms_own_kernels(runner: Runner, compare: Comparison) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_scheduler(matrix: Matrix, mode: str) -> None:
-    """The scheduler asked for is the one that ran."""
+def test_the_scheduler_that_ran(matrix: Matrix, mode: str) -> None:
+    """The engine ran the scheduler that was asked for."""
     expected = {"sync": "Scheduler", "async": "AsyncScheduler"}[mode]
     assert matrix.tree()["info"]["scheduler"] == expected
     assert matrix.plain()["info"]["scheduler"] == expected
 
 
 @pytest.mark.parametrize("mode", ["sync"])
-def test_cases_happened(matrix: Matrix) -> None:
-    """The edge cases are what they say, in the run with long paths."""
+def test_the_edge_cases_happened(matrix: Matrix) -> None:
+    """The edge cases really happened in the run with long paths."""
     run = matrix.oracle()
     by_case = dict(zip([b.case for b in matrix.batches], run["batches"], strict=True))
 
@@ -144,7 +144,7 @@ def test_cases_happened(matrix: Matrix) -> None:
         assert total == Engine().max_model_len
 
     for cold, warm in zip(results(run, "cold-"), results(run, "warm-"), strict=True):
-        # A hit beyond the cold prompt is on blocks that decoding has filled and compacted.
+        # A hit beyond the first prompt reads blocks that decoding has filled and compacted.
         assert warm["cached_tokens"] > len(cold["prompt_token_ids"])
 
     stopped = [result["finish_reason"] for result in results(run, "stop-")]
@@ -166,7 +166,7 @@ def test_cases_happened(matrix: Matrix) -> None:
 
 @pytest.mark.parametrize("mode", ["sync"])
 def test_metrics(matrix: Matrix) -> None:
-    """vLLM's four counters, against paths and rows read from the target's batches."""
+    """vLLM's four counters against the paths and rows seen in the target's batches."""
     run = matrix.oracle()["batches"][0]
     depths = [len(path) - 1 for path in run["paths"]]
     metrics = run["metrics"]
@@ -176,7 +176,7 @@ def test_metrics(matrix: Matrix) -> None:
     assert metrics["spec_decode_num_accepted_tokens_per_pos"] == [
         sum(depth > position for depth in depths) for position in range(GAMMA)
     ]
-    # With an adaptive budget some drafts may have no node at all.
+    # With an adaptive budget some drafts may have no nodes.
     run = matrix.tree()["batches"][0]
     metrics = run["metrics"]
     assert metrics["spec_decode_num_draft_tokens"] == sum(run["verified"])

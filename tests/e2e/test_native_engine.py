@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CPU host as a user has it: no environment variable, no Triton back end.
+"""A CPU host as users have it: no environment variables, no Triton back end.
 
-The engines run as `LLM(...)` with vLLM's own worker processes, each in a process of its own: forked
-from a fresh one that has imported vLLM, or, without Triton, made as vLLM makes them.
+The engines run as `LLM(...)` with vLLM's own worker processes. These are forked from a process that
+has imported vLLM, or, without Triton, spawned as vLLM does.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ if __name__ == "__main__":
 def run(
     runner: Runner, *engines: dict[str, Any], hide: Path | None = None
 ) -> list[tuple[Any, Any]]:
-    """Of each engine the worker's runner, whether our kernels are there, its threads; its tokens.
+    """What each engine's worker reports (model runner, twins, threads), and its tokens.
 
-    runner: whose folders for what is compiled are taken, and nothing else.
-    engines: arguments of `LLM`; a single one runs in processes that vLLM has spawned.
-    hide: an empty folder, where Triton is to be hidden from all processes.
+    runner: only its cache folders are used.
+    engines: arguments of `LLM`; a single engine runs in processes that vLLM spawns.
+    hide: an empty folder; if given, Triton is hidden from all processes.
     """
     usual = {
         "model": TARGET,
@@ -100,7 +100,7 @@ def run(
 TREE = {"speculative_config": {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16}}
 
 
-def test_bastion_decodes_natively_beside_plain_engines_as_they_were(
+def test_bastion_uses_native_twins_and_leaves_plain_engines_alone(
     runner: Runner,
 ) -> None:
     first, second = run(runner, {}, TREE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose products a bf16 engine's layers take on a CPU: the drafter's int8, the target's bf16."""
+"""Which matrix products a bf16 engine uses on a CPU: int8 in the drafter, bf16 in the target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def products(session: Any) -> list[dict[str, str]]:
-    """Probe: by whose product the layers of target and drafter multiply."""
+    """Probe: the matrix product that each layer of target and drafter uses."""
     return [
         {
             name: layer.cpu_linear.__module__.removeprefix("vllm_bastion.cpu.")
@@ -38,12 +38,12 @@ def products(session: Any) -> list[dict[str, str]]:
     [
         ("auto", False),
         ("checkpoint", True),
-        # Compiled code calls them from the layers that "auto" leaves to them as well.
+        # Compiled code also calls them from the layers that "auto" leaves unchanged.
         pytest.param("checkpoint", False, marks=pytest.mark.slow),
     ],
     ids=["auto", "checkpoint, eager", "checkpoint"],
 )
-def test_whose_products(runner: Runner, weights: str, eager: bool) -> None:
+def test_which_products_are_used(runner: Runner, weights: str, eager: bool) -> None:
     engine = Engine(max_num_seqs=2, eager=eager)
     engine = engine.with_bastion(GAMMA, GAMMA, drafter_weights=weights)
     batch = Batch("products")
@@ -64,5 +64,5 @@ def test_whose_products(runner: Runner, weights: str, eager: bool) -> None:
         assert in_int8 == [] and ours in drafter.values()
     for request in result["requests"].values():
         assert len(request["token_ids"]) == 32
-    # Drafts as good as one would expect of this drafter: it emits some three tokens a step.
+    # The drafts are as good as this drafter's usually are: about three tokens a step.
     assert sum(map(len, result["paths"])) / len(result["paths"]) > 2

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with more wishes than a temperature get trees, and plain decoding's tokens from them.
+"""Requests with further sampling parameters get trees, and plain decoding's tokens.
 
-Penalties, bad words, minimum lengths, log-probabilities, grammars: alone, together and beside
-requests that want nothing. That it is a tree is seen from the nodes verified, more than a chain's.
+Penalties, bad words, minimum lengths, log-probabilities, grammars: alone, combined, and beside
+requests without any. A request had a tree if more nodes were verified than a chain has.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def wishes(
     case: str, kinds: dict[str, dict[str, Any]], prompts: list[tuple[str, str]], tokens: int = 32
 ) -> Batch:
-    """Every kind at T=0 and, with a seed, at T=0.8, on the prompts in turn."""
+    """Every kind at T=0 and, seeded, at T=0.8, on alternating prompts."""
     batch = Batch(case)
     at = 0
     for kind, wanted in kinds.items():
@@ -66,7 +66,7 @@ def assert_trees(run: dict[str, Any], batch: Batch) -> None:
 
 
 def test_every_kind_in_one_batch(runner: Runner, compare: Comparison) -> None:
-    """Four at a time, with an oracle for a drafter: long paths that leave the spine."""
+    """Four at a time with an oracle as the drafter: long paths that leave the chain."""
     batch = wishes("requests of every kind", KINDS, cases.some(4, first=16))
     plain = Engine(eager=True)
     expected = runner.run(plain, [batch])
@@ -96,7 +96,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_grammars(runner: Runner, compare: Comparison, mode: str) -> None:
-    """Trees under grammars, beside one without: 24 of 63 nodes, an oracle for a drafter."""
+    """Trees with grammars beside one without: 24 of 63 nodes, an oracle as the drafter."""
     batch = wishes("grammars", GRAMMARS, cases.some(4, first=20))
     plain = Engine(eager=True, async_scheduling=mode == "async")
     expected = runner.run(plain, [batch])
@@ -121,7 +121,7 @@ _MODES = [(seqs, mode) for seqs in (1, 4) for mode in ("sync", "async")]
 def test_every_kind_on_many_prompts(
     runner: Runner, compare: Comparison, seqs: int, mode: str
 ) -> None:
-    """15 prompts of each kind at T=0 and 15 at T=0.8; the drafter as it is, and the oracle."""
+    """15 prompts of each kind at T=0 and 15 at T=0.8, with the real drafter and the oracle."""
     prompts = cases.some(10)
     merged = Batch("requests of every kind, 30 prompts each")
     for i in range(0, 30, 2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler may do to a request, what it refuses, and what it counts."""
+"""Scheduling: preemption, chains, refused parameters, and counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 
 def crowded() -> Batch:
-    """Six long requests for a cache that holds two or three."""
+    """Six long requests and a cache with room for two or three."""
     batch = Batch("preempted requests, small KV cache")
     for i, (name, text) in enumerate(cases.some(2, first=16)):
         extra = {"temperature": 1.0, "seed": i} if i % 3 == 2 else {"temperature": 0}
@@ -22,7 +22,7 @@ def crowded() -> Batch:
 
 
 def test_preemption(runner: Runner, compare: Comparison) -> None:
-    """Requests lose their blocks, start over, and end with the same tokens."""
+    """Preempted requests lose their blocks, start over, and end with the same tokens."""
     sync = Engine(max_model_len=224, num_blocks=14, eager=True)
     batch = crowded()
     plain, tree, plain_async = (
@@ -38,16 +38,16 @@ def test_preemption(runner: Runner, compare: Comparison) -> None:
 
 
 def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
-    """A tree of width 1 with budget gamma: vLLM's own DFlash, token for token, step for step.
+    """A tree of width 1 with budget gamma equals vLLM's own DFlash, token for token, step for step.
 
-    What vLLM refuses with speculative decoding is refused in the same words.
+    Parameters that vLLM refuses with speculative decoding are refused in the same words.
     """
     batch = Batch("width-1 tree against dflash, T=0")
     for name, text in cases.some(2):
         batch.add(name, text, temperature=0, max_tokens=48, ignore_eos=True)
     batch.add("bias", "x = 1\n", max_tokens=4, logit_bias={"65": 5.0})
     batch.add("min_p", "x = 1\n", max_tokens=4, min_p=0.1)
-    # Room for all in a step: vLLM charges dflash gamma tokens a request more than it uses.
+    # Room for all requests: vLLM reserves gamma tokens more per request than dflash uses.
     plain = Engine(eager=True, extra=(("max_num_batched_tokens", 512),))
     dflash = runner.submit(plain.with_method("dflash", GAMMA), [batch])
     chain = runner.submit(plain.with_bastion(GAMMA, GAMMA, top_k=1), [batch])
@@ -68,7 +68,7 @@ def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
 
 
 def test_logits_processor_sees_its_history(runner: Runner, compare: Comparison) -> None:
-    """A custom processor that reads earlier tokens: every request is decoded along the spine."""
+    """With a custom processor that reads earlier tokens, every tree is a chain."""
     batch = Batch("custom logits processor")
     for i, (name, text) in enumerate(cases.some(2, first=22)):
         extra = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0}

@@ -36,14 +36,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="starts a CPU s
 NODES = 32
 START_S = 600
 SPECULATIVE = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": NODES}
-# Of everything else a user gets vLLM's defaults: torch.compile, the limits of a step.
+# Everything else is vLLM's default: torch.compile, the limits of a step.
 OPTIONS = ["--dtype", "float32", "--host", "127.0.0.1",
            "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]  # fmt: skip
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def environment(caches: dict[str, str]) -> dict[str, str]:
-    """What a user sets on a CPU host, and nothing that eases testing but folders of its own."""
+    """The environment of a user on a CPU host; only the cache folders are the test's own."""
     env = {**os.environ, **ENVIRONMENT, **caches, "VLLM_LOGGING_LEVEL": "INFO"}
     del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
     env.pop("TRITON_INTERPRET", None)
@@ -51,14 +51,14 @@ def environment(caches: dict[str, str]) -> dict[str, str]:
 
 
 def arguments(port: int, speculative: dict[str, Any]) -> list[str]:
-    """Of `vllm serve`."""
+    """Arguments of `vllm serve`."""
     return [TARGET, "--port", str(port), *OPTIONS, "--speculative-config", json.dumps(speculative)]
 
 
 def serve(
     log: Path, port: int, speculative: dict[str, Any], caches: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a server in a process group of its own, its output in `log`."""
+    """Start a server in its own process group, with its output in `log`."""
     with log.open("wb") as out:
         return subprocess.Popen(
             [*VLLM, "serve", *arguments(port, speculative)],
@@ -146,7 +146,7 @@ def server(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def plain(runner: Runner) -> dict[str, Any]:
-    """The same prompts decoded by a plain engine, submitted so that it runs beside the server."""
+    """The same prompts decoded by a plain engine, which runs beside the server."""
     batch = Batch("serving")
     for name, text in cases.some(1, first=25):
         batch.add(name, text, temperature=0, max_tokens=40)
@@ -180,14 +180,14 @@ def test_answers_streams_and_counters(plain: dict[str, Any], server: Server) -> 
     assert 0 < gained["drafts"] <= emitted
     assert gained["draft_tokens"] <= NODES * gained["drafts"]
     assert gained["accepted_tokens"] <= gained["draft_tokens"]
-    # Every step of a request emits the accepted tokens and one more; its last may be cut short.
+    # Every step emits the accepted tokens and one more; a request's last step may be cut short.
     requests = 2 * len(plain["batch"].requests)
     total = requests + gained["drafts"] + gained["accepted_tokens"]
     assert emitted <= total <= emitted + requests * (GAMMA + 1)
 
 
 def test_chat_stream(server: Server) -> None:
-    """Chat completions stream the same text that they return in one piece."""
+    """Streamed and complete chat answers are the same text."""
     body = {"messages": [{"role": "user", "content": "Hi, can you help me plan my week?"}],
             "temperature": 0, "max_tokens": 24}  # fmt: skip
     answer = server.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
@@ -199,12 +199,12 @@ def test_chat_stream(server: Server) -> None:
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}])
 def test_tool_call(sampling: dict[str, Any], server: Server) -> None:
-    """A tool's arguments, in one piece and streamed, fit its schema."""
+    """Tool arguments match the schema, streamed or not."""
     tool = {"name": "find", "description": "d", "parameters": cases.PERSON, "strict": True}
     body = {"messages": [{"role": "user", "content": "Who is it?"}], "max_tokens": 120, **sampling,
             "tools": [{"type": "function", "function": tool}],
             "tool_choice": {"type": "function", "function": {"name": "find"}},
-            # A model this small would fill a JSON text with blanks.
+            # Otherwise a model this small fills the JSON text with blanks.
             "allowed_token_ids": cases.words(), "frequency_penalty": 2}  # fmt: skip
     message = server.post("/v1/chat/completions", **body)["choices"][0]["message"]
     call = message["tool_calls"][0]["function"]
@@ -222,7 +222,7 @@ def test_tool_call(sampling: dict[str, Any], server: Server) -> None:
 
 
 def test_requests_with_grammar_and_penalties(server: Server) -> None:
-    """In the server's own processes."""
+    """The same in the server's own processes."""
     answer = server.post(
         "/v1/completions", prompt="Answer: ", temperature=0, max_tokens=16,
         structured_outputs={"choice": ["positive", "negative"]},

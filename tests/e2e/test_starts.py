@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def loads(session: Any) -> list[tuple[int, int]]:
-    """Probe: models whose compiled function was stored, and loaded."""
+    """Probe: the models whose compiled function was stored, and loaded."""
     from vllm.compilation.counter import compilation_counter as count
 
     return [(count.num_aot_artifacts_saved, count.num_aot_artifacts_loaded)]
@@ -28,13 +28,13 @@ def test_a_second_start_compiles_nothing(runner: Runner) -> None:
     batches = [Batch("start"), Batch("another start")]
     for name, text in cases.some(2, first=3):
         for batch in batches:
-            # Names of their own: what is the same is run once.
+            # Different names, because identical engines run only once a session.
             batch.add(f"{batch.case}: {name}", text, max_tokens=24, ignore_eos=True)
     first, second = (
         runner.run(engine, [batch], probe="tests.e2e.test_starts:loads")["batches"][0]
         for batch in batches
     )
-    # Target and drafter. Before the session nothing was stored; another test may have been first.
+    # Target and drafter. Another test may have compiled them before this one.
     assert first["probed"][0] in ([2, 0], [0, 2]) and second["probed"][0] == [0, 2]
     tokens = [
         [request["token_ids"] for request in result["requests"].values()]

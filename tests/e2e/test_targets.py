@@ -22,12 +22,12 @@ QUICK = ("gpt-oss-window-16", "qwen3.5-with-images")
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the targets' checkpoints are."""
+    """The folder of the targets' checkpoints."""
     return tmp_path_factory.mktemp("targets")
 
 
 def past_the_windows() -> Batch:
-    """Contexts of up to 260 tokens, prefilled in chunks beside others that decode."""
+    """Contexts of up to 260 tokens, prefilled in chunks while other requests decode."""
     batch = Batch("other targets, contexts past their windows")
     long = {"max_tokens": 32, "ignore_eos": True}
     batch.add("greedy", cases.long_prompt("code", 60), temperature=0, max_tokens=100)
@@ -42,7 +42,7 @@ def past_the_windows() -> Batch:
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TARGETS]
 )
-def test_tokens_are_plain_decodings(
+def test_tokens_equal_plain_decoding(
     name: str, runner: Runner, compare: Comparison, folder: Path
 ) -> None:
     target = make_target(name, folder / name)
@@ -66,7 +66,7 @@ def test_tokens_are_plain_decodings(
 
 
 @pytest.mark.slow
-def test_a_recurrent_state_in_a_compiled_engine(
+def test_gated_delta_states_in_a_compiled_engine(
     runner: Runner, compare: Comparison, folder: Path
 ) -> None:
     name, batches = "qwen3-next", [past_the_windows()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel workers, each with its own trees, agree on every budget and every token."""
+"""Two tensor-parallel workers build their own trees and agree on every budget and token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTERS = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "ac
 
 
 def generate(runner: Runner, engine: Engine, batch: Batch, **more: Any) -> dict[str, Any]:
-    """Run two workers under the offline API, in processes of their own."""
+    """Run two workers with the offline API, each in its own process."""
     two = replace(engine, extra=(("tensor_parallel_size", 2),))
     return runner.run(two, [batch], offline=True, **more)
 
@@ -43,17 +43,17 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
     for i, (name, text) in enumerate(cases.some(1, first=3)):
         sampling = {"temperature": 1.0, "seed": 3} if i == 2 else {"temperature": 0}
         batch.add(name, text, **sampling, max_tokens=40, ignore_eos=True)
-    # A fixed budget: when a request arrives, and so who shares its step, is the processes' affair.
+    # A fixed budget: arrival times, and with them the batches, differ between processes.
     plain = Engine(max_num_seqs=3, eager=eager)
     drafter = make_drafter(kind, tmp_path / "drafter") if kind else DRAFTER
     bastion = plain.with_bastion(16, 16, model=drafter)
     alone = [runner.submit(engine, [batch]) for engine in (plain, bastion)]
-    # Compiled they are made as vLLM makes them.
+    # Compiled engines start their workers as vLLM does.
     two = generate(runner, bastion, batch, spawn=not eager)
     expected, tree = (run.result()["batches"][0] for run in alone)
     tokens = [expected["requests"][request["id"]]["token_ids"] for request in batch.requests]
     assert two["token_ids"] == tokens
-    # Each worker has the drafter's logits of half the vocabulary, and grows what one alone grows.
+    # Each worker has half of the drafter's logits and grows the tree that one worker would grow.
     counts = {name: two["metrics"][f"vllm:{name}"] for name in COUNTERS}
     assert counts == {name: tree["metrics"][name] for name in COUNTERS}
     assert counts["spec_decode_num_accepted_tokens"] > counts["spec_decode_num_drafts"] > 0
@@ -61,8 +61,8 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("calibration", ["off", "auto"])
-def test_two_workers_believe_the_same_costs(runner: Runner, calibration: str) -> None:
-    """Two measurements of one machine are never equal; the workers' costs are, to the last bit."""
+def test_two_workers_have_the_same_costs(runner: Runner, calibration: str) -> None:
+    """Two measurements always differ; the workers' costs are equal to the last bit."""
     engine = Engine(max_num_seqs=3, eager=True).with_bastion(16, calibration=calibration)
     believed = generate(runner, engine, cases.greedy(1, tokens=4))["costs"]
     assert len(believed) == 2 and len(believed[0]) == 129
