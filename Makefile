@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Everything below but `bench` runs on a machine with Python 3.11 and nothing else; no GPU is needed.
+# Everything but `bench` needs only Python 3.11 and no GPU.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13)
@@ -7,15 +7,15 @@ VENV ?= .venv
 VENV033 ?= .venv-033
 BIN := $(VENV)/bin
 
-# One thread is fastest for the tiny pair; conftest.py sets the same for a bare `pytest`.
+# One thread is fastest for the tiny pair. conftest.py sets the same for a bare `pytest`.
 export OMP_NUM_THREADS ?= 1
-# As many as vLLM takes, or as the user says, for models of a real one's size.
+# Models of realistic size get vLLM's default number of threads, or the user's.
 USERS_THREADS := $(if $(filter file,$(origin OMP_NUM_THREADS)),env -u OMP_NUM_THREADS)
 export VLLM_NO_USAGE_STATS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 FAST := not e2e and not thorough and not slow and not gpu
-# A process for each core, up to four; a file of tests, which share engines, stays in one.
+# One process per core, up to four. The tests of a file share engines, so a file stays in one process.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -24,7 +24,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
 
-# Two stamps: vLLM is installed once; a changed pyproject.toml only reinstalls this package.
+# Two stamps: vLLM is installed once, and a changed pyproject.toml reinstalls only this package.
 $(VENV)/.vllm-0.32:
 	@.ci/setup vllm "$(PYTHON)" "$(VENV)"
 	@touch $@
@@ -33,7 +33,7 @@ $(VENV)/.ready: $(VENV)/.vllm-0.32 pyproject.toml .ci/setup
 	@.ci/setup package "$(PYTHON)" "$(VENV)"
 	@touch $@
 
-# vLLM 0.33 has no CPU build; the overlay is built anew when the base's vLLM is.
+# vLLM 0.33 has no CPU build, so its Python runs over 0.32's compiled libraries.
 $(VENV033)/.ready: $(VENV)/.vllm-0.32 | $(VENV)/.ready
 	@.ci/setup overlay "$(BIN)/python" "$(VENV033)"
 	@touch $@
@@ -61,7 +61,7 @@ check: $(VENV)/.ready  ## Lint, format, types and the fast tests
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -m "$(FAST)" -n auto
 
-# In the Python that has PyTorch for CUDA, which .venv has not; without what this file sets for CPUs.
+# Needs a Python with PyTorch for CUDA, which .venv does not have, and none of the CPU settings above.
 BENCH_PYTHON ?= $(shell command -v python || command -v python3)
 BENCH_ARGS ?=
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a branch was accepted, the caches hold what decoding the same prefix as a chain would leave.
+"""After a branch was accepted, the caches hold what decoding its prefix as a chain would leave.
 
 Two engines decode the same requests. Every step has the same number of rows and accepts the same
 number of tokens (a planned oracle, `tests.e2e.oracle`):
@@ -10,8 +10,8 @@ number of tokens (a planned oracle, `tests.e2e.oracle`):
   the drafter reads the first rows as in vLLM's own DFlash.
 
 After every step, every block that holds only computed tokens is compared bit by bit, in all layers
-of target and drafter. The drafter's cache depends on the target's hidden states, so it shows whether
-those were gathered correctly. Bit equality holds because a row of a matrix product does not depend
+of target and drafter. The drafter's cache depends on the target's hidden states, so it shows
+whether those were gathered correctly. Bit equality holds because a row of a matrix product does not depend
 on its place in the matrix, and because CPU attention sums one precision higher, where the order of
 the sums is lost in rounding. A plain engine has other row counts, so only its tokens are compared.
 """
