@@ -10,10 +10,11 @@ number of tokens (a planned oracle, `tests.e2e.oracle`):
   the drafter reads the first rows as in vLLM's own DFlash.
 
 After every step, every block that holds only computed tokens is compared bit by bit, in all layers
-of target and drafter. The drafter's cache depends on the target's hidden states, so it shows
-whether those were gathered correctly. Bit equality holds because a row of a matrix product does not depend
-on its place in the matrix, and because CPU attention sums one precision higher, where the order of
-the sums is lost in rounding. A plain engine has other row counts, so only its tokens are compared.
+of target and drafter. The drafter's cache is a function of the target's hidden states, so it shows
+whether those were gathered correctly. Bit equality holds because a row of a matrix product does not
+depend on its place in the matrix, and because CPU attention sums one precision higher, where the
+order of the sums is lost in rounding. A plain engine has other row counts, so only its tokens are
+compared.
 """
 
 from __future__ import annotations
