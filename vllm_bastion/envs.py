@@ -8,6 +8,7 @@ asked for, never at import, so that tests and child processes see what is set no
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,9 +38,15 @@ def interpreter_requested() -> bool:
 
 
 def cache_dir() -> Path:
-    """Folder of the latency profiles and of compiled functions; not created here."""
-    own = os.environ.get("VLLM_BASTION_CACHE")
-    if own:
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "vllm-bastion"
+    """Folder of the latency profiles and of compiled functions; not created here.
+
+    `bastion_kernels.cpu.cache.root` finds the same one: the ops do not import this package, and
+    this module must not import PyTorch.
+    """
+    try:
+        if own := os.environ.get("VLLM_BASTION_CACHE"):
+            return Path(own).expanduser()
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # HOME is unset and the user id is unknown
+        return Path(tempfile.gettempdir()) / f"vllm-bastion-{os.getuid()}"
+    return base / "vllm-bastion"

@@ -254,7 +254,7 @@ class Runner:
 
 
 def _share_machine_code(cache: Path) -> None:
-    """What Numba has compiled of these very sources need not be compiled by every session."""
+    """Let every session use the machine code that Numba has compiled before."""
     ours, users = cache / "numba", envs.cache_dir() / "numba"
     cache.mkdir(parents=True, exist_ok=True)
     users.mkdir(parents=True, exist_ok=True)

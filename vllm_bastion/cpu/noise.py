@@ -13,8 +13,8 @@ import math
 import numpy as np
 import torch
 
+from bastion_kernels.cpu.cache import njit
 from bastion_kernels.cpu.native import scratch
-from vllm_bastion.cpu.compiled import compiled
 
 _U32 = np.uint32
 # Keeps a drafter's noise apart from the target's; vLLM's `_DRAFT_NOISE_SALT`.
@@ -27,7 +27,7 @@ _BLOCK = 64  # tokens that are looked at together
 _FEW = 4096  # tokens for which it is not worth while
 
 
-@compiled
+@njit
 def _mix(h, key):  # type: ignore[no-untyped-def]
     key = _U32(key * _U32(0xCC9E2D51))
     key = _U32((key << _U32(15)) | (key >> _U32(17)))
@@ -36,7 +36,7 @@ def _mix(h, key):  # type: ignore[no-untyped-def]
     return _U32(_U32(h * _U32(5)) + _U32(0xE6546B64))
 
 
-@compiled
+@njit
 def _prefix(seed, pos, domain):  # type: ignore[no-untyped-def]
     """The hash's state before the token."""
     low = np.int64(0xFFFFFFFF)
@@ -45,7 +45,7 @@ def _prefix(seed, pos, domain):  # type: ignore[no-untyped-def]
     return _mix(h, _U32(pos & low))
 
 
-@compiled
+@njit
 def _finish(prefix, token):  # type: ignore[no-untyped-def]
     h = _U32(_mix(prefix, _U32(token)) ^ _U32(16))
     h = _U32(_U32(h ^ (h >> _U32(16))) * _U32(0x85EBCA6B))
@@ -53,7 +53,7 @@ def _finish(prefix, token):  # type: ignore[no-untyped-def]
     return _U32(h ^ (h >> _U32(16)))
 
 
-@compiled
+@njit
 def _murmur3(seed, pos, domain, out):  # type: ignore[no-untyped-def]
     """The hashes of tokens 0, 1, ... under a seed and a position, into out [V] uint32."""
     prefix = _prefix(seed, pos, domain)
@@ -61,7 +61,7 @@ def _murmur3(seed, pos, domain, out):  # type: ignore[no-untyped-def]
         out[token] = _finish(prefix, token)
 
 
-@compiled
+@njit
 def _murmur3_at(seed, pos, domain, tokens, out):  # type: ignore[no-untyped-def]
     """The hashes of tokens [K] under a seed and a position, into out [K] uint32."""
     prefix = _prefix(seed, pos, domain)
@@ -69,7 +69,7 @@ def _murmur3_at(seed, pos, domain, tokens, out):  # type: ignore[no-untyped-def]
         out[i] = _finish(prefix, tokens[i])
 
 
-@compiled
+@njit
 def _uniform(random, out):  # type: ignore[no-untyped-def]
     """[V] uint32 to [V] fp32 between 0 and 1, both exclusive but for rounding."""
     for i in range(out.shape[0]):
@@ -79,7 +79,7 @@ def _uniform(random, out):  # type: ignore[no-untyped-def]
         )
 
 
-@compiled
+@njit
 def _near_zero(value, log):  # type: ignore[no-untyped-def]
     """log(1 - value) by vLLM's series below 1/4, into log [V] fp32, which has the rest."""
     one = np.float32(1.0)
@@ -92,7 +92,7 @@ def _near_zero(value, log):  # type: ignore[no-untyped-def]
             log[i] = -x * (one + x * p)
 
 
-@compiled
+@njit
 def _may_win(logits, seed, pos, random, out):  # type: ignore[no-untyped-def]
     """Tokens of which one has the largest logit + noise: an ascending list, most often of a few.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.attention.kv_layout import KVLayout
-from bastion_kernels.cpu.native import njit
+from bastion_kernels.cpu.cache import njit
 
 __all__ = ["CompactPlan", "accept_path_cpu", "compact_cpu", "gather_rows_cpu"]
 

@@ -14,14 +14,12 @@ around it, so that a path has the same bits in a tree and as a chain.
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numba import carray
 
-from bastion_kernels.cpu import attention_score, machine
 from bastion_kernels.cpu.attention_score import (
     GROUP,
     LOWEST,
@@ -297,4 +295,4 @@ _RUNS = {(2, 2): _run_16, (4, 4): _run_32, (2, 1): _run_16_over_8, (4, 1): _run_
 def compiled(size: int, cache_size: int) -> Any:
     """The loops for a query's and a cached number of so many bytes; see `on_all_threads`."""
     run = _RUNS[size, cache_size]
-    return compile_for_threads(run, machine, attention_score, sys.modules[__name__])
+    return compile_for_threads(run)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_kernels.cpu.native import HAVE_NUMBA, njit, on_all_threads, scratch_lines, told
+from bastion_kernels.cpu.cache import njit
+from bastion_kernels.cpu.native import HAVE_NUMBA, on_all_threads, scratch_lines, told
 
 if HAVE_NUMBA:
     from bastion_kernels.cpu.topk import CALL, compiled, scratch_bytes

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_kernels.cpu.native import njit
+from bastion_kernels.cpu.cache import njit
 
 _BLOCK = 512  # logits whose largest is found before it is located
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from bastion_kernels.cpu.native import njit
+from bastion_kernels.cpu.cache import njit
 
 __all__ = ["ancestor_tokens_cpu", "mask_bad_words_cpu", "penalise_ancestors_cpu"]
 

@@ -10,7 +10,6 @@ One instruction takes a word of a row: two of bfloat16, or four of int8, as the 
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +19,6 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bastion_kernels.cpu import machine
 from bastion_kernels.cpu.machine import add_atomically, call_llvm, float_of, pointer, spread
 from bastion_kernels.cpu.native import compile_for_threads, inner
 
@@ -243,4 +241,4 @@ def _run(told):
 @lru_cache
 def compiled() -> Any:
     """The loops; see `on_all_threads`."""
-    return compile_for_threads(_run, machine, sys.modules[__name__])
+    return compile_for_threads(_run)

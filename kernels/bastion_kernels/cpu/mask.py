@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from bastion_kernels.cpu.native import njit
+from bastion_kernels.cpu.cache import njit
 
 __all__ = ["ancestor_bits_cpu", "tree_positions_cpu"]
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `name_cpu` versions are made with: Numba where there is one, and memory that is kept.
+"""What the CPU versions share: Numba, PyTorch's threads and scratch memory.
 
-Results must equal the references' bit for bit, so there is no fastmath but where an op says so.
-Functions that call each other live in one file, because Numba's cache looks at one file only.
+Results equal the references' bit for bit, so there is no fastmath except where an op says so.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable
-from hashlib import sha256
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bastion_kernels.cpu.cache import compile_callback
+
 __all__ = [
-    "HAVE_NUMBA", "compile_for_threads", "inner", "njit", "on_all_threads", "scratch",
+    "HAVE_NUMBA", "compile_for_threads", "inner", "on_all_threads", "scratch",
     "scratch_lines", "told",
 ]  # fmt: skip
 
@@ -33,44 +31,14 @@ except ImportError:
     HAVE_NUMBA = False
 
 
-def njit(function: Callable[..., Any], *, folder: str = "", **options: Any) -> Callable[..., Any]:
-    """Compile at the first call with each combination of types; as it is without Numba.
-
-    The machine code is kept in NUMBA_CACHE_DIR, or else in `folder`, or else beside the file, or
-    where that cannot be written in the user's cache folder. A division by zero gives what IEEE
-    says, as on a device; the GIL is released.
-    """
-    if not HAVE_NUMBA:
-        return function
-    options = {"cache": True, "nogil": True, "error_model": "numpy"} | options
-    user = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = user or folder
-    try:
-        return numba.njit(function, **options)
-    except RuntimeError:  # no folder at all can be written: compiled by every process
-        return numba.njit(function, **options | {"cache": False})
-    finally:
-        numba.config.CACHE_DIR = user
-
-
 def inner(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile as a part of what `compile_for_threads` compiles and keeps."""
     return numba.njit(function, nogil=True, error_model="numpy", **options)
 
 
-def compile_for_threads(function: Callable[[Any], None], *modules: ModuleType) -> Any:
-    """Compile a function of one pointer for `on_all_threads`, now or from Numba's cache.
-
-    modules: where the parts are; cached code is used while all of them are as they were.
-    """
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
-    function.__qualname__ += "_" + sha256(sources).hexdigest()[:12]
-    options = {"nogil": True, "error_model": "numpy"}
-    signature = numba.types.void(numba.types.voidptr)
-    try:
-        return numba.cfunc(signature, cache=True, **options)(function).ctypes
-    except RuntimeError:  # see `njit`
-        return numba.cfunc(signature, **options)(function).ctypes
+def compile_for_threads(function: Callable[[Any], None]) -> Any:
+    """Compile a function of one pointer for `on_all_threads`, now or from the cache."""
+    return compile_callback(function, numba.types.voidptr)
 
 
 def _find_parallel() -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from bastion_kernels.cpu.native import njit
+from bastion_kernels.cpu.cache import njit
 
 __all__ = ["bind_slots_cpu", "bind_tails_cpu", "kept_rows_cpu"]
 

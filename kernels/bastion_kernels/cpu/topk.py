@@ -8,14 +8,12 @@ again.
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numba import carray
 
-from bastion_kernels.cpu import machine
 from bastion_kernels.cpu.machine import (
     add_atomically,
     bits_of,
@@ -152,4 +150,4 @@ def _run(told):
 @lru_cache
 def compiled() -> Any:
     """The loops; see `on_all_threads`."""
-    return compile_for_threads(_run, machine, sys.modules[__name__])
+    return compile_for_threads(_run)

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from vllm_bastion.cpu.compiled import compiled
+from bastion_kernels.cpu.cache import njit
 from vllm_bastion.cpu.twins.blocks import int32_at
 from vllm_bastion.cpu.twins.launch import twin
 
 _BATCH = "vllm.v1.worker.gpu.input_batch"
 
 
-@compiled
+@njit
 def _write_rows(writes, out, stride, rows, starts, contents, cu_lens):
     for i in range(writes):
         begin = cu_lens[i - 1] if i > 0 else 0
@@ -19,7 +19,7 @@ def _write_rows(writes, out, stride, rows, starts, contents, cu_lens):
             out[base + j] = contents[j]
 
 
-@compiled
+@njit
 def _write_groups(writes, ptrs, strides, rows, starts, contents, cu_lens, groups):
     for i in range(writes):
         begin, end = cu_lens[i - 1] if i > 0 else 0, cu_lens[i]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from numba import carray, types
 from numba.extending import intrinsic
 
-from vllm_bastion.cpu.compiled import compiled
+from bastion_kernels.cpu.cache import njit
 from vllm_bastion.cpu.twins.launch import twin
 
 _BLOCKS = "vllm.v1.worker.gpu.block_table"
@@ -22,7 +22,7 @@ def _pointer(typing_context, address):
     return types.CPointer(types.int32)(types.uint64), generate
 
 
-@compiled
+@njit
 def int32_at(address, size):
     """The `size` int32 at a uint64 address."""
     return carray(_pointer(address), (size,))
@@ -73,7 +73,7 @@ def _gather_block_tables(
                 dst[i * stride + j] = src[slot * stride + j] if j >= null else 0
 
 
-@compiled
+@njit
 def cp_local_slot(position, block_id, block_size, cp_rank, cp_size, interleave, pad):
     """vLLM's `cp_local_slot`: the KV slot on this rank, or `pad` where another rank has it."""
     offset = position % (block_size * cp_size)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from vllm_bastion.cpu.compiled import compiled
+from bastion_kernels.cpu.cache import njit
 from vllm_bastion.cpu.twins.blocks import cp_local_slot
 from vllm_bastion.cpu.twins.launch import twin
 
 
-@compiled
+@njit
 def _slot(table, row, stride, pos, block_size, cp_rank, cp_size, interleave, pad):
     """The KV slot of a position; block 0 is the null block, which nothing may be written to."""
     block = table[row * stride + min(pos // (block_size * cp_size), stride - 1)]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_bastion.cpu.compiled import compiled
+from bastion_kernels.cpu.cache import njit
 
 TWINS: dict[str, Twin] = {}
 """`package.module:kernel` -> its twin"""
@@ -147,7 +147,7 @@ def twin(
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        callee = compiled(function) if compile else function
+        callee = njit(function) if compile else function
         TWINS[target] = Twin(target, callee, function, bits, some, reads)
         return callee
 

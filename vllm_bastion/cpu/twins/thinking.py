@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from vllm_bastion.cpu.compiled import compiled
+from bastion_kernels.cpu.cache import njit
 from vllm_bastion.cpu.twins.launch import twin
 
 _THINKING = "vllm.v1.worker.gpu.sample.thinking_budget"
 
 
-@compiled
+@njit
 def _last_match(tokens, row, low, high, total, marker, length):
     """The last position in [low, high) at which a marker of the first `total` tokens begins."""
     for at in range(min(high, total - length + 1) - 1, low - 1, -1):
@@ -84,7 +84,7 @@ def _update_committed_marker_cache(
         cached_scan_pos_ptr[slot] = max(total - (MAX_LEN - 1), 0)
 
 
-@compiled
+@njit
 def _effective_match(tokens, row, total, drafts, first, begin, marker, length):
     """Whether a marker begins at `begin` of the output that this step's drafts continue."""
     for j in range(length):

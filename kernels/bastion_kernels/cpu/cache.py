@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile with Numba, and keep the machine code between processes.
+
+The machine code of a package lies in `<cache>/numba/<package>-<digest>`. The digest covers the
+package's compiled sources, the versions of Python and Numba and the CPU, so nothing that is found
+there is stale. Nothing is hashed and no folder is made before the first function is compiled.
+
+Numba's own cache is not used: it writes beside the sources, it raises where a file is damaged or
+the disk is full, and it trusts a file as long as one source is unchanged. Here:
+
+- Whatever goes wrong while loading means "not found"; a file's checksum is verified first.
+- Whatever goes wrong while saving is logged once.
+- A loaded file runs as code, so a folder that other users can write is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import re
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ["compile_callback", "njit", "root"]
+
+# Below vLLM's logger, whose handler shows it.
+logger = logging.getLogger("vllm.bastion.cpu.cache")
+
+_KEPT = 3  # folders of a package's older sources
+_IN_USE_S = 14 * 24 * 3600  # an older folder is kept anyway if it was used within this time
+_LOADED = time.time()
+_warned = False
+_COMPILES = re.compile(rb"\b(njit|inner|intrinsic|cfunc|twin)\b")
+# As on a device: a division by zero gives what IEEE 754 says. No fastmath: results equal the
+# references bit for bit. The GIL is released.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+def njit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile at the first call with each combination of types; unchanged without Numba."""
+    try:
+        import numba
+    except ImportError:
+        return function
+    dispatcher = numba.njit(function, **_OPTIONS)
+    dispatcher._cache = _cache_class()(function)
+    return dispatcher
+
+
+def compile_callback(function: Callable[..., None], *arguments: Any) -> Any:
+    """Compile a function without a result for C, now or from the cache.
+
+    Args:
+        arguments: its Numba types.
+
+    Returns:
+        A ctypes function.
+    """
+    import numba
+    from numba.core.ccallback import CFunc
+
+    callback = CFunc(function, (arguments, numba.types.void), locals={}, options=dict(_OPTIONS))
+    callback._cache = _cache_class()(function)
+    callback.compile()
+    return callback.ctypes
+
+
+def root() -> Path:
+    """The cache folder of both packages; not created here. `vllm_bastion.envs.cache_dir` agrees.
+
+    `VLLM_BASTION_CACHE`, else `vllm-bastion` in `XDG_CACHE_HOME` or `~/.cache`, else, for a user
+    without a home, a folder of its own for temporary files.
+    """
+    try:
+        if own := os.environ.get("VLLM_BASTION_CACHE"):
+            return Path(own).expanduser()
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # HOME is unset and the user id is unknown
+        return Path(tempfile.gettempdir()) / f"vllm-bastion-{os.getuid()}"
+    return base / "vllm-bastion"
+
+
+@functools.cache
+def _cache_class() -> type:
+    """A Numba cache with this module's policy; made here, because a GPU process has no Numba."""
+    from numba.core import caching
+    from numba.core.serialize import dumps
+
+    class Impl(caching.CompileResultCacheImpl):
+        """Numba's conversion between a compile result and what can be pickled."""
+
+        def __init__(self, function: Callable[..., Any]) -> None:
+            self._lineno = function.__code__.co_firstlineno
+            self._locator = SimpleNamespace(_py_file=function.__code__.co_filename)
+
+    class Cache(caching.FunctionCache):
+        """The machine code of one function, a file for each combination of types."""
+
+        def __init__(self, function: Callable[..., Any]) -> None:
+            self._py_func = function
+            self._impl = Impl(function)
+            self.enable()
+
+        @property
+        def cache_path(self) -> str | None:
+            folder = _folder(_package(self._py_func), root())
+            return None if folder is None else str(folder)
+
+        def flush(self) -> None:
+            """Nothing is stale, so nothing needs to be removed."""
+
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            target_context.refresh()
+            try:
+                path = self._path(sig, target_context.codegen())
+                if not self._enabled or path is None:
+                    return None
+                content = path.read_bytes()
+                checksum, data = content[:32], content[32:]
+                if hashlib.sha256(data).digest() != checksum:
+                    return None
+                return self._impl.rebuild(target_context, pickle.loads(data))
+            except Exception as error:
+                if not isinstance(error, FileNotFoundError):
+                    logger.debug("%s is compiled again: %r", self._py_func.__qualname__, error)
+                return None
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            try:
+                path = self._path(sig, data.codegen)
+                if not self._enabled or path is None or not self._impl.check_cachable(data):
+                    return
+                content = dumps(self._impl.reduce(data))
+                _write(path, hashlib.sha256(content).digest() + content)
+            except Exception as error:
+                _warn(f"{error}: make room in {root()}, or set VLLM_BASTION_CACHE")
+
+        def _path(self, sig: Any, codegen: Any) -> Path | None:
+            folder = _folder(_package(self._py_func), root())
+            if folder is None:
+                return None
+            key = hashlib.sha256(repr(self._index_key(sig, codegen)).encode()).hexdigest()[:24]
+            name = f"{self._py_func.__module__.rpartition('.')[2]}.{self._py_func.__name__}"
+            return folder / f"{name}-{key}"
+
+    return Cache
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write atomically: another process sees the whole file or none."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _package(function: Callable[..., Any]) -> str:
+    """The package `cpu` whose compiled functions may call each other, or the function's module."""
+    package, cpu, _ = function.__module__.partition(".cpu.")
+    return f"{package}.cpu" if cpu else function.__module__
+
+
+def _digest(package: str) -> str:
+    """Of everything that the package's machine code depends on.
+
+    Raises:
+        OSError: a source changed since it was loaded, so its text says nothing about the code.
+    """
+    import llvmlite
+    import numba
+    from llvmlite import binding
+
+    config = numba.config
+    parts = [
+        sys.version, numba.__version__, llvmlite.__version__,
+        binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(),
+        config.OPT, config.BOUNDSCHECK, config.CPU_NAME, config.CPU_FEATURES,
+    ]  # fmt: skip
+    digest = hashlib.sha256(repr(parts).encode())
+    path = Path(str(sys.modules[package].__file__))
+    for file in sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]:
+        source = file.read_bytes()
+        if _COMPILES.search(source):
+            if file.stat().st_mtime > _LOADED:
+                raise OSError(f"{file} changed since this process started")
+            digest.update(source)
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _folder(package: str, cache: Path) -> Path | None:
+    """Where the package's machine code is kept; None where it cannot be, which is logged once."""
+    numba_folder = cache / "numba"
+    name = package.removesuffix(".cpu").rpartition(".")[2]
+    try:
+        folder = numba_folder / f"{name}-{_digest(package)}"
+        is_new = not folder.exists()
+        # Not as the umask says: a folder that a group can write would be refused.
+        for path in (cache, numba_folder, folder):
+            path.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if problem := _problem(path, shared=path == cache):
+                _warn(problem)
+                return None
+        if is_new:
+            _prune(numba_folder, name)
+        with suppress(OSError):
+            os.utime(folder)
+    except OSError as error:
+        _warn(f"{error}: see that {cache} can be written, or set VLLM_BASTION_CACHE")
+        return None
+    return folder
+
+
+def _problem(path: Path, shared: bool) -> str | None:
+    """Why the content of a folder cannot be trusted, or None.
+
+    shared: a group may write to it. That is safe for the cache folder, where the profiles are too:
+        whatever the group puts in the place of `numba` has to pass this check itself.
+    """
+    status = path.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to another user: set VLLM_BASTION_CACHE to a folder of your own"
+    if status.st_mode & (stat.S_IWOTH if shared else stat.S_IWOTH | stat.S_IWGRP):
+        return (
+            f"others can write to {path}, and what is cached there runs as code: "
+            f"chmod go-w it, or set VLLM_BASTION_CACHE to a folder of your own"
+        )
+    return None
+
+
+def _prune(numba_folder: Path, name: str) -> None:
+    """Remove the machine code of a package's older sources, but none that is in use."""
+    with suppress(OSError):
+        folders = sorted(numba_folder.glob(f"{name}-*"), key=lambda path: -path.stat().st_mtime)
+        for folder in folders[1 + _KEPT :]:
+            if folder.stat().st_mtime < time.time() - _IN_USE_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _warn(reason: str) -> None:
+    """Log the first reason why machine code is not kept."""
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning("Compiled functions are not cached: %s", reason)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Numba compiles is found by the next process, and a bad cache never stops one."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import pwd
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from bastion_kernels.cpu import cache
+from vllm_bastion import envs
+
+pytest.importorskip("numba")
+
+_SOURCE = """
+from bastion_kernels.cpu.cache import njit
+
+@njit
+def inner(x):
+    return x + {added}
+
+@njit
+def outer(x):
+    return 2 * inner(x)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the machine code, not made yet."""
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "numba"
+
+
+@pytest.fixture
+def process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[..., ModuleType]:
+    """Load the functions above as a new process does; what it logs is in `caplog`."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    path = tmp_path / "functions.py"
+
+    def start(added: int = 1, seconds_old: int = 60) -> ModuleType:
+        path.write_text(_SOURCE.format(added=added))
+        written = path.stat().st_mtime - seconds_old
+        os.utime(path, (written, written))
+        spec = importlib.util.spec_from_file_location("functions", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "functions", module)
+        sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+        spec.loader.exec_module(module)
+        sys.dont_write_bytecode = before
+        cache._folder.cache_clear()
+        monkeypatch.setattr(cache, "_warned", False)
+        caplog.clear()
+        return module
+
+    return start
+
+
+def hits(module: ModuleType) -> int:
+    """How many of the functions' overloads came from the cache."""
+    return sum(sum(function.stats.cache_hits.values()) for function in (module.outer, module.inner))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if r.name == cache.logger.name and r.levelno > 20]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*"))
+
+
+def test_the_next_process_finds_what_was_compiled(
+    folder: Path, process: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = process()
+    assert not folder.exists(), "nothing is written before something is compiled"
+    assert first.outer(3) == 8 and hits(first) == 0
+    assert len(files(folder)) == 2 and not warnings(caplog)
+    second = process()
+    assert second.outer(3) == 8 and hits(second) == 1  # the outer one has the inner one inside
+    assert second.outer(0.5) == 3.0 and len(files(folder)) == 4
+    assert all(path.stat().st_mode & 0o022 == 0 for path in [folder, *files(folder)])
+
+
+def test_changed_sources_are_compiled_again(folder: Path, process: Any) -> None:
+    assert process().outer(3) == 8
+    changed = process(added=2)
+    assert changed.outer(3) == 10 and hits(changed) == 0
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_sources_that_changed_after_they_were_loaded_are_not_cached(
+    folder: Path, process: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert process(seconds_old=-3600).outer(3) == 8
+    assert not folder.exists()
+    assert "changed since this process started" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 99, None], ids=["empty", "garbage", "cut"])
+def test_a_damaged_file_is_compiled_again_and_replaced(
+    content: bytes | None, folder: Path, process: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert process().outer(3) == 8
+    for path in files(folder):
+        path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    again = process()
+    assert again.outer(3) == 8 and hits(again) == 0 and not warnings(caplog)
+    mended = process()
+    assert mended.outer(3) == 8 and hits(mended) == 1
+
+
+def test_a_flipped_bit_is_never_executed(folder: Path, process: Any) -> None:
+    assert process().outer(3) == 8
+    for path in files(folder):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    again = process()
+    assert again.outer(3) == 8 and hits(again) == 0
+
+
+def test_a_file_that_cannot_be_read_or_replaced_is_compiled_again(
+    folder: Path, process: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert process().outer(3) == 8
+    for path in files(folder):
+        path.unlink()
+        path.mkdir()
+    again = process()
+    assert again.outer(3) == 8 and hits(again) == 0
+    assert len(warnings(caplog)) == 1
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """A tmpfs of one page, or where none may be mounted a limit on the size of files."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k,mode=755", "tmpfs", str(folder.parent)]
+    if os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0:
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", str(folder.parent)], check=True)
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_no_error(
+    folder: Path, process: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = process()
+    with full_disk(folder):
+        assert module.outer(3) == 8
+        assert not files(folder), "no part of a file is left"
+    assert len(warnings(caplog)) == 1 and "make room" in warnings(caplog)[0]
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(
+    process: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a home that does not exist or is read-only."""
+    monkeypatch.setenv("VLLM_BASTION_CACHE", "/dev/null/cache")
+    assert process().outer(3) == 8
+    (warning,) = warnings(caplog)
+    assert "/dev/null/cache" in warning and "VLLM_BASTION_CACHE" in warning
+
+
+@pytest.mark.parametrize(
+    ("which", "mode", "trusted"),
+    [
+        (0, 0o757, False),
+        (0, 0o775, True),  # as a umask of 002 makes it
+        (1, 0o775, False),
+        (1, 0o757, False),
+        (2, 0o775, False),
+        (2, 0o777, False),
+    ],
+)
+def test_a_folder_that_others_can_write_is_refused(
+    which: int, mode: int, trusted: bool, folder: Path, process: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    assert process().outer(3) == 8
+    changed = (folder.parent, folder, *folder.iterdir())[which]
+    changed.chmod(mode)
+    again = process()
+    assert again.outer(3) == 8 and hits(again) == trusted
+    if not trusted:
+        (warning,) = warnings(caplog)
+        assert f"others can write to {changed}," in warning and "chmod go-w" in warning
+        changed.chmod(0o755)
+        mended = process()
+        assert mended.outer(3) == 8 and hits(mended) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_another_users_folder_is_refused(
+    folder: Path, process: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert process().outer(3) == 8
+    os.chown(folder, 65534, -1)
+    again = process()
+    assert again.outer(3) == 8 and hits(again) == 0
+    assert "belongs to another user" in warnings(caplog)[0]
+
+
+def test_old_folders_are_pruned_unless_they_are_in_use(folder: Path, process: Any) -> None:
+    days = {"functions-0": 1, "functions-1": 20, "functions-2": 30, "functions-3": 40}
+    days |= {"functions-4": 13, "functions-5": 50, "functions-6": 60, "others-0": 99}
+    folder.mkdir(parents=True)
+    for name, age in days.items():
+        (folder / name).mkdir()
+        (folder / name / "code").touch()
+        used = os.stat(folder).st_mtime - age * 24 * 3600
+        os.utime(folder / name, (used, used))
+    assert process().outer(3) == 8
+    left = {path.name for path in folder.iterdir() if path.name in days}
+    assert left == {"functions-0", "functions-4", "functions-1", "others-0"}
+    os.utime(folder, (0, 0))
+    (current,) = (path for path in folder.iterdir() if path.name not in days)
+    os.utime(current, (0, 0))
+    assert process().outer(3) == 8
+    assert current.stat().st_mtime > 0, "a use counts"
+
+
+@pytest.mark.parametrize("name", ["VLLM_BASTION_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR"])
+def test_both_packages_have_one_cache(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last: a user without a home, as in a container that runs under any user id."""
+    for other in ("VLLM_BASTION_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(other, raising=False)
+
+    def unknown(uid: int) -> Any:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if name != "TMPDIR":
+        monkeypatch.setenv(name, str(tmp_path))
+    assert cache.root() == envs.cache_dir()
+    assert tmp_path in (cache.root(), *cache.root().parents)
