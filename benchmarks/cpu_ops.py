@@ -98,7 +98,6 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     tokens = torch.zeros(1, DEPTH, TOP_K, dtype=torch.int32)
     logprobs = torch.zeros(1, DEPTH, TOP_K)
     slots, row_slots = torch.tensor([3]), torch.full((SLOTS,), -1)
-    spine = torch.zeros(SLOTS, dtype=torch.bool)
     out_tokens = torch.zeros(1, NODES, dtype=torch.int64)
     parents, depths = (torch.zeros(SLOTS, NODES, dtype=torch.int32) for _ in range(2))
     log_rho, size = torch.zeros(SLOTS, NODES), torch.zeros(SLOTS, dtype=torch.int32)
@@ -113,7 +112,7 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     topk_logprobs(logits, TOP_K, tokens[0], logprobs[0])
     tree = (out_tokens, parents, depths, log_rho, size)
     scores, branching = torch.randn(1, DEPTH, TOP_K, TOP_K), tuple(map(torch.zeros_like, tree))
-    expand_best_first(tokens, logprobs, spine, slots, *tree)
+    expand_best_first(tokens, logprobs, slots, *tree)
     # what the target draws: the tokens of a path of PATH nodes
     drawn, fed = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
     fed[1:] = out_tokens[0] + 1
@@ -135,7 +134,7 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     compactor = KVCompactor(caches, [0] * len(caches), [layout] * len(caches))
     mapping = torch.arange(200, 200 + rows)[None]
     return {
-        "bind_tails": lambda: bind_tails(slots, starts, spine, row_slots, tails),
+        "bind_tails": lambda: bind_tails(slots, starts, row_slots, tails),
         "tree_positions": lambda: tree_positions(positions, depths, slots, starts, starts, placed),
         "accept_path": lambda: accept_path(*accept),
         "KVCompactor": lambda: compactor.compact(mapping, starts, starts, path),
@@ -146,9 +145,9 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
         "gather_rows": lambda: gather_rows(hidden, source, kept_hidden),
         "bind_slots": lambda: bind_slots(slots, num_sampled, row_slots, base, emitted),
         "topk_logprobs": lambda: topk_logprobs(logits, TOP_K, tokens[0], logprobs[0]),
-        "expand_best_first": lambda: expand_best_first(tokens, logprobs, spine, slots, *tree),
+        "expand_best_first": lambda: expand_best_first(tokens, logprobs, slots, *tree),
         "expand_transitions": lambda: expand_transitions(
-            tokens, scores.log_softmax(-1), TOP_K, spine, slots, *branching
+            tokens, scores.log_softmax(-1), TOP_K, slots, *branching
         ),
         "ancestor_bits": lambda: ancestor_bits(parents, slots, bits),
         "choose_budget": lambda: choose_budget(

@@ -4,11 +4,11 @@
     python -m benchmarks.soak --minutes 30
 
 An engine with method "bastion" and a KV cache too small for its requests decodes prompts of random
-length with random sampling parameters; some are aborted, some share prefixes, some need a spine
-(penalties, grammars, logprobs). A second process decodes every finished T=0 request again with
-plain vLLM decoding and compares. Nothing may fail, every KV block must come back, and every token
-must be the same, near-ties apart (see `tests.e2e.compare`); the summary is written as JSON either
-way, and the exit status tells.
+length with random sampling parameters; some are aborted, some share prefixes, some use penalties,
+grammars or log-probabilities. A second process decodes every finished T=0 request again with plain
+vLLM decoding and compares. Nothing may fail, every KV block must come back, and every token must be
+the same, near-ties apart (see `tests.e2e.compare`). The summary is written as JSON either way; the
+exit status is 0 only if all of this holds.
 """
 
 from __future__ import annotations

@@ -53,7 +53,6 @@ class DraftStage:
 
         self.tokens = empty(rows, top_k)
         self.logprobs = empty(rows, top_k, dtype=torch.float32)
-        self.spine_only = torch.zeros(reqs, dtype=torch.bool, device=device)
         self.slots = torch.arange(reqs, device=device).flip(0)
         self.tree = (
             empty(reqs, nodes, dtype=torch.int64),
@@ -76,13 +75,13 @@ class DraftStage:
         topk_logprobs_triton(self.logits, self.top_k, self.tokens, self.logprobs)
 
     def expand(self) -> None:
-        expand_best_first_triton(*self._lattice(), self.spine_only, self.slots, *self.tree)
+        expand_best_first_triton(*self._lattice(), self.slots, *self.tree)
 
     def branch(self) -> None:
         self._expand_transitions(self.tree)
 
     def _expand_transitions(self, tree: Sequence[Tensor]) -> None:
-        logprobs, rest = self.scores.log_softmax(-1), (self.spine_only, self.slots, *tree)
+        logprobs, rest = self.scores.log_softmax(-1), (self.slots, *tree)
         expand_transitions_triton(self._lattice()[0], logprobs, self.top_k, *rest)
 
     def budget(self) -> None:
@@ -114,16 +113,14 @@ class DraftStage:
         tree = tuple(torch.full_like(x, POISON, device="cpu") for x in self.tree)
         lattice_tokens, lattice_logprobs = (x.cpu() for x in self._lattice())
         slots = self.slots.cpu()
-        expand_best_first_reference(
-            lattice_tokens, lattice_logprobs, self.spine_only.cpu(), slots, *tree
-        )
+        expand_best_first_reference(lattice_tokens, lattice_logprobs, slots, *tree)
         for got, want in zip(self.tree, tree, strict=True):
             same("expand_best_first", got, want)
         got_tree = tuple(torch.full_like(x, POISON) for x in self.tree)
         want_tree = tuple(torch.full_like(x, POISON) for x in tree)
         self._expand_transitions(got_tree)
         expand_transitions_reference(
-            lattice_tokens, self.scores.log_softmax(-1).cpu(), self.top_k, self.spine_only.cpu(),
+            lattice_tokens, self.scores.log_softmax(-1).cpu(), self.top_k,
             slots, *want_tree,
         )  # fmt: skip
         for got, want in zip(got_tree, want_tree, strict=True):

@@ -164,7 +164,7 @@ def best_first(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftT
             `[R, D, K, K]`, those of each candidate after each one of the depth above.
         limit: N, columns of the tree; fewer are used where the lattice has fewer nodes.
     """
-    return _expand(topk_tokens, topk_logprobs, limit, spine_only=False)
+    return _expand(topk_tokens, topk_logprobs, limit, topk_tokens.shape[2])
 
 
 def chain(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:
@@ -175,10 +175,10 @@ def chain(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:
         topk_logprobs: as in `best_first`.
         limit: N, columns of the tree.
     """
-    return _expand(topk_tokens, topk_logprobs, limit, spine_only=True)
+    return _expand(topk_tokens, topk_logprobs, limit, 1)
 
 
-def _expand(tokens: Tensor, logprobs: Tensor, limit: int, spine_only: bool) -> DraftTree:
+def _expand(tokens: Tensor, logprobs: Tensor, limit: int, top_k: int) -> DraftTree:
     reqs, device = tokens.shape[0], tokens.device
     tree = DraftTree(
         torch.empty(reqs, limit, dtype=torch.int64, device=device),
@@ -187,10 +187,10 @@ def _expand(tokens: Tensor, logprobs: Tensor, limit: int, spine_only: bool) -> D
         torch.empty(reqs, limit, dtype=torch.float32, device=device),
         torch.empty(reqs, dtype=torch.int32, device=device),
     )
-    options = torch.full((reqs,), spine_only, device=device), torch.arange(reqs, device=device)
+    slots = torch.arange(reqs, device=device)
     out = tree.tokens, tree.parents, tree.depths, tree.log_rho, tree.num_nodes
     if logprobs.ndim == 3:
-        expand_best_first(tokens, logprobs, *options, *out)
+        expand_best_first(tokens[..., :top_k], logprobs[..., :top_k], slots, *out)
     else:
-        expand_transitions(tokens, logprobs, logprobs.shape[-1], *options, *out)
+        expand_transitions(tokens, logprobs, top_k, slots, *out)
     return tree

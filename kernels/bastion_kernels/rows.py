@@ -54,7 +54,6 @@ def bind_slots_reference(
 def bind_tails_reference(
     idx_mapping: Tensor,
     cu_num_logits: Tensor | None,
-    spine_only: Tensor,
     slots: Tensor,
     tail_lens: Tensor,
 ) -> None:
@@ -65,7 +64,7 @@ def bind_tails_reference(
     tail_lens.zero_()
     if cu_num_logits is not None:
         tails = torch.diff(cu_num_logits[: count + 1])
-        tail_lens[:count] = tails.masked_fill(spine_only[idx_mapping] | (tails == 1), 0)
+        tail_lens[:count] = tails.masked_fill(tails == 1, 0)
 
 
 def kept_rows_reference(
@@ -105,7 +104,6 @@ def _bind_kernel(
     idx_mapping_ptr,
     cu_num_logits_ptr,
     num_sampled_ptr,
-    spine_only_ptr,
     slots_ptr,
     tail_lens_ptr,
     base_rows_ptr,
@@ -124,10 +122,9 @@ def _bind_kernel(
     if WITH_TAILS:
         tail = tl.zeros([BLOCK], tl.int32)
         if WITH_TREES:
-            spine = tl.load(spine_only_ptr + slot, mask=live, other=1)
             end = tl.load(cu_num_logits_ptr + row + 1, mask=live, other=0)
             start = tl.load(cu_num_logits_ptr + row, mask=live, other=0)
-            tail = tl.where(live & (spine == 0) & (end - start > 1), end - start, 0)
+            tail = tl.where(live & (end - start > 1), end - start, 0)
         tl.store(tail_lens_ptr + row, tail, mask=row < total)
     else:
         sampled = tl.load(num_sampled_ptr + row, mask=live, other=0)
@@ -198,7 +195,6 @@ def bind_slots_triton(
         idx_mapping,
         idx_mapping,
         num_sampled,
-        idx_mapping,
         slots,
         slots,
         base_rows,
@@ -214,7 +210,6 @@ def bind_slots_triton(
 def bind_tails_triton(
     idx_mapping: Tensor,
     cu_num_logits: Tensor | None,
-    spine_only: Tensor,
     slots: Tensor,
     tail_lens: Tensor,
 ) -> None:
@@ -223,7 +218,6 @@ def bind_tails_triton(
         idx_mapping,
         idx_mapping if cu_num_logits is None else cu_num_logits,
         idx_mapping,
-        spine_only,
         slots,
         tail_lens,
         slots,
@@ -298,7 +292,6 @@ def bind_slots(
 def bind_tails(
     idx_mapping: Tensor,
     cu_num_logits: Tensor | None,
-    spine_only: Tensor,
     slots: Tensor,
     tail_lens: Tensor,
 ) -> None:
@@ -306,21 +299,20 @@ def bind_tails(
 
     Args:
         idx_mapping: `[R]` int64 or int32, slot of every row; R may be 0.
-        cu_num_logits: `[>= R + 1]` int32, first logits row of each request; None: no tree at all.
-        spine_only: `[S]` bool, slots whose tail is a chain and needs no mask.
+        cu_num_logits: `[>= R + 1]` int32, first logits row of each request; None: no tree at
+            all, or chains, which need no mask.
         slots: `[S]` int64, written: the R slots, then -1.
-        tail_lens: `[S]` int32, written: rows of the tail, root included; 0 for a chain, a lone
-            root (its slot may never have had a tree) and past the batch.
+        tail_lens: `[S]` int32, written: rows of the tail, root included; 0 for a lone root
+            (its slot may never have had a tree) and past the batch.
     """
     op, total = "bind_tails", slots.shape[0]
     check(op, "idx_mapping", idx_mapping, (None,), torch.int64, torch.int32)
     if cu_num_logits is not None:
         check(op, "cu_num_logits", cu_num_logits, (None,), torch.int32)
-    check(op, "spine_only", spine_only, (None,), torch.bool)
     check(op, "slots", slots, (total,), torch.int64)
     check(op, "tail_lens", tail_lens, (total,), torch.int32)
     run = version_for(slots, bind_tails_triton, bind_tails_cpu, bind_tails_reference)
-    run(idx_mapping, cu_num_logits, spine_only, slots, tail_lens)
+    run(idx_mapping, cu_num_logits, slots, tail_lens)
 
 
 def kept_rows(

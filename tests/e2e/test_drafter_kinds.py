@@ -81,7 +81,7 @@ def test_tokens_equal_plain_decoding(
     compare.same(kind, batches, expected, runs[1].result())
     compare.same(f"{kind}, lagged", batches, expected, runs[2].result())
     paths = runs[1].result()["batches"][0]["paths"]
-    assert any(path != list(range(len(path))) for path in paths), "a path that leaves the spine"
+    assert any(path != list(range(len(path))) for path in paths), "a path that leaves the chain"
     # The tiny backbone was not trained to predict from the anchor.
     assert kind == "dspark-anchor" or max(map(len, paths)) > 2, "accepted beyond the first node"
 

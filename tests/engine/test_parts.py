@@ -169,17 +169,20 @@ def test_the_budget_weighs_all_requests_against_one_cost() -> None:
 
 
 def test_a_fixed_budget_cuts_every_tree_to_the_number() -> None:
-    trees = make_trees(budget=6)
-    trees.set_spine_only(1, True)
-    bind(trees, [0, 1])
-    trees.grow(logits_of(2), 2)
-    assert trees.num_verify[:2].tolist() == [6, DEPTH]
+    for top_k, size in ((TOP_K, 6), (1, DEPTH)):
+        trees = make_trees(budget=6, top_k=top_k)
+        bind(trees, [0, 1])
+        trees.grow(logits_of(2), 2)
+        assert trees.num_verify[:2].tolist() == [size, size]
 
 
-def test_a_spine_is_the_drafters_top_choice_at_every_depth() -> None:
-    trees = make_trees(top_k=1)
+@pytest.mark.parametrize("configured", [True, False])
+def test_a_chain_is_the_drafters_top_choice_at_every_depth(configured: bool) -> None:
+    trees = make_trees(top_k=1 if configured else TOP_K)
+    if not configured:  # a custom logits processor is installed
+        trees.use_chains()
+    assert trees.chains and trees.tree_size == DEPTH
     logits = logits_of(1)
-    trees.set_spine_only(2, False)  # asked in vain: every tree of this engine is a chain
     bind(trees, [2])
     trees.grow(logits, 1)
     assert trees.tokens[0, :DEPTH].tolist() == logits.argmax(-1).tolist()
@@ -206,14 +209,13 @@ def test_positions_are_root_plus_depth_in_the_tail_and_linear_before_it() -> Non
 
 def test_only_rows_with_a_tree_have_a_masked_tail() -> None:
     trees = make_trees()
-    # a tree, a lone root whose slot never had one, and a chain
-    trees.set_spine_only(1, True)
-    cu_num_logits = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
-    trees.begin_step(torch.tensor([2, 0, 1]), cu_num_logits)
+    # a tree, and a lone root whose slot never had one
+    cu_num_logits = torch.tensor([0, 4, 5], dtype=torch.int32)
+    trees.begin_step(torch.tensor([2, 0]), cu_num_logits)
     assert trees.tail_lens.tolist() == [4, 0, 0, 0, 0]
-    assert trees.step_slots.tolist() == [2, 0, 1, -1, -1]
+    assert trees.step_slots.tolist() == [2, 0, -1, -1, -1]
     assert trees.masking
-    trees.begin_step(torch.tensor([2, 0, 1]))
+    trees.begin_step(torch.tensor([2, 0]))
     assert not trees.masking and not trees.tail_lens.any()
 
 

@@ -169,5 +169,6 @@ def test_a_budget_that_is_a_number_asks_nobody(monkeypatch: pytest.MonkeyPatch) 
     copy = "the host has no use for a copy, nor for waiting for it"
     monkeypatch.setattr(steps.trees, "publish", lambda *_: pytest.fail(copy))
     steps.run()
-    steps.trees.set_spine_only(2, True)
-    assert steps.run() == {"r4": 6, "r2": DEPTH}
+    assert steps.run() == {"r4": 6, "r2": 6}
+    steps.trees.use_chains()
+    assert steps.run() == {"r4": DEPTH, "r2": DEPTH}

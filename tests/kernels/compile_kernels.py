@@ -72,11 +72,10 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     parents, depths = (torch.zeros(slots_total, limit, dtype=torch.int32) for _ in range(2))
     log_rho, counts = torch.zeros(slots_total, limit), torch.zeros(slots_total, dtype=torch.int32)
     shape = (reqs, depth, width)
-    spine = torch.zeros(slots_total, dtype=torch.bool)
     trees = (out_tokens, parents, depths, log_rho, counts)
-    expand_best_first_triton(tokens.view(shape), logprobs.view(shape), spine, slots, *trees)
+    expand_best_first_triton(tokens.view(shape), logprobs.view(shape), slots, *trees)
     scores = torch.zeros(*shape, width)
-    expand_transitions_triton(tokens.view(shape), scores, width, spine, slots, *trees)
+    expand_transitions_triton(tokens.view(shape), scores, width, slots, *trees)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
     choose_budget_triton(log_rho, slots, counts, cost, base, counts, promised=cost)
     choose_budget_triton(log_rho, slots, counts, cost, 1, counts)
@@ -89,8 +88,8 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     accept_path_triton(rows, rows, parents, slots, ends, path, path.long(), counts)
     history(rows, slots_total, parents, 0)
     bind_slots_triton(slots, counts, slots, base, counts)
-    bind_tails_triton(slots, ends, spine, slots, counts)
-    bind_tails_triton(slots, None, spine, slots, counts)
+    bind_tails_triton(slots, ends, slots, counts)
+    bind_tails_triton(slots, None, slots, counts)
     few = counts[:reqs]
     kept_rows_triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
 
@@ -160,8 +159,8 @@ def serve(slots_total: int, limit: int) -> None:
             rows[reqs:], rows[start:], parents, slots[part], ends[edges],
             path[part], emitted[part], ends[part],
         )  # fmt: skip
-        few, spine = ends[part], torch.zeros(slots_total, dtype=torch.bool)
-        bind_tails_triton(slots[part], ends[edges], spine, slots, counts)
+        few = ends[part]
+        bind_tails_triton(slots[part], ends[edges], slots, counts)
         kept_rows_triton(
             ends[edges], few, ends[edges], ends[edges], path, rows, few, few, rows, rows, few, 16
         )  # fmt: skip

@@ -19,10 +19,10 @@ def expand(run, tokens: Tensor, logprobs: Tensor, limit: int, **options) -> Tree
     """Run on slots = 0, 1, ... and return the trees, on the CPU."""
     reqs = tokens.shape[0]
     slots = options.get("slots", torch.arange(reqs))
-    spine = options.get("spine", torch.zeros(max(reqs, int(slots.max()) + 1), dtype=torch.bool))
+    num_slots = options.get("num_slots", max(reqs, int(slots.max()) + 1))
     device = options.get("device", torch.device("cpu"))
-    out = poisoned_trees(reqs, len(spine), limit, options.get("wider", 0)).to(device)
-    inputs = (moved(tensor, device) for tensor in (tokens, logprobs, spine, slots))
+    out = poisoned_trees(reqs, num_slots, limit, options.get("wider", 0)).to(device)
+    inputs = (moved(tensor, device) for tensor in (tokens, logprobs, slots))
     run(*inputs, *out)
     return out.to(torch.device("cpu"))
 
@@ -74,7 +74,7 @@ def test_unused_columns_and_inert_rows() -> None:
         logprobs,
         9,
         slots=torch.tensor([-1, 3]),
-        spine=torch.zeros(5, dtype=torch.bool),
+        num_slots=5,
     )
     assert trees.num_nodes.tolist() == [-7777, -7777, -7777, 6, -7777]
     assert trees.tokens[0].eq(-7777).all()
@@ -86,12 +86,10 @@ def test_unused_columns_and_inert_rows() -> None:
     assert trees.log_rho[[0, 1, 2, 4]].isnan().all()
 
 
-def test_spine_only_is_the_top_1_chain() -> None:
+def test_one_candidate_per_depth_gives_the_top_1_chain() -> None:
     tokens, logprobs = lattice(1, 5, 4, torch.Generator().manual_seed(4))
     for limit in (3, 5, 8):
-        trees = expand(
-            expand_best_first_reference, tokens, logprobs, limit, spine=torch.ones(1).bool()
-        )
+        trees = expand(expand_best_first_reference, tokens[..., :1], logprobs[..., :1], limit)
         used = min(5, limit)
         assert trees.num_nodes.item() == used
         assert trees.tokens[0, :used].tolist() == tokens[0, :used, 0].tolist()
@@ -139,10 +137,9 @@ def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: tor
         logprobs[hole < 0.2] = float("-inf")
         logprobs[hole < 0.1] = float("nan")
         logprobs[hole > 0.95] = 0.5
-    spine = torch.rand(reqs + 3, generator=generator) < 0.2
     slots = torch.randperm(reqs + 3, generator=generator)[:reqs]
     slots[reqs // 2] = -1 if reqs > 1 else slots[0]
-    options = {"slots": slots, "spine": spine, "wider": 5}
+    options = {"slots": slots, "num_slots": reqs + 3, "wider": 5}
     expected = expand(expand_best_first_reference, tokens, logprobs, limit, **options)
     actual = expand(run, tokens, logprobs, limit, device=device, **options)
     for name, one, other in zip(vars(expected), actual, expected, strict=True):
@@ -191,12 +188,12 @@ def test_strided_inputs(device: torch.device) -> None:
 
 def test_wrong_arguments_are_named() -> None:
     tokens, logprobs = lattice(1, 2, 2, torch.Generator().manual_seed(8))
-    spine, slots = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+    slots = torch.zeros(1, dtype=torch.int64)
     out = poisoned_trees(1, 1, 4)
     with pytest.raises(TypeError, match=r"topk_logprobs must be torch\.float32"):
-        expand_best_first(tokens, logprobs.double(), spine, slots, *out)
+        expand_best_first(tokens, logprobs.double(), slots, *out)
     with pytest.raises(ValueError, match=r"slots must have shape \[1\], got \[2\]"):
-        expand_best_first(tokens, logprobs, spine, slots.repeat(2), *out)
+        expand_best_first(tokens, logprobs, slots.repeat(2), *out)
     out = poisoned_trees(1, 1, 5000)
     with pytest.raises(ValueError, match="N <= 4096"):
-        expand_best_first(tokens, logprobs, spine, slots, *out)
+        expand_best_first(tokens, logprobs, slots, *out)

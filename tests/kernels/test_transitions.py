@@ -32,11 +32,11 @@ def expand(run, tokens: Tensor, logprobs: Tensor, top_k: int, limit: int, **opti
     """Run on slots = 0, 1, ... and return the trees, on the CPU."""
     reqs = tokens.shape[0]
     slots = options.get("slots", torch.arange(reqs))
-    spine = options.get("spine", torch.zeros(max(reqs, int(slots.max()) + 1), dtype=torch.bool))
+    num_slots = options.get("num_slots", max(reqs, int(slots.max()) + 1))
     device = options.get("device", torch.device("cpu"))
-    out = poisoned_trees(reqs, len(spine), limit, options.get("wider", 0)).to(device)
-    tokens, logprobs, spine, slots = (moved(x, device) for x in (tokens, logprobs, spine, slots))
-    run(tokens, logprobs, top_k, spine, slots, *out)
+    out = poisoned_trees(reqs, num_slots, limit, options.get("wider", 0)).to(device)
+    tokens, logprobs, slots = (moved(x, device) for x in (tokens, logprobs, slots))
+    run(tokens, logprobs, top_k, slots, *out)
     return out.to(torch.device("cpu"))
 
 
@@ -106,31 +106,26 @@ def test_equal_rows_give_the_tree_of_the_independent_lattice(
     if ties:
         logprobs = logprobs.round()
     rows = logprobs[:, :, None].expand(-1, -1, 5, -1).contiguous()
-    spine = torch.tensor([False, True, False])
     out = poisoned_trees(3, 3, 70)
-    expand_best_first_reference(tokens, logprobs, spine, torch.arange(3), *out)
-    trees = expand(run, tokens, rows, 5, 70, spine=spine, device=device)
+    expand_best_first_reference(tokens, logprobs, torch.arange(3), *out)
+    trees = expand(run, tokens, rows, 5, 70, device=device)
     for name, one, other in zip(vars(out), trees, out, strict=True):
         assert_same(one, other, name)
 
 
 def test_a_chain_takes_each_nodes_best_child() -> None:
-    """`top_k` 1 and `spine_only` alike: the greedy walk of the drafter's own chain."""
+    """With `top_k` 1: the greedy walk of the drafter's own chain."""
     tokens, logprobs = transitions(1, 6, 4, torch.Generator().manual_seed(4))
     walk, last = [], 0
     for depth in range(6):
         last = int(logprobs[0, depth, last].argmax())
         walk.append(int(tokens[0, depth, last]))
     for limit in (3, 6, 9):
-        for top_k, spine in ((1, False), (4, True)):
-            trees = expand(
-                expand_transitions_reference, tokens, logprobs, top_k, limit,
-                spine=torch.tensor([spine]),
-            )  # fmt: skip
-            used = min(6, limit)
-            assert trees.num_nodes.item() == used
-            assert trees.tokens[0, :used].tolist() == walk[:limit]
-            assert trees.parents[0, :used].tolist() == list(range(used))
+        trees = expand(expand_transitions_reference, tokens, logprobs, 1, limit)
+        used = min(6, limit)
+        assert trees.num_nodes.item() == used
+        assert trees.tokens[0, :used].tolist() == walk[:limit]
+        assert trees.parents[0, :used].tolist() == list(range(used))
 
 
 def test_impossible_candidates_are_left_out() -> None:
@@ -178,10 +173,9 @@ def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: tor
         logprobs[hole < 0.2] = float("-inf")
         logprobs[hole < 0.1] = float("nan")
         logprobs[hole > 0.95] = 0.5
-    spine = torch.rand(reqs + 3, generator=generator) < 0.2
     slots = torch.randperm(reqs + 3, generator=generator)[:reqs]
     slots[reqs // 2] = -1 if reqs > 1 else slots[0]
-    options = {"slots": slots, "spine": spine, "wider": 5}
+    options = {"slots": slots, "num_slots": reqs + 3, "wider": 5}
     expected = expand(expand_transitions_reference, tokens, logprobs, top_k, limit, **options)
     actual = expand(run, tokens, logprobs, top_k, limit, device=device, **options)
     for name, one, other in zip(vars(expected), actual, expected, strict=True):
@@ -233,15 +227,15 @@ def test_strided_inputs(device: torch.device) -> None:
 
 def test_wrong_arguments_are_named() -> None:
     tokens, logprobs = transitions(1, 2, 2, torch.Generator().manual_seed(8))
-    spine, slots = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+    slots = torch.zeros(1, dtype=torch.int64)
     out = poisoned_trees(1, 1, 4)
     with pytest.raises(TypeError, match=r"logprobs must be torch\.float32"):
-        expand_transitions(tokens, logprobs.double(), 2, spine, slots, *out)
+        expand_transitions(tokens, logprobs.double(), 2, slots, *out)
     with pytest.raises(
         ValueError, match=r"logprobs must have shape \[1, 2, 2, 2\], got \[1, 2, 2\]"
     ):
-        expand_transitions(tokens, logprobs[:, :, 0], 2, spine, slots, *out)
+        expand_transitions(tokens, logprobs[:, :, 0], 2, slots, *out)
     with pytest.raises(ValueError, match="top_k >= 1"):
-        expand_transitions(tokens, logprobs, 0, spine, slots, *out)
+        expand_transitions(tokens, logprobs, 0, slots, *out)
     with pytest.raises(ValueError, match="N <= 4096"):
-        expand_transitions(tokens, logprobs, 2, spine, slots, *poisoned_trees(1, 1, 5000))
+        expand_transitions(tokens, logprobs, 2, slots, *poisoned_trees(1, 1, 5000))

@@ -231,7 +231,7 @@ class BastionSpeculator(DFlashSpeculator):
                 # Without a draft the block is not run; its graph would run it, so: no graph.
                 kwargs["is_profile"] = not runtime.drafted
         hidden = aux_hidden_states or [last_hidden_states]
-        if not self._kept_hidden and not self.trees.always_spine:
+        if not self._kept_hidden and not self.trees.chains:
             # In the profiling run, so that vLLM counts it before it sizes the KV cache.
             self._kept_hidden = [
                 torch.zeros(len(self._kept_source), h.shape[1], dtype=h.dtype, device=h.device)

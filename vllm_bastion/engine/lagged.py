@@ -42,7 +42,7 @@ class LaggedVerificationManager(BastionVerificationManager):
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """An even split of the step's nodes, [R] int32; only its sum is binding."""
         self._hear()
-        limits = self._columns(slots, drafts)
+        limits = self._columns(drafts)
         self._layout_np[0, slots], self._layout_np[1, slots] = limits, self._rest
         self._slots = slots
         total = min(

@@ -96,9 +96,8 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
-        # Accepted chains are where they belong already: nothing to move, nothing to gather.
-        spine = self.trees.spine_only_np[input_batch.idx_mapping_np]
-        self.trees.verifying, self.trees.walked = not spine.all(), True
+        # Accepted chains are already in place: nothing to move, nothing to gather.
+        self.trees.verifying, self.trees.walked = not self.trees.chains, True
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=self._logprobs.tensors(),

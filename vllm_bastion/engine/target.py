@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -43,18 +42,11 @@ class BastionModelState(DefaultModelState):
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(vllm_config, *args)
         self.runtime, self.trees = runtime, runtime.trees
-        self._always_spine = False
         self._batch: InputBatch | None = None
         # name -> layer, KV-cache group
         self._target_layers: dict[str, tuple[Attention, int]] = {}
         self._compactor: KVCompactor | None = None
         self._block_tables: BlockTables | None = None
-
-    # ---- requests -----------------------------------------------------------------------
-
-    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        super().add_request(req_index, new_req_data)
-        self.trees.set_spine_only(req_index, self._always_spine)
 
     # ---- the target's forward -----------------------------------------------------------
 
@@ -141,13 +133,16 @@ class BastionModelState(DefaultModelState):
             assert self.runtime.manager is not None
             drafts = self.runtime.manager.drafts
         trees.step_drafts = drafts
-        masked = (drafts > 0) & ~trees.spine_only_np[batch.idx_mapping_np]
-        trees.begin_step(batch.idx_mapping, batch.cu_num_logits if masked.any() else None)
+        masked = not trees.chains and drafts.any()
+        trees.begin_step(batch.idx_mapping, batch.cu_num_logits if masked else None)
 
     # ---- after the target's forward -----------------------------------------------------
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
-        self._always_spine = has_unknown(sampler)
+        if has_unknown(sampler):
+            # It may read any row above its own, as in a chain. vLLM builds the sampler before the
+            # first forward pass.
+            self.trees.use_chains()
         spec_config = self.vllm_config.speculative_config
         return sampler, TreeRejectionSampler(self.runtime, sampler, spec_config, self.device)
 

@@ -122,7 +122,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._step = 0
         self._history = deque([VerifiedTrees() for _ in range(2 + self.lag)], 2 + self.lag)
         self._heard = False
-        self._tenants = np.zeros(len(self.trees.spine_only_np), dtype=np.int64)
+        self._tenants = np.zeros(len(self.trees.row_slots), dtype=np.int64)
 
     # ---- the calls of a step, in order --------------------------------------------------
 
@@ -165,7 +165,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         """N* of every row, [R] int32, at most `drafts`."""
         trees = self.trees
         if trees.budget is not None:
-            kept = np.minimum(self._columns(slots, drafts), trees.budget).astype(np.int32)
+            kept = np.minimum(self._columns(drafts), trees.budget).astype(np.int32)
         elif drafts.any():
             base_rows, news = int(self._rest.sum()), None
             if base_rows != len(slots) or trees.changed:
@@ -187,15 +187,13 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             kept = even_split(room, kept)
         return kept
 
-    def _columns(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+    def _columns(self, drafts: np.ndarray) -> np.ndarray:
         """[R] int32, most nodes each row may have, without asking the device.
 
         A tree can have fewer nodes than columns, where a candidate's probability is 0: rows past
         its end are verified and lead nowhere.
         """
-        trees = self.trees
-        size = np.where(trees.spine_only_np[slots], trees.chain_size, trees.tree_size)
-        return np.minimum(drafts, size).astype(np.int32)
+        return np.minimum(drafts, self.trees.tree_size).astype(np.int32)
 
     def _room(self, num_reqs: int) -> int:
         """Nodes whose logits vLLM has memory for in one step."""

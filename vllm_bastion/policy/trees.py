@@ -72,10 +72,7 @@ class Trees:
         budget: int | None,
         device: torch.device,
     ) -> None:
-        self.num_nodes, self.depth, self.top_k = num_nodes, depth, top_k
-        # Nodes of the whole lattice, as far as they fit: fewer than N only for tiny lattices.
-        self.tree_size = min(num_nodes, sum(top_k**d for d in range(1, depth + 1)))
-        self.chain_size = min(num_nodes, depth)
+        self.num_nodes, self.depth = num_nodes, depth
         self.budget, self.device = budget, device
         slots = max_num_reqs
 
@@ -84,8 +81,6 @@ class Trees:
 
         # Of the drafter's batch, by row.
         self.row_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)  # [R]
-        self.top_tokens = zeros(slots, depth, top_k)
-        self.top_logprobs = zeros(slots, depth, top_k, dtype=torch.float32)
         # Of a slice of the vocabulary, with its mass in the last column; see `grow`.
         self._keys: torch.Tensor | None = None
         self.tokens = zeros(slots, num_nodes, dtype=torch.int64)
@@ -95,10 +90,6 @@ class Trees:
         self.log_rho = torch.full((slots, num_nodes), -torch.inf, device=device)
         self.size = zeros(slots)  # nodes the tree has
         self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
-        # One candidate a depth is a chain: nothing to mask, nothing to move.
-        self.always_spine = always_spine = top_k == 1
-        self.spine_only = torch.full((slots,), always_spine, dtype=torch.bool, device=device)
-        self.spine_only_np = np.full(slots, always_spine)
         # N* of the next step, the accepted tokens that its nodes promise (the sum of their path
         # scores), and what the last step emitted, in one buffer: the host learns all by one copy.
         self._news = zeros(3, slots)
@@ -127,6 +118,21 @@ class Trees:
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
         self._mirror = HostMirror(self._news)
         self._grown_for: dict[int, np.ndarray | None] = {}
+        self._set_top_k(top_k)
+
+    def use_chains(self) -> None:
+        """Draft chains only. To be called before the first forward pass, dummy or captured."""
+        self._set_top_k(1)
+
+    def _set_top_k(self, top_k: int) -> None:
+        self.top_k = top_k
+        # A chain's rows are causal and accepted in place: nothing to mask, nothing to move.
+        self.chains = top_k == 1
+        # Fewer than N only where the whole lattice has fewer nodes.
+        self.tree_size = min(self.num_nodes, sum(top_k**d for d in range(1, self.depth + 1)))
+        shape = (len(self.row_slots), self.depth, top_k)
+        self.top_tokens = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.top_logprobs = torch.zeros(shape, device=self.device)
 
     # ---- end of step t: the drafter's logits become trees -------------------------------
 
@@ -169,7 +175,7 @@ class Trees:
         if draft_id_to_target_id is not None:
             tokens += draft_id_to_target_id[tokens.long()].to(torch.int32)
         slots = self.row_slots[rows]
-        expand_best_first(tokens, logprobs, self.spine_only, slots, *self._nodes(rows))
+        expand_best_first(tokens, logprobs, slots, *self._nodes(rows))
         self._take_stock(slots)
 
     def grow_transitions(self, candidates: torch.Tensor, scores: torch.Tensor) -> None:
@@ -183,7 +189,7 @@ class Trees:
         rows = slice(0, len(candidates))
         slots, logprobs = self.row_slots[rows], scores.float().log_softmax(-1)
         tokens = candidates.to(torch.int32)
-        expand_transitions(tokens, logprobs, self.top_k, self.spine_only, slots, *self._nodes(rows))
+        expand_transitions(tokens, logprobs, self.top_k, slots, *self._nodes(rows))
         self._take_stock(slots)
 
     def _nodes(self, rows: slice) -> tuple[torch.Tensor, ...]:
@@ -284,14 +290,14 @@ class Trees:
         """Bind the target's batch: which slot each row is, and how many of its rows are a tree.
 
         idx_mapping: [R] int64 slots, None for a dummy batch. tails: [R + 1] int32, vLLM's
-        ``cu_num_logits``; None where every tail is a chain or a lone root, plain causal rows that
-        need no mask.
+        ``cu_num_logits``; None where every tail is a chain or a lone root, whose rows are causal
+        and need no mask.
         """
         self.masking = tails is not None
         self.verifying = self.walked = False
         if idx_mapping is None:
             idx_mapping = self.step_slots[:0]
-        bind_tails(idx_mapping, tails, self.spine_only, self.step_slots, self.tail_lens)
+        bind_tails(idx_mapping, tails, self.step_slots, self.tail_lens)
 
     def place(
         self,
@@ -315,13 +321,6 @@ class Trees:
             out,
         )
         return out
-
-    def set_spine_only(self, slot: int, spine_only: bool) -> None:
-        """From now on the request in `slot` gets a chain (top-1 at every depth), or a tree."""
-        spine_only |= self.always_spine
-        if self.spine_only_np[slot] != spine_only:
-            self.spine_only_np[slot] = spine_only
-            self.spine_only[slot] = spine_only
 
 
 def _split(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -83,7 +83,7 @@ def _next_candidate(logprobs, r, depth, own, after):
 
 @njit
 def _expand(
-    tokens, logprobs, children, sorted_rows, spine, slots,
+    tokens, logprobs, children, sorted_rows, slots,
     out_tokens, parents, depths, log_rho, num_nodes,
 ):  # fmt: skip
     """logprobs: [R, D, P, K], the row P of a child by its parent's candidate, or by none (P = 1);
@@ -97,7 +97,6 @@ def _expand(
         slot = slots[r]
         if slot < 0:
             continue
-        width = 1 if spine[slot] else children
         size, count = 0, 0
         # what is offered to the heap: up to two children a round, the root's first one first
         offers, parent_a, rank_a, before_a, depth_a, parent_b, rank_b, before_b, depth_b = (
@@ -111,7 +110,7 @@ def _expand(
                     if i == 0
                     else (parent_b, rank_b, before_b, depth_b, above_b)
                 )
-                if depth < depth_limit and rank < width:
+                if depth < depth_limit and rank < children:
                     own = held[parent] if by_parent else 0
                     candidate = rank
                     if not sorted_rows:
@@ -154,7 +153,6 @@ def _expand(
 def expand_best_first_cpu(
     topk_tokens: Tensor,
     topk_logprobs: Tensor,
-    spine_only: Tensor,
     slots: Tensor,
     out_tokens: Tensor,
     parents: Tensor,
@@ -165,7 +163,7 @@ def expand_best_first_cpu(
     """Algorithm 1 with a heap; see `expand_best_first`."""
     _expand(
         topk_tokens.numpy(), topk_logprobs.numpy()[:, :, None], topk_tokens.shape[2], True,
-        spine_only.numpy(), slots.numpy(), out_tokens.numpy(), parents.numpy(), depths.numpy(),
+        slots.numpy(), out_tokens.numpy(), parents.numpy(), depths.numpy(),
         log_rho.numpy(), num_nodes.numpy(),
     )  # fmt: skip
 
@@ -174,7 +172,6 @@ def expand_transitions_cpu(
     candidates: Tensor,
     logprobs: Tensor,
     top_k: int,
-    spine_only: Tensor,
     slots: Tensor,
     out_tokens: Tensor,
     parents: Tensor,
@@ -185,7 +182,7 @@ def expand_transitions_cpu(
     """The same with a look through the parent's row for every child; see `expand_transitions`."""
     _expand(
         candidates.numpy(), logprobs.numpy(), top_k, False,
-        spine_only.numpy(), slots.numpy(), out_tokens.numpy(), parents.numpy(), depths.numpy(),
+        slots.numpy(), out_tokens.numpy(), parents.numpy(), depths.numpy(),
         log_rho.numpy(), num_nodes.numpy(),
     )  # fmt: skip
 

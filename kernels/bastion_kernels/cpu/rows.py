@@ -14,14 +14,14 @@ _NO_TREES = np.empty(0, np.int32)
 
 
 @njit
-def _bind(idx_mapping, cu_num_logits, spine_only, slots, tail_lens):
+def _bind(idx_mapping, cu_num_logits, slots, tail_lens):
     count = idx_mapping.shape[0]
     for row in range(slots.shape[0]):
         slot = np.int64(idx_mapping[row]) if row < count else -1
         slots[row] = slot
         if row < tail_lens.shape[0]:
             tail = 0
-            if slot >= 0 and cu_num_logits.shape[0] > 0 and not spine_only[slot]:
+            if slot >= 0 and cu_num_logits.shape[0] > 0:
                 tail = cu_num_logits[row + 1] - cu_num_logits[row]
             tail_lens[row] = tail if tail > 1 else 0
 
@@ -34,7 +34,7 @@ def bind_slots_cpu(
     emitted: Tensor,
 ) -> None:
     """See `bind_slots`."""
-    _bind(idx_mapping.numpy(), _NO_TREES, _NO_TREES, slots.numpy(), _NO_TREES)
+    _bind(idx_mapping.numpy(), _NO_TREES, slots.numpy(), _NO_TREES)
     base_rows.fill_(max(idx_mapping.shape[0], 1))
     emitted.numpy()[idx_mapping.numpy()] = num_sampled.numpy()
 
@@ -42,13 +42,12 @@ def bind_slots_cpu(
 def bind_tails_cpu(
     idx_mapping: Tensor,
     cu_num_logits: Tensor | None,
-    spine_only: Tensor,
     slots: Tensor,
     tail_lens: Tensor,
 ) -> None:
     """See `bind_tails`."""
     tails = _NO_TREES if cu_num_logits is None else cu_num_logits.numpy()
-    _bind(idx_mapping.numpy(), tails, spine_only.numpy(), slots.numpy(), tail_lens.numpy())
+    _bind(idx_mapping.numpy(), tails, slots.numpy(), tail_lens.numpy())
 
 
 @njit

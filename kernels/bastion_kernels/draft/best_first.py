@@ -97,7 +97,6 @@ def _of_depth(levels: list[list[Child]], depth: int, candidate: int) -> list[Chi
 def expand_best_first_reference(
     topk_tokens: Tensor,
     topk_logprobs: Tensor,
-    spine_only: Tensor,
     slots: Tensor,
     out_tokens: Tensor,
     parents: Tensor,
@@ -109,7 +108,7 @@ def expand_best_first_reference(
     for r, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        ranks = range(1 if spine_only[slot] else topk_tokens.shape[2])
+        ranks = range(topk_tokens.shape[2])
         lists = zip(topk_logprobs[r].tolist(), topk_tokens[r].tolist(), strict=True)
         levels = [*([*zip(*both, ranks, strict=False)] for both in lists), []]
         nodes = expand_one(partial(_of_depth, levels), out_tokens.shape[1])
@@ -128,7 +127,6 @@ def cost_of(logprob):
 def _expand_kernel(
     tokens_ptr,
     logprobs_ptr,
-    spine_ptr,
     slots_ptr,
     out_tokens_ptr,
     parents_ptr,
@@ -163,7 +161,6 @@ def _expand_kernel(
     if slot >= 0:
         tokens_ptr += row * tokens_r
         logprobs_ptr += row * logprobs_r
-        width = tl.where(tl.load(spine_ptr + slot), 1, K)
         none = tl.full([], float("inf"), tl.float32).to(tl.int32, bitcast=True)
 
         place = tl.arange(0, BLOCK)
@@ -181,7 +178,7 @@ def _expand_kernel(
             score = best.to(tl.float32, bitcast=True)
             # the winner's entry moves on to the next sibling, the new node opens its own
             sibling_ptr = logprobs_ptr + depth * logprobs_d + (rank + 1) * logprobs_k
-            sibling = tl.load(sibling_ptr, mask=rank + 1 < width, other=float("-inf"))
+            sibling = tl.load(sibling_ptr, mask=rank + 1 < K, other=float("-inf"))
             child_ptr = logprobs_ptr + (depth + 1) * logprobs_d
             child = tl.load(child_ptr, mask=depth + 1 < D, other=float("-inf"))
             moved, opened = owner == parent, place == count
@@ -208,7 +205,6 @@ def _expand_kernel(
 def expand_best_first_triton(
     topk_tokens: Tensor,
     topk_logprobs: Tensor,
-    spine_only: Tensor,
     slots: Tensor,
     out_tokens: Tensor,
     parents: Tensor,
@@ -224,7 +220,6 @@ def expand_best_first_triton(
     _expand_kernel[(reqs,)](
         topk_tokens,
         topk_logprobs,
-        spine_only,
         slots,
         out_tokens,
         parents,
@@ -248,7 +243,6 @@ def expand_best_first_triton(
 def check_trees(
     op: str,
     reqs: int,
-    spine_only: Tensor,
     slots: Tensor,
     out_tokens: Tensor,
     parents: Tensor,
@@ -258,7 +252,6 @@ def check_trees(
 ) -> None:
     """Check what trees are written to; see `expand_best_first`."""
     num_slots, limit = parents.shape
-    check(op, "spine_only", spine_only, (num_slots,), torch.bool)
     check(op, "slots", slots, (reqs,), torch.int64)
     check(op, "out_tokens", out_tokens, (reqs, limit), torch.int64)
     check(op, "parents", parents, (num_slots, limit), torch.int32)
@@ -272,7 +265,6 @@ def check_trees(
 def expand_best_first(
     topk_tokens: Tensor,
     topk_logprobs: Tensor,
-    spine_only: Tensor,
     slots: Tensor,
     out_tokens: Tensor,
     parents: Tensor,
@@ -288,10 +280,10 @@ def expand_best_first(
     NaN, and the ones ranked after it, are left out.
 
     Args:
-        topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
+        topk_tokens: `[R, D, K]` int32, candidates of each depth, best first; with K = 1 the tree is
+            the chain of the best candidates, min(D, N) nodes.
         topk_logprobs: `[R, D, K]` fp32, their log-probabilities, non-increasing along K; a value
             above 0 is read as 0.
-        spine_only: `[S]` bool, by slot: only the chain of rank-0 candidates, min(D, N) nodes.
         slots: `[R]` int64, request slot of each row, or -1.
         out_tokens: `[R, N]` int64, written.
         parents: `[S, N]` int32, node number of the parent, written.
@@ -307,7 +299,7 @@ def expand_best_first(
     shape = (reqs, depth, width)
     check(_OP, "topk_tokens", topk_tokens, shape, torch.int32, strided=True)
     check(_OP, "topk_logprobs", topk_logprobs, shape, torch.float32, strided=True)
-    check_trees(_OP, reqs, spine_only, slots, out_tokens, parents, depths, log_rho, num_nodes)
+    check_trees(_OP, reqs, slots, out_tokens, parents, depths, log_rho, num_nodes)
     if depth > 255 or width > 255:
         raise ValueError(f"{_OP}: D <= 255, K <= 255, got {depth}, {width}")
     run = version_for(
@@ -316,7 +308,6 @@ def expand_best_first(
     run(
         topk_tokens,
         topk_logprobs,
-        spine_only,
         slots,
         out_tokens,
         parents,

@@ -48,7 +48,6 @@ def expand_transitions_reference(
     candidates: Tensor,
     logprobs: Tensor,
     top_k: int,
-    spine_only: Tensor,
     slots: Tensor,
     out_tokens: Tensor,
     parents: Tensor,
@@ -60,9 +59,8 @@ def expand_transitions_reference(
     for r, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        ranks = 1 if spine_only[slot] else top_k
         lists = zip(logprobs[r].tolist(), candidates[r].tolist(), strict=True)
-        levels = [[_ranked(row, tokens, ranks) for row in rows] for rows, tokens in lists]
+        levels = [[_ranked(row, tokens, top_k) for row in rows] for rows, tokens in lists]
         levels.append([[]] * candidates.shape[2])
         nodes = expand_one(partial(_of_parent, levels), out_tokens.shape[1])
         rows = (out_tokens[r], parents[slot], depths[slot], log_rho[slot])
@@ -91,7 +89,6 @@ def _next(row_ptr, stride, size, after_cost, after, BLOCK_M: tl.constexpr):
 def _expand_transitions_kernel(
     tokens_ptr,
     logprobs_ptr,
-    spine_ptr,
     slots_ptr,
     out_tokens_ptr,
     parents_ptr,
@@ -127,7 +124,6 @@ def _expand_transitions_kernel(
     if slot >= 0:
         tokens_ptr += row * tokens_r
         logprobs_ptr += row * logprobs_r
-        width = tl.where(tl.load(spine_ptr + slot), 1, TOP_K)
         none = tl.full([], float("inf"), tl.float32).to(tl.int32, bitcast=True)
 
         place = tl.arange(0, BLOCK)
@@ -149,7 +145,7 @@ def _expand_transitions_kernel(
             # the winner's entry moves on to the next sibling, the new node opens its own
             row_ptr = logprobs_ptr + depth * logprobs_d + column * logprobs_p
             at = cost_of(tl.load(row_ptr + candidate * logprobs_m)).to(tl.int32, bitcast=True)
-            size = tl.where(rank + 1 < width, M, 0)
+            size = tl.where(rank + 1 < TOP_K, M, 0)
             sibling_cost, sibling = _next(row_ptr, logprobs_m, size, at, candidate, BLOCK_M)
             row_ptr = logprobs_ptr + (depth + 1) * logprobs_d + candidate * logprobs_p
             size = tl.where(depth + 1 < D, M, 0)
@@ -181,7 +177,6 @@ def expand_transitions_triton(
     candidates: Tensor,
     logprobs: Tensor,
     top_k: int,
-    spine_only: Tensor,
     slots: Tensor,
     out_tokens: Tensor,
     parents: Tensor,
@@ -197,7 +192,6 @@ def expand_transitions_triton(
     _expand_transitions_kernel[(reqs,)](
         candidates,
         logprobs,
-        spine_only,
         slots,
         out_tokens,
         parents,
@@ -224,7 +218,6 @@ def expand_transitions(
     candidates: Tensor,
     logprobs: Tensor,
     top_k: int,
-    spine_only: Tensor,
     slots: Tensor,
     out_tokens: Tensor,
     parents: Tensor,
@@ -244,8 +237,7 @@ def expand_transitions(
         logprobs: `[R, D, M, M]` fp32, log q of candidate [.., m] after candidate [.., p, ..] of the
             depth above; at the first depth only row 0 is read, the root's. A value above 0 is read
             as 0.
-        top_k: most children of a node.
-        spine_only: `[S]` bool, by slot: only each node's best child, min(D, N) nodes.
+        top_k: most children of a node; 1 gives a chain of min(D, N) nodes.
         slots: `[R]` int64, request slot of each row, or -1.
         out_tokens: `[R, N]` int64, written.
         parents: `[S, N]` int32, node number of the parent, written.
@@ -261,7 +253,7 @@ def expand_transitions(
     check(_OP, "candidates", candidates, (reqs, depth, width), torch.int32, strided=True)
     shape = (reqs, depth, width, width)
     check(_OP, "logprobs", logprobs, shape, torch.float32, strided=True)
-    check_trees(_OP, reqs, spine_only, slots, out_tokens, parents, depths, log_rho, num_nodes)
+    check_trees(_OP, reqs, slots, out_tokens, parents, depths, log_rho, num_nodes)
     if depth > 255 or width > 255 or top_k < 1:
         raise ValueError(f"{_OP}: D <= 255, M <= 255, top_k >= 1, got {depth}, {width}, {top_k}")
     run = version_for(
@@ -271,7 +263,6 @@ def expand_transitions(
         candidates,
         logprobs,
         top_k,
-        spine_only,
         slots,
         out_tokens,
         parents,
