@@ -10,15 +10,23 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import importlib
+import importlib.util
 import inspect
 import io
 import textwrap
 import tokenize
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
-pytest.importorskip("vllm")
+from vllm_bastion import compat
+from vllm_bastion.versions import capabilities, capabilities_of
+
 _PROJECTION = ["self", "context_states", "num_ctx", "num_layers", "num_kv_heads", "head_dim"]
 _PROCESSOR = ("engine/processors.py", {"apply": ["self", "logits", "ctx"]})
 
@@ -323,90 +331,36 @@ SOURCE = {
 }
 
 
-# function of vLLM -> (adapter, fingerprints of its body, one per version that was read). What it
-# passes, sends and expects is no part of any signature; where it has changed, read the difference
-# beside the adapter and add the new fingerprint, which the failing test prints.
-BODIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs": (
-        "engine/verification.py",
-        ("c4b46110", "ce45f241"),
-    ),
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": (
-        "engine/target.py",
-        ("7bc3f419", "2f302eae"),
-    ),
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": (
-        "drafters/dflash.py",
-        ("3a52b1c8", "3534013a"),
-    ),
-    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
-        "drafters/dflash.py",
-        ("7a00c4e1", "a1aa1329"),
-    ),
-    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__init__": (
-        "engine/sampler.py",
-        ("2ec86a83", "50e72eb5"),
-    ),
-    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__": (
-        "engine/sampler.py",
-        ("6463beaa",),
-    ),
-    "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask": (
-        "hooks/runner.py",
-        ("cbaa23dc", "eb9557eb"),
-    ),
-    "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask": (
-        "hooks/grammar.py",
-        ("5407e59e", "e7c3948f"),
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": (
-        "hooks/grammar.py",
-        ("2ce05d3b",),
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids_in_output": (
-        "hooks/grammar.py",
-        ("f9ae37b8",),
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler.get_grammar_bitmask": (
-        "hooks/grammar.py",
-        ("186cae8d",),
-    ),
-    "vllm.v1.worker.gpu.spec_decode.utils:DraftTokensHandler.set_draft_tokens": (
-        "engine/draft_tokens.py",
-        ("5465e777",),
-    ),
-    "vllm.v1.worker.gpu.sample.penalties:PenaltiesState.apply": (
-        "engine/processors.py",
-        ("ec04a265",),
-    ),
-    "vllm.v1.worker.gpu.sample.bad_words:BadWordsState.apply": (
-        "engine/processors.py",
-        ("27cb5172",),
-    ),
-    "vllm.v1.worker.gpu.sample.thinking_budget:ThinkingBudgetState.apply": (
-        "engine/processors.py",
-        ("0bb3037a",),
-    ),
-    "vllm.v1.worker.gpu.sample.sampler:Sampler.get_logprobs_dims": (
-        "engine/logprobs.py",
-        ("08059e0c",),
-    ),
-    "vllm.v1.worker.gpu.warmup:_warmup_kernels": (
-        "hooks/runner.py",
-        ("08e5ddcd", "4388dbad"),
-    ),
-    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
-        "hooks/scheduler.py",
-        ("131e68f6",),
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
-        "hooks/scheduler.py",
-        ("18615d33",),
-    ),
-    "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting": (
-        "config.py",
-        ("437e6c68", "18436348"),
-    ),
+_SPEC = "vllm.v1.worker.gpu.spec_decode"
+_SAMPLE = "vllm.v1.worker.gpu.sample"
+_RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_GPU = "vllm.v1.worker.gpu"
+_CORE = "vllm.v1.core.sched"
+
+# function of vLLM -> adapter that was written beside its body. No signature says what a body passes
+# and expects. Each version's fingerprints are in `vllm_bastion.versions`; where one differs, read
+# the change beside the adapter, then note the fingerprint that the test prints.
+BODIES = {
+    f"{_RUNNER}.prepare_inputs": "engine/verification.py",
+    f"{_RUNNER}.execute_model": "engine/target.py",
+    f"{_RUNNER}.sample_tokens": "drafters/dflash.py",
+    f"{_SPEC}.dflash.speculator:DFlashSpeculator.propose": "drafters/dflash.py",
+    f"{_SPEC}.rejection_sampler:RejectionSampler.__init__": "engine/sampler.py",
+    f"{_SPEC}.rejection_sampler:RejectionSampler.__call__": "engine/sampler.py",
+    f"{_GPU}.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask": "hooks/runner.py",
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask": "hooks/grammar.py",
+    f"{_CORE}.scheduler:Scheduler.update_draft_token_ids": "hooks/grammar.py",
+    f"{_CORE}.scheduler:Scheduler.update_draft_token_ids_in_output": "hooks/grammar.py",
+    f"{_CORE}.scheduler:Scheduler.get_grammar_bitmask": "hooks/grammar.py",
+    f"{_SPEC}.utils:DraftTokensHandler.set_draft_tokens": "engine/draft_tokens.py",
+    f"{_SAMPLE}.penalties:PenaltiesState.apply": "engine/processors.py",
+    f"{_SAMPLE}.bad_words:BadWordsState.apply": "engine/processors.py",
+    f"{_SAMPLE}.thinking_budget:ThinkingBudgetState.apply": "engine/processors.py",
+    f"{_SAMPLE}.sampler:Sampler.get_logprobs_dims": "engine/logprobs.py",
+    f"{_GPU}.warmup:_warmup_kernels": "hooks/runner.py",
+    f"{_CORE}.async_scheduler:AsyncScheduler._update_after_schedule": "hooks/scheduler.py",
+    f"{_CORE}.scheduler:Scheduler.make_spec_decoding_stats": "hooks/scheduler.py",
+    "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting": "config.py",
 }
 
 
@@ -495,6 +449,31 @@ def fingerprint(function: object) -> str:
 
 @pytest.mark.parametrize("target", BODIES)
 def test_bodies_that_adapters_were_written_beside(target: str) -> None:
-    adapter, read = BODIES[target]
-    now = fingerprint(found(target))
-    assert now in read, f"the body of vLLM's {target} is new ({now}): see {adapter}"
+    adapter, now = BODIES[target], fingerprint(found(target))
+    known = capabilities().fingerprints.get(target)
+    assert now == known, f"the body of vLLM's {target} is new ({now}): see vllm_bastion/{adapter}"
+
+
+def test_every_version_in_the_range_has_its_module() -> None:
+    supported = SpecifierSet(compat.SUPPORTED_VLLM)
+    minors = [f"0.{n}" for n in range(100) if f"0.{n}.0" in supported]
+    assert minors
+    for minor in minors:
+        assert set(capabilities_of(minor).fingerprints) == set(BODIES)
+
+
+def test_capabilities_are_those_of_the_installed_vllm() -> None:
+    """Each is found here the hard way, so that a module of `versions` cannot be wrong about it."""
+    bitmask = inspect.unwrap(StructuredOutputManager.grammar_bitmask)
+    worker = importlib.import_module("vllm.v1.worker.gpu_worker")
+    xpress = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.xpress")
+    reallocate = AdaptiveVerificationManager.reallocate_drafts
+    assert dataclasses.asdict(capabilities()) == dataclasses.asdict(
+        dataclasses.replace(
+            capabilities(),
+            has_xpress_drafter=xpress is not None,
+            returns_admitted_drafts=len(get_args(get_type_hints(reallocate)["return"])) == 4,
+            pads_grammar_rows="mask_stride" in bitmask.__code__.co_varnames,
+            worker_requires_triton="HAS_TRITON" in vars(worker),
+        )
+    )

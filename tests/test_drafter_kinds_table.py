@@ -19,9 +19,10 @@ if not torch.cuda.is_available():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
-from vllm_bastion import compat
+from vllm_bastion import compat, validation
 from vllm_bastion.drafter_kinds import KINDS, candidates_of, gamma_of, kind_of
 from vllm_bastion.validation import BastionConfigError
+from vllm_bastion.versions import capabilities_of
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _MODELS = "vllm.model_executor.models"
@@ -265,6 +266,7 @@ def test_a_drafter_of_a_later_vllm_is_refused(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.32.1")
+    monkeypatch.setattr(validation, "capabilities", lambda: capabilities_of("0.32.1"))
     drafter = write_checkpoint(
         tmp_path / "drafter", "drafter", architectures=["Qwen3XPressModel"], dflash_config=None
     )

@@ -43,8 +43,8 @@ class Kind:
     method: str = "dflash"
     # Whether the settings of its block may lie outside of dflash_config.
     flat: bool = False
-    # The first vLLM that has it.
-    since: str = "0.32"
+    # The field of `versions.Capabilities` that says whether vLLM has it; None = every version.
+    needs: str | None = None
 
 
 _HEADS = "vllm_bastion.drafters.candidate_heads"
@@ -65,7 +65,7 @@ KINDS = (
         frozenset({"Qwen3XPressModel", "DFlashQwen3XPressModel"}),
         "vllm_bastion.drafters.xpress:BastionXPress",
         flat=True,
-        since="0.33",
+        needs="has_xpress_drafter",
     ),
 )
 _XPRESS = KINDS[-1]

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from packaging.version import Version
 from pydantic import ValidationError
 from vllm import envs as vllm_envs
 
@@ -28,6 +27,7 @@ from vllm_bastion.config import (
     user_keys,
 )
 from vllm_bastion.drafter_kinds import KINDS, MOST_CANDIDATES, gamma_of, kind_of
+from vllm_bastion.versions import capabilities, first_version_with
 
 # One name of each kind of drafter.
 KNOWN_DRAFTERS = tuple(min(kind.architectures) for kind in KINDS)
@@ -182,11 +182,11 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
             f"give a checkpoint of architecture {', '.join(KNOWN_DRAFTERS)}, with its "
             '"block_size" and, but for DSpark and XPress, "dflash_config"'
         )
-    found = compat.vllm_version()
-    if found is not None and Version(found).release < Version(kind.since).release:
+    if kind.needs is not None and not getattr(capabilities(), kind.needs):
         raise BastionConfigError(
             f'"model": "{name}" is of architecture {architectures[0]}, which vLLM has from '
-            f"{kind.since} on: install that instead of vLLM {found}"
+            f"{first_version_with(kind.needs)} on: install that instead of vLLM "
+            f"{compat.vllm_version()}"
         )
     dflash = dflash or {}
     gamma = gamma_of(drafter)

@@ -13,6 +13,7 @@ import vllm.triton_utils
 
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.hooks import engine_args
+from vllm_bastion.versions import capabilities_of
 
 
 def engine(bastion: bool, unsupported: tuple[str, ...] = ()) -> Any:
@@ -57,6 +58,7 @@ def test_only_who_needs_it_gets_v2_on_native_kernels(
     host(**where)
     worker: Any = SimpleNamespace(HAS_TRITON=False)
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", worker)
+    monkeypatch.setattr(engine_args, "capabilities", lambda: capabilities_of("0.33"))
     config = engine(bastion)
     assert engine_args.runs_on_twins(config) is ours
     for answer in (True, False):

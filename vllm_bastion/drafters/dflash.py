@@ -203,13 +203,14 @@ class BastionSpeculator(DFlashSpeculator):
         num_rejected: torch.Tensor,
         *args: Any,
         dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Draft, and build each request's tree. Returns the nodes' tokens, [R, N] int64."""
         num_reqs = input_batch.num_reqs
         runtime, costs = self.runtime, self.runtime.costs
-        # vLLM 0.33 asks for 0 where no request of the step can use a draft.
-        skipped = kwargs.get("num_speculative_tokens") == 0
+        # vLLM asks for 0 where no request of the step can use a draft.
+        skipped = num_speculative_tokens == 0
         runtime.drafted = not skipped
         if dummy_run:
             self.trees.bind_rows()
@@ -255,6 +256,7 @@ class BastionSpeculator(DFlashSpeculator):
             num_rejected,
             *args,
             dummy_run=dummy_run,
+            num_speculative_tokens=num_speculative_tokens,
             **kwargs,
         )
         if not dummy_run and runtime.timer is not None:

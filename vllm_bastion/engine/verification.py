@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.policy.shares import even_split
 from vllm_bastion.policy.trees import Published
+from vllm_bastion.versions import capabilities
 
 
 @dataclass
@@ -73,13 +74,6 @@ class CountedOutput(AsyncModelRunnerOutput):
     def get_kv_connector_output(self) -> Any:
         """What vLLM 0.33 asks an output for that failed."""
         return self._output.get_kv_connector_output()
-
-
-# vLLM 0.33 unpacks a fourth value: drafts per request, on their way to the host where only the
-# device knows them and sampling is sharded over ranks (refused here), else None.
-_NUM_REALLOCATED = len(
-    get_args(get_type_hints(AdaptiveVerificationManager.reallocate_drafts)["return"])
-)
 
 
 class BastionVerificationManager(AdaptiveVerificationManager):
@@ -215,8 +209,10 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         return self._reallocated(cu_num_logits, int(self._kept.sum()))
 
     def _reallocated(self, cu_num_logits: torch.Tensor, num_drafts: int) -> tuple[Any, ...]:
-        """As many values as this vLLM unpacks."""
-        return (cu_num_logits, self.query_start_loc, num_drafts, None)[:_NUM_REALLOCATED]
+        """The values that this version of vLLM unpacks."""
+        values = (cu_num_logits, self.query_start_loc, num_drafts)
+        # The fourth is for sharded sampling, which is refused here.
+        return (*values, None) if capabilities().returns_admitted_drafts else values
 
     def draft_next(self, slots: np.ndarray, context_len: float) -> bool:
         """Whether the coming step of the requests in `slots`, [R], gets trees."""

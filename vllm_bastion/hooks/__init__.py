@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: every place in vLLM that this package changes, and why.
 
-`apply_all` installs it in each vLLM process. The adapters inside the model runner are installed
-later and only for an engine that uses method "bastion", by `vllm_bastion.engine.install`, with the
-same `wrap`.
-
-Changed on such an engine's own objects, where it keeps them, and so not listed here: `apply` of
-the processors that look at earlier tokens, which are to see a node's ancestors
-(`step.processors.follow_ancestors`), and on a CPU the drafter's `_normalize_context_k`, which norms
-every layer by the first one's weights, and its `_project_context_kv`, whose product is none of a
-linear layer's (`cpu.context_kv`), and its `lm_head`, a copy of the target's that multiplies in int8
-(`cpu.int8.with_int8_head`).
+The table below is wrapped in each vLLM process by `apply_all`. The adapters inside the model runner
+(`hooks.runner`, `hooks.gated_delta`) are wrapped later, by `worker.install_adapters` in a worker
+of method "bastion". `hooks.assigned` lists what is changed without `wrap`. tests/e2e/
+test_ledger.py compares running engines with all of it.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 from vllm_bastion import compat
+from vllm_bastion.hooks.ledger import EVERY_PROCESS, Hook
 from vllm_bastion.hooks.wrap import HookError, is_wrapped, resolve, signature, wrap
 
 __all__ = [
@@ -35,32 +25,6 @@ __all__ = [
     "wrap",
 ]
 
-
-@dataclass(frozen=True)
-class Hook:
-    """One changed symbol of vLLM."""
-
-    target: str
-    """`package.module:Class.attribute`"""
-    wrapper: str
-    """`module:function` below vllm_bastion.hooks"""
-    expects: str | tuple[str, ...]
-    """Signatures the wrapper was written for, see `wrap.signature`"""
-    why: str
-    """What goes wrong without it"""
-    what: str
-    """What it does when method "bastion" is in use"""
-    upstream: str
-    """What would make it unnecessary"""
-
-    def function(self) -> Callable[..., Any]:
-        """The wrapper itself."""
-        module, _, name = self.wrapper.partition(":")
-        found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-        assert callable(found)
-        return found
-
-
 _ARGS = "vllm.engine.arg_utils:EngineArgs"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -72,6 +36,7 @@ ENTRY = Hook(
     why='the schema of SpeculativeConfig has neither method "bastion" nor its keys',
     what="builds a BastionSpeculativeConfig, which vLLM takes for its drafter's method",
     upstream="a registry of speculative methods",
+    when=EVERY_PROCESS,
 )
 
 HOOKS: tuple[Hook, ...] = (
@@ -83,6 +48,7 @@ HOOKS: tuple[Hook, ...] = (
         why="what a tree cannot serve is known only once the configuration is finished",
         what="refuses it in one sentence, and has a GPU use FlashAttention unless told otherwise",
         upstream="a validation hook for plugins",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_ARGS}.add_cli_args",
@@ -91,6 +57,7 @@ HOOKS: tuple[Hook, ...] = (
         why="the parser refuses --spec-method bastion",
         what="adds it to the choices",
         upstream="a registry of speculative methods",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig.num_lookahead_tokens",
@@ -99,6 +66,7 @@ HOOKS: tuple[Hook, ...] = (
         why="vLLM reserves N + 1 KV slots per request for a drafter that writes gamma + 1",
         what="returns gamma + 1",
         upstream="the property asks the speculative configuration",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig.use_v2_model_runner",
@@ -108,6 +76,7 @@ HOOKS: tuple[Hook, ...] = (
         what="takes V2, whose kernels have native twins; for other methods with "
         "VLLM_USE_V2_MODEL_RUNNER=1 only, which vLLM refuses there; and lets the worker take it",
         upstream="V2 without Triton on CPU hosts",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig._validate_v2_model_runner",
@@ -116,6 +85,7 @@ HOOKS: tuple[Hook, ...] = (
         why="it refuses V2 without Triton",
         what="keeps its other checks",
         upstream="V2 without Triton on CPU hosts",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.update_from_output",
@@ -124,6 +94,7 @@ HOOKS: tuple[Hook, ...] = (
         why="the engine core knows only how many draft tokens it scheduled",
         what="subtracts the nodes that were not verified",
         upstream="adaptive verification reports what it verified",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.make_spec_decoding_stats",
@@ -135,6 +106,7 @@ HOOKS: tuple[Hook, ...] = (
         why="per-position lists of length N, walked for every request, and an index error on trees",
         what="positions are depths",
         upstream="statistics that know trees",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__",
@@ -143,6 +115,7 @@ HOOKS: tuple[Hook, ...] = (
         why="one counter per speculative token, read from lists that have one entry per depth",
         what="one counter per depth",
         upstream="statistics that know trees",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.structured_output:StructuredOutputManager.__init__",
@@ -151,6 +124,7 @@ HOOKS: tuple[Hook, ...] = (
         why="bitmask memory and grammar roll-back for N tokens per request",
         what="sizes both by gamma, a tree's depth",
         upstream="a per-request number of speculative tokens",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.schedule",
@@ -161,6 +135,7 @@ HOOKS: tuple[Hook, ...] = (
         what="gives a request its share of them, 63 at most with a grammar, none while nothing "
         "is drafted; names the nodes that a grammar left over",
         upstream="a per-request number of speculative tokens",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.update_draft_token_ids",
@@ -169,6 +144,7 @@ HOOKS: tuple[Hook, ...] = (
         why="a grammar is asked about drafts as one linear run",
         what="asks it about a tree, and schedules the nodes that it allows",
         upstream="draft tokens with parents",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.update_draft_token_ids_in_output",
@@ -177,6 +153,7 @@ HOOKS: tuple[Hook, ...] = (
         why="the same with async scheduling",
         what="asks it about a tree that is being verified",
         upstream="draft tokens with parents",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
@@ -185,6 +162,7 @@ HOOKS: tuple[Hook, ...] = (
         why="its rows are for one linear run of drafts",
         what="hands out the rows of the tree",
         upstream="draft tokens with parents",
+        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
@@ -193,6 +171,7 @@ HOOKS: tuple[Hook, ...] = (
         why="the runner builds its parts from functions without a registry",
         what="installs the runner adapters just before the runner is built",
         upstream="registries of speculators and model states",
+        when=EVERY_PROCESS,
     ),
 )
 
@@ -211,7 +190,7 @@ def apply_all(only_entry: bool = False) -> None:
         return
     for hook in HOOKS:
         try:
-            wrap(hook.target, hook.function(), expects=hook.expects)
+            hook.install()
         except Exception as error:
             compat.disable(f"{error}; install a vLLM in the range {compat.SUPPORTED_VLLM}")
 

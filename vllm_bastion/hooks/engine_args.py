@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_bastion import compat
+from vllm_bastion.versions import capabilities
 
 METHOD = "bastion"
 
@@ -165,10 +166,11 @@ def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
     """V2 where our kernels serve it; what it cannot do is refused by the validation."""
     if not runs_on_twins(self):
         return original(self)
-    # A worker of vLLM 0.33 asks here, then refuses V2 by this name, which nothing else there reads.
-    # It cannot be imported before the platform's own patches are in.
-    if (worker := sys.modules.get("vllm.v1.worker.gpu_worker")) is not None:
-        worker.HAS_TRITON = True  # type: ignore[attr-defined]
+    worker: Any = sys.modules.get("vllm.v1.worker.gpu_worker")
+    # The worker asks here just before it checks this name, which nothing else in its module reads.
+    # Importing the module here would be too early: the platform's own patches come first.
+    if worker is not None and capabilities().worker_requires_triton:
+        worker.HAS_TRITON = True
     return True
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_bastion.config import bastion_config
-from vllm_bastion.hooks import Hook
+from vllm_bastion.hooks.ledger import Hook
 
+_HYBRID_WORKER = 'a worker of method "bastion" whose target has gated delta layers'
 _CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 _LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
 
@@ -22,6 +23,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="a state for each of N draft tokens, and N inputs more of the convolution",
         what="one state a request",
         upstream="speculative methods say how many states they need",
+        when=_HYBRID_WORKER,
     ),
     Hook(
         target="vllm.platforms.interface:Platform._align_hybrid_block_size",
@@ -30,6 +32,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="it makes attention's pages as large as a state with N inputs more",
         what="counts the state as it is",
         upstream="as above",
+        when=_HYBRID_WORKER,
     ),
     Hook(
         target=f"{_CPU}:_cpu_gdn_attention_nonspec",
@@ -38,6 +41,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="with one state a request it knows rows without drafts only",
         what="takes the rows of trees and chains out, and leaves it the prompts",
         upstream="a tree-capable recurrence",
+        when=_HYBRID_WORKER,
     ),
     Hook(
         target=f"{_LAYER}._forward_core",
@@ -46,6 +50,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="its rows with drafts are a chain, with a state kept after each",
         what="takes the rows of trees and chains out, and leaves it the prompts",
         upstream="a tree-capable recurrence",
+        when=_HYBRID_WORKER,
     ),
     Hook(
         target=f"{_LAYER}._can_use_fused_gdn_mtp_decode",
@@ -54,6 +59,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="it takes up to 8 states a request for a kernel that goes past _forward_core",
         what="says no to a step with rows of ours",
         upstream="a tree-capable recurrence",
+        when=_HYBRID_WORKER,
     ),
 )
 

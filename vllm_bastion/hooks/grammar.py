@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_bastion.config import bastion_config
+from vllm_bastion.versions import capabilities
 
 if TYPE_CHECKING:
     from vllm_bastion.engine.grammar import GrammarTree
@@ -118,8 +119,6 @@ def grammar_bitmask(
     most = getattr(self, MOST_DRAFTS, None)
     if most is None or not structured_output_request_ids:
         return original(self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
-    # vLLM 0.33 has as many rows for every request.
-    fixed = "mask_stride" in original.__code__.co_varnames
     parts = []
     for request_id in structured_output_request_ids:
         request = requests[request_id]
@@ -134,7 +133,7 @@ def grammar_bitmask(
             root = original(self, requests, [request_id], {})[:1]
             rows = np.full((1 + len(drafts), root.shape[1]), -1, dtype=np.int32)
             rows[:1] = root
-        if fixed:
+        if capabilities().pads_grammar_rows:
             rows = np.pad(rows, ((0, 1 + most - len(rows)), (0, 0)), constant_values=-1)
         parts.append(rows)
     return np.concatenate(parts)

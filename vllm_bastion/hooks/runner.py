@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks inside a worker that was asked for method "bastion": the ledger's second half.
 
-They are installed by `vllm_bastion.engine.install`, later than the rest, because importing the
+They are installed by `hooks.worker.install_adapters`, later than the rest, because importing the
 model runner is only right once the platform has applied its own patches. The names are wrapped in
 `vllm.v1.worker.gpu.model_runner`, which looks them up: it imported them by name. Each wrapper looks
 at the config it is given, so an engine without bastion in the same process gets the originals.
@@ -16,8 +16,9 @@ from typing import Any
 
 from vllm_bastion.config import bastion_config, is_lagged
 from vllm_bastion.drafter_kinds import kind_of
-from vllm_bastion.hooks import Hook
 from vllm_bastion.hooks.grammar import COLUMNS
+from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
+from vllm_bastion.versions import capabilities
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
@@ -32,6 +33,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="no backend of vLLM takes a tree mask",
         what="the target's layers get ours; the drafter's keep vLLM's",
         upstream="a tree-capable backend",
+        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -46,6 +48,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
             "our product where there are no matrix registers"
         ),
         upstream="online int8 quantisation of a drafter on a CPU; a product for few rows",
+        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.compilation.decorators:_try_load_aot_compiled_fn",
@@ -54,6 +57,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="on a CPU the stored function has no `finalize_loading`, and every start compiles anew",
         what="lets a function that is complete go without",
         upstream="vLLM asks whether it has one",
+        when=BASTION_WORKER,
     ),
     Hook(
         target=f"{_RUNNER}:init_speculator",
@@ -62,6 +66,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="a closed if/elif over the methods",
         what="builds the drafter's kind of BastionSpeculator",
         upstream="a registry of speculators",
+        when=BASTION_WORKER,
     ),
     Hook(
         target=f"{_RUNNER}:init_model_state",
@@ -70,6 +75,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="the class follows from the model, not from the speculative method",
         what="builds BastionModelState",
         upstream="a registry of model states",
+        when=BASTION_WORKER,
     ),
     Hook(
         target=f"{_RUNNER}:maybe_create_adaptive_verification_manager",
@@ -77,14 +83,12 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         expects=(
             "(enable_adaptive_verification, attn_groups, req_states, query_start_loc, "
             "num_bonus_tokens, max_total_logits, vllm_config, target_layer_names=, "
-            "additional_attn_cg_support=)",
-            "(enable_adaptive_verification, attn_groups, req_states, query_start_loc, "
-            "num_bonus_tokens, max_total_logits, vllm_config, target_layer_names=, "
-            "additional_attn_cg_support=, copy_admitted_drafts_to_host=)",
+            "additional_attn_cg_support=, copy_admitted_drafts_to_host=)"
         ),
         why="vLLM's manager ranks positions of a chain by confidence",
         what="builds BastionVerificationManager, which trims to N* exactly",
         upstream="a seam for other managers",
+        when=BASTION_WORKER,
     ),
     Hook(
         target=f"{_RUNNER}:resolve_adaptive_cudagraph_mode",
@@ -93,17 +97,16 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="it asserts FULL graphs; an eager engine, and every CPU engine, has none",
         what="leaves such a mode as it is",
         upstream="adaptive verification without graphs",
+        when=BASTION_WORKER,
     ),
     Hook(
         target=f"{_RUNNER}:StructuredOutputsWorker",
         wrapper="runner:structured_outputs_worker",
-        expects=(
-            "(max_num_logits, vocab_size, device, mask_stride, num_bonus_tokens)",
-            "(max_num_logits, vocab_size, device, mask_stride)",
-        ),
+        expects="(max_num_logits, vocab_size, device, mask_stride)",
         why="a bitmask for N drafts a request: 10 GB at N = 512, 1024 requests, vocabulary 152k",
         what="sizes it by the rows that a step can have, 64 a request at most",
         upstream="a per-request number of speculative tokens",
+        when=BASTION_WORKER,
     ),
     Hook(
         target=f"{_RUNNER}:GPUModelRunner.execute_model",
@@ -115,6 +118,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="a grammar refuses nodes of a tree that the worker has already",
         what="closes the gaps before the step",
         upstream="draft tokens with parents",
+        when=BASTION_WORKER,
     ),
     Hook(
         target=f"{_RUNNER}:DraftTokensHandler",
@@ -123,6 +127,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="the engine core asks a grammar about drafts whose parents it is not told",
         what="sends parents beside the tokens",
         upstream="draft tokens with parents",
+        when=BASTION_WORKER,
     ),
     Hook(
         target=f"{_RUNNER}:GPUModelRunner.sample_tokens",
@@ -133,6 +138,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         what="sends the counts to the scheduler with the step's output, and whether steps draft; "
         "drops the rows past those of 63 drafts",
         upstream="adaptive verification reports what it verified",
+        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
@@ -142,6 +148,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         "before the first request",
         what="compiles them, runs vLLM's warm-up and measures the table",
         upstream="a callback after warm-up",
+        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
@@ -150,6 +157,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="as above: the CPU worker overrides the method",
         what="as above",
         upstream="a callback after warm-up",
+        when=BASTION_WORKER,
     ),
 )
 
@@ -289,7 +297,7 @@ def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> An
         max_num_reqs = kwargs["max_num_logits"] // kwargs["mask_stride"]
         kwargs["mask_stride"] = config.max_grammar_tokens + 1
         kwargs["max_num_logits"] = max_num_reqs * kwargs["mask_stride"]
-        if "num_bonus_tokens" in kwargs:  # else each request sends as many rows as it may have
+        if not capabilities().pads_grammar_rows:
             rows = vllm_config.scheduler_config.max_num_batched_tokens
             kwargs["max_num_logits"] = min(kwargs["max_num_logits"], rows)
     return original(**kwargs)

@@ -13,13 +13,23 @@ from typing import Any
 from vllm_bastion.config import bastion_config
 from vllm_bastion.cpu import interpreter
 from vllm_bastion.hooks.engine_args import runs_on_twins
-from vllm_bastion.hooks.wrap import wrap
+from vllm_bastion.hooks.ledger import INTERPRETER, Hook
+
+TOP_K_TOP_P = Hook(
+    target="vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_triton",
+    wrapper="worker:apply_top_k_top_p",
+    expects="(logits, k, p, mask_value=, has_topp_only_rows=)",
+    why="the interpreter cannot run the Triton kernel",
+    what="runs vLLM's PyTorch version",
+    upstream="a kernel that Triton's interpreter can run",
+    when=INTERPRETER,
+)
 
 
-def _apply_top_k_top_p(
+def apply_top_k_top_p(
     original: Callable[..., Any], logits: Any, k: Any, p: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """vLLM's PyTorch version: the interpreter cannot run the Triton kernel."""
+    """vLLM's PyTorch version, while the interpreter is on."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     if not interpreter.active():
@@ -31,20 +41,30 @@ def init_device(original: Callable[..., Any], self: Any) -> None:
     """Install native kernels where they are needed, and the adapters of method "bastion"."""
     if interpreter.active():
         # For every method: plain decoding in the interpreter needs it as well.
-        wrap(
-            "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_triton",
-            _apply_top_k_top_p,
-            expects=(
-                "(logits, k, p, mask_value=)",
-                "(logits, k, p, mask_value=, has_topp_only_rows=)",
-            ),
-        )
+        TOP_K_TOP_P.install()
     if runs_on_twins(self.vllm_config):
         from vllm_bastion.cpu import twins
 
         twins.install()
     if bastion_config(self.vllm_config) is not None:
-        from vllm_bastion import engine as runner
-
-        runner.install(self.vllm_config)
+        install_adapters(self.vllm_config)
     original(self)
+
+
+def install_adapters(vllm_config: Any) -> None:
+    """Install the hooks inside the model runner; a second call does nothing.
+
+    Raises:
+        HookError: a symbol of vLLM is missing or has changed.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
+    from vllm_bastion.hooks.runner import RUNNER_HOOKS
+
+    for hook in (*RUNNER_HOOKS, *GATED_DELTA_HOOKS):
+        if hook in GATED_DELTA_HOOKS and not vllm_config.model_config.is_hybrid:
+            continue
+        if "cpu_worker" in hook.target and not current_platform.is_cpu():
+            continue  # importing the CPU worker patches torch
+        hook.install()

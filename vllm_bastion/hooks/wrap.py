@@ -69,17 +69,14 @@ def is_wrapped(target: str) -> bool:
     return hasattr(_function(resolve(target)[2]), _MARK)
 
 
-def wrap(
-    target: str, wrapper: Callable[..., Any], expects: str | tuple[str, ...] | None = None
-) -> None:
+def wrap(target: str, wrapper: Callable[..., Any], expects: str | None = None) -> None:
     """Put `wrapper` in front of `target`; a second call with the same wrapper does nothing.
 
     Args:
         target: `package.module:Class.attribute` or `package.module:name`; a function, static method
             or property.
         wrapper: called as `wrapper(original, *args, **kwargs)`.
-        expects: the `signature` the wrapper was written for, or one per version of vLLM; None
-            skips the check.
+        expects: the `signature` the wrapper was written for; None skips the check.
 
     Raises:
         HookError: the target is missing, has another signature, or another wrapper of ours is on
@@ -93,9 +90,8 @@ def wrap(
     if present is not None:
         raise HookError(f"{target} already has the hook {present.__qualname__}")
     found = signature(original)
-    accepted = (expects,) if isinstance(expects, str) else expects
-    if accepted is not None and found not in accepted:
-        raise HookError(f"vLLM's {target} now takes {found}, expected {' or '.join(accepted)}")
+    if expects is not None and found != expects:
+        raise HookError(f"vLLM's {target} now takes {found}, expected {expects}")
 
     @functools.wraps(original)
     def hooked(*args: Any, **kwargs: Any) -> Any:

@@ -159,7 +159,6 @@ def _get_num_sampled_and_rejected(
 
 @twin(
     f"{_BATCH}:_post_update_kernel",
-    some=("draft_tokens_ptr", "draft_tokens_out_ptr", "num_draft_tokens"),
 )
 def _post_update(
     grid0,

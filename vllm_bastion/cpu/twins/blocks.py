@@ -30,12 +30,6 @@ def int32_at(address, size):
 
 @twin(
     f"{_BLOCKS}:_gather_block_tables_kernel",
-    some=(
-        "num_computed_tokens_ptr",
-        "sliding_window_reach_ptr",
-        "block_sizes_ptr",
-        "MASK_SLIDING_WINDOW",
-    ),
 )
 def _gather_block_tables(
     grid0,

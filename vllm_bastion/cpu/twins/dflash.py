@@ -19,7 +19,6 @@ def _slot(table, row, stride, pos, block_size, cp_rank, cp_size, interleave, pad
 
 @twin(
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel",
-    some=("out_is_padding_ptr",),
 )
 def _prepare_dflash_inputs(
     grid0,

@@ -2,10 +2,10 @@
 """What a twin is: a function with a Triton kernel's arguments, launched as that kernel is.
 
 A twin's parameters are its kernel's, by name and in order, after `grid0` (`grid1`, `grid2`): the
-number of programs. Of a kernel that differs between versions of vLLM it has every version's, and
-gets None for those that the installed one lacks. It gets tensors as flat NumPy views that start
-where the tensor does, so that it can go by the strides it is given; a 16-bit float tensor as
-float32, rounded back afterwards, or as its bits.
+number of programs. Where a kernel differs between versions of vLLM, the twin has the parameters of
+all versions and gets None for those that the installed one lacks. It gets tensors as flat NumPy
+views that start where the tensor does, so that it can go by the strides it is given; a 16-bit float
+tensor as float32, rounded back afterwards, or as its bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from bastion_kernels.cpu.cache import njit
+from vllm_bastion.versions import capabilities
 
 TWINS: dict[str, Twin] = {}
 """`package.module:kernel` -> its twin"""
@@ -37,7 +38,7 @@ class Twin:
         function: takes the grid's sizes and the kernel's arguments.
         source: `function` before it was compiled.
         bits: whether 16-bit floats are handed over as int16.
-        some: parameters that only some versions of the kernel have.
+        absent: parameters that the installed vLLM's kernel does not have.
         reads: tensors that it only reads, which need not be rounded back.
     """
 
@@ -47,31 +48,26 @@ class Twin:
         function: Callable[..., None],
         source: Callable[..., None],
         bits: bool,
-        some: tuple[str, ...] = (),
+        absent: tuple[str, ...] = (),
         reads: tuple[str, ...] = (),
     ) -> None:
         self.target, self.function, self._bits = target, function, bits
         self._reads = frozenset(reads)
         parameters = inspect.signature(source).parameters
         self._all = tuple(name for name in parameters if name not in _GRID)
-        self.names = self._all
-        """of the kernel, in its order; before `fits`, of all its versions"""
-        self.some = frozenset(some)
+        self.names = tuple(name for name in self._all if name not in absent)
+        """of the installed vLLM's kernel, in its order"""
         self._sources: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
         self._dims = len(parameters) - len(self._all)
-        self._defaults = dict.fromkeys(some) | {
+        self._defaults = dict.fromkeys(absent) | {
             name: parameters[name].default
             for name in self._all
             if parameters[name].default is not inspect.Parameter.empty
         }
 
     def fits(self, names: tuple[str, ...]) -> bool:
-        """Whether a kernel has the parameters of one of the versions; if so, take its order."""
-        own = tuple(name for name in self._all if name in names or name not in self.some)
-        if own == names:
-            self.names = own
-            self._sources.clear()
-        return own == names
+        """Whether a kernel of the parameters `names` is the one that the twin was written for."""
+        return self.names == names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
@@ -137,18 +133,17 @@ def twin(
     target: str,
     compile: bool = True,
     bits: bool = False,
-    some: tuple[str, ...] = (),
     reads: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the decorated function as the twin of the kernel `package.module:name`.
 
-    `some`: the parameters of `function` that only some versions of the kernel have; `reads`: the
-    tensors that it only reads.
+    `reads`: the tensors that it only reads.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         callee = njit(function) if compile else function
-        TWINS[target] = Twin(target, callee, function, bits, some, reads)
+        absent = capabilities().absent_kernel_parameters.get(target, ())
+        TWINS[target] = Twin(target, callee, function, bits, absent, reads)
         return callee
 
     return register

@@ -84,7 +84,6 @@ def _gather_draft_sampled(
 @twin(
     f"{_UTILS}:_compute_local_logits_stats_kernel",
     compile=False,
-    some=("num_speculative_steps", "num_logits"),
 )
 def _compute_local_logits_stats(
     grid0,
@@ -146,7 +145,6 @@ def _compute_local_logits_stats(
 @twin(
     f"{_UTILS}:_rejection_kernel",
     compile=False,
-    some=("fly_entropy_ptr", "fly_entropy_threshold", "FLY_WINDOW_SIZE"),
 )
 def _rejection(
     grid0,

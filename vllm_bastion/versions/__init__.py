@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between the supported minor versions of vLLM, one module each.
+
+Code that depends on the version asks `capabilities()` for a named field. Support for another minor
+version is a module `v0NN.py` beside these and the range in `vllm_bastion.compat`;
+tests/test_contract.py then says what each field must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+from packaging.version import Version
+
+from vllm_bastion import compat
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What one minor version of vLLM has. Nothing here imports vLLM."""
+
+    has_xpress_drafter: bool
+    """vLLM has the XPress drafter."""
+    returns_admitted_drafts: bool
+    """`reallocate_drafts` returns a fourth value: drafts per request, being copied to the host."""
+    pads_grammar_rows: bool
+    """A grammar bitmask has `mask_stride` rows for every request, however many drafts it has."""
+    worker_requires_triton: bool
+    """The GPU worker refuses Model Runner V2 where its `HAS_TRITON` is false."""
+    absent_kernel_parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Kernel -> parameters of its native twin that this version's kernel does not take."""
+    signatures: Mapping[str, str] = field(default_factory=dict)
+    """Hook target -> its signature, where it is not the one that the hook's row expects."""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Function -> fingerprint of the body that an adapter was written beside."""
+
+
+def capabilities_of(version: str) -> Capabilities:
+    """The capabilities of a vLLM version.
+
+    Raises:
+        ImportError: there is no module for its minor version.
+    """
+    major, minor = Version(version).release[:2]
+    return _of_module(f"v{major}{minor:02d}")
+
+
+def first_version_with(name: str) -> str:
+    """The first supported minor version, such as "0.33", whose capability `name` is set."""
+    modules = sorted(module.name for module in iter_modules(__path__))
+    found = next(m for m in modules if getattr(_of_module(m), name))
+    return f"{found[1]}.{found[2:]}"
+
+
+def _of_module(name: str) -> Capabilities:
+    found = import_module(f"{__name__}.{name}").CAPABILITIES
+    assert isinstance(found, Capabilities)
+    return found
+
+
+@cache
+def capabilities() -> Capabilities:
+    """The capabilities of the installed vLLM. Looked up once per process.
+
+    Raises:
+        UnsupportedVllmError: vLLM is missing or outside of the supported range.
+    """
+    version = compat.vllm_version()
+    problem = compat.version_problem(version)
+    if version is None or problem is not None:
+        raise compat.UnsupportedVllmError(problem)
+    return capabilities_of(version)
