@@ -173,6 +173,16 @@ HOOKS: tuple[Hook, ...] = (
         upstream="registries of speculators and model states",
         when=EVERY_PROCESS,
     ),
+    Hook(
+        target="vllm.triton_utils.dispatcher:_rebind_kernels",
+        wrapper="worker:rebind_kernels",
+        expects="(overrides)",
+        why="it calls vars() on every module's globals and breaks on llvmlite's library: on a CPU "
+        "host no engine starts in a process that has imported Numba, as an earlier engine has",
+        what="gives llvmlite's library an empty __dict__ first",
+        upstream="a scan that skips a __dict__ that is no dict",
+        when=EVERY_PROCESS,
+    ),
 )
 
 

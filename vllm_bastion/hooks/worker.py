@@ -7,6 +7,7 @@ model runner is built, which is the only moment that suits both.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -68,3 +69,16 @@ def install_adapters(vllm_config: Any) -> None:
         if "cpu_worker" in hook.target and not current_platform.is_cpu():
             continue  # importing the CPU worker patches torch
         hook.install()
+
+
+def rebind_kernels(original: Callable[..., None], overrides: Any) -> None:
+    """Let vLLM's scan of all modules get past llvmlite.
+
+    llvmlite's library object has no `__dict__`. Asked for one, it looks for a C function of that
+    name, and its table of functions answers before it does.
+    """
+    if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
+        functions = getattr(ffi.lib, "_fntab", None)
+        if isinstance(functions, dict):
+            functions.setdefault("__dict__", {})
+    original(overrides)
