@@ -1,3 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the published numbers are made. A package, because a folder without this file would lose
-against any installed top-level package that is called `benchmarks` too."""
+"""How this project's published numbers are made."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "benchmarks" / "tiny"
+RESULTS = ROOT / "benchmarks" / "results"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per target forward of the tiny pair's other drafters: vLLM's own chain and our trees.
 
-    python benchmarks/drafters.py                 # results/drafters.json, results/drafters.md
-    python benchmarks/drafters.py --only dspark   # one of them again; the others' rows stay
+    python -m benchmarks.drafters                 # results/drafters.json, results/drafters.md
+    python -m benchmarks.drafters --only dspark   # one of them again; the others' rows stay
 
 Counted as in `benchmarks/tau.py`, whose drafter's rows head the table. Every tree's tokens are
 compared with plain decoding's over all prompts at T=0, and those of 63 nodes once more over a third
@@ -13,31 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks import RESULTS, TINY
 from benchmarks.costs import write_costs
-from benchmarks.engine import (
-    DOMAINS,
-    GAMMA,
-    RESULTS,
-    ROWS,
-    TINY,
-    Engine,
-    Request,
-    Run,
-    bastion,
-    dflash,
-    load_prompts,
-    provenance,
-    run_engine,
-)
+from benchmarks.harness.decoder import Run, run_engine
+from benchmarks.harness.engine import GAMMA, ROWS, Engine, Request, bastion, dflash
 from benchmarks.progress import Progress
+from benchmarks.prompts import DOMAINS, load_prompts
+from benchmarks.provenance import provenance
 from benchmarks.replay.costs import paper_a100
 from benchmarks.tau import summary
 from vllm_bastion.drafter_kinds import kind_of
@@ -132,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             given.out.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=1) + "\n")
     order = {name: report["results"][name] for name in DRAFTERS if name in report["results"]}
-    table = markdown(order, "python benchmarks/drafters.py")
+    table = markdown(order, "python -m benchmarks.drafters")
     (given.out / "drafters.md").write_text(table)
     print(table)
     return 0

@@ -34,8 +34,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
+from benchmarks import TINY
 from benchmarks.cpu_ops import ints, milliseconds
-from benchmarks.engine import TINY, bastion
+from benchmarks.harness.engine import bastion
 from benchmarks.kinds import KINDS
 from vllm_bastion import plugin
 from vllm_bastion.cpu.twins import TWINS

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per target forward (tau) of requests with penalties, log-probabilities or a grammar.
 
-    python benchmarks/kinds.py                # results/kinds.json, results/kinds.md
-    python benchmarks/kinds.py --prompts 2    # per domain and kind
+    python -m benchmarks.kinds                # results/kinds.json, results/kinds.md
+    python -m benchmarks.kinds --prompts 2    # per domain and kind
 
 Each kind of request as vLLM's dflash decodes it, with a chain, and as method "bastion" does, with a
 tree of 63 nodes; T=0, one request at a time. The token ids of both are compared.
@@ -12,27 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.engine import (
-    DOMAINS,
-    RESULTS,
-    TINY,
-    Engine,
-    Request,
-    bastion,
-    count,
-    dflash,
-    load_prompts,
-    provenance,
-    run_engine,
-)
+from benchmarks import RESULTS, TINY
+from benchmarks.harness.decoder import count, run_engine
+from benchmarks.harness.engine import Engine, Request, bastion, dflash
 from benchmarks.progress import Progress
+from benchmarks.prompts import DOMAINS, load_prompts
+from benchmarks.provenance import provenance
 
 NODES = 63
 _JSON = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards, and tokens per forward, of 1 to 256 requests at once: bastion against plain decoding.
 
-    python benchmarks/load.py                        # results/load.json, results/load.md
-    python benchmarks/load.py --requests 1 4 16      # a quick run
+    python -m benchmarks.load                        # results/load.json, results/load.md
+    python -m benchmarks.load --requests 1 4 16      # a quick run
 
 All requests arrive together, T=0, and decode to `max_tokens`. A *forward* is one step of the
 engine, prompts included, with as many requests in it as the scheduler put there. Trees have up to
@@ -14,27 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks import RESULTS, TINY
 from benchmarks.costs import write_costs
-from benchmarks.engine import (
-    RESULTS,
-    TINY,
-    Engine,
-    Request,
-    Run,
-    bastion,
-    load_prompts,
-    provenance,
-    run_engine,
-)
+from benchmarks.harness.decoder import Run, model_runner, run_engine
+from benchmarks.harness.engine import Engine, Request, bastion
 from benchmarks.progress import Progress
+from benchmarks.prompts import load_prompts
+from benchmarks.provenance import provenance
 from benchmarks.replay.costs import CostSource, from_profile, paper_a100
 from vllm_bastion.policy.cost.table import StepCostTable
 
@@ -45,8 +36,7 @@ PLAIN = "plain"
 
 def steps(llm: Any) -> Callable[[], list[int]]:
     """Probe: the number of requests in every forward."""
-    core = llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
+    runner = model_runner(llm)
     execute, seen = runner.execute_model, []
 
     def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:

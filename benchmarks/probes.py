@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look into a running bastion engine: the trees it verifies, the drafts they are grown from.
 
-Each function is a `probe` of `benchmarks.engine.Engine`: it is called with the `LLM` in the
-engine's process, and returns a function that hands out what was seen.
+Each function is a `probe` of `benchmarks.harness.engine.Engine`: it is called with the `LLM` in the
+engine's process, and returns a function that returns what was recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.engine_process import request_index
+from benchmarks.harness.decoder import model_runner, request_index
 
 if TYPE_CHECKING:
     from benchmarks.replay.draft_tree import DraftTree
@@ -80,7 +80,7 @@ def trees(llm: Any) -> Callable[[], list[SeenTree]]:
     """Every verified tree of an engine with `max_num_seqs` 1."""
     from vllm_bastion.engine.sampler import TreeRejectionSampler
 
-    runner = _runner(llm)
+    runner = model_runner(llm)
     grown, states = runner.speculator.trees, runner.req_states
     seen: list[SeenTree] = []
     walk = TreeRejectionSampler.__call__
@@ -121,7 +121,7 @@ def drafts(llm: Any) -> Callable[[], list[SeenDraft]]:
     Decoding is lossless and the drafter sees the prefix alone, so what it drafts at a position does
     not depend on the budget; with nothing verified it drafts at every position.
     """
-    runner = _runner(llm)
+    runner = model_runner(llm)
     speculator, states = runner.speculator, runner.req_states
     speculator.trees.budget = 0
     propose, scored = speculator.propose, _scores(speculator)
@@ -164,10 +164,6 @@ def _scores(speculator: Any) -> Callable[[int], tuple[Any, ...]]:
 
     speculator._grow_trees, trees.grow_transitions = of_states, of_transitions
     return last
-
-
-def _runner(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def _emitted(states: Any, slot: int) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -28,8 +27,9 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from benchmarks.engine import RESULTS, TINY, provenance
+from benchmarks import RESULTS, TINY
 from benchmarks.progress import Progress
+from benchmarks.provenance import provenance
 from benchmarks.speed.methods import PLAIN, SpeedEngine, engines
 
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -66,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, engine in engines(pair, dtype=dtype, max_num_seqs=max(given.concurrency)).items()
         if name == PLAIN or any(part in name for part in given.only)
     }
-    command = ["python", "-m", "benchmarks.serve", *(sys.argv[1:] if argv is None else argv)]
     result: dict[str, Any] = {
-        "provenance": provenance() | {"command": shlex.join(command)},
+        "provenance": provenance(argv),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "load": os.getloadavg()[0],
         "complete": False,

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Soak: random requests against one engine for a long time, every T=0 one checked.
+"""Soak test: random requests against one engine, every T=0 one checked.
 
     python -m benchmarks.soak --minutes 30
 
 An engine with method "bastion" and a KV cache too small for its requests decodes prompts of random
-length with random sampling parameters; some are aborted, some share prefixes, some use penalties,
-grammars or log-probabilities. A second process decodes every finished T=0 request again with plain
-vLLM decoding and compares. Nothing may fail, every KV block must come back, and every token must be
-the same, near-ties apart (see `tests.e2e.compare`). The summary is written as JSON either way; the
-exit status is 0 only if all of this holds.
+length with random sampling parameters. Some are aborted, some share prefixes, some have penalties,
+grammars or logprobs. A second process decodes every finished T=0 request again with plain decoding
+and compares. Nothing may fail, every KV block must be freed, and every token must be the same,
+except for near-ties (see `tests.e2e.compare`). The summary is always written as JSON; the exit
+status is 1 if something went wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -25,12 +24,25 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import DOMAINS, GAMMA, RESULTS, TINY, bastion, load_prompts, provenance
-from tests.e2e.engines import ENVIRONMENT
+from benchmarks import RESULTS, TINY
+from benchmarks.harness.engine import GAMMA, bastion, sampling_params
+from benchmarks.harness.process import EngineError, EngineProcess
+from benchmarks.prompts import DOMAINS, load_prompts
+from benchmarks.provenance import provenance
 
 OUTSTANDING = 7  # requests in the engine at any time; four of them run
 NEAR_TIE = 1e-4
 _REPORT_S = 30
+_AT_ONCE = 8  # requests that are checked together
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 _GRAMMARS = (
     {"choice": ["one apple", "two pears", "none at all"]},
     {"regex": r"(ab|cd){2,12} [0-9]{2,6}"},
@@ -63,7 +75,7 @@ class Requests:
         self._count = 0
 
     def draw(self) -> dict[str, Any]:
-        """The next request, with `abort_after` (tokens) where it is to be aborted."""
+        """The next request; one to be aborted has `abort_after` (tokens)."""
         rng = self._rng
         self._count += 1
         params: dict[str, Any] = {"max_tokens": rng.randint(1, 110), "temperature": 0}
@@ -90,7 +102,7 @@ class Requests:
         return request
 
     def _prompt(self) -> list[int]:
-        """Part of a prompt, of several in a row, or of the last one again for prefix hits."""
+        """Part of a prompt, of several joined ones, or of the last one again for prefix hits."""
         rng = self._rng
         if rng.random() > 0.3:
             self._last = list(rng.choice(self._prompts))
@@ -101,7 +113,7 @@ class Requests:
 
 
 class Soak:
-    """Keeps an engine busy and hands over what it finished."""
+    """Keeps an engine busy and returns the requests that finish."""
 
     def __init__(self, session: Any, requests: Requests) -> None:
         self._session, self._requests = session, requests
@@ -110,8 +122,6 @@ class Soak:
 
     def step(self, draw: bool) -> list[dict[str, Any]]:
         """One engine step; returns the requests that finished in it, with their tokens."""
-        from tests.e2e.session import sampling_params
-
         engine, finished = self._session.engine, []
         while draw and len(self._running) < OUTSTANDING:
             request = self._requests.draw()
@@ -121,7 +131,7 @@ class Soak:
             self.counts["requests"] += 1
         for output in engine.step():
             request = self._running.get(output.request_id)
-            if request is None:  # the step that was running when it was aborted
+            if request is None:  # aborted while this step was running
                 continue
             request["token_ids"] = list(output.outputs[0].token_ids)
             if output.finished:
@@ -137,55 +147,78 @@ class Soak:
 
     @property
     def idle(self) -> bool:
-        """Whether the engine holds nothing any more."""
+        """Whether the engine has no requests left."""
         return not self._session.engine.has_unfinished_requests()
 
 
-def verify(arguments: dict[str, Any], log: str, inbox: Any, outbox: Any) -> None:
-    """Entry of the second process: decode again, plainly, and compare.
+class Checker:
+    """Plain decoding in a process of its own, which decodes finished requests again."""
 
-    Takes requests with their tokens from `inbox` until None; puts one summary into `outbox`.
-    """
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    from tests.e2e.session import Session
+    def __init__(self, arguments: dict[str, Any], log: Path) -> None:
+        self._process = EngineProcess(log, ENVIRONMENT)
+        self._process.start(PlainEngine, arguments)
+        self._process.answer()
+        self._pending: list[dict[str, Any]] = []
+        self._busy = False
+        self.counts: Counter[str] = Counter()
+        self.mismatches: list[dict[str, Any]] = []
 
-    session = Session({"engine": arguments})
-    counts: Counter[str] = Counter()
-    mismatches = []
-    closed = False
-    while not closed:
-        batch: list[dict[str, Any]] = []
-        while len(batch) < 8 and not closed:
-            item = inbox.get()
-            closed = item is None
-            batch += [] if closed else [item]
-        done = session.run(
-            {"requests": [{k: r[k] for k in ("id", "prompt", "params")} for r in batch]}
-        )
-        for request in batch:
-            result = done["requests"][request["id"]]
-            counts["checked"] += 1
-            counts["checked_tokens"] += len(request["token_ids"])
-            if request["token_ids"] != result["token_ids"]:
-                mismatches.append(_mismatch(session, request, result["token_ids"]))
-    outbox.put({**counts, "mismatches": mismatches})
+    def add(self, request: dict[str, Any]) -> None:
+        """Check a request, now or later."""
+        self._pending.append(request)
+        self._work(wait=False)
+
+    def finish(self) -> None:
+        """Wait until all requests are checked, and end the process."""
+        while self._pending or self._busy:
+            self._work(wait=True)
+        self._process.close()
+
+    def _work(self, wait: bool) -> None:
+        if self._busy and (wait or self._process.has_answer()):
+            counts, mismatches = self._process.answer()
+            self.counts.update(counts)
+            self.mismatches += mismatches
+            self._busy = False
+        if self._pending and not self._busy:
+            self._process.call("check", self._pending[:_AT_ONCE])
+            del self._pending[:_AT_ONCE]
+            self._busy = True
 
 
-def _mismatch(session: Any, request: dict[str, Any], plain: list[int]) -> dict[str, Any]:
-    """Where two outputs part, and how far apart the target's two best tokens are there."""
-    ours = request["token_ids"]
-    pairs = enumerate(zip(ours, plain, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(plain)))
-    gap = float("inf")
-    if at < min(len(ours), len(plain)):
-        probe = {"id": f"{request['id']}gap", "prompt": request["prompt"] + plain[:at],
-                 "params": {"temperature": 0, "max_tokens": 1, "logprobs": 2}}  # fmt: skip
-        logprobs = session.run({"requests": [probe]})["requests"][probe["id"]]["logprobs"][0]
-        best = sorted(logprobs.values())
-        gap = best[-1] - best[-2]
-    return {**request, "plain": plain, "at": at, "gap": gap, "near_tie": gap < NEAR_TIE}
+class PlainEngine:
+    """The checker's engine, in its process."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from benchmarks.harness.session import Session
+
+        self._session = Session({"engine": arguments})
+
+    def check(self, requests: list[dict[str, Any]]) -> tuple[dict[str, int], list[dict[str, Any]]]:
+        """Decode `requests` again. Returns counts, and the requests whose tokens differ."""
+        batch = [{key: r[key] for key in ("id", "prompt", "params")} for r in requests]
+        done = self._session.run({"requests": batch})["requests"]
+        tokens = sum(len(request["token_ids"]) for request in requests)
+        mismatches = [
+            self._mismatch(request, done[request["id"]]["token_ids"])
+            for request in requests
+            if request["token_ids"] != done[request["id"]]["token_ids"]
+        ]
+        return {"checked": len(requests), "checked_tokens": tokens}, mismatches
+
+    def _mismatch(self, request: dict[str, Any], plain: list[int]) -> dict[str, Any]:
+        """Where two outputs differ first, and by how much the target's best two tokens differ."""
+        ours = request["token_ids"]
+        pairs = enumerate(zip(ours, plain, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(plain)))
+        gap = float("inf")
+        if at < min(len(ours), len(plain)):
+            probe = {"id": f"{request['id']}gap", "prompt": request["prompt"] + plain[:at],
+                     "params": {"temperature": 0, "max_tokens": 1, "logprobs": 2}}  # fmt: skip
+            answer = self._session.run({"requests": [probe]})["requests"][probe["id"]]
+            best = sorted(answer["logprobs"][0].values())
+            gap = best[-1] - best[-2]
+        return {**request, "plain": plain, "at": at, "gap": gap, "near_tie": gap < NEAR_TIE}
 
 
 def resident_mib() -> float:
@@ -195,17 +228,12 @@ def resident_mib() -> float:
 
 
 def soak(options: argparse.Namespace) -> dict[str, Any]:
-    """Run it. Returns the summary; `error` in it is None where the engine never failed."""
+    """Run the soak. Returns the summary; its `error` is None if no engine failed."""
+    from benchmarks.harness.session import Session
+
     os.environ.update(ENVIRONMENT)
     arguments = engine_arguments(options.pair, options.scheduling == "async")
-    spawn = multiprocessing.get_context("spawn")
-    inbox, outbox = spawn.Queue(), spawn.Queue()
-    log = str(Path(tempfile.mkdtemp(prefix="bastion-soak-")) / "plain.log")
-    checker = spawn.Process(target=verify, args=(arguments, log, inbox, outbox), daemon=True)
-    checker.start()
-
-    from tests.e2e.session import Session
-
+    checker = Checker(arguments, Path(tempfile.mkdtemp(prefix="bastion-soak-")) / "plain.log")
     speculative = bastion(options.pair / "drafter", 16, "adaptive")
     session = Session({"engine": {**arguments, "speculative_config": speculative}})
     tokenizer = session.llm.get_tokenizer()
@@ -221,7 +249,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         while time.monotonic() < end or not run.idle:
             for request in run.step(draw=time.monotonic() < end):
                 if request["params"]["temperature"] == 0:
-                    inbox.put(request)
+                    checker.add(request)
             if time.monotonic() - reported > _REPORT_S:
                 reported = time.monotonic()
                 memory.append(resident_mib())
@@ -231,11 +259,11 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     except Exception as failure:  # the summary is the point of a soak that fails
         error = f"{type(failure).__name__}: {failure}"
     elapsed = time.monotonic() - begin
-    inbox.put(None)
     print("waiting for plain decoding to catch up", file=sys.stderr, flush=True)
-    while checker.is_alive() and outbox.empty():
-        time.sleep(1)
-    checked = outbox.get() if not outbox.empty() else {"error": Path(log).read_text()[-2000:]}
+    try:
+        checker.finish()
+    except EngineError as failure:
+        error = error or str(failure)
     session.read_steps()
     depths = [len(path) - 1 for path in session.paths]
     return {
@@ -246,7 +274,8 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "scheduler": type(session.scheduler).__name__,
         "gamma": GAMMA,
         **run.counts,
-        **checked,
+        **checker.counts,
+        "mismatches": checker.mismatches,
         "preemptions": session.metrics()["num_preemptions"],
         "prefix_cache_hits": session.metrics()["prefix_cache_hits"],
         "trees": len(depths),
@@ -259,10 +288,10 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def passed(summary: dict[str, Any]) -> bool:
-    """Whether nothing went wrong, and what should have happened did."""
+    """Whether nothing went wrong, and preemptions and aborts did happen."""
     return (
         summary["error"] is None
-        and all(mismatch["near_tie"] for mismatch in summary.get("mismatches", [None]))
+        and all(mismatch["near_tie"] for mismatch in summary["mismatches"])
         and summary["blocks"][0] == summary["blocks"][1]
         and summary["preemptions"] > 0
         and summary["aborted"] > 0
@@ -281,7 +310,7 @@ def main() -> None:
     summary = soak(options)
     options.out.write_text(json.dumps(summary, indent=1) + "\n")
     shown = {key: value for key, value in summary.items() if key != "mismatches"}
-    print(json.dumps({**shown, "mismatches": len(summary.get("mismatches", []))}, indent=1))
+    print(json.dumps({**shown, "mismatches": len(summary["mismatches"])}, indent=1))
     sys.exit(0 if passed(summary) else 1)
 
 

@@ -1,55 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per target forward (tau) of plain decoding, vLLM's dflash chain and bastion, per domain.
 
-    python benchmarks/tau.py                      # T=0: results/tau.json, results/tau.md
-    python benchmarks/tau.py --temperature 1      # results/tau-t1.json, results/tau-t1.md
-    python benchmarks/tau.py --prompts 10         # a third of the prompts
-    python benchmarks/tau.py --pair benchmarks/tiny/hybrid --dtype bfloat16   # results/tau-hybrid.*
+    python -m benchmarks.tau                      # T=0: results/tau.json, results/tau.md
+    python -m benchmarks.tau --temperature 1      # results/tau-t1.json, results/tau-t1.md
+    python -m benchmarks.tau --prompts 10         # a third of the prompts
+    python -m benchmarks.tau --pair benchmarks/tiny/hybrid --dtype bfloat16   # results/tau-hybrid.*
 
-Every configuration is an engine of its own that decodes the held-out prompts one at a time, as the
-paper does. tau of a domain = tokens emitted / target forwards over its prompts; the forward that
-ends a prompt and the token it emits are left out on both sides (see `benchmarks.engine`). At T=1
-prompt number i has the seed i.
+Every configuration is a separate engine that decodes the held-out prompts one at a time, as in the
+paper. tau of a domain = tokens emitted / target forwards over its prompts, as defined in
+`benchmarks.harness.decoder`. At T=1, prompt number i has seed i.
 
-"adaptive" chooses the budget of each step by cost. What tree is best depends on the machine, so
-there are two rows: with the costs measured on this CPU (`results/cpu-profile.json`), and with those
-that the paper prints for an A100.
+"adaptive" chooses the budget of each step by cost. The best tree depends on the machine, so there
+are two rows: one with the costs measured on this CPU (`results/cpu-profile.json`), one with the
+costs that the paper prints for an A100.
 
-In bfloat16 texts may part where two tokens are as good: see `benchmarks.near_ties`.
+In bfloat16 texts may differ where two tokens are equally good: see `benchmarks.near_ties`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks import RESULTS, TINY
 from benchmarks.costs import write_costs
-from benchmarks.engine import (
-    DOMAINS,
-    GAMMA,
-    RESULTS,
-    ROWS,
-    TINY,
-    Engine,
-    Request,
-    Run,
-    bastion,
-    count,
-    dflash,
-    load_prompts,
-    provenance,
-    run_engine,
-)
+from benchmarks.harness.decoder import Run, count, run_engine
+from benchmarks.harness.engine import GAMMA, ROWS, Engine, Request, bastion, dflash
 from benchmarks.near_ties import Judge
 from benchmarks.progress import Progress
+from benchmarks.prompts import DOMAINS, load_prompts
+from benchmarks.provenance import provenance
 from benchmarks.replay.costs import from_profile, paper_a100
 
 BUDGETS = (8, 16, 32, 63)
@@ -62,7 +47,7 @@ _SAMPLED = (
 
 
 def configurations(pair: Path, dtype: str, profile: Path, folder: Path) -> dict[str, Engine]:
-    """Engines by the name of their row."""
+    """Engines by the names of their rows."""
     drafter = pair / "drafter"
     spec = {PLAIN: None, "dflash chain": dflash(drafter)}
     spec |= {f"bastion, N = {n}": bastion(drafter, n, n) for n in BUDGETS}
@@ -79,7 +64,7 @@ def configurations(pair: Path, dtype: str, profile: Path, folder: Path) -> dict[
 def summary(
     done: Run, reference: Run, domain_of: dict[str, str]
 ) -> dict[str, dict[str, float | int]]:
-    """Counts by domain and over all."""
+    """Counts per domain, and over all domains."""
     truth = {c.name: c.token_ids for c in reference.completions}
     out: dict[str, dict[str, float | int]] = {}
     for domain in (*DOMAINS, "all"):
@@ -98,7 +83,7 @@ def summary(
 
 
 def near_ties(judge: Judge, texts: list[str], done: Run, reference: Run) -> int:
-    """How many completions part from the reference's at a near-tie."""
+    """How many completions first differ from the reference at a near-tie."""
     count = 0
     for text, one, other in zip(texts, done.completions, reference.completions, strict=True):
         if one.token_ids != other.token_ids:
@@ -138,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=int, default=30, help="per domain (default 30)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens (default 64)")
-    parser.add_argument("--only", nargs="*", default=[], help="rows whose name has one of these")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="rows whose name contains one of these"
+    )
     parser.add_argument("--pair", type=Path, default=TINY, help="folder of target and drafter")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--data", type=Path, default=TINY / "prompts.jsonl")

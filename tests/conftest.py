@@ -26,11 +26,11 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # The engine in the test's own process: starts in seconds, and its insides can be looked at.
+    # Run the engine core in the test's own process, where its state can be inspected.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 _ON_CPU = {
-    # vLLM's own Triton kernels, and ours where a test calls them, run in Triton's interpreter.
+    # Run vLLM's Triton kernels, and ours where a test calls them, in Triton's interpreter.
     "VLLM_BASTION_TRITON_INTERPRETER": "1",
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",
@@ -42,18 +42,18 @@ if not ON_GPU:
 
 
 @pytest.fixture(scope="session", autouse=not ON_GPU)
-def _models_looked_at_here() -> None:
-    if "vllm" in sys.modules:  # some test may start it up
-        from helpers import look_at_models_here
+def _inspect_models_here() -> None:
+    if "vllm" in sys.modules:  # a test may start an engine
+        from helpers import inspect_models_here
 
-        look_at_models_here()
+        inspect_models_here()
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Configs of a target (vocabulary 512, 4 layers) and a drafter (gamma 7), without weights.
 
-    With it method "bastion" is registered in the test's process.
+    Also registers method "bastion" in the test's process.
     """
     from helpers import write_checkpoint
     from vllm_bastion import plugin
@@ -65,7 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """Look through what is imported once, when all of it is there: it stays."""
+    """Collect garbage once, after all imports, and freeze what is left."""
     gc.disable()
     try:
         return (yield)
@@ -75,18 +75,18 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
-# Files of tests that take longest, and what others find compiled: each begins in another process.
+# The files that take longest, and that compile what others use. Each starts in another process.
 _FIRST = ("test_lossless", "test_products", "test_cuda_path", "test_serving", "test_native_engine")
 
 
-def _place(item: pytest.Item) -> tuple[bool, int]:
+def _order(item: pytest.Item) -> tuple[bool, int]:
     first = _FIRST.index(item.path.stem) if item.path.stem in _FIRST else len(_FIRST)
     return item.get_closest_marker("e2e") is None, first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first, so that short ones fill the end; those marked `gpu` only where one is."""
-    items.sort(key=_place)
+    """Run long tests first, and skip those marked `gpu` without a GPU."""
+    items.sort(key=_order)
     if ON_GPU:
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")

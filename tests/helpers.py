@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several test files need."""
+"""Helpers shared by test files."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ _DRAFTER: dict[str, Any] = _TARGET | {
 
 
 def write_checkpoint(folder: Path, base: str = "target", **changes: Any) -> str:
-    """Write the config of a small target or drafter, without weights; a value None removes a key.
+    """Write the config of a small target or drafter, without weights.
 
     Args:
-        folder: made if missing.
+        folder: created if missing.
         base: "target" or "drafter" (block_size 8, so gamma = 7).
+        changes: keys to replace; None removes a key.
 
     Returns:
-        The folder's name, to be given as a model.
+        The folder, as a model's name.
     """
     content = (_TARGET if base == "target" else _DRAFTER) | changes
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {key: value for key, value in content.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
+    config = {key: value for key, value in content.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
@@ -62,7 +63,10 @@ def engine_config(
 ) -> Any:
     """The configuration of an engine with method "bastion".
 
-    pair: target and drafter; arguments: further ones of EngineArgs; keys: of speculative_config.
+    Args:
+        pair: target and drafter.
+        arguments: further arguments of `EngineArgs`.
+        keys: further keys of `speculative_config`.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -77,18 +81,18 @@ def engine_config(
     return args.create_engine_config()
 
 
-def look_at_models_here() -> None:
-    """Let vLLM look at a model's class in this process, and not in one that imports vLLM for it.
+def inspect_models_here() -> None:
+    """Let vLLM inspect model classes in this process.
 
-    It asks a fresh process, once for each class, so that CUDA is not initialised.
+    By default it starts a process for each class that imports vLLM, to avoid initialising CUDA.
     """
     from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = lambda look: look()
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def is_one_sentence(message: str, *parts: str) -> None:
-    """Assert that a refusal is one, and says all of that."""
+    """Assert that a refusal is one sentence that contains all `parts`."""
     for part in parts:
         assert part in message
     assert "\n" not in message and ". " not in message and len(message) < 400
@@ -97,7 +101,7 @@ def is_one_sentence(message: str, *parts: str) -> None:
 def run_python(
     code: str, cwd: Path | None = None, **env: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a fresh interpreter; an environment value None removes the variable."""
+    """Run `code` in a new interpreter; an environment value None removes the variable."""
     environment = os.environ | {name: value for name, value in env.items() if value is not None}
     for name, value in env.items():
         if value is None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import Request
+from benchmarks.harness.engine import Request
 from benchmarks.speed import report
+from benchmarks.speed.driver import Driver, Outcome, rmse
 from benchmarks.speed.figures import budgets_of, sweep_figure, tradeoff_figure
 from benchmarks.speed.methods import ADAPTIVE, BUDGETS, PLAIN, engines, groups
-from benchmarks.speed.worker import Driver, Outcome, rmse
 from helpers import ROOT
 
 
@@ -233,7 +233,7 @@ def test_other_drafters_have_rows_and_ratios_of_their_own() -> None:
 
 def test_an_engine_without_us_imports_nothing_of_ours() -> None:
     code = (
-        "import sys, benchmarks.speed.__main__, benchmarks.speed.worker, benchmarks.speed.methods;"
+        "import sys, benchmarks.speed.__main__, benchmarks.speed.driver, benchmarks.speed.methods;"
         "print([m for m in sys.modules if m.split('.')[0] in ('vllm_bastion', 'bastion_kernels')])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

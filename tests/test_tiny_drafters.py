@@ -64,8 +64,7 @@ def test_offline_trees_are_the_ops_trees(head: type[Selector | Markov]) -> None:
     parents, depths = (torch.zeros(count, nodes, dtype=torch.int32) for _ in range(2))
     log_rho = torch.zeros(count, nodes)
     expand_transitions_reference(
-        part.tokens.int(), scores, WIDTH, torch.zeros(count, dtype=torch.bool),
-        torch.arange(count), tokens, parents, depths, log_rho,
+        part.tokens.int(), scores, WIDTH, torch.arange(count), tokens, parents, depths, log_rho,
         torch.zeros(count, dtype=torch.int32),
     )  # fmt: skip
     for row in range(count):

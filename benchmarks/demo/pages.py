@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 from benchmarks.demo.pair import Pair
-from benchmarks.engine import Completion, Run, count
+from benchmarks.harness.decoder import Completion, Run, count
 from benchmarks.probes import SeenTree
 
 WIDTH = 100

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from safetensors import SafetensorError
 
-from benchmarks.engine import TINY
+from benchmarks import TINY
 from benchmarks.progress import Progress
 from vllm_bastion.envs import cache_dir
 

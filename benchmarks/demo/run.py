@@ -12,25 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import benchmarks.demo
+from benchmarks import TINY
 from benchmarks.demo.pages import print_completion, print_numbers, print_tree, title
 from benchmarks.demo.pair import SHAPE, CannotWrite, Pair, pair_of, tiny_pair
-from benchmarks.engine import (
-    IMPORTED,
-    STARTED,
-    TINY,
-    Engine,
-    Request,
-    Run,
-    bastion,
-    load_prompts,
-)
+from benchmarks.harness.decoder import IMPORTS, Decoder, Run
+from benchmarks.harness.engine import Engine, Request, bastion
+from benchmarks.harness.process import EngineProcess
 from benchmarks.progress import Progress
-from benchmarks.running import RunningEngine
+from benchmarks.prompts import load_prompts
 from benchmarks.speed.methods import ADAPTIVE, PLAIN, chain_name, engines
 
 PROMPTS = ("code-made-05", "arithmetic-15", "chat-20")
 TOKENS = 48
-# Small, because a start times steps up to these sizes: trees, rows of a step, and the cache.
+# Nodes of a tree, rows of a step, and the cache. Small, because bastion times steps up to these
+# sizes while it starts.
 NODES, _ROWS, _KV_CACHE_BYTES = 31, 48, 256 << 20
 
 
@@ -45,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     if given.pair not in (SHAPE, "tiny") and not Path(given.pair, "target").is_dir():
-        parser.error(f"{given.pair} is no folder with a target and a drafter")
+        parser.error(f"{given.pair} has no target and drafter")
     rows = {row["id"]: row for row in load_prompts(TINY / "prompts.jsonl")}
     prompts = [rows[name] for name in given.prompts]
     pair = pair_of(given.pair)
@@ -64,49 +59,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decode(pair: Pair, requests: list[Request]) -> dict[str, Run]:
-    """Each engine in its own process, and each decodes alone.
+    """Decode with each engine in its own process, one after the other.
 
     Raises:
-        CannotWrite: there is no room for the pair after all.
+        CannotWrite: the disk has no room for the pair after all.
     """
     runs: dict[str, Run] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        running = {}
-        for name, engine in _engines(pair, folder / "costs.json").items():
-            running[name] = RunningEngine(engine, requests, hold=(IMPORTED, STARTED))
-            stack.callback(running[name].close)
-        # While they import vLLM.
+        chosen = _engines(pair, folder / "costs.json")
+        processes: dict[str, EngineProcess] = {}
+        for name, engine in chosen.items():
+            log = folder / f"{name}.log"
+            processes[name] = EngineProcess(log, engine.variables(), IMPORTS)
+            stack.callback(processes[name].close)
+        # Write the pair while the processes import vLLM.
         pair.write()
         progress = Progress("engines")
-        for engine in running.values():
-            engine.wait(IMPORTED, lambda state: progress("importing vLLM"))
-        # bastion measures what its steps cost while it starts, so nothing runs beside it.
+        for process in processes.values():
+            process.answer(progress)
+        # bastion measures its step costs while it starts, so nothing else runs then.
         for names in (("plain", "dflash"), ("bastion",)):
             progress = Progress(" and ".join(names))
             for name in names:
-                running[name].release()
+                processes[name].start(Decoder, chosen[name])
             for name in names:
-                running[name].wait(STARTED, progress)
+                processes[name].answer(progress)
             progress.done(f"started in {progress.seconds:.0f} s")
             for name in names:
                 progress = Progress(name)
-                running[name].release()
-                runs[name] = running[name].result(progress)
-                # Its memory is free, and its end takes nobody's time.
-                running[name].close()
+                processes[name].call("decode", requests)
+                runs[name] = processes[name].answer(progress)
+                # Free its memory before the next engine decodes.
+                processes[name].close()
                 progress.done(f"decoded in {runs[name].decode_s:.1f} s")
     return runs
 
 
 def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
-    """As in the table of seconds, but eager, with one request at a time and little memory."""
+    """The engines of `benchmarks.speed`, but eager, with a batch of one and little memory."""
     rows = engines(
         pair.folder,
         dtype=pair.dtype,
         eager=True,
         max_num_seqs=1,
-        rows=_ROWS,
+        max_num_batched_tokens=_ROWS,
         kv_cache_bytes=_KV_CACHE_BYTES,
         timed=True,
     )

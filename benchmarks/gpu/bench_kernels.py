@@ -47,11 +47,11 @@ else:
 
 from benchmarks.gpu.attention_baseline import offers  # noqa: E402
 from benchmarks.gpu.cases import QWEN3_8B, TINY, cases  # noqa: E402
+from benchmarks.gpu.device import gpu_provenance  # noqa: E402
 from benchmarks.gpu.harness import (  # noqa: E402
     Ceilings,
     Row,
     measure_ceilings,
-    provenance,
     reason,
     run_entry,
 )
@@ -88,7 +88,7 @@ class Report:
         self.rows: list[Row] = []
         found, missing = offers() if torch.cuda.is_available() else ((), {})
         self.head: dict[str, Any] = {
-            "provenance": provenance(),
+            "provenance": gpu_provenance(),
             "ceilings": ceilings
             and {"copy_gb_per_s": ceilings.copy, "matmul_tflop_per_s": ceilings.matmul},
             "rivals": {"installed": [offer.name for offer in found], "missing": missing},

@@ -36,8 +36,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.gpu.device import gpu_provenance
 from benchmarks.gpu.step_profile import profile_steps, profiler_config
-from benchmarks.provenance import provenance
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 
@@ -167,7 +167,7 @@ def main() -> int:
         print("bench_step: this needs a GPU; --tiny runs the tiny pair on the CPU")
         return 1
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    result: dict[str, Any] = {"provenance": provenance(), "complete": False, "steps": {}}
+    result: dict[str, Any] = {"provenance": gpu_provenance(), "complete": False, "steps": {}}
     with tempfile.TemporaryDirectory() as folder:
         target, drafter, traces = (Path(folder) / name for name in ("target", "drafter", "traces"))
         traces.mkdir()

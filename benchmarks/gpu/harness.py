@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.provenance import provenance, sm_clock
+from benchmarks.gpu.device import sm_clock
 
 __all__ = ["Bar", "Call", "Case", "Ceilings", "Entry", "Rival", "Row", "Timing", "measure_ceilings",
-           "provenance", "quantiles", "run_entry", "time_calls"]  # fmt: skip
+           "quantiles", "run_entry", "time_calls"]  # fmt: skip
 
 Call = Callable[[], object]
 

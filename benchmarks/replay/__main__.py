@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluate budget policies on a recording, with any cost table, without a model.
+"""Evaluate budget policies on a recording with any cost table, without a model.
 
     python -m benchmarks.replay RECORDING.npz [--cost NAME=PROFILE.json ...] [--out FOLDER]
 
-Prints the tables and writes them as `replay.json`, with two PNG figures per cost table. The paper's
-A100 points are always among the cost tables; a measured one is any latency profile.
+Prints the tables and writes them to `replay.json`, with two PNG figures per cost table. The paper's
+A100 points are always among the cost tables. `--cost` adds a measured latency profile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from benchmarks.replay.studies import (
     budget_study,
     compare_scores,
     drift_study,
-    overhead,
     score_study,
 )
 
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for pair in arguments.cost:
         name, _, path = pair.partition("=")
         if not path:
-            parser.error(f"--cost wants NAME=PROFILE.json, got {pair!r}")
+            parser.error(f"--cost needs NAME=PROFILE.json, not {pair!r}")
         sources.append(from_profile(name, Path(path), max_rows))
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = []
@@ -87,24 +86,18 @@ def _evaluate(
         _print_budgets(study)
         scores = score_study(corpus, source)
         print("\nA-hat against the accepted length\n")
-        _print_rows([{"scores": name, **row} for name, row in scores.items()])
+        _print_rows([scores])
         drift = drift_study(corpus, source)
         print("\nEstimators, speed as a share of a controller that knows the slowdown\n")
         _print_rows(drift)
         batches = batch_study(corpus, source)
         print("\nBatches, speed-up over plain decoding at the same batch\n")
         _print_rows(batches)
-        own = overhead(corpus, source)
-        print(
-            f"\nController on the host, batch 1: {own['decision us']:.0f} us a step, "
-            f"{100 * own['share']:.2f} % of {own['step ms']:.1f} ms"
-        )
         out[source.name] = {
             "budgets": study,
             "scores": scores,
             "drift": drift,
             "batches": batches,
-            "overhead": own,
             "seconds": time.perf_counter() - start,
         }
         if figures is not None:
@@ -119,7 +112,7 @@ def _evaluate(
 def _compare(
     corpora: dict[str, Corpus], sources: list[CostSource], label: str
 ) -> dict[str, dict[str, Any]]:
-    """The same steps as trees over different scores: budgets and A-hat, which depend on them."""
+    """Compare trees over different scores of the same steps: budgets and A-hat."""
     out: dict[str, dict[str, Any]] = {}
     for source in sources:
         studies = {}
@@ -131,13 +124,7 @@ def _compare(
         print(f"\n## {label}, scores compared, cost: {source.name}\n")
         _print_rows(compare_scores({name: s["budgets"] for name, s in studies.items()}))
         print("\nA-hat against the accepted length\n")
-        _print_rows(
-            [
-                {"scores": f"{name}, {label}", **row}
-                for name, study in studies.items()
-                for label, row in study["scores"].items()
-            ]
-        )
+        _print_rows([{"scores": name, **study["scores"]} for name, study in studies.items()])
         out[source.name] = studies
     return out
 

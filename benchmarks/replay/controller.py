@@ -1,31 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many draft nodes to verify: S(N) over the whole batch, on the host.
 
-This file only decides counts. The shape of a tree is fixed by best-first expansion: its nodes come
-sorted by path score rho, and any prefix of them is a tree, so a request's decision is one number.
-
-Nodes of all requests compete by rho. With n the n best of them, R the requests and `base_rows` the
-rows that are no draft nodes (roots and prefill tokens),
+Best-first expansion sorts a tree's nodes by path score rho, and any prefix of them is a tree, so
+the decision for a request is one number. Nodes of all requests compete by rho. With R requests and
+`base_rows` rows that are not draft nodes (roots and prefill tokens), the n best nodes give
 
     S(n) = (R + sum of the n best rho) / C(base_rows + n)          tokens per millisecond
 
-and N* = argmax S. For R = 1 this is the paper's S(N) without its constant L_AR. `first_decrease` is
-the paper's Algorithm 1, which stops at the first n that does not improve S: the same answer on a
-convex cost (Proposition 3), not on a staircase. `bastion_kernels.choose_budget` is the same rule on
-the device; this one serves the replay, which wants S itself, and the tests.
+and N* = argmax S. For R = 1 this is the paper's S(N) without its constant L_AR.
+`bastion_kernels.choose_budget` is the same rule on the device. Replay needs S itself, and the tests
+compare the two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vllm_bastion.policy.cost.table import CostArray
-
-Rule = Literal["argmax", "first_decrease"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ def order_scores(rho: ArrayLike, limits: ArrayLike) -> ScoreOrder:
 def speedup_curve(order: ScoreOrder, cost_ms: CostArray, base_rows: int) -> NDArray[np.float64]:
     """S(n) for n = 0 .. as many nodes as there are and the cost table reaches.
 
-    A step whose other rows alone are beyond the table (a long prompt chunk) gets no draft nodes.
+    If the other rows alone exceed the table (a long prompt chunk), the step gets no draft nodes.
     """
     base_rows = min(base_rows, len(cost_ms) - 1)
     top = min(len(order.rows), len(cost_ms) - 1 - base_rows)
@@ -96,12 +90,9 @@ def speedup_curve(order: ScoreOrder, cost_ms: CostArray, base_rows: int) -> NDAr
     return order.expected[: top + 1] / cost
 
 
-def best_size(curve: NDArray[np.float64], rule: Rule = "argmax") -> int:
+def best_size(curve: NDArray[np.float64]) -> int:
     """N* on a curve S(0..n); the smallest of equals."""
-    if rule == "argmax":
-        return int(np.argmax(curve))
-    stops = np.flatnonzero(curve[1:] <= curve[:-1])
-    return int(stops[0]) if len(stops) else len(curve) - 1
+    return int(np.argmax(curve))
 
 
 def choose_budget(
@@ -109,7 +100,6 @@ def choose_budget(
     limits: ArrayLike,
     cost_ms: CostArray,
     base_rows: int,
-    rule: Rule = "argmax",
 ) -> Budget:
     """The budget of a batch whose nodes compete for one step (see the module).
 
@@ -117,11 +107,10 @@ def choose_budget(
         rho: [R, N] path scores, each row non-increasing.
         limits: [R] most nodes each request may have.
         cost_ms: [rows + 1] cost of a cycle by total target rows.
-        base_rows: rows of the step that are no draft nodes, roots included.
-        rule: `argmax`, or the paper's `first_decrease`.
+        base_rows: rows of the step that are not draft nodes, roots included.
     """
     order = order_scores(rho, limits)
-    n = best_size(speedup_curve(order, cost_ms, base_rows), rule)
+    n = best_size(speedup_curve(order, cost_ms, base_rows))
     return budget_of(order, n, cost_ms, base_rows)
 
 

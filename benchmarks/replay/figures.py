@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's two figures from a replay: the acceptance-latency trade-off and the budget sweep."""
+"""Figures of a replay: the paper's two, and the decision of one step."""
 
 from __future__ import annotations
 
@@ -7,73 +7,66 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.figures import Sweep, new_figure, save_figure
+from benchmarks.figures import sweep_figure as draw_sweep
+from benchmarks.figures import tradeoff_figure as draw_tradeoff
+from benchmarks.replay.controller import ScoreOrder, best_size, speedup_curve
 from benchmarks.replay.costs import CostSource
-from benchmarks.replay.plots import new_figure, save_figure
 from benchmarks.replay.simulation import Corpus
 from benchmarks.replay.studies import BUDGETS
+from vllm_bastion.policy.cost.table import CostArray
 
 
 def tradeoff_figure(corpus: Corpus, source: CostSource, study: dict[str, Any], path: Path) -> None:
-    """Left: tau over the budget, per domain. Right: what a step of that budget costs."""
-    figure, (left, right) = new_figure(1, 2, width=10.0, height=4.0)
+    """tau, and the cost of a step, over the budget."""
     budgets = [n for n in BUDGETS if n <= corpus.max_nodes]
-    for domain in study["domains"]:
-        taus = [study["rows"][f"fixed {n}"][domain]["tau"] for n in budgets]
-        left.plot(budgets, taus, marker="o", label=domain)
-    left.set(xscale="log", xlabel="verified nodes N", ylabel="tokens per target forward")
-    left.set_xticks(budgets, [str(n) for n in budgets])
-    left.minorticks_off()
-    left.legend()
-    table = source.table
-    context = float(np.mean(corpus.recording.context_lens))
-    forward = [float(table.forward_ms(1, context)[min(n + 1, table.max_rows)]) for n in budgets]
-    place = np.arange(len(budgets))
-    bottom = np.zeros(len(budgets))
-    parts = {
-        "draft": np.full(len(budgets), table.drafter_ms(1)),
-        "aux": np.full(len(budgets), table.aux_ms),
-        "verify": np.array(forward),
+    taus = {
+        domain: [study["rows"][f"fixed {n}"][domain]["tau"] for n in budgets]
+        for domain in study["domains"]
     }
-    for label, height in parts.items():
-        right.bar(place, height, bottom=bottom, label=label)
-        bottom = bottom + height
-    right.set_xticks(place, [str(n) for n in budgets])
-    right.set(xlabel="verified nodes N", ylabel="ms per step", title=source.name)
-    right.legend()
-    save_figure(figure, path)
+    table = source.table
+    forward = table.forward_ms(1, float(np.mean(corpus.recording.context_lens)))
+    step_ms = {
+        "draft": [table.drafter_ms(1)] * len(budgets),
+        "aux": [table.aux_ms] * len(budgets),
+        "verify": [float(forward[min(n + 1, table.max_rows)]) for n in budgets],
+    }
+    draw_tradeoff(budgets, taus, step_ms, source.name, path)
 
 
 def sweep_figure(studies: dict[str, dict[str, Any]], path: Path) -> None:
-    """Speed-up of fixed budgets, the adaptive point and the oracle, one panel per cost table."""
-    figure, axes = new_figure(1, len(studies), width=4.5 * len(studies), height=3.8)
-    panels = [axes] if len(studies) == 1 else list(axes)
-    for axis, (name, study) in zip(panels, studies.items(), strict=True):
-        rows = study["rows"]
-        budgets = [n for n in BUDGETS if f"fixed {n}" in rows]
-        speedups = [rows[f"fixed {n}"]["average"]["speedup"] for n in budgets]
-        axis.plot(budgets, speedups, marker="o", color="tab:blue", label="fixed N")
-        adaptive = rows["adaptive"]["average"]
-        axis.plot(
-            [max(adaptive["nodes"], 1.0)],
-            [adaptive["speedup"]],
-            marker="*",
-            markersize=16,
-            linestyle="none",
-            color="tab:green",
-            label="adaptive (at its mean N)",
+    """Speed-ups over the budget, one panel per cost table."""
+    panels = {}
+    for name, study in studies.items():
+        average = {policy: row["average"] for policy, row in study["rows"].items()}
+        speed = {policy: row["speedup"] for policy, row in average.items()}
+        budgets = [n for n in BUDGETS if f"fixed {n}" in speed]
+        panels[name] = Sweep(
+            budgets,
+            [speed[f"fixed {n}"] for n in budgets],
+            speed["oracle per domain"],
+            (average["adaptive"]["nodes"], speed["adaptive"]),
+            ("chain", speed["chain"]),
         )
-        axis.axhline(
-            rows["oracle per domain"]["average"]["speedup"],
-            linestyle="--",
-            color="goldenrod",
-            label="oracle per domain",
-        )
-        axis.axhline(
-            rows["chain"]["average"]["speedup"], linestyle=":", color="gray", label="chain"
-        )
-        axis.set(xscale="log", xlabel="verified nodes N", ylabel="speed-up over plain", title=name)
-        axis.set_xticks(budgets, [str(n) for n in budgets])
-        axis.minorticks_off()
-        axis.legend(fontsize=8)
+    draw_sweep(panels, path)
+
+
+def step_figure(order: ScoreOrder, cost_ms: CostArray, base_rows: int, path: Path) -> None:
+    """S(N), A-hat(N) and C(N) of one step, with the chosen N*."""
+    curve = speedup_curve(order, cost_ms, base_rows)
+    nodes = np.arange(len(curve))
+    chosen = best_size(curve)
+    panels: dict[str, NDArray[Any]] = {
+        "S(N), tokens per ms": curve,
+        "A-hat(N), tokens": order.expected[: len(curve)],
+        "C(N), ms": cost_ms[base_rows : base_rows + len(curve)],
+    }
+    figure, axes = new_figure(1, 3, width=12.0, height=3.6)
+    for axis, (label, values) in zip(axes, panels.items(), strict=True):
+        axis.plot(nodes, values)
+        axis.plot([chosen], [values[chosen]], "o", color="tab:red", label=f"N* = {chosen}")
+        axis.set(xlabel="draft nodes N", title=label)
+        axis.legend()
     save_figure(figure, path)

@@ -17,26 +17,16 @@ The profile is what steps cost on this machine (`bastion_calibration`); measure 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks.engine import (
-    GAMMA,
-    RESULTS,
-    TINY,
-    Engine,
-    Request,
-    Run,
-    bastion,
-    load_prompts,
-    provenance,
-    run_engine,
-)
+from benchmarks import RESULTS, TINY
+from benchmarks.harness.decoder import Run, run_engine
+from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
 from benchmarks.progress import Progress
+from benchmarks.prompts import load_prompts
+from benchmarks.provenance import provenance
 from benchmarks.replay.writer import RecordingWriter
 
 BATCH = 4

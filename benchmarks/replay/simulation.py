@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replay loop: requests of a recording, decoded under a policy, timed by a cost table.
+"""The replay loop: decode the requests of a recording under a policy, timed by a cost table.
 
-A policy sees what the engine would see (scores before the step, its own timings after) and answers
-with nodes; what it gains is read off the recording. Every policy emits the same tokens, so times
-compare directly. With a batch, finished requests are replaced until the queue is empty.
+A policy sees what the engine would see (scores before the step, timings after it) and chooses the
+nodes. The recording says how many of them are accepted. Every policy emits the same tokens, so
+times compare directly. In a batch, a finished request is replaced until the queue is empty.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Request:
 
 
 class Corpus:
-    """The requests of one temperature, with their trees, expanded when first asked for.
+    """The requests of one temperature and their trees, which are expanded on first use.
 
     Args:
-        unary: grow trees from the candidates' own log-probabilities, transitions or not.
+        unary: grow trees from the candidates' own log-probabilities, even if transitions exist.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Corpus:
         return list(dict.fromkeys(request.domain for request in self.requests))
 
     def interleaved(self) -> list[Request]:
-        """All requests, domains taking turns, as mixed traffic would."""
+        """All requests, alternating between the domains."""
         by_domain = {name: [r for r in self.requests if r.domain == name] for name in self.domains}
         longest = max((len(rows) for rows in by_domain.values()), default=0)
         return [rows[i] for i in range(longest) for rows in by_domain.values() if i < len(rows)]
@@ -92,13 +92,13 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy did with one step."""
+    """The result of one step under a policy."""
 
     # [R] draft tokens accepted
     accepted: Sequence[int]
     # draft nodes verified, whole batch
     nodes: int
-    # whether the step verified a draft, and so pays for one drafter pass
+    # whether the step pays for a pass of the drafter
     drafted: bool = True
 
 
@@ -107,7 +107,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """What the tables call it."""
+        """The row in the tables."""
         ...
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
@@ -121,19 +121,17 @@ class Policy(Protocol):
 
 @dataclass
 class Truth:
-    """What steps really cost: the table, a slowdown that the policy is not told, and noise.
+    """What steps really cost: the table, a slowdown hidden from the policy, and noise.
 
     Args:
         table: the undisturbed cost.
         slowdown: factor on the target's forward time by the fraction of tokens already emitted.
-        whole: whether the slowdown also hits drafter and overhead.
         noise: standard deviation of the forward time, relative.
         stalls: probability that a step's forward pass takes ten times as long.
     """
 
     table: StepCostTable
     slowdown: Callable[[float], float] | None = None
-    whole: bool = False
     noise: float = 0.0
     stalls: float = 0.0
     seed: int = 0
@@ -149,15 +147,13 @@ class Truth:
         table = self.table
         forward = float(table.forward_ms(num_reqs, context_len)[min(rows, table.max_rows)])
         rest = table.drafter_ms(num_reqs) + table.aux_ms if drafted else table.plain_aux_ms
-        factor = self.slowdown(progress) if self.slowdown else 1.0
-        forward *= factor
-        rest *= factor if self.whole else 1.0
+        forward *= self.slowdown(progress) if self.slowdown else 1.0
         measured = forward
         if self.noise:
             measured *= max(0.1, 1.0 + self.noise * self._rng.standard_normal())
         if self.stalls and self._rng.random() < self.stalls:
             measured *= 10.0
-        # noise and stalls are the measurement's: they hit every policy alike and would only blur
+        # noise and stalls affect only the measurement, not the time that policies are compared by
         return forward + rest, measured
 
 
@@ -209,7 +205,7 @@ def simulate(
     requests: Sequence[Request] | None = None,
     batch: int = 1,
 ) -> Result:
-    """Decode `requests` (default: all, domains taking turns) with at most `batch` at a time."""
+    """Decode `requests` (default: all, alternating domains) with at most `batch` at a time."""
     queue = list(corpus.interleaved() if requests is None else requests)
     total = sum(request.last for request in queue)
     queue.reverse()

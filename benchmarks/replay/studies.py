@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions that replay answers, each a function from recording and costs to plain numbers."""
+"""The studies of a recording: each a function from recording and costs to numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replay.costs import CostSource
-from benchmarks.replay.path_scores import PathScoreCorrection
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
-from benchmarks.replay.recording import Recording
 from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
 from benchmarks.replay.steps import greedy_chain
 from vllm_bastion.policy.cost.online import LatencyModel, TableLatency
@@ -19,21 +17,15 @@ from vllm_bastion.policy.cost.table import StepCostTable
 
 BUDGETS = (8, 16, 32, 64, 128, 256, 512, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-# nodes of every request in batches; larger ones would never be captured
+# most nodes of a request in batches; larger graphs would never be captured
 BATCH_NODES = 128
 SLOWDOWN = 1.5
 # the slowdown sets in after this share of the tokens
 SLOWDOWN_AT = 0.5
 
 
-def correction_for(recording: Recording) -> PathScoreCorrection:
-    """A fresh path-score correction of the recording's lattice."""
-    depth, top_k = recording.topk_logprobs.shape[1:]
-    return PathScoreCorrection(depth, top_k)
-
-
 def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
-    """Fixed budgets, their oracles, chain, beam and the adaptive variants, batch 1.
+    """Fixed budgets, their oracles, chain, beam and the adaptive policies, batch 1.
 
     Returns:
         `domains`; `rows`: name -> {domain or "average" -> {speedup, tau, nodes}}; `summary`.
@@ -44,23 +36,17 @@ def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
     depth = corpus.recording.depth
     table = source.latency("table")
     fixed = {n: simulate(corpus, Fixed(corpus, n), truth) for n in BUDGETS if n <= corpus.max_nodes}
-    # the beam's nodes and as many best-first ones: the paper's 4 x 15 against N = 61 with the root
+    # as many best-first nodes as the beam has: the paper compares 4 x 15 with N = 61, root included
     matched = 4 * depth
     others: list[Policy] = [
         Chain(corpus),
         Beam(corpus, 4),
         Fixed(corpus, matched),
         Adaptive(corpus, table, name="adaptive"),
-        Adaptive(corpus, table, name="adaptive, first decrease", rule="first_decrease"),
         Adaptive(corpus, table, name="adaptive, lagged", timing="lagged"),
     ]
-    if corpus.unary:
-        correction = correction_for(corpus.recording)
-        others.append(
-            Adaptive(corpus, table, name="adaptive, calibrated scores", correction=correction)
-        )
     results = [simulate(corpus, policy, truth) for policy in others]
-    # named by what it is: its nodes may coincide with a budget of the sweep
+    # a name of its own, because the number may also be a budget of the sweep
     results[2].name = f"best-first {matched}"
     rows = {r.name: _by_domain(corpus, r, plain) for r in [plain, *fixed.values(), *results]}
     rows["oracle per domain"] = _oracle(corpus, fixed, plain, per_prompt=False)
@@ -88,7 +74,7 @@ def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
 
 
 def compare_scores(studies: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Budget studies of the same steps side by side, a row a policy that all of them have.
+    """Budget studies of the same steps side by side, one row per policy that all of them have.
 
     The last column is the first study's tau over the last one's.
     """
@@ -107,11 +93,11 @@ def compare_scores(studies: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def drift_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
-    """The estimators under a slowdown that they are not told of.
+    """Compare estimators under a slowdown with a controller that knows the slowed table.
 
-    Each is compared, over the tokens after the slowdown, with a controller that knows the slowed
-    table. The slowdown hits the target's forward pass alone (a slowdown of everything changes no
-    decision), and the timings that the estimators see carry 5 % noise and 1 % stalls.
+    Only the tokens after the slowdown count. It affects the target's forward pass alone, because a
+    slowdown of everything changes no decision. In two cases the timings that the estimators see
+    have 5% noise and 1% stalls.
     """
     slowed = _scaled(source.table, SLOWDOWN)
     rows = []
@@ -155,55 +141,33 @@ def batch_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
             result = simulate(corpus, policy, truth, requests=requests, batch=batch)
             row[name] = plain.ms / result.ms
             row[f"nodes, {name}"] = result.mean_nodes
-            if shared:
-                row["decision us"] = 1e6 * float(np.median(policy.decision_s))
-                row["step ms"] = result.ms / result.steps
         rows.append(row)
     return rows
 
 
-def score_study(corpus: Corpus, source: CostSource) -> dict[str, dict[str, float]]:
-    """Correlation of A-hat with the accepted length, raw and corrected.
+def score_study(corpus: Corpus, source: CostSource) -> dict[str, float]:
+    """Correlation of A-hat with the accepted length.
 
-    `chain` is the paper's: at every recorded position, the chain of best children. `tree` is what
-    the controller used: at every step, the tree that it chose. The correction learns from the
-    controller's own steps, before it predicts the next.
+    `chain` is the paper's: at every recorded position, the chain of best children. `tree` is the
+    tree that the controller chose, at every step.
     """
-    recording = corpus.recording
-    out = {}
-    corrections = [("raw", None), ("calibrated", correction_for(recording))]
-    for label, correction in corrections if corpus.unary else corrections[:1]:
-        policy = Adaptive(
-            corpus, source.latency("table"), correction=correction, plain=False, name=label
-        )
-        simulate(corpus, policy, Truth(source.table))
-        predicted, accepted = np.array(policy.predictions).T
-        steps = [
-            step
-            for request in corpus.requests
-            for step in range(request.first_step, request.first_step + request.last)
-        ]
-        chains, logprobs = map(
-            np.stack, zip(*(greedy_chain(corpus.scores(s)) for s in steps), strict=True)
-        )
-        if correction is not None:
-            logprobs = correction.apply(recording.topk_logprobs[steps])[:, :, 0]
-        chain = np.exp(np.cumsum(logprobs, axis=1)).sum(axis=1)
-        truth = np.cumprod(corpus.ranks[steps] == chains, axis=1).sum(axis=1)
-        out[label] = {
-            **_correlations("chain", chain, truth),
-            **_correlations("tree", predicted, accepted),
-        }
-    return out
-
-
-def overhead(corpus: Corpus, source: CostSource) -> dict[str, float]:
-    """The host controller's own time per step, batch 1, and as a share of the step."""
-    policy = Adaptive(corpus, source.latency("table"), max_nodes=min(128, corpus.max_nodes))
-    result = simulate(corpus, policy, Truth(source.table))
-    decision_ms = 1e3 * float(np.median(policy.decision_s))
-    step_ms = result.ms / result.steps
-    return {"decision us": 1e3 * decision_ms, "step ms": step_ms, "share": decision_ms / step_ms}
+    policy = Adaptive(corpus, source.latency("table"), plain=False)
+    simulate(corpus, policy, Truth(source.table))
+    predicted, accepted = np.array(policy.predictions).T
+    steps = [
+        step
+        for request in corpus.requests
+        for step in range(request.first_step, request.first_step + request.last)
+    ]
+    chains, logprobs = map(
+        np.stack, zip(*(greedy_chain(corpus.scores(s)) for s in steps), strict=True)
+    )
+    chain = np.exp(np.cumsum(logprobs, axis=1)).sum(axis=1)
+    truth = np.cumprod(corpus.ranks[steps] == chains, axis=1).sum(axis=1)
+    return {
+        **_correlations("chain", chain, truth),
+        **_correlations("tree", predicted, accepted),
+    }
 
 
 def _by_domain(corpus: Corpus, result: Result, plain: Result) -> dict[str, dict[str, float]]:

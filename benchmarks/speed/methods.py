@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: the name, the settings and the environment of every engine."""
+"""The methods that are compared: name, settings and environment of every engine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import Engine, bastion, dflash
+from benchmarks.harness.engine import Engine, bastion, dflash
 
 PLAIN = "plain"
 CHAINS = (4, 7, 15)
 BUDGETS = (8, 16, 32, 63, 127)
-# What the adaptive engine may verify at most.
+# The most nodes that the adaptive engine may verify.
 NODES = 63
 
 _COMMON = {
@@ -32,27 +32,18 @@ class SpeedEngine(Engine):
     """An engine as a user starts it; `environment` is added to the user's."""
 
     max_num_seqs: int = 16
+    max_num_batched_tokens: int | None = None
     dtype: str = "auto"
-    prefix_caching: bool | None = False  # a repeat must find nothing of the one before
     eager: bool = False
-    # None: vLLM's own
-    rows: int | None = None
+    prefix_caching: bool | None = False  # a repeat must not find the cache of the one before
     environment: dict[str, str] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of its process, beside the user's."""
+        """Environment variables to add to the user's."""
         return self.environment
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `LLM`."""
-        return {
-            **super().arguments(),
-            "enforce_eager": self.eager,
-            "max_num_batched_tokens": self.rows,
-        }
 
-
-# Rows of drafters. The pair's own is not named in them; another one is, by its folder.
+# Names of rows. `drafter` is the folder of another drafter than the pair's own.
 
 
 def chain_name(length: int, drafter: str = "") -> str:
@@ -80,10 +71,10 @@ ADAPTIVE = adaptive_name()
 def engines(
     pair: Path, others: dict[Path, str] | None = None, **settings: Any
 ) -> dict[str, SpeedEngine]:
-    """All methods by the name of their row.
+    """All methods by the names of their rows.
 
     Args:
-        others: folders of further drafters of the pair's target, and what vLLM calls their method.
+        others: vLLM's method by folder, for further drafters of the pair's target.
         settings: fields of `SpeedEngine`.
     """
     drafters = {"": (pair / "drafter", "dflash")}
@@ -91,7 +82,7 @@ def engines(
     without = {**_COMMON, **_WITHOUT_US}
     with_us = dict(_COMMON)
     if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        # GiB; vLLM would take half of the memory, once per engine.
+        # In GiB; by default every engine would take half of the memory.
         without["VLLM_CPU_KVCACHE_SPACE"] = with_us["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
     def make(speculative: dict[str, Any] | None, environment: dict[str, str]) -> SpeedEngine:
@@ -108,10 +99,10 @@ def engines(
 
 
 def groups(names: list[str], at_a_time: int) -> list[list[str]]:
-    """Names in groups of at most that many engines, each with plain decoding first.
+    """Split names into groups of at most `at_a_time` engines, plain decoding first in each.
 
     Raises:
-        ValueError: fewer than two at a time, where there is something to compare.
+        ValueError: fewer than two at a time, so that nothing can be compared.
     """
     others = [name for name in names if name != PLAIN]
     if at_a_time >= len(others) + 1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.engine import DOMAINS
+from benchmarks.prompts import DOMAINS
 from benchmarks.speed.methods import (
     ADAPTIVE,
     BUDGETS,

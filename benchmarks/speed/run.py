@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive every method over every cell, and write what is known after each drive."""
+"""Drive every method over every cell, and write the results after each drive."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import shlex
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,15 +18,18 @@ import psutil
 import torch
 
 import benchmarks.speed
-from benchmarks.engine import DOMAINS, RESULTS, TINY, EngineError, Request, load_prompts
-from benchmarks.engine import provenance as versions
+from benchmarks import RESULTS, TINY
+from benchmarks.harness.decoder import IMPORTS
+from benchmarks.harness.engine import Request
+from benchmarks.harness.process import EngineError, EngineProcess
 from benchmarks.kinds import KINDS, PLAINEST
 from benchmarks.progress import Progress
+from benchmarks.prompts import DOMAINS, load_prompts
+from benchmarks.provenance import provenance
 from benchmarks.speed import report
+from benchmarks.speed.driver import Outcome, rmse, start_driver
 from benchmarks.speed.figures import budgets_of, sweep_figure, tradeoff_figure
 from benchmarks.speed.methods import ADAPTIVE, PLAIN, SpeedEngine, engines, groups
-from benchmarks.speed.process import EngineProcess
-from benchmarks.speed.worker import Outcome, rmse
 from vllm_bastion.drafter_kinds import kind_of
 from vllm_bastion.policy.cost.devices import device_name
 
@@ -42,8 +43,7 @@ _QUICK = {
     "temperatures": [0.0],
     "only": [PLAIN, "dflash 7", "dflash 15", "N=16", "N=32", ADAPTIVE],
 }
-# Memory of an engine besides its weights, which are held twice while they are packed: libraries,
-# compiled code, the KV cache.
+# Memory of an engine besides its weights: libraries, compiled code, the KV cache.
 _OVERHEAD_BYTES = 5 << 28
 
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {folder: _method_of(folder) for folder in given.drafters},
         dtype=given.dtype or ("float32" if given.pair == "tiny" else "bfloat16"),
         eager=given.eager,
-        rows=given.rows,
+        max_num_batched_tokens=given.rows,
         max_num_seqs=max(given.concurrency),
     )
     chosen = [
@@ -77,14 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     stems = {kind: f"speed-{shape}" if kind == PLAINEST else stem for kind, stem in stems.items()}
     options = {name: value for name, value in vars(given).items() if name not in ("out", "pair")}
     options["drafters"] = [folder.name for folder in given.drafters]
-    command = shlex.join(
-        ["python", "-m", "benchmarks.speed", *(sys.argv[1:] if argv is None else argv)]
-    )
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {
-        "provenance": versions() | {"command": command, "device": device},
+        "provenance": provenance(argv) | {"device": device},
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-        # Of the last minute, before anything ran: an idle machine has 0.
+        # Load average before anything ran; 0 on an idle machine.
         "load": os.getloadavg()[0],
         "settings": {**options, "pair": shape, "alive": at_a_time},
         "complete": False,
@@ -94,13 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     adaptive: dict[str, list[Outcome]] = {kind: [] for kind in stems}
 
-    def runs_of(kind: str) -> list[dict[str, Any]]:
+    def runs_with(kind: str) -> list[dict[str, Any]]:
         return [run for run in result["runs"] if run["kind"] == kind]
 
     def write(kind: str) -> None:
-        table, timed = report.tabulate(runs_of(kind)), adaptive[kind]
+        table, timed = report.tabulate(runs_with(kind)), adaptive[kind]
         errors = rmse(timed) if any(outcome.timed_steps for outcome in timed) else {}
-        own = {"runs": runs_of(kind), "rmse_ms": errors, "summary": report.summary(table)}
+        own = {"runs": runs_with(kind), "rmse_ms": errors, "summary": report.summary(table)}
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / f"{stems[kind]}.json").write_text(json.dumps(result | own, indent=1) + "\n")
         title = f"Speed of the {shape} pair" + ("" if kind == PLAINEST else f", {kind}")
@@ -116,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result["complete"] = True
     for kind, stem in stems.items():
         write(kind)
-        _draw(report.tabulate(runs_of(kind)), given.out, stem)
+        _draw(report.tabulate(runs_with(kind)), given.out, stem)
         print((given.out / f"{stem}.md").read_text())
     for name, reason in result["failed"].items():
         print(f"{name} failed: {reason}")
@@ -136,17 +133,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     add("--prompts", type=int, default=30, help="per domain (default 30)")
-    add("--kinds", nargs="+", default=[PLAINEST], choices=KINDS, help="what requests wish besides")
+    add("--kinds", nargs="+", default=[PLAINEST], choices=KINDS, help="what requests ask for")
     add("--tokens", type=int, default=64, help="new tokens (default 64)")
     add("--repeats", type=int, default=3)
-    add("--alive", type=int, help="engines that live together (default: as many as fit)")
+    add("--alive", type=int, help="engines started side by side (default: as many as fit)")
     add("--dtype", help="default: float32 for the tiny pair, else bfloat16")
     add("--eager", action="store_true", help="without torch.compile")
     add("--rows", type=int, help="max_num_batched_tokens (default: vLLM's)")
     add("--out", type=Path, default=RESULTS / "speed")
     given = parser.parse_args(argv)
     if given.quick:
-        # What was asked for besides wins.
+        # Options that were given win.
         for name, value in _QUICK.items():
             if getattr(given, name) == parser.get_default(name):
                 setattr(given, name, value)
@@ -156,7 +153,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _method_of(folder: Path) -> str:
     kind = kind_of(json.loads((folder / "config.json").read_text())["architectures"])
     if kind is None:
-        raise SystemExit(f"{folder} has no drafter that trees are grown from")
+        raise SystemExit(f"{folder} has no drafter that method bastion supports")
     return kind.method
 
 
@@ -179,19 +176,30 @@ def _run_group(
         alive: dict[str, EngineProcess] = {}
         for name in group:
             progress = Progress(name)
+            log, variables = folder / f"{len(alive)}.log", methods[name].variables()
+            process = EngineProcess(log, variables, IMPORTS)
+            stack.callback(process.close)
             try:
-                process = EngineProcess(methods[name], folder / f"{len(alive)}.log", progress)
+                process.answer(progress)
+                process.start(start_driver, methods[name])
+                start_s = process.answer(progress)
             except EngineError as error:
                 result["failed"][name] = str(error)
                 continue
+            process.pause()
             alive[name] = process
-            stack.callback(process.close)
-            result["start_s"][f"{name}, group {number}"] = round(process.start_s, 1)
-            progress.done(f"started in {process.start_s:.0f} s")
+            result["start_s"][f"{name}, group {number}"] = round(start_s, 1)
+            progress.done(f"started in {start_s:.0f} s")
 
         def drive(name: str, requests: list[Request], concurrency: int) -> Outcome | None:
+            engine = alive[name]
             try:
-                return alive[name].drive(requests, concurrency)
+                engine.resume()
+                engine.call("drive", requests, concurrency)
+                with Progress(name) as progress:
+                    outcome: Outcome = engine.answer(progress)
+                engine.pause()
+                return outcome
             except EngineError as error:
                 result["failed"][name] = str(error)
                 alive.pop(name).close()
@@ -208,7 +216,7 @@ def _run_group(
             for repeat, domain in product(range(given.repeats), given.domains):
                 own = [row for row in prompts if row["domain"] == domain]
                 requests = _requests(own, given.tokens, temperature, params)
-                # Plain decoding goes first in the first repeat, which the others are held to.
+                # In the first repeat plain decoding goes first: its tokens are the reference.
                 names = list(alive)
                 shift = repeat % max(1, len(names))
                 for name in names[shift:] + names[:shift]:

@@ -30,7 +30,7 @@ tau falls from 3.6 to 2.4: another function.
 
 import sys
 
-from benchmarks.engine import TINY
+from benchmarks import TINY
 
 # Its modules name each other without a package.
 sys.path.append(str(TINY))

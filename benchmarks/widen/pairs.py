@@ -14,7 +14,7 @@ from checkpoints import load_target
 from drafter import load_drafter
 from torch import Tensor
 
-from benchmarks.engine import TINY
+from benchmarks import TINY
 from benchmarks.widen.check import Distance, check, held_out
 from benchmarks.widen.checkpoint import SHARD_BYTES, read_config, write_weights
 from benchmarks.widen.widening import SHAPES, TARGET_LAYER_IDS, Shape, Widening

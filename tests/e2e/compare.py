@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the output of two engines the same? What is a difference, and what a near-tie.
+"""Compare the output of two engines: what counts as a difference, and what as a near-tie.
 
-Two engines that batch differently round differently, and where the target's two best tokens are
-closer than that rounding either may win. Such a *near-tie* is the only mismatch that is allowed:
-at the first divergence the target's top-2 logits must differ by less than 1e-4. For a request
-that samples, the logits are those that vLLM takes the maximum of (temperature, top-k, top-p and the
-seeded noise applied). Every mismatch is counted and printed, allowed or not. On a GPU the logits
-are bfloat16, 1/16 apart where they are 8 to 16: the bound is four such steps, one for each of the
-two logits in each of the two engines.
+Two engines that batch differently round differently. If the target's two best tokens are closer
+than this rounding, either may win. Such a *near-tie* is the only mismatch allowed: at the first
+difference the target's top-2 logits must differ by less than 1e-4. If a request samples, its logits
+are those that vLLM takes the maximum of: after temperature, top-k, top-p and the seeded noise.
+Every mismatch is counted and printed, allowed or not.
+
+On a GPU, logits are bfloat16 with a spacing of 1/16 between 8 and 16. The bound is four such steps:
+one for each of the two logits in each of the two engines.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _logprobs_differ(left: list[dict[str, float]], right: list[dict[str, float]]) -> str | None:
-    """What is wrong with the log-probabilities of the same tokens; None where nothing is.
+    """Describe how the log-probabilities of the same tokens differ, or None if they agree.
 
-    The tokens that are reported may differ at the end of the list, where two are as good.
+    The reported tokens may differ at the end of the list, where two can be equally likely.
     """
     if len(left) != len(right):
         return f"{len(left)} log-probabilities became {len(right)}"
@@ -55,7 +56,7 @@ def _logprobs_differ(left: list[dict[str, float]], right: list[dict[str, float]]
 
 
 class Comparison:
-    """Compares runs with plain ones and fails on what no near-tie explains."""
+    """Compares runs with plain decoding and fails on any difference that is not a near-tie."""
 
     def __init__(self, runner: Runner, tally: Tally) -> None:
         self._runner, self._tally = runner, tally
@@ -69,13 +70,17 @@ class Comparison:
         engine: Engine | None = None,
         **more: Any,
     ) -> None:
-        """Assert that every request of every batch came out the same.
+        """Assert that both runs have the same result for every request of every batch.
 
-        `engine` decodes plainly and is asked how near a tie was, with `more` keys of its spec; the
-        tiny pair's unless given.
+        Tokens, finish reason, text and log-probabilities are compared; for an aborted request, the
+        tokens that both emitted.
 
-        Tokens, finish reason and text are compared; of a request that was aborted, the tokens that
-        both had got. `plain` and `other` are results of the worker for `batches`.
+        Args:
+            label: the engine's name in the result table.
+            plain: the worker's result for `batches` with plain decoding.
+            other: the worker's result to compare.
+            engine: decodes plainly to measure the gap of a tie, with `more` keys of its spec; by
+                default the tiny pair's target.
         """
         problems = []
         self._asked = (engine or Engine(), more)
@@ -130,7 +135,7 @@ class Comparison:
     def _gap(
         self, request: dict[str, Any], prefix: list[int], one: list[int], other: list[int]
     ) -> float:
-        """How much the target prefers its best token to the runner-up after `prefix`."""
+        """How much the target prefers its best token after `prefix` to the second best."""
         if not one or not other:
             return float("inf")
         engine, more = self._asked
@@ -146,7 +151,7 @@ class Comparison:
 
 
 def _scores(logits: torch.Tensor, params: dict[str, Any], position: int) -> torch.Tensor:
-    """What vLLM takes the maximum of: [1, V] logits after temperature, top-k, top-p and noise."""
+    """The [1, V] scores that vLLM takes the maximum of: after temperature, top-k, top-p, noise."""
     if params.get("temperature", 1.0) == 0:
         return logits
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
@@ -157,5 +162,5 @@ def _scores(logits: torch.Tensor, params: dict[str, Any], position: int) -> torc
     top_k = torch.tensor([params["top_k"]]) if "top_k" in params else None
     top_p = torch.tensor([params["top_p"]]) if "top_p" in params else None
     logits = apply_top_k_top_p_pytorch(logits, top_k, top_p, allow_cpu_sync=True)
-    seed, place = torch.tensor([params["seed"]]), torch.tensor([position])
-    return logits + gumbel_noise(seed, place, logits.shape[1])
+    seed, positions = torch.tensor([params["seed"]]), torch.tensor([position])
+    return logits + gumbel_noise(seed, positions, logits.shape[1])

@@ -12,14 +12,16 @@ from tests.e2e.report import TALLY
 
 @pytest.fixture(scope="session")
 def runner(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Runner:
-    """Runs engines in processes of their own; what has run once in a session is kept."""
+    """Runs engines, each configuration once per session."""
     folder = tmp_path_factory.getbasetemp()
-    if hasattr(pytestconfig, "workerinput"):  # one of pytest-xdist's processes: beside the others'
+    if hasattr(
+        pytestconfig, "workerinput"
+    ):  # one of pytest-xdist's processes: use the same folder as the others
         folder = folder.parent
     return Runner(folder / "engines", cpu_s=pytestconfig.stash[TALLY].cpu_s)
 
 
 @pytest.fixture(scope="session")
 def compare(runner: Runner, pytestconfig: pytest.Config) -> Comparison:
-    """Compares runs with plain ones and counts into the session's result table."""
+    """Compares runs with plain decoding and adds to the session's result table."""
     return Comparison(runner, pytestconfig.stash[TALLY])

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run engine configurations, each in a process of its own.
+"""Run engine configurations, each in a process of its own, for the end-to-end tests.
 
     plain = Engine(max_num_seqs=4)
     tree = plain.with_bastion(nodes=16)
     first, second = runner.all([plain, tree], [batch])
 
 Processes are forked from a server that has imported vLLM (`preload`); on a GPU they are spawned.
-Two run at a time (on a GPU four), or one for each process of pytest-xdist. A configuration asked
-for twice in a session runs once, whichever process asks.
+Two run at a time (four on a GPU), or one per process of pytest-xdist. A configuration runs once in
+a session, even if several tests or xdist processes ask for it.
 
-On a GPU engines have bf16, FlashAttention and FULL graphs, so rounding decides more often which of
+On a GPU, engines use bf16, FlashAttention and FULL graphs, so rounding decides more often which of
 two tokens is the best: see `compare.NEAR_TIE`.
 """
 
@@ -19,7 +19,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from benchmarks.engine import changed_environment
+from benchmarks.harness.process import EngineProcess, changed_environment
 from tests.e2e.worker import work
 from vllm_bastion import envs
 
@@ -41,8 +40,8 @@ GAMMA = 15
 ON_GPU = torch.cuda.is_available()
 
 _ON_CPU = {
-    # Plain decoding and dflash on Model Runner V2 as well, whose seeded draws are bastion's: on our
-    # native kernels, not in Triton's interpreter, which the tests' own process has.
+    # Plain decoding and dflash use Model Runner V2 as well, which has the same seeded draws as
+    # bastion. Only the tests' own process uses Triton's interpreter.
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_BASTION_TRITON_INTERPRETER": "0",
     "TRITON_INTERPRET": "0",
@@ -62,38 +61,37 @@ _GPU_ARGUMENTS = {
     "dtype": "bfloat16",
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "gpu_memory_utilization": 0.15,
-    # Measuring how much is free fails while another engine's process gives memory back.
+    # Measuring free memory fails while another engine's process is freeing its own.
     "kv_cache_memory_bytes": 1 << 28,
 }
 
 _PRELOADED = ["tests.e2e.preload"]
-_TIMEOUT_S = 3600
-_lock = threading.Lock()  # of os.environ
+_TIMEOUT_S, _EXIT_S = 3600, 60
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """The environment of engines that keep what they measure and compile in `folder`."""
+    """Environment variables that put everything engines measure and compile into `folder`."""
     names = ("VLLM_BASTION_CACHE", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
     return {name: str(folder / name.lower()) for name in names}
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Settings of an engine; the defaults are small enough for two cores and four requests."""
+    """Settings of an engine; the defaults suit two cores and four requests."""
 
     max_num_seqs: int = 4
     max_model_len: int = 320
     num_blocks: int = 96
     async_scheduling: bool = False
-    # Without torch.compile, which vLLM uses unless told not to.
+    # Without torch.compile.
     eager: bool = False
-    # What `speculative_config` gets, as sorted pairs; empty for plain decoding.
+    # `speculative_config` as sorted pairs; empty for plain decoding.
     speculative: tuple[tuple[str, Any], ...] = ()
     # Further arguments of `LLM`.
     extra: tuple[tuple[str, Any], ...] = ()
 
     def with_bastion(self, nodes: int, budget: int | str = "adaptive", **keys: Any) -> Engine:
-        """The same engine decoding with method "bastion"; its own keys without their prefix."""
+        """The same engine with method "bastion"; `keys` are given without their `bastion_`."""
         own = {key if key == "model" else f"bastion_{key}": value for key, value in keys.items()}
         return self.with_method("bastion", nodes, bastion_budget=budget, **own)
 
@@ -122,11 +120,11 @@ class Engine:
             "block_size": 32,
             "num_gpu_blocks_override": self.num_blocks,
             "async_scheduling": self.async_scheduling,
-            # Set with async scheduling, a part of the key of what is compiled, and for ranks that
-            # these engines do not have: the same everywhere, so that either finds the other's.
+            # Async scheduling sets it. It is part of the compilation cache's key but has no effect
+            # on a single rank, so set it always: both schedulers then share compiled code.
             "disable_nccl_for_dp_synchronization": True,
             "disable_log_stats": False,
-            # A model this small would fill a JSON text with blanks up to max_tokens.
+            # A model this small would pad JSON with blanks up to max_tokens.
             "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
             **(_GPU_ARGUMENTS if ON_GPU else {}),
             **dict(self.extra),
@@ -144,7 +142,7 @@ class Batch:
     requests: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, name: str, prompt: str | list[int], **params: Any) -> None:
-        """Append a request; `arrive`, `abort_after` and `follow` are the session's, not vLLM's."""
+        """Append a request; `arrive`, `abort_after` and `follow` are explained in `Session.run`."""
         request: dict[str, Any] = {"id": name, "prompt": prompt}
         for key in ("arrive", "abort_after", "follow"):
             if key in params:
@@ -163,11 +161,11 @@ def _at_once() -> int:
 
 
 class Runner:
-    """Runs engines, and keeps what has run in `folder`, for itself and for others.
+    """Runs engines and stores their results in `folder`, which xdist processes share.
 
     Args:
-        folder: made if missing; specs, results, logs and what engines cache.
-        cpu_s: the CPU seconds of every engine that it runs are appended here.
+        folder: created if missing; results, logs and the engines' caches.
+        cpu_s: the CPU seconds of every engine that runs are appended here.
     """
 
     def __init__(self, folder: Path, cpu_s: list[float]) -> None:
@@ -181,7 +179,7 @@ class Runner:
         environment = {**ENVIRONMENT, **self.caches}
         self._environment = environment
         if ON_GPU:
-            # A process that CUDA was asked about must not be forked.
+            # A process that has initialised CUDA must not be forked.
             self._context: Any = multiprocessing.get_context("spawn")
             os.environ.update(environment)
             return
@@ -195,9 +193,11 @@ class Runner:
     def submit(
         self, engine: Engine, batches: Sequence[Batch], **more: Any
     ) -> Future[dict[str, Any]]:
-        """Start a run, or find it; `more` are further keys of the worker's spec.
+        """Start a run, or find the one that has the same spec.
 
-        With `interpreted=True` a CPU host's engine runs vLLM's Triton kernels in the interpreter.
+        Args:
+            more: further keys of the worker's spec. With `interpreted=True` an engine on a CPU runs
+                vLLM's Triton kernels in the interpreter.
         """
         spec = {
             "engine": engine.arguments(),
@@ -214,24 +214,19 @@ class Runner:
         return self.submit(engine, batches, **more).result()
 
     def command(self, *words: str) -> str:
-        """Run `vllm` with these words and wait for it; what it prints.
+        """Run `vllm` with these words, and return what it prints.
 
         Raises:
-            RuntimeError: it failed; the text ends with what it printed.
+            EngineError: the command failed; the text ends with what it printed.
         """
         spec = {"command": words}
         return str(self._run(spec, json.dumps(spec))["output"])
 
-    def _start(self, spec: dict[str, Any], *files: str) -> Any:
+    def _process(self, spec: dict[str, Any], log: Path) -> EngineProcess:
         if ON_GPU or not spec.get("interpreted"):
-            process = self._context.Process(target=work, args=(spec, *files))
-            process.start()
-            return process
-        # The server has imported Triton and vLLM, which know their mode by then.
-        process = multiprocessing.get_context("spawn").Process(target=work, args=(spec, *files))
-        with _lock, changed_environment({**self._environment, **_INTERPRETED}):
-            process.start()
-        return process
+            return EngineProcess(log, context=self._context)
+        # The fork server has imported Triton and vLLM without the interpreter.
+        return EngineProcess(log, {**self._environment, **_INTERPRETED})
 
     def _run(self, spec: dict[str, Any], key: str) -> dict[str, Any]:
         stem = self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -239,22 +234,20 @@ class Runner:
         with FileLock(stem.with_suffix(".lock")):
             if result.exists():
                 return dict(json.loads(result.read_text()))
-            process = self._start(spec, str(result), str(log))
-            process.join(_TIMEOUT_S)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-            if process.exitcode != 0:
-                result.unlink(missing_ok=True)
-                tail = log.read_text(errors="replace")[-6000:] if log.exists() else "(no log)"
-                raise RuntimeError(f"engine process ended with {process.exitcode}:\n{tail}")
-            answer = dict(json.loads(result.read_text()))
+            process = self._process(spec, log)
+            try:
+                process.call(work, spec, str(log))
+                text = json.dumps(process.answer(timeout_s=_TIMEOUT_S))
+            finally:
+                process.close(_EXIT_S)
+            result.write_text(text)
+        answer = dict(json.loads(text))
         self._cpu_s.append(answer.get("cpu_s", 0.0))
         return answer
 
 
 def _share_machine_code(cache: Path) -> None:
-    """Let every session use the machine code that Numba has compiled before."""
+    """Link the user's cache of machine code into `cache`, so that sessions do not compile anew."""
     ours, users = cache / "numba", envs.cache_dir() / "numba"
     cache.mkdir(parents=True, exist_ok=True)
     users.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline API as a user's script has it: the engine core and its workers are processes."""
+"""The offline API as in a user's script: the engine core and its workers are processes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to ask the workers, see `costs`
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for `collective_rpc(costs)`
 }
 
 
 def costs(worker: Any) -> list[float]:
-    """What a worker believes a cycle of two requests costs, by rows; a fixed budget asks nobody."""
+    """A worker's cost of a cycle of two requests, by rows; empty with a fixed budget."""
     from vllm_bastion.engine.runtime import runtime_of
 
-    believed = runtime_of(worker.model_runner.vllm_config).costs
-    return [] if believed is None else believed.latency.cycle_cost_ms(2, 100).tolist()
+    costs = runtime_of(worker.model_runner.vllm_config).costs
+    return [] if costs is None else costs.latency.cycle_cost_ms(2, 100).tolist()
 
 
 def fork() -> None:
-    """Fork vLLM's processes, which it spawns on a CPU: then each of them imports it anew."""
+    """Fork vLLM's processes; on a CPU it spawns them, and then each imports vLLM again."""
     original = multiprocessing.get_context
 
     def get_context(method: str | None = None) -> Any:
@@ -33,9 +33,9 @@ def fork() -> None:
 
 
 def generate(spec: dict[str, Any]) -> dict[str, Any]:
-    """Generate for every request of the spec's one batch; the counters are vLLM's own.
+    """Generate for every request of the spec's only batch; the counters are vLLM's own.
 
-    spec: that of `tests.e2e.worker.work`; with `spawn` processes are made as vLLM makes them.
+    spec: that of `tests.e2e.worker.work`; with `spawn` vLLM spawns its processes as usual.
     """
     os.environ.update(_ENVIRONMENT)
     if not spec.get("spawn"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine's process has before it is forked: vLLM, imported, and nothing to collect.
+"""Imported by the fork server, so that every engine's process starts with vLLM imported.
 
-vLLM collects garbage some ten times while it starts, each time over all that was imported: most of
-an eager engine's start, were it not frozen.
+vLLM collects garbage about ten times while it starts, each time over all imported modules. That
+would be most of an eager engine's start, so imported objects are frozen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-from tests.helpers import look_at_models_here
+from tests.helpers import inspect_models_here
 
 gc.disable()
 for _name in (
@@ -25,7 +25,7 @@ for _name in (
     "vllm.v1.worker.cpu_worker",
 ):
     import_module(_name)
-look_at_models_here()
+inspect_models_here()
 gc.collect()
 gc.freeze()
 gc.enable()

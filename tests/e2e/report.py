@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result table: what was compared in a session, in all of its processes.
+"""The result table: the comparisons of a test session, over all of its processes.
 
-The functions are hooks of pytest; `tests/conftest.py` has them, because pytest-xdist's own process,
-which adds up what the others did, reads no other conftest.
+The functions are pytest hooks. `tests/conftest.py` imports them, because pytest-xdist's main
+process, which adds up the counts of the others, reads no other conftest.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Tally:
     """All comparisons of a session."""
 
     rows: list[Row] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)  # of every engine that has run
-    files: list[str] = field(default_factory=list)  # of the tests that were asked for
+    cpu_s: list[float] = field(default_factory=list)  # of every engine that ran
+    files: list[str] = field(default_factory=list)  # of the collected tests
 
     def row(self, case: str, engine: str) -> Row:
-        """The line of a case and engine, made where there is none."""
+        """The line of a case and an engine, added if there is none."""
         for row in self.rows:
             if (row.case, row.engine) == (case, engine):
                 return row
@@ -52,7 +52,7 @@ class Tally:
         return self.rows[-1]
 
     def merge(self, rows: list[dict[str, Any]], cpu_s: list[float], files: list[str]) -> None:
-        """Add what another process has counted."""
+        """Add the counts of another process."""
         for given in rows:
             row = Row(**given)
             self.row(row.case, row.engine).add(row)
@@ -60,7 +60,7 @@ class Tally:
         self.files = sorted({*self.files, *files})
 
     def table(self) -> list[Row]:
-        """The lines in order, and their sum."""
+        """The sorted lines, and their sum."""
         total = Row("total", "")
         for row in self.rows:
             total.add(row)
@@ -77,7 +77,7 @@ class Tally:
         return "\n".join(lines) + "\n"
 
     def write(self, stem: Path, source: dict[str, Any]) -> None:
-        """Write `stem`.md and `stem`.json; `source` says what the result was made with."""
+        """Write `stem`.md and `stem`.json; `source` is the result's provenance."""
         from tests.e2e.compare import NEAR_TIE
 
         title = "# Token identity with plain vLLM decoding\n\n"
@@ -96,25 +96,25 @@ TALLY = pytest.StashKey[Tally]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to count."""
+    """Start counting."""
     config.stash[TALLY] = Tally()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note what was asked for."""
+    """Record the files of the collected tests."""
     session.config.stash[TALLY].files = sorted({str(item.path) for item in session.items})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over the counts of a process of pytest-xdist."""
+    """Add the counts of one of pytest-xdist's processes."""
     counted = getattr(node, "workeroutput", {}).get("tally")
     if counted:
         node.config.stash[TALLY].merge(**counted)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the counts on; write the result table where the whole matrix was run."""
+    """Send the counts to the main process, which writes the table if the whole matrix ran."""
     config = session.config
     tally = config.stash[TALLY]
     if hasattr(config, "workeroutput"):
@@ -123,13 +123,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     narrowed = config.option.markexpr or config.option.keyword or session.testsfailed
     every = {str(path) for path in HERE.glob("test_*.py")}
     if tally.rows and not narrowed and every <= set(tally.files):
-        from benchmarks.engine import provenance
+        from benchmarks.provenance import provenance
 
         tally.write(RESULTS, {**provenance(), "command": "make test-full"})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what was compared."""
+    """Print the result table."""
     tally = terminalreporter.config.stash[TALLY]
     if tally.rows:
         terminalreporter.section("token identity with plain vLLM decoding")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import RESULTS
 from benchmarks.costs import write_costs
-from benchmarks.engine import RESULTS
 from benchmarks.replay.costs import CostSource, from_profile
 from tests.e2e import cases
 from tests.e2e.compare import Comparison

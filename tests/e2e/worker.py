@@ -1,40 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine in its own process: a spec in, JSON results in a file, the engine's log in another."""
+"""What runs in an engine's process: a spec in, JSON results out."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 
-def work(spec: dict[str, Any], result: str, log: str) -> None:
-    """Entry of the process; an error ends it with 1 and the traceback at the end of `log`.
+def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
+    """Run one engine.
 
-    spec: that of `tests.e2e.session.Session`, with a list `batches`, decoded one after the other.
-    `result` gets `{"info": ..., "batches": [...]}`; where `spec["may_fail"]` and the engine could
-    not be built, `{"error": "Type: text"}`; with `spec["offline"]` what `offline.generate` returns;
-    with `spec["command"]` what vLLM's command line of these words prints, as `{"output": "..."}`.
-    And the CPU seconds of the process and of those it has started.
+    Args:
+        spec: that of `Session`, with a list `batches` that are decoded one after the other, and
+            optionally `oracle`, arguments of `tests.e2e.oracle.install`.
+        log: the file that this process prints to.
+
+    Returns:
+        `{"info": ..., "batches": [...]}`; with `spec["may_fail"]`, if the engine does not start,
+        `{"error": "Type: text"}`; with `spec["offline"]` the result of `offline.generate`; with
+        `spec["command"]` what `vllm` prints for these words, as `{"output": "..."}`. And `cpu_s`,
+        the CPU seconds of this process and its children.
     """
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
     before = _cpu_s()
     answer = _run(spec) if "command" not in spec else _command(spec["command"], Path(log))
-    Path(result).write_text(json.dumps({**answer, "cpu_s": _cpu_s() - before}))
+    return {**answer, "cpu_s": _cpu_s() - before}
 
 
 def _cpu_s() -> float:
     return sum(os.times()[:4])
 
 
-def _try_instructions() -> None:
-    """Have PyTorch find out what the compiler can do, in the folder of the whole session.
+def _find_instructions() -> None:
+    """Let PyTorch find the compiler's instruction sets in the cache folder of the session.
 
-    vLLM gives each model's compilation a folder of its own, where PyTorch would begin anew.
+    vLLM gives each model's compilation a cache folder of its own, where PyTorch would search again.
     """
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
@@ -55,13 +56,17 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
         from tests.e2e.offline import generate
 
         return generate(spec)
-    from tests.e2e.session import Session
+    from benchmarks.harness.session import Session
 
     engine = spec["engine"]
     if not (engine["enforce_eager"] or "compilation_config" in engine):
-        _try_instructions()
+        _find_instructions()
     try:
         session = Session(spec)
+        if "oracle" in spec:
+            from tests.e2e import oracle
+
+            oracle.install(session.runner, **spec["oracle"])
     except Exception as error:
         if spec.get("may_fail"):
             return {"error": f"{type(error).__name__}: {error}"}

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import provenance as made_with
-from benchmarks.gpu import bench_kernels
+from benchmarks import provenance as origin
+from benchmarks.gpu import bench_kernels, device
 from benchmarks.gpu.attention_case import in_turn, random_trees
 from benchmarks.gpu.bench_kernels import Report, line, main, run_timings
 from benchmarks.gpu.cases import QWEN3_8B, TINY, cases
+from benchmarks.gpu.device import gpu_provenance
 from benchmarks.gpu.harness import (
     FA3,
     OF_COPY,
@@ -31,7 +32,6 @@ from benchmarks.gpu.harness import (
     Rival,
     Row,
     Timing,
-    provenance,
     quantiles,
     run_entry,
     warm_up,
@@ -223,7 +223,7 @@ def test_a_report_is_whole_after_its_last_row_and_counts_verdicts(tmp_path: Path
 
 
 def test_provenance_says_versions_and_command() -> None:
-    found = provenance()
+    found = gpu_provenance()
     assert found["torch"] == torch.__version__
     assert found["argv"] == sys.argv
     assert {"gpu", "driver", "triton", "vllm", "commit", "changed", "time"} <= found.keys()
@@ -232,11 +232,12 @@ def test_provenance_says_versions_and_command() -> None:
 
 def test_the_commit_of_a_copy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BASTION_COMMIT", "abc123")
-    monkeypatch.setattr(made_with, "_output", lambda *command: None)
-    found = provenance()
+    monkeypatch.setattr(origin, "command_output", lambda *command: None)
+    found = gpu_provenance()
     assert (found["commit"], found["commit_from"]) == ("abc123", "VLLM_BASTION_COMMIT")
-    monkeypatch.setattr(made_with, "_output", lambda *command: "def456")
-    assert (provenance()["commit"], provenance()["commit_from"]) == ("def456", "git")
+    monkeypatch.setattr(origin, "command_output", lambda *command: "def456")
+    found = gpu_provenance()
+    assert (found["commit"], found["commit_from"]) == ("def456", "git")
 
 
 @pytest.mark.parametrize(("told", "clock"), [("1980", 1980), ("[N/A]", None), (None, None)])
@@ -247,10 +248,10 @@ def test_the_clock_is_asked_of_nvidia_smi_where_pynvml_is_not(
         raise ModuleNotFoundError("pynvml")
 
     monkeypatch.setattr(torch.cuda, "clock_rate", absent)
-    monkeypatch.setattr(made_with, "_smi", lambda field: told)
-    assert made_with.sm_clock() == clock
+    monkeypatch.setattr(device, "_smi", lambda field: told)
+    assert device.sm_clock() == clock
     monkeypatch.setattr(torch.cuda, "clock_rate", lambda: 1755)
-    assert made_with.sm_clock() == 1755
+    assert device.sm_clock() == 1755
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -41,27 +41,6 @@ def test_argmax_equals_exhaustive_search_over_per_request_counts(seed):
     assert (got.counts <= limits).all()
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_first_decrease_is_the_argmax_on_convex_costs(seed):
-    rng = np.random.default_rng(seed)
-    rho = _scores(rng, 3, 40) ** 3
-    steps = np.sort(rng.random(200)) * rng.choice([0.01, 0.1, 1.0])
-    cost = (1.0 + np.cumsum(steps)).astype(np.float32)
-    limits = [40, 40, 7]
-    one = choose_budget(rho, limits, cost, 3, "argmax")
-    other = choose_budget(rho, limits, cost, 3, "first_decrease")
-    np.testing.assert_array_equal(one.counts, other.counts)
-
-
-def test_first_decrease_is_trapped_by_a_stair_and_argmax_is_not():
-    rho = np.full((1, 30), 0.5)
-    cost = StepCostTable([(8, 0, 1.0), (32, 0, 2.0)], max_rows=32, captured_sizes=(8, 32)).cost_ms(
-        1, 0
-    )
-    assert choose_budget(rho, [30], cost, 1, "first_decrease").num_nodes == 7
-    assert choose_budget(rho, [30], cost, 1, "argmax").num_nodes == 30
-
-
 def test_argmax_fills_a_captured_size():
     rho = np.array([[0.9 * 0.8**i for i in range(60)]])
     sizes = (1, 8, 16, 32, 64)
@@ -74,7 +53,6 @@ def test_ties_go_to_the_lower_row_and_the_smaller_size():
     budget = choose_budget(np.full((2, 2), 0.5), [2, 2], cost, 2)
     np.testing.assert_array_equal(budget.counts, [1, 0])
     assert best_size(np.array([1.0, 3.0, 3.0])) == 1
-    assert best_size(np.array([1.0, 3.0, 3.0]), "first_decrease") == 1
 
 
 @pytest.mark.parametrize("seed", range(12))

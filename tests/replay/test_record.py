@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.costs import write_costs
-from benchmarks.engine import GAMMA, Completion, Run, bastion, count, load_prompts
+from benchmarks.harness.decoder import Completion, Run, count
+from benchmarks.harness.engine import GAMMA, bastion
 from benchmarks.probes import SeenDraft, SeenTree
+from benchmarks.prompts import load_prompts
 from benchmarks.replay.costs import paper_a100
 from benchmarks.replay.record import collect, requests_for
 from benchmarks.replay.recording import load_recording

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM engine in this process, driven step by step, and everything a test asks of it.
+"""Drive one vLLM engine in this process step by step, and record what its steps verified.
 
-`Session(spec)` builds the engine; `run(batch)` feeds it requests and returns what came out. Both
-take and return plain JSON values, because the worker process that uses this class is talked to in
-JSON. Use it only in a process made for one engine: engines in one process share global state.
+`Session(spec)` builds the engine; `run(batch)` decodes requests. Both take and return JSON values,
+so that results can be stored. Use one session per process.
 """
 
 from __future__ import annotations
@@ -13,20 +12,19 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.metrics.reader import Counter, Vector
 
-from tests.e2e.engines import ON_GPU
+from benchmarks.harness.engine import sampling_params
 
 _METRICS = ("spec_decode", "num_preemptions", "prefix_cache_hits")
-# A step may have nothing to run for a while: grammars are compiled beside the engine.
+# A step may have nothing to run while a grammar is compiled in the background.
 _MAX_IDLE_S = 120.0
 
 
 def allow_async_scheduling() -> None:
-    """Keep `async_scheduling` as asked for: vLLM's CPU platform switches it off."""
+    """Keep `async_scheduling` as configured; vLLM's CPU platform switches it off."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
@@ -40,10 +38,10 @@ def allow_async_scheduling() -> None:
 
 
 def fill_profiled_attention() -> None:
-    """Without metadata vLLM's CPU attention returns its output unfilled.
+    """Zero the output of vLLM's CPU attention when it has no metadata; vLLM leaves it unwritten.
 
-    In the memory-profiling run of a compiled engine that may be NaN, on which the interpreter's
-    sampling kernel stops. An engine with method "bastion" must do without this.
+    In the memory-profiling run of a compiled engine it may be NaN, and then the interpreter's
+    sampling kernel fails. An engine with method "bastion" must not need this.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -62,28 +60,17 @@ def fill_profiled_attention() -> None:
     CPUAttentionBackendImpl.forward = forward
 
 
-def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """SamplingParams from JSON."""
-    given = dict(given)
-    if "structured_outputs" in given:
-        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
-    if "logit_bias" in given:
-        given["logit_bias"] = {int(k): v for k, v in given["logit_bias"].items()}
-    return SamplingParams(**given)
-
-
 class Session:
     """An engine and its counters.
 
     Args:
         spec: `engine`, keyword arguments of `LLM`; optional `setup`, a list of `module:function`
-            called before the engine is built; optional `oracle`, arguments of
-            `tests.e2e.oracle.install`; optional `probe`, `module:function` called with the session
-            after every engine step of a batch, whose JSON results are collected.
+            called before the engine is built; optional `probe`, `module:function` called with the
+            session after every engine step of a batch, which returns a list to be collected.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        if not ON_GPU:
+        if not torch.cuda.is_available():
             allow_async_scheduling()
             if spec["engine"].get("speculative_config", {}).get("method") != "bastion":
                 fill_profiled_attention()
@@ -96,11 +83,12 @@ class Session:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.forwards = 0
         self.batch_sizes: list[int] = []  # requests of every forward
-        # Of every tree that was verified: its request, its nodes and the accepted path.
+        # For every verified tree: its request, its number of nodes and the accepted path.
         self.path_requests: list[str] = []
         self.verified: list[int] = []
         self.paths: list[list[int]] = []
-        # Nodes by request of every step with trees: as the device has them, and as the metrics do.
+        # For every step with trees, nodes by request: counted on the device, and as reported to the
+        # scheduler.
         self.counted: list[dict[str, int]] = []
         self.reported: list[dict[str, int]] = []
         self._steps: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
@@ -108,10 +96,6 @@ class Session:
         self._count_forwards()
         self._record_trees()
         self._record_reports()
-        if "oracle" in spec:
-            from tests.e2e import oracle
-
-            oracle.install(self.runner, **spec["oracle"])
         self._probe = resolve_name(spec["probe"]) if "probe" in spec else None
 
     def _count_forwards(self) -> None:
@@ -126,7 +110,7 @@ class Session:
         self.runner.execute_model = execute_model
 
     def _record_trees(self) -> None:
-        """Read what was verified from the target's batch, not from what the plugin reports."""
+        """Record what was verified, from the target's batch and not the plugin's report."""
         state = self.runner.model_state
         trees = getattr(state, "trees", None)
         if trees is None:
@@ -135,8 +119,8 @@ class Session:
 
         def postprocess_state(*args: Any, **kwargs: Any) -> None:
             batch = state._batch
-            # Counted on the device: the root is a row as well. Not read before the batch is done,
-            # so that the host stays as far ahead of the device as it is in service.
+            # Count on the device (the root is a row too) and read it after the batch, so that the
+            # host stays as far ahead of the device as in production.
             verified = batch.cu_num_logits.diff()[: batch.num_reqs] - 1
             self._steps.append((batch.req_ids, trees.path[: batch.num_reqs].clone(), verified))
             postprocess(*args, **kwargs)
@@ -144,12 +128,12 @@ class Session:
         state.postprocess_state = postprocess_state
 
     def _record_reports(self) -> None:
-        """Note what the scheduler is told of each step."""
+        """Record the node counts that each step reports to the scheduler."""
         update = self.scheduler.update_from_output
 
         def update_from_output(scheduler_output: Any, runner_output: Any) -> Any:
-            told = getattr(runner_output, "bastion_num_verified", {})
-            nodes = {_plain_id(name): count for name, count in told.items() if count}
+            reported = getattr(runner_output, "bastion_num_verified", {})
+            nodes = {_plain_id(name): count for name, count in reported.items() if count}
             if nodes:
                 self.reported.append(nodes)
             return update(scheduler_output, runner_output)
@@ -157,7 +141,7 @@ class Session:
         self.scheduler.update_from_output = update_from_output
 
     def read_steps(self) -> None:
-        """Add the steps since the last call to what is kept of verified trees."""
+        """Add the steps since the last call to the recorded trees."""
         steps, self._steps = self._steps, []
         for names, path_rows, verified in steps:
             counts = zip(names, verified.tolist(), strict=True)
@@ -172,7 +156,7 @@ class Session:
                     self.path_requests.append(_plain_id(name))
 
     def info(self) -> dict[str, Any]:
-        """What kind of engine this became."""
+        """The classes that vLLM chose, and the number of KV blocks."""
         return {
             "scheduler": type(self.scheduler).__name__,
             "speculator": type(self.runner.speculator).__name__,
@@ -180,11 +164,11 @@ class Session:
         }
 
     def free_blocks(self) -> int:
-        """KV blocks nobody holds; those kept for prefix hits are free."""
+        """KV blocks that no request holds; cached prefixes count as free."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def metrics(self) -> dict[str, Any]:
-        """vLLM's counters, `vllm:` cut off; per-position counters as lists."""
+        """vLLM's counters, without the prefix `vllm:`; per-position counters are lists."""
         out: dict[str, Any] = {}
         for metric in self.llm.get_metrics():
             name = metric.name.removeprefix("vllm:")
@@ -196,12 +180,13 @@ class Session:
         return out
 
     def run(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Decode a batch to the end.
+        """Decode all requests of a batch.
 
-        batch: `requests`, a list of {`id`, `prompt` (text or token ids), `params`} with optional
-        `arrive` (engine step at which it is added, default 0), `abort_after` (tokens after which
-        it is aborted) and `follow` ({`id`, `tokens`}: the prompt becomes the prompt and the first
-        tokens of that request of an earlier batch).
+        Args:
+            batch: `requests`, a list of {`id`, `prompt` (text or token ids), `params`} with
+                optional `arrive` (engine step at which it is added, default 0), `abort_after`
+                (tokens after which it is aborted) and `follow` ({`id`, `tokens`}: use that earlier
+                request's prompt and its first `tokens` tokens as the prompt).
         """
         before, forwards = self.metrics(), self.forwards
         free_before = self.free_blocks()
@@ -219,7 +204,7 @@ class Session:
             outputs = self.engine.step()
             for output in outputs:
                 result = results[output.request_id]
-                _take(output, result)
+                _update(output, result)
                 limit = abort_after.get(output.request_id)
                 if limit is not None and not output.finished and len(result["token_ids"]) >= limit:
                     self.engine.abort_request([output.request_id])
@@ -250,7 +235,7 @@ class Session:
         }
 
     def drain(self) -> None:
-        """Let what was aborted leave: it does so with a step of the engine."""
+        """Step until aborted requests are gone; the engine removes them in a step."""
         while self.scheduler.has_requests() or self.core.batch_queue:
             self.core.step_fn()
 
@@ -277,14 +262,14 @@ class Session:
 
 
 def _plain_id(name: str) -> str:
-    """A request's id as it was given; vLLM adds a random ending."""
+    """A request's id without the random suffix that vLLM adds."""
     return name.rsplit("-", 1)[0]
 
 
-def _take(output: Any, result: dict[str, Any]) -> None:
-    """Note what is new in a RequestOutput; `chunks` are the tokens of each step."""
+def _update(output: Any, result: dict[str, Any]) -> None:
+    """Copy a RequestOutput into `result`; `chunks` are the tokens of each step."""
     for completion in output.outputs:
-        if completion.index:  # of `n` samples, the others
+        if completion.index:  # another one of `n` samples
             others = result.setdefault("samples", {})
             others[str(completion.index)] = list(completion.token_ids)
     if output.outputs[0].index:
@@ -303,7 +288,7 @@ def _take(output: Any, result: dict[str, Any]) -> None:
         ("logprobs", completion.logprobs),
         ("prompt_logprobs", output.prompt_logprobs),
     ):
-        if found is not None:  # nothing is known of a prompt's first token
+        if found is not None:  # the first position of a prompt has no log-probabilities
             result[key] = [
                 {str(token): entry.logprob for token, entry in (position or {}).items()}
                 for position in found

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In an engine's process: decode what is asked for, and note where the time of its steps goes."""
+"""Decode with an engine in this process, and measure where the time of its steps goes."""
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import signal
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import Completion, Engine, Request, count
-from benchmarks.engine_process import count_steps, request_index, sampling_params
-
-_PR_SET_PDEATHSIG = 1
+from benchmarks.harness.decoder import (
+    Completion,
+    count,
+    count_steps,
+    engine_core,
+    model_runner,
+    request_index,
+)
+from benchmarks.harness.engine import Engine, Request
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Outcome:
     seconds: float = 0.0
     # mean over requests
     tpot_ms: float = 0.0
-    # over requests and their forwards, see `benchmarks.engine`
+    # over requests and their forwards, see `benchmarks.harness.decoder`
     forwards: int = 0
     emitted: int = 0
     verified: int = 0
@@ -41,51 +40,34 @@ class Outcome:
     draft_ms: float = 0.0
     # The requests' token ids, in their order.
     token_ids: list[list[int]] = field(default_factory=list)
-    # Sums over bastion's timed steps: see `predictions`.
+    # Sums over bastion's timed steps: see `watch_predictions`.
     squared_ms: dict[str, float] = field(default_factory=dict)
     timed_steps: int = 0
 
 
-def serve(engine: Engine, connection: Any, log: Path) -> None:
-    """Entry point of the process: start, then answer (requests, concurrency) until told None."""
-    file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    _die_with_parent()
-    try:
-        from vllm import LLM
+def start_driver(engine: Engine) -> Driver:
+    """Build the engine in this process.
 
-        from vllm_bastion.cpu.stored_graphs import complete_when_read
+    Every engine of the table, vLLM's own too, loads its compiled graphs as this plugin's engines
+    do: the code is the same, and each start takes a minute less.
+    """
+    from vllm import LLM
 
-        begin = time.perf_counter()
-        # Every engine of the table, vLLM's own too: the same code, and a minute less each.
-        with complete_when_read():
-            driver = Driver(LLM(**engine.arguments()))
-        connection.send(("started", time.perf_counter() - begin))
-        while (work := connection.recv()) is not None:
-            connection.send(("done", driver.drive(*work)))
-    except EOFError:
-        return
-    except BaseException as error:
-        traceback.print_exc()
-        connection.send(("error", f"{type(error).__name__}: {error}"))
+    from vllm_bastion.cpu.stored_graphs import complete_when_read
 
-
-def _die_with_parent() -> None:
-    """A stopped process would outlive a benchmark that was killed. Linux knows how to say it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with complete_when_read():
+        return Driver(LLM(**engine.arguments()))
 
 
 class Clock:
-    """Seconds spent in the target and in the drafter; a call inside a call is the outer one's."""
+    """Seconds spent in the target and in the drafter; a nested call counts for the outer one."""
 
     def __init__(self) -> None:
         self.verify_s = self.draft_s = 0.0
         self._inside = False
 
     def watch(self, owner: Any, name: str, what: str) -> None:
-        """Time an attribute that is called; a module's `__call__` is passed through its forward."""
+        """Add the time of each call of `owner.name` to the field `what`."""
         call = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -103,15 +85,14 @@ class Clock:
 
 
 class Driver:
-    """Drives one engine, as often as one likes."""
+    """Drives one engine, as often as asked."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        core = llm.llm_engine.engine_core.engine_core
-        self._scheduler = core.scheduler
-        self._runner = core.model_executor.driver_worker.worker.model_runner
+        self._scheduler = engine_core(llm).scheduler
+        self._runner = model_runner(llm)
         self._clock = Clock()
-        # The outermost module of a target is not compiled, only its decoder is.
+        # Only the decoder inside the target is compiled, so its outermost `forward` can be wrapped.
         self._clock.watch(self._runner.model, "forward", "verify_s")
         self._clock.watch(self._runner.model, "compute_logits", "verify_s")
         # V1 has a drafter, Model Runner V2 a speculator; plain decoding has neither.
@@ -127,7 +108,7 @@ class Driver:
         self._outcome = outcome
         completions = [Completion(request.name) for request in requests]
         original = self._scheduler.update_from_output
-        count_steps(self._llm, completions, lambda total: None)
+        count_steps(self._llm, completions)
         self._watch_steps(outcome)
         waiting = deque(enumerate(requests))
         running = 0
@@ -137,7 +118,7 @@ class Driver:
         while waiting or running:
             while waiting and running < concurrency:
                 index, request = waiting.popleft()
-                engine.add_request(str(index), request.prompt, sampling_params(request))
+                engine.add_request(str(index), request.prompt, request.sampling_params())
                 running += 1
             outputs = engine.step()
             now = time.perf_counter()
@@ -163,7 +144,7 @@ class Driver:
         return outcome
 
     def _watch_steps(self, outcome: Outcome) -> None:
-        """Add up the scheduler's steps, from the end of the one before to a step's own end."""
+        """Add up the times of steps, each from the end of the one before to its own end."""
         update, clock = self._scheduler.update_from_output, self._clock
         before: tuple[float, float, float] | None = None
 
@@ -190,24 +171,24 @@ class Driver:
 
 
 def decodes_only(scheduled: Any) -> bool:
-    """Whether a step has no part of a prompt: a row for every request, and its drafts."""
+    """Whether a step only decodes: each request has one row and its drafts, and none a prompt."""
     drafts = scheduled.scheduled_spec_decode_tokens
     rows = scheduled.num_scheduled_tokens
     return all(count == 1 + len(drafts.get(name, ())) for name, count in rows.items())
 
 
 def watch_predictions(runner: Any, note: Callable[[dict[str, float]], None]) -> None:
-    """Have `note` called with the errors, in ms, of what bastion expected of each timed step.
+    """Call `note` with the errors, in ms, of bastion's predictions for each timed step.
 
-    `roofline`, `calibrated` and `table`: of the target's forward pass, by the bare roofline, the
-    paper's calibrated one, and the measured table. `C(N) at start-up`: of the whole cycle, by the
-    table alone; `C(N)`: by the costs in force, which earlier steps have corrected. An engine with a
+    `roofline`, `calibrated` and `table` predict the target's forward pass: the bare roofline, the
+    paper's calibrated one, and the measured table. `C(N) at start-up` predicts the whole cycle from
+    the table alone; `C(N)` uses the current costs, corrected by earlier steps. An engine with a
     fixed budget times nothing.
     """
     runtime = getattr(getattr(runner, "speculator", None), "runtime", None)
     if runtime is None or runtime.timer is None:
         return
-    # Here, so that engines without the plugin never import it.
+    # Imported here, because engines without the plugin must not import it.
     from vllm.distributed.parallel_state import get_world_group
 
     from vllm_bastion.calibration.engine import bare_roofline

