@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-bastion calibrate | show`: measure an engine, and look at what was measured.
+"""`vllm-bastion calibrate | show`: measure the step times of an engine, and print them.
 
-`show` needs neither vLLM nor a device.
+`show` needs neither vLLM nor a GPU.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     calibrate = commands.add_parser(
         "calibrate",
-        help="start the engine, measure its steps and store the profile",
-        description="Further options are vLLM's own (EngineArgs), e.g. --tensor-parallel-size 2.",
+        help="start an engine, measure its steps and store the profile",
+        description="All other options are passed to vLLM, for example --tensor-parallel-size 2.",
     )
-    calibrate.add_argument("target", help="target model, a name or a folder")
-    calibrate.add_argument("drafter", help="its DFlash drafter")
-    calibrate.add_argument("--out", type=Path, help="profile file; default: the cache")
+    calibrate.add_argument("target", help="target model: name or folder")
+    calibrate.add_argument("drafter", help="drafter of that target: name or folder")
+    calibrate.add_argument("--out", type=Path, help="file to write; default: one in the cache")
     show = commands.add_parser("show", help="print a profile")
-    show.add_argument("profile", type=Path, nargs="?", help="default: the newest in the cache")
+    show.add_argument(
+        "profile", type=Path, nargs="?", help="a file; default: the newest in the cache"
+    )
     return parser
 
 
@@ -68,7 +70,7 @@ def newest_profile() -> Path:
     """The profile in the cache that was written last.
 
     Raises:
-        FileNotFoundError: there is none; the text says how to make one.
+        FileNotFoundError: the cache is empty; the message says how to make a profile.
     """
     profiles = sorted(cache_dir().glob("*.json"), key=lambda path: path.stat().st_mtime)
     if not profiles:
@@ -80,16 +82,19 @@ def newest_profile() -> Path:
 
 
 def profile_text(profile: Profile) -> str:
-    """What was measured on what, as text: a row per measured size, a column group per context."""
+    """A profile as text: what was measured, then a row per size, batch and context."""
     key, table = profile.key, profile.table
     lines = [
         f"device     {key.device}, tensor parallel {key.tp_size}, {key.dtype}",
-        f"engine     vLLM {key.vllm_version}, attention {key.attention_backend}",
-        f"models     target {key.target_hash}, drafter {key.drafter_hash}",
+        f"engine     vLLM {key.vllm_version}, vllm-bastion {key.package_version or 'unknown'}",
+        f"attention  {key.attention_backend}",
+        f"compiled   {key.compile_mode or 'unknown'}",
+        f"target     {key.target_hash}, quantization {key.target_quantization or 'unknown'}",
+        f"drafter    {key.drafter_hash}, quantization {key.drafter_quantization or 'unknown'}",
         f"measured   {profile.created}",
         f"graphs     {', '.join(map(str, table.captured_sizes)) or 'none'}",
-        f"drafter    {', '.join(f'{ms:.3f} ms at R={r}' for r, ms in table.drafter_samples)}",
-        f"overhead   {table.aux_ms:.3f} ms (plain {table.plain_aux_ms:.3f} ms)",
+        f"draft      {', '.join(f'{ms:.3f} ms at R={r}' for r, ms in table.drafter_samples)}",
+        f"overhead   {table.aux_ms:.3f} ms (plain step {table.plain_aux_ms:.3f} ms)",
     ]
     if profile.rmse_before is not None and profile.rmse_after is not None:
         reduction = 100 * (1 - profile.rmse_after / profile.rmse_before)

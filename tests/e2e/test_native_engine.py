@@ -32,6 +32,7 @@ _OURS = (
     "TRITON_INTERPRET",
     "VLLM_USE_V2_MODEL_RUNNER",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_LOGGING_LEVEL",
 )
 _CODE = """
 import json, multiprocessing, os, sys
@@ -93,6 +94,8 @@ def run(
     result = run_python(code, cwd=ROOT, **environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith("ANSWER")]
     assert len(lines) == len(engines), result.stderr[-4000:]
+    speculating = [engine for engine in engines if "speculative_config" in engine]
+    assert result.stdout.count("Bastion: DFlash") == len(speculating), result.stdout[-4000:]
     answers = [json.loads(line.removeprefix("ANSWER")) for line in lines]
     return [(looked[0], tokens) for looked, tokens in answers]
 

@@ -60,7 +60,9 @@ class _Measure:
 @pytest.fixture
 def warnings(monkeypatch):
     messages = []
-    monkeypatch.setattr(profile_store, "warn", lambda text, *args: messages.append(text % args))
+    monkeypatch.setattr(
+        profile_store.logger, "warning", lambda text, *args: messages.append(text % args)
+    )
     return messages
 
 
@@ -90,6 +92,10 @@ def test_measured_once_then_loaded(tmp_path, warnings):
         {"vllm_version": "0.33.0"},
         {"graph_sizes": (1, 8)},
         {"largest": (16, 1024, 2048)},
+        {"package_version": "0.2.0"},
+        {"compile_mode": "VLLM_COMPILE, CUDA graphs FULL"},
+        {"target_quantization": "fp8"},
+        {"drafter_quantization": "fp8"},
     ],
 )
 def test_every_part_of_the_key_has_its_own_file(tmp_path, change):
@@ -98,6 +104,18 @@ def test_every_part_of_the_key_has_its_own_file(tmp_path, change):
     load_or_measure(replace(KEY, **change), measure, tmp_path)
     assert measure.calls == 2
     assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_a_file_without_the_newer_key_fields_is_measured_again(tmp_path, warnings):
+    key = replace(KEY, package_version="0.2.0", compile_mode="NONE")
+    path = profile_path(key, tmp_path)
+    write_profile(_profile(ms=99.0, key=key), path)
+    data = json.loads(path.read_text())
+    del data["key"]["package_version"], data["key"]["compile_mode"]
+    path.write_text(json.dumps(data))
+    measure = _Measure(ms=5.0)
+    assert load_or_measure(key, measure, tmp_path).table.samples[0][2] == 5.0
+    assert measure.calls == 1 and len(warnings) == 1 and "package_version" in warnings[0]
 
 
 def _damage(path, how):
@@ -191,7 +209,7 @@ def _in_read_only_folder(folder, results):
     if os.geteuid() == 0:
         os.setuid(65534)  # root may write anywhere: become nobody
     messages = []
-    profile_store.warn = lambda text, *args: messages.append(text % args)
+    profile_store.logger.warning = lambda text, *args: messages.append(text % args)
     measure = _Measure()
     loaded = load_or_measure(KEY, measure, Path(folder))
     results.put((measure.calls, loaded.table.samples[0][2], messages))
@@ -229,22 +247,25 @@ def test_read_only_folder(public_folder, filled):
         assert list(folder.iterdir()) == []
 
 
-def _start_engine(folder, barrier, results):
+def _start_engine(folder, setting, barrier, results):
     def measure():
         time.sleep(0.5)
         results.put(("measured", os.getpid()))
         return _profile(ms=float(os.getpid()))
 
+    os.environ["VLLM_BASTION_CACHE"] = folder
     barrier.wait(timeout=60)
-    profile = load_or_measure(KEY, measure, Path(folder))
+    profile = open_profile(setting, KEY, measure)
     results.put(("got", profile.table.samples[0][2]))
 
 
-def test_two_processes_at_once_measure_once(tmp_path):
+@pytest.mark.parametrize("named", [False, True])
+def test_two_processes_at_once_measure_once(tmp_path, named):
+    setting = str(tmp_path / "mine.json") if named else "auto"
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
     children = [
-        context.Process(target=_start_engine, args=(str(tmp_path), barrier, results))
+        context.Process(target=_start_engine, args=(str(tmp_path), setting, barrier, results))
         for _ in range(2)
     ]
     for child in children:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step costs of one engine: measured, read from a stored profile, or a roofline's.
+"""The step costs of one engine: measured, loaded from a stored profile, or a roofline's.
 
 Runs once, after vLLM's warm-up and before the first request.
 """
@@ -7,6 +7,7 @@ Runs once, after vLLM's warm-up and before the first request.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
+from vllm.config import CompilationConfig, ModelConfig, VllmConfig
 from vllm.distributed.parallel_state import get_world_group
 
+from vllm_bastion import __version__
+from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.agreement import of_rank_0, shared_profile
 from vllm_bastion.calibration.measure import largest_steps, measure, warm_up
-from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
+from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
 from vllm_bastion.cpu.int8 import int8_wanted
 from vllm_bastion.cpu.linear import has_linear
 from vllm_bastion.engine.runtime import runtime_of
@@ -45,54 +49,105 @@ logger = init_logger(__name__)
 
 @torch.inference_mode()
 def calibrate(runner: Any) -> None:
-    """Give the engine of `runner` (a ``GPUModelRunner``) its step costs."""
-    vllm_config = runner.vllm_config
-    config = bastion_config(vllm_config)
+    """Give the engine of `runner` (a ``GPUModelRunner``) its step costs, and log its choices."""
+    config = bastion_config(runner.vllm_config)
     assert config is not None
-    if config.bastion_budget != "adaptive":
+    # Tensor-parallel ranks, and data-parallel ranks that step together (a mixture of experts'):
+    # data-parallel ranks of a dense model are separate engines to vLLM.
+    group = get_world_group()
+    if config.bastion_budget == "adaptive":
+        costs = _set_costs(runner, config, group)
+    else:
+        costs = summary.FIXED_BUDGET
         if runner.device.type == "cpu" and not interpreter_requested():
             warm_up(runner)
-        return
-    runtime = runtime_of(vllm_config)
+    if group.rank_in_group == 0:
+        logger.info(_summary(runner, config, costs).sentence())
+        if runner.device.type == "cpu":
+            _warn_about_threads()
+
+
+def _warn_about_threads() -> None:
+    from bastion_kernels.cpu.native import runs_on_all_threads
+
+    threads = torch.get_num_threads()
+    if not runs_on_all_threads():
+        logger.warning(
+            "Tree ops run on one thread, although PyTorch has %d, because no OpenMP library in "
+            "this process has as many: set OMP_NUM_THREADS=%d before the start",
+            threads,
+            threads,
+        )
+
+
+def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str:
+    """Set the runtime's step costs and gate. Returns where they come from, for `EngineSummary`."""
+    runtime = runtime_of(runner.vllm_config)
     key = profile_key(runner)
-    # Tensor-parallel ranks, and those data-parallel ones whose steps are collective (of a mixture
-    # of experts): vLLM makes data-parallel ranks of a dense model engines of their own.
-    group = get_world_group()
+    measured_s = 0.0
 
     def measured() -> Profile:
-        return measure(runner, key, bare_roofline(runner, group), captured_sizes(runner), group)
+        nonlocal measured_s
+        start = time.perf_counter()
+        roofline = bare_roofline(runner, group)
+        profile = measure(runner, key, roofline, captured_sizes(runner), group)
+        measured_s = time.perf_counter() - start
+        return profile
 
     profile = shared_profile(config.bastion_calibration, key, measured, group)
     if profile is None:
         roofline = bare_roofline(runner, group)
         table, calibrated = _prior(runner, roofline), None
+        costs = summary.FLAT if roofline is None else summary.ROOFLINE
     else:
-        # A profile does not depend on how many rows a step may have; the table's length does.
+        # A profile does not depend on the most rows that a step may have; the table's length does.
         table = profile.table.with_max_rows(runner.max_num_tokens)
         calibrated = profile.calibrated
         roofline = calibrated.roofline if calibrated else None
+        costs = summary.measured(measured_s) if measured_s else summary.loaded(profile.created)
     latency = make_latency(
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
     )
-    # What one GPU learns the others do not know, and all must choose the same budget.
+    # GPUs do not share what they learn, and all of them must choose the same budget.
     alone = group.world_size == 1
     if not alone and config.bastion_latency_model in ("ema", "ema_calib"):
         raise ValueError(
             f"bastion_latency_model {config.bastion_latency_model!r} learns on each GPU by itself, "
             "and GPUs that step together must agree: use 'ema_table' or 'static'"
         )
-    # A table or a curve that was asked for by name is believed as it stands, T_aux included.
+    # `table` and `static` are used as they are, T_aux included.
     online = alone and config.bastion_latency_model.startswith("ema")
     runtime.costs = StepCosts(latency, runtime.trees, online=online)
     runtime.costs.install(1, 1.0)
     if runner.dp_size == 1:
         runtime.gate = DraftGate()
+    return costs
+
+
+def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summary.EngineSummary:
+    on_cpu, dtype = runner.device.type == "cpu", runner.vllm_config.model_config.dtype
+    return summary.EngineSummary(
+        drafter="+".join(config.draft_model_config.hf_config.architectures),
+        gamma=config.bastion_gamma,
+        candidates=config.bastion_top_k,
+        nodes=config.num_speculative_tokens,
+        budget=config.bastion_budget,
+        lagged=is_lagged(config),
+        costs=costs,
+        int8_drafter=on_cpu and int8_wanted(config, dtype),
+        own_products=has_linear() and dtype == torch.bfloat16 if on_cpu else None,
+        threads=torch.get_num_threads() if on_cpu else None,
+    )
 
 
 def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:
-    """`vllm-bastion calibrate`: start the engine, let it measure itself, store the profile.
+    """`vllm-bastion calibrate`: start an engine, which measures itself, and store the profile.
 
-    output: file to write; None for the cache. engine_args: vLLM's own options.
+    Args:
+        target: model name or folder.
+        drafter: likewise.
+        output: file to write; None for the cache.
+        engine_args: vLLM's own options.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -101,7 +156,7 @@ def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequenc
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-bastion calibrate"))
     args = EngineArgs.from_cli_args(parser.parse_args(["--model", target, *engine_args]))
     with tempfile.TemporaryDirectory() as folder:
-        # A file that does not exist is measured and written, whatever the cache holds.
+        # A named file that does not exist is measured and written; the cache is not read.
         fresh = Path(folder) / "profile.json"
         given = dict(args.speculative_config or {})
         args.speculative_config = {
@@ -119,7 +174,7 @@ def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequenc
 
 
 def _prior(runner: Any, roofline: Roofline | None) -> StepCostTable:
-    """The bare roofline as a table, for an engine that is not to be measured."""
+    """The bare roofline as a table, for an engine that is not measured."""
     rows = runner.max_num_tokens
     if roofline is None:
         return StepCostTable.flat(max_rows=rows)
@@ -133,9 +188,9 @@ def _prior(runner: Any, roofline: Roofline | None) -> StepCostTable:
 
 
 def bare_roofline(runner: Any, group: Any) -> Roofline | None:
-    """The target's roofline on rank 0's device; None where the target is no dense decoder.
+    """The target's roofline on rank 0's device; None if the target is not a dense decoder.
 
-    Every rank must call it: peaks that are measured differ from rank to rank.
+    Collective: every rank must call it. Measured peaks differ between ranks, so rank 0's are used.
     """
     model_config = runner.vllm_config.model_config
     try:
@@ -145,14 +200,14 @@ def bare_roofline(runner: Any, group: Any) -> Roofline | None:
             tp=runner.parallel_config.tensor_parallel_size,
         )
     except ValueError as error:
-        logger.warning("No roofline for this target (%s): costs are the measured ones only", error)
+        logger.warning("No roofline for this target (%s): step costs are measured ones only", error)
         return None
     spec = of_rank_0(group, lambda: device_spec(runner.device, model_config.dtype))
     return Roofline(shape, spec)
 
 
 def captured_sizes(runner: Any) -> list[int]:
-    """Token counts of the FULL graphs of a verifying step, ascending; empty without graphs."""
+    """Token counts of the FULL CUDA graphs of a verifying step, ascending; empty without graphs."""
     manager = runner.cudagraph_manager
     if manager is None or (not manager.needs_capture() and runner.device.type == "cpu"):
         return []
@@ -161,7 +216,7 @@ def captured_sizes(runner: Any) -> list[int]:
 
 def profile_key(runner: Any) -> ProfileKey:
     """Everything that the measured times of this engine depend on."""
-    config = runner.vllm_config
+    config: VllmConfig = runner.vllm_config
     spec: BastionSpeculativeConfig = config.speculative_config
     backend = {g.backend.get_name() for groups in runner.attn_groups for g in groups}
     drafter = spec.draft_model_config.hf_config.to_dict()
@@ -186,4 +241,22 @@ def profile_key(runner: Any) -> ProfileKey:
         dp_size=config.parallel_config.data_parallel_size,
         expert_parallel=config.parallel_config.enable_expert_parallel,
         largest=largest_steps(runner, captured),
+        package_version=__version__,
+        compile_mode=_compile_mode(config.compilation_config),
+        target_quantization=_quantization(config.model_config),
+        drafter_quantization=_quantization(spec.draft_model_config),
     )
+
+
+def _compile_mode(compilation: CompilationConfig) -> str:
+    """vLLM's compilation mode and CUDA graph mode; both are NONE with ``enforce_eager``."""
+    return f"{compilation.mode.name}, CUDA graphs {compilation.cudagraph_mode.name}"
+
+
+def _quantization(model: ModelConfig) -> str:
+    """The checkpoint's method or that of ``--quantization``, and the settings of an online one.
+
+    The hash of a model's config does not show weights that are quantised as they are loaded.
+    """
+    settings = f", {model.quantization_config}" if model.quantization_config else ""
+    return f"{model.quantization or 'none'}{settings}"

@@ -55,6 +55,11 @@ def _find_parallel() -> Any:
 _parallel = _find_parallel()
 
 
+def runs_on_all_threads() -> bool:
+    """Whether `on_all_threads` reaches as many threads as PyTorch has."""
+    return _parallel is not None or torch.get_num_threads() == 1
+
+
 def on_all_threads(run: Any, told: int, threads: int) -> None:
     """Call what `compile_for_threads` gave with an address, once on each of so many threads.
 

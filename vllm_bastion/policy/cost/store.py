@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured latency profiles on disk, so that an engine measures itself once.
+"""Measured latency profiles on disk, so that an engine is measured once.
 
-One JSON file per `ProfileKey`, in `VLLM_BASTION_CACHE` or `$XDG_CACHE_HOME/vllm-bastion`. A file is
-believed only if its schema and its whole key match; anything else (truncated, NaN, another GPU's,
-an older schema) is measured again with one warning. Writing is atomic, and a lock file makes the
-second of two engines that start together wait for the first one's measurement. A folder that cannot
-be written costs a warning and a new measurement at every start, never the start itself.
+One JSON file per `ProfileKey`, in `VLLM_BASTION_CACHE` or `$XDG_CACHE_HOME/vllm-bastion`. A cached
+file is used only if its schema and its whole key match. Any other file (truncated, NaN, another
+GPU's, an older schema) is measured again, with one warning. Files are written atomically. A lock
+file makes the second of two engines that start together wait for the first one's measurement. If
+the folder cannot be written, the engine still starts: it logs a warning and measures every time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from vllm_bastion.logger import init_logger
 from vllm_bastion.policy.cost.fit import CalibratedRoofline, CalibrationReport
 from vllm_bastion.policy.cost.table import StepCostTable
 
+logger = init_logger(__name__)
+
 SCHEMA = 2
-# Longer than any calibration; a process that waited this long measures for itself.
+# Longer than any calibration; a process that has waited this long measures for itself.
 _LOCK_TIMEOUT_S = 900.0
 
 
 class ProfileError(ValueError):
-    """A profile file that must not be used; the text says why."""
+    """A file that cannot be used as a profile; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,20 @@ class ProfileKey:
     tp_size: int
     vllm_version: str
     graph_sizes: tuple[int, ...] = ()
-    # data-parallel ranks that step together, and whether they share out the experts
+    # data-parallel ranks that step together, and whether the experts are split among them
     dp_size: int = 1
     expert_parallel: bool = False
-    # requests, rows and cached tokens of the largest steps that were timed; the engine's own limits
-    # end them, and one with wider limits would go by guesses
+    # requests, rows and cached tokens of the largest steps that were timed; they are limited by the
+    # engine's own settings, and an engine with higher limits would have to extrapolate
     largest: tuple[int, ...] = ()
+    # Files of earlier versions lack these, so they match no engine.
+    package_version: str = ""
+    compile_mode: str = ""  # vLLM's compilation mode and CUDA graph mode
+    target_quantization: str = ""  # of the checkpoint, or requested when it is loaded
+    drafter_quantization: str = ""
 
     def file_name(self) -> str:
-        """Readable device, then a digest of the whole key."""
+        """The device's name, readable, then a digest of the whole key."""
         text = json.dumps(asdict(self), sort_keys=True)
         device = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:40]
         return f"{device}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
@@ -72,13 +79,13 @@ class ProfileKey:
 
 @dataclass(frozen=True)
 class Profile:
-    """What calibration found out about one engine."""
+    """What calibration measured on one engine."""
 
     key: ProfileKey
     table: StepCostTable
-    # None where the target's config is no dense decoder; then only the measured table is there
+    # None if the target is not a dense decoder: then there is no roofline, only the table
     calibrated: CalibratedRoofline | None = None
-    # RMSE on held-out points before and after calibration, ms
+    # root mean square error on held-out points before and after calibration, ms
     rmse_before: float | None = None
     rmse_after: float | None = None
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -87,14 +94,14 @@ class Profile:
     def from_measurement(
         cls, key: ProfileKey, table: StepCostTable, report: CalibrationReport | None
     ) -> Profile:
-        """Join a table and a calibration; the calibration also carries the table's contexts."""
+        """Join a table and a calibration, which also extends the table to longer contexts."""
         if report is None:
             return cls(key, table)
         table = table.with_carrier(report.calibrated)
         return cls(key, table, report.calibrated, report.rmse_before, report.rmse_after)
 
     def to_json(self) -> dict[str, Any]:
-        """The file's content; also what rank 0 broadcasts to the other ranks."""
+        """The file's content, which is also what rank 0 broadcasts to the other ranks."""
         return {
             "schema": SCHEMA,
             "created": self.created,
@@ -110,7 +117,7 @@ class Profile:
         """Inverse of `to_json`.
 
         Raises:
-            ProfileError: another schema, or content that is no profile.
+            ProfileError: the schema is another one, or the content is not a profile.
         """
         if not isinstance(data, Mapping):
             raise ProfileError("the file holds no JSON object")
@@ -136,10 +143,10 @@ class Profile:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Digest of a model config (`PretrainedConfig.to_dict()`), its place on disk left out."""
+    """Digest of a model config (`PretrainedConfig.to_dict()`) without its location on disk."""
     volatile = ("_name_or_path", "transformers_version", "name_or_path")
-    kept = {name: value for name, value in config.items() if name not in volatile}
-    text = json.dumps(kept, sort_keys=True, default=str)
+    stable = {name: value for name, value in config.items() if name not in volatile}
+    text = json.dumps(stable, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -148,7 +155,7 @@ def read_profile(path: Path) -> Profile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ProfileError: the file cannot be read as a profile.
+        ProfileError: the file is not a profile.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -161,7 +168,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write atomically: another process sees the old file or the new one, never a part.
+    """Write atomically: another process sees the old file or the new one, never part of one.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -174,7 +181,7 @@ def write_profile(profile: Profile, path: Path) -> None:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes private files; a cache may be shared, and there is no secret in it
+        # mkstemp makes private files, but a cache may be shared and holds no secrets
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -184,75 +191,85 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def profile_path(key: ProfileKey, directory: Path | None = None) -> Path:
-    """Where the profile of this key lives."""
+    """The file that caches the profile of this key."""
     return (directory or cache_dir()) / key.file_name()
 
 
 def load_or_measure(
     key: ProfileKey, measure: Callable[[], Profile], directory: Path | None = None
 ) -> Profile:
-    """The cached profile of `key`, or the one that `measure` returns, which is then stored.
+    """The cached profile of `key`; if there is none, `measure()`, which is then stored.
 
-    Called on rank 0 only; the others get `Profile.to_json()` from it.
+    Called on rank 0 only; the other ranks get its `Profile.to_json()`.
     """
     path = profile_path(key, directory)
-    profile, reason = _matching(path, key)
+    profile, _ = _matching(path, key)
     if profile is not None:
         return profile
     with _lock(path) as locked:
-        if locked:
-            # Another engine may have measured while we waited.
-            profile, reason = _matching(path, key)
-            if profile is not None:
-                return profile
+        # Another engine may have measured while this one waited.
+        profile, reason = _matching(path, key)
+        if profile is not None:
+            return profile
         if reason is not None:
-            warn("Latency profile %s is measured again: %s", path, reason)
-        profile = measure()
-        if locked:
-            try:
-                write_profile(profile, path)
-            except OSError as error:
-                _warn_unwritable(path, error)
-    return profile
+            logger.warning("Latency profile %s is measured again: %s", path, reason)
+        return _measure_and_store(measure, path, locked)
 
 
 def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) -> Profile | None:
-    """What `bastion_calibration` asks for.
+    """The profile that `bastion_calibration` asks for.
 
     Args:
-        setting: `auto` (cached, else measured and stored), `off` (None), or a file. A named file is
-            used whatever it was measured on, with a warning where its key differs; one that does
-            not exist is measured and written.
+        setting: `auto` (the cached profile, else measured and stored), `off` (None), or a file. A
+            named file is used even if its key differs, with a warning; if it does not exist, it is
+            measured and written.
+        key: the key of this engine.
+        measure: times this engine.
 
     Raises:
-        ProfileError: the named file exists and is no profile.
+        ProfileError: the named file exists and is not a profile.
     """
     if setting == "off":
         return None
     if setting == "auto":
         return load_or_measure(key, measure)
     path = Path(setting).expanduser()
+    profile = _named_profile(path)
+    if profile is None:
+        with _lock(path) as locked:
+            # Another engine may have measured while this one waited.
+            profile = _named_profile(path) or _measure_and_store(measure, path, locked)
+    differences = key.differences(profile.key)
+    if differences:
+        logger.warning(
+            "Latency profile %s was measured on another set-up: %s", path, "; ".join(differences)
+        )
+    return profile
+
+
+def _named_profile(path: Path) -> Profile | None:
     try:
-        profile = read_profile(path)
+        return read_profile(path)
     except FileNotFoundError:
-        profile = measure()
-        try:
-            write_profile(profile, path)
-        except OSError as error:
-            _warn_unwritable(path, error)
-        return profile
+        return None
     except ProfileError as error:
         raise ProfileError(
             f"bastion_calibration: {path} is no latency profile ({error}); delete it or give 'auto'"
         ) from error
-    differences = key.differences(profile.key)
-    if differences:
-        warn("Latency profile %s was measured on another set-up: %s", path, "; ".join(differences))
+
+
+def _measure_and_store(measure: Callable[[], Profile], path: Path, locked: bool) -> Profile:
+    profile = measure()
+    if locked:
+        try:
+            write_profile(profile, path)
+        except OSError as error:
+            _warn_unwritable(path, error)
     return profile
 
 
 def _matching(path: Path, key: ProfileKey) -> tuple[Profile | None, str | None]:
-    """The profile in `path` if it is this key's; else None and why (None: no file)."""
+    """The profile in `path` if its key matches; else None and the reason (None: no file)."""
     try:
         profile = read_profile(path)
     except FileNotFoundError:
@@ -265,7 +282,7 @@ def _matching(path: Path, key: ProfileKey) -> tuple[Profile | None, str | None]:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Hold the lock of `path`; yields whether it is held, i.e. whether the folder is writable."""
+    """Hold the lock of `path`. Yields whether it is held: false if the folder cannot be written."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S)
@@ -275,7 +292,7 @@ def _lock(path: Path) -> Iterator[bool]:
     except (OSError, NotImplementedError) as error:
         # Timeout is an OSError; NotImplementedError: a file system without locks
         if isinstance(error, Timeout):
-            warn("Latency profile %s is locked by another process", path)
+            logger.warning("Latency profile %s is locked by another process", path)
         else:
             _warn_unwritable(path, error)
         yield False
@@ -287,17 +304,12 @@ def _lock(path: Path) -> Iterator[bool]:
 
 
 def _warn_unwritable(path: Path, error: Exception) -> None:
-    warn(
+    logger.warning(
         "Latency profile %s cannot be stored (%s): it will be measured at every start. Set "
-        "VLLM_BASTION_CACHE to a folder that can be written.",
+        "VLLM_BASTION_CACHE, or bastion_calibration, to a place that can be written.",
         path,
         error,
     )
-
-
-def warn(text: str, *args: object) -> None:
-    """Log a warning; the logger is made late, as it imports vLLM, which `show` does not need."""
-    init_logger(__name__).warning(text, *args)
 
 
 def _refuse_constant(name: str) -> float:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line a worker logs at start names every choice, and only those that apply."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from vllm_bastion.calibration.summary import FIXED_BUDGET, EngineSummary, loaded, measured
+
+ON_CPU = EngineSummary(
+    drafter="DFlashDraftModel",
+    gamma=15,
+    candidates=16,
+    nodes=63,
+    budget="adaptive",
+    lagged=False,
+    costs=measured(12.34),
+    int8_drafter=True,
+    own_products=True,
+    threads=2,
+)
+
+
+def test_a_cpu_engine_says_all_of_it() -> None:
+    assert ON_CPU.sentence() == (
+        "Bastion: DFlashDraftModel with gamma 15, K 16, N 63; budget adaptive (exact); step costs "
+        "measured now in 12.3 s; int8 drafter; own matrix products; 2 threads"
+    )
+    other = replace(ON_CPU, int8_drafter=False, own_products=False, threads=1).sentence()
+    assert other.endswith("12.3 s; vLLM matrix products; 1 thread")
+
+
+def test_a_gpu_engine_names_no_products_and_no_threads() -> None:
+    on_gpu = replace(ON_CPU, lagged=True, int8_drafter=False, own_products=None, threads=None)
+    assert on_gpu.sentence() == (
+        "Bastion: DFlashDraftModel with gamma 15, K 16, N 63; budget adaptive (lagged); step costs "
+        "measured now in 12.3 s"
+    )
+
+
+def test_a_fixed_budget_has_no_timing() -> None:
+    fixed = replace(ON_CPU, budget=8, costs=FIXED_BUDGET).sentence()
+    assert "budget 8; step costs not needed for a fixed budget;" in fixed
+
+
+@pytest.mark.parametrize(
+    "age, text",
+    [
+        (timedelta(seconds=-5), "less than a minute ago"),
+        (timedelta(seconds=59), "less than a minute ago"),
+        (timedelta(minutes=1), "1 minute ago"),
+        (timedelta(hours=23), "23 hours ago"),
+        (timedelta(days=3, hours=5), "3 days ago"),
+    ],
+)
+def test_a_loaded_profile_says_its_age(age: timedelta, text: str) -> None:
+    now = datetime(2026, 3, 1, tzinfo=UTC)
+    assert loaded((now - age).isoformat(timespec="seconds"), now) == f"loaded, measured {text}"
+
+
+def test_a_profile_without_a_date_is_no_error() -> None:
+    assert loaded("") == "loaded, measured at an unknown time"

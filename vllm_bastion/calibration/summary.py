@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line that a worker logs once its step costs are known: what this engine decodes with.
+
+Imports no vLLM, so that the sentence is tested by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+
+@dataclass(frozen=True)
+class EngineSummary:
+    """What was chosen for one engine.
+
+    Attributes:
+        drafter: architecture of the drafter's checkpoint.
+        gamma: drafted positions.
+        candidates: K, candidate tokens of each position.
+        nodes: N, most nodes of a tree.
+        budget: "adaptive", or the number of nodes that every step verifies.
+        lagged: whether the budget comes from the previous step's scores.
+        costs: where the step costs come from; see `loaded`, `measured` and the constants below.
+        int8_drafter: whether the drafter's matrix products run in int8.
+        own_products: whether a CPU's matrix products are bastion's; None on a GPU.
+        threads: PyTorch's threads on a CPU; None on a GPU.
+    """
+
+    drafter: str
+    gamma: int
+    candidates: int
+    nodes: int
+    budget: str | int
+    lagged: bool
+    costs: str
+    int8_drafter: bool = False
+    own_products: bool | None = None
+    threads: int | None = None
+
+    def sentence(self) -> str:
+        """The line to log."""
+        parts = [
+            f"{self.drafter} with gamma {self.gamma}, K {self.candidates}, N {self.nodes}",
+            f"budget {self.budget}",
+            f"step costs {self.costs}",
+        ]
+        if self.budget == "adaptive":
+            parts[1] += f" ({'lagged' if self.lagged else 'exact'})"
+        if self.int8_drafter:
+            parts.append("int8 drafter")
+        if self.own_products is not None:
+            parts.append(f"{'own' if self.own_products else 'vLLM'} matrix products")
+        if self.threads is not None:
+            parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
+        return "Bastion: " + "; ".join(parts)
+
+
+FIXED_BUDGET = "not needed for a fixed budget"
+ROOFLINE = "from the bare roofline, not measured"
+FLAT = "unknown: neither a profile nor a roofline, so every step counts as equally long"
+
+
+def measured(seconds: float) -> str:
+    """`costs` of an engine that was just measured."""
+    return f"measured now in {seconds:.1f} s"
+
+
+def loaded(created: str, now: datetime | None = None) -> str:
+    """`costs` of an engine whose profile was measured earlier.
+
+    created: `Profile.created`, in ISO format. now: for tests.
+    """
+    try:
+        then = datetime.fromisoformat(created)
+    except ValueError:
+        return f"loaded, measured {created or 'at an unknown time'}"
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=UTC)
+    seconds = max(0.0, ((now or datetime.now(UTC)) - then).total_seconds())
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        count = int(seconds // length)
+        if count:
+            return f"loaded, measured {count} {unit}{'s' if count > 1 else ''} ago"
+    return "loaded, measured less than a minute ago"
