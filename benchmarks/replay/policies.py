@@ -189,9 +189,9 @@ class Adaptive:
         if self.gate is None:
             return
         if before.nodes:
-            self.gate.realised(sum(before.promised), before.accepted)
+            self.gate.observe_step(sum(before.promised), before.accepted)
         rows = [r for r, name in enumerate(trees.requests) if name in present]
-        self.gate.promised(
+        self.gate.observe_trees(
             [trees.requests[r] for r in rows],
             [trees.promised[r] for r in rows],
             [trees.nodes[r] for r in rows],

@@ -327,15 +327,15 @@ def test_overhead_is_what_forward_and_draft_leave_of_a_step() -> None:
     aux = AuxTime()
     for step in range(64):
         aux.add(1, 1000.0 if step % 8 == 0 else 2.5)  # pauses between requests
-    assert aux.of(1) == 2.5
+    assert aux.ms(1) == 2.5
     # A batch of another size is taken to be like those that were seen, until it was seen itself.
-    assert aux.of(16) == aux.of(5) == 2.5
+    assert aux.ms(16) == aux.ms(5) == 2.5
     for _ in range(16):
         aux.add(17, 9.0)
-    assert aux.of(16) == aux.of(31) == 9.0 and aux.of(1) == 2.5
+    assert aux.ms(16) == aux.ms(31) == 9.0 and aux.ms(1) == 2.5
     for _ in range(64):  # less than was measured
         aux.add(1, -1.0)
-    assert aux.of(1) == -1.0 and aux.of(2) == 0.0
+    assert aux.ms(1) == -1.0 and aux.ms(2) == 0.0
 
 
 def test_steps_without_a_verification_give_the_plain_overhead() -> None:

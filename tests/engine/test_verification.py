@@ -28,11 +28,11 @@ class Gate(DraftGate):
         super().__init__()
         self.told: list[tuple[Any, ...]] = []
 
-    def promised(self, requests: Any, tokens: Any, nodes: Any) -> None:
+    def observe_trees(self, requests: Any, tokens: Any, nodes: Any) -> None:
         if requests:
             self.told.append(("promised", list(requests), list(nodes), float(np.sum(tokens))))
 
-    def realised(self, promised: float, accepted: float) -> None:
+    def observe_step(self, promised: float, accepted: float) -> None:
         self.told.append(("realised", promised, accepted))
 
     def draft(self, *args: Any) -> bool:

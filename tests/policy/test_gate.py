@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain decoding as a candidate: taken up, found again, per request and without flapping."""
+"""When the gate drafts: per request, with trials while trees do not pay, and without flapping."""
 
 import itertools
 
@@ -11,26 +11,29 @@ PLAIN_MS = 10.0
 
 
 class Engine:
-    """Drives a gate as the engine does: a tree is verified exactly when one was asked for.
+    """Drives a gate as the engine does: a tree is verified if and only if the gate asked for it.
 
-    worth: request -> draft tokens that a tree of 16 nodes promises; kept: the part that comes true.
+    accepted: accepted over promised draft tokens.
     """
 
-    def __init__(self, tree_ms, kept=1.0, seed=0):
+    def __init__(self, tree_ms, accepted=1.0, seed=0):
         self.gate = DraftGate()
         self.cost = np.full(2000, tree_ms, dtype=np.float32)
-        self.kept = kept
+        self.accepted = accepted
         self.rng = np.random.default_rng(seed)
         self.drafted = {}
 
     def arrive(self, requests):
-        """New requests: their prompts' last step decides whether they start with a tree."""
+        """New requests; the last step of their prompts decides whether they start with a tree."""
         for name in requests:
             self.gate.forget(name)
         self.drafted = set(requests) if self.gate.draft(requests, self.cost, PLAIN_MS) else set()
 
     def run(self, worth, steps, noise=0.2):
-        """[steps] whether each step had trees."""
+        """Run steps. Returns for each whether it had trees.
+
+        worth: request -> draft tokens that a tree of 16 nodes promises.
+        """
         names, seen = list(worth), []
         for _ in range(steps):
             trees = [name for name in names if name in self.drafted]
@@ -39,20 +42,20 @@ class Engine:
                 gains = [
                     max(0.0, worth[n] * (1 + noise * self.rng.standard_normal())) for n in trees
                 ]
-                self.gate.promised(trees, gains, [16] * len(trees))
-                self.gate.realised(sum(gains), self.kept * sum(gains))
+                self.gate.observe_trees(trees, gains, [16] * len(trees))
+                self.gate.observe_step(sum(gains), self.accepted * sum(gains))
             again = self.gate.draft(names, self.cost, PLAIN_MS)
             self.drafted = set(names) if again else set()
         return seen
 
 
-def test_a_paying_tree_is_never_left():
+def test_trees_that_pay_never_stop():
     engine = Engine(tree_ms=15.0)
     engine.arrive([0])
     assert all(engine.run({0: 3.0}, 500))
 
 
-def test_a_losing_tree_is_left_at_once_and_seldom_tried():
+def test_trees_that_do_not_pay_stop_at_once_and_are_seldom_tried():
     engine = Engine(tree_ms=30.0)
     engine.arrive([0])
     seen = engine.run({0: 1.0}, 3000)
@@ -91,7 +94,7 @@ def test_a_good_request_is_judged_by_itself():
     assert np.mean(shares[False]) < 0.2
 
 
-def test_a_name_that_is_given_again_is_forgotten():
+def test_a_reused_request_slot_starts_anew():
     engine = Engine(tree_ms=30.0)
     engine.arrive([0])
     engine.run({0: 0.5}, 40)
@@ -126,52 +129,52 @@ def test_no_flapping_at_the_break_even():
     assert sum(a != b for a, b in itertools.pairwise(seen)) <= 100
 
 
-def test_a_tree_not_worth_its_first_node_counts():
+def test_a_tree_without_a_node_worth_verifying_counts():
     gate, cost = DraftGate(), np.full(100, 30.0, dtype=np.float32)
     assert gate.draft([0], cost, PLAIN_MS)
-    gate.promised([0], [0.0], [0])
+    gate.observe_trees([0], [0.0], [0])
     assert not gate.draft([0], cost, PLAIN_MS)
 
 
-def test_an_overstating_drafter_is_found_out():
+def test_a_drafter_that_overstates_itself_is_corrected():
     # promises four tokens in two plain steps' time, and gives none
-    engine = Engine(tree_ms=20.0, kept=0.0)
+    engine = Engine(tree_ms=20.0, accepted=0.0)
     engine.arrive([0])
     seen = engine.run({0: 4.0}, 200)
     assert engine.gate.kappa < 0.3
     assert sum(seen) < 20
 
 
-def test_a_first_tree_that_is_on_its_way_is_waited_for():
-    # What a tree was worth is heard of a step later, as where the host never waits.
+def test_a_first_tree_that_is_not_verified_yet_counts_as_average():
+    # As in lagged timing, where the host learns of a tree a step after it was verified.
     cost, gate = np.full(100, 30.0, dtype=np.float32), DraftGate()
     assert gate.draft([0], cost, PLAIN_MS)
     assert gate.draft([0], cost, PLAIN_MS), "nothing is known of any tree yet"
-    gate.promised([0], [0.5], [16])
+    gate.observe_trees([0], [0.5], [16])
     assert not gate.draft([0], cost, PLAIN_MS)
     gate.forget(1)
     assert gate.draft([1], cost, PLAIN_MS)
     assert not gate.draft([1], cost, PLAIN_MS), "first trees have not paid so far"
-    gate.promised([1], [5.0], [16])
+    gate.observe_trees([1], [5.0], [16])
     assert gate.draft([1], cost, PLAIN_MS)
     gate.forget(2)
     for _ in range(30):
-        gate.promised([3], [5.0], [16])
+        gate.observe_trees([3], [5.0], [16])
         gate.forget(3)
     assert all(gate.draft([2], cost, PLAIN_MS) for _ in range(3)), "first trees have paid"
 
 
-def test_kappa_tracks_what_is_realised():
+def test_kappa_tracks_what_is_accepted():
     gate = DraftGate()
     for _ in range(400):
-        gate.realised(6.0, 9.0)
+        gate.observe_step(6.0, 9.0)
     assert 1.45 < gate.kappa < 1.55
 
 
 def test_the_cost_is_that_of_the_rows():
-    # trees of 16 nodes pay for two requests and not for four: rows beyond 40 are dear
+    # trees of 16 nodes pay for two requests and not for four: rows beyond 40 are expensive
     cost = np.where(np.arange(200) <= 40, 12.0, 60.0).astype(np.float32)
     gate = DraftGate()
-    gate.promised([0, 1, 2, 3], [2.0] * 4, [16] * 4)
+    gate.observe_trees([0, 1, 2, 3], [2.0] * 4, [16] * 4)
     assert gate.draft([0, 1], cost, PLAIN_MS)
     assert not gate.draft([0, 1, 2, 3], cost, PLAIN_MS)

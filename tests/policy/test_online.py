@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimators: staircase, drift, noise, outliers."""
+"""Latency models: staircase, drift, noise, outliers."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_names_choose_curves():
     table, bare, fitted = _table(), _Line(), _Line()
     assert isinstance(make_latency("table", table), TableLatency)
     static = make_latency("static", table, roofline=bare, calibrated=fitted)
-    assert static.curve is fitted and static.bias is None
+    assert static.curve is fitted and static.correction is None
     assert make_latency("ema", table, roofline=bare, calibrated=fitted).curve is bare
     assert make_latency("ema_calib", table, roofline=bare, calibrated=fitted).curve is fitted
     with pytest.raises(ValueError, match=r"'ema_calib'.*use 'ema_table'"):
@@ -54,7 +54,7 @@ def _run(model, factor, steps, rng, noise=0.0, spikes=()):
 
 
 def _factors(model):
-    return [model.bias.first, model.bias.more]
+    return [model.correction.root, model.correction.added]
 
 
 def test_slowdown_mid_run_is_followed():
@@ -92,7 +92,7 @@ def test_steps_of_one_size_say_nothing_of_others():
     model, rng = CurveLatency(_Line(), _table(), online=True), np.random.default_rng(8)
     for _ in range(400):
         model.observe(16, 1, 0, 3.6 * 1.5 * (1 + 0.05 * rng.standard_normal()))
-    assert model.bias.more / model.bias.first == pytest.approx(1.0, abs=0.01)
+    assert model.correction.added / model.correction.root == pytest.approx(1.0, abs=0.01)
 
 
 def test_fixed_models_ignore_observations():
@@ -101,7 +101,7 @@ def test_fixed_models_ignore_observations():
         before = model.cycle_cost_ms(1, 0)
         for _ in range(50):
             model.observe(8, 1, 0, 500.0)
-            model.follow(3.0)
+            model.observe_plain(3.0)
         assert model.cycle_cost_ms(1, 0) is before
 
 
@@ -128,22 +128,22 @@ def test_a_burst_of_stalls_is_bounded_and_forgotten():
     assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.01)
 
 
-def test_the_first_use_of_every_size_is_not_believed():
+def test_the_first_use_of_every_size_is_ignored():
     correction = Correction()
     for size in SIZES:
-        correction.update(size, 1.0, 1.0, 100.0)
-    assert correction.first == correction.more == 1.0
-    correction.update(1, 1.0, 0.0, 2.0)
-    assert correction.first == correction.more == 2.0
+        correction.observe(size, 1.0, 1.0, 100.0)
+    assert correction.root == correction.added == 1.0
+    correction.observe(1, 1.0, 0.0, 2.0)
+    assert correction.root == correction.added == 2.0
 
 
-def test_steps_without_a_draft_say_how_fast_the_machine_is():
+def test_plain_steps_correct_the_costs_of_drafting():
     model, truth, rng = CurveLatency(_Line(), _table(), online=True), 1.0, np.random.default_rng(9)
     for step in range(400):
         truth = 1.4 if step >= 100 else 1.0
         stall = 30.0 if step % 9 == 0 else 1.0
         ms = (2.1 * truth + 0.5) * (1 + 0.05 * rng.standard_normal()) * stall
-        model.follow(ms / model.plain_ms(1, 0))
+        model.observe_plain(ms / model.plain_ms(1, 0))
         if step == 99:
             assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.06)
     assert _factors(model) == pytest.approx([1.4, 1.4], rel=0.05)
@@ -153,13 +153,13 @@ def test_nonsense_is_ignored():
     correction = Correction()
     for ms in (float("nan"), float("inf"), 0.0, -3.0):
         for _ in range(3):
-            correction.update(8, 1.0, 1.0, ms)
+            correction.observe(8, 1.0, 1.0, ms)
         for _ in range(5):
-            correction.follow(ms)
-    assert correction.first == correction.more == 1.0
+            correction.observe_plain(ms)
+    assert correction.root == correction.added == 1.0
 
 
-def test_costs_keep_their_identity_while_the_bias_stands():
+def test_costs_are_the_same_object_until_the_correction_changes():
     model = CurveLatency(_Line(), _table(), online=True)
     _run(model, 1.0, 30, np.random.default_rng(4))
     cost = model.cycle_cost_ms(1, 100)

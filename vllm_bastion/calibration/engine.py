@@ -129,7 +129,7 @@ def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summa
     return summary.EngineSummary(
         drafter="+".join(config.draft_model_config.hf_config.architectures),
         gamma=config.bastion_gamma,
-        candidates=config.bastion_top_k,
+        candidates=runtime_of(runner.vllm_config).trees.top_k,
         nodes=config.num_speculative_tokens,
         budget=config.bastion_budget,
         lagged=is_lagged(config),

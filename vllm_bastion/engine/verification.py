@@ -258,7 +258,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         before, trees = self._history[0], self._history[1]
         if before.promised is not None:
             accepted = news.emitted[before.slots] - 1
-            gate.realised(before.promised, float(accepted.sum()))
+            gate.observe_step(before.promised, float(accepted.sum()))
         if len(trees.slots):
             chosen, promised = news.num_verify[trees.slots], news.promised[trees.slots]
             # A request near its end, or in a crowd, has fewer placeholders than it would use.
@@ -266,7 +266,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             part = promised * nodes / np.maximum(chosen, 1)
             trees.promised = float(part.sum())
             live = self._tenants[trees.slots] == trees.tenants
-            gate.promised(trees.slots[live].tolist(), part[live], nodes[live])
+            gate.observe_trees(trees.slots[live].tolist(), part[live], nodes[live])
 
     # ---- what others ask about the step -------------------------------------------------
 

@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether to draft at all: trees or plain decoding, step by step, from what each request gained.
+"""Whether to draft at all: decides before each step between trees and plain decoding.
 
-The budget N* is decided when a tree is there; this file decides whether the coming step gets one.
-With a_r the draft tokens that request r is expected to have accepted of a tree and n_r its nodes,
-both averages over its own trees, t_r in number, a batch of R requests drafts while
+The budget N* is chosen once a tree exists; the gate decides whether the next step gets trees. For
+each request r it averages over that request's own trees:
 
-    R + kappa sum a_r (1 + HOPE / t_r)   >=   R C(R + sum n_r) / C_plain
+    a_r   draft tokens expected to be accepted, the sum of the path scores of the verified nodes
+    n_r   nodes verified
+    t_r   trees averaged, at most RECENT
 
-C being the cost of a step with a draft. HOPE / t_r is the part by which a request may be better
-than its t_r trees say. kappa is the realised over the promised number of accepted tokens, so that a
-drafter that overstates itself is found out. Both averages and kappa forget at the rate 1 / RECENT.
+A batch of R requests drafts if a step with trees is expected to emit at least as many tokens as
+plain steps emit in the same time:
 
-Requests differ more than the steps of one request do, so the averages of a request start with its
-own first tree. One that has no tree yet counts as one that just pays, so that alone it gets its
-tree and among many it changes nothing; n_r is what first trees had so far. One whose first tree is
-on its way, unheard of, counts as the average first tree.
+    R + kappa sum_r a_r (1 + HOPE / t_r)   >=   R C(R + sum_r n_r) / C_plain
 
-While no tree is drafted nothing is learned about trees, so now and then one is drafted all the
-same: after WAIT 2^d steps with a tree would have taken their time, where d counts such trials in a
-row, up to DOUBLINGS. That bounds what trying costs to a part 1 / (1 + WAIT 2^d), whatever a draft
-costs here. Within the longest wait it is waited longer by the square of the factor by which trees
-fall short: many requests at once miss by several times what a draft costs, and try most dearly.
+C(n) is the cost of a step with a draft and n target rows, C_plain that of a plain step, in which
+each request emits one token. kappa is the ratio of accepted to promised draft tokens over recent
+steps: it corrects a drafter that overstates its own probabilities. HOPE / t_r allows for the error
+of an average over only t_r trees. The averages and kappa forget at the rate 1 / RECENT.
+
+Requests whose own trees are not known:
+
+- A request without a tree yet is assumed to break even: alone, it is drafted for; in a batch, it
+  does not tip the decision. Its n_r is the average over the first trees of earlier requests.
+- A request whose first tree has not been verified yet counts as an average first tree.
+
+Plain steps teach nothing about trees, so trees that do not pay are tried again after
+
+    WAIT min(2^d s^2, 2^DOUBLINGS)
+
+times the duration of a step with trees. d counts the trials since trees last paid. s >= 1 is the
+factor by which trees fall short: large batches can fall short by several times the cost of a draft,
+and their trials are the most expensive. Trials thus take at most about 1 / (1 + WAIT 2^d) of the
+time, whatever a draft costs on this machine.
 """
 
 from __future__ import annotations
@@ -34,16 +45,20 @@ from numpy.typing import ArrayLike
 
 from vllm_bastion.policy.cost.table import CostArray
 
+# After one tree a request may turn out 20 % better than that tree promised.
 _HOPE = 0.2
-# An average, and kappa, forgets what is more than about so many trees, or steps, ago.
+# Trees (of a request) or steps (for kappa) that an average covers: long enough to smooth single
+# trees, short enough to follow a change of topic within an answer.
 _RECENT = 16
+# The first trial comes after 16 steps' time: it takes at most 1 / 17, or 6 %, of the time.
 _WAIT = 16
+# The longest wait is 16 times the first one: trials then take less than 0.4 % of the time.
 _DOUBLINGS = 4
 
 
 @dataclass
-class _Worth:
-    """Averages over trees: of one request, or the first ones of all."""
+class _TreeAverages:
+    """Averages over the trees of one request, or over the first trees of all requests."""
 
     tokens: float = 0.0
     nodes: float = 0.0
@@ -56,98 +71,113 @@ class _Worth:
 
 
 class DraftGate:
-    """Decides before each draft whether it is made. Requests are named by any integer."""
+    """Decides before each draft whether to make it.
+
+    A request is identified by any integer that is its own while it runs, such as its request slot.
+    """
 
     def __init__(self) -> None:
-        self._requests: dict[int, _Worth] = {}
-        self._first_trees = _Worth()
-        # Decayed sums of accepted draft tokens, realised and promised; one token of prior each.
-        self._realised = self._promised = 1.0
-        # Requests that a draft was decided for of late, and not heard of yet: it is made a step
-        # after the decision where the scheduler must know of it first, and where the host never
-        # waits it is heard of a step after it was verified.
-        self._on_the_way: deque[set[int]] = deque([set(), set()], 2)
-        self._waited = self._doublings = 0
-        # Requests of the batch that the doublings are about.
-        self._batch = 0
+        self._requests: dict[int, _TreeAverages] = {}
+        self._first_trees = _TreeAverages()
+        # Decayed sums of accepted and promised draft tokens. Both start at 1, as a prior.
+        self._accepted_sum = self._promised_sum = 1.0
+        # Requests of the last two decisions to draft. A tree may be made a step after the decision,
+        # because the scheduler plans it first, and its promise may reach the host a step after it
+        # was verified, because the host does not wait.
+        self._awaited: deque[set[int]] = deque([set(), set()], 2)
+        self._steps_waited = self._doublings = 0
+        # Size of the batch that `_doublings` was counted for.
+        self._doublings_batch = 0
 
     @property
     def kappa(self) -> float:
-        """Realised over promised accepted draft tokens."""
-        return self._realised / self._promised
+        """Accepted over promised draft tokens."""
+        return self._accepted_sum / self._promised_sum
 
     def forget(self, request: int) -> None:
-        """The name belongs to another request from here on."""
+        """From now on the integer `request` identifies another request."""
         self._requests.pop(request, None)
-        for asked in self._on_the_way:
-            asked.discard(request)
+        for awaited in self._awaited:
+            awaited.discard(request)
 
-    def promised(self, requests: Sequence[int], tokens: ArrayLike, nodes: ArrayLike) -> None:
-        """Trees are verified, or about to be.
+    def observe_trees(self, requests: Sequence[int], tokens: ArrayLike, nodes: ArrayLike) -> None:
+        """Add trees that were verified, or are about to be, to their requests' averages.
 
         Args:
-            requests: [R] names.
-            tokens: [R] draft tokens expected to be accepted, the sums of their path scores.
+            requests: [R] requests.
+            tokens: [R] draft tokens expected to be accepted, the sums of the path scores.
             nodes: [R] nodes verified.
         """
-        for name, gain, size in zip(
+        for request, expected, size in zip(
             requests, np.asarray(tokens).tolist(), np.asarray(nodes).tolist(), strict=True
         ):
-            if name not in self._requests:
-                self._requests[name] = _Worth()
-                self._first_trees.add(gain, size)
-            self._requests[name].add(gain, size)
+            if request not in self._requests:
+                self._requests[request] = _TreeAverages()
+                self._first_trees.add(expected, size)
+            self._requests[request].add(expected, size)
 
-    def realised(self, promised: float, accepted: float) -> None:
-        """Take in a verified step: draft tokens promised and accepted, over all its requests."""
-        keep = 1.0 - 1.0 / _RECENT
-        self._realised = keep * self._realised + accepted
-        self._promised = keep * self._promised + promised
+    def observe_step(self, promised: float, accepted: float) -> None:
+        """Update kappa by a verified step: the draft tokens promised and accepted in all of it."""
+        decay = 1.0 - 1.0 / _RECENT
+        self._accepted_sum = decay * self._accepted_sum + accepted
+        self._promised_sum = decay * self._promised_sum + promised
 
     def draft(self, requests: Sequence[int], cost_ms: CostArray, plain_ms: float) -> bool:
-        """Whether the coming step of these requests gets trees.
+        """Whether the next step of these requests gets trees.
 
         Args:
-            requests: [R] names, R >= 1.
-            cost_ms: [rows + 1] cost of a step with a draft by its target rows, at this batch.
-            plain_ms: cost of a step of theirs without one.
+            requests: [R] requests, R >= 1.
+            cost_ms: [rows + 1] cost of a step with a draft by its target rows, for this batch.
+            plain_ms: cost of a plain step of this batch.
         """
-        drafts = self._pays(requests, cost_ms, plain_ms)
-        self._on_the_way.append(set(requests) if drafts else set())
+        drafts = self._decide(requests, cost_ms, plain_ms)
+        self._awaited.append(set(requests) if drafts else set())
         return drafts
 
-    def _pays(self, requests: Sequence[int], cost_ms: CostArray, plain_ms: float) -> bool:
+    def _decide(self, requests: Sequence[int], cost_ms: CostArray, plain_ms: float) -> bool:
         count, first = len(requests), self._first_trees
-        known = [self._requests[name] for name in requests if name in self._requests]
-        on_the_way = 0
+        known = [self._requests[request] for request in requests if request in self._requests]
+        num_awaited = 0
         if first.trees:
-            asked = set.union(*self._on_the_way).difference(self._requests)
-            on_the_way = len(asked.intersection(requests))
-        untried = count - len(known) - on_the_way
-        nodes = sum(worth.nodes for worth in known) + (untried + on_the_way) * first.nodes
-        # In plain steps' time, which is what a request without a draft emits a token in.
+            awaited = set.union(*self._awaited).difference(self._requests)
+            num_awaited = len(awaited.intersection(requests))
+        untried = count - len(known) - num_awaited
+        nodes = sum(request.nodes for request in known) + (untried + num_awaited) * first.nodes
+        # Duration of a step with trees in plain steps.
         cost = float(cost_ms[min(round(count + nodes), len(cost_ms) - 1)]) / plain_ms
-        tokens = sum(worth.tokens for worth in known) + on_the_way * first.tokens
-        hope = sum(_HOPE * worth.tokens / worth.trees for worth in known)
-        # An untried request just pays: a token and what else the cost asks of each.
+        tokens = sum(request.tokens for request in known) + num_awaited * first.tokens
+        hope = sum(_HOPE * request.tokens / request.trees for request in known)
+        # An untried request is assumed to break even: it emits `cost` tokens.
         average = count - untried + self.kappa * tokens
         if average > count * cost:
             self._doublings = 0
         expected = average + self.kappa * hope + untried * cost
         if expected >= count * cost:
-            self._waited = 0
+            self._steps_waited = 0
             return True
-        if not 0.5 < count / max(self._batch, 1) < 2.0:
-            # What was learned was learned about another batch.
-            self._batch, self._doublings = count, 0
-        self._waited += 1
-        short = count * cost / expected
-        wait = _WAIT * min(2**self._doublings * short**2, 2**_DOUBLINGS)
-        if self._waited < wait * cost:
+        return self._is_time_for_trial(known, count, cost, count * cost / expected)
+
+    def _is_time_for_trial(
+        self, known: list[_TreeAverages], count: int, cost: float, shortfall: float
+    ) -> bool:
+        """Count a plain step, or end the wait.
+
+        Args:
+            known: averages of the batch's requests that have trees.
+            count: requests of the batch.
+            cost: duration of a step with trees in plain steps.
+            shortfall: tokens needed to pay for the trees over tokens expected.
+        """
+        if not 0.5 < count / max(self._doublings_batch, 1) < 2.0:
+            # The trials so far were made with a batch of another size.
+            self._doublings_batch, self._doublings = count, 0
+        self._steps_waited += 1
+        wait = _WAIT * min(2**self._doublings * shortfall**2, 2**_DOUBLINGS)
+        if self._steps_waited < wait * cost:
             return False
-        self._waited = 0
+        self._steps_waited = 0
         self._doublings = min(self._doublings + 1, _DOUBLINGS)
-        for worth in known:
-            # The trial is to count as much as all that was seen before.
-            worth.trees = 1
+        for request in known:
+            # The trial counts as much as all trees before it.
+            request.trees = 1
         return True

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the next step will cost, kept where the budget rule reads it.
+"""What the next step costs, in the buffer that the budget rule reads.
 
-``StepCosts`` joins a latency model (vLLM-free) with the trees' cost buffer: it installs the row of
-the table that fits the batch and feeds real step times back to the model.
+``StepCosts`` connects a latency model with the trees' cost buffer: it installs the costs of the
+current batch, and it feeds the times of real steps back to the model.
 
-T_aux, everything of a step that calibration could not time (sampling, tree building, compaction,
-the host's part, waiting for N*), is what real steps take beyond their forward pass and the draft.
-It is below zero where those take less than was measured: what decides is the step.
+T_aux is what a real step takes beyond its forward pass and its draft, as far as calibration could
+not time it: sampling, tree building, compaction, the host's work, waiting for N*. It is negative if
+real steps take less than the profile says: what counts is the time of the whole step.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from vllm_bastion.policy.cost.table import CostArray
 from vllm_bastion.policy.cost.timing import StepTimer
 from vllm_bastion.policy.trees import Trees
 
-# T_aux is a median over this many steps, and is looked at again every half of them.
+# T_aux is the median of this many steps, and is updated after every half as many.
 _AUX_STEPS = 32
-# The part of a measured cost by which T_aux may be below zero.
-_MOST_LESS = 0.5
+# T_aux may lower a measured cost by at most this fraction of it.
+_MAX_REDUCTION = 0.5
 
 
 class AuxTime:
-    """Milliseconds of T_aux: running medians, by the power of two of requests, and of all steps."""
+    """T_aux in milliseconds: running medians, by powers of two of requests and over all steps."""
 
     def __init__(self) -> None:
         self._all = _Median()
         self._by_size: dict[int, _Median] = {}
 
     def add(self, num_reqs: int, ms: float) -> None:
-        """Take in one step. A pause between two requests is an outlier that the median ignores."""
+        """Add one step. A pause between requests is an outlier, which the median ignores."""
         self._all.add(ms)
         self._by_size.setdefault(num_reqs.bit_length(), _Median()).add(ms)
 
-    def of(self, num_reqs: int) -> float | None:
-        """Of a batch of about so many requests, else of any; None until there are enough steps."""
+    def ms(self, num_reqs: int) -> float | None:
+        """T_aux of batches of about this size, else of all steps; None until there are enough."""
         own = self._by_size.get(num_reqs.bit_length())
         if own is not None and own.ms is not None:
             return own.ms
-        # Another batch's lead over what was measured for it is no lead of this one.
+        # Never apply another batch size's negative correction.
         return None if self._all.ms is None else max(self._all.ms, 0.0)
 
 
@@ -64,10 +64,10 @@ class _Median:
 
 
 class StepCosts:
-    """Cost of a whole step by its target rows, for the batch at hand.
+    """Cost of a whole step by its target rows, for the current batch.
 
     Args:
-        latency: what a forward pass costs.
+        latency: estimates the cost of a step.
         trees: holder of the cost buffer.
         online: whether real steps are timed and correct the costs.
     """
@@ -82,39 +82,40 @@ class StepCosts:
         self._current: CostArray | None = None
 
     def install(self, num_reqs: int, context_len: float) -> None:
-        """Make the trees' cost buffer the one of this batch; a copy only when it changed."""
+        """Write the costs of this batch to the trees' cost buffer, if they differ from it."""
         cost = self.latency.cycle_cost_ms(num_reqs, context_len)
-        # The model hands out the same array while nothing has changed.
-        aux = max(self._aux.of(num_reqs) or 0.0, -_MOST_LESS * float(cost[0]))
+        # The model returns the same array until its costs change.
+        aux = max(self._aux.ms(num_reqs) or 0.0, -_MAX_REDUCTION * float(cost[0]))
         state = (id(cost), aux)
         if state != self._installed:
             self._installed = state
-            self._current = cost  # keeps the id alive
+            self._current = cost  # no other array gets its id while this one lives
             self._trees.set_cost_ms(cost + np.float32(aux))
 
     def plain_ms(self, num_reqs: int, context_len: float) -> float:
-        """Cost of a step without drafting; infinite before the first drafts have shown T_aux.
+        """Cost of a step without drafting; infinite until the first drafts have shown T_aux.
 
-        Calibration sees no scheduler. What that takes, it takes in both kinds of steps, and without
-        it plain steps look better than they are.
+        Calibration runs without a scheduler. The scheduler's time is part of both kinds of step:
+        without it, plain steps would look cheaper than they are.
         """
-        drafting = self._aux.of(num_reqs)
+        drafting = self._aux.ms(num_reqs)
         if self.timer is not None and drafting is None and self._drafted < _AUX_STEPS:
             return math.inf
-        aux, plain = self._plain_aux.of(num_reqs), self.latency.plain_ms(num_reqs, context_len)
-        if aux is None:  # like that of a step with a draft: most of T_aux is vLLM's own
+        aux, plain = self._plain_aux.ms(num_reqs), self.latency.plain_ms(num_reqs, context_len)
+        if aux is None:
+            # Most of T_aux is vLLM's own time, which a step with a draft has as well.
             aux = max(drafting or 0.0, 0.0)
-        return plain + max(aux, -_MOST_LESS * plain)
+        return plain + max(aux, -_MAX_REDUCTION * plain)
 
     def learn(self) -> None:
-        """Take in the steps that were completed since the last call."""
+        """Learn from the steps that were completed since the last call."""
         if self.timer is None:
             return
         for step in self.timer.completed():
             self._drafted += step.drafted
             if step.verified:
                 self.latency.observe(step.rows, step.num_reqs, step.context_len, step.forward_ms)
-            # A step from trees to plain decoding, or back, is neither.
+            # A step that only verifies or only drafts is neither a tree step nor a plain one.
             if step.total_ms is None or step.verified != step.drafted:
                 continue
             if step.verified:
@@ -122,7 +123,7 @@ class StepCosts:
                 self._aux.add(step.num_reqs, step.total_ms - step.forward_ms - beyond)
             else:
                 plain = self.latency.plain_ms(step.num_reqs, step.context_len)
-                if self._plain_aux.of(step.num_reqs) is not None:
+                if self._plain_aux.ms(step.num_reqs) is not None:
                     expected = self.plain_ms(step.num_reqs, step.context_len)
-                    self.latency.follow(step.total_ms / expected)
+                    self.latency.observe_plain(step.total_ms / expected)
                 self._plain_aux.add(step.num_reqs, step.total_ms - plain)

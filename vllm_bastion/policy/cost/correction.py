@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How real steps correct what a step is believed to cost.
+"""How the times of real steps correct the predicted cost of a step.
 
-The paper has one factor, c <- (1 - alpha) c + alpha * (observed / predicted), fed by the target's
-forward time of real steps. It says which steps are dear and nothing of where a tree should end: a
-step's first rows wait for memory, further ones for arithmetic, and a neighbour on the memory bus or
-a lower clock changes one of the two.
+The paper has one factor, c <- (1 - alpha) c + alpha * (observed / predicted), updated by the
+target's forward time of real steps. It scales all steps alike, so it cannot change which tree size
+is best. But sizes do change differently: a step's first rows wait for memory and further rows for
+arithmetic, so a neighbour on the memory bus, or a lower clock, changes one more than the other.
 """
 
 from __future__ import annotations
@@ -13,51 +13,57 @@ import math
 from collections import deque
 from statistics import median
 
-_ALPHA = 0.1
-_WINDOW = 5
-_MAX_PULL = 1.5
-# How fast c and d part, how far, and how far an observation may be from the median of the last.
-_BETA = 1.0
-_MAX_APART = 0.5 * math.log(3.0)
-_WIDTH = 1.15
+_ALPHA = 0.1  # of the moving average, as in the paper
+_WINDOW = 5  # observations of the median that outliers are compared with
+_MAX_PULL = 1.5  # one update uses at most this ratio, or its inverse
+_BETA = 1.0  # how fast c and d separate
+_MAX_LOG_SPLIT = 0.5 * math.log(3.0)  # c and d differ at most by a factor of 3
+_OUTLIER = 1.15  # an observation counts as at most this ratio to the median
 
 
 class Correction:
-    """The factors `first` (c) and `more` (d) of a step's time: of its roots, and of its other rows.
+    """The factors of a step's time: `root` (c) for its roots, `added` (d) for all further rows.
 
-    Both follow the ratio of observed and predicted by the paper's EMA. They part as far as steps
-    with many rows disagree with steps with few: by the ratio's covariance with the part of the time
-    that is d's, so that steps of one size alone part nothing.
+    Both follow the ratio of observed to predicted time by the paper's moving average. They separate
+    if steps with many rows disagree with steps with few rows: by the covariance of the ratio with
+    the fraction of the time that d scales. Steps of a single size separate nothing.
 
-    A first use of a shape, a preemption or a stall must not shift all sizes at once: the first
-    observation of every padded size is dropped, a ratio further than `_WIDTH` from the median of
-    the last five counts as that far, and the median itself as no more than `_MAX_PULL`. Isolated
-    outliers do next to nothing, a lasting change arrives.
+    The first use of a shape, a preemption or a stall must not shift all sizes at once. So the first
+    observation of every padded size is dropped, a ratio further than `_OUTLIER` from the median of
+    the last five is clipped to it, and the median itself to `_MAX_PULL`. Isolated outliers have
+    almost no effect; a lasting change arrives.
     """
 
     def __init__(self, alpha: float = _ALPHA) -> None:
         self._alpha = alpha
-        # log c = log_both - log_apart, log d = log_both + log_apart
-        self._log_both = self._log_apart = 0.0
+        # log c = log_both - log_split, log d = log_both + log_split
+        self._log_both = self._log_split = 0.0
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._followed: deque[float] = deque(maxlen=_WINDOW)
+        self._recent_plain: deque[float] = deque(maxlen=_WINDOW)
         self._seen: set[int] = set()
-        # running mean of d's part of a step's time
-        self._mean_part: float | None = None
+        # Moving average of the fraction of a step's time that d scales.
+        self._mean_fraction: float | None = None
 
     @property
-    def first(self) -> float:
-        """c: of what a step takes with a row for each request."""
-        return math.exp(self._log_both - self._log_apart)
+    def root(self) -> float:
+        """c: scales the time of a step with one row for each request."""
+        return math.exp(self._log_both - self._log_split)
 
     @property
-    def more(self) -> float:
-        """d: of what further rows add to that."""
-        return math.exp(self._log_both + self._log_apart)
+    def added(self) -> float:
+        """d: scales what further rows add to that."""
+        return math.exp(self._log_both + self._log_split)
 
-    def update(self, size: int, root_ms: float, added_ms: float, measured_ms: float) -> None:
-        """Take in a step of `size` rows (after padding), of which the curve says root + added."""
-        predicted = self.first * root_ms + self.more * added_ms
+    def observe(self, size: int, root_ms: float, added_ms: float, measured_ms: float) -> None:
+        """Learn from the forward pass of a tree step.
+
+        Args:
+            size: its rows after padding.
+            root_ms: uncorrected time of a row for each request.
+            added_ms: uncorrected time that its other rows add.
+            measured_ms: what it took.
+        """
+        predicted = self.root * root_ms + self.added * added_ms
         ratio = measured_ms / predicted
         if not (math.isfinite(ratio) and ratio > 0):
             return
@@ -67,32 +73,32 @@ class Correction:
         started = len(self._recent) == _WINDOW
         self._recent.append(ratio)
         middle = median(self._recent)
-        part = self.more * added_ms / predicted
-        if not started or self._mean_part is None:
-            # A bare roofline can be far off: start from what is seen, not from one.
+        fraction = self.added * added_ms / predicted
+        if not started or self._mean_fraction is None:
+            # A bare roofline can be far off: start from the observed ratio, not from one.
             self._scale(middle)
-            self._mean_part = part
+            self._mean_fraction = fraction
             return
-        beside = min(max(ratio / middle, 1 / _WIDTH), _WIDTH)
+        deviation = min(max(ratio / middle, 1 / _OUTLIER), _OUTLIER)
         middle = min(max(middle, 1 / _MAX_PULL), _MAX_PULL)
-        apart = self._log_apart + 0.5 * _BETA * (beside - 1.0) * (part - self._mean_part)
-        self._log_apart = min(max(apart, -_MAX_APART), _MAX_APART)
-        self._mean_part += self._alpha * (part - self._mean_part)
-        self._scale(1.0 + self._alpha * (middle * beside - 1.0))
+        slope = 0.5 * _BETA * (deviation - 1.0) * (fraction - self._mean_fraction)
+        self._log_split = min(max(self._log_split + slope, -_MAX_LOG_SPLIT), _MAX_LOG_SPLIT)
+        self._mean_fraction += self._alpha * (fraction - self._mean_fraction)
+        self._scale(1.0 + self._alpha * (middle * deviation - 1.0))
 
-    def follow(self, ratio: float) -> None:
-        """Take in a step without a draft by its whole time, observed over expected.
+    def observe_plain(self, ratio: float) -> None:
+        """Learn from a plain step: the whole time observed, over the time expected.
 
-        Else the costs of drafting would stay those of the moment in which it was given up.
+        Otherwise the cost of drafting would stay what it was when drafting stopped.
         """
-        self._followed.append(ratio)
-        middle = median(self._followed)
-        if len(self._followed) == _WINDOW and math.isfinite(middle) and middle > 0:
+        self._recent_plain.append(ratio)
+        middle = median(self._recent_plain)
+        if len(self._recent_plain) == _WINDOW and math.isfinite(middle) and middle > 0:
             middle = min(max(middle, 1 / _MAX_PULL), _MAX_PULL)
             self._scale(1.0 + self._alpha * (middle - 1.0))
 
     def _scale(self, factor: float) -> None:
         self._log_both += math.log(factor)
-        # What was seen of late was seen beside another prediction.
+        # Recent ratios were taken against the previous prediction.
         for i, ratio in enumerate(self._recent):
             self._recent[i] = ratio / factor

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latency estimators: what the controller believes one cycle costs.
+"""Latency models: what one cycle of speculative decoding is estimated to cost.
 
-`LatencyModel` is the seam between what is measured and what is decided. Five models:
+`LatencyModel` is the interface between measuring and deciding. There are five models:
 
     table      C(n) = measured step-cost table
     ema_table  C(n) = its forward time, corrected                        + T_draft + T_aux
@@ -9,11 +9,11 @@
     ema        C(n) = bare roofline at the padded size, corrected        + T_draft + T_aux
     ema_calib  C(n) = calibrated roofline at the padded size, corrected  + T_draft + T_aux
 
-`static` is the paper's. Corrected is, for a curve T and a batch of R requests,
+`static` is the paper's. "Corrected" means, for a curve T and a batch of R requests,
 
     c T(R) + d (T(n) - T(R))
 
-with the factors of a `Correction`.
+with the factors c and d of a `Correction`.
 """
 
 from __future__ import annotations
@@ -34,21 +34,25 @@ from vllm_bastion.policy.cost.table import (
 
 LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
 
-# Costs are rebuilt when a factor has moved by this much: a caller that copies them to a device
-# compares the array's identity, and a smaller change moves no decision worth a copy.
-_BIAS_STEP = 0.01
+# Costs are rebuilt when the log of a factor has changed by this much. Callers copy a new array to
+# the device, and a smaller change would alter no decision that is worth the copy.
+_LOG_STEP = 0.01
 _MAX_CACHED = 512
 
 
 class LatencyModel(Protocol):
-    """Cost of one cycle, by total target rows."""
+    """Cost of one cycle by its total target rows."""
 
     def cycle_cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
-        """[max_rows + 1] float32 ms of a whole cycle (forward + drafter + T_aux).
+        """Milliseconds of a whole cycle: forward pass, drafter and T_aux.
 
-        Entry n is for n target rows (roots, nodes and prefill tokens); `context_len` is the mean
-        number of cached tokens per request. Finite, positive, non-decreasing, read-only; the same
-        object as before while nothing has changed.
+        Args:
+            num_reqs: requests that decode in the step.
+            context_len: mean cached tokens per request.
+
+        Returns:
+            [max_rows + 1] float32, entry n for n target rows (roots, nodes and prefill tokens);
+            finite, positive, non-decreasing and read-only. The same object until costs change.
         """
         ...
 
@@ -61,24 +65,24 @@ class LatencyModel(Protocol):
         ...
 
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
-        """Take in one real step.
+        """Learn from a tree step.
 
         Args:
-            rows: target rows of the step.
-            num_reqs: requests in it.
+            rows: its target rows.
+            num_reqs: its requests.
             context_len: mean cached tokens per request.
-            measured_ms: the target's forward time, the same span as in the table's samples
-                (never the whole cycle: a factor on the whole cycle changes no decision).
+            measured_ms: the target's forward time, from and to where the table's samples are timed
+                (not the whole cycle: a factor on the whole cycle changes no decision).
         """
         ...
 
-    def follow(self, ratio: float) -> None:
-        """Take in the whole time of a step without a draft, over what was expected of it."""
+    def observe_plain(self, ratio: float) -> None:
+        """Learn from a plain step: its whole time over the time expected."""
         ...
 
 
 class TableLatency:
-    """`table`: the measured step-cost table, fixed."""
+    """`table`: the measured step-cost table, never corrected."""
 
     def __init__(self, table: StepCostTable) -> None:
         self.table = table
@@ -96,43 +100,43 @@ class TableLatency:
         return self.table.drafter_ms(num_reqs) + self.table.aux_ms
 
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
-        """Nothing: the table is what was measured at start-up."""
+        """Ignored: the table stays as it was measured."""
 
-    def follow(self, ratio: float) -> None:
-        """Nothing, as above."""
+    def observe_plain(self, ratio: float) -> None:
+        """Ignored, as above."""
 
 
 class CurveLatency:
-    """All but `table`: a curve of the target's forward time, corrected online or not.
+    """All models but `table`: a curve of the target's forward time, with or without correction.
 
     Args:
         curve: the bare or the calibrated roofline; None for the table's own forward times.
         table: drafter time, T_aux and graph sizes.
-        online: whether `observe` corrects the curve.
+        online: whether real steps correct the curve.
     """
 
     def __init__(self, curve: Carrier | None, table: StepCostTable, *, online: bool) -> None:
         self.curve = curve
         self.table = table
-        self.bias = Correction() if online else None
+        self.correction = Correction() if online else None
         self._forward: dict[tuple[int, int], FloatArray] = {}
         self._cost: dict[tuple[int, int, int, int], CostArray] = {}
 
     def cycle_cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
         """See `LatencyModel`."""
         num_reqs, bucket = max(1, int(num_reqs)), context_bucket(context_len)
-        first = more = 0
-        if self.bias is not None:
-            first = round(math.log(self.bias.first) / _BIAS_STEP)
-            more = round(math.log(self.bias.more) / _BIAS_STEP)
-        key = (num_reqs, bucket, first, more)
+        log_c = log_d = 0  # in units of _LOG_STEP
+        if self.correction is not None:
+            log_c = round(math.log(self.correction.root) / _LOG_STEP)
+            log_d = round(math.log(self.correction.added) / _LOG_STEP)
+        key = (num_reqs, bucket, log_c, log_d)
         cost = self._cost.get(key)
         if cost is None:
             forward = self._forward_ms(num_reqs, bucket)
             root = forward[min(num_reqs, self.table.max_rows)]
-            # Fewer rows than requests never run; there the curve is to fall all the same.
-            added = (forward - root) * np.exp(_BIAS_STEP * np.where(forward < root, first, more))
-            forward = root * math.exp(_BIAS_STEP * first) + added
+            # No step has fewer rows than requests, but the curve must still decrease there.
+            added = (forward - root) * np.exp(_LOG_STEP * np.where(forward < root, log_c, log_d))
+            forward = root * math.exp(_LOG_STEP * log_c) + added
             total = forward + self.table.drafter_ms(num_reqs) + self.table.aux_ms
             cost = total.astype(np.float32)
             cost.setflags(write=False)
@@ -145,9 +149,9 @@ class CurveLatency:
         """See `LatencyModel`."""
         num_reqs = max(1, int(num_reqs))
         forward = self._forward_ms(num_reqs, context_bucket(context_len))
-        bias = 1.0 if self.bias is None else self.bias.first
+        factor = 1.0 if self.correction is None else self.correction.root
         row = min(num_reqs, self.table.max_rows)
-        return float(forward[row]) * bias + self.table.plain_aux_ms
+        return float(forward[row]) * factor + self.table.plain_aux_ms
 
     def beyond_forward_ms(self, num_reqs: int) -> float:
         """See `LatencyModel`."""
@@ -155,21 +159,21 @@ class CurveLatency:
 
     def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
         """See `LatencyModel`."""
-        if self.bias is None:
+        if self.correction is None:
             return
-        num_reqs, most = max(1, int(num_reqs)), self.table.max_rows
-        row = min(max(int(rows), 1), most)
+        num_reqs = max(1, int(num_reqs))
+        row = min(max(int(rows), 1), self.table.max_rows)
         forward = self._forward_ms(num_reqs, context_bucket(context_len))
         whole, root = float(forward[row]), float(forward[min(num_reqs, row)])
-        self.bias.update(int(self.table.padded_rows[row]), root, whole - root, measured_ms)
+        self.correction.observe(int(self.table.padded_rows[row]), root, whole - root, measured_ms)
 
-    def follow(self, ratio: float) -> None:
+    def observe_plain(self, ratio: float) -> None:
         """See `LatencyModel`."""
-        if self.bias is not None:
-            self.bias.follow(ratio)
+        if self.correction is not None:
+            self.correction.observe_plain(ratio)
 
     def _forward_ms(self, num_reqs: int, bucket: int) -> FloatArray:
-        """[max_rows + 1] float64: the uncorrected curve at the sizes that really run."""
+        """[max_rows + 1] float64: the uncorrected curve at the padded sizes."""
         forward = self._forward.get((num_reqs, bucket))
         if forward is None:
             if len(self._forward) >= _MAX_CACHED:
@@ -191,16 +195,16 @@ def make_latency(
     roofline: Carrier | None = None,
     calibrated: Carrier | None = None,
 ) -> LatencyModel:
-    """The estimator of that name.
+    """The latency model of that name.
 
     Args:
         name: value of `bastion_latency_model`.
         table: the measured step-cost table.
         roofline: the bare roofline, for `ema`.
-        calibrated: the calibrated one, for `static` and `ema_calib`.
+        calibrated: the calibrated roofline, for `static` and `ema_calib`.
 
     Raises:
-        ValueError: unknown name, or the curve that it needs is missing.
+        ValueError: the name is unknown, or the roofline that it needs is missing.
     """
     if name == "table":
         return TableLatency(table)
