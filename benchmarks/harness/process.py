@@ -29,6 +29,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 _POLL_S = 0.2
 _EXIT_S = 20.0
 _LOG_CHARACTERS = 6000
@@ -187,6 +189,8 @@ def _serve(connection: Connection, log: str, imports: Sequence[str]) -> None:
     os.dup2(descriptor, 2)
     if sys.platform == "linux":  # a stopped process would outlive a parent that was killed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # tqdm's default lock is a semaphore that would be leaked when the process is terminated.
+    tqdm.set_lock(threading.RLock())
     held: Any = None
     try:
         for name in imports:
