@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 from vllm_bastion.calibration import measure
-from vllm_bastion.policy.cost.points import repeats_after, sizes_to_measure, tree_shapes
+from vllm_bastion.calibration.points import repeats_after, sizes_to_measure, tree_shapes
 
 
 def test_sizes_beyond_the_graphs_are_measured_too() -> None:

@@ -196,7 +196,7 @@ def test_positions_are_root_plus_depth_in_the_tail_and_linear_before_it() -> Non
     trees.grow(logits_of(1), 1)
     # A prompt chunk of 4 rows in slot 0, then a root with 5 nodes in slot 3.
     positions = torch.tensor([10, 11, 12, 13, 40, 41, 42, 43, 44, 45])
-    placed = trees.place(
+    placed = trees.positions_by_depth(
         positions,
         torch.tensor([0, 3]),
         torch.tensor([0, 4, 10], dtype=torch.int32),

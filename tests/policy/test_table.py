@@ -97,7 +97,7 @@ def test_a_tree_and_as_many_requests_of_one_row_have_their_own_times():
     times = ForwardTimes([(n, float(c), ms, r) for n, c, ms, r in plain + trees], None)
 
     def at(reqs, context):
-        return times.at(reqs, reqs * context)
+        return times.ms(reqs, reqs * context)
 
     np.testing.assert_array_equal(times.rows, list(base))
     np.testing.assert_allclose(at(1, 1000)[1:3], [11.5, 14.5])

@@ -22,6 +22,7 @@ from vllm_bastion import __version__
 from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.agreement import of_rank_0, shared_profile
 from vllm_bastion.calibration.measure import largest_steps, measure, warm_up
+from vllm_bastion.calibration.points import CONTEXTS
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
 from vllm_bastion.cpu.int8 import int8_wanted
 from vllm_bastion.cpu.linear import has_linear
@@ -30,7 +31,6 @@ from vllm_bastion.envs import interpreter_requested
 from vllm_bastion.logger import init_logger
 from vllm_bastion.policy.cost.devices import device_name, device_spec
 from vllm_bastion.policy.cost.online import make_latency
-from vllm_bastion.policy.cost.points import CONTEXTS
 from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
 from vllm_bastion.policy.cost.store import (
     Profile,

@@ -23,12 +23,7 @@ import torch
 from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 
 from vllm_bastion.calibration.agreement import of_rank_0
-from vllm_bastion.calibration.tree_steps import TreeSteps
-from vllm_bastion.engine.runtime import runtime_of
-from vllm_bastion.logger import init_logger
-from vllm_bastion.policy.cost.fit import calibrate_and_report
-from vllm_bastion.policy.cost.forward_times import Sample
-from vllm_bastion.policy.cost.points import (
+from vllm_bastion.calibration.points import (
     CONTEXTS,
     PLAIN_REQS,
     REPEATS,
@@ -37,6 +32,11 @@ from vllm_bastion.policy.cost.points import (
     sizes_to_measure,
     tree_shapes,
 )
+from vllm_bastion.calibration.tree_steps import TreeSteps
+from vllm_bastion.engine.runtime import runtime_of
+from vllm_bastion.logger import init_logger
+from vllm_bastion.policy.cost.fit import calibrate_and_report
+from vllm_bastion.policy.cost.forward_times import Sample
 from vllm_bastion.policy.cost.roofline import Roofline
 from vllm_bastion.policy.cost.store import Profile, ProfileKey
 from vllm_bastion.policy.cost.table import StepCostTable, padded_rows

@@ -286,7 +286,7 @@ class BastionSpeculator(DFlashSpeculator):
         num_reqs, width = batch.num_reqs, self.trees.depth + 1
         tail = np.minimum(self.trees.step_drafts + 1, width)
         # Rows of a prompt in front of the root; a decode has none.
-        before = self.trees.step_rest - 1
+        before = self.trees.step_base_rows - 1
         layout = np.zeros(2 * num_reqs + 1, dtype=np.int32)
         start = layout[: num_reqs + 1]
         np.cumsum(before + tail, out=start[1:])

@@ -54,4 +54,4 @@ def keep_columns(
     slots, sizes = on_device[:, 0], on_device[:, 1]
     source = on_device[:, 2 : 2 + trees.num_nodes]
     req_states.draft_tokens[slots] = req_states.draft_tokens[slots].gather(1, source)
-    trees.keep(slots, sizes, source, on_device[:, 2 + trees.num_nodes :])
+    trees.select_columns(slots, sizes, source, on_device[:, 2 + trees.num_nodes :])

@@ -55,7 +55,7 @@ class BastionModelState(DefaultModelState):
     ) -> dict[str, torch.Tensor | None]:
         inputs = super().prepare_inputs(input_batch, req_states)
         linear = input_batch.positions
-        placed = self.trees.place(
+        placed = self.trees.positions_by_depth(
             linear, input_batch.idx_mapping, input_batch.query_start_loc, input_batch.cu_num_logits
         )
         mrope = inputs.get("positions")
@@ -127,7 +127,7 @@ class BastionModelState(DefaultModelState):
             trees.begin_step(batch.idx_mapping)
             return
         scheduled = batch.num_scheduled_tokens
-        trees.step_rest = scheduled - drafts
+        trees.step_base_rows = scheduled - drafts
         if batch.max_query_len is not None:
             # Trimmed by our manager; vLLM's warm-up steps are not, and keep what was scheduled.
             assert self.runtime.manager is not None

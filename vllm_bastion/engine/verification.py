@@ -162,7 +162,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             kept = np.minimum(self._columns(drafts), trees.budget).astype(np.int32)
         elif drafts.any():
             base_rows, news = int(self._rest.sum()), None
-            if base_rows != len(slots) or trees.changed:
+            if base_rows != len(slots) or trees.pruned:
                 # The device priced a batch of decodes, and trees as they had grown. Prompt rows
                 # share this step and its cost, and a grammar may have refused nodes, so the same
                 # rule is asked again.

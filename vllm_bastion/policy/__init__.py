@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bastion decides, without vLLM: the trees, how many nodes to verify, whether to draft."""
+"""What bastion decides: trees, verified nodes, whether to draft. Imports no vLLM."""

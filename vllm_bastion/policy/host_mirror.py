@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device decided, as the host learns it: one copy a step, and a wait only if asked."""
+"""Device results on the host: one asynchronous copy per step, and a wait only to read them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 class HostMirror:
     """A device tensor's values at the end of the last two steps that published it.
 
-    The copies are queued behind the work that wrote the tensor and before what overwrites it, on
-    the one stream that does both: nothing else orders them.
+    Nothing but stream order protects a copy: it must be queued on the one stream on which the
+    tensor is written and later overwritten.
     """
 
     def __init__(self, source: torch.Tensor) -> None:
@@ -23,29 +23,29 @@ class HostMirror:
         ]
         self._steps: list[int | None] = [None, None]
         if self._on_device:
-            # Waits spin: the host waits while the device is about to run dry, so it must not
-            # have to be woken up first.
+            # Not blocking events: the device may be idle while the host waits, so the wait spins
+            # instead of sleeping.
             self._copied = [torch.cuda.Event() for _ in range(2)]
 
     def start_copy(self, step: int) -> None:
-        """Publish the tensor's value as that of `step`; the one of `step` - 2 is gone."""
-        turn = step % 2
-        self._steps[turn] = step
-        self._host[turn].copy_(self.source, non_blocking=self._on_device)
+        """Publish the tensor's value as that of `step`, which overwrites that of `step` - 2."""
+        buffer = step % 2
+        self._steps[buffer] = step
+        self._host[buffer].copy_(self.source, non_blocking=self._on_device)
         if self._on_device:
-            self._copied[turn].record()
+            self._copied[buffer].record()
 
     def read(self, step: int) -> np.ndarray | None:
         """The value published in `step`, or None; waits if its copy has not arrived.
 
-        A view: good until the step after the next publishes.
+        A view, valid until the step after the next one publishes.
         """
-        turn = step % 2
-        if self._steps[turn] != step:
+        buffer = step % 2
+        if self._steps[buffer] != step:
             return None
-        if self._on_device and not self._copied[turn].query():
-            self._copied[turn].synchronize()
-        return self._host[turn].numpy()
+        if self._on_device and not self._copied[buffer].query():
+            self._copied[buffer].synchronize()
+        return self._host[buffer].numpy()
 
 
 def to_device(
@@ -55,9 +55,15 @@ def to_device(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Copy an array to a device without waiting: into `out`, or into a new tensor on `device`.
+    """Copy an array to a device without waiting.
 
-    The copy reads pinned memory of its own, so `data` may change as soon as this returns.
+    The copy reads its own pinned memory, so `data` may change as soon as this returns.
+
+    Args:
+        data: any shape.
+        out: tensor to copy into; None: a new one.
+        device: of the new tensor.
+        dtype: of the new tensor; default: that of `data`.
     """
     target = out.device if out is not None else device
     assert target is not None
@@ -67,5 +73,5 @@ def to_device(
         source = torch.empty(source.shape, dtype=kind, pin_memory=True).copy_(source)
     if out is not None:
         return out.copy_(source, non_blocking=True)
-    # A CPU tensor must not share the array's memory: the caller may reuse it.
+    # On a CPU `source` shares the array's memory, which the caller may overwrite.
     return source.to(device=target, dtype=kind, non_blocking=True, copy=target.type == "cpu")

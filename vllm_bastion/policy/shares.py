@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets the placeholders of a step: pure arithmetic, without vLLM.
+"""How the placeholders of a step are shared out: pure arithmetic, without vLLM.
 
-A step has room for a number of tokens. Every decoding request needs one of them, its root; what is
-left is for draft nodes and for prompts. Neither is to keep the other waiting, and no request is to
-hold placeholders that its trees do not use while another's would.
+A step has a token budget. Each decoding request needs one token, its root; the rest is for draft
+nodes and for prompts. Neither may starve the other, and no request may occupy placeholders that its
+own trees do not use and another request's would.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import numpy as np
 
 
 def even_split(total: int, limits: np.ndarray) -> np.ndarray:
-    """Share `total` out over rows of at most `limits`, as evenly as they allow."""
+    """Share `total` out as evenly as `limits` allow.
+
+    limits: [R] integers, the most of each. Returns [R] integers.
+    """
     wanted = int(limits.sum())
     if total >= wanted:
         return limits.copy()
@@ -21,7 +24,7 @@ def even_split(total: int, limits: np.ndarray) -> np.ndarray:
         room = np.flatnonzero(shares < limits)
         step = max(1, left // len(room))
         grown = np.minimum(limits[room] - shares[room], step)
-        # The last round hands out single nodes to the first rows.
+        # If less than one each is left, the first rows get it.
         over = np.cumsum(grown) - left
         grown = np.maximum(grown - np.maximum(over, 0), 0)
         shares[room] += grown
@@ -32,17 +35,18 @@ def even_split(total: int, limits: np.ndarray) -> np.ndarray:
 def share_placeholders(
     tokens: int, wanted: np.ndarray, limits: np.ndarray, prompt_tokens: int
 ) -> np.ndarray:
-    """Placeholders of R requests, given what prompts could use as well.
+    """Placeholders of R requests that compete with prompts for a step's tokens.
 
     Args:
-        tokens: what the step has left once every decoding request has its root.
-        wanted: [R] placeholders that each request has a use for, see `next_wanted`.
-        limits: [R] most that each may have.
-        prompt_tokens: prompt tokens that wait to be computed. They get what trees do not want, and
-            half of what is left where both want more.
+        tokens: tokens of the step that remain after a root for each decoding request.
+        wanted: [R] placeholders that each request can use, see `next_wanted`.
+        limits: [R] most placeholders of each request.
+        prompt_tokens: prompt tokens that wait to be computed. They get the tokens that trees do not
+            want, and half of `tokens` if both want more.
 
     Returns:
-        [R], as large as can be shared evenly. Beyond `wanted` only from what nobody else wants.
+        [R] integers, shared out evenly. A request gets more than it wanted only of tokens that
+        nothing else wants.
     """
     tokens = max(tokens, 0)
     first = np.minimum(wanted, limits)
@@ -53,8 +57,13 @@ def share_placeholders(
 
 
 def next_wanted(verified: int, depth: int) -> int:
-    """Placeholders a request has a use for, by the nodes of its last tree that were verified.
+    """Placeholders that a request can use in the next step.
 
-    Twice as many, or a chain's length more: a tree that used up what it had grows on.
+    Twice as many as its last tree used, or a chain's length more: a tree that used all of its
+    placeholders can grow.
+
+    Args:
+        verified: nodes of its last tree that were verified.
+        depth: drafted positions, the length of a chain.
     """
     return verified + max(verified, depth)

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs on this machine, and whether a draft is worth it.
+"""What a step costs on this machine.
 
-Only `engine`, `measure` and `tree_steps` know vLLM.
+devices         peak FLOP/s and bandwidth of a device
+roofline        analytical cost of a forward pass
+forward_times   measured forward passes, interpolated
+table           cost of a whole step, from forward_times
+fit             a roofline, calibrated to measurements
+correction      factors learned from real steps
+online          latency models: a table or a roofline, with or without a correction
+timing          times of real steps
+store           profiles on disk
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak FLOP/s and memory bandwidth: known GPUs from their data sheets, others measured once.
+"""Peak FLOP/s and memory bandwidth: from data sheets for known GPUs, measured for other devices.
 
-Peaks are dense bf16 tensor throughput with fp32 accumulation (data sheets that print only the
-sparse figure are halved) and the memory's nominal bandwidth, in decimal units.
+The peaks are dense bf16 tensor throughput with fp32 accumulation (half the sparse figure if the
+data sheet has only that) and nominal memory bandwidth, in decimal units.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The roof of one device."""
+    """The peak rates of one device."""
 
     name: str
     peak_flops: float  # FLOP/s
@@ -30,8 +30,8 @@ class DeviceSpec:
 
 _NVIDIA = "nvidia.com data sheet"
 
-# (words that must all be in torch's device name, lower case; most specific first), spec.
-# The memory size tells the two A100 generations apart, so it is part of the words where it matters.
+# (words that must all be in torch's device name in lower case), spec. Most specific first: the
+# memory size tells the two A100 generations apart.
 KNOWN_DEVICES: tuple[tuple[tuple[str, ...], DeviceSpec], ...] = (
     # A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950): 312 TFLOPS; 80 GB PCIe 1,935 GB/s,
     # 80 GB SXM 2,039 GB/s, 40 GB (both forms) 1,555 GB/s.
@@ -68,7 +68,7 @@ KNOWN_DEVICES: tuple[tuple[tuple[str, ...], DeviceSpec], ...] = (
 
 
 def known_device(name: str) -> DeviceSpec | None:
-    """The data-sheet spec for `torch.cuda.get_device_name()`, or None if it is not in the table."""
+    """The data sheet's spec of a `torch.cuda.get_device_name()`; None if it is not in the table."""
     words = name.lower()
     for needed, spec in KNOWN_DEVICES:
         if all(word in words for word in needed):
@@ -77,7 +77,7 @@ def known_device(name: str) -> DeviceSpec | None:
 
 
 def device_spec(device: torch.device | str, dtype: torch.dtype | None = None) -> DeviceSpec:
-    """The table's spec of a CUDA device that is in it; anything else is measured."""
+    """The spec of a device: from the table if it has this GPU, else measured."""
     import torch
 
     device = torch.device(device)
@@ -95,12 +95,12 @@ def measure_device(
     copy_bytes: int | None = None,
     matmul_size: int | None = None,
 ) -> DeviceSpec:
-    """Bandwidth by a copy and FLOP/s by a square matmul, best of seven each.
+    """Measure bandwidth by a copy and FLOP/s by a square matmul, the best of seven each.
 
     Args:
-        device: where to measure, the CPU included.
-        dtype: of the matmul; default bf16, on the CPU fp32.
-        copy_bytes: size of the buffer copied; must not fit a cache.
+        device: a CUDA device or a CPU.
+        dtype: of the matmul; default: bf16, on a CPU fp32.
+        copy_bytes: size of the buffer that is copied; must not fit into a cache.
         matmul_size: rows of the square matrices.
     """
     import torch
@@ -109,7 +109,7 @@ def measure_device(
     on_cpu = device.type == "cpu"
     dtype = dtype or (torch.float32 if on_cpu else torch.bfloat16)
     if copy_bytes is None:
-        # The KV cache has most of the memory by now.
+        # The KV cache has been allocated and has most of the memory.
         copy_bytes = 256 << 20 if on_cpu else min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.zeros(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -135,14 +135,14 @@ def _best_seconds(work: Callable[[], object], device: torch.device, repeats: int
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    once()  # the first pass pays for allocation and for choosing a kernel
+    once()  # the first pass includes allocation and the choice of a kernel
     return max(min(once() for _ in range(repeats)), 1e-9)
 
 
 def device_name(device: torch.device | str) -> str:
-    """What a latency profile calls this device: the CUDA name, or the CPU's model and threads.
+    """A device's name in latency profiles: CUDA's name, or a CPU's model and number of threads.
 
-    The thread count belongs to a CPU's name because it changes every time measured on it.
+    The threads are part of a CPU's name because every time measured on it depends on them.
     """
     import torch
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear calibration of the roofline against measured forward passes.
 
-Per (device, target), each branch gets its own line and the larger one wins, as in the paper:
+For each device and target, each branch is scaled by its own line, and the larger one is taken, as
+in the paper:
 
     T(s, c) = max( a_m * Bytes / Bandwidth + b_m,  a_c * FLOPs / PeakFLOPs + b_c )
 
-with all four coefficients >= 0, so the curve keeps the roofline's monotonicity and convexity. The
-offsets stand for what the roofline does not know: launches, host time, kernels that scale worse.
+with all four coefficients >= 0, so the curve stays monotone and convex like the roofline. The
+offsets cover what the roofline does not model: launches, host time, kernels that scale worse.
 
-The fit is robust (Cauchy loss, so a stalled measurement is outvoted) and weighted by sequence size:
-the residual at s rows is divided by 1 + 3 (s - s_min) / (s_max - s_min), because the budget is
-decided where rows are few and a large step would otherwise dominate. (The paper's code has 30 for
-the 3; with that, one outlier among the small sizes outvotes all large ones.)
+The fit is robust to stalled measurements (Cauchy loss) and weighted by size: the residual at s rows
+is divided by 1 + 3 (s - s_min) / (s_max - s_min), because the budget is decided where rows are few
+and large steps would otherwise dominate. (The paper's code has 30 instead of 3; with that, a single
+outlier among the small sizes outweighs all large ones.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SIGMA_SCALE = 3.0
 
 @dataclass(frozen=True)
 class CalibratedRoofline:
-    """A roofline with a line per branch (a `Carrier` for the step-cost table)."""
+    """A roofline with a line for each branch; a `Carrier` for the step-cost table."""
 
     roofline: Roofline
     memory_slope: float
@@ -51,7 +52,7 @@ class CalibratedRoofline:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, the shape and the device included."""
+        """Plain values for `json.dump`, including the shape and the device."""
         return asdict(self)
 
     @classmethod
@@ -59,7 +60,7 @@ class CalibratedRoofline:
         """Inverse of `to_json`.
 
         Raises:
-            ValueError: a missing entry, or a coefficient that is not finite and >= 0.
+            ValueError: an entry is missing, or a coefficient is not finite and >= 0.
         """
         try:
             roofline = Roofline(
@@ -76,7 +77,7 @@ class CalibratedRoofline:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """A fit and its error on grid points that it has not seen."""
+    """A fit, and its error on grid points that were not fitted."""
 
     calibrated: CalibratedRoofline
     # root mean square error on the held-out points, ms
@@ -97,10 +98,10 @@ def calibrate(roofline: Roofline, samples: Iterable[Sequence[float]]) -> Calibra
     Args:
         roofline: the bare model.
         samples: `(rows, context_len, forward_ms[, num_reqs])`, as for `StepCostTable`; repeated
-            points count once, by their median.
+            points are reduced to their median.
 
     Raises:
-        ValueError: no samples.
+        ValueError: there are no samples.
     """
     grid = _medians(samples)
     if not len(grid):
@@ -111,14 +112,14 @@ def calibrate(roofline: Roofline, samples: Iterable[Sequence[float]]) -> Calibra
 def calibrate_and_report(
     roofline: Roofline, samples: Iterable[Sequence[float]], *, held_out: int = 4
 ) -> CalibrationReport:
-    """Fit on all grid points but every `held_out`-th, and report the error on those.
+    """Fit all grid points except one in `held_out`, and report the error on the excepted ones.
 
-    The coefficients returned are of that fit, so that the errors belong to them. A grid too small
-    to be split (fewer than two points left out or fewer than three to fit) is fitted and judged
-    whole.
+    The coefficients are those of this fit, so that the error applies to them. A grid that is too
+    small to split (fewer than two points held out, or fewer than three to fit) is fitted whole, and
+    the error is that on all of it.
     """
     grid = _medians(samples)
-    # a fixed shuffle: every n-th of the sorted grid would hold out whole contexts or sizes
+    # shuffled with a fixed seed: every n-th of the sorted grid would hold out whole contexts
     order = np.random.default_rng(0).permutation(len(grid))
     test, train = grid[order[::held_out]], grid[np.sort(np.setdiff1d(order, order[::held_out]))]
     if len(test) < 2 or len(train) < 3:
@@ -134,7 +135,7 @@ def calibrate_and_report(
 
 
 def rmse(model: Roofline | CalibratedRoofline, samples: Iterable[Sequence[float]]) -> float:
-    """Root mean square error of `model` over samples, ms, unweighted."""
+    """Unweighted root mean square error of `model` on samples, ms."""
     grid = _medians(samples)
     return float(np.sqrt(np.mean((_predict(model, grid) - grid[:, 2]) ** 2)))
 
@@ -148,13 +149,13 @@ def _fit(roofline: Roofline, grid: FloatArray) -> CalibratedRoofline:
     spread = rows.max() - rows.min()
     sigma = 1.0 + _SIGMA_SCALE * (rows - rows.min()) / spread if spread else np.ones(len(rows))
 
-    # Unknowns are scaled so that all are near one whatever the device: slopes by the measured over
-    # the predicted level, offsets by the measured level.
+    # The unknowns are scaled to be near one on every device: slopes by the measured over the
+    # predicted level, offsets by the measured level.
     level = float(np.median(measured))
     scale = np.array(
         [level / np.median(memory), level, level / np.median(compute), level], dtype=np.float64
     )
-    # the noise that counts as ordinary, before the loss turns linear
+    # residuals up to about this size are ordinary noise; larger ones are discounted
     noise = 0.05 * level
 
     def residuals(x: FloatArray) -> FloatArray:
@@ -162,8 +163,8 @@ def _fit(roofline: Roofline, grid: FloatArray) -> CalibratedRoofline:
         predicted = np.maximum(a_m * memory + b_m, a_c * compute + b_c)
         return np.asarray((predicted - measured) / (sigma * noise))
 
-    # The maximum makes the problem non-convex: start from each branch's own line, and from either
-    # branch alone, and keep the best.
+    # The maximum makes the problem non-convex: start from a line for each branch, and from one
+    # branch alone, and take the best fit.
     compute_bound = compute > memory
     starts = [
         _line(memory, measured, sigma, ~compute_bound)
@@ -175,8 +176,8 @@ def _fit(roofline: Roofline, grid: FloatArray) -> CalibratedRoofline:
     fits = []
     for start in starts:
         x = np.maximum(np.array(start) / scale, 1e-6)
-        # Soft L1 finds the region from a bad start; Cauchy then forgets the outliers, which soft L1
-        # only discounts (one stalled measurement of a small step would outweigh all large ones).
+        # Soft L1 gets close from a bad start. Cauchy then ignores the outliers, which soft L1 only
+        # discounts: one stalled measurement of a small step would outweigh all large ones.
         for loss in ("soft_l1", "cauchy"):
             fit = least_squares(residuals, x, bounds=(0.0, np.inf), loss=loss)
             x = fit.x
@@ -201,9 +202,9 @@ def _predict(model: Roofline | CalibratedRoofline, grid: FloatArray) -> FloatArr
 
 
 def _medians(samples: Iterable[Sequence[float]]) -> FloatArray:
-    """[M, 4] float64 rows, context, median ms, requests; sorted, one line per grid point."""
+    """[M, 4] float64 rows, context, median ms, requests: one row per grid point, sorted."""
     groups: dict[tuple[float, float, float], list[float]] = {}
     for rows, context, ms, *rest in samples:
         groups.setdefault((rows, context, rest[0] if rest else 1), []).append(ms)
-    lines = [(s, c, float(np.median(groups[s, c, r])), r) for s, c, r in sorted(groups)]
-    return np.array(lines, dtype=np.float64).reshape(-1, 4)
+    grid = [(s, c, float(np.median(groups[s, c, r])), r) for s, c, r in sorted(groups)]
+    return np.array(grid, dtype=np.float64).reshape(-1, 4)

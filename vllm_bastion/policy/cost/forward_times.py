@@ -3,11 +3,11 @@
 
     T(rows, R, cached) = G(rows) + D_R(rows, cached)
 
-G is a time at every measured number of rows, over the least context that was measured there: its
-matrix products, which step up where a tile or a graph is full. D is what the context adds to it.
-That depends on how the rows are shared out (a tree reads its request's cache once, 64 requests of
-one row read 64), so it is kept for each measured number of requests, and between two of them it is
-interpolated in log R. The context axis is the batch's cached tokens, R * c, which is what is read.
+G is the time at each measured number of rows with the shortest context measured there. It is mostly
+matrix products, and steps up where a tile or a graph is full. D is what a longer context adds. D
+depends on how the rows are divided among requests (a tree reads one request's cache, 64 requests of
+one row each read 64), so there is a D for each measured number of requests R, interpolated in
+log R between them. The context axis is R * c, the cached tokens of the whole batch: what is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Sample = tuple[int, float, float, int]
 
 
 class Carrier(Protocol):
-    """A latency curve that is trusted for differences, not for absolute values."""
+    """A latency curve of which only differences are used, not absolute values."""
 
     def predict_ms(self, rows: FloatArray, context_len: float, num_reqs: int = 1) -> FloatArray:
         """Milliseconds of the target's forward pass at each of `rows` (float64, same shape)."""
@@ -38,36 +38,44 @@ class ForwardTimes:
 
     Args:
         samples: at least one; repeated points are reduced to their median.
-        carrier: adds its difference beyond the measured contexts; None: level there.
+        carrier: its differences extrapolate beyond the measured contexts; None: constant there.
     """
 
     def __init__(self, samples: Sequence[Sample], carrier: Carrier | None) -> None:
         self._carrier = carrier
         columns = _columns(samples)
-        # rows -> the least context measured there, and the time
-        least: dict[int, tuple[float, float]] = {}
-        for (_, rows), (at, times) in columns.items():
-            first = (float(at[0]), float(times[0]))
-            least[rows] = min(first, least.get(rows, first))
+        # rows -> the shortest context measured there (in cached tokens), and the time
+        shortest: dict[int, tuple[float, float]] = {}
+        for (_, rows), (cached, times) in columns.items():
+            first = (float(cached[0]), float(times[0]))
+            shortest[rows] = min(first, shortest.get(rows, first))
         # [P] float64 measured numbers of rows, ascending, and G there
-        self.rows = np.array(sorted(least), dtype=np.float64)
-        self._base = _monotone([least[rows][1] for rows in sorted(least)])
-        base = dict(zip(sorted(least), self._base.tolist(), strict=True))
+        self.rows = np.array(sorted(shortest), dtype=np.float64)
+        self._base = _monotone([shortest[rows][1] for rows in sorted(shortest)])
+        base = dict(zip(sorted(shortest), self._base.tolist(), strict=True))
         # requests -> rows -> (cached tokens [k] ascending, D [k])
         self._added: dict[int, dict[int, tuple[FloatArray, FloatArray]]] = {}
-        for (reqs, rows), (at, times) in columns.items():
+        for (reqs, rows), (cached, times) in columns.items():
             added = times - base[rows]
-            if least[rows][0] < at[0]:  # D is 0 where G was measured, whatever the batch
-                at, added = np.append(least[rows][0], at), np.append(0.0, added)
-            self._added.setdefault(reqs, {})[rows] = (at, added)
+            if shortest[rows][0] < cached[0]:  # for every R, D is 0 where G was measured
+                cached, added = np.append(shortest[rows][0], cached), np.append(0.0, added)
+            self._added.setdefault(reqs, {})[rows] = (cached, added)
         with_context = {
-            reqs for reqs, by_rows in self._added.items() for at, _ in by_rows.values() if at[-1]
+            reqs
+            for reqs, by_rows in self._added.items()
+            for cached, _ in by_rows.values()
+            if cached[-1]
         }
-        # A batch that was only measured without context says nothing about what it adds.
+        # A batch size that was measured without context only says nothing about D.
         self._reqs = sorted(with_context) or sorted(self._added)
 
-    def at(self, num_reqs: int, cached: float) -> FloatArray:
-        """[P] float64 milliseconds at each of `rows`; cached: tokens of all requests together."""
+    def ms(self, num_reqs: int, cached: float) -> FloatArray:
+        """Milliseconds at each of `rows`, [P] float64.
+
+        Args:
+            num_reqs: R.
+            cached: cached tokens of all requests together.
+        """
         above = int(np.searchsorted(self._reqs, num_reqs))
         high = self._reqs[min(above, len(self._reqs) - 1)]
         low = high if high == num_reqs else self._reqs[max(above - 1, 0)]
@@ -83,9 +91,9 @@ class ForwardTimes:
         points = sorted(by_rows)
         values = []
         for rows in points:
-            at, added = by_rows[rows]
-            value = float(np.interp(cached, at, added))
-            edge = float(np.clip(cached, at[0], at[-1]))
+            measured, added = by_rows[rows]
+            value = float(np.interp(cached, measured, added))
+            edge = float(np.clip(cached, measured[0], measured[-1]))
             if edge != cached and self._carrier is not None:
                 row = np.array([float(rows)])
                 there = self._carrier.predict_ms(row, cached / num_reqs, num_reqs)
@@ -98,11 +106,11 @@ class ForwardTimes:
 def _columns(
     samples: Sequence[Sample],
 ) -> dict[tuple[int, int], tuple[FloatArray, FloatArray]]:
-    """(requests, rows) -> (cached tokens [k] ascending, times [k]), free of steps down."""
+    """(requests, rows) -> (cached tokens [k] ascending, times [k]), monotone in both."""
     groups: dict[tuple[int, float], dict[int, list[float]]] = {}
     for rows, context, ms, reqs in samples:
         groups.setdefault((reqs, context * reqs), {}).setdefault(rows, []).append(ms)
-    # Noise must not become a step down: monotone over rows for each batch and context ...
+    # Noise must not make a larger step look cheaper: first monotone over rows ...
     columns: dict[tuple[int, int], dict[float, float]] = {}
     for (reqs, cached), by_rows in groups.items():
         here = sorted(by_rows)
@@ -110,13 +118,13 @@ def _columns(
             columns.setdefault((reqs, rows), {})[cached] = float(ms)
     # ... and then over contexts.
     return {
-        key: (np.array(sorted(times)), _monotone([times[at] for at in sorted(times)]))
+        key: (np.array(sorted(times)), _monotone([times[cached] for cached in sorted(times)]))
         for key, times in columns.items()
     }
 
 
 def _monotone(values: Sequence[float]) -> FloatArray:
-    """Least-squares fit that never falls: a running maximum would let one outlier lift the rest."""
+    """Non-decreasing least-squares fit; in a running maximum one outlier would raise all others."""
     from scipy.optimize import isotonic_regression
 
     return np.asarray(isotonic_regression(values).x, dtype=np.float64)

@@ -11,10 +11,11 @@ The paper's appendix "Analytical Cost Modeling", term by term, for s new tokens 
 with h_q = n_q d and h_kv = n_kv d, a multiply-add as 2 FLOPs, attention unfused, and a tied
 embedding counted twice because it is read at two stages.
 
-Two extensions, both the paper's formula at their neutral value. With R requests the rows are shared
-out evenly: s (c + s) becomes s (c + s / R), and the cached context is read once per request. With
-tensor parallelism `tp` each rank holds 1 / tp of heads, FFN and vocabulary; the activations of
-width h are replicated. Key/value heads fewer than `tp` are replicated too, as vLLM does.
+Two extensions reduce to the paper's formula for R = 1 and tp = 1. With R requests the rows are
+divided evenly: s (c + s) becomes s (c + s / R), and the cached context is read once per request.
+With tensor parallelism `tp` each rank has 1 / tp of the heads, the FFN and the vocabulary, while
+activations of width h are replicated. If there are fewer key/value heads than `tp`, they are
+replicated too, as in vLLM.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class ModelShape:
     ) -> ModelShape:
         """From a Hugging Face config of a dense decoder (object or dict).
 
-        `head_dim` is derived where the config has none, `num_key_value_heads` defaults to the
-        query heads, and a multimodal config's `text_config` is used.
+        `head_dim` is derived if the config has none, `num_key_value_heads` defaults to the number
+        of query heads, and of a multimodal config the `text_config` is used.
 
         Raises:
-            ValueError: an entry is missing or no positive integer; the name is in the message.
+            ValueError: the entry named in the message is missing or not a positive integer.
         """
         inner = _entry(config, "text_config")
         config = config if inner is None else inner
@@ -134,7 +135,7 @@ class Roofline:
     def predict_ms(
         self, rows: FloatArray | float, context_len: float, num_reqs: int = 1
     ) -> FloatArray:
-        """The larger of both (a `Carrier`)."""
+        """The larger of the two; makes this class a `Carrier`."""
         return np.maximum(
             self.memory_ms(rows, context_len, num_reqs),
             self.compute_ms(rows, context_len, num_reqs),

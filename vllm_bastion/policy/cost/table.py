@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one decoding step costs, by target rows: measured medians, carried where not measured.
+"""What one decoding step costs by its target rows, from measurements.
 
 One cycle of speculative decoding costs (the paper's equation for C(N))
 
@@ -8,7 +8,7 @@ One cycle of speculative decoding costs (the paper's equation for C(N))
 with n the target's rows in the step (roots, draft nodes and prefill tokens together), c the mean
 number of cached tokens per request and R the requests of the batch. With CUDA graphs a step of n
 rows is padded to the next captured size and costs what that size costs, so T_verify is a staircase
-over the captured sizes; without graphs the measured points (`ForwardTimes`) are joined by lines.
+over the captured sizes. Without graphs the measured points (`ForwardTimes`) are interpolated.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vllm_bastion.policy.cost.forward_times import Carrier, FloatArray, ForwardT
 
 CostArray = NDArray[np.float32]
 
-# Cached answers are kept per (requests, context bucket); 12 buckets per doubling keep the error of
-# a bucket's representative context below 3 %, of which attention is only a part of the step.
+# Results are cached per (requests, context bucket). With 12 buckets per doubling a bucket's context
+# is at most 3 % off, and the context affects only the attention's part of a step.
 _BUCKETS_PER_DOUBLING = 12
 _MAX_CACHED = 512
 _MIN_MS = 1e-6
@@ -35,17 +35,16 @@ class StepCostTable:
     """Milliseconds of a step by target rows, requests and context.
 
     Args:
-        samples: measured forward passes, `(target_rows, context_len, forward_ms)` or
-            `(target_rows, context_len, forward_ms, num_reqs)`; context_len is the mean of cached
-            tokens per request and num_reqs counts as 1 where it is left out. Repeated points are
-            reduced to their median.
+        samples: measured forward passes, `(target_rows, context_len, forward_ms[, num_reqs])`.
+            context_len is the mean of cached tokens per request; num_reqs defaults to 1. Repeated
+            points are reduced to their median.
         drafter_samples: measured drafter passes, `(num_reqs, drafter_ms)`; empty: no drafter time.
         aux_ms: constant time of a cycle that is neither (sampling, tree building, compaction).
-        max_rows: largest number of target rows that will be asked for.
-        captured_sizes: sizes of the CUDA graphs; a step is padded to the next of them, and beyond
-            the largest it runs unpadded. Empty: no graphs.
-        plain_aux_ms: `aux_ms` of a step that drafts nothing; default: the same.
-        carrier: latency curve for contexts beyond the measured ones.
+        max_rows: most target rows of a step.
+        captured_sizes: sizes of the CUDA graphs. A step is padded to the next size; beyond the
+            largest it runs unpadded. Empty: no graphs.
+        plain_aux_ms: `aux_ms` of a step that drafts nothing; default: `aux_ms`.
+        carrier: latency curve that extrapolates beyond the measured contexts.
 
     Raises:
         ValueError: no samples, or a value that is not finite and positive.
@@ -76,18 +75,18 @@ class StepCostTable:
             raise ValueError(f"captured sizes must be positive, got {self.captured_sizes[0]}")
         self.carrier = carrier
         self._times = ForwardTimes(self.samples, carrier)
-        # [max_rows + 1] float64: rows that the target computes for n asked ones
+        # [max_rows + 1] float64: rows that the target computes in a step of n rows
         self.padded_rows = padded_rows(self.max_rows, self.captured_sizes)
         self._forward: dict[tuple[int, int], FloatArray] = {}
         self._cost: dict[tuple[int, int], CostArray] = {}
 
-    # ---- constructors for tests and for engines that have not been measured -------------------
+    # ---- constructors for tests and for engines that are not measured --------------------------
 
     @classmethod
     def flat(
         cls, ms: float = 1.0, *, max_rows: int, drafter_ms: float = 0.0, aux_ms: float = 0.0
     ) -> StepCostTable:
-        """Every forward pass costs `ms`: wide trees are free."""
+        """Every forward pass costs `ms`, so that draft nodes are free."""
         return cls.linear(ms, 0.0, max_rows=max_rows, drafter_ms=drafter_ms, aux_ms=aux_ms)
 
     @classmethod
@@ -113,13 +112,13 @@ class StepCostTable:
         )
 
     def with_max_rows(self, max_rows: int) -> StepCostTable:
-        """The same measurements for an engine that may run `max_rows` rows in a step."""
+        """The same measurements for an engine with at most `max_rows` rows in a step."""
         if max_rows == self.max_rows:
             return self
         return self.from_json({**self.to_json(), "max_rows": max_rows}, self.carrier)
 
     def with_carrier(self, carrier: Carrier) -> StepCostTable:
-        """The same measurements, carried beyond the measured contexts."""
+        """The same measurements, extrapolated beyond the measured contexts by `carrier`."""
         return self.from_json(self.to_json(), carrier)
 
     # ---- queries -----------------------------------------------------------------------------
@@ -147,21 +146,21 @@ class StepCostTable:
         return cost
 
     def plain_ms(self, num_reqs: int, context_len: float) -> float:
-        """Milliseconds of a step of `num_reqs` decode rows that neither drafts nor verifies."""
+        """Milliseconds of a step of `num_reqs` rows that neither drafts nor verifies."""
         num_reqs = max(1, int(num_reqs))
         row = min(num_reqs, self.max_rows)
         forward = self.forward_ms(num_reqs, context_len)[row]
         return float(forward) + self.plain_aux_ms
 
     def forward_ms(self, num_reqs: int, context_len: float) -> FloatArray:
-        """[max_rows + 1] float64: the target's forward pass alone, by total target rows.
+        """Milliseconds of the target's forward pass alone, by total target rows.
 
-        Read-only and shared between calls, like `cost_ms`.
+        [max_rows + 1] float64, read-only and shared between calls, like `cost_ms`.
         """
         key = (max(1, int(num_reqs)), context_bucket(context_len))
         forward = self._forward.get(key)
         if forward is None:
-            at_points = self._times.at(key[0], key[0] * bucket_context(key[1]))
+            at_points = self._times.ms(key[0], key[0] * bucket_context(key[1]))
             by_row = _interpolate(self.padded_rows, self._times.rows, at_points)
             forward = np.maximum(np.maximum.accumulate(by_row), _MIN_MS)
             forward.setflags(write=False)
@@ -182,7 +181,7 @@ class StepCostTable:
     # ---- serialisation -----------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dump`; the carrier is stored by its owner."""
+        """Plain values for `json.dump`, without the carrier, which its owner stores."""
         return {
             "samples": [list(sample) for sample in self.samples],
             "drafter_samples": [list(sample) for sample in self.drafter_samples],
@@ -197,7 +196,7 @@ class StepCostTable:
         """Inverse of `to_json`.
 
         Raises:
-            ValueError: a missing entry, a wrong type or a value out of range.
+            ValueError: an entry is missing, has the wrong type or is out of range.
         """
         try:
             return cls(
@@ -214,17 +213,17 @@ class StepCostTable:
 
 
 def context_bucket(context_len: float) -> int:
-    """Bucket of a mean context length; contexts of one bucket share a cached answer."""
+    """Bucket of a mean context length; contexts of a bucket share a cached result."""
     return round(_BUCKETS_PER_DOUBLING * math.log2(1.0 + max(0.0, float(context_len))))
 
 
 def bucket_context(bucket: int) -> float:
-    """The context length that stands for `bucket`; `context_bucket` of it is `bucket` again."""
+    """The context length that represents `bucket`; an inverse of `context_bucket`."""
     return float(2.0 ** (bucket / _BUCKETS_PER_DOUBLING) - 1.0)
 
 
 def padded_rows(max_rows: int, captured_sizes: Sequence[int]) -> FloatArray:
-    """[max_rows + 1] rows that the target really computes for n asked ones."""
+    """[max_rows + 1] rows that the target computes in a step of n rows, padding included."""
     rows = np.maximum(np.arange(max_rows + 1, dtype=np.float64), 1.0)
     if not captured_sizes:
         return rows
@@ -234,12 +233,12 @@ def padded_rows(max_rows: int, captured_sizes: Sequence[int]) -> FloatArray:
     return np.where(fits, sizes[np.minimum(index, len(sizes) - 1)], rows)
 
 
-def _interpolate(at: FloatArray, points: FloatArray, values: FloatArray) -> FloatArray:
-    """Piecewise linear; level below the first point, the last slope (never falling) above."""
-    out = np.interp(at, points, values)
+def _interpolate(x: FloatArray, points: FloatArray, values: FloatArray) -> FloatArray:
+    """Piecewise linear; constant below the first point, and above the last one its slope or 0."""
+    out = np.interp(x, points, values)
     if len(points) > 1:
         slope = max(0.0, float((values[-1] - values[-2]) / (points[-1] - points[-2])))
-        out = out + slope * np.maximum(at - points[-1], 0.0)
+        out = out + slope * np.maximum(x - points[-1], 0.0)
     return out
 
 

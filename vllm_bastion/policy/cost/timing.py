@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of real steps, read without making the device or the host wait.
+"""Times of real steps, measured without making the device or the host wait.
 
-Marks are CUDA events in a ring; a step's times are read when its last event has completed, some
-steps later. On CPU a mark is the host's clock: vLLM's CPU platform replaces CUDA events by stubs.
+Marks are CUDA events in a ring; a step's times are read some steps later, once its last event has
+completed. On a CPU a mark reads the host's clock, because vLLM's CPU platform replaces CUDA events
+with stubs.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any
 
 import torch
 
-_RING = 16
+_RING = 16  # most steps whose times have not been read yet
 
 
 class HostMark:
     """A point on the host's clock with the interface of a CUDA timing event."""
 
     def __init__(self) -> None:
-        self._at = 0.0
+        self._time = 0.0
 
     def record(self) -> None:
-        self._at = time.perf_counter()
+        self._time = time.perf_counter()
 
     def query(self) -> bool:
         return True
@@ -35,7 +36,7 @@ class HostMark:
 
     def elapsed_time(self, end: HostMark) -> float:
         """Milliseconds from this mark to `end`."""
-        return (end._at - self._at) * 1e3
+        return (end._time - self._time) * 1e3
 
 
 def new_mark(device: torch.device) -> Any:
@@ -50,12 +51,12 @@ class StepTimes:
     rows: int
     num_reqs: int
     context_len: float
-    # whether it verified anything, and whether it ended with a draft
+    # whether it verified drafts, and whether it ended with a draft
     verified: bool
     drafted: bool
-    # target's forward pass and output head; without a verification, up to the end of the step
+    # the target's forward pass and output head; if nothing was verified, up to the step's end
     forward_ms: float
-    # from the end of the step before it to its own, whatever lies between; None for the first
+    # from the end of the previous step to the end of this one; None if that one was not timed
     total_ms: float | None
 
 
@@ -67,11 +68,11 @@ class _Step:
     context_len: float = 0.0
     verified: bool = True
     drafted: bool = True
-    follows: bool = False  # whether the step before it was timed as well
+    follows: bool = False  # whether the step before it was timed too
 
 
 class StepTimer:
-    """Marks three points of every verifying step and hands the times out when they are there."""
+    """Marks three points of every decode step, and returns the times once they are complete."""
 
     def __init__(self, device: torch.device) -> None:
         self._free = [
@@ -80,25 +81,25 @@ class StepTimer:
         self._running: _Step | None = None
         self._drafting: _Step | None = None
         self._pending: deque[_Step] = deque()
-        # The step before the oldest pending one: its end is where that one's time begins.
+        # The step before the oldest pending one, at whose end that one's total time begins.
         self._before: _Step | None = None
-        self._unbroken = False
+        self._last_step_timed = False
 
     def forward_start(self, rows: int, num_reqs: int, context_len: float) -> None:
-        """Just before the target's forward pass. Steps beyond the ring's size are not timed."""
+        """Just before the target's forward pass. A step is not timed while the ring is full."""
         if self._running is not None or self._drafting is not None or not self._free:
             self.interrupted()
         if self._free:
             step = self._running = self._free.pop()
             step.rows, step.num_reqs, step.context_len = rows, num_reqs, context_len
-            step.follows = self._unbroken
+            step.follows = self._last_step_timed
             step.marks[0].record()
 
     def interrupted(self) -> None:
-        """A step that is not timed, or one that never came to its end, lies in between."""
+        """A step was not timed, or ended early: the next step's total time is unknown."""
         self._free += [step for step in (self._running, self._drafting) if step is not None]
         self._running = self._drafting = None
-        self._unbroken = False
+        self._last_step_timed = False
 
     def logits_ready(self) -> None:
         """At the entry of the rejection sampler."""
@@ -108,7 +109,7 @@ class StepTimer:
             self._drafting, self._running = self._running, None
 
     def step_done(self, drafted: bool) -> None:
-        """After the drafter. A step that verifies nothing never comes to `logits_ready`."""
+        """After the drafter. A step that verifies nothing never calls `logits_ready`."""
         if self._running is not None:
             self.logits_ready()
             assert self._drafting is not None
@@ -118,10 +119,10 @@ class StepTimer:
             self._drafting.marks[2].record()
             self._pending.append(self._drafting)
             self._drafting = None
-            self._unbroken = True
+            self._last_step_timed = True
 
     def completed(self) -> Iterator[StepTimes]:
-        """Times of the steps that are over, oldest first."""
+        """Times of the steps that have completed on the device, oldest first."""
         while self._pending and self._pending[0].marks[2].query():
             step = self._pending.popleft()
             start, logits, end = step.marks
