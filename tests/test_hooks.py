@@ -10,20 +10,32 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
 import pytest
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 
 from vllm_bastion import compat, hooks, plugin
+from vllm_bastion.carriers import (
+    GrammarLimits,
+    MissingCarrierError,
+    RequestState,
+    SchedulerState,
+    StepPlan,
+    StepReport,
+)
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.hooks import HookError, scheduler, wrap
 from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
-from vllm_bastion.hooks.runner import RUNNER_HOOKS
+from vllm_bastion.hooks.runner import RUNNER_HOOKS, execute_model
 from vllm_bastion.hooks.worker import TOP_K_TOP_P
 from vllm_bastion.versions import capabilities_of
 
@@ -338,6 +350,12 @@ def _scheduled(**drafts: int) -> Any:
     )
 
 
+def _reported(num_verified: dict[str, int], drafting: bool = True) -> Any:
+    output = SimpleNamespace()
+    StepReport(num_verified, drafting).attach(output)
+    return output
+
+
 def test_nodes_that_were_not_verified_are_not_counted() -> None:
     output, seen = _scheduled(a=64, b=64, c=15), []
     output.num_invalid_spec_tokens = {"c": 5}
@@ -346,18 +364,60 @@ def test_nodes_that_were_not_verified_are_not_counted() -> None:
         seen.append(dict(scheduler_output.num_invalid_spec_tokens))
         return "result"
 
-    runner_output = SimpleNamespace(bastion_num_verified={"a": 60, "c": 12})
+    runner_output = _reported({"a": 60, "c": 12})
     core = Core(_settings())
     assert scheduler.update_from_output(original, core, output, runner_output) == "result"
     assert seen == [{"a": 4, "b": 64, "c": 5}]
 
 
-@pytest.mark.parametrize("settings, counts", [(None, {"a": 1}), (_settings(), None)])
-def test_counts_stay_where_there_are_none_or_the_method_is_off(settings: Any, counts: Any) -> None:
-    output = _scheduled(a=64)
-    runner_output = SimpleNamespace(**({} if counts is None else {"bastion_num_verified": counts}))
-    scheduler.update_from_output(lambda *_: None, Core(settings), output, runner_output)
+@pytest.mark.parametrize("settings, drafts", [(None, {"a": 64}), (_settings(), {})])
+def test_counts_stay_where_nothing_was_drafted_or_the_method_is_off(
+    settings: Any, drafts: dict[str, int]
+) -> None:
+    output = _scheduled(**drafts)
+    scheduler.update_from_output(lambda *_: None, Core(settings), output, SimpleNamespace())
     assert output.num_invalid_spec_tokens is None
+
+
+def test_a_step_with_drafts_must_say_what_it_verified() -> None:
+    with pytest.raises(MissingCarrierError, match="lost the StepReport"):
+        scheduler.update_from_output(
+            lambda *_: None, Core(_settings()), _scheduled(a=64), SimpleNamespace()
+        )
+
+
+@pytest.mark.parametrize("plan", [False, True])
+def test_a_step_with_a_grammar_must_say_which_nodes_it_verifies(plan: bool) -> None:
+    runner = SimpleNamespace(vllm_config=_engine_with(_settings()))
+    output, ran = _scheduled(a=5), []
+    output.has_structured_output_requests = True
+    if plan:
+        StepPlan().attach(output)
+        execute_model(lambda *_: ran.append(output), runner, output)
+        assert ran == [output]
+    else:
+        with pytest.raises(MissingCarrierError, match="lost the StepPlan"):
+            execute_model(lambda *_: ran.append(output), runner, output)
+
+
+def test_records_survive_the_way_between_processes() -> None:
+    """vLLM's executors send both through this queue."""
+    queue = MessageQueue(1, 1)
+    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    queue_ready = threading.Thread(target=queue.wait_until_ready)
+    queue_ready.start()
+    reader.wait_until_ready()
+    queue_ready.join()
+    step = SchedulerOutput.make_empty()
+    plan = StepPlan({"r": ([0, 2], [0, 1])})
+    plan.attach(step)
+    result = ModelRunnerOutput(req_ids=["r"], req_id_to_index={"r": 0})
+    report = StepReport({"r": 3}, drafting=False)
+    report.attach(result)
+    queue.enqueue((step, result))
+    got_step, got_result = reader.dequeue(timeout=30)
+    assert StepPlan.of(got_step) == plan and StepReport.of(got_result) == report
+    assert got_step is not step and got_result is not result
 
 
 def _request(grammar: bool = False, drafts: int = 0, **more: int) -> Any:
@@ -387,7 +447,7 @@ def test_a_lone_request_gets_all_its_nodes_in_a_small_step() -> None:
     core.max_num_scheduled_tokens = 128
     assert _step(core) == {"a": NODES}
     # whatever its last tree was worth
-    core.requests["a"].bastion_wanted = GAMMA
+    RequestState(wanted_placeholders=GAMMA).attach(core.requests["a"])
     assert _step(core) == {"a": NODES}
 
 
@@ -418,7 +478,7 @@ def test_nothing_is_scheduled_for_trees_that_are_not_drafted() -> None:
     core = Core(_settings(), a=_request(drafts=NODES), b=_request(drafts=NODES))
     output = _scheduled(a=NODES, b=NODES)
     for drafting in (False, True):
-        said = SimpleNamespace(bastion_num_verified={"a": 3}, bastion_drafting=drafting)
+        said = _reported({"a": 3}, drafting)
         scheduler.update_from_output(lambda *_: None, core, output, said)
         for request in core.running:
             request.spec_token_ids = [-1] * NODES
@@ -427,11 +487,11 @@ def test_nothing_is_scheduled_for_trees_that_are_not_drafted() -> None:
 
 def test_what_was_verified_says_how_many_are_wanted() -> None:
     core = Core(_settings(), a=_request(), b=_request())
-    said = SimpleNamespace(bastion_num_verified={"a": 40, "b": 2, "gone": 5}, bastion_drafting=True)
+    said = _reported({"a": 40, "b": 2, "gone": 5})
     output = _scheduled(a=NODES, b=NODES, gone=NODES)
     scheduler.update_from_output(lambda *_: None, core, output, said)
-    assert core.requests["a"].bastion_wanted == 80
-    assert core.requests["b"].bastion_wanted == 2 + GAMMA
+    assert RequestState.of(core.requests["a"]).wanted_placeholders == 80
+    assert RequestState.of(core.requests["b"]).wanted_placeholders == 2 + GAMMA
 
 
 def test_prompts_get_half_of_what_trees_want_too() -> None:
@@ -452,7 +512,7 @@ def test_prompts_get_half_of_what_trees_want_too() -> None:
     core.requests["a"].spec_token_ids = [-1] * NODES
     assert _step(core, tokens=80) == {"a": NODES}
     core.running, core.requests["a"].spec_token_ids = [], [-1] * NODES
-    assert _step(core, admitted=1) and core.bastion_blocked is None
+    assert _step(core, admitted=1) and SchedulerState.of(core).blocked_at is None
 
 
 def test_a_request_with_a_grammar_gets_63_placeholders_at_most() -> None:
@@ -475,7 +535,7 @@ def test_bitmasks_are_sized_by_depth(nodes: int) -> None:
     engine = _engine_with(settings)
     manager = SimpleNamespace()
     scheduler.structured_output_init(lambda _, config: given.append(config), manager, engine)
-    assert manager.bastion_most_drafts == min(nodes, 63)
+    assert GrammarLimits.of(manager).max_drafts == min(nodes, 63)
     assert given[0].speculative_config.num_speculative_tokens == min(nodes, GAMMA)
     assert engine.speculative_config.num_speculative_tokens == nodes
     other = _engine_with(None)

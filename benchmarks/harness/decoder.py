@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import EngineProcess, no_progress, report_state
+from vllm_bastion.carriers import StepReport
 
 # Imported before an engine is built; takes seconds and reads no model.
 IMPORTS = ("vllm.entrypoints.llm",)
@@ -158,7 +159,8 @@ def count_steps(
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
         nonlocal total
-        verified = getattr(output, "bastion_num_verified", None)
+        report = StepReport.find(output)
+        verified = None if report is None else report.num_verified
         for row, request_id in enumerate(output.req_ids):
             emitted = len(output.sampled_token_ids[row]) if output.sampled_token_ids else 0
             if not emitted:

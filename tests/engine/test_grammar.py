@@ -24,6 +24,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from helpers import write_checkpoint
 from vllm_bastion import config, plugin
+from vllm_bastion.carriers import RequestState
 from vllm_bastion.engine.grammar import walk
 from vllm_bastion.hooks import runner
 
@@ -92,9 +93,10 @@ def rows_of_core(engine: Any, drafts: dict[str, int]) -> np.ndarray:
     for name, count in drafts.items():
         request, first = requests[name], requests[name].structured_output_request.grammar.token
         tokens, above = list(range(first, first + count)), list(range(count))
-        request.bastion_grammar_tree = walk(manager, request, tokens, above, prune=True)
+        tree = walk(manager, request, tokens, above, prune=True)
+        RequestState(grammar_tree=tree).attach(request)
         if count:
-            scheduled[name] = request.bastion_grammar_tree.tokens
+            scheduled[name] = tree.tokens
     rows = manager.grammar_bitmask(requests, list(drafts), scheduled)
     assert rows is not None
     return rows

@@ -28,6 +28,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from bastion_kernels import ancestor_bits
 from vllm_bastion import plugin
+from vllm_bastion.carriers import RequestState
 from vllm_bastion.engine import grammar
 from vllm_bastion.engine.draft_tokens import keep_columns
 from vllm_bastion.engine.runtime import Runtime
@@ -201,7 +202,8 @@ def test_the_scheduler_schedules_what_the_grammar_allows(
     ]
     assert request.spec_token_ids == allowed_nodes
     # Of these, as many as were scheduled; of others, nothing is known.
-    found = request.bastion_grammar_tree
+    found = RequestState.of(request).grammar_tree
+    assert found is not None
     assert len(found.rows_of(allowed_nodes[:2], request.num_tokens)) == 3
     assert found.rows_of(allowed_nodes[:2], request.num_tokens + 1) is None
     assert found.rows_of([-5 + 1024], request.num_tokens) is None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.replay.controller import choose_budget as choose_budget_on_host
+from vllm_bastion.carriers import StepReport
 from vllm_bastion.policy.host_mirror import HostMirror
 from vllm_bastion.policy.trees import Trees
 
@@ -427,6 +428,6 @@ def test_a_step_verifies_what_vllm_has_memory_for(room: int, expected: int) -> N
     )
     counted = manager.counted(output)
     assert counted.get_kv_connector_output() is connector
-    verified = counted.get_output().bastion_num_verified
+    verified = StepReport.of(counted.get_output()).num_verified
     assert sum(verified.values()) == expected
     assert max(verified.values()) - min(verified.values()) <= 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.replay.controller import choose_budget as choose_budget_on_host
+from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.lagged import LaggedVerificationManager
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.verification import BastionVerificationManager
@@ -74,7 +75,7 @@ class Steps:
         )
         assert rows == count + total == int(cu[-1])
         output: Any = SimpleNamespace(get_output=SimpleNamespace)
-        reported = self.manager.counted(output).get_output().bastion_num_verified
+        reported = StepReport.of(self.manager.counted(output).get_output()).num_verified
         assert list(reported.values()) == (cu.diff() - 1).tolist()
         if isinstance(self.manager, LaggedVerificationManager) and 0 < total < count * NODES:
             assert self.starts[: count + 1].tolist() == cu.tolist()

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_bastion.carriers import GrammarTree
 
 _SHIFT = 32
 _ANYTHING = -1  # a word of a bitmask row that allows everything
@@ -42,38 +42,6 @@ def decode(codes: Sequence[int]) -> tuple[list[int], list[int]]:
         tokens.append(code & ((1 << _SHIFT) - 1))
         parents.append(code >> _SHIFT)
     return tokens, parents
-
-
-@dataclass
-class GrammarTree:
-    """A request's drafts as its grammar leaves them.
-
-    tokens, parents: of n nodes, in the order of their columns; columns: where they were in the tree
-    that was walked. rows: [1 + n, words] int32, what may follow the root and every node.
-    num_tokens: of the request, when its grammar was asked. refused: nodes left out, or never
-    followed.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    columns: list[int]
-    rows: np.ndarray
-    num_tokens: int
-    refused: int
-
-    @property
-    def pruned(self) -> bool:
-        """Whether the nodes are others than the first n of the tree."""
-        return self.columns != list(range(len(self.columns)))
-
-    def rows_of(self, scheduled: Sequence[int], num_tokens: int) -> np.ndarray | None:
-        """[1 + n, words] for n scheduled drafts, -1 behind the last; None if they are others."""
-        known = [token for token in scheduled if token >= 0]
-        if num_tokens != self.num_tokens or known != self.tokens[: len(known)]:
-            return None
-        rows = np.full((1 + len(scheduled), self.rows.shape[1]), _ANYTHING, dtype=np.int32)
-        rows[: 1 + len(known)] = self.rows[: 1 + len(known)]
-        return rows
 
 
 def walk(

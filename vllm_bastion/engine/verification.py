@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.policy.shares import even_split
 from vllm_bastion.policy.trees import Published
@@ -67,8 +68,8 @@ class CountedOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()
         nodes = np.diff(self._num_logits) - 1
-        output.bastion_num_verified = dict(zip(self._req_ids, nodes.tolist(), strict=True))
-        output.bastion_drafting = self._drafting
+        num_verified = dict(zip(self._req_ids, nodes.tolist(), strict=True))
+        StepReport(num_verified, self._drafting).attach(output)
         return output
 
     def get_kv_connector_output(self) -> Any:

@@ -11,22 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from vllm_bastion.carriers import GrammarLimits, GrammarTree, RequestState, StepPlan
 from vllm_bastion.config import bastion_config
 from vllm_bastion.versions import capabilities
-
-if TYPE_CHECKING:
-    from vllm_bastion.engine.grammar import GrammarTree
-
-# Attribute of SchedulerOutput: request id -> columns of its tree to verify, and their parents.
-COLUMNS = "bastion_columns"
-# Of a request: its `GrammarTree`.
-_TREE = "bastion_grammar_tree"
-# Of vLLM's manager of grammars: most drafts of a request, which its own configuration does not say.
-MOST_DRAFTS = "bastion_most_drafts"
 
 
 def update_draft_token_ids(original: Callable[..., Any], self: Any, draft_token_ids: Any) -> None:
@@ -63,19 +54,24 @@ def _walk(scheduler: Any, request: Any, codes: list[int], prune: bool) -> Gramma
     from vllm_bastion.engine.grammar import decode, walk
 
     tree = walk(scheduler.structured_output_manager, request, *decode(codes), prune)
-    setattr(request, _TREE, tree)
+    RequestState.ensure(request).grammar_tree = tree
     return tree
 
 
-def name_columns(scheduler: Any, output: Any) -> None:
+def _tree_of(request: Any) -> GrammarTree | None:
+    state = RequestState.find(request)
+    return None if state is None else state.grammar_tree
+
+
+def attach_plan(scheduler: Any, output: Any) -> None:
     """Tell the worker which nodes of a tree were scheduled, where they are not its first ones."""
-    columns = {}
+    plan = StepPlan()
     for request_id, tokens in output.scheduled_spec_decode_tokens.items():
-        tree: GrammarTree | None = getattr(scheduler.requests.get(request_id), _TREE, None)
+        tree = _tree_of(scheduler.requests.get(request_id))
         if tree is not None and tree.pruned and tree.tokens[: len(tokens)] == tokens:
-            columns[request_id] = (tree.columns[: len(tokens)], tree.parents[: len(tokens)])
-    if columns:
-        setattr(output, COLUMNS, columns)
+            columns = tree.columns[: len(tokens)], tree.parents[: len(tokens)]
+            plan.grammar_columns[request_id] = columns
+    plan.attach(output)
 
 
 def update_draft_token_ids_in_output(
@@ -116,15 +112,14 @@ def grammar_bitmask(
     scheduled_spec_decode_tokens: dict[str, list[int]],
 ) -> Any:
     """A row for the root and for every node of a tree, where vLLM walks one linear run."""
-    most = getattr(self, MOST_DRAFTS, None)
-    if most is None or not structured_output_request_ids:
+    if bastion_config(self.vllm_config) is None or not structured_output_request_ids:
         return original(self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+    max_drafts = GrammarLimits.of(self).max_drafts
     parts = []
     for request_id in structured_output_request_ids:
         request = requests[request_id]
         drafts = scheduled_spec_decode_tokens.get(request_id, [])
-        tree: GrammarTree | None = getattr(request, _TREE, None)
-        rows = None
+        tree, rows = _tree_of(request), None
         if tree is not None and drafts:
             rows = tree.rows_of(drafts, request.num_tokens)
         if rows is None:
@@ -134,6 +129,6 @@ def grammar_bitmask(
             rows = np.full((1 + len(drafts), root.shape[1]), -1, dtype=np.int32)
             rows[:1] = root
         if capabilities().pads_grammar_rows:
-            rows = np.pad(rows, ((0, 1 + most - len(rows)), (0, 0)), constant_values=-1)
+            rows = np.pad(rows, ((0, 1 + max_drafts - len(rows)), (0, 0)), constant_values=-1)
         parts.append(rows)
     return np.concatenate(parts)

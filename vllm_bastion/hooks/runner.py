@@ -14,9 +14,9 @@ from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
+from vllm_bastion.carriers import StepPlan
 from vllm_bastion.config import bastion_config, is_lagged
 from vllm_bastion.drafter_kinds import kind_of
-from vllm_bastion.hooks.grammar import COLUMNS
 from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
 from vllm_bastion.versions import capabilities
 
@@ -319,7 +319,13 @@ def execute_model(
     original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Close the gaps that a grammar has left in trees."""
-    columns = getattr(scheduler_output, COLUMNS, None)
+    if bastion_config(self.vllm_config) is None or not (
+        scheduler_output.has_structured_output_requests
+        and scheduler_output.scheduled_spec_decode_tokens
+    ):
+        return original(self, scheduler_output, *args, **kwargs)
+    # The scheduler has planned this step: warm-up and calibration have no grammar.
+    columns = StepPlan.of(scheduler_output).grammar_columns
     if columns:
         from vllm_bastion.engine.draft_tokens import keep_columns
         from vllm_bastion.engine.runtime import runtime_of

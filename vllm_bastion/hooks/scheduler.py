@@ -16,22 +16,14 @@ from typing import Any
 import numpy as np
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_bastion.carriers import GrammarLimits, RequestState, SchedulerState, StepReport
 from vllm_bastion.config import (
     BastionSpeculativeConfig,
     bastion_config,
     chain_view,
     chain_view_of,
 )
-from vllm_bastion.hooks.grammar import MOST_DRAFTS, name_columns
-
-# Attributes of ModelRunnerOutput: request id -> nodes verified in the step, root not counted;
-# whether the step that is scheduled next has a use for placeholders.
-NUM_VERIFIED = "bastion_num_verified"
-DRAFTING = "bastion_drafting"
-# Of a request: placeholders it has a use for. Of the scheduler: the number of running requests at
-# which those that wait did not fit into the cache, or None.
-_WANTED = "bastion_wanted"
-_BLOCKED = "bastion_blocked"
+from vllm_bastion.hooks.grammar import attach_plan
 
 
 class TreeSpecDecodingStats(SpecDecodingStats):
@@ -77,15 +69,19 @@ def update_from_output(
     """
     from vllm_bastion.policy.shares import next_wanted
 
-    verified = getattr(model_runner_output, NUM_VERIFIED, None)
     spec_config = bastion_config(self.vllm_config)
-    if verified is not None and spec_config is not None:
-        setattr(self, DRAFTING, getattr(model_runner_output, DRAFTING, True))
+    report = StepReport.find(model_runner_output)
+    if spec_config is not None and scheduler_output.scheduled_spec_decode_tokens:
+        report = StepReport.of(model_runner_output)
+    if spec_config is not None and report is not None:
+        verified = report.num_verified
+        SchedulerState.ensure(self).drafting = report.drafting
         for request_id in scheduler_output.scheduled_spec_decode_tokens:
             request = self.requests.get(request_id)
             if request is not None:
                 nodes = verified.get(request_id, 0)
-                setattr(request, _WANTED, next_wanted(nodes, spec_config.bastion_gamma))
+                wanted = next_wanted(nodes, spec_config.bastion_gamma)
+                RequestState.ensure(request).wanted_placeholders = wanted
         # What a grammar ruled out before verification is there already.
         invalid = scheduler_output.num_invalid_spec_tokens or {}
         scheduler_output.num_invalid_spec_tokens = {
@@ -112,7 +108,7 @@ def structured_output_init(original: Callable[..., Any], self: Any, vllm_config:
     num_tokens = None if config is None else config.max_chain_tokens
     original(self, chain_view_of(vllm_config, num_tokens))
     if config is not None:
-        setattr(self, MOST_DRAFTS, config.max_grammar_tokens)
+        GrammarLimits(config.max_grammar_tokens).attach(self)
 
 
 def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,13 +123,14 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     _share_out(self, spec_config)
     waited = bool(self.waiting)
     output = original(self, *args, **kwargs)
-    name_columns(self, output)
+    attach_plan(self, output)
+    state = SchedulerState.ensure(self)
     if waited and not output.scheduled_new_reqs:
         if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
             # There were tokens to spare: what keeps them waiting is the cache, until one leaves.
-            setattr(self, _BLOCKED, len(self.running))
+            state.blocked_at = len(self.running)
     elif output.scheduled_new_reqs:
-        setattr(self, _BLOCKED, None)
+        state.blocked_at = None
     return output
 
 
@@ -142,7 +139,7 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
     from vllm_bastion.policy.shares import share_placeholders
 
     decodes = [request for request in scheduler.running if request.spec_token_ids]
-    if not getattr(scheduler, DRAFTING, True):
+    if not SchedulerState.ensure(scheduler).drafting:
         for request in decodes:
             request.spec_token_ids = []
         return
@@ -157,13 +154,19 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
         ],
         dtype=np.int32,
     )
-    wanted = np.array([getattr(r, _WANTED, most) for r in decodes], dtype=np.int32)
+    wanted = np.array([_wanted(request, most) for request in decodes], dtype=np.int32)
     tokens = scheduler.max_num_scheduled_tokens - len(decodes)
     shares = share_placeholders(tokens, wanted, limits, _prompt_tokens(scheduler, tokens))
     for request, share in zip(decodes, shares.tolist(), strict=True):
         if share < len(request.spec_token_ids):
             # A new list: with async scheduling the placeholders are one list of all requests.
             request.spec_token_ids = request.spec_token_ids[:share]
+
+
+def _wanted(request: Any, most: int) -> int:
+    state = RequestState.find(request)
+    known = None if state is None else state.wanted_placeholders
+    return most if known is None else known
 
 
 def _prompt_tokens(scheduler: Any, most: int) -> int:
@@ -174,8 +177,8 @@ def _prompt_tokens(scheduler: Any, most: int) -> int:
         if not request.spec_token_ids
     )
     free = scheduler.max_num_active_reqs - len(scheduler.running)
-    blocked = getattr(scheduler, _BLOCKED, None)
-    if blocked is not None and len(scheduler.running) >= blocked:
+    blocked_at = SchedulerState.ensure(scheduler).blocked_at
+    if blocked_at is not None and len(scheduler.running) >= blocked_at:
         return tokens
     for request in islice(scheduler.waiting, max(free, 0)):
         if tokens >= most:
