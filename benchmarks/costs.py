@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give an engine the step costs of another machine, as a latency profile.
 
-What nodes cost differs from machine to machine. An engine that is given a GPU's costs budgets its
-trees as it would there; the tokens do not depend on it. Give it `bastion_latency_model: "table"` as
-well, or it corrects the costs by this machine's steps.
+With a GPU's costs, an engine budgets its trees as it would on that GPU; its tokens stay the same.
+Also set `bastion_latency_model` to "table", or the engine corrects the costs by its own steps.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 
 
 def write_costs(source: CostSource, path: Path) -> str:
-    """Write a cost source for `bastion_calibration`; returns that setting.
+    """Write a cost source to `path`; returns the value for `bastion_calibration`.
 
     The table must reach to the engine's `max_num_batched_tokens`: see `CostSource`'s makers.
     """

@@ -3,12 +3,12 @@
 
     python -m benchmarks.cpu_ops [--repeats 200]
 
-One request, T=0, 63 nodes of which a path of 6 is accepted. `tiny` has the sizes of the pair
-in `benchmarks/tiny`, `0.6B` those of Qwen3-0.6B (vocabulary 152k). Products are ours and vLLM's
-(oneDNN's), where ours are used. Attention is one layer's, of trees and chains, interleaved with
-vLLM's C++ kernel (causal) on the same cache. Prompts and plain rows take vLLM's kernel itself: what
-our backend costs above it is timed for 1 to 16 plain requests.
-On a busy machine medians lie; the best of many repeats and the ratio of two bests lie less.
+One request, T=0, 63 nodes of which a path of 6 is accepted. `tiny` has the sizes of the pair in
+`benchmarks/tiny`, `0.6B` those of Qwen3-0.6B (vocabulary 152k). Matrix products compare ours with
+vLLM's (oneDNN's) on machines where ours are used. Attention is one layer of trees, interleaved with
+vLLM's causal C++ kernel on the same cache. Prompts and plain rows use vLLM's kernel, so for 1 to 16
+plain requests the overhead of our backend over it is timed.
+On a busy machine, trust the minimum over many repeats, and the ratio of two minima, not medians.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NODES, DEPTH, TOP_K, PATH, SLOTS, PAGE = 63, 15, 16, 6, 16, 128
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the ops see of a pair of models."""
+    """The sizes of a pair of models that the ops depend on."""
 
     vocab: int
     hidden: int
@@ -76,13 +76,13 @@ PAIRS = {
 
 
 def milliseconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Times of every run, taken in turns."""
+    """Times of every function in ms, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 3):
         for name, run in runs.items():
             start = time.perf_counter()
             run()
-            if turn >= 3:  # the first ones compile and allocate
+            if turn >= 3:  # the first turns compile and allocate
                 times[name].append(1e3 * (time.perf_counter() - start))
     return times
 
@@ -92,7 +92,7 @@ def ints(*values: int) -> Tensor:
 
 
 def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """The ops of a step, in its order, on tensors that fit together."""
+    """The ops of a step in their order, on matching tensors."""
     torch.manual_seed(0)
     logits = (3 * torch.randn(DEPTH, sizes.vocab)).to(sizes.dtype)
     tokens = torch.zeros(1, DEPTH, TOP_K, dtype=torch.int32)
@@ -113,7 +113,7 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     tree = (out_tokens, parents, depths, log_rho, size)
     scores, branching = torch.randn(1, DEPTH, TOP_K, TOP_K), tuple(map(torch.zeros_like, tree))
     expand_best_first(tokens, logprobs, slots, *tree)
-    # what the target draws: the tokens of a path of PATH nodes
+    # the target draws the tokens of a path of PATH nodes
     drawn, fed = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
     fed[1:] = out_tokens[0] + 1
     node = int((depths[3] == PATH).nonzero()[-1]) + 1 if (depths[3] == PATH).any() else NODES
@@ -168,7 +168,7 @@ def packing(sizes: Sizes) -> KVLayout:
 
 
 def cached(lengths: list[int], sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A cache full of numbers, block table over shuffled blocks, and vLLM's views of the cache."""
+    """A random cache, a block table over shuffled blocks, and vLLM's views of the cache."""
     pages = [-(-length // PAGE) for length in lengths]
     blocks, heads, dim = sum(pages) + 7, sizes.kv_heads, sizes.head_dim
     free, table = torch.randperm(blocks).int(), torch.zeros(len(lengths), max(pages)).int()
@@ -187,7 +187,7 @@ def scheduled(starts: Tensor, lengths: Tensor, sizes: Sizes) -> Tensor:
 
 
 def attention(context: int, rows: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """Ours on a tree and vLLM's on as many causal rows."""
+    """Our kernel on a tree, and vLLM's on as many causal rows."""
     cache, table, keys, values = cached([context + rows], sizes)
     query = torch.randn(rows, sizes.heads, sizes.head_dim).to(sizes.dtype)
     out, scale = torch.empty_like(query), sizes.head_dim**-0.5
@@ -205,7 +205,7 @@ def attention(context: int, rows: int, sizes: Sizes) -> dict[str, Callable[[], o
 
 
 def plain(context: int, requests: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """A row of every request, through our backend and by vLLM's kernel alone."""
+    """One row per request, through our backend and through vLLM's kernel alone."""
     lengths, starts = ints(*[context] * requests), ints(*range(requests + 1))
     cache, table, keys, values = cached(lengths.tolist(), sizes)
     query = torch.randn(requests, sizes.heads, sizes.head_dim).to(sizes.dtype)
@@ -228,7 +228,7 @@ def plain(context: int, requests: int, sizes: Sizes) -> dict[str, Callable[[], o
 
 
 def products(rows: Sequence[int], sizes: Sizes) -> dict[int, dict[str, Callable[[], object]]]:
-    """Rows of bf16 by the widest matrix of every layer, cold: our product and vLLM's."""
+    """bf16 rows times the widest matrix of every layer, with cold weights: ours and vLLM's."""
     weights = [torch.randn(6 * sizes.hidden, sizes.hidden).bfloat16() for _ in range(sizes.layers)]
     packed = [pack_weight(weight) for weight in weights]
     handlers = [vllm_ops.create_onednn_mm(weight.t(), 32) for weight in weights]
@@ -257,14 +257,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200)
     repeats = parser.parse_args().repeats
     current_platform.import_kernels()
-    # asks the kernel for AMX, as an engine's first matrix product does
+    # the first matrix product asks the operating system for AMX, as in an engine
     torch.randn(64, 64).bfloat16() @ torch.randn(64, 64).bfloat16()
     print(f"{torch.get_num_threads()} threads, {repeats} repeats, median (best) ms")
     for name, sizes in PAIRS.items():
         times = milliseconds(step(sizes), repeats)
         for op, taken in times.items():
             print(f"{name:5} {op:22} {median(taken):8.3f} ({min(taken):.3f})")
-        # a step either chooses its budget or is told it, and has one kind of lattice
+        # a step has either choose_budget or take_best, and one kind of expansion
         del times["take_best"], times["expand_transitions"]
         total, best = (sum(map(of, times.values())) for of in (median, min))
         print(f"{name:5} {'together':22} {total:8.3f} ({best:.3f})")

@@ -4,9 +4,9 @@
     python -m benchmarks.drafters                 # results/drafters.json, results/drafters.md
     python -m benchmarks.drafters --only dspark   # one of them again; the others' rows stay
 
-Counted as in `benchmarks/tau.py`, whose drafter's rows head the table. Every tree's tokens are
-compared with plain decoding's over all prompts at T=0, and those of 63 nodes once more over a third
-of the prompts at T=0.8, prompt number i with seed i.
+Counted as in `benchmarks.tau`, whose rows for the pair's own drafter begin the table. The tokens of
+every tree are compared with plain decoding's for all prompts at T=0. Those of 63 nodes are also
+compared for a third of the prompts at T=0.8, where prompt number i has seed i.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEMPERATURE = 0.8
 
 
 def configurations(drafter: Path, costs: str) -> dict[str, dict[str, Any]]:
-    """Speculative configurations by the name of their row."""
+    """Speculative configurations by the names of their rows."""
     kind = kind_of(json.loads((drafter / "config.json").read_text())["architectures"])
     assert kind is not None
     rows = {"chain": dflash(drafter, GAMMA, kind.method)}
@@ -47,15 +47,15 @@ def configurations(drafter: Path, costs: str) -> dict[str, dict[str, Any]]:
 
 
 def run(name: str, speculative: dict[str, Any] | None, requests: list[Request]) -> Run:
-    """One engine."""
+    """Decode with one engine."""
     progress = Progress(name)
     done = run_engine(Engine(speculative), requests, progress)
     progress.done(f"{progress.seconds:.0f} s")
     return done
 
 
-def present() -> dict[str, Any]:
-    """The rows of `drafter`, from `tau.py`'s result."""
+def own_drafter_rows() -> dict[str, Any]:
+    """The rows of the pair's own drafter, from the result of `benchmarks.tau`."""
     names = {"chain": "dflash chain", ADAPTIVE: f"bastion, {ADAPTIVE}"}
     rows = json.loads((RESULTS / "tau.json").read_text())["results"]
     wanted = ("chain", *(f"N = {n}" for n in BUDGETS), ADAPTIVE)
@@ -63,13 +63,13 @@ def present() -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any], command: str) -> str:
-    """All rows."""
+    """The table."""
     lines = [
         "| drafter | tau at T=0 | code | arithmetic | chat | mean | over its chain "
         f"| nodes verified | forwards | same tokens as plain | and at T={TEMPERATURE:g} |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for drafter, rows in {"drafter": present(), **results}.items():
+    for drafter, rows in {"drafter": own_drafter_rows(), **results}.items():
         for name, row in rows.items():
             total = row["all"]
             mean = total["tau_mean_of_domains"]

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milliseconds that a request with a grammar adds to a step: a tree of 63 nodes, a chain of 15.
+"""Milliseconds that a grammar adds to a step, for a tree of 63 nodes and a chain of 15.
 
     python -m benchmarks.grammar_ops [--repeats 200]
 
-The schema has a string, free or with a `maxLength`, which xgrammar has to count.
-
-`core` is the engine core's part: what may follow each node, by xgrammar's walk over the tree, and
-by vLLM's own loop over a chain. `worker` is what vLLM does with the rows: -inf in the logits, by
-the native twin of its kernel. One request, a JSON schema, a vocabulary of 1,024 tokens (the tiny
-pair's) and one of Qwen3's size, made of random words. All nodes are allowed by the grammar.
+`core` is the engine core's part: find the tokens that may follow each node, with xgrammar's walk
+over the tree and with vLLM's own loop over a chain. `worker` is vLLM's masking of the logits, by
+the native version of its kernel. One request with a JSON schema, whose string is unbounded or has a
+`maxLength` that xgrammar must count. The vocabulary has the tiny pair's 1,024 tokens or Qwen3's
+size, made of random words. The grammar allows all nodes.
 """
 
 from __future__ import annotations
@@ -48,13 +47,11 @@ _LETTERS = 'Ġaaeeiioutnsrhldcmfpgwybv.,":{}0123456789'
 
 
 def tokenizer_of(vocab: int) -> PreTrainedTokenizerFast:
-    """Every byte, and random words."""
+    """A tokenizer of every byte and random words."""
     rng, tokens = random.Random(0), sorted(pre_tokenizers.ByteLevel.alphabet())
     known = set(tokens)
     while len(tokens) < vocab:
-        word = "".join(
-            rng.choices('Ġaaeeiioutnsrhldcmfpgwybv.,":{}0123456789', k=rng.randint(2, 8))
-        )
+        word = "".join(rng.choices(_LETTERS, k=rng.randint(2, 8)))
         if word not in known:
             known.add(word)
             tokens.append(word)
@@ -77,7 +74,7 @@ def manager_of(vocab: int) -> StructuredOutputManager:
 
 
 def request_of(manager: StructuredOutputManager, bounded: bool) -> Any:
-    """A request that is about to answer."""
+    """A request at the start of its answer."""
     assert manager.backend is not None
     schema = copy.deepcopy(KINDS["JSON"]["structured_outputs"]["json"])
     if not bounded:
@@ -91,7 +88,7 @@ def request_of(manager: StructuredOutputManager, bounded: bool) -> Any:
 
 
 def random_nodes(manager: StructuredOutputManager, request: Any, chain: bool) -> Any:
-    """Tokens and parents of nodes that the grammar allows."""
+    """Random nodes that the grammar allows: tokens and parents."""
     rng = np.random.default_rng(1)
     tokens, parents, depths = list[int](), list[int](), [0]
     while len(tokens) < (CHAIN if chain else NODES):
@@ -108,22 +105,22 @@ def random_nodes(manager: StructuredOutputManager, request: Any, chain: bool) ->
 
 
 def operations(vocab: int, bounded: bool) -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """The timed functions by name."""
     manager = manager_of(vocab)
     request = request_of(manager, bounded)
     chain = random_nodes(manager, request, chain=True)
     tree = random_nodes(manager, request, chain=False)
-    of_chain = inspect.unwrap(StructuredOutputManager.grammar_bitmask)
+    fill_chain = inspect.unwrap(StructuredOutputManager.grammar_bitmask)
     rows = {
-        "chain": lambda: of_chain(manager, {"r": request}, ["r"], {"r": chain[0]}),
+        "chain": lambda: fill_chain(manager, {"r": request}, ["r"], {"r": chain[0]}),
         "tree": lambda: walk(manager, request, *tree, True).rows,
     }
     operations: dict[str, Callable[[], object]] = {}
     for name, fill in rows.items():
         bitmask = torch.from_numpy(np.asarray(fill()))
         count = len(bitmask)
-        logits, places = torch.randn(count, vocab), torch.arange(count).int()
-        args = (logits, vocab, places, ints(0, count), bitmask, bitmask.stride(0), vocab)
+        logits, rows_of = torch.randn(count, vocab), torch.arange(count).int()
+        args = (logits, vocab, rows_of, ints(0, count), bitmask, bitmask.stride(0), vocab)
         launch = _APPLY[count, -(-vocab // 8192)]
         operations[f"{name}, core"] = fill
         operations[f"{name}, worker"] = partial(

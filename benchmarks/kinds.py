@@ -4,8 +4,8 @@
     python -m benchmarks.kinds                # results/kinds.json, results/kinds.md
     python -m benchmarks.kinds --prompts 2    # per domain and kind
 
-Each kind of request as vLLM's dflash decodes it, with a chain, and as method "bastion" does, with a
-tree of 63 nodes; T=0, one request at a time. The token ids of both are compared.
+Each kind of request is decoded by vLLM's dflash (a chain) and by method "bastion" (a tree of 63
+nodes), at T=0 and one at a time. The token ids of both are compared.
 """
 
 from __future__ import annotations

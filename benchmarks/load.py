@@ -5,9 +5,9 @@
     python -m benchmarks.load --requests 1 4 16      # a quick run
 
 All requests arrive together, T=0, and decode to `max_tokens`. A *forward* is one step of the
-engine, prompts included, with as many requests in it as the scheduler put there. Trees have up to
-63 nodes and are budgeted by given costs: on the paper's A100 drafting pays for every batch here,
-with "never" no draft is worth its time; "this CPU" is `results/cpu-profile.json`.
+engine, prompts included, with all the requests that the scheduler put into it. Trees have up to 63
+nodes, with budgets from given costs: with the paper's A100, drafting pays in every batch here; with
+"never", no draft pays; "this CPU" is `results/cpu-profile.json`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def steps(llm: Any) -> Callable[[], list[int]]:
 
 
 def sources(limit: int, profile: Path) -> list[CostSource]:
-    """Costs that pay, this CPU's, and costs that never pay, each up to `limit` rows."""
+    """Costs up to `limit` rows: trees pay; this CPU's; trees never pay."""
     never = StepCostTable.linear(0.001, 1.0, max_rows=limit, drafter_ms=10.0 * limit)
     return [
         paper_a100(limit),
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             speculative[costs.name] = bastion(TINY / "drafter", NODES, "adaptive", **keys)
         for count in given.requests:
             requests = [
-                # Spread over the domains; past the last prompt from the first one again.
+                # Spread over the domains, and repeated after the last prompt.
                 Request(str(i), prompts[i * 31 % len(prompts)]["prompt"], given.tokens)
                 for i in range(count)
             ]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which differing tokens are near-ties: by the logits that transformers computes in float32.
+"""Tell near-ties from errors, by the logits that transformers computes in float32.
 
-Two engines in bfloat16 round a row of logits differently when they batch it differently, and where
-two tokens are as good either may win. As in the tests on a GPU (`tests/e2e/compare.py`), a token is
-a near-tie of the best one if its logit is less than 0.25 below it.
+Two bfloat16 engines that batch a row differently round its logits differently, and if two tokens
+are equally good, either may win. As in the tests on a GPU (`tests/e2e/compare.py`), a token is a
+near-tie of the best one if its logit is less than 0.25 below it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BOUND = 0.25
 
 @dataclass
 class Agreement:
-    """Tokens of a text, by what transformers would have chosen after the same text."""
+    """How many tokens of a text are transformers' best choice, near-ties of it, or neither."""
 
     best: int = 0
     near_ties: int = 0
@@ -35,7 +35,7 @@ class Judge:
 
     @torch.inference_mode()
     def gaps(self, prompt: str, token_ids: list[int]) -> torch.Tensor:
-        """How far each token is below the best one after the same text: [tokens] logits."""
+        """How far each token's logit is below the best one's after the same text: [tokens]."""
         before = self._tokenizer(prompt)["input_ids"]
         ids = torch.tensor([*before, *token_ids])
         logits = self._model(ids[None]).logits[0, len(before) - 1 : -1]

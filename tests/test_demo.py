@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo`: which pair it decodes with, and on how many threads."""
+"""`make demo`: which pair it uses, and how many threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     "need, said", [("_MEMORY_BYTES", "of memory are free"), ("_DISK_BYTES", "free, ")]
 )
-def test_without_room_the_tiny_pair_decodes(
+def test_without_room_the_tiny_pair_is_used(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -34,7 +34,7 @@ def test_without_room_the_tiny_pair_decodes(
     assert not any(tmp_path.iterdir())
 
 
-def test_a_pair_that_cannot_be_written_says_where(
+def test_a_pair_that_cannot_be_written_is_reported_with_its_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of `benchmarks.speed`; what it times is not tested."""
+"""The arithmetic of `benchmarks.speed`, without engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.speed.methods import ADAPTIVE, BUDGETS, PLAIN, engines, groups
 from helpers import ROOT
 
 
-def run(engine: str, seconds: float, **more: Any) -> dict[str, Any]:
+def run(engine: str, seconds: float, **fields: Any) -> dict[str, Any]:
     """A drive of 100 tokens: 10 forwards in 20 steps, unless said otherwise."""
     return {
         "engine": engine,
@@ -40,12 +40,12 @@ def run(engine: str, seconds: float, **more: Any) -> dict[str, Any]:
         "draft_ms": 50.0,
         "requests": 2,
         "same_as_plain": 2,
-        **more,
+        **fields,
     }
 
 
 def test_a_speedup_is_the_median_over_repeats_of_ratios_within_a_repeat() -> None:
-    # The machine slows down twofold in the second repeat; the ratio does not see it.
+    # The machine is twice as slow in the second repeat, which does not affect the ratio.
     runs = [
         run(PLAIN, 10, repeat=0),
         run("dflash 7", 5, repeat=0),
@@ -114,11 +114,11 @@ def example() -> list[dict[str, Any]]:
     return runs
 
 
-def test_the_adaptive_engine_is_held_against_the_best_of_each_kind() -> None:
+def test_the_adaptive_engine_is_compared_with_the_best_of_each_kind() -> None:
     domains = report.tabulate(example())[0.0, 1]
     found = report.ratios(domains)
     assert found["plain"] == pytest.approx((3 + 0.75) / 2)
-    # 15 has the higher mean (1.875 against 1.5), though 4 is the better one in chat.
+    # 15 has the higher mean (1.875 against 1.5), although 4 is better in chat.
     assert found["chain"] == "dflash 15"
     assert found[report.BEST_CHAIN] == pytest.approx((3 / 3 + 0.75 / 0.75) / 2)
     # In chat plain decoding is better than the chain.
@@ -231,7 +231,7 @@ def test_other_drafters_have_rows_and_ratios_of_their_own() -> None:
     assert names[-3:] == list(speedups)
 
 
-def test_an_engine_without_us_imports_nothing_of_ours() -> None:
+def test_an_engine_without_the_plugin_does_not_import_it() -> None:
     code = (
         "import sys, benchmarks.speed.__main__, benchmarks.speed.driver, benchmarks.speed.methods;"
         "print([m for m in sys.modules if m.split('.')[0] in ('vllm_bastion', 'bastion_kernels')])"
@@ -258,7 +258,7 @@ class _Scheduler:
 
 
 class _Llm:
-    """Two tokens a step and request, after a step that ends the prompt; as many as are running."""
+    """A fake engine: one step for the prompt, then two tokens per step and running request."""
 
     def __init__(self, length: int) -> None:
         self.length, self.running, self.most = length, {}, 0
@@ -295,7 +295,6 @@ class _Llm:
 
 def test_a_drive_keeps_the_concurrency_and_leaves_prompts_out_of_the_steps() -> None:
     llm = _Llm(length=5)
-    # A plain object on purpose: `core.engine_core` is the in-process core inside vLLM's client.
     driver = Driver(llm)
     requests = [Request(str(i), "text", max_tokens=5) for i in range(5)]
     outcome = driver.drive(requests, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny pair's offline replay: trees are the ops' trees, checkpoints keep their heads."""
+"""The tiny pair's offline evaluation: its trees equal the ops', checkpoints keep their heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDS = torch.randint(2, 64, (120,), generator=torch.Generator().manual_seed(1))
 
 
 def make_drafter(head: type[Selector | Markov] | None, causal: bool = False) -> Drafter:
-    """Random, in bf16's values; the head's scores are large enough to change a token's place."""
+    """A random drafter with bf16 values, whose head's scores are large enough to reorder tokens."""
     drafter = Drafter(replace(DIMS, num_hidden_layers=2), mask_id=1, causal=causal)
     if head is not None:
         drafter.add_module(head.name, head(DIMS, rank=8))
@@ -41,7 +41,7 @@ def make_drafter(head: type[Selector | Markov] | None, causal: bool = False) -> 
 
 @pytest.mark.parametrize("head", [None, Selector, Markov])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_checkpoint_keeps_what_its_drafter_drafts(
+def test_a_checkpoint_keeps_its_drafters_drafts(
     head: type[Selector | Markov] | None, causal: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def test_a_checkpoint_keeps_what_its_drafter_drafts(
 
 
 @pytest.mark.parametrize("head", [Selector, Markov])
-def test_offline_trees_are_the_ops_trees(head: type[Selector | Markov]) -> None:
+def test_offline_trees_equal_the_ops_trees(head: type[Selector | Markov]) -> None:
     torch.manual_seed(0)
     lattice = draft(Target(DIMS), make_drafter(head), IDS, 20)
     count, nodes = 3, 40

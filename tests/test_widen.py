@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.widen`: a wide pair computes what the pair that it was made from computes."""
+"""`benchmarks.widen`: a wide pair computes the function of its source."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EXACT = Shape(192, 96, 9, 8, 4, 64, 200, tie_word_embeddings=False, drafter_laye
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random pair in which every part matters: attention is peaked, norms differ by channel."""
+    """A random pair whose parts all matter: attention is peaked, norms differ by channel."""
     folder = tmp_path_factory.mktemp("pair")
     torch.manual_seed(3)
     target, drafter = Target(DIMS), Drafter(replace(DIMS, num_hidden_layers=2), mask_id=1)
@@ -68,7 +68,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         replace(EXACT, tie_word_embeddings=True),
         replace(EXACT, vocab_size=VOCAB),
         replace(EXACT, drafter_layers=2),
-        # Groups of one query: three copies of each KV head; of eight: one, with room left.
+        # Groups of one query need three copies of each KV head, groups of eight one.
         replace(EXACT, num_key_value_heads=8),
         replace(EXACT, num_attention_heads=16, num_key_value_heads=2),
     ],
@@ -79,12 +79,12 @@ def test_a_wide_pair_computes_the_tiny_ones_function(
 ) -> None:
     for kind, found in make_pair(shape, tmp_path, source, IDS).items():
         assert found.equal_argmax == found.positions > 60, kind
-        # What is left is the constant channel, and eps.
+        # The remaining differences come from the constant channel and eps.
         assert found.largest_difference < 2e-3 * found.largest_logit, kind
         assert (found.gap is None) == (shape.vocab_size == VOCAB)
 
 
-def test_sizes_that_are_no_powers_of_two_cost_the_norms_rounding_and_no_more(
+def test_sizes_that_are_not_powers_of_two_differ_by_the_norms_rounding_only(
     source: Path, tmp_path: Path
 ) -> None:
     shape = Shape(100, 112, 7, 12, 6, 24, 100, tie_word_embeddings=False)
@@ -121,9 +121,7 @@ def test_every_tensor_and_setting_has_the_size_of_the_shape(source: Path, tmp_pa
     assert all(name in weights for name in index["weight_map"])
 
 
-def test_layers_beyond_the_tiny_depth_are_no_zeros_and_add_nothing(
-    source: Path, tmp_path: Path
-) -> None:
+def test_added_layers_are_not_zeros_and_change_nothing(source: Path, tmp_path: Path) -> None:
     make_pair(EXACT, tmp_path, source, IDS)
     weights = Stored(tmp_path / "target")
     for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
@@ -135,7 +133,7 @@ def test_layers_beyond_the_tiny_depth_are_no_zeros_and_add_nothing(
 @pytest.mark.parametrize(
     "change", [{"rope_theta": 1e4}, {"rms_norm_eps": 1.0}], ids=["rope", "eps"]
 )
-def test_the_check_sees_a_pair_that_is_not_the_same(
+def test_the_check_detects_a_pair_that_differs(
     source: Path, tmp_path: Path, change: dict[str, float]
 ) -> None:
     make_pair(EXACT, tmp_path, source, IDS)
@@ -149,7 +147,7 @@ def test_the_check_sees_a_pair_that_is_not_the_same(
 def test_a_pair_that_fails_its_check_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Padded entries that are not pushed down would be drawn at T=1.
+    # Padded entries with normal logits would be sampled at T=1.
     monkeypatch.setattr("benchmarks.widen.widening._PUSH_HEAD", 0.0)
     with pytest.raises(RuntimeError, match="padded vocabulary entries"):
         make_pair(EXACT, tmp_path, source, IDS)
@@ -165,7 +163,9 @@ def test_a_pair_that_fails_its_check_is_refused(
         ({"hidden_size": 48}, "padded vocabulary"),
     ],
 )
-def test_a_shape_that_is_too_small_is_refused_by_name(change: dict[str, int], name: str) -> None:
+def test_a_shape_that_is_too_small_is_refused_with_the_name_of_the_size(
+    change: dict[str, int], name: str
+) -> None:
     with pytest.raises(ValueError, match=name):
         Widening(DIMS, replace(EXACT, **change))
 
@@ -175,6 +175,6 @@ def test_the_tiny_pair_fits_every_known_shape() -> None:
         Widening(Dims(), shape)
 
 
-def test_a_config_without_a_size_is_refused_by_its_name() -> None:
+def test_a_config_without_a_size_is_refused_with_the_name_of_the_size() -> None:
     with pytest.raises(ValueError, match="intermediate_size"):
         Shape.from_config({"hidden_size": 64, "num_attention_heads": 2})

@@ -14,15 +14,15 @@ from benchmarks.probes import SeenTree
 
 WIDTH = 100
 _ROUNDING = (
-    " Texts part where two tokens are as good within bf16's rounding, which differs in a batch of"
-    ' another shape (README, "What lossless means").'
+    " Texts differ where two tokens are equally good within bf16's rounding, which depends on the"
+    ' shape of the batch (README, "What lossless means").'
 )
 _MAX_TREE_LINES = 40
 _COLOURS = {"accepted": "32;1", "rejected": "0", "note": "2", "title": "1"}
 
 
 def print_completion(row: dict[str, str], by_mode: dict[str, Completion]) -> None:
-    """The prompt and its text, once where all modes agree."""
+    """The prompt and its text, and the texts of modes that differ."""
     print("\n" + title(f"{row['domain']}  ({row['id']})"))
     _print_text(row["prompt"], "note")
     plain = by_mode["plain"]
@@ -53,9 +53,9 @@ def print_numbers(
             f"{run.decode_s:10.2f}{ratio:>8s}"
         )
     notes = (
-        "Forwards are the target's, all prompts together, those of the prompts themselves left"
-        " out; verified: mean draft tokens (tree nodes) checked in one. bastion chose the number of"
-        f" nodes each step, at most {nodes}, by what its steps cost here, measured at its start;"
+        "Forwards: forward passes of the target for all prompts together, without those over the"
+        " prompts; verified: mean draft tokens (tree nodes) in one. In each step bastion chose the"
+        f" number of nodes, at most {nodes}, by the step costs that it measured at its start;"
         f" dflash drafts {pair.chain} tokens. Plain and dflash run without this plugin. Seconds are"
         f" one run of eager engines, in {pair.dtype}: the README has the table of many prompts in"
         f" vLLM's default mode. {pair.note}"
@@ -67,11 +67,11 @@ def print_numbers(
 
 
 def print_tree(target: Path, prompts: list[dict[str, str]], trees: list[SeenTree]) -> None:
-    """One step whose accepted path leaves the chain."""
+    """The tree of one step, preferably one whose accepted path leaves the chain."""
     from tokenizers import Tokenizer
 
     if not trees:
-        print("\nbastion verified no tree: by what its steps cost here, no draft was worth one.")
+        print("\nbastion verified no tree: by the step costs measured here, no draft paid for one.")
         return
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
 
@@ -82,7 +82,7 @@ def print_tree(target: Path, prompts: list[dict[str, str]], trees: list[SeenTree
         tree = seen.tree().prefix(seen.num_verified)
         return tree.render(accepted=seen.path, decode=text, root=text(seen.root)).splitlines()
 
-    # Worth looking at: it fits a screen, and the accepted path goes far beyond the chain's.
+    # Prefer a tree that fits the screen and accepts far more than the chain.
     seen = max(
         trees,
         key=lambda seen: (
@@ -98,9 +98,9 @@ def print_tree(target: Path, prompts: list[dict[str, str]], trees: list[SeenTree
         print("  " + style("accepted" if "●" in line else "rejected", shown))
     facts = (
         "● accepted, ○ rejected; the number is the path score of a line's last node. One forward"
-        f" of the target checked {seen.num_verified} of the {len(seen.tokens)} drafted nodes and"
-        f" accepted {seen.accepted}, to which it added a token of its own. The drafter's first"
-        f" choices alone, as in a chain, would have got {seen.chain_length()}."
+        f" of the target verified {seen.num_verified} of {len(seen.tokens)} drafted nodes, accepted"
+        f" {seen.accepted} and added a token of its own. A chain of the drafter's first choices"
+        f" would have had {seen.chain_length()} accepted."
     )
     print(style("note", _fill(facts)))
     emitted = tokenizer.decode(seen.emitted, skip_special_tokens=False)
@@ -128,7 +128,7 @@ def title(text: str) -> str:
 
 
 def style(kind: str, text: str) -> str:
-    """Coloured on a terminal."""
+    """Colour `text` on a terminal."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\033[{_COLOURS[kind]}m{text}\033[0m"

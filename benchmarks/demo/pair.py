@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pair that the demo decodes with: a real model's shape, where there is room for it."""
+"""The pair that the demo decodes with: a real model's shape, if there is room for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.progress import Progress
 from vllm_bastion.envs import cache_dir
 
 SHAPE = "0.6B"
-# Its checkpoints; what the demo takes at its peak.
+# The size of its checkpoints, and the demo's peak memory.
 _DISK_BYTES, _MEMORY_BYTES = 2_000_000_000, 8_000_000_000
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class CannotWrite(Exception):
-    """The text says where and why."""
+    """A pair could not be written; the text says where and why."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Pair:
     """A pair, and how it is decoded.
 
     Args:
-        folder: of `target` and `drafter`.
-        name: for a headline.
-        note: what its seconds mean.
+        folder: contains `target` and `drafter`.
+        name: for the headline.
+        note: how to read its seconds.
         dtype: of its engines.
-        chain: the fastest length of vLLM's own chain, of 4, 7 and 15 (`results/speed`).
-        environment: of its engines, where the user has not set it.
+        chain: the fastest length of vLLM's own chain among 4, 7 and 15 (`results/speed`).
+        environment: variables of its engines, unless the user has set them.
     """
 
     folder: Path
@@ -45,14 +45,14 @@ class Pair:
     environment: dict[str, str] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Write the shape's pair to the cache folder where it is not there.
+        """Write the pair to the cache folder, unless it is there or comes from elsewhere.
 
         Raises:
-            CannotWrite: nothing is left of it.
+            CannotWrite: writing failed; the partial pair is removed.
         """
         if self.folder != _wide_folder():
             return
-        # Here, because it imports PyTorch.
+        # Imported here, because it imports PyTorch.
         from benchmarks.widen.pairs import pair_of as wide_pair_of
 
         progress, new = Progress("models"), not self.folder.exists()
@@ -71,18 +71,18 @@ class Pair:
 TINY_PAIR = Pair(
     TINY,
     "the tiny pair",
-    "On models this small a step is mostly Python, and trees gain little.",
+    "With models this small a step is mostly Python, and trees gain little.",
     "float32",
     15,
-    # Waking a second thread costs more than what it does.
+    # Waking a second thread costs more than it saves.
     {"OMP_NUM_THREADS": "1"},
 )
 
 
 def pair_of(name: str) -> Pair:
-    """The pair called `tiny`, the one of Qwen3-0.6B's shape, or the one in a folder.
+    """The pair `tiny`, the one in Qwen3-0.6B's shape, or the one in a folder.
 
-    Where there is no room for that shape a sentence says so and the tiny pair takes its place.
+    Without room for that shape, prints a sentence and returns the tiny pair.
     """
     if name == "tiny":
         return TINY_PAIR
@@ -95,19 +95,19 @@ def pair_of(name: str) -> Pair:
     return Pair(
         folder,
         f"the tiny pair in Qwen3-{SHAPE}'s shape",
-        f"The models are toys of a real one's shape: a step costs what Qwen3-{SHAPE}'s would, and"
-        " the drafter is right about as often as real ones.",
+        f"The models are toys in the shape of a real one: a step costs what Qwen3-{SHAPE}'s would,"
+        " and the drafter is right about as often as real ones.",
     )
 
 
 def tiny_pair(reason: str) -> Pair:
-    """The tiny pair, with a sentence for the user."""
-    print(f"The tiny pair decodes as it is, without the cost of a real model: {reason}.")
+    """The tiny pair, after telling the user why."""
+    print(f"Using the tiny pair, which does not have the cost of a real model: {reason}.")
     return TINY_PAIR
 
 
 def shown(folder: Path) -> str:
-    """A folder's name, shorter where it is in the user's home."""
+    """A folder's name, shortened if it is in the user's home."""
     home = Path.home()
     return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
 
@@ -117,7 +117,7 @@ def _wide_folder() -> Path:
 
 
 def _no_room(folder: Path) -> str | None:
-    """Why the shape's pair cannot be used here; None where it can."""
+    """Why the shape's pair cannot be used here, or None if it can."""
     free = _free_memory()
     if free < _MEMORY_BYTES:
         return f"{_gb(free)} of memory are free, {_gb(_MEMORY_BYTES)} are needed"
@@ -130,12 +130,12 @@ def _no_room(folder: Path) -> str | None:
 
 
 def _free_memory() -> int:
-    """Bytes: of the machine, or all that a container may have."""
+    """Free bytes of the machine, at most the container's limit."""
     free = psutil.virtual_memory().available
     for path in _MEMORY_LIMITS:
         try:
             free = min(free, int(Path(path).read_text()))
-        except (OSError, ValueError):  # none, or "max"
+        except (OSError, ValueError):  # no such file, or "max"
             continue
     return free
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the demo's engines, decode, print."""
+"""Start the demo's engines, decode and print."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other causal attention on the shapes of tree attention, to compare with: whatever is installed.
+"""Rivals of tree attention: the installed causal attention functions, on the same shapes.
 
-Probed here and timed by the harness, each after its result was found right: vLLM's FlashAttention 3
-and 2 and the FlashAttention 3 package, over the same paged cache; the flash_attn package (2),
-PyTorch's varlen attention and PyTorch's SDPA, over copies of the cache in the layout that suits
-them, which is easier than what tree attention has to do. None gets keys repeated for the heads of a
-group. The bar is about FlashAttention 3 alone.
+This file finds them; the harness times each after its result is checked. vLLM's FlashAttention 3
+and 2 and the FlashAttention 3 package use the same paged cache. The flash_attn package (2),
+PyTorch's varlen attention and PyTorch's SDPA use copies of the cache in their preferred layout,
+which gives them less work than tree attention. None gets keys repeated for the heads of a group.
+The bar compares with FlashAttention 3 only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Offer:
 
 @cache
 def offers() -> tuple[tuple[Offer, ...], dict[str, str]]:
-    """What is installed here, and why the rest is not."""
+    """The installed functions, and the reason why each of the others is missing."""
     found: list[Offer] = []
     missing: dict[str, str] = {}
     for name, probe in _PROBES.items():
@@ -67,7 +67,7 @@ def offers() -> tuple[tuple[Offer, ...], dict[str, str]]:
 
 
 def _paged(query: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values `[blocks, page, Hkv, d]`, without a copy: how vLLM passes them."""
+    """Keys and values `[blocks, page, Hkv, d]` without a copy, as vLLM passes them."""
     keys, values = kv_cache.transpose(1, 2).split(query.shape[2], dim=-1)
     return keys, values
 
@@ -89,7 +89,7 @@ def _vllm_offers() -> list[Offer]:
     package = importlib.import_module("vllm.vllm_flash_attn")
     found = []
     if package.is_fa_version_supported(3):
-        # 0: as many splits as FlashAttention likes; 32: vLLM's setting where it captures graphs
+        # 0: FlashAttention chooses the number of splits; 32: vLLM's setting for captured graphs
         for splits in (0, 32):
             name = f"vLLM FA3, paged, {f'<= {splits} splits' if splits else 'free splits'}"
             found.append(Offer(name, partial(_vllm, package, 3, splits), fa3=True))
@@ -161,7 +161,7 @@ def _fa3(
 
 
 def _first(result: Any) -> Tensor:
-    """Versions differ in whether the softmax's sums come with it."""
+    """Drop the softmax's sums, which some versions also return."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -170,7 +170,7 @@ def _fa2_offers() -> list[Offer]:
 
     def prepare(step: Step, query: Tensor, kv_cache: Tensor) -> Callable[[], Tensor]:
         keys, values = _unpaged(step, kv_cache)  # its pages are multiples of 256
-        attend = package.flash_attn_with_kvcache  # divides long contexts, unlike its varlen form
+        attend = package.flash_attn_with_kvcache  # splits long contexts, unlike its varlen form
         return lambda: _first(
             attend(_by_request(step, query), keys, values, cache_seqlens=step.lengths, causal=True)
         )
@@ -192,8 +192,8 @@ def _varlen(
     attend: Callable[..., Any], paged: bool, step: Step, query: Tensor, kv_cache: Tensor
 ) -> Callable[[], Tensor]:
     keys, values = _unpaged(step, kv_cache)
-    takes = inspect.signature(attend).parameters.keys()  # of three versions of PyTorch so far
-    # causal with the last rows aligned; an older signature has a flag for it
+    takes = inspect.signature(attend).parameters.keys()  # differs between versions of PyTorch
+    # causal with the last rows aligned; older versions have a flag for it
     causal = {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
     options: dict[str, Any] = dict(causal)
     if "enable_gqa" in takes:
@@ -226,14 +226,14 @@ def _sdpa(backend: SDPBackend, step: Step, query: Tensor, kv_cache: Tensor) -> C
     keys, values = (x.transpose(1, 2) for x in _unpaged(step, kv_cache))
     rows = _by_request(step, query).transpose(1, 2)
     mask: Any = causal_lower_right(step.rows, step.length)
-    if backend != SDPBackend.FLASH_ATTENTION:  # the only one with this alignment built in
+    if backend != SDPBackend.FLASH_ATTENTION:  # the only backend with this alignment
         seen = torch.ones(step.rows, step.length, dtype=torch.bool, device=query.device)
         hidden = ~seen.tril(step.length - step.rows)
         mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
         mask.masked_fill_(hidden, float("-inf"))
 
     def attend() -> Tensor:
-        with sdpa_kernel(backend):  # this one or an error, never a slower one unasked
+        with sdpa_kernel(backend):  # this backend or an error, never a fallback
             out = F.scaled_dot_product_attention(
                 rows, keys, values, attn_mask=mask, enable_gqa=True
             )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention as a case: several KV caches in turn, a check in fp32, and its rivals.
+"""The case of tree attention: several KV caches in turn, a check in fp32, and its rivals.
 
-In a model every layer reads a cache of its own, after the weights of a layer have gone through the
-L2 cache. Here the calls of a graph go round caches that together are many times the L2 cache, so
-that each call reads its keys and values from memory. The queries, as in a model, are still warm.
-The rivals, which are causal, get the same caches, or copies, in the same turn.
+In a model each layer reads its own cache, after a layer's weights have passed through the L2 cache.
+Here the calls of a graph cycle through caches that together are many times the L2 cache, so that
+each call reads its keys and values from memory. The queries are warm, as in a model. The causal
+rivals get the same caches, or copies, in the same order.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def dense(query: Tensor, kv: Tensor, allowed: Tensor, dtype: torch.dtype) -> Ten
 def check_attention(
     name: str, out: Tensor, step: Step, query: Tensor, kv_cache: Tensor, tails: Tensor
 ) -> None:
-    """Raise unless `out` is at most twice as far from fp32 as plain PyTorch in the queries' dtype.
+    """Check that `out` is at most twice as far from fp32 as plain PyTorch in the queries' dtype.
 
     Args:
         out: `[T, Hq, d]`.
-        tails: `[R, rows, rows]` bool, which of the last rows each of them sees.
+        tails: `[R, rows, rows]` bool, which of the last rows each row sees.
     """
     context = step.length - step.rows
     pages = -(-step.length // kv_cache.shape[2])
@@ -56,20 +56,20 @@ def check_attention(
 
 
 def causal_tails(step: Step) -> Tensor:
-    """Tails of rivals."""
+    """The tails of causal attention."""
     tails = torch.ones(step.rows, step.rows, dtype=torch.bool).tril()
     return tails.expand(len(step.lengths), -1, -1)
 
 
 def in_turn(calls: Sequence[Callable[[], object]], least: int) -> list[Call]:
-    """All of them once, and again from the first on until there are `least`."""
+    """All of them, repeated in order until there are `least`."""
     return [calls[i % len(calls)] for i in range(max(least, len(calls)))]
 
 
 def random_trees(
     reqs: int, nodes: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:  # [R, N] parents, [R, N+1, N+1] bool: who sees whom
-    """Every node under a node before it, drawn evenly."""
+    """Random trees: each node's parent is drawn uniformly from the nodes before it."""
     parents = torch.stack(
         [(torch.rand(reqs, generator=generator) * (j + 1)).long() for j in range(nodes)], dim=1
     )
@@ -82,7 +82,7 @@ def random_trees(
 def rival_of(
     offer: Offer, step: Step, query: Tensor, caches: Sequence[Tensor], least: int
 ) -> Rival:
-    """An installed attention function on this batch; its copies are made when it is built."""
+    """An installed attention function on this batch; building it makes its copies."""
 
     def build() -> tuple[Sequence[Call], Call]:
         calls = [offer.prepare(step, query, kv_cache) for kv_cache in caches]

@@ -2,14 +2,14 @@
 """Check every op of bastion_kernels, then time it.
 
     python benchmarks/gpu/bench_kernels.py [--op attention] [--replays 100] [--out FILE.json]
-    python benchmarks/gpu/bench_kernels.py --quick   # only what there is a promise about: minutes
+    python benchmarks/gpu/bench_kernels.py --quick   # only cases with a bar: minutes
     python benchmarks/gpu/bench_kernels.py --check   # only the checks; small shapes without a GPU
 
-Prints per case: median, 20th and 80th percentile in microseconds under CUDA-graph replay, GB/s or
-TFLOP/s, the fraction of what a plain copy or matrix product reached in the same run, the clock, the
-fastest rival, and the case's bar as measured over allowed (met when at most 1). No speed is printed
-where the check fails. The JSON file is rewritten after every case, so that a run that is cut short
-leaves what it measured; there, every row also says what its data was ("memory") and every rival.
+Prints for each case: median, 20th and 80th percentile in microseconds under CUDA-graph replay, GB/s
+or TFLOP/s, the fraction of what a plain copy or matrix product reached in the same run, the clock,
+the fastest rival, and the bar as measured over allowed (met if at most 1). A case whose check fails
+is not timed. The JSON file is rewritten after every case, so an interrupted run is not lost. In the
+file each row also has where its data was ("memory") and all rivals.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # from a checkout, installed or not
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "kernels"),
+]  # run from a checkout, even if the package is not installed
 NEEDS = (
     "Speed is measured on a CUDA GPU, by a Python (3.11 or newer) whose PyTorch is built for CUDA "
     "and which has Triton; vLLM or flash-attn, where installed, are timed beside our ops. Choose "
     "the Python with `make bench BENCH_PYTHON=...`."
 )
 
-# not imported before the variable below is set, which Triton's own functions heed when defined
+# imported after the variable below is set, because Triton's functions read it when defined
 for package in ("torch", "triton"):
     if importlib.util.find_spec(package) is None:
         raise SystemExit(f"bench_kernels: {sys.executable} has no {package}. {NEEDS}")
@@ -41,7 +44,7 @@ for package in ("torch", "triton"):
 import torch  # noqa: E402
 
 if torch.cuda.is_available():
-    os.environ.pop("TRITON_INTERPRET", None)  # the interpreter's speed is nobody's
+    os.environ.pop("TRITON_INTERPRET", None)  # never time the interpreter
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
@@ -69,7 +72,7 @@ def line(row: Row) -> str:
     text += f" {row.tflop_per_s:8.1f}" if row.tflop_per_s else " " * 9
     text += f" {row.fraction:8.0%}" if row.fraction else " " * 9
     text += f" {t.sm_mhz or '?':>5}"
-    # the fastest rival, and the bar's where that is another
+    # the fastest rival, and the bar's if that is another one
     beside = {row.baseline: row.baseline_timing, row.judge: row.judge_timing}
     for name, timing in beside.items():
         if timing is not None:
@@ -81,7 +84,7 @@ def line(row: Row) -> str:
 
 
 class Report:
-    """The results so far, in a file that is whole at any time."""
+    """The results so far, in a file that is always valid JSON."""
 
     def __init__(self, path: Path, ceilings: Ceilings | None, planned: int) -> None:
         self.path = path
@@ -133,7 +136,7 @@ def run_checks(ops: Sequence[str], quick: bool) -> int:
 
 
 def run_timings(ops: Sequence[str], replays: int, quick: bool, out: Path) -> Report:
-    """Check and time, writing `out` all along."""
+    """Check and time all cases, and write `out` after each."""
     entries = [e for e in cases(QWEN3_8B, "cuda", quick) if not ops or e.op in ops]
     ceilings = measure_ceilings(replays)
     torch.cuda.empty_cache()
@@ -159,7 +162,7 @@ def run_timings(ops: Sequence[str], replays: int, quick: bool, out: Path) -> Rep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit code is 1 where a case failed, whatever the bars."""
+    """Entry point. The exit code is 1 if a case failed, not if a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--op", action="append", choices=OPS, help="only this op (repeatable)")
     parser.add_argument("--quick", action="store_true", help="only the cases that have a bar")

@@ -4,31 +4,28 @@
     python benchmarks/gpu/bench_step.py [--contexts 1024 8192] [--nodes 16 32 63 127] [--profile]
         [--only NAME ...] [--compilation JSON] [--out FILE.json]
 
-Plain decoding, vLLM's own DFlash chain, the chain through bastion's machinery, and bastion trees of
-fixed sizes, each in an engine of its own with `--load-format dummy`, CUDA graphs and async
-scheduling. With weights of noise nothing is accepted, so every step emits one token and a step's
-time is the slope of the run time over the number of tokens: what it takes to verify, not what it
-gains. The machinery is the difference between the two chains, which verify the same rows;
-`--profile` says what it consists of. "exact" and "lagged" are the controller's two timings over
-costs that are flat, so that both verify all nodes: what waiting for N* takes.
+Plain decoding, vLLM's own DFlash chain, the same chain in bastion, and bastion trees of fixed
+sizes, each in its own engine with `--load-format dummy`, CUDA graphs and async scheduling. With
+random weights nothing is accepted, so every step emits one token, and the time of a step is the
+slope of the run time over the number of tokens: the cost of verification without its gain. The two
+chains verify the same rows, so their difference is bastion's overhead; `--profile` lists its parts.
+"exact" and "lagged" are the controller's two timings with flat costs, so that both verify all
+nodes: their difference is the time spent waiting for N*.
 
-The file is rewritten after every engine, and one that fails does not stop the others. `--tiny` runs
-the same on the tiny pair on whatever device there is, to see that it works.
+The file is rewritten after every engine, and a failed engine does not stop the others. `--tiny`
+runs the same with the tiny pair on any device, as a test of this script.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,11 +35,13 @@ if __package__ in (None, ""):
 
 from benchmarks.gpu.device import gpu_provenance
 from benchmarks.gpu.step_profile import profile_steps, profiler_config
+from benchmarks.harness.process import EngineError, EngineProcess
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 
 ROOT = Path(__file__).resolve().parents[2]
 GAMMA = 15
+_EXIT_S = 60
 # The published configurations of Qwen3-8B and of its DFlash drafter (5 layers, block 16).
 _COMMON: dict[str, Any] = {
     "model_type": "qwen3",
@@ -100,7 +99,7 @@ def modes(drafter: str, nodes: list[int], flat: str) -> dict[str, dict[str, Any]
 
 
 def time_steps(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """In a fresh process: milliseconds of a step at each context, batch 1."""
+    """In a new process: milliseconds of a step at each context."""
     import torch
     from vllm import LLM, SamplingParams
 
@@ -142,7 +141,7 @@ def time_steps(job: dict[str, Any]) -> list[dict[str, Any]]:
             generate, steps = partial(seconds, context), min(32, job["tokens"] - 1)
             row["profile"] = profile_steps(llm, generate, steps, step_ms, Path(job["traces"]))
         rows.append(row)
-    # Its processes are children of this one, which would wait for them for ever.
+    # Otherwise this process would wait forever for the engine core, its child.
     llm.llm_engine.engine_core.shutdown()
     return rows
 
@@ -156,7 +155,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--only", nargs="+", help="names of modes to run")
-    parser.add_argument("--profile", action="store_true", help="say what a step consists of")
+    parser.add_argument("--profile", action="store_true", help="list the parts of a step")
     parser.add_argument("--compilation", type=json.loads, help="vLLM's compilation_config")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -178,7 +177,7 @@ def main() -> int:
                 path.mkdir()
                 (path / "config.json").write_text(json.dumps(config))
         flat = Path(folder) / "flat.json"
-        # Plain steps are dear: nothing is accepted here, and the controller would stop drafting.
+        # Make plain steps expensive: nothing is accepted, and the controller would stop drafting.
         samples = [(rows, 0, 10.0) for rows in (1, options.rows)]
         table = StepCostTable(samples, max_rows=options.rows, plain_aux_ms=1e4)
         write_profile(Profile(ProfileKey("flat", "", "", "", "", 1, ""), table), flat)
@@ -190,17 +189,18 @@ def main() -> int:
         for name, speculative in modes(str(drafter), options.nodes, str(flat)).items():
             if options.only and name not in options.only:
                 continue
+            process = EngineProcess(Path(folder) / "engine.log")
             try:
-                # A process of its own, which may have children: vLLM's engine is one.
-                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                    job = {**common, "speculative": speculative}
-                    result["steps"][name] = pool.submit(time_steps, job).result()
-            except Exception as error:
-                traceback.print_exc()
-                result.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"
+                process.call(time_steps, {**common, "speculative": speculative})
+                result["steps"][name] = process.answer()
+            except EngineError as error:
+                print(f"{name} failed: {error}", file=sys.stderr)
+                result.setdefault("failed", {})[name] = str(error)
+            finally:
+                process.close(_EXIT_S)
             _print_steps(name, result["steps"].get(name, ()))
             _write(result, options.out)
-    _print_machinery(result["steps"])
+    _print_differences(result["steps"])
     result["complete"] = True
     _write(result, options.out)
     return 1 if "failed" in result else 0
@@ -216,15 +216,15 @@ def _print_steps(name: str, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         line = f"{name:24s} context {row['context']:6d}  {row['ms']:8.3f} ms/step"
         profile = row.get("profile")
-        if profile and profile["busy_ms"]:  # a CPU shows no device
+        if profile and profile["busy_ms"]:  # a CPU has no device trace
             ours = ", ".join(f"{kernel} {ms:.3f}" for kernel, ms in profile["ours"].items())
             line += f", busy {profile['busy_ms']:.3f}, idle {profile['idle_ms']:.3f}; {ours}"
         print(line, flush=True)
 
 
-def _print_machinery(steps: dict[str, list[dict[str, Any]]]) -> None:
+def _print_differences(steps: dict[str, list[dict[str, Any]]]) -> None:
     differences = [
-        ("bastion chain", "dflash chain", "machinery (chain through bastion - dflash chain)"),
+        ("bastion chain", "dflash chain", "overhead (bastion chain - dflash chain)"),
         (f"bastion {GAMMA} nodes", "bastion chain", "mask, compaction and path gather"),
     ]
     exact = [name for name in steps if name.endswith(", exact")]

@@ -2,7 +2,7 @@
 """Every op at the shapes of a real model, with the check that must pass before it is timed.
 
 Shapes are Qwen3-8B's and its DFlash drafter's (36 layers, 32/8 heads of 128, hidden 4096,
-vocabulary 151,936, block of 16, so 15 drafted depths); `TINY` are the same cases small enough for
+vocabulary 151,936, block of 16, so 15 drafted depths). `TINY` has the same cases, small enough for
 Triton's interpreter. The checks compare with the ops' references, whose own tests are in `tests/`.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["QWEN3_8B", "TINY", "cases"]
 
 
 def same(name: str, got: Tensor, want: Tensor) -> None:
-    """Bit-equal, wherever they are."""
+    """Assert bit equality, on any devices."""
     if not torch.equal(got.cpu(), want.cpu()):
         raise AssertionError(f"{name} differs from its reference")
 
@@ -61,7 +61,7 @@ class DraftStage:
             empty(reqs, nodes, dtype=torch.float32),
             empty(reqs),
         )
-        # what a head over the candidates says of each after each
+        # a head's scores of each candidate given each predecessor
         shape = (reqs, model.depth, top_k, top_k)
         self.scores = 3 * torch.randn(shape, generator=g, device=device)
         self.limits = torch.full((reqs,), nodes, dtype=torch.int32, device=device)
@@ -103,9 +103,9 @@ class DraftStage:
         return self.tokens.view(shape), self.logprobs.view(shape)
 
     def check(self) -> None:
-        """Each op against its reference, on what the op before it gave."""
+        """Check each op against its reference, on the output of the op before it."""
         self.all()
-        # plain PyTorch on the device: on the host it takes seconds at these sizes
+        # plain PyTorch on the device, because the host takes seconds at these sizes
         tokens, logprobs = torch.empty_like(self.tokens), torch.empty_like(self.logprobs)
         topk_logprobs_reference(self.logits, self.top_k, tokens, logprobs)
         same("topk_logprobs' tokens", self.tokens, tokens)
@@ -136,7 +136,7 @@ class DraftStage:
 
 
 def draft_case(model: Model, reqs: int, nodes: int, top_k: int, part: str, device: str) -> Case:
-    """The draft stage or one op of it, over logits that the head has just written."""
+    """The draft stage, or one of its ops, over logits that the head has just written."""
     stage = DraftStage(model, reqs, nodes, top_k, device)
     megabytes = stage.logits.nbytes / 1e6
     return Case(
@@ -148,7 +148,7 @@ def draft_case(model: Model, reqs: int, nodes: int, top_k: int, part: str, devic
 
 
 def walk_case(model: Model, reqs: int, nodes: int, device: str) -> Case:
-    """The acceptance walk, down the first child of every node."""
+    """The acceptance walk along the first child of every node."""
     stage = DraftStage(model, reqs, nodes, model.top_ks[0], device)
     stage.all()
     node_ids = torch.arange(reqs * (nodes + 1), device=device) + 1000
@@ -245,7 +245,7 @@ def gather_case(model: Model, reqs: int, device: str) -> Case:
     )
 
 
-# What the project promises, in microseconds by nodes of a single request's tree
+# The bars in microseconds, by nodes of a single request's tree
 _DRAFT_US = {64: 60.0, 256: 150.0}
 _WALK_US = 15.0
 _COMPACT_US, _COMPACT_OF_COPY = 15.0, 0.6
@@ -275,7 +275,7 @@ def _draft_entries(model: Model, device: str) -> list[Entry]:
 
 
 def cases(model: Model, device: str, quick: bool = False) -> list[Entry]:
-    """Everything to time, or, `quick`, what there is a promise about."""
+    """All cases, or with `quick` those that have a bar."""
     nodes = model.nodes[0]
     found = _draft_entries(model, device)
     for reqs in (1, model.many):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing under CUDA-graph replay, against the machine's own ceilings and against rivals.
+"""Time ops under CUDA-graph replay, against the machine's own ceilings and against rivals.
 
-A case is a check and a list of calls. No call is timed before the check has passed. The calls, five
-or more, are captured one after another into one graph, so that host time stays out, the start of a
-replay is shared among them, and each call may use its own data (a layer's cache, say), which the
-calls before it have driven out of the L2 cache. The time of a call is a replay's time divided by
-their number; gaps between kernels are in it, as they are in a model.
+A case is a check and a list of calls, which are timed only if the check passes. Five or more calls
+are captured one after another into one graph. This excludes host time, shares the start of a replay
+among the calls, and lets each call use its own data (a layer's cache, say) that the calls before it
+have evicted from the L2 cache. The time of a call is a replay's time divided by the number of
+calls; it includes gaps between kernels, as in a model.
 
-A rival does the same work by other means. Each is checked too, all are timed, and the fastest is
-the baseline. A bar about FlashAttention 3 is judged against the fastest of its rivals that is one.
+A rival does the same work by other means. Each is checked and timed too, and the fastest is the
+baseline. A bar on FlashAttention 3 is judged against the fastest rival that is FlashAttention 3.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["Bar", "Call", "Case", "Ceilings", "Entry", "Rival", "Row", "Timing",
 
 Call = Callable[[], object]
 
-# Clocks fall within the seconds that a check on the host takes and need this long to come back.
+# Clocks drop during the seconds of a check on the host and need this long to recover.
 WARM_UP_S = 0.3
-# All replays of one measurement together, at most: a slow rival gets fewer of them.
+# At most this long for all replays of one measurement: a slow rival gets fewer.
 MEASURED_S = 1.0
 LEAST_REPLAYS = 10
-# The device is kept busy this long while its clock is read.
+# How long the device is kept busy while its clock is read.
 CLOCK_READ_S = 0.03
 US, OF_COPY, FA3 = "us", "of copy", "x FlashAttention 3"
 
@@ -63,7 +63,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a case has to reach; `kind` is US, OF_COPY or FA3 (times the fastest rival's time)."""
+    """The limit of a case; `kind` is US, OF_COPY or FA3 (times the fastest rival's time)."""
 
     kind: str
     limit: float
@@ -74,9 +74,9 @@ class Rival:
     """Another way to do a case's work."""
 
     name: str
-    # makes its calls and its check; may fail
+    # returns its calls and its check; may fail
     build: Callable[[], tuple[Sequence[Call], Call]]
-    # whether it is FlashAttention 3, which the bar is about
+    # whether it is FlashAttention 3, which bars compare with
     fa3: bool = False
 
 
@@ -86,7 +86,7 @@ class Case:
 
     check: Call
     calls: Sequence[Call]
-    # of one call
+    # per call
     bytes_moved: int = 0
     flops: int = 0
     # where a call finds its data: "hot" in the L2 cache, or "cold" and why
@@ -96,7 +96,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Entry:
-    """A case that is yet to be made: one at a time, because of the memory they take."""
+    """A case that is built when it runs: cases take too much memory to exist together."""
 
     op: str
     name: str
@@ -121,7 +121,7 @@ class Row:
     memory: str = ""
     gb_per_s: float | None = None
     tflop_per_s: float | None = None
-    # of the ceiling that the case is nearer to
+    # of the ceiling that the case is closer to
     fraction: float | None = None
     # the fastest rival
     baseline: str = ""
@@ -131,13 +131,13 @@ class Row:
     judge_timing: Timing | None = None
     # name and timing, or error, of every rival
     rivals: list[dict[str, Any]] = field(default_factory=list)
-    # what was measured over what is allowed: met when <= 1
+    # measured over allowed: met if <= 1
     bar_ratio: float | None = None
     verdict: str = ""
     seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain types, empty fields left out."""
+        """Plain types, without empty fields."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "", [])}
 
 
@@ -153,7 +153,7 @@ def quantiles(samples: Sequence[float]) -> Timing:
 
 
 def warm_up(run: Call, wait: Call, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Run for WARM_UP_S; returns the seconds that one run takes."""
+    """Run for WARM_UP_S. Returns the seconds per run."""
     done, batch, start = 0, 1, clock()
     while done == 0 or clock() - start < WARM_UP_S:
         for _ in range(batch):
@@ -168,7 +168,7 @@ def time_calls(calls: Sequence[Call], replays: int) -> Timing:
     """Time a call by replaying a graph of all of them; needs a CUDA device."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compile, and allocate what is allocated once
+    with torch.cuda.stream(stream):  # compile, and make one-time allocations
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(stream)
@@ -208,7 +208,7 @@ def measure_ceilings(replays: int) -> Ceilings:
 
 
 def run_entry(entry: Entry, ceilings: Ceilings, replays: int, timer: Timer = time_calls) -> Row:
-    """Make, check, then time; where anything fails there is an error and no speed."""
+    """Build, check and time a case. If anything fails, the row has an error and no timing."""
     row = Row(entry.name, bar=entry.bar)
     start, stage = time.perf_counter(), "build"
     try:
@@ -217,7 +217,7 @@ def run_entry(entry: Entry, ceilings: Ceilings, replays: int, timer: Timer = tim
         case.check()
         stage = "timing"
         row.timing = timer(case.calls, replays)
-    except Exception as error:  # whatever is wrong, the other cases still run
+    except Exception as error:  # run the other cases in any case
         row.failed, row.error = stage, reason(error)
         row.traceback = traceback.format_exc()[-3000:]
     else:
@@ -232,7 +232,7 @@ def run_entry(entry: Entry, ceilings: Ceilings, replays: int, timer: Timer = tim
 
 
 def reason(error: BaseException) -> str:
-    """An error in a line."""
+    """An error in one line."""
     text = f"{type(error).__name__}: {error}".strip()
     return " ".join(text.split())[:300]
 
@@ -243,10 +243,10 @@ def _run_rival(rival: Rival, replays: int, timer: Timer) -> dict[str, Any]:
         calls, check = rival.build()
         check()
         told["timing"] = timer(calls, replays)
-    except Exception as error:  # not every rival takes every shape
+    except Exception as error:  # not every rival supports every shape
         told["error"] = reason(error)
     if torch.cuda.is_available():
-        calls = check = None  # type: ignore[assignment]  # its copies of the caches go first
+        calls = check = None  # type: ignore[assignment]  # free its copies of the caches
         torch.cuda.empty_cache()
     return told
 

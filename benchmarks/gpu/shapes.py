@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the models that the kernel benchmark's cases are made for."""
+"""Model sizes of the kernel benchmark's cases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-# what outputs hold before a run
+# the content of outputs before a run
 POISON = -7777
 
 
@@ -30,10 +30,10 @@ class Model:
     nodes: tuple[int, ...]
     many: int
     contexts: tuple[int, ...]
-    # calls in a graph: of an op whose data is hot, and at least
+    # calls in a graph: for an op with hot data, and the minimum
     repeats: int
     least_calls: int
-    # what the calls of a graph touch together where the data is to be cold, many times the L2 cache
+    # bytes that the calls of a graph touch if the data is to be cold, many times the L2 cache
     cold_bytes: int
 
 
@@ -43,7 +43,7 @@ QWEN3_8B = Model(
     nodes=(64, 256), many=64, contexts=(1024, 8192, 32768), repeats=20, least_calls=6,
     cold_bytes=2**29,
 )  # fmt: skip
-# float16, because Triton's interpreter multiplies bfloat16 wrongly
+# float16, because Triton's interpreter multiplies bfloat16 incorrectly
 TINY = Model(
     2, 4, 2, 16, 40, 257, 4, (4, 8), 8, torch.float16,
     nodes=(9,), many=3, contexts=(40,), repeats=1, least_calls=2, cold_bytes=1,

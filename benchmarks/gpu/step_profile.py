@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoding step consists of on the device, from the traces of vLLM's own profiler."""
+"""The parts of a decoding step on the device, from the traces of vLLM's own profiler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import bastion_kernels
 
-# What the device does, by PyTorch's names.
+# PyTorch's categories of device work.
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-# Others' kernels that are listed by name.
+# Kernels of others that are listed by name.
 _LISTED = 12
 
 
@@ -41,7 +41,7 @@ def our_kernels() -> set[str]:
 
 
 def device_ms(folder: Path) -> Counter[str]:
-    """Milliseconds on the device by name of kernel, over all traces; the traces are removed."""
+    """Milliseconds on the device by kernel name, over all traces, which are deleted."""
     out: Counter[str] = Counter()
     for path in folder.glob("*.json"):
         for event in json.loads(path.read_text())["traceEvents"]:
@@ -54,7 +54,7 @@ def device_ms(folder: Path) -> Counter[str]:
 def profile_steps(
     llm: Any, generate: Callable[[int], object], steps: int, step_ms: float, folder: Path
 ) -> dict[str, Any]:
-    """Milliseconds of a step by what the device does in it.
+    """Milliseconds of a step by kind of device work.
 
     Args:
         llm: an engine with `profiler_config(folder)`.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost tables for replay: measured profiles, and the paper's A100 points.
 
-The paper prints two points of T_verify for Qwen3-8B on an A100 under Transformers: 22.0 ms at 32
-nodes and 55.9 ms at 1,024; between them we draw a straight line, below 32 a level one. It prints no
-drafter time. Verification is level at 22.0 ms because it is bound by launches, 36 layers of them,
-so the drafter's 5 layers of the same width are taken at 5/36 of it, 3.06 ms. Cross-check: the
-paper's averages for BASTION (6.61x at tau 8.48 and 139.3 nodes) say C / T_AR = 8.48 / 6.61 = 1.283;
-with T_AR = 22.0 these numbers give (25.7 + 3.06) / 22.0 = 1.307.
+The paper prints two points of T_verify for Qwen3-8B on an A100 with Transformers: 22.0 ms at 32
+nodes and 55.9 ms at 1,024. We interpolate linearly between them and use 22.0 ms below 32. The paper
+prints no drafter time. Below 32 nodes, verification is bound by the launches of 36 layers, so the
+drafter's 5 layers of the same width are estimated at 5/36 of it, 3.06 ms. Cross-check: the paper's
+averages for BASTION (6.61x at tau 8.48 and 139.3 nodes) imply C / T_AR = 8.48 / 6.61 = 1.283; with
+T_AR = 22.0 these numbers give (25.7 + 3.06) / 22.0 = 1.307.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from vllm_bastion.policy.cost.table import StepCostTable
 
 _LOW, _HIGH = (32, 22.0), (1024, 55.9)
 _DRAFTER_MS = 22.0 * 5 / 36
-# Qwen3-8B, the paper's Table "Notation" filled in from its published config
+# Qwen3-8B in the notation of the paper's table, from its published config
 _QWEN3_8B = ModelShape(36, 4096, 32, 8, 128, 12288, 151936)
 
 
 @dataclass(frozen=True)
 class CostSource:
-    """A named cost table and the curves that belong to it."""
+    """A named cost table, and its calibrated roofline if it has one."""
 
     name: str
     table: StepCostTable
     calibrated: CalibratedRoofline | None
 
     def latency(self, name: LatencyName) -> LatencyModel:
-        """One of the estimators, fresh."""
+        """A new estimator."""
         bare = self.calibrated.roofline if self.calibrated else None
         return make_latency(name, self.table, roofline=bare, calibrated=self.calibrated)
 
     def estimators(self) -> list[LatencyName]:
-        """Those that this source can feed."""
+        """The estimators that this source has data for."""
         of_table: list[LatencyName] = ["table", "ema_table"]
         return [*of_table, "static", "ema", "ema_calib"] if self.calibrated else of_table
 
 
 def paper_a100(max_rows: int) -> CostSource:
-    """The paper's points for Qwen3-8B on an A100; its batch is 1, larger ones share the rows."""
+    """The paper's points for Qwen3-8B on an A100, measured at batch 1 and applied to all rows."""
     slope = (_HIGH[1] - _LOW[1]) / (_HIGH[0] - _LOW[0])
     rows = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
     samples = [(n, 0, _LOW[1] + slope * max(0, n - _LOW[0])) for n in rows]
@@ -61,7 +61,7 @@ def from_profile(name: str, path: Path, max_rows: int) -> CostSource:
     """A measured profile (`vllm-bastion calibrate`, or a file in `benchmarks/results`).
 
     Raises:
-        ValueError: the file is no profile.
+        ValueError: the file is not a profile.
     """
     profile = read_profile(path)
     data = profile.table.to_json() | {"max_rows": max_rows}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees: what they must satisfy, two ways to build them, and a drawing of one.
+"""Draft trees: their invariants, two ways to build them, and a drawing.
 
-This file only knows shapes of trees. How many of a tree's nodes to verify is the controller's
-affair: nodes are sorted so that any number of leading ones is a tree itself.
+Nodes are sorted so that any number of leading ones is a tree itself. How many of them to verify is
+decided in `controller.py`.
 
 A node is a prefix x_1 .. x_d of candidate tokens with path score rho = prod q_i(x_i), the drafter's
 probability of drawing that prefix (paper, section 3.1). If the drafter verified itself, a tree
@@ -10,9 +10,9 @@ would commit as many tokens as it has nodes on the drawn path (Lemma 1), in expe
 
     A-hat(T) = 1 + sum of rho over the draft nodes of T      (path-sum surrogate; 1 is the root)
 
-Best-first expansion takes the nodes in order of rho: nested trees, each the best of its size
-(optimality of best-first expansion). Both are built by the engine's own op. Replay itself needs no
-trees: see `steps.py`, and its beam.
+Best-first expansion takes the nodes in order of rho. The trees are nested, and each is the best of
+its size (optimality of best-first expansion). The engine's own op builds them. Replay itself needs
+no trees: see `steps.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _GREEN, _DIM, _PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The draft trees of R requests, in fixed shapes: N columns each, a node a column.
+    """The draft trees of R requests, with N columns each and one node per column.
 
     Column j is node j + 1; node 0 is the root, the last sampled token, and has no column. In every
     row, as `validate` checks:
 
     - the first `num_nodes` columns are in use; the others hold token 0, parent -1, depth 0,
       log rho -inf;
-    - a parent's number is at most the column of its child, so parents come first;
+    - a parent's number is at most its child's column, so parents come first;
     - a node is one deeper than its parent, and siblings carry different tokens;
     - log rho does not increase from column to column, hence not from parent to child.
     """
@@ -57,7 +57,7 @@ class DraftTree:
     num_nodes: Tensor
 
     def validate(self) -> None:
-        """Raise ValueError that names row, column and rule if an invariant does not hold."""
+        """Raise a ValueError with row, column and rule if an invariant does not hold."""
         for row, used in enumerate(self.num_nodes.tolist()):
             if not 0 <= used <= self.tokens.shape[1]:
                 raise ValueError(f"row {row}: {used} nodes in {self.tokens.shape[1]} columns")
@@ -90,7 +90,7 @@ class DraftTree:
         )
 
     def surrogate(self) -> Tensor:
-        """A-hat of every size, `[R, N + 1]` float64: n leading nodes and the root."""
+        """`[R, N + 1]` float64: A-hat of the root and the n leading nodes, for every n."""
         root = torch.ones_like(self.log_rho[:, :1], dtype=torch.float64)
         return torch.cat([root, self.log_rho.double().exp()], dim=1).cumsum(1)
 
@@ -110,7 +110,7 @@ class DraftTree:
         root: str = "root",
         color: bool = False,
     ) -> str:
-        """Draw one row's tree for a terminal, best child first, a run of only children a line.
+        """Draw one row's tree for a terminal: best child first, a run of single children on a line.
 
         Args:
             row: which request.
@@ -150,7 +150,7 @@ class DraftTree:
 
 
 def _printable(text: str) -> str:
-    """Spaces and control characters made visible, so that a token cannot break the drawing."""
+    """Make spaces and control characters visible, so that a token cannot break the drawing."""
     text = text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥")
     return "".join(char if char.isprintable() else "�" for char in text) or "∅"
 
@@ -161,14 +161,14 @@ def best_first(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftT
     Args:
         topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
         topk_logprobs: `[R, D, K]` fp32, their log-probabilities, non-increasing over K; or
-            `[R, D, K, K]`, those of each candidate after each one of the depth above.
-        limit: N, columns of the tree; fewer are used where the lattice has fewer nodes.
+            `[R, D, K, K]`, those of each candidate given each one of the depth above.
+        limit: N, columns of the tree; fewer are used if the lattice has fewer nodes.
     """
     return _expand(topk_tokens, topk_logprobs, limit, topk_tokens.shape[2])
 
 
 def chain(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:
-    """The best child of every node in a row, min(D, N) nodes: what vLLM's own drafter verifies.
+    """The chain of best children, min(D, N) nodes: what vLLM's own drafters verify.
 
     Args:
         topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.

@@ -5,13 +5,13 @@
     python -m benchmarks.replay.record --drafter benchmarks/tiny/dflash2 --temperatures 0
     python -m benchmarks.replay.record --profile           # instead: results/cpu-profile.json
 
-A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) with nothing
-verified, so one token per step, and the drafter's top-K is kept at every position. Tokens and
-drafts do not depend on what is verified, so any budget policy can be replayed on this. A drafter
-with a head over its candidates is recorded with all of them, and with every score that the head
-gives (`tiny-dflash2.npz`, 60 to 90 MB, is therefore not kept).
+A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) and verifies
+nothing, so it emits one token per step, and the drafter's top-K is recorded at every position.
+Tokens and drafts do not depend on what is verified, so any budget policy can be replayed on the
+recording. If the drafter has a head over its candidates, all of its scores are recorded too
+(`tiny-dflash2.npz` has 60 to 90 MB and is therefore not in the repository).
 
-The profile is what steps cost on this machine (`bastion_calibration`); measure it on an idle one.
+The profile holds this machine's step costs (`bastion_calibration`). Measure it on an idle machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.provenance import provenance
 from benchmarks.replay.writer import RecordingWriter
 
 BATCH = 4
-# Rows up to which step costs are measured: the root and 1,023 nodes; and room for their context.
+# Step costs are measured up to the root and 1,023 nodes, with room for their context.
 PROFILE_ROWS, PROFILE_LEN = 1024, 2048
 
 

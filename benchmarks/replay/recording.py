@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recording that replay runs on: what drafter and target said, at every position.
+"""The recording that replay uses: the drafter's and the target's output at every position.
 
 A recording holds, per request, the tokens that the target emitted, and per step the drafter's top-K
 at every drafted depth. Decoding is lossless and its noise is keyed by position, so the emitted
-tokens are the same whatever tree is verified, and the drafter's output depends on the prefix alone:
-with a step recorded at *every* position, any policy can be replayed without a model. Record
-therefore with nothing verified (one token per step), and let the target run `depth + 1` tokens past
+tokens do not depend on the verified tree, and the drafter's output depends on the prefix alone.
+With a step recorded at *every* position, any policy can be replayed without a model. Therefore
+record with nothing verified (one token per step), and let the target run `depth + 1` tokens past
 the last step.
 
 One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
@@ -23,13 +23,13 @@ One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
     context_lens      [M]       int32    cached tokens before the root: prompt_len + p - 1
     topk_tokens       [M, D, K] int32    (uint16 on disk where they fit), best first
     topk_logprobs     [M, D, K] float16  log-probabilities, non-increasing over K
-    transitions    [M, D, K, K] float16  of a drafter with a head over its candidates, else absent:
-                                         log-probability of each candidate after each one of the
-                                         depth above, in no order; at the first depth row 0 is the
-                                         root's, the others repeat it or are not read
+    transitions    [M, D, K, K] float16  only if the drafter has a head over its candidates:
+                                         log-probability of each candidate given each one of the
+                                         depth above, unsorted; at the first depth row 0 is given
+                                         the root, and the other rows are not read
 
-The target's continuation of a step is `tokens[offsets[q] + p :]`. float16 keeps 3 digits of a
-log-probability, far more than a drafter knows, at half the size.
+The target's continuation of a step is `tokens[offsets[q] + p :]`. float16 stores 3 digits of a
+log-probability at half the size, far more precise than a drafter is.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Recording:
         return self.tokens[start : min(end, int(self.token_offsets[q + 1]))]
 
     def check(self) -> None:
-        """Refuse a recording that replay would misread.
+        """Check that replay can read the recording.
 
         Raises:
             ValueError: shapes disagree, scores are not sorted log-probabilities, or a step's
@@ -135,7 +135,7 @@ def save_recording(recording: Recording, path: str | Path) -> None:
     tokens = recording.topk_tokens
     small = not tokens.size or int(tokens.max()) < 1 << 16
     path = Path(path)
-    more = {} if recording.transitions is None else {"transitions": recording.transitions}
+    transitions = {} if recording.transitions is None else {"transitions": recording.transitions}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         np.savez_compressed(
@@ -153,7 +153,7 @@ def save_recording(recording: Recording, path: str | Path) -> None:
             context_lens=recording.context_lens,
             topk_tokens=tokens.astype(np.uint16) if small else tokens,
             topk_logprobs=recording.topk_logprobs.astype(np.float16),
-            **more,
+            **transitions,
         )
     os.replace(temporary, path)
 

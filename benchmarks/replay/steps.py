@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recorded step's tree is worth: path scores, and where the target's path enters the tree.
+"""Path scores of a recorded step's tree, and which of its nodes the target accepts.
 
 Replay needs no tree, only its scores and its outcome. Best-first trees are nested and sorted by
-path score, so one number per depth says it all: `enter[d]` is how many nodes must be verified for
-the target's token at depth d + 1 to be among them, and n nodes accept `sum(enter <= n)` tokens.
+path score, so one number per depth is enough: `enter[d]` is the number of nodes that must be
+verified to include the target's token at depth d + 1, and n nodes accept `sum(enter <= n)` tokens.
 
-The N best prefixes of the top-K lattice are found level by level instead of with a heap. The k-th
-child (both from 0) of a depth's i-th best node is beaten or equalled by (i + 1)(k + 1) - 1 children
-of its depth and by i + 1 nodes above, so it is among the N best only if (i + 1)(k + 2) <= N. That
-leaves about N ln K candidates per depth, in array operations.
+The N best prefixes of the top-K lattice are found level by level, without a heap. Consider the k-th
+child of a depth's i-th best node (both from 0). (i + 1)(k + 1) - 1 children of its depth and i + 1
+nodes above score at least as high, so it is among the N best only if (i + 1)(k + 2) <= N. About
+N ln K candidates per depth remain, for array operations.
 
-That holds because all nodes of a depth have the same children. Where each has its own (scores
-`[D, K, K]`, of each candidate after each one of the depth above), every child of a depth's N best
-nodes is looked at.
+This requires that all nodes of a depth have the same children. If each has its own (scores
+`[D, K, K]`, of each candidate given each one of the depth above), all children of a depth's N best
+nodes are candidates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.replay.recording import Recording
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-# larger than any budget: the target's path leaves the tree here
+# larger than any budget: the target's token is not in the tree
 NEVER = 1 << 30
 
 
@@ -61,9 +61,8 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
     """The `max_nodes` best nodes of one step.
 
     Args:
-        logprobs: [D, K] log-probabilities, non-increasing over K; or [D, K, K], those of each
-            candidate after each one of the depth above (row 0 of the first depth: the root), in
-            no order.
+        logprobs: [D, K] log-probabilities, non-increasing over K; or unsorted [D, K, K], those of
+            each candidate given each one of the depth above (at the first depth row 0: the root).
         ranks: [D] rank of the target's token at each depth, -1 if it is no candidate.
         max_nodes: N.
     """
@@ -89,9 +88,9 @@ def _levels_by_parent(logprobs: NDArray[np.floating], max_nodes: int) -> list[Fl
     levels = []
     for rows in logprobs:
         scores = (level[:, None] + rows[last]).ravel()
-        kept = np.argpartition(-scores, max_nodes)[:max_nodes] if len(scores) > max_nodes else ...
-        last = np.arange(len(scores))[kept] % rows.shape[1]
-        level = scores[kept]
+        best = np.argpartition(-scores, max_nodes)[:max_nodes] if len(scores) > max_nodes else ...
+        last = np.arange(len(scores))[best] % rows.shape[1]
+        level = scores[best]
         levels.append(level[level > -np.inf])
     return levels
 
@@ -132,7 +131,7 @@ def beam_accepted(logprobs: NDArray[np.floating], ranks: IntArray, width: int) -
 
 
 def _by_parent(logprobs: NDArray[np.floating]) -> NDArray[np.floating]:
-    """[D, K, K]; all rows of a depth are the same one where none depends on its parent."""
+    """[D, K, K]; scores that do not depend on the parent are broadcast."""
     if logprobs.ndim == 3:
         return logprobs
     return np.broadcast_to(logprobs[:, None, :], (*logprobs.shape, logprobs.shape[1]))
@@ -148,7 +147,7 @@ def _enter(logprobs: NDArray[np.floating], ranks: IntArray, log_rho: FloatArray)
         above = np.concatenate([[0], own[:-1]])
         steps = _by_parent(logprobs)[np.arange(known), above, own]
         path = np.cumsum(steps, dtype=np.float64)
-        # nodes strictly better, and the node itself; a parent of equal score comes first
+        # the strictly better nodes and the node itself; a parent of equal score comes first
         position = np.searchsorted(-log_rho, -path - 1e-9, side="left") + 1
         position = np.maximum.accumulate(position - np.arange(known)) + np.arange(known)
         enter[:known] = np.where(position <= len(log_rho), position, NEVER)
@@ -158,7 +157,7 @@ def _enter(logprobs: NDArray[np.floating], ranks: IntArray, log_rho: FloatArray)
 @lru_cache(maxsize=16)
 def _pairs(max_nodes: int, top_k: int) -> tuple[IntArray, IntArray]:
     """(parent, rank) pairs that can be among the `max_nodes` best, in any order."""
-    # the root is no node of the tree: its children are bounded by their own number alone
+    # the root does not count as a node, so its children are bounded by their own number alone
     parents = [np.arange(max(max_nodes // (k + 2), 1)) for k in range(top_k)]
     ranks = [np.full(len(column), k) for k, column in enumerate(parents)]
     return np.concatenate(parents), np.concatenate(ranks)

@@ -20,7 +20,7 @@ class RecordingWriter:
     """Collects requests and steps in any order and writes the file.
 
     Args:
-        meta: whatever identifies the run; must be JSON.
+        meta: identifies the run; must be JSON.
     """
 
     def __init__(self, meta: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ class RecordingWriter:
     def add_request(
         self, request_id: str, *, domain: str, temperature: float, prompt_len: int
     ) -> None:
-        """Announce a request."""
+        """Add a request."""
         self._requests[request_id] = (domain, float(temperature), int(prompt_len))
 
     def add_step(
@@ -46,12 +46,12 @@ class RecordingWriter:
         """One draft.
 
         Args:
-            request_id: of an announced request.
+            request_id: a request that was added.
             position: tokens emitted when it was drafted; the last of them is the root.
             topk_tokens: [D, K] token ids, best first.
             topk_logprobs: [D, K] their log-probabilities.
-            transitions: [D, K, K] log-probability of each after each one of the depth above, of
-                every step or of none.
+            transitions: [D, K, K] log-probability of each candidate given each one of the depth
+                above; for every step or for none.
         """
         tokens = np.asarray(topk_tokens, dtype=np.int32)
         logprobs = np.asarray(topk_logprobs, dtype=np.float16)
@@ -64,7 +64,7 @@ class RecordingWriter:
         self._outputs[request_id] = np.asarray(output_tokens, dtype=np.int32)
 
     def recording(self) -> Recording:
-        """What was collected; steps too near the end of their request are left out."""
+        """The recording, without steps too near the end of their request."""
         ids = [name for name in self._requests if name in self._outputs]
         index = {name: q for q, name in enumerate(ids)}
         outputs = [self._outputs[name] for name in ids]
@@ -102,5 +102,5 @@ class RecordingWriter:
         )
 
     def save(self, path: str | Path) -> None:
-        """Check what was collected and write it."""
+        """Check the recording and write it."""
         save_recording(self.recording(), path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `python -m benchmarks.speed`."""
 
-# Engines' processes import this file: nothing of ours belongs into those that run without us.
+# Engines' processes import this file, and those without the plugin must not import it.
 if __name__ == "__main__":
     from benchmarks.speed.run import main
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--keep-vocabulary", action="store_true", help="the tiny pair's 1,024")
     parser.add_argument("--drafter-layers", type=int, help="default 5, as published")
-    parser.add_argument("--again", action="store_true", help="make it even if it is there")
+    parser.add_argument("--again", action="store_true", help="write it even if it exists")
     given = parser.parse_args(argv)
     if (given.name is None) == (given.config is None):
         parser.error("give a shape's name, or --config")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a wide pair compute the tiny one's function? The plain models of `benchmarks/tiny` say."""
+"""Check that a wide pair computes the tiny one's function, with the models of `benchmarks/tiny`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.widen.checkpoint import open_pair, read_config
 from benchmarks.widen.widening import Drafter, Target
 
-# Rounding to bf16 may turn a near-tie, nothing more.
+# Rounding to bf16 may only decide near-ties.
 _MAX_DISTANCE, _MIN_EQUAL, _MIN_GAP = 0.02, 0.97, 50.0
 _PROMPTS, _POSITIONS = 6, 20
 
@@ -32,7 +32,7 @@ class Distance:
 
     @property
     def problem(self) -> str | None:
-        """Why this is not the same function; None where it is."""
+        """Why this is not the same function, or None if it is."""
         if self.largest_difference > _MAX_DISTANCE * self.largest_logit:
             return f"logits differ by {self.largest_difference:.3g} of {self.largest_logit:.3g}"
         if self.equal_argmax < _MIN_EQUAL * self.positions:
@@ -66,8 +66,11 @@ def check(
 ) -> dict[str, Distance]:
     """Compare a written pair with the tiny one it was made from.
 
-    ids: [B, T] held-out text. The target is compared at every position, the drafter on the blocks
-    that start at the last and the middle one.
+    The target is compared at every position, the drafter on the blocks that start at the last and
+    at the middle position.
+
+    Args:
+        ids: [B, T] held-out text.
     """
     small, small_drafter = tiny
     wide, wide_drafter, head = open_pair(folder)
@@ -86,7 +89,7 @@ def check(
 
 
 def held_out(source: Path) -> Tensor:
-    """[B, T] token ids of some of the held-out prompts' beginnings."""
+    """[B, T] token ids: the beginnings of some held-out prompts."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(source / "target" / "tokenizer.json"))

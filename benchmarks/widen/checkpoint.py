@@ -21,9 +21,9 @@ _DIMS = tuple(field.name for field in fields(Dims))
 
 
 def write_weights(weights: Weights, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write bf16 safetensors in shards of about that size, with no more than one in memory."""
+    """Write bf16 safetensors in shards of about `shard_bytes`, with at most one in memory."""
     parts: list[Path] = []
-    place: dict[str, int] = {}
+    part_of: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
     size = total = 0
 
@@ -36,7 +36,7 @@ def write_weights(weights: Weights, folder: Path, shard_bytes: int = SHARD_BYTES
 
     for name, weight in weights:
         shard[name] = weight.detach().to(torch.bfloat16).contiguous().clone()
-        place[name] = len(parts)
+        part_of[name] = len(parts)
         size += shard[name].nbytes
         total += shard[name].nbytes
         if size >= shard_bytes:
@@ -50,7 +50,7 @@ def write_weights(weights: Weights, folder: Path, shard_bytes: int = SHARD_BYTES
     for part, name in zip(parts, names, strict=True):
         part.rename(folder / name)
     index = {"metadata": {"total_size": total}}
-    index["weight_map"] = {name: names[number] for name, number in place.items()}
+    index["weight_map"] = {name: names[number] for name, number in part_of.items()}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
@@ -73,7 +73,7 @@ class Stored:
 
 
 class _Streamed(nn.Module):
-    """Stands for a list of layers with one of them in memory."""
+    """A list of layers, of which one at a time is in memory."""
 
     def __init__(self, stored: Stored, prefix: str, dims: Dims) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Embedding(nn.Module):
 
 
 def open_pair(folder: Path) -> tuple[Target, Drafter, Tensor]:
-    """A pair for the plain models of `benchmarks/tiny`, in float32 with one layer in memory.
+    """Open a pair with the models of `benchmarks/tiny`, in float32 with one layer in memory.
 
     Returns the target, the drafter and the head's bf16 weights [V, H].
     """

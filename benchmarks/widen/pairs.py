@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make wide pairs, and keep them in the cache folder."""
+"""Write wide pairs to the cache folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_pair(
     """Write `folder`/target and `folder`/drafter, and check them.
 
     Args:
-        source: the pair to widen: `target`, `drafter`, and, where `ids` are not given,
+        source: the pair to widen: `target`, `drafter` and, without `ids`,
             `prompts.jsonl`.
         ids: [B, T] text for the check.
 
@@ -44,7 +44,7 @@ def make_pair(
     target, drafter = load_target(source / "target"), load_drafter(source / "drafter")
     wide = Widening(target.dims, shape)
     torch.manual_seed(0)
-    for kind, weights, layers, more in (
+    for kind, weights, layers, keys in (
         (
             "target",
             wide.target(target),
@@ -67,7 +67,7 @@ def make_pair(
         )
         with torch.inference_mode():
             write_weights(weights, folder / kind, shard_bytes)
-        config = {**read_config(source / kind), **asdict(wide.dims(layers)), **more}
+        config = {**read_config(source / kind), **asdict(wide.dims(layers)), **keys}
         if kind == "drafter":
             config["dflash_config"]["target_layer_ids"] = list(wide.features)
         (folder / kind / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -113,7 +113,7 @@ def pair_of(
     drafter_layers: int | None = None,
     again: bool = False,
 ) -> Path:
-    """The cached pair of a known shape, or of the one given, with changes that its name shows."""
+    """The cached pair of a known shape or of `shape`; its name shows the other options."""
     shape = SHAPES[name] if shape is None else shape
     if keep_vocabulary:
         vocab = json.loads((TINY / "target" / "config.json").read_text())["vocab_size"]

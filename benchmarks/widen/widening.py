@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tiny pair's weights go in a wide one: see the package's docstring."""
+"""Map the tiny pair's weights into a wide one: see the package's docstring."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 Weights = Iterator[tuple[str, Tensor]]
 
-# What is written in channel h: powers of two, exact in bf16. The constant is small beside an
-# embedding (its square: 4e-5 of the smallest mean square that a norm sees).
+# Values in channel h: powers of two, exact in bf16. The constant is small compared to an embedding
+# (its square is 4e-5 of the smallest mean square in a norm).
 _CONSTANT, _PUSH_NORM, _PUSH_HEAD = 2.0**-7, 2.0**7, -(2.0**14)
 _NOISE_STD = 0.02
 
@@ -57,10 +57,10 @@ SHAPES = {
 
 
 class Widening:
-    """Where the tiny pair's channels, heads and layers go in a shape.
+    """Maps the tiny pair's channels, heads and layers into a shape.
 
     Raises:
-        ValueError: the tiny pair does not fit; the text says where.
+        ValueError: the tiny pair does not fit; the text names the size.
     """
 
     def __init__(self, tiny: Dims, shape: Shape) -> None:
@@ -82,7 +82,7 @@ class Widening:
         self.padded = shape.vocab_size > tiny.vocab_size
         if self.padded and shape.hidden_size == tiny.hidden_size:
             raise ValueError("a padded vocabulary needs a hidden_size beyond the tiny pair's")
-        # Places of the tiny heads: queries [tiny NH], keys [copies, tiny NK].
+        # Indices of the tiny heads: queries [tiny NH], keys [copies, tiny NK].
         number = torch.arange(tiny.num_attention_heads)
         key, member = number // tiny_group, number % tiny_group
         self.queries = (key * copies + member // group) * group + member % group
@@ -92,9 +92,9 @@ class Widening:
         self.norm_scale = math.sqrt(tiny.hidden_size / shape.hidden_size)
         self.key_scale = math.sqrt(tiny.head_dim / shape.head_dim)
         others = [i for i in range(shape.num_hidden_layers) if i not in TARGET_LAYER_IDS]
-        more = max(0, shape.drafter_layers - len(TARGET_LAYER_IDS))
-        # Only what the drafter's input costs depends on these: their columns are zero.
-        self.features = TARGET_LAYER_IDS + tuple(others[len(others) - more :])
+        added = max(0, shape.drafter_layers - len(TARGET_LAYER_IDS))
+        # The added features only add to the cost of the drafter's input: their columns are zero.
+        self.features = TARGET_LAYER_IDS + tuple(others[len(others) - added :])
 
     def dims(self, layers: int) -> Dims:
         """Sizes of the wide target or drafter, for the plain models."""
@@ -177,8 +177,8 @@ class Widening:
         for name in ("k_proj", "v_proj"):
             weight = getattr(attention, name).weight.unflatten(0, (-1, d))
             out = weight.new_zeros(shape.num_key_value_heads, shape.head_dim, shape.hidden_size)
-            for places in self.keys:
-                out[places[:, None], self.lanes, :h] = weight
+            for heads_of_copy in self.keys:
+                out[heads_of_copy[:, None], self.lanes, :h] = weight
             yield name, out.flatten(0, 1)
         o = attention.o_proj.weight.new_zeros(shape.hidden_size, *heads)
         o[:h, self.queries[:, None], self.lanes] = attention.o_proj.weight.unflatten(1, (-1, d))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rivals of tree attention: what is found, and that each gets the batch in its own layout.
+"""The rivals of tree attention: which are found, and that each gets the batch in its own layout.
 
 PyTorch's SDPA runs here as it is. The CUDA packages cannot, so plain PyTorch with their signatures
 stands in for them: wrong pages, lengths, alignment or layout give a wrong result.
@@ -153,11 +153,11 @@ def is_right(offer: Offer) -> None:
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-def test_pytorchs_sdpa_is_causal_attention_of_the_same_rows(backend: SDPBackend) -> None:
+def test_pytorchs_sdpa_computes_causal_attention_of_the_same_rows(backend: SDPBackend) -> None:
     is_right(Offer("SDPA", partial(attention_baseline._sdpa, backend)))
 
 
-def test_vllms_versions_are_offered_as_the_device_supports_them(
+def test_vllms_versions_are_offered_if_the_device_supports_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "vllm.vllm_flash_attn"
@@ -196,7 +196,9 @@ def test_pytorchs_varlen_is_called_as_its_signature_allows(
         is_right(offer)
 
 
-def test_what_is_absent_or_broken_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_broken_rivals_are_listed_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Broken:
         def __getattr__(self, name: str) -> None:
             raise OSError("libcudart.so.13: cannot open shared object file")
@@ -215,7 +217,7 @@ def test_what_is_absent_or_broken_is_named_with_its_reason(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("spoilt", ["other rows", "NaN"])
-def test_a_rival_that_computes_something_else_is_not_timed(spoilt: str) -> None:
+def test_a_rival_with_a_wrong_result_is_not_timed(spoilt: str) -> None:
     def prepare(step: Step, query: Tensor, kv_cache: Tensor) -> Callable[[], Tensor]:
         right = attention_baseline._sdpa(SDPBackend.MATH, step, query, kv_cache)
         wrong = {"other rows": lambda: right().flip(1), "NaN": lambda: right() * float("nan")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel benchmark: no speed without a passed check, honest verdicts, nothing lost when cut."""
+"""The kernel benchmark: no timing without a check, verdicts, and files of interrupted runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fails() -> None:
 
 
 def taking(microseconds: float) -> Call:
-    """A call that `timer` finds to take so long."""
+    """A call that `timer` reports as taking this long."""
 
     def call() -> float:
         return microseconds
@@ -78,7 +78,7 @@ def rival(name: str, microseconds: float, fa3: bool = False, check: Call = passe
     return Rival(name, lambda: ([taking(microseconds)], check), fa3)
 
 
-def test_a_case_whose_check_fails_gets_no_speed() -> None:
+def test_a_case_whose_check_fails_is_not_timed() -> None:
     row = run_entry(entry(check=fails), CEILINGS, 10, never)
     assert row.timing is None and row.failed == "check"
     assert row.error == "AssertionError: rows differ"
@@ -86,7 +86,7 @@ def test_a_case_whose_check_fails_gets_no_speed() -> None:
     assert "timing" not in row.as_json() and "fails" in row.as_json()["traceback"]
 
 
-def test_what_cannot_be_made_or_timed_is_said_and_stops_nothing() -> None:
+def test_a_case_that_cannot_be_built_or_timed_is_reported_and_stops_nothing() -> None:
     def explodes() -> Case:
         raise MemoryError("out of memory")
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_made_or_timed_is_said_and_stops_nothing() -> None:
     assert "TIMING FAILED, not timed: AssertionError: timed" in line(row)
 
 
-def test_rates_are_fractions_of_the_machines_own() -> None:
+def test_rates_are_fractions_of_the_machines_ceilings() -> None:
     row = run_entry(entry(), CEILINGS, 10, timer)
     assert row.gb_per_s == pytest.approx(1000)  # 20 MB in 20 us
     assert row.tflop_per_s == pytest.approx(80)
@@ -108,12 +108,12 @@ def test_rates_are_fractions_of_the_machines_own() -> None:
     ("bar", "ratio"),
     [
         (Bar(US, 40.0), 0.5),
-        (Bar(OF_COPY, 0.5), 2.0),  # a quarter reached where half is asked
+        (Bar(OF_COPY, 0.5), 2.0),  # a quarter measured, half required
         (Bar(FA3, 1.25), 1.0),  # 20 us against 16
         (Bar(FA3, 1.15), 1.25 / 1.15),
     ],
 )
-def test_bars_are_met_at_one(bar: Bar, ratio: float) -> None:
+def test_a_bar_is_met_at_a_ratio_of_one(bar: Bar, ratio: float) -> None:
     row = run_entry(entry(bar, rivals=[rival("theirs", 16.0, fa3=True)]), CEILINGS, 10, timer)
     assert row.bar_ratio == pytest.approx(ratio)
     assert row.verdict == ("met" if ratio <= 1 else "MISSED")
@@ -121,7 +121,7 @@ def test_bars_are_met_at_one(bar: Bar, ratio: float) -> None:
     assert json.loads(json.dumps(row.as_json()))["judge_timing"]["sm_mhz"] == 1980
 
 
-def test_without_flash_attention_3_nothing_is_judged_by_it() -> None:
+def test_without_flash_attention_3_its_bar_is_not_judged() -> None:
     others = [rival("slow", 100.0), rival("fast", 40.0)]
     row = run_entry(entry(Bar(FA3, 1.15), rivals=others), CEILINGS, 10, timer)
     assert row.baseline == "fast" and row.bar_ratio is None
@@ -134,7 +134,7 @@ def test_without_flash_attention_3_nothing_is_judged_by_it() -> None:
     assert row.rivals[-1] == {"name": "FA3", "fa3": True, "error": "AssertionError: rows differ"}
 
 
-def test_the_bar_is_judged_by_the_fastest_flash_attention_3_and_the_fastest_is_named() -> None:
+def test_the_fastest_flash_attention_3_judges_the_bar_and_the_fastest_rival_is_named() -> None:
     rivals = [rival("A3", 19.0, fa3=True), rival("B3", 18.0, fa3=True), rival("other", 10.0)]
     row = run_entry(entry(Bar(FA3, 1.15), rivals=rivals), CEILINGS, 10, timer)
     assert (row.baseline, row.judge, row.verdict) == ("other", "B3", "met")
@@ -142,7 +142,7 @@ def test_the_bar_is_judged_by_the_fastest_flash_attention_3_and_the_fastest_is_n
     assert [told["timing"].median for told in row.rivals] == [19.0, 18.0, 10.0]
 
 
-def test_warming_up_takes_its_time_whatever_a_run_takes() -> None:
+def test_the_length_of_the_warm_up_does_not_depend_on_the_run() -> None:
     now, runs = 0.0, 0
 
     def run() -> None:
@@ -158,7 +158,7 @@ def test_quantiles_of_known_samples() -> None:
     assert quantiles([3.0]) == Timing(3.0, 3.0, 3.0)
 
 
-def test_quick_is_what_there_is_a_promise_about() -> None:
+def test_quick_has_exactly_the_cases_with_a_bar() -> None:
     quick, full = cases(QWEN3_8B, "cuda", quick=True), cases(QWEN3_8B, "cuda")
     assert [e.name for e in quick] == [e.name for e in full if e.bar]
     assert len({e.name for e in full}) == len(full)
@@ -175,7 +175,7 @@ def test_quick_is_what_there_is_a_promise_about() -> None:
     assert len(bars) == 13
 
 
-def test_a_graph_holds_several_calls_over_data_that_changes() -> None:
+def test_a_graph_has_several_calls_over_different_data() -> None:
     assert min(QWEN3_8B.least_calls, QWEN3_8B.repeats) >= 5
     assert in_turn(["a", "b"], 5) == ["a", "b", "a", "b", "a"]  # type: ignore[list-item]
     assert len(in_turn([passes] * 7, 5)) == 7
@@ -193,7 +193,7 @@ def test_random_trees_have_parents_before_children() -> None:
     assert not sees.triu(1).any()
 
 
-def test_a_run_that_is_cut_short_leaves_what_it_measured(
+def test_an_interrupted_run_leaves_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut() -> Case:
@@ -212,7 +212,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_measured(
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.json"]
 
 
-def test_a_report_is_whole_after_its_last_row_and_counts_verdicts(tmp_path: Path) -> None:
+def test_a_report_is_complete_after_its_last_row_and_counts_verdicts(tmp_path: Path) -> None:
     report = Report(tmp_path / "out.json", CEILINGS, 2)
     for bar in (Bar(US, 30.0), Bar(FA3, 1.15)):
         report.add(run_entry(entry(bar), CEILINGS, 10, timer))
@@ -222,7 +222,7 @@ def test_a_report_is_whole_after_its_last_row_and_counts_verdicts(tmp_path: Path
     assert report.summary().endswith("; 1 FAILED")
 
 
-def test_provenance_says_versions_and_command() -> None:
+def test_provenance_has_versions_and_command() -> None:
     found = gpu_provenance()
     assert found["torch"] == torch.__version__
     assert found["argv"] == sys.argv
@@ -240,15 +240,15 @@ def test_the_commit_of_a_copy_comes_from_the_environment(monkeypatch: pytest.Mon
     assert (found["commit"], found["commit_from"]) == ("def456", "git")
 
 
-@pytest.mark.parametrize(("told", "clock"), [("1980", 1980), ("[N/A]", None), (None, None)])
-def test_the_clock_is_asked_of_nvidia_smi_where_pynvml_is_not(
-    told: str | None, clock: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("printed", "clock"), [("1980", 1980), ("[N/A]", None), (None, None)])
+def test_the_clock_is_read_from_nvidia_smi_without_pynvml(
+    printed: str | None, clock: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent() -> int:
         raise ModuleNotFoundError("pynvml")
 
     monkeypatch.setattr(torch.cuda, "clock_rate", absent)
-    monkeypatch.setattr(device, "_smi", lambda field: told)
+    monkeypatch.setattr(device, "_smi", lambda field: printed)
     assert device.sm_clock() == clock
     monkeypatch.setattr(torch.cuda, "clock_rate", lambda: 1755)
     assert device.sm_clock() == 1755
@@ -275,7 +275,7 @@ def test_a_quick_check_of_one_op(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--quick", "--out", "x.json"]])
-def test_without_a_gpu_it_times_nothing_and_says_why(
+def test_without_a_gpu_it_times_nothing_and_gives_the_reason(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -283,7 +283,7 @@ def test_without_a_gpu_it_times_nothing_and_says_why(
         main(arguments)
 
 
-def test_a_python_without_pytorch_is_told_what_is_needed() -> None:
+def test_without_pytorch_it_says_what_it_needs() -> None:
     done = run(sys.executable, "-I", "-S", SCRIPT)
     assert done.returncode == 1
     assert "has no torch. Speed is measured on a CUDA GPU" in done.stderr

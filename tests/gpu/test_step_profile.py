@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of what a step consists of, from traces as PyTorch's profiler writes them."""
+"""The parts of a step, from traces in the format of PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def trace(path: Path, *events: tuple[str, str, float]) -> None:
 
 
 class Engine:
-    """As much of an engine as is profiled: a prompt of 1 ms, then steps of 0.5 ms and a kernel."""
+    """A fake engine to profile: a prompt of 1 ms, then steps of 0.5 ms and a kernel."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tokens, self.running = folder, 0, False
@@ -45,7 +45,7 @@ class Engine:
         trace(self.folder / "front.pt.trace.json", ("cpu_op", "aten::add", 7.0))
 
 
-def test_a_step_is_what_decoding_adds_to_the_prompt(tmp_path: Path) -> None:
+def test_a_step_is_the_difference_to_the_prompt_alone(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     found = profile_steps(engine, engine.generate, steps=8, step_ms=0.6, folder=tmp_path)
     assert found["ours"] == pytest.approx({"_expand_kernel": 0.02})
@@ -61,7 +61,7 @@ def test_traces_are_read_once(tmp_path: Path) -> None:
     assert not device_ms(tmp_path)
 
 
-def test_our_kernels_are_told_from_vllms() -> None:
+def test_our_kernels_are_distinguished_from_vllms() -> None:
     names = our_kernels()
     assert {"tree_attention_kernel", "plan_kernel", "_expand_kernel", "_choose_kernel"} <= names
     assert {"_accept_kernel", "_compact_kernel", "_gather_kernel", "_bind_kernel"} <= names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budget on the host: against exhaustive search and the device's."""
+"""The budget on the host: against exhaustive search and the device op."""
 
 import itertools
 
@@ -78,7 +78,7 @@ def test_counts_equal_the_device_op(seed):
     np.testing.assert_array_equal(got.counts, counts.numpy())
 
 
-def test_flat_cost_takes_everything_and_dear_rows_take_nothing():
+def test_flat_costs_take_all_nodes_and_expensive_rows_take_none():
     rho = np.full((2, 8), 0.01)
     flat = StepCostTable.flat(max_rows=64).cost_ms(2, 0)
     assert choose_budget(rho, [8, 8], flat, 2).num_nodes == 16
@@ -86,7 +86,7 @@ def test_flat_cost_takes_everything_and_dear_rows_take_nothing():
     assert choose_budget(rho, [8, 8], dear, 2).num_nodes == 0
 
 
-def test_prefill_rows_make_small_trees_dearer_on_a_stair():
+def test_prefill_rows_make_small_trees_more_expensive_on_a_staircase():
     rho = np.array([[0.9, 0.5, 0.3, 0.05]])
     table = StepCostTable([(8, 0, 1.0), (64, 0, 4.0)], max_rows=64, captured_sizes=(8, 64))
     cost = table.cost_ms(1, 0)

@@ -40,7 +40,7 @@ def prefix_scores(tokens: Tensor, logprobs: Tensor) -> dict[Prefix, float]:
 
 
 def subtrees(tokens: Tensor, path: Prefix = ()) -> list[frozenset[Prefix]]:
-    """Every prefix-closed set of prefixes below `path`, the empty one included."""
+    """Every prefix-closed set of prefixes below `path`, including the empty set."""
     if len(path) == len(tokens):
         return [frozenset()]
     below = []
@@ -75,7 +75,7 @@ def test_best_first_is_optimal_for_every_size(shape: tuple[int, int]) -> None:
             assert tree.prefix(size).paths()[1:] == paths[:size]
 
 
-def test_random_trees_hold_every_invariant() -> None:
+def test_random_trees_satisfy_every_invariant() -> None:
     generator = torch.Generator().manual_seed(0)
     for seed in range(1000):
         depth, width, limit = torch.randint(1, 9, (3,), generator=generator).tolist()
@@ -137,7 +137,7 @@ def test_self_verification_commits_the_covered_nodes() -> None:
 
 
 def test_speed_is_unimodal_for_concave_gain_and_convex_cost() -> None:
-    """Proposition 3: S rises, then falls, and where it first falls is the global maximum."""
+    """Proposition 3: S rises, then falls, so its first decrease follows the global maximum."""
     generator = torch.Generator().manual_seed(11)
     slots, limits = torch.zeros(1, dtype=torch.int64), torch.full((1,), 40, dtype=torch.int32)
     for seed in range(200):
@@ -188,7 +188,7 @@ def hand_made() -> DraftTree:
         ("log_rho", 4, float("nan"), "column 4: log rho increases"),
     ],
 )
-def test_validate_names_what_is_wrong(field: str, column: int, value: float, complaint: str):
+def test_validate_names_the_broken_invariant(field: str, column: int, value: float, complaint: str):
     tree = hand_made()
     tree.validate()
     damaged = getattr(tree, field).clone()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark scripts do around an engine: counting, recording, reading a seen tree."""
+"""The benchmark scripts around an engine: counting, recording, reading a recorded tree."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_recording_holds_what_was_drafted_and_emitted(tmp_path: Path) -> None:
         assert request.max_tokens == steps + GAMMA + 1
         tokens = rng.integers(0, 1000, request.max_tokens).tolist()
         done.completions.append(Completion(name, tokens, prompt_len=5 + index))
-        # The drafter goes on drafting past the last step that can be replayed.
+        # The drafter also drafts after the last step that can be replayed.
         for position in range(1, request.max_tokens):
             logprobs = -np.sort(rng.random((GAMMA, top_k)) * 5, axis=1).astype(np.float16)
             drafted = rng.integers(0, 1000, (GAMMA, top_k)).astype(np.int32)
@@ -73,7 +73,7 @@ def test_recording_holds_what_was_drafted_and_emitted(tmp_path: Path) -> None:
         assert recording.context_lens[step] == 5 + q + position - 1
 
 
-def test_sampled_requests_have_seeds_of_their_own() -> None:
+def test_sampled_requests_have_different_seeds() -> None:
     asked = requests_for(PROMPTS, [1.0], 8)
     assert len({request.seed for request, _ in asked.values()}) == len(PROMPTS)
 
@@ -107,7 +107,7 @@ def test_counts_and_table() -> None:
     [([0], 0), ([0, 1, 2], 2), ([0, 1, 4], 1), ([0, 3], 0)],
     ids=["nothing accepted", "a chain", "leaves at depth 2", "leaves at once"],
 )
-def test_where_a_chain_would_have_stopped(path: list[int], chain: int) -> None:
+def test_the_length_that_a_chain_would_have_had_accepted(path: list[int], chain: int) -> None:
     # 1 and 3 below the root, 2 and 4 below 1: best children are 1 and 2.
     seen = SeenTree(
         request=0,
@@ -126,7 +126,7 @@ def test_where_a_chain_would_have_stopped(path: list[int], chain: int) -> None:
     assert seen.accepted == len(path) - 1
 
 
-def test_a_gpus_costs_as_a_profile(tmp_path: Path) -> None:
+def test_a_gpus_costs_are_written_as_a_profile(tmp_path: Path) -> None:
     profile = read_profile(Path(write_costs(paper_a100(128), tmp_path / "a100.json")))
     costs = profile.table.cost_ms(1, 100.0)
     assert len(costs) == 129

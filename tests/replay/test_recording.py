@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recording's file: round trip, size, and what is refused."""
+"""The recording's file: round trip, size and refusals."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_large_vocabularies_keep_their_tokens(tmp_path):
     assert loaded.context_lens.tolist() == [3]
 
 
-def test_writer_takes_any_order_and_leaves_out_what_cannot_be_replayed():
+def test_the_writer_accepts_any_order_and_drops_steps_that_cannot_be_replayed():
     writer = RecordingWriter({})
     for name in ("a", "b", "unfinished"):
         writer.add_request(name, domain="d", temperature=0, prompt_len=10)
@@ -53,7 +53,7 @@ def test_writer_takes_any_order_and_leaves_out_what_cannot_be_replayed():
     assert recording.context_lens.tolist() == [10, 12, 11]
 
 
-def test_empty_recording_is_written_and_read(tmp_path):
+def test_an_empty_recording_is_written_and_read(tmp_path):
     writer = RecordingWriter({"note": "nothing"})
     writer.save(tmp_path / "r.npz")
     loaded = load_recording(tmp_path / "r.npz")
@@ -72,7 +72,7 @@ def test_empty_recording_is_written_and_read(tmp_path):
         (lambda r: {"step_positions": r.step_positions - 1}, "needs the root"),
     ],
 )
-def test_recordings_that_would_be_misread_are_refused(change, message, tmp_path):
+def test_inconsistent_recordings_are_refused(change, message, tmp_path):
     recording = synthetic_recording(prompts=1, length=10)
     bad = replace(recording, **change(recording))
     with pytest.raises(ValueError, match=message):
@@ -89,5 +89,5 @@ def test_another_format_is_refused(tmp_path):
 def test_a_recording_is_small(tmp_path):
     save_recording(synthetic_recording(prompts=3, length=30), tmp_path / "r.npz")
     steps = load_recording(tmp_path / "r.npz").num_steps
-    # 7 x 6 candidates of 4 bytes, less what deflate saves
+    # 7 x 6 candidates of 4 bytes, compressed
     assert (tmp_path / "r.npz").stat().st_size < steps * 7 * 6 * 4

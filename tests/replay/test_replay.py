@@ -68,7 +68,7 @@ def test_best_first_has_the_scores_of_the_engines_op(corpus):
         np.testing.assert_allclose(ours, theirs.log_rho[0, : len(ours)].exp(), rtol=1e-5)
 
 
-def test_a_sure_parent_enters_before_its_equal_child():
+def test_a_parent_comes_before_its_child_of_equal_score():
     logprobs = np.log(np.array([[0.5, 0.3], [1.0, 0.0 + 1e-30], [1.0, 1e-30]]))
     tree = best_first(logprobs, np.array([0, 0, 0]), 10)
     assert tree.enter.tolist() == [1, 2, 3]
@@ -76,7 +76,7 @@ def test_a_sure_parent_enters_before_its_equal_child():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_beam_and_chain_equal_a_plain_search(seed):
+def test_beam_and_chain_equal_a_direct_search(seed):
     rng = np.random.default_rng(seed)
     logprobs = _lattice(rng, 4, 4)
     ranks = rng.integers(-1, 3, 4)
@@ -99,7 +99,7 @@ def corpus():
     return Corpus(synthetic_recording(), 256)
 
 
-def test_ranks_are_read_off_the_continuation(corpus):
+def test_ranks_come_from_the_continuation(corpus):
     recording = corpus.recording
     ranks = target_ranks(recording)
     for step in (0, 17, recording.num_steps - 1):
@@ -124,7 +124,7 @@ def test_every_policy_emits_every_token(corpus, batch):
         assert simulate(corpus, policy, Truth(table), batch=batch).tokens == expected
 
 
-def test_lagged_takes_the_size_of_the_step_before_and_this_steps_members(corpus):
+def test_lagged_uses_the_size_of_the_step_before_and_this_steps_nodes(corpus):
     table = StepCostTable.linear(10.0, 0.3, max_rows=300)
     lagged, exact = (
         Adaptive(corpus, TableLatency(table), max_nodes=64, timing=timing, plain=False)
@@ -135,11 +135,11 @@ def test_lagged_takes_the_size_of_the_step_before_and_this_steps_members(corpus)
     asked = [exact.step(step, 0.0).nodes for step in steps]
     assert [lagged.step(step, 0.0).nodes for step in steps] == [64, *asked[:3]]
     assert len(set(asked)) > 1
-    # per request: a batch of two takes two such sizes
+    # the size is per request: a batch of two gets twice as many
     assert lagged.step([first + 4, first + 5], 0.0).nodes == 2 * asked[3]
 
 
-def test_plain_time_is_one_step_a_token(corpus):
+def test_plain_decoding_takes_one_step_per_token(corpus):
     table = StepCostTable.linear(10.0, 0.2, max_rows=100, drafter_ms=5.0, aux_ms=1.0)
     result = simulate(corpus, Plain(), Truth(table))
     # 10.2 ms and the overhead, no drafter
@@ -147,7 +147,7 @@ def test_plain_time_is_one_step_a_token(corpus):
     assert result.tau == 1.0
 
 
-def test_fixed_budget_time_by_hand(corpus):
+def test_the_time_of_a_fixed_budget_equals_a_manual_sum(corpus):
     table = StepCostTable.linear(10.0, 0.5, max_rows=100, drafter_ms=2.0)
     result = simulate(corpus, Fixed(corpus, 8), Truth(table))
     assert result.ms == pytest.approx(result.steps * (10.0 + 0.5 * 9 + 2.0), rel=1e-6)
@@ -155,8 +155,8 @@ def test_fixed_budget_time_by_hand(corpus):
     assert result.mean_nodes == 8
 
 
-def test_acceptance_matches_the_surrogate_where_the_drafter_is_honest(corpus):
-    # the synthetic target follows the drafter: Proposition 1 says the mean is exact
+def test_acceptance_matches_the_surrogate_for_a_calibrated_drafter(corpus):
+    # the synthetic target follows the drafter, so the mean is exact (Proposition 1)
     policy = Adaptive(
         corpus, TableLatency(StepCostTable.flat(max_rows=300)), max_nodes=64, plain=False
     )
@@ -167,7 +167,7 @@ def test_acceptance_matches_the_surrogate_where_the_drafter_is_honest(corpus):
     assert np.corrcoef(predicted, accepted)[0, 1] > 0.3
 
 
-def test_adaptive_collapses_and_grows_with_the_cost(corpus):
+def test_adaptive_budgets_shrink_and_grow_with_the_cost(corpus):
     dear = StepCostTable.linear(0.01, 5.0, max_rows=300, drafter_ms=5.0)
     result = simulate(corpus, Adaptive(corpus, TableLatency(dear)), Truth(dear))
     plain = simulate(corpus, Plain(), Truth(dear))
@@ -177,7 +177,7 @@ def test_adaptive_collapses_and_grows_with_the_cost(corpus):
     assert grown.mean_nodes == 256
 
 
-def test_adaptive_is_near_the_oracle_on_an_honest_drafter(corpus):
+def test_adaptive_is_near_the_oracle_for_a_calibrated_drafter(corpus):
     source = CostSource(
         "stairs",
         StepCostTable.linear(
@@ -196,7 +196,7 @@ def test_shared_budgets_beat_per_request_ones_in_a_batch(corpus):
     times = {
         shared: simulate(
             corpus,
-            # without the gate: requests come four times, and it knows them by their names
+            # without the gate, which would confuse the repeated requests
             Adaptive(corpus, TableLatency(table), max_nodes=64, shared=shared, plain=False),
             Truth(table),
             requests=corpus.interleaved() * 4,
@@ -207,7 +207,7 @@ def test_shared_budgets_beat_per_request_ones_in_a_batch(corpus):
     assert times[True] < times[False]
 
 
-def test_drift_hurts_the_fixed_estimator_no_less_than_the_informed(corpus):
+def test_no_estimator_is_far_from_the_informed_one_under_drift(corpus):
     rows = drift_study(corpus, paper_a100(1100))
     assert {row["estimator"] for row in rows} == set(get_args(LatencyName))
     for row in rows:

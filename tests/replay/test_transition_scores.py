@@ -22,7 +22,7 @@ from vllm_bastion.policy.cost.table import StepCostTable
 
 
 def rows_of(rng, *shape):
-    """Random log-probabilities over the last axis, in no order."""
+    """Random unsorted log-probabilities over the last axis."""
     scores = 2 * rng.normal(size=shape)
     return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
 
@@ -56,14 +56,14 @@ def test_best_first_equals_sorting_every_prefix(seed):
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_beam_and_chain_equal_a_plain_search(seed):
+def test_beam_and_chain_equal_a_direct_search(seed):
     rng = np.random.default_rng(seed)
     logprobs = rows_of(rng, 4, 4, 4)
     scores = all_prefixes(logprobs)
     accepted, chain = {}, ()
     for _ in range(4):
         chain = max(((*chain, k) for k in range(4)), key=scores.__getitem__)
-    # Near the chain, so that something is accepted.
+    # Near the chain, so that some tokens are accepted.
     ranks = np.where(rng.random(4) < 0.7, chain, rng.integers(-1, 4, 4))
     for width in (1, 2, 5):
         level, accepted[width] = [()], 0
@@ -94,7 +94,7 @@ def test_equal_rows_are_the_unary_tree(seed):
 
 
 def recorded() -> Recording:
-    """The synthetic recording with scores that know the target's token half of the time."""
+    """The synthetic recording with scores that favour the target's token half of the time."""
     recording = synthetic_recording(prompts=3, length=30)
     rng = np.random.default_rng(1)
     steps, depth, width = recording.topk_tokens.shape
@@ -108,7 +108,7 @@ def recorded() -> Recording:
 
 @pytest.fixture(scope="module")
 def corpora() -> tuple[Corpus, Corpus]:
-    """Of transition scores, and of the same candidates' unary ones."""
+    """Corpora of transition scores, and of the same candidates' unary scores."""
     recording = recorded()
     return Corpus(recording, 128), Corpus(recording, 128, unary=True)
 
@@ -125,7 +125,7 @@ def test_scores_and_chain_are_the_engines_ops(corpora):
         ours = corpus.tree(step)
         assert len(ours.rho) == int(theirs.num_nodes[0])
         np.testing.assert_allclose(ours.rho, theirs.log_rho[0, : len(ours.rho)].exp(), rtol=1e-5)
-        # The target's path is in the first n nodes of the tree where replay says it is.
+        # The first n nodes contain as much of the target's path as replay says.
         truth = tuple(recording.continuation(step)[: recording.depth].tolist())
         for n in (3, 20, 128):
             paths = set(theirs.paths()[: n + 1])
@@ -136,12 +136,12 @@ def test_scores_and_chain_are_the_engines_ops(corpora):
         assert chain == tuple(recording.topk_tokens[step, range(recording.depth), candidates])
 
 
-def test_policies_follow_the_scores_that_they_are_given(corpora):
+def test_policies_use_the_scores_of_their_corpus(corpora):
     cost = Truth(StepCostTable.linear(10.0, 0.2, max_rows=300))
     source = paper_a100(300)
     for policy in (Chain, lambda c: Beam(c, 4), lambda c: Fixed(c, 32)):
         by_transition, by_unary = (simulate(c, policy(c), cost) for c in corpora)
-        assert by_transition.tokens == by_unary.tokens, "the target's tokens, whatever the scores"
+        assert by_transition.tokens == by_unary.tokens, "the scores must not change the tokens"
         assert by_transition.tau > by_unary.tau
     policy = Adaptive(corpora[0], source.latency("table"))
     assert simulate(corpora[0], policy, cost).tokens == by_unary.tokens
