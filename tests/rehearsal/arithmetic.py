@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's compiled CUDA kernels compute, in PyTorch on CPU tensors.
+
+Products and attention are summed in float64 and rounded once, so that a row's result does not
+depend on how many rows it is computed with: plain decoding and tree verification then round alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`aten::linear`."""
+    out = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    return out.to(x.dtype)
+
+
+def mm(x: Tensor, other: Tensor) -> Tensor:
+    """`aten::mm`, `aten::matmul` and `aten::bmm`."""
+    return (x.double() @ other.double()).to(x.dtype)
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float, *_: Any) -> None:
+    """`_C::rms_norm`; weight: [H], or [groups, H] for x [groups, .., H]."""
+    normalised = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    if weight is None:
+        out.copy_(normalised)
+        return
+    if weight.dim() == 2:
+        weight = weight.view(weight.shape[0], *[1] * (x.dim() - 2), weight.shape[1])
+    out.copy_(normalised.to(x.dtype) * weight)
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+    """`_C::fused_add_rms_norm`."""
+    residual.add_(x)
+    rms_norm(x, residual, weight, epsilon)
+
+
+def silu_and_mul(out: Tensor, x: Tensor) -> None:
+    """`_C::silu_and_mul`."""
+    gate, up = x.chunk(2, -1)
+    out.copy_(F.silu(gate.float()).to(x.dtype) * up)
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    *_: Any,
+) -> None:
+    """`_C::rotary_embedding`, GPT-NeoX's layout."""
+    if not is_neox:
+        raise NotImplementedError("rotary embedding of interleaved pairs")
+    rotary = cos_sin_cache.shape[-1]
+    cos, sin = (x[:, None] for x in cos_sin_cache[positions.flatten()].float().chunk(2, -1))
+    for x in (query, key):
+        if x is None:
+            continue
+        heads = x.view(positions.numel(), -1, head_size)[..., :rotary]
+        first, second = heads.float().chunk(2, -1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        heads.copy_(turned)
+
+
+def reshape_and_cache_flash(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, *_: Any
+) -> None:
+    """`_C_cache_ops::reshape_and_cache_flash`; a slot of -1 is not written."""
+    real = slots >= 0
+    rows, size = slots[real], key_cache.shape[1]
+    for x, cache in ((key, key_cache), (value, value_cache)):
+        cache[rows // size, rows % size] = x[: len(real)][real]
+
+
+def varlen_attention(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    block_table: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: list[int] | None = None,
+    softcap: float = 0.0,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> None:
+    """FlashAttention over a paged cache: q [T, Hq, d]; k, v [blocks, block_size, Hkv, d].
+
+    window_size: positions to the left and right, -1 = all; s_aux: [Hq] sinks.
+    """
+    starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    left, right = window_size or (-1, -1)
+    for r, length in enumerate(lengths):
+        rows = slice(starts[r], starts[r + 1])
+        count = rows.stop - rows.start
+        if count <= 0 or length <= 0:
+            continue
+        blocks = block_table[r, : -(-length // k.shape[1])].long()
+        group = q.shape[1] // k.shape[2]
+        keys, values = (
+            cache[blocks].flatten(0, 1)[:length].transpose(0, 1).double() for cache in (k, v)
+        )
+        keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
+        scores = q[rows].transpose(0, 1).double() @ keys.mT * softmax_scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(length) - torch.arange(length - count, length)[:, None]
+        hidden = torch.zeros(count, length, dtype=torch.bool)
+        if causal or right >= 0:
+            hidden |= distance > (0 if causal else right)
+        if left >= 0:
+            hidden |= distance < -left
+        scores.masked_fill_(hidden, -torch.inf)
+        if s_aux is not None:
+            sinks = s_aux.double()[:, None, None].expand(-1, count, 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        out[rows] = (weights @ values).transpose(0, 1).to(out.dtype)
+
+
+def topk_softmax(
+    weights: Tensor,
+    indices: Tensor,
+    token_expert: Tensor,
+    gating: Tensor,
+    renormalize: bool,
+    *_: Any,
+) -> None:
+    """`_moe_C::topk_softmax`: gating [T, E] to weights and indices [T, k]."""
+    found, which = gating.float().softmax(-1).topk(weights.shape[1], -1)
+    if renormalize:
+        found = found / found.sum(-1, keepdim=True)
+    weights.copy_(found)
+    indices.copy_(which)
+    places = torch.arange(weights.numel()).view(weights.shape[1], -1).T
+    token_expert.copy_(places)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over prompts, row by row.
+
+    q, k: [1, T, Hk, K], normalised; v: [1, T, H, V]; g (logarithm) and beta: [1, T, H];
+    initial_state: [R, H, V, K]. Returns the outputs [1, T, H, V] and the states after each prompt.
+    """
+    heads, scale = v.shape[2], k.shape[-1] ** -0.5
+    queries, keys = (x[0].double().repeat_interleave(heads // x.shape[2], 1) for x in (q, k))
+    values, decays, betas = v[0].double(), g[0].double().exp(), beta[0].double()
+    states, out = initial_state.double(), torch.zeros_like(v[0], dtype=torch.float64)
+    starts = cu_seqlens.tolist()
+    for r in range(len(starts) - 1):
+        state = states[r]  # [H, V, K]
+        for t in range(starts[r], starts[r + 1]):
+            state *= decays[t][:, None, None]
+            update = betas[t][:, None] * (values[t] - (state @ keys[t][..., None])[..., 0])
+            state += update[..., None] * keys[t][:, None]
+            out[t] = (state @ queries[t][..., None])[..., 0] * scale
+    return out.to(v.dtype)[None], states.to(initial_state.dtype)
+
+
+# By the operator's name; the library's name (`_C`, `_C_stable_libtorch`, ..) differs by version.
+KERNELS = {
+    kernel.__name__: kernel
+    for kernel in (
+        rms_norm,
+        fused_add_rms_norm,
+        silu_and_mul,
+        rotary_embedding,
+        reshape_and_cache_flash,
+        topk_softmax,
+    )
+}
+# In place of ATen's, for numbers of half precision.
+PRODUCTS = {"linear": linear, "mm": mm, "matmul": mm, "bmm": mm}

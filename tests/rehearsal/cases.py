@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is rehearsed: an engine per row of the table, and what it may do in a steady step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "benchmarks" / "tiny"
+
+PROMPTS = ("def add(a, b):\n    return", "12 + 7 = ", "User: Hello")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine that decodes `PROMPTS` greedily.
+
+    Args:
+        speculative: keys of `speculative_config`; None for plain decoding.
+        plain: the case whose tokens it must repeat; its own name for plain decoding.
+        waits: times per steady step that this plugin may wait for the device, on average.
+        arguments: further arguments of `EngineArgs`.
+    """
+
+    name: str
+    speculative: dict[str, Any] | None = None
+    plain: str = "plain"
+    pair: Path = TINY
+    waits: float = 0.0
+    tokens: int = 24
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of vLLM's `EngineArgs`."""
+        speculative = self.speculative
+        if speculative is not None:
+            speculative = {"model": str(self.pair / "drafter"), **speculative}
+        return {
+            "model": str(self.pair / "target"),
+            "speculative_config": speculative,
+            # Triton's interpreter multiplies matrices wrongly in bfloat16.
+            "dtype": "float16",
+            "max_model_len": 512,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 256,
+            "gpu_memory_utilization": 0.02,
+            "async_scheduling": True,
+            "disable_log_stats": False,
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            **self.arguments,
+        }
+
+
+def _bastion(nodes: int, budget: int | str, **keys: Any) -> dict[str, Any]:
+    own = {f"bastion_{name}": value for name, value in keys.items() if name != "model"}
+    given = {name: str(value) for name, value in keys.items() if name == "model"}
+    return {
+        "method": "bastion",
+        "num_speculative_tokens": nodes,
+        "bastion_budget": budget,
+        **given,
+        **own,
+    }
+
+
+_HYBRID: dict[str, Any] = {
+    "plain": "plain, hybrid target",
+    "pair": TINY / "hybrid",
+    "arguments": {
+        # In float32 it does not matter how often a state is rounded.
+        "mamba_ssm_cache_dtype": "float32",
+        "enable_prefix_caching": False,
+        # FlashInfer's kernel for prompts would be compiled first.
+        "additional_config": {"gdn_prefill_backend": "triton"},
+    },
+}
+
+CASES = (
+    Case("plain"),
+    Case("dflash 15", {"method": "dflash", "num_speculative_tokens": 15}),
+    Case("bastion N=16", _bastion(16, 16)),
+    Case("adaptive, exact", _bastion(31, "adaptive", budget_timing="exact"), waits=1.0),
+    Case("adaptive, lagged", _bastion(31, "adaptive", budget_timing="lagged"), waits=1.0),
+    Case("DFlash2 N=16", _bastion(16, 16, model=TINY / "dflash2")),
+    Case("DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark"), waits=1.0),
+    Case("plain, hybrid target", **_HYBRID),
+    Case("hybrid pair N=16", _bastion(16, 16), **_HYBRID),
+)

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers for the fake GPU: a CPU computes what a launch, which does nothing, should have computed.
+
+Device memory is host memory, so a CPU tensor can alias a CUDA tensor. Every operator and kernel is
+launched as on a GPU, where the driver checks it, and becomes a *job*: a closure over aliases that
+computes the same. A job runs at once, or, while a stream is captured, becomes a node of the graph
+and runs with each replay, over the buffers of the capture.
+
+    ATen                 the same operator on the aliases; products of half precision in float64
+    vLLM's C++ kernels   `arithmetic.KERNELS`
+    FlashAttention, FLA  `arithmetic`
+    our ops              their references
+    other Triton         Triton's interpreter
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import importlib
+import pkgutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tests.rehearsal import arithmetic
+from tests.rehearsal.device import FakeDriver
+
+# Operators without numbers of their own: memory, metadata and real copies of the driver.
+_NO_NUMBERS = {
+    "_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "pin_memory", "detach",
+    "set_", "resize_", "get_scheduler_metadata",
+}  # fmt: skip
+# Their output's size depends on numbers, so they make the host wait and cannot be captured.
+_SIZED_BY_NUMBERS = {
+    "nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "repeat_interleave",
+}  # fmt: skip
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Emulation:
+    """Computes what this process launches; one per process, installed before vLLM is imported.
+
+    Args:
+        driver: the fake driver.
+        interpret: also run the plugin's own kernels in the interpreter, not their references.
+    """
+
+    def __init__(self, driver: FakeDriver, interpret: bool = False) -> None:
+        self._driver, self._interpret = driver, interpret
+        self._jobs: list[tuple[str, Callable[[], None]]] = []
+        self._storages: dict[tuple[int, int], Any] = {}
+        self._custom_ops: dict[str, Callable[..., Any]] = {}
+        self._depth_without = 0
+        # Whether numbers are computed: not during profiling runs, which would only take time.
+        self.running = True
+        self.missing: collections.Counter[str] = collections.Counter()
+        self.seconds: collections.Counter[str] = collections.Counter()
+        self.errors: list[str] = []
+
+    def install(self) -> None:
+        """Patch PyTorch, Triton, vLLM and the ops package."""
+        self._driver.on_node(self._replay)
+        self._patch_custom_ops()
+        self._patch_triton()
+        if not self._interpret:
+            self._patch_our_ops()
+        self._patch_vllm()
+        _Dispatch(self).__enter__()
+
+    # ---- jobs -----------------------------------------------------------------------------------
+
+    def add(self, name: str, job: Callable[[], None]) -> None:
+        """Run a job, or append it to the graph being captured."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            self._jobs.append((name, job))
+            stream = torch.cuda.current_stream().cuda_stream
+            self._driver.add_node(stream, len(self._jobs) - 1)
+        elif self.running:
+            self._run(name, job)
+
+    def _replay(self, node: int) -> None:
+        if self.running:
+            self._run(*self._jobs[node])
+
+    def _run(self, name: str, job: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        try:
+            with _disable_current_modes(), torch.inference_mode():
+                job()
+        except Exception as error:  # a callback of the driver could not raise
+            self.errors.append(f"{name}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self.seconds[name] += time.perf_counter() - begin
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a launch becomes a job now."""
+        capturing = torch._C._cuda_isCurrentStreamCapturing()
+        return not self._depth_without and (self.running or capturing)
+
+    @contextlib.contextmanager
+    def without(self) -> Iterator[None]:
+        """Launch only: the caller adds one job for all that is launched inside."""
+        self._depth_without += 1
+        try:
+            yield
+        finally:
+            self._depth_without -= 1
+
+    # ---- aliases --------------------------------------------------------------------------------
+
+    def alias(self, x: Any) -> Any:
+        """`x` with CPU tensors over the memory of its CUDA tensors; containers are copied."""
+        if isinstance(x, torch.Tensor):
+            return self._alias_tensor(x) if x.is_cuda else x
+        if isinstance(x, torch.device):
+            return torch.device("cpu")
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            made = copy.copy(x)
+            for field in dataclasses.fields(x):
+                # A frozen dataclass refuses setattr.
+                object.__setattr__(made, field.name, self.alias(getattr(x, field.name)))
+            return made
+        if isinstance(x, (tuple, list, dict)):
+            return tree_map(lambda leaf: leaf if leaf is x else self.alias(leaf), x)
+        return x
+
+    def _alias_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            tensor = tensor.detach()
+            storage = tensor.untyped_storage()
+            size, address = storage.nbytes(), storage.data_ptr()
+            if size == 0 or address == 0:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            if (address, size) not in self._storages:
+                memory = (ctypes.c_char * size).from_address(address)
+                held = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+                self._storages[address, size] = held
+            place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+            return torch.empty(0, dtype=tensor.dtype).set_(self._storages[address, size], *place)
+
+    # ---- PyTorch's operators --------------------------------------------------------------------
+
+    def dispatch(self, mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+        """What PyTorch calls in place of an operator."""
+        qualified = func._schema.name
+        library, _, name = qualified.partition("::")
+        if qualified in self._custom_ops:
+            with mode:
+                return self._custom_ops[qualified](*args, **kwargs)
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        on_device = any(x.is_cuda for x in given)
+        capturing = torch._C._cuda_isCurrentStreamCapturing()
+        if name in _SIZED_BY_NUMBERS and on_device and self.running and not capturing:
+            found = func(*self.alias(args), **self.alias(kwargs))
+            return tree_map(lambda x: x.cuda() if isinstance(x, torch.Tensor) else x, found)
+        out = func(*args, **kwargs)
+        if not self.wanted:
+            return out
+        made = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
+        writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
+        if not self._computes(name, args, given, made, writes):
+            return out
+        compute = self._computation(library, name, func, given)
+        if compute is None:
+            self.missing[qualified] += 1
+            return out
+        call_args, call_kwargs = self.alias(args), self.alias(kwargs)
+        call_kwargs.pop("pin_memory", None)
+        targets = [self.alias(x) for x in made if x.is_cuda]
+
+        def job() -> None:
+            found = compute(*call_args, **call_kwargs)
+            if not writes:
+                results = [x for x in tree_flatten(found)[0] if isinstance(x, torch.Tensor)]
+                for target, result in zip(targets, results, strict=True):
+                    target.copy_(result)
+
+        self.add(qualified, job)
+        return out
+
+    @staticmethod
+    def _computes(name: str, args: Any, given: list[Any], made: list[Any], writes: bool) -> bool:
+        """Whether an operator's launch leaves numbers on the device that a job must compute."""
+        if not any(x.is_cuda for x in given + made):
+            return False
+        if name.startswith(("empty", "new_empty")) or name in _NO_NUMBERS:
+            return False
+        if name == "copy_":  # with the host: the driver's own copy
+            return bool(args[0].is_cuda and args[1].is_cuda)
+        if writes:
+            return True
+        if made and not any(x.is_cuda for x in made):
+            return False  # to the host: the driver's own copy
+        if name == "_to_copy" and not any(x.is_cuda for x in given):
+            return False  # from the host
+        memory = {x.untyped_storage().data_ptr() for x in given if x.untyped_storage().nbytes()}
+        is_view = made and all(x.untyped_storage().data_ptr() in memory for x in made)
+        return not is_view
+
+    @staticmethod
+    def _computation(
+        library: str, name: str, func: Any, given: list[Any]
+    ) -> Callable[..., Any] | None:
+        if library == "aten" and name in arithmetic.PRODUCTS and given[0].dtype in _HALF:
+            return arithmetic.PRODUCTS[name]
+        if library in ("aten", "prims", "vllm_ir"):
+            return func  # type: ignore[no-any-return]
+        return arithmetic.KERNELS.get(name)
+
+    def _patch_custom_ops(self) -> None:
+        """Run vLLM's Python operators as Python, so that what they launch is seen."""
+        import vllm.utils.torch_utils as module
+
+        original = module.direct_register_custom_op
+
+        def register(op_name: str, op_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._custom_ops[f"vllm::{op_name}"] = op_func
+            return original(op_name, op_func, *args, **kwargs)
+
+        for loaded in list(sys.modules.values()):
+            if getattr(loaded, "direct_register_custom_op", None) is original:
+                loaded.direct_register_custom_op = register
+
+    # ---- Triton ---------------------------------------------------------------------------------
+
+    def _patch_triton(self) -> None:
+        from triton.runtime import interpreter
+        from triton.runtime.jit import JITFunction
+
+        _keep_masks_boolean()
+        interpreted: dict[int, Any] = {}
+        run = JITFunction.run
+
+        def interpreted_function(kernel: Any) -> Any:
+            if id(kernel) not in interpreted:
+                interpreted[id(kernel)] = interpreter.InterpretedFunction(kernel.fn)
+            return interpreted[id(kernel)]
+
+        def call(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            # A function that an interpreted kernel calls.
+            scope = interpreter._patch_lang(kernel.fn)
+            try:
+                return interpreted_function(kernel).rewrite()(*args, **kwargs)
+            finally:
+                scope.restore()
+
+        def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            out = run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            if self.wanted and not warmup:
+                function = interpreted_function(kernel)
+                args, kwargs = self.alias(args), self.alias(kwargs)
+                self.add(
+                    f"triton:{kernel.fn.__name__}",
+                    lambda: function.run(*args, grid=grid, warmup=False, **kwargs),
+                )
+            return out
+
+        JITFunction.__call__ = call
+        JITFunction.run = launch
+
+    # ---- our ops --------------------------------------------------------------------------------
+
+    def _patch_our_ops(self) -> None:
+        """Every op of the package that declares a reference, under every name it is imported by."""
+        import bastion_kernels
+
+        found = pkgutil.walk_packages(bastion_kernels.__path__, "bastion_kernels.")
+        modules = [bastion_kernels, *(importlib.import_module(module.name) for module in found)]
+        for name in bastion_kernels.__all__:
+            op = getattr(bastion_kernels, name)
+            reference = getattr(op, "reference", None)
+            if reference is None:
+                reference = getattr(bastion_kernels, f"{name}_reference", None)
+            if reference is None:
+                continue
+            wrapped = self._op(name, op, reference)
+            for module in modules:
+                for attribute, value in list(vars(module).items()):
+                    if value is op:
+                        setattr(module, attribute, wrapped)
+
+    def _op(
+        self, name: str, op: Callable[..., None], reference: Callable[..., None]
+    ) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            given = tree_flatten((args, kwargs))[0]
+            on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in given)
+            if not (on_device and self.wanted):
+                op(*args, **kwargs)
+                return
+            with self.without():
+                op(*args, **kwargs)
+            kwargs = {key: value for key, value in kwargs.items() if key != "workspace"}
+            call_args, call_kwargs = self.alias(args), self.alias(kwargs)
+            self.add(f"op:{name}", lambda: reference(*call_args, **call_kwargs))
+
+        return call
+
+    # ---- vLLM -----------------------------------------------------------------------------------
+
+    def _patch_vllm(self) -> None:
+        from vllm.model_executor.layers import logits_processor
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+        from vllm.model_executor.models import registry
+        from vllm.v1.attention.backends import flash_attn
+        from vllm.v1.sample.ops import topk_topp_sampler
+        from vllm.v1.worker.gpu_worker import Worker
+
+        flash, measure = flash_attn.flash_attn_varlen_func, Worker.determine_available_memory
+        filtered = topk_topp_sampler.apply_top_k_top_p_triton
+        prompts = qwen_gdn_linear_attn.fla_chunk_gated_delta_rule
+
+        def attend(**kwargs: Any) -> Any:
+            with _disable_current_modes():
+                out = flash(**kwargs)
+            given = self.alias(kwargs)
+            self.add("flash_attn", lambda: arithmetic.varlen_attention(**given))
+            return out
+
+        def filter_logits(logits: Any, k: Any, p: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.without():
+                out = filtered(logits, k, p, *args, **kwargs)
+            given, target = self.alias((logits, k, p)), self.alias(out)
+
+            def job() -> None:
+                usual = topk_topp_sampler.apply_top_k_top_p_pytorch
+                target.copy_(usual(given[0].clone(), *given[1:], allow_cpu_sync=True))
+
+            self.add("top_k_top_p", job)
+            return out
+
+        def recurrence(**kwargs: Any) -> Any:
+            with self.without():
+                out = prompts(**kwargs)
+            names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+            given, targets = self.alias({name: kwargs[name] for name in names}), self.alias(out)
+
+            def job() -> None:
+                for target, result in zip(targets, arithmetic.chunk_gated_delta_rule(**given)):
+                    target.copy_(result)
+
+            self.add("chunk_gated_delta_rule", job)
+            return out
+
+        def determine_available_memory(worker: Any) -> Any:
+            # Weights are loaded with numbers; profiling and warm-up runs go without, until `engine`
+            # turns them on again.
+            self.running = False
+            return measure(worker)
+
+        flash_attn.flash_attn_varlen_func = attend
+        topk_topp_sampler.apply_top_k_top_p_triton = filter_logits
+        qwen_gdn_linear_attn.fla_chunk_gated_delta_rule = recurrence
+        # It would compile its top-k first, for which there is no compiler here.
+        logits_processor._flashinfer_topk = lambda: None
+        # Otherwise a new process imports vLLM to look at each model's class.
+        registry._run_in_subprocess = lambda look: look()
+        Worker.determine_available_memory = determine_available_memory
+
+
+class _Dispatch(TorchDispatchMode):
+    def __init__(self, emulation: Emulation) -> None:
+        super().__init__()
+        self._emulation = emulation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._emulation.dispatch(self, func, args, kwargs or {})
+
+
+def _keep_masks_boolean() -> None:
+    """Let a scalar comparison be used as a mask in Triton's interpreter, as the compiler does."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        if arg.data.dtype == np.bool_:
+            arg = TensorHandle(arg.data, tl.int1)
+        return original(self, ret_ty, arg)
+
+    InterpreterBuilder.create_splat = create_splat

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one case in this process, and count what every step of the engine asks of the driver."""
+
+from __future__ import annotations
+
+import collections
+import time
+import traceback
+from typing import Any
+
+from tests.rehearsal.cases import PROMPTS, Case
+from tests.rehearsal.device import FakeDriver
+from tests.rehearsal.emulation import Emulation
+
+_MOST_STEPS = 400
+# Steps before the steady ones: prompts, and first trees.
+_WARM_UP = 4
+
+
+def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
+    """Start the engine, decode, stop it.
+
+    Returns:
+        tokens: token ids by prompt; steady: mean counts per steady step; waits: calls that waited
+        in the steady steps, by place in the source; faults, missing, errors: messages; start_s,
+        decode_s; slowest: emulated seconds by kernel.
+    """
+    from vllm import EngineArgs, SamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    begin = time.perf_counter()
+    engine = LLMEngine.from_engine_args(EngineArgs(**case.engine_arguments()))
+    started = time.perf_counter()
+    emulation.running = True
+    waits: collections.Counter[tuple[bool, str]] = collections.Counter()
+    driver.on_wait(lambda kind: waits.update([_waiting(kind)]))
+    params = SamplingParams(temperature=0.0, max_tokens=case.tokens, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), {"prompt": prompt}, params)
+    tokens: dict[str, list[int]] = {}
+    steps: list[dict[str, int]] = []
+    while engine.has_unfinished_requests() and len(steps) < _MOST_STEPS:
+        driver.reset()
+        waits.clear()
+        finished = False
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+            finished |= output.finished
+        counts = driver.counters()
+        counts["waits:ours"] = sum(n for (ours, _), n in waits.items() if ours)
+        counts["waits:vllm"] = sum(n for (ours, _), n in waits.items() if not ours)
+        if finished:
+            break
+        steps.append(counts | {f"at {place}": n for (_, place), n in waits.items()})
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    done = time.perf_counter()
+    engine.engine_core.shutdown()
+    steady = steps[_WARM_UP:]
+    names = sorted({name for counts in steady for name in counts})
+    means = {name: sum(c.get(name, 0) for c in steady) / len(steady) for name in names}
+    return {
+        "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
+        "steady_steps": len(steady),
+        "steady": {name: mean for name, mean in means.items() if not name.startswith("at ")},
+        "waits": {name[3:]: mean for name, mean in means.items() if name.startswith("at ")},
+        "faults": driver.faults(),
+        "missing": sorted(emulation.missing),
+        "errors": emulation.errors,
+        "start_s": started - begin,
+        "decode_s": done - started,
+        "slowest": dict(emulation.seconds.most_common(12)),
+    }
+
+
+def _waiting(kind: str) -> tuple[bool, str]:
+    """Whether this plugin asked for a wait, and where."""
+    for frame in reversed(traceback.extract_stack()):
+        name = frame.filename.replace("\\", "/")
+        if "/vllm_bastion/" in name or "/bastion_kernels/" in name or "/vllm/" in name:
+            ours = "/vllm/" not in name.rpartition("site-packages")[2]
+            short = name.rpartition("site-packages/")[2].rpartition("/")[2]
+            return ours, f"{short}:{frame.lineno} {frame.name} ({kind})"
+    return False, f"elsewhere ({kind})"
