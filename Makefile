@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# Everything but `bench` needs only Python 3.11 and no GPU.
+# Everything but `bench` needs only Python 3.11 and no GPU; `rehearse` also needs gcc and g++.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13)
 VENV ?= .venv
 VENV033 ?= .venv-033
+REHEARSAL ?= .venv-rehearsal
 BIN := $(VENV)/bin
 
 # One thread is fastest for the tiny pair. conftest.py sets the same for a bare `pytest`.
@@ -19,7 +20,7 @@ FAST := not e2e and not thorough and not slow and not gpu
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-033 test-033-full check bench clean
+.PHONY: help setup demo test test-full test-033 test-033-full check rehearse bench clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
@@ -61,6 +62,21 @@ check: $(VENV)/.ready  ## Lint, format, types and the fast tests
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -m "$(FAST)" -n auto
 
+# Two stamps: vLLM for CUDA is installed once; a changed driver is only compiled again.
+$(REHEARSAL)/.vllm-0.32:
+	@tests/rehearsal/setup.sh vllm "$(PYTHON)" "$(REHEARSAL)"
+	@touch $@
+
+$(REHEARSAL)/.driver: $(REHEARSAL)/.vllm-0.32 tests/rehearsal/setup.sh $(wildcard tests/rehearsal/fake_driver/*)
+	@tests/rehearsal/setup.sh driver "$(REHEARSAL)"
+	@touch $@
+
+# ARGS: names of cases, --verbose, --interpret; see docs/rehearsal.md.
+ARGS ?=
+
+rehearse: $(REHEARSAL)/.driver  ## Run vLLM's CUDA build on a pretended GPU (first use: 9 GB; ARGS="'bastion N=16'")
+	@$(REHEARSAL)/bin/python -m tests.rehearsal $(ARGS)
+
 # Needs a Python with PyTorch for CUDA, which .venv does not have, and none of the CPU settings above.
 BENCH_PYTHON ?= $(shell command -v python || command -v python3)
 BENCH_ARGS ?=
@@ -72,5 +88,5 @@ bench:  ## Time every op against its reference (a GPU, PyTorch for CUDA; BENCH_A
 		"$(BENCH_PYTHON)" benchmarks/gpu/bench_kernels.py $(BENCH_ARGS)
 
 clean:  ## Back to a fresh clone: remove .venv, builds and caches
-	rm -rf .venv .venv-033 build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-033 .venv-rehearsal build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,6 +18,8 @@ class Case:
     """An engine that decodes `PROMPTS` greedily.
 
     Args:
+        name: for the command line.
+        title: for the table.
         speculative: keys of `speculative_config`; None for plain decoding.
         plain: the case whose tokens it must repeat; its own name for plain decoding.
         waits: times per steady step that this plugin may wait for the device, on average.
@@ -25,6 +27,7 @@ class Case:
     """
 
     name: str
+    title: str
     speculative: dict[str, Any] | None = None
     plain: str = "plain"
     pair: Path = TINY
@@ -66,7 +69,7 @@ def _bastion(nodes: int, budget: int | str, **keys: Any) -> dict[str, Any]:
 
 
 _HYBRID: dict[str, Any] = {
-    "plain": "plain, hybrid target",
+    "plain": "plain-hybrid",
     "pair": TINY / "hybrid",
     "arguments": {
         # In float32 it does not matter how often a state is rounded.
@@ -78,13 +81,13 @@ _HYBRID: dict[str, Any] = {
 }
 
 CASES = (
-    Case("plain"),
-    Case("dflash 15", {"method": "dflash", "num_speculative_tokens": 15}),
-    Case("bastion N=16", _bastion(16, 16)),
-    Case("adaptive, exact", _bastion(31, "adaptive", budget_timing="exact"), waits=1.0),
-    Case("adaptive, lagged", _bastion(31, "adaptive", budget_timing="lagged"), waits=1.0),
-    Case("DFlash2 N=16", _bastion(16, 16, model=TINY / "dflash2")),
-    Case("DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark"), waits=1.0),
-    Case("plain, hybrid target", **_HYBRID),
-    Case("hybrid pair N=16", _bastion(16, 16), **_HYBRID),
+    Case("plain", "plain"),
+    Case("dflash", "dflash, 15 tokens", {"method": "dflash", "num_speculative_tokens": 15}),
+    Case("fixed", "bastion, N = 16", _bastion(16, 16)),
+    Case("exact", "adaptive, exact", _bastion(31, "adaptive", budget_timing="exact"), waits=1.0),
+    Case("lagged", "adaptive, lagged", _bastion(31, "adaptive", budget_timing="lagged"), waits=1.0),
+    Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
+    Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark"), waits=1.0),
+    Case("plain-hybrid", "hybrid target, plain", **_HYBRID),
+    Case("hybrid", "hybrid pair, N = 16", _bastion(16, 16), **_HYBRID),
 )

@@ -27,13 +27,13 @@ class FakeDriver:
         self._callbacks: list[Any] = []
 
     def counters(self) -> dict[str, int]:
-        """Calls by kind since the last `reset`."""
+        """Calls by kind since the last `begin_step`."""
         lines = self._library.fakecuda_counters().decode().splitlines()
         return {name: int(value) for name, value in (line.split("\t") for line in lines)}
 
-    def reset(self) -> None:
-        """Set all counters to 0; faults stay."""
-        self._library.fakecuda_reset()
+    def begin_step(self) -> None:
+        """Set all counters to 0. From the first step on, the device is one step behind the host."""
+        self._library.fakecuda_begin_step()
 
     def faults(self) -> list[str]:
         """Every breach of a rule of CUDA so far."""

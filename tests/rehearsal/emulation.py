@@ -272,18 +272,12 @@ class Emulation:
     # ---- our ops --------------------------------------------------------------------------------
 
     def _patch_our_ops(self) -> None:
-        """Every op of the package that declares a reference, under every name it is imported by."""
+        """Under every name that the package's modules import them by."""
         import bastion_kernels
 
         found = pkgutil.walk_packages(bastion_kernels.__path__, "bastion_kernels.")
         modules = [bastion_kernels, *(importlib.import_module(module.name) for module in found)]
-        for name in bastion_kernels.__all__:
-            op = getattr(bastion_kernels, name)
-            reference = getattr(op, "reference", None)
-            if reference is None:
-                reference = getattr(bastion_kernels, f"{name}_reference", None)
-            if reference is None:
-                continue
+        for name, (op, reference) in declared_ops().items():
             wrapped = self._op(name, op, reference)
             for module in modules:
                 for attribute, value in list(vars(module).items()):
@@ -367,6 +361,20 @@ class Emulation:
         # Otherwise a new process imports vLLM to look at each model's class.
         registry._run_in_subprocess = lambda look: look()
         Worker.determine_available_memory = determine_available_memory
+
+
+def declared_ops() -> dict[str, tuple[Callable[..., None], Callable[..., None]]]:
+    """Every op of the ops package that declares a reference, with it."""
+    import bastion_kernels
+
+    ops = {}
+    for name in bastion_kernels.__all__:
+        op = getattr(bastion_kernels, name)
+        reference = getattr(op, "reference", None)
+        reference = reference or getattr(bastion_kernels, f"{name}_reference", None)
+        if reference is not None:
+            ops[name] = (op, reference)
+    return ops
 
 
 class _Dispatch(TorchDispatchMode):

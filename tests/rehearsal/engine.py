@@ -40,7 +40,7 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     tokens: dict[str, list[int]] = {}
     steps: list[dict[str, int]] = []
     while engine.has_unfinished_requests() and len(steps) < _MOST_STEPS:
-        driver.reset()
+        driver.begin_step()
         waits.clear()
         finished = False
         for output in engine.step():

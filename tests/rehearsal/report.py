@@ -68,10 +68,10 @@ def table(cases: list[Case], results: _Results) -> str:
     for case in cases:
         result = results[case.name]
         if "failure" in result:
-            lines.append(f"| {case.name} | failed |" + " |" * (len(_COLUMNS) - 2))
+            lines.append(f"| {case.title} | failed |" + " |" * (len(_COLUMNS) - 2))
             continue
         same = result["tokens"] == results[case.plain].get("tokens")
-        cells = [case.name, "yes" if same else "NO", str(len(result["faults"]))]
+        cells = [case.title, "yes" if same else "NO", str(len(result["faults"]))]
         lines.append(f"| {' | '.join([*cells, *_counts(result['steady'])])} |")
     return "\n".join(lines)
 

@@ -7,6 +7,8 @@
 
 #include "fake.h"
 
+// Writes n numbers of `width` bytes. Large zeroed ranges are given back to the system instead, so
+// that an empty KV cache takes no memory.
 void fill(void* d, unsigned v, size_t n, int width) {
   if (v == 0 && n * width > (1u << 20) && kind(d) == DEV) {
     uintptr_t a = ((uintptr_t)d + 4095) & ~4095ull, e = ((uintptr_t)d + n * width) & ~4095ull;
@@ -22,6 +24,9 @@ void fill(void* d, unsigned v, size_t n, int width) {
   else
     std::fill_n((uint32_t*)d, n, v);
 }
+
+// name: "HtoD", "DtoH", "DtoD", or "any" where the caller leaves it to the addresses; st: null for
+// the legacy stream. A copy to pageable memory makes the host wait even if it is asynchronous.
 static CUresult copy(void* d, const void* s, size_t n, Stream* st, bool async, const char* name) {
   if (!n) return CUDA_SUCCESS;
   const char *ks = kname(s), *kd = kname(d);
@@ -52,44 +57,56 @@ static CUresult copy(void* d, const void* s, size_t n, Stream* st, bool async, c
   clock_ms += 0.002;
   return CUDA_SUCCESS;
 }
+
 #define pointer(p) ((void*)(uintptr_t)(p))
+
 DRIVER_CALL(cuMemcpy)(CUdeviceptr d, CUdeviceptr s, size_t n) {
   LOCK;
   return copy(pointer(d), pointer(s), n, nullptr, false, "any");
 }
+
 DRIVER_CALL(cuMemcpyAsync)(CUdeviceptr d, CUdeviceptr s, size_t n, CUstream st) {
   LOCK;
   return copy(pointer(d), pointer(s), n, stream_of(st), true, "any");
 }
+
 DRIVER_CALL(cuMemcpyHtoD_v2)(CUdeviceptr d, const void* s, size_t n) {
   LOCK;
   return copy(pointer(d), s, n, nullptr, false, "HtoD");
 }
+
 DRIVER_CALL(cuMemcpyDtoH_v2)(void* d, CUdeviceptr s, size_t n) {
   LOCK;
   return copy(d, pointer(s), n, nullptr, false, "DtoH");
 }
+
 DRIVER_CALL(cuMemcpyDtoD_v2)(CUdeviceptr d, CUdeviceptr s, size_t n) {
   LOCK;
   return copy(pointer(d), pointer(s), n, nullptr, true, "DtoD");
 }
+
 DRIVER_CALL(cuMemcpyHtoDAsync_v2)(CUdeviceptr d, const void* s, size_t n, CUstream st) {
   LOCK;
   return copy(pointer(d), s, n, stream_of(st), true, "HtoD");
 }
+
 DRIVER_CALL(cuMemcpyDtoHAsync_v2)(void* d, CUdeviceptr s, size_t n, CUstream st) {
   LOCK;
   return copy(d, pointer(s), n, stream_of(st), true, "DtoH");
 }
+
 DRIVER_CALL(cuMemcpyDtoDAsync_v2)(CUdeviceptr d, CUdeviceptr s, size_t n, CUstream st) {
   LOCK;
   return copy(pointer(d), pointer(s), n, stream_of(st), true, "DtoD");
 }
+
 DRIVER_CALL(cuMemcpyPeerAsync)(CUdeviceptr d, CUcontext, CUdeviceptr s, CUcontext, size_t n,
                                CUstream st) {
   LOCK;
   return copy(pointer(d), pointer(s), n, stream_of(st), true, "any");
 }
+
+// Rows of a pitched copy; captured as a node each.
 static CUresult copy2d(const CUDA_MEMCPY2D* p, Stream* st, bool async) {
   char* d = p->dstMemoryType == CU_MEMORYTYPE_HOST ? (char*)p->dstHost : (char*)p->dstDevice;
   const char* s =
@@ -115,18 +132,22 @@ static CUresult copy2d(const CUDA_MEMCPY2D* p, Stream* st, bool async) {
     memmove(d + y * p->dstPitch, s + y * p->srcPitch, p->WidthInBytes);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemcpy2D_v2)(const CUDA_MEMCPY2D* p) {
   LOCK;
   return copy2d(p, nullptr, false);
 }
+
 DRIVER_CALL(cuMemcpy2DUnaligned_v2)(const CUDA_MEMCPY2D* p) {
   LOCK;
   return copy2d(p, nullptr, false);
 }
+
 DRIVER_CALL(cuMemcpy2DAsync_v2)(const CUDA_MEMCPY2D* p, CUstream st) {
   LOCK;
   return copy2d(p, stream_of(st), true);
 }
+
 static CUresult set_memory(CUdeviceptr d, unsigned v, size_t n, int w, Stream* st, bool async) {
   if (!n) return CUDA_SUCCESS;
   if (st && st->cap) {
@@ -149,30 +170,37 @@ static CUresult set_memory(CUdeviceptr d, unsigned v, size_t n, int w, Stream* s
   clock_ms += 0.002;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemsetD8_v2)(CUdeviceptr d, unsigned char v, size_t n) {
   LOCK;
   return set_memory(d, v, n, 1, nullptr, false);
 }
+
 DRIVER_CALL(cuMemsetD16_v2)(CUdeviceptr d, unsigned short v, size_t n) {
   LOCK;
   return set_memory(d, v, n, 2, nullptr, false);
 }
+
 DRIVER_CALL(cuMemsetD32_v2)(CUdeviceptr d, unsigned v, size_t n) {
   LOCK;
   return set_memory(d, v, n, 4, nullptr, false);
 }
+
 DRIVER_CALL(cuMemsetD8Async)(CUdeviceptr d, unsigned char v, size_t n, CUstream s) {
   LOCK;
   return set_memory(d, v, n, 1, stream_of(s), true);
 }
+
 DRIVER_CALL(cuMemsetD16Async)(CUdeviceptr d, unsigned short v, size_t n, CUstream s) {
   LOCK;
   return set_memory(d, v, n, 2, stream_of(s), true);
 }
+
 DRIVER_CALL(cuMemsetD32Async)(CUdeviceptr d, unsigned v, size_t n, CUstream s) {
   LOCK;
   return set_memory(d, v, n, 4, stream_of(s), true);
 }
+
 DRIVER_CALL(cuMemsetD2D8Async)(CUdeviceptr d, size_t pitch, unsigned char v, size_t w, size_t h,
                                CUstream s) {
   LOCK;

@@ -7,66 +7,83 @@
 #include "fake.h"
 
 DRIVER_CALL(cuInit)(unsigned) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuDriverGetVersion)(int* v) {
   *v = driver_version;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGet)(CUdevice* d, int i) {
   if (i) return CUDA_ERROR_INVALID_DEVICE;
   *d = 0;
   return CUDA_SUCCESS;
 }
+
 bool device_visible() {
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
   return !visible || (*visible && *visible != '-');
 }
+
 DRIVER_CALL(cuDeviceGetCount)(int* n) {
   *n = device_visible();
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetName)(char* s, int n, CUdevice) {
   snprintf(s, n, "NVIDIA H100 80GB HBM3");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetUuid)(CUuuid* u, CUdevice) {
   memcpy(u, device_uuid, 16);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetUuid_v2)(CUuuid* u, CUdevice) {
   memcpy(u, device_uuid, 16);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetLuid)(char*, unsigned*, CUdevice) { return CUDA_ERROR_NOT_SUPPORTED; }
+
 DRIVER_CALL(cuDeviceTotalMem_v2)(size_t* n, CUdevice) {
   *n = total_bytes;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceComputeCapability)(int* a, int* b, CUdevice) {
   *a = capability / 10;
   *b = capability % 10;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceCanAccessPeer)(int* a, CUdevice, CUdevice) {
   *a = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetPCIBusId)(char* s, int n, CUdevice) {
   snprintf(s, n, "0000:1B:00.0");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetByPCIBusId)(CUdevice* d, const char*) {
   *d = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetTexture1DLinearMaxWidth)(size_t* n, int, unsigned, CUdevice) {
   *n = 268435456;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetGraphMemAttribute)(CUdevice, int, void* v) {
   *(unsigned long long*)v = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGraphMemTrim)(CUdevice) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuDeviceGetAttribute)(int* v, CUdevice_attribute a, CUdevice) {
   static const std::map<int, int> T = {
       {1, 1024},        {2, 1024},       {3, 1024},      {4, 64},      {5, 2147483647},
@@ -115,110 +132,142 @@ DRIVER_CALL(cuDeviceGetAttribute)(int* v, CUdevice_attribute a, CUdevice) {
   *v = it == T.end() ? 0 : it->second;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetProperties)(CUdevprop* p, CUdevice) {
   memset(p, 0, sizeof *p);
   p->maxThreadsPerBlock = 1024;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetP2PAttribute)(int* v, int, CUdevice, CUdevice) {
   *v = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetExecAffinitySupport)(int* v, int, CUdevice) {
   *v = 0;
   return CUDA_SUCCESS;
 }
-// contexts
+
+// ---- contexts: there is one
 DRIVER_CALL(cuDevicePrimaryCtxRetain)(CUcontext* c, CUdevice) {
   *c = (CUcontext)&the_context;
   context_active = true;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDevicePrimaryCtxRelease_v2)(CUdevice) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuDevicePrimaryCtxReset_v2)(CUdevice) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuDevicePrimaryCtxSetFlags_v2)(CUdevice, unsigned) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuDevicePrimaryCtxGetState)(CUdevice, unsigned* f, int* a) {
   *f = 0;
   *a = context_active;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxGetCurrent)(CUcontext* c) {
   *c = (CUcontext)current_context;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxSetCurrent)(CUcontext c) {
   current_context = (Context*)c;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxPushCurrent_v2)(CUcontext c) {
   current_context = (Context*)c;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxPopCurrent_v2)(CUcontext* c) {
   if (c) *c = (CUcontext)current_context;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxGetDevice)(CUdevice* d) {
   if (!current_context) return CUDA_ERROR_INVALID_CONTEXT;
   *d = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxGetDevice_v2)(CUdevice* d, CUcontext) {
   *d = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxGetId)(CUcontext, unsigned long long* i) {
   *i = 1;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxGetFlags)(unsigned* f) {
   *f = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxGetApiVersion)(CUcontext, unsigned* v) {
   *v = 3020;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxGetLimit)(size_t* v, CUlimit) {
   *v = 8u << 20;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxSetLimit)(CUlimit, size_t) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuCtxGetCacheConfig)(CUfunc_cache* c) {
   *c = CU_FUNC_CACHE_PREFER_NONE;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxSetCacheConfig)(CUfunc_cache) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuCtxGetStreamPriorityRange)(int* a, int* b) {
   if (a) *a = 0;
   if (b) *b = -5;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxEnablePeerAccess)(CUcontext, unsigned) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuCtxResetPersistingL2Cache)() { return CUDA_SUCCESS; }
+
 static CUresult synchronise_device(const char* w) {
   UNSAFE("device synchronize");
   synced(w);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxSynchronize)() {
   LOCK;
   return synchronise_device("device");
 }
+
 DRIVER_CALL(cuCtxSynchronize_v2)(CUcontext) {
   LOCK;
   return synchronise_device("device");
 }
+
 DRIVER_CALL(cuCtxCreate_v4)(CUcontext* c, void*, unsigned, CUdevice) {
   *c = (CUcontext)&the_context;
   current_context = &the_context;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxCreate_v2)(CUcontext* c, unsigned, CUdevice) {
   *c = (CUcontext)&the_context;
   current_context = &the_context;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuCtxDestroy_v2)(CUcontext) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuProfilerStart)() { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuProfilerStop)() { return CUDA_SUCCESS; }

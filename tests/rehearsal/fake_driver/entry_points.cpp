@@ -28,11 +28,13 @@ static const std::map<int, std::pair<const char*, const char*>> error_texts = {
     {907,
      {"CUDA_ERROR_CAPTURED_EVENT",
       "operation not permitted on an event last recorded in a capturing stream"}}};
+
 DRIVER_CALL(cuGetErrorString)(CUresult e, const char** s) {
   auto it = error_texts.find(e);
   *s = it == error_texts.end() ? "fake error" : it->second.second;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuGetErrorName)(CUresult e, const char** s) {
   auto it = error_texts.find(e);
   *s = it == error_texts.end() ? "CUDA_ERROR_FAKE" : it->second.first;
@@ -44,15 +46,19 @@ struct Entry {
   const char* name;
   void* function;
 };
+
 extern "C" __attribute__((visibility("hidden"))) Entry fk_table[];
 extern "C" __attribute__((visibility("hidden"))) int fk_table_size;
+
 struct Alias {
   const char* base;
   int version;
   const char* name;
 };
+
 extern "C" __attribute__((visibility("hidden"))) Alias fk_aliases[];
 extern "C" __attribute__((visibility("hidden"))) int fk_aliases_size;
+
 static void* find_symbol(const std::string& n) {
   static std::unordered_map<std::string, void*> T;
   LOCK;
@@ -61,6 +67,8 @@ static void* find_symbol(const std::string& n) {
   auto it = T.find(n);
   return it == T.end() ? nullptr : it->second;
 }
+
+// The newest version of a call that CUDA of version v knows.
 static CUresult address_of(const char* n, void** p, int v, CUdriverProcAddressQueryResult* st) {
   std::string name = n;
   int best = -1;
@@ -77,9 +85,11 @@ static CUresult address_of(const char* n, void** p, int v, CUdriverProcAddressQu
   log_line(f ? 3 : 2, "cuGetProcAddress %s %d -> %s %p", n, v, name.c_str(), f);
   return f ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
+
 DRIVER_CALL(cuGetProcAddress)(const char* n, void** p, int v, cuuint64_t) {
   return address_of(n, p, v, nullptr);
 }
+
 DRIVER_CALL(cuGetProcAddress_v2)(const char* n, void** p, int v, cuuint64_t,
                                  CUdriverProcAddressQueryResult* st) {
   return address_of(n, p, v, st);

@@ -38,8 +38,14 @@ extern double clock_ms;                // made-up time, moved on by every call
 void log_line(int level, const char* format, ...);  // shown up to level FAKECUDA_LOG
 void count(const char* what, uint64_t n = 1);
 void fault(const char* format, ...);
-// The host waits for the device.
-void synced(const char* what, const char* detail = "");
+// The host waits for the device: for everything, or up to the event of that order.
+void synced(const char* what, const char* detail = "", uint64_t order = ~0ull);
+
+// Events are done in the order in which they are recorded. From the first fakecuda_begin_step on,
+// the device is taken to be one step behind the host: what this step and the one before recorded is
+// not done until the host waits for it.
+uint64_t next_order();
+bool is_done(uint64_t order);
 
 // ---- objects
 
@@ -70,6 +76,8 @@ struct Stream {
 struct Event {
   unsigned flags = 0;
   bool recorded = false;
+  uint64_t order = 0;
+  int queries = 0;
   double time_ms = 0;
   // While the capture that recorded it lasts.
   Capture* cap = nullptr;
@@ -148,6 +156,7 @@ void add(Stream* s, Node* n);
 // ---- memory.cpp and copies.cpp
 
 enum Kind { DEV = 1, PINNED = 2, REGISTERED = 3, RESERVED = 4 };
+
 Kind kind(const void* p);          // 0 for memory that the driver does not know
 const char* kname(const void* p);  // "D", "H" or "pageable"
 CUresult dev_alloc(void** out, size_t n);

@@ -26,36 +26,46 @@ int cublasCreate_v2(Handle** handle) {
   *handle = calloc(1, sizeof **handle);
   return SUCCESS;
 }
+
 int cublasDestroy_v2(Handle* handle) {
   free(handle);
   return SUCCESS;
 }
+
 int cublasSetStream_v2(Handle* handle, CUstream stream) {
   handle->stream = stream;
   return SUCCESS;
 }
+
 int cublasGetStream_v2(Handle* handle, CUstream* stream) {
   *stream = handle->stream;
   return SUCCESS;
 }
+
 int cublasSetWorkspace_v2(Handle* handle, void* workspace, size_t bytes) { return SUCCESS; }
+
 int cublasSetMathMode(Handle* handle, int mode) {
   handle->math_mode = mode;
   return SUCCESS;
 }
+
 int cublasGetMathMode(Handle* handle, int* mode) {
   *mode = handle->math_mode;
   return SUCCESS;
 }
+
 int cublasSetPointerMode_v2(Handle* handle, int mode) {
   handle->pointer_mode = mode;
   return SUCCESS;
 }
+
 int cublasGetPointerMode_v2(Handle* handle, int* mode) {
   *mode = handle->pointer_mode;
   return SUCCESS;
 }
+
 int cublasSetSmCountTarget(Handle* handle, int count) { return SUCCESS; }
+
 int cublasGetSmCountTarget(Handle* handle, int* count) {
   *count = 0;
   return SUCCESS;
@@ -82,23 +92,36 @@ static int create(void** object) {
   *object = calloc(1, 64);
   return SUCCESS;
 }
+
 static int destroy(void* object) {
   free(object);
   return SUCCESS;
 }
 
 size_t cublasLtGetVersion(void) { return 130101; }
+
 int cublasLtCreate(void** handle) { return create(handle); }
+
 int cublasLtDestroy(void* handle) { return destroy(handle); }
+
 int cublasLtMatmulDescCreate(void** description) { return create(description); }
+
 int cublasLtMatmulDescDestroy(void* description) { return destroy(description); }
+
 int cublasLtMatmulDescSetAttribute() { return SUCCESS; }
+
 int cublasLtMatmulPreferenceCreate(void** preference) { return create(preference); }
+
 int cublasLtMatmulPreferenceDestroy(void* preference) { return destroy(preference); }
+
 int cublasLtMatmulPreferenceSetAttribute() { return SUCCESS; }
+
 int cublasLtMatrixLayoutCreate(void** layout) { return create(layout); }
+
 int cublasLtMatrixLayoutDestroy(void* layout) { return destroy(layout); }
+
 int cublasLtMatrixLayoutSetAttribute() { return SUCCESS; }
+
 int cublasLtMatmulAlgoGetHeuristic(void* handle, void* description, void* a, void* b, void* c,
                                    void* d, void* preference, int wanted, void* results,
                                    int* found) {
@@ -107,6 +130,7 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* description, void* a, voi
   *found = 1;
   return SUCCESS;
 }
+
 int cublasLtMatmul(void* handle, void* description, void* alpha, void* a, void* a_layout, void* b,
                    void* b_layout, void* beta, void* c, void* c_layout, void* d, void* d_layout,
                    void* algorithm, void* workspace, size_t workspace_bytes, CUstream stream) {

@@ -12,11 +12,14 @@ DRIVER_CALL(cuGraphCreate)(CUgraph* g, unsigned) {
   *g = (CUgraph) new Graph;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuGraphDestroy)(CUgraph) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuGraphClone)(CUgraph* g, CUgraph o) {
   *g = (CUgraph) new Graph(*(Graph*)o);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuGraphGetNodes)(CUgraph g, CUgraphNode* n, size_t* k) {
   LOCK;
   auto& v = ((Graph*)g)->nodes;
@@ -25,6 +28,7 @@ DRIVER_CALL(cuGraphGetNodes)(CUgraph g, CUgraphNode* n, size_t* k) {
   if (!n || *k > v.size()) *k = v.size();
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuGraphGetRootNodes)(CUgraph g, CUgraphNode* n, size_t* k) {
   LOCK;
   auto& v = ((Graph*)g)->nodes;
@@ -32,19 +36,24 @@ DRIVER_CALL(cuGraphGetRootNodes)(CUgraph g, CUgraphNode* n, size_t* k) {
   *k = v.empty() ? 0 : 1;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuGraphGetEdges)(CUgraph, CUgraphNode*, CUgraphNode*, size_t* k) {
   *k = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuGraphGetEdges_v2)(CUgraph, CUgraphNode*, CUgraphNode*, void*, size_t* k) {
   *k = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuGraphNodeGetType)(CUgraphNode n, int* t) {
   int y = ((Node*)n)->type;
   *t = y >= 100 ? 3 : y;
   return CUDA_SUCCESS;
 }
+
+// The nodes stay those of the graph: no caller changes one afterwards.
 static CUresult instantiate(CUgraphExec* x, CUgraph g) {
   LOCK;
   if (!g) return CUDA_ERROR_INVALID_VALUE;
@@ -54,25 +63,34 @@ static CUresult instantiate(CUgraphExec* x, CUgraph g) {
   count("graph:instantiate");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuGraphInstantiateWithFlags)(CUgraphExec* x, CUgraph g, unsigned long long) {
   return instantiate(x, g);
 }
+
 DRIVER_CALL(cuGraphInstantiate_v2)(CUgraphExec* x, CUgraph g, CUgraphNode*, char*, size_t) {
   return instantiate(x, g);
 }
+
 DRIVER_CALL(cuGraphInstantiate)(CUgraphExec* x, CUgraph g, CUgraphNode*, char*, size_t) {
   return instantiate(x, g);
 }
+
 DRIVER_CALL(cuGraphInstantiateWithParams)(CUgraphExec* x, CUgraph g, void* p) {
   return instantiate(x, g);
 }
+
 DRIVER_CALL(cuGraphExecGetFlags)(CUgraphExec, cuuint64_t* f) {
   *f = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuGraphExecDestroy)(CUgraphExec) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuGraphUpload)(CUgraphExec, CUstream) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuGraphDebugDotPrint)(CUgraph, const char*, unsigned) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuGraphLaunch)(CUgraphExec x, CUstream s) {
   std::vector<Node*> nodes;
   {
@@ -107,6 +125,8 @@ DRIVER_CALL(cuGraphLaunch)(CUgraphExec x, CUstream s) {
       case N_RECORD: {
         LOCK;
         n->ev->recorded = true;
+        n->ev->order = next_order();
+        n->ev->queries = 0;
         n->ev->cap = nullptr;
         n->ev->time_ms = clock_ms;
       } break;

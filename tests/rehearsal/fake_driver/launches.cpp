@@ -6,10 +6,12 @@
 
 #include "fake.h"
 
+// Whether an address is memory of this process.
 static bool mapped(uintptr_t p) {
   unsigned char v;
   return mincore((void*)(p & ~4095ull), 1, &v) == 0;
 }
+
 static CUresult launch(Func* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                        unsigned bz, unsigned sm, Stream* st, void** params, void** extra) {
   const char* n = f->name.c_str();
@@ -30,6 +32,7 @@ static CUresult launch(Func* f, unsigned gx, unsigned gy, unsigned gz, unsigned 
     fault("launch of %s: %u bytes of dynamic shared memory, at most %d", n, sm, f->dyn);
     return CUDA_ERROR_INVALID_VALUE;
   }
+  // A 64-bit parameter that is an address of host memory would be an illegal access on a GPU.
   if (f->parsed && params && !f->params.empty())
     for (size_t i = 0; i < f->params.size(); i++)
       if (f->params[i].size == 8) {
@@ -56,22 +59,26 @@ static CUresult launch(Func* f, unsigned gx, unsigned gy, unsigned gz, unsigned 
   clock_ms += 0.004;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuLaunchKernel)(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                             unsigned by, unsigned bz, unsigned sm, CUstream s, void** p, void** e) {
   LOCK;
   return launch((Func*)f, gx, gy, gz, bx, by, bz, sm, stream_of(s), p, e);
 }
+
 DRIVER_CALL(cuLaunchCooperativeKernel)(CUfunction f, unsigned gx, unsigned gy, unsigned gz,
                                        unsigned bx, unsigned by, unsigned bz, unsigned sm,
                                        CUstream s, void** p) {
   LOCK;
   return launch((Func*)f, gx, gy, gz, bx, by, bz, sm, stream_of(s), p, nullptr);
 }
+
 DRIVER_CALL(cuLaunchKernelEx)(const CUlaunchConfig* c, CUfunction f, void** p, void** e) {
   LOCK;
   return launch((Func*)f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY,
                 c->blockDimZ, c->sharedMemBytes, stream_of(c->hStream), p, e);
 }
+
 DRIVER_CALL(cuLaunchHostFunc)(CUstream s, CUhostFn fn, void* u) {
   {
     LOCK;

@@ -20,16 +20,20 @@ static std::map<uintptr_t, Alloc> allocations;
 static size_t device_bytes = 0;
 static unsigned long long next_alloc = 1;
 static uintptr_t va_hint = 0x302000000000ull;
+
+// The allocation that holds an address, or end().
 static std::map<uintptr_t, Alloc>::iterator find(const void* p) {
   auto it = allocations.upper_bound((uintptr_t)p);
   if (it == allocations.begin()) return allocations.end();
   --it;
   return (uintptr_t)p < it->first + it->second.size ? it : allocations.end();
 }
+
 Kind kind(const void* p) {
   auto it = find(p);
   return it == allocations.end() ? (Kind)0 : it->second.kind;
 }
+
 const char* kname(const void* p) {
   switch (kind(p)) {
     case DEV:
@@ -42,6 +46,8 @@ const char* kname(const void* p) {
       return "pageable";
   }
 }
+
+// Pages that take no memory before they are written, 2 MiB at a time as on a GPU.
 static void* map_pages(size_t n) {
   size_t a = 2u << 20, len = (n + a - 1) / a * a;
   void* p = mmap((void*)va_hint, len, PROT_READ | PROT_WRITE,
@@ -50,6 +56,7 @@ static void* map_pages(size_t n) {
   va_hint += len;
   return p;
 }
+
 CUresult dev_alloc(void** out, size_t n) {
   if (!n) return CUDA_ERROR_INVALID_VALUE;
   if (device_bytes + n > total_bytes - (600ull << 20)) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -62,6 +69,7 @@ CUresult dev_alloc(void** out, size_t n) {
   count("alloc:device_bytes", n);
   return CUDA_SUCCESS;
 }
+
 static CUresult dev_free(void* p) {
   if (!p) return CUDA_SUCCESS;
   auto it = allocations.find((uintptr_t)p);
@@ -73,38 +81,46 @@ static CUresult dev_free(void* p) {
   count("free:device");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemAlloc_v2)(CUdeviceptr* p, size_t n) {
   LOCK;
   UNSAFE("cuMemAlloc");
   return dev_alloc((void**)p, n);
 }
+
 DRIVER_CALL(cuMemFree_v2)(CUdeviceptr p) {
   LOCK;
   UNSAFE("cuMemFree");
   synced("memFree");
   return dev_free((void*)p);
 }
+
 DRIVER_CALL(cuMemAllocPitch_v2)(CUdeviceptr* p, size_t* pitch, size_t w, size_t h, unsigned) {
   LOCK;
   *pitch = (w + 511) / 512 * 512;
   return dev_alloc((void**)p, *pitch * h);
 }
+
 DRIVER_CALL(cuMemAllocManaged)(CUdeviceptr* p, size_t n, unsigned) {
   LOCK;
   return dev_alloc((void**)p, n);
 }
+
 DRIVER_CALL(cuMemAllocAsync)(CUdeviceptr* p, size_t n, CUstream) {
   LOCK;
   return dev_alloc((void**)p, n);
 }
+
 DRIVER_CALL(cuMemAllocFromPoolAsync)(CUdeviceptr* p, size_t n, CUmemoryPool, CUstream) {
   LOCK;
   return dev_alloc((void**)p, n);
 }
+
 DRIVER_CALL(cuMemFreeAsync)(CUdeviceptr p, CUstream) {
   LOCK;
   return dev_free((void*)p);
 }
+
 DRIVER_CALL(cuMemGetInfo_v2)(size_t* f, size_t* t) {
   LOCK;
   *t = total_bytes;
@@ -112,6 +128,7 @@ DRIVER_CALL(cuMemGetInfo_v2)(size_t* f, size_t* t) {
   count("memGetInfo");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemGetAddressRange_v2)(CUdeviceptr* b, size_t* n, CUdeviceptr p) {
   LOCK;
   auto it = find((void*)p);
@@ -120,6 +137,7 @@ DRIVER_CALL(cuMemGetAddressRange_v2)(CUdeviceptr* b, size_t* n, CUdeviceptr p) {
   if (n) *n = it->second.size;
   return CUDA_SUCCESS;
 }
+
 static CUresult host_alloc(void** p, size_t n, unsigned flags) {
   UNSAFE("cuMemHostAlloc");
   void* q = nullptr;
@@ -130,14 +148,17 @@ static CUresult host_alloc(void** p, size_t n, unsigned flags) {
   count("alloc:pinned");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemAllocHost_v2)(void** p, size_t n) {
   LOCK;
   return host_alloc(p, n, 0);
 }
+
 DRIVER_CALL(cuMemHostAlloc)(void** p, size_t n, unsigned f) {
   LOCK;
   return host_alloc(p, n, f);
 }
+
 DRIVER_CALL(cuMemFreeHost)(void* p) {
   LOCK;
   UNSAFE("cuMemFreeHost");
@@ -148,16 +169,19 @@ DRIVER_CALL(cuMemFreeHost)(void* p) {
   count("free:pinned");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemHostRegister_v2)(void* p, size_t n, unsigned f) {
   LOCK;
   allocations[(uintptr_t)p] = {n, REGISTERED, f, next_alloc++};
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemHostUnregister)(void* p) {
   LOCK;
   allocations.erase((uintptr_t)p);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemHostGetDevicePointer_v2)(CUdeviceptr* d, void* p, unsigned) {
   LOCK;
   Kind k = kind(p);
@@ -165,6 +189,7 @@ DRIVER_CALL(cuMemHostGetDevicePointer_v2)(CUdeviceptr* d, void* p, unsigned) {
   *d = (CUdeviceptr)p;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemHostGetFlags)(unsigned* f, void* p) {
   LOCK;
   auto it = find(p);
@@ -172,12 +197,14 @@ DRIVER_CALL(cuMemHostGetFlags)(unsigned* f, void* p) {
   *f = it->second.flags;
   return CUDA_SUCCESS;
 }
-// virtual memory management
+
+// ---- virtual memory management: reserved ranges are mapped from the start
 DRIVER_CALL(cuMemGetAllocationGranularity)(size_t* g, const CUmemAllocationProp*,
                                            CUmemAllocationGranularity_flags) {
   *g = 2u << 20;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemAddressReserve)(CUdeviceptr* p, size_t n, size_t, CUdeviceptr,
                                  unsigned long long) {
   LOCK;
@@ -187,12 +214,14 @@ DRIVER_CALL(cuMemAddressReserve)(CUdeviceptr* p, size_t n, size_t, CUdeviceptr,
   *p = (CUdeviceptr)q;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemAddressFree)(CUdeviceptr p, size_t n) {
   LOCK;
   allocations.erase(p);
   munmap((void*)p, n);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemCreate)(CUmemGenericAllocationHandle* h, size_t n, const CUmemAllocationProp*,
                          unsigned long long) {
   LOCK;
@@ -203,52 +232,69 @@ DRIVER_CALL(cuMemCreate)(CUmemGenericAllocationHandle* h, size_t n, const CUmemA
   count("alloc:device_bytes", n);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemRelease)(CUmemGenericAllocationHandle h) {
   LOCK;
   device_bytes -= *(size_t*)h;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemMap)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle,
                       unsigned long long) {
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemUnmap)(CUdeviceptr p, size_t n) {
   madvise((void*)p, n, MADV_DONTNEED);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemSetAccess)(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemAdvise)(CUdeviceptr, size_t, int, int) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuMemPrefetchAsync)(CUdeviceptr, size_t, CUdevice, CUstream) { return CUDA_SUCCESS; }
-// pools
+
+// ---- pools: there is one
 static int the_pool;
+
 DRIVER_CALL(cuDeviceGetDefaultMemPool)(CUmemoryPool* p, CUdevice) {
   *p = (CUmemoryPool)&the_pool;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceGetMemPool)(CUmemoryPool* p, CUdevice) {
   *p = (CUmemoryPool)&the_pool;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuDeviceSetMemPool)(CUdevice, CUmemoryPool) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuMemPoolCreate)(CUmemoryPool* p, const CUmemPoolProps*) {
   *p = (CUmemoryPool)&the_pool;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemPoolDestroy)(CUmemoryPool) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuMemPoolSetAttribute)(CUmemoryPool, CUmemPool_attribute, void*) {
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemPoolGetAttribute)(CUmemoryPool, CUmemPool_attribute, void* v) {
   *(unsigned long long*)v = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemPoolSetAccess)(CUmemoryPool, const CUmemAccessDesc*, size_t) {
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuMemPoolTrimTo)(CUmemoryPool, size_t) { return CUDA_SUCCESS; }
-// pointers
+
+// ---- pointers
 static bool attribute(void* data, CUpointer_attribute a, const void* p) {
   auto it = find(p);
   bool known = it != allocations.end();
@@ -296,15 +342,18 @@ static bool attribute(void* data, CUpointer_attribute a, const void* p) {
   }
   return known;
 }
+
 DRIVER_CALL(cuPointerGetAttribute)(void* d, CUpointer_attribute a, CUdeviceptr p) {
   LOCK;
   return attribute(d, a, (void*)p) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
+
 DRIVER_CALL(cuPointerGetAttributes)(unsigned n, CUpointer_attribute* a, void** d, CUdeviceptr p) {
   LOCK;
   for (unsigned i = 0; i < n; i++) attribute(d[i], a[i], (void*)p);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuPointerSetAttribute)(const void*, CUpointer_attribute, CUdeviceptr) {
   return CUDA_SUCCESS;
 }

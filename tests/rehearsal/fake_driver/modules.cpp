@@ -17,6 +17,10 @@ static Func* get_func(Module* m, const char* name) {
   }
   return f;
 }
+
+// Reads a cubin, as cuobjdump does: a function has a section `.text.NAME`, and `.nv.info.NAME`
+// holds its attributes. Other images (fat binaries of libraries) have functions of any name,
+// unchecked.
 static void parse_elf(Module* m, const unsigned char* b) {
   auto* eh = (const Elf64_Ehdr*)b;
   auto* sh = (const Elf64_Shdr*)(b + eh->e_shoff);
@@ -39,6 +43,7 @@ static void parse_elf(Module* m, const unsigned char* b) {
       int fmt = p[0], at = p[1], v = p[2] | p[3] << 8;
       p += 4;
       if (fmt != 4) continue;
+      // EIATTR_KPARAM_INFO: ordinal, offset and size of a parameter
       if (f && at == 0x17 && v >= 12) {
         uint32_t w = *(uint32_t*)(p + 8);
         Param q{*(uint16_t*)(p + 6), int(w >> 18)};
@@ -46,8 +51,10 @@ static void parse_elf(Module* m, const unsigned char* b) {
         if (f->params.size() <= ord) f->params.resize(ord + 1);
         f->params[ord] = q;
       }
+      // EIATTR_MAX_THREADS, EIATTR_REQNTID
       if (f && (at == 0x05 || at == 0x10) && v >= 12)
         f->max_threads = ((uint32_t*)p)[0] * ((uint32_t*)p)[1] * ((uint32_t*)p)[2];
+      // EIATTR_REGCOUNT
       if (!f && at == 0x2f && v >= 8) {
         auto it = m->funcs.find(sym[*(uint32_t*)p]);
         if (it != m->funcs.end()) it->second->regs = *(uint32_t*)(p + 4);
@@ -68,27 +75,32 @@ static void parse_elf(Module* m, const unsigned char* b) {
     }
   }
 }
+
 Module* new_module(const void* image) {
   auto* m = new Module;
   count("module:load");
   if (image && !memcmp(image, "\177ELF", 4)) parse_elf(m, (const unsigned char*)image);
   return m;
 }
+
 DRIVER_CALL(cuModuleLoadData)(CUmodule* m, const void* i) {
   LOCK;
   *m = (CUmodule)new_module(i);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuModuleLoadDataEx)(CUmodule* m, const void* i, unsigned, void*, void**) {
   LOCK;
   *m = (CUmodule)new_module(i);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuModuleLoadFatBinary)(CUmodule* m, const void* i) {
   LOCK;
   *m = (CUmodule)new_module(i);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuModuleLoad)(CUmodule* m, const char* path) {
   LOCK;
   FILE* f = fopen(path, "rb");
@@ -101,20 +113,25 @@ DRIVER_CALL(cuModuleLoad)(CUmodule* m, const char* path) {
   *m = (CUmodule)new_module(s.data());
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuModuleUnload)(CUmodule) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuModuleGetLoadingMode)(CUmoduleLoadingMode* m) {
   *m = CU_MODULE_LAZY_LOADING;
   return CUDA_SUCCESS;
 }
+
 static CUresult lookup(Module* m, const char* n, Func** f) {
   if (m->elf && !m->funcs.count(n)) return CUDA_ERROR_NOT_FOUND;
   *f = get_func(m, n);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuModuleGetFunction)(CUfunction* f, CUmodule m, const char* n) {
   LOCK;
   return lookup((Module*)m, n, (Func**)f);
 }
+
 static CUresult global(Module* m, const char* n, CUdeviceptr* p, size_t* s) {
   auto& g = m->globals[n];
   if (!g.first) {
@@ -126,61 +143,77 @@ static CUresult global(Module* m, const char* n, CUdeviceptr* p, size_t* s) {
   if (s) *s = g.second;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuModuleGetGlobal_v2)(CUdeviceptr* p, size_t* s, CUmodule m, const char* n) {
   LOCK;
   return global((Module*)m, n, p, s);
 }
+
 DRIVER_CALL(cuLibraryLoadData)(CUlibrary* l, const void* i, void*, void**, unsigned, void*, void**,
                                unsigned) {
   LOCK;
   *l = (CUlibrary)new_module(i);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuLibraryUnload)(CUlibrary) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuLibraryGetKernel)(CUkernel* k, CUlibrary l, const char* n) {
   LOCK;
   return lookup((Module*)l, n, (Func**)k);
 }
+
 DRIVER_CALL(cuLibraryGetModule)(CUmodule* m, CUlibrary l) {
   *m = (CUmodule)l;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuLibraryGetGlobal)(CUdeviceptr* p, size_t* s, CUlibrary l, const char* n) {
   LOCK;
   return global((Module*)l, n, p, s);
 }
+
 DRIVER_CALL(cuLibraryGetManaged)(CUdeviceptr* p, size_t* s, CUlibrary l, const char* n) {
   LOCK;
   return global((Module*)l, n, p, s);
 }
+
 DRIVER_CALL(cuLibraryGetUnifiedFunction)(void**, CUlibrary, const char*) {
   return CUDA_ERROR_NOT_FOUND;
 }
+
 DRIVER_CALL(cuKernelGetFunction)(CUfunction* f, CUkernel k) {
   *f = (CUfunction)k;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuKernelGetName)(const char** n, CUkernel k) {
   *n = ((Func*)k)->name.c_str();
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuFuncGetName)(const char** n, CUfunction k) {
   *n = ((Func*)k)->name.c_str();
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuKernelGetLibrary)(CUlibrary* l, CUkernel k) {
   *l = (CUlibrary)((Func*)k)->mod;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuFuncGetModule)(CUmodule* m, CUfunction f) {
   *m = (CUmodule)((Func*)f)->mod;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuFuncIsLoaded)(int* s, CUfunction) {
   *s = 1;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuFuncLoad)(CUfunction) { return CUDA_SUCCESS; }
+
 static CUresult get_attribute(int* v, CUfunction_attribute a, Func* f) {
   switch (a) {
     case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
@@ -207,6 +240,7 @@ static CUresult get_attribute(int* v, CUfunction_attribute a, Func* f) {
   }
   return CUDA_SUCCESS;
 }
+
 static CUresult set_attribute(Func* f, CUfunction_attribute a, int v) {
   if (a == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) {
     if (v < 0 || v + f->shared > shared_memory_limit) {
@@ -218,39 +252,50 @@ static CUresult set_attribute(Func* f, CUfunction_attribute a, int v) {
   }
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuFuncGetAttribute)(int* v, CUfunction_attribute a, CUfunction f) {
   LOCK;
   return get_attribute(v, a, (Func*)f);
 }
+
 DRIVER_CALL(cuKernelGetAttribute)(int* v, CUfunction_attribute a, CUkernel f, CUdevice) {
   LOCK;
   return get_attribute(v, a, (Func*)f);
 }
+
 DRIVER_CALL(cuFuncSetAttribute)(CUfunction f, CUfunction_attribute a, int v) {
   LOCK;
   return set_attribute((Func*)f, a, v);
 }
+
 DRIVER_CALL(cuKernelSetAttribute)(CUfunction_attribute a, int v, CUkernel f, CUdevice) {
   LOCK;
   return set_attribute((Func*)f, a, v);
 }
+
 DRIVER_CALL(cuFuncSetCacheConfig)(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuKernelSetCacheConfig)(CUkernel, CUfunc_cache, CUdevice) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuFuncSetSharedMemConfig)(CUfunction, int) { return CUDA_SUCCESS; }
+
 static CUresult param_info(Func* f, size_t i, size_t* o, size_t* s) {
   if (!f->parsed || i >= f->params.size()) return CUDA_ERROR_INVALID_VALUE;
   if (o) *o = f->params[i].offset;
   if (s) *s = f->params[i].size;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuFuncGetParamInfo)(CUfunction f, size_t i, size_t* o, size_t* s) {
   LOCK;
   return param_info((Func*)f, i, o, s);
 }
+
 DRIVER_CALL(cuKernelGetParamInfo)(CUkernel f, size_t i, size_t* o, size_t* s) {
   LOCK;
   return param_info((Func*)f, i, o, s);
 }
+
 static CUresult occupancy(int* n, Func* f, int block, size_t dyn) {
   if (block <= 0) return CUDA_ERROR_INVALID_VALUE;
   int by_threads = 2048 / block, by_regs = 65536 / std::max(1, f->regs * ((block + 31) / 32 * 32)),
@@ -258,15 +303,18 @@ static CUresult occupancy(int* n, Func* f, int block, size_t dyn) {
   *n = std::max(0, std::min({by_threads, by_regs, by_sm, 32}));
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor)(int* n, CUfunction f, int b, size_t d) {
   LOCK;
   return occupancy(n, (Func*)f, b, d);
 }
+
 DRIVER_CALL(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags)(int* n, CUfunction f, int b,
                                                                   size_t d, unsigned) {
   LOCK;
   return occupancy(n, (Func*)f, b, d);
 }
+
 DRIVER_CALL(cuOccupancyMaxPotentialBlockSize)(int* g, int* b, CUfunction f, CUoccupancyB2DSize,
                                               size_t, int limit) {
   LOCK;
@@ -274,6 +322,7 @@ DRIVER_CALL(cuOccupancyMaxPotentialBlockSize)(int* g, int* b, CUfunction f, CUoc
   *g = 132 * 2;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuOccupancyMaxPotentialBlockSizeWithFlags)(int* g, int* b, CUfunction f,
                                                        CUoccupancyB2DSize, size_t, int limit,
                                                        unsigned) {
@@ -282,24 +331,30 @@ DRIVER_CALL(cuOccupancyMaxPotentialBlockSizeWithFlags)(int* g, int* b, CUfunctio
   *g = 132 * 2;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuOccupancyMaxActiveClusters)(int* n, CUfunction, const CUlaunchConfig*) {
   *n = 66;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuOccupancyMaxPotentialClusterSize)(int* n, CUfunction, const CUlaunchConfig*) {
   *n = 8;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuOccupancyAvailableDynamicSMemPerBlock)(size_t* n, CUfunction, int, int) {
   *n = 49152;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuTensorMapEncodeTiled)(CUtensorMap* t) {
   memset(t, 0, sizeof *t);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuTensorMapEncodeIm2col)(CUtensorMap* t) {
   memset(t, 0, sizeof *t);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuTensorMapReplaceAddress)(CUtensorMap*, void*) { return CUDA_SUCCESS; }

@@ -9,6 +9,8 @@
 
 #include "fake.h"
 
+// ---- the check: the runtime compares a hash of versions, process, tables and devices
+
 static const unsigned char MIX[256] = {
     0x29, 0x2E, 0x43, 0xC9, 0xA2, 0xD8, 0x7C, 0x01, 0x3D, 0x36, 0x54, 0xA1, 0xEC, 0xF0, 0x06, 0x13,
     0x62, 0xA7, 0x05, 0xF3, 0xC0, 0xC7, 0x73, 0x8C, 0x98, 0x93, 0x2B, 0xD9, 0xBC, 0x4C, 0x82, 0xCA,
@@ -26,6 +28,7 @@ static const unsigned char MIX[256] = {
     0x78, 0x88, 0x95, 0x8B, 0xE3, 0x63, 0xE8, 0x6D, 0xE9, 0xCB, 0xD5, 0xFE, 0x3B, 0x00, 0x1D, 0x39,
     0xF2, 0xEF, 0xB7, 0x0E, 0x66, 0x58, 0xD0, 0xE4, 0xA6, 0x77, 0x72, 0xF8, 0xEB, 0x75, 0x4B, 0x0A,
     0x31, 0x44, 0x50, 0xB4, 0x8F, 0xED, 0x1F, 0x1A, 0xDB, 0x99, 0x8D, 0x33, 0x9F, 0x11, 0x83, 0x14};
+
 static void mix1(unsigned char* a, unsigned char v) {
   unsigned char t1 = a[0x40];
   a[t1 + 0x10] = v;
@@ -51,17 +54,21 @@ static void mix1(unsigned char* a, unsigned char v) {
     x = MIX[x];
   }
 }
+
 static void mixn(unsigned char* a, const void* p, size_t n, unsigned char x) {
   for (size_t i = 0; i < n; i++) mix1(a, ((const unsigned char*)p)[i] ^ x);
 }
+
 static void pass5(unsigned char* r, uint64_t* out) {
   unsigned char t = 16 - r[64];
   for (int i = 0; i < t; i++) mix1(r, t);
   for (int i = 0x30; i < 0x40; i++) mix1(r, r[i]);
   memcpy(out, r, 16);
 }
+
 extern void* T_INTEGRITY[];
 extern void* T_CUDART[];
+
 static CUresult integrity_check(unsigned version, uint64_t secs, uint64_t* out) {
   log_line(2, "integrity check version %u", version);
   if (version % 10 == 0) {
@@ -78,6 +85,7 @@ static CUresult integrity_check(unsigned version, uint64_t secs, uint64_t* out) 
                                 0xAA, 0x08, 0x41, 0x36, 0x0B, 0xF5, 0x5A, 0x9F};
   unsigned char r[66] = {0};
   mixn(r, p1, 16, 0x36);
+
   struct {
     uint32_t drv, ver, pid, tid;
     const void *cudart, *integ, *fn;
@@ -90,11 +98,14 @@ static CUresult integrity_check(unsigned version, uint64_t secs, uint64_t* out) 
           T_INTEGRITY,
           T_INTEGRITY[1],
           secs};
+
   mixn(r, &in, sizeof in, 0);
+
   struct {
     unsigned char u[16];
     int dom, bus, dev;
   } d;
+
   memcpy(d.u, device_uuid, 16);
   d.dom = 0;
   d.bus = 0x1b;
@@ -109,43 +120,56 @@ static CUresult integrity_check(unsigned version, uint64_t secs, uint64_t* out) 
   pass5(r, out);
   return CUDA_SUCCESS;
 }
+
+// ---- entries of the tables; `unknown` ones have not been asked for
+
 static CUresult get_module_from_cubin(CUmodule* m, const void*) {
   LOCK;
   *m = (CUmodule)new_module(nullptr);
   return CUDA_SUCCESS;
 }
+
 static CUresult primary_ctx(CUcontext* c, CUdevice) {
   *c = (CUcontext)&the_context;
   return CUDA_SUCCESS;
 }
+
 static CUresult get_module_ext2(const void*, CUmodule* m) {
   LOCK;
   *m = (CUmodule)new_module(nullptr);
   return CUDA_SUCCESS;
 }
+
 static CUresult succeed() { return CUDA_SUCCESS; }
+
 static char buffer1[4096], buffer2[56];
+
 static void give_buffer1(void** p, size_t* n) {
   *p = buffer1;
   *n = 1024;
 }
+
 static void give_buffer2(void** p, size_t* n) {
   *p = buffer2;
   *n = 14;
 }
+
 static Context* context_or_current(CUcontext c) {
   return c ? (Context*)c : current_context ? current_context : &the_context;
 }
+
 static CUresult storage_put(CUcontext c, void* k, void* v, void*) {
   LOCK;
   context_or_current(c)->storage[k] = v;
   return CUDA_SUCCESS;
 }
+
 static CUresult storage_delete(CUcontext c, void* k) {
   LOCK;
   context_or_current(c)->storage.erase(k);
   return CUDA_SUCCESS;
 }
+
 static CUresult storage_get(void** v, CUcontext c, void* k) {
   LOCK;
   auto& m = context_or_current(c)->storage;
@@ -154,11 +178,14 @@ static CUresult storage_get(void** v, CUcontext c, void* k) {
   *v = it->second;
   return CUDA_SUCCESS;
 }
+
 static CUresult ctx_check(CUcontext, unsigned* a, void**) {
   *a = 0;
   return CUDA_SUCCESS;
 }
+
 static unsigned zero() { return 0; }
+
 template <int I>
 static CUresult unknown() {
   static bool once;
@@ -166,6 +193,9 @@ static CUresult unknown() {
   once = true;
   return CUDA_ERROR_NOT_SUPPORTED;
 }
+
+// ---- the tables; most begin with their size in bytes
+
 #define F(x) (void*)(x)
 void* T_CUDART[] = {
     F(13 * 8),      F(get_module_from_cubin), F(primary_ctx), F(unknown<3>),      F(unknown<4>),
@@ -177,11 +207,12 @@ static void* T_HOOKS[] = {F(7 * 8),       F(unknown<41>), F(give_buffer1), F(unk
                           F(unknown<44>), F(unknown<45>), F(give_buffer2)};
 static void* T_STORAGE[] = {F(storage_put), F(storage_delete), F(storage_get), F(unknown<53>)};
 static void* T_CHECKS[] = {F(4 * 8), F(unknown<61>), F(ctx_check), F(zero)};
+
 DRIVER_CALL(cuGetExportTable)(const void** t, const CUuuid* u) {
   const unsigned char* b = (const unsigned char*)u;
   char s[40];
   snprintf(s, sizeof s, "%02x%02x%02x%02x-%02x%02x", b[0], b[1], b[2], b[3], b[4], b[5]);
-  std::string k(s, 8);
+  std::string k(s, 8);  // the beginning is enough to tell them apart
   const void* r = nullptr;
   if (k == "6bd5fb6c")
     r = T_CUDART;

@@ -2,6 +2,7 @@
 // Settings, counters and faults, the rules of captures, and what Python reads of them.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -64,7 +65,14 @@ void fault(const char* format, ...) {
   write_line((std::string("FAULT ") + text).c_str());
 }
 
-void synced(const char* what, const char* detail) {
+static uint64_t last_order = 0, done_order = ~0ull, step_order = 0;
+
+uint64_t next_order() { return ++last_order; }
+
+bool is_done(uint64_t order) { return order <= done_order; }
+
+void synced(const char* what, const char* detail, uint64_t order) {
+  if (done_order != ~0ull) done_order = std::max(done_order, std::min(order, last_order));
   count((std::string("sync:") + what).c_str());
   if (sync_hook) sync_hook(what, detail);
 }
@@ -118,9 +126,11 @@ EXPORTED const char* fakecuda_counters() {
   return lines.c_str();
 }
 
-EXPORTED void fakecuda_reset() {
+EXPORTED void fakecuda_begin_step() {
   LOCK;
   counters.clear();
+  done_order = done_order == ~0ull ? last_order : std::max(done_order, step_order);
+  step_order = last_order;
 }
 
 EXPORTED const char* fakecuda_faults() {

@@ -16,6 +16,7 @@ DRIVER_CALL(cuStreamCreate)(CUstream* s, unsigned f) {
   *s = (CUstream)t;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamCreateWithPriority)(CUstream* s, unsigned f, int p) {
   LOCK;
   auto* t = new Stream;
@@ -25,27 +26,34 @@ DRIVER_CALL(cuStreamCreateWithPriority)(CUstream* s, unsigned f, int p) {
   *s = (CUstream)t;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamDestroy_v2)(CUstream) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuStreamGetFlags)(CUstream s, unsigned* f) {
   *f = stream_of(s)->flags;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamGetPriority)(CUstream s, int* p) {
   *p = stream_of(s)->priority;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamGetId)(CUstream s, unsigned long long* i) {
   *i = stream_of(s)->id;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamGetCtx)(CUstream, CUcontext* c) {
   *c = (CUcontext)&the_context;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamGetDevice)(CUstream, CUdevice* d) {
   *d = 0;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamSynchronize)(CUstream s) {
   LOCK;
   Stream* t = stream_of(s);
@@ -54,6 +62,7 @@ DRIVER_CALL(cuStreamSynchronize)(CUstream s) {
   synced("stream");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamQuery)(CUstream s) {
   LOCK;
   Stream* t = stream_of(s);
@@ -62,17 +71,22 @@ DRIVER_CALL(cuStreamQuery)(CUstream s) {
   count("query:stream");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamAttachMemAsync)(CUstream, CUdeviceptr, size_t, unsigned) {
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamSetAttribute)(CUstream, CUstreamAttrID, const CUstreamAttrValue*) {
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamGetAttribute)(CUstream, CUstreamAttrID, CUstreamAttrValue* v) {
   memset(v, 0, sizeof *v);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamCopyAttributes)(CUstream, CUstream) { return CUDA_SUCCESS; }
+
 DRIVER_CALL(cuStreamAddCallback)(CUstream s, CUstreamCallback cb, void* u, unsigned) {
   {
     LOCK;
@@ -81,13 +95,16 @@ DRIVER_CALL(cuStreamAddCallback)(CUstream s, CUstreamCallback cb, void* u, unsig
   cb(s, CUDA_SUCCESS, u);
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamWriteValue32_v2)(CUstream, CUdeviceptr p, unsigned v, unsigned) {
   *(unsigned*)p = v;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamWaitValue32_v2)(CUstream, CUdeviceptr, unsigned, unsigned) {
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamBeginCapture_v2)(CUstream s, CUstreamCaptureMode mode) {
   LOCK;
   Stream* t = stream_of(s);
@@ -106,6 +123,7 @@ DRIVER_CALL(cuStreamBeginCapture_v2)(CUstream s, CUstreamCaptureMode mode) {
   count("capture:begin");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamBeginCaptureToGraph)(CUstream s, CUgraph g, const CUgraphNode*, const void*,
                                          size_t, CUstreamCaptureMode mode) {
   CUresult r = fk_cuStreamBeginCapture_v2(s, mode);
@@ -115,6 +133,7 @@ DRIVER_CALL(cuStreamBeginCaptureToGraph)(CUstream s, CUgraph g, const CUgraphNod
   }
   return r;
 }
+
 DRIVER_CALL(cuStreamEndCapture)(CUstream s, CUgraph* g) {
   LOCK;
   Stream* t = stream_of(s);
@@ -125,6 +144,7 @@ DRIVER_CALL(cuStreamEndCapture)(CUstream s, CUgraph* g) {
   if (c->mode != CU_STREAM_CAPTURE_MODE_RELAXED && !pthread_equal(c->thread, pthread_self()))
     return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
   CUresult r = c->invalid ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
+  // Every stream that joined the capture must have been waited for since its last operation.
   for (auto* m : c->members)
     if (m != t && !r) {
       int last = m->clock.count(m) ? m->clock[m] : 0;
@@ -145,6 +165,7 @@ DRIVER_CALL(cuStreamEndCapture)(CUstream s, CUgraph* g) {
   count("capture:end");
   return r;
 }
+
 DRIVER_CALL(cuStreamIsCapturing)(CUstream s, CUstreamCaptureStatus* st) {
   LOCK;
   Capture* c = stream_of(s)->cap;
@@ -153,6 +174,7 @@ DRIVER_CALL(cuStreamIsCapturing)(CUstream s, CUstreamCaptureStatus* st) {
                      : CU_STREAM_CAPTURE_STATUS_ACTIVE;
   return CUDA_SUCCESS;
 }
+
 static CUresult capture_info(CUstream s, CUstreamCaptureStatus* st, cuuint64_t* id, CUgraph* g,
                              const CUgraphNode** deps, size_t* nd) {
   LOCK;
@@ -169,26 +191,32 @@ static CUresult capture_info(CUstream s, CUstreamCaptureStatus* st, cuuint64_t* 
   }
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamGetCaptureInfo)(CUstream s, CUstreamCaptureStatus* st, cuuint64_t* id) {
   return capture_info(s, st, id, nullptr, nullptr, nullptr);
 }
+
 DRIVER_CALL(cuStreamGetCaptureInfo_v2)(CUstream s, CUstreamCaptureStatus* st, cuuint64_t* id,
                                        CUgraph* g, const CUgraphNode** d, size_t* n) {
   return capture_info(s, st, id, g, d, n);
 }
+
 DRIVER_CALL(cuStreamGetCaptureInfo_v3)(CUstream s, CUstreamCaptureStatus* st, cuuint64_t* id,
                                        CUgraph* g, const CUgraphNode** d, const void** e,
                                        size_t* n) {
   if (e) *e = nullptr;
   return capture_info(s, st, id, g, d, n);
 }
+
 DRIVER_CALL(cuStreamUpdateCaptureDependencies)(CUstream, CUgraphNode*, size_t, unsigned) {
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuStreamUpdateCaptureDependencies_v2)(CUstream, CUgraphNode*, const void*, size_t,
                                                   unsigned) {
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode* m) {
   std::swap(*m, capture_mode);
   return CUDA_SUCCESS;
@@ -203,11 +231,15 @@ DRIVER_CALL(cuEventCreate)(CUevent* e, unsigned f) {
   count("event:create");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuEventDestroy_v2)(CUevent) {
   LOCK;
   count("event:destroy");
   return CUDA_SUCCESS;
 }
+
+// While a stream is captured, an event notes how far each stream has come; flag 1 (external) makes
+// it a node instead.
 static CUresult record(CUevent e, CUstream s, unsigned flags) {
   LOCK;
   auto* v = (Event*)e;
@@ -228,18 +260,30 @@ static CUresult record(CUevent e, CUstream s, unsigned flags) {
   }
   v->cap = nullptr;
   v->recorded = true;
+  v->order = next_order();
+  v->queries = 0;
   clock_ms += 0.001;
   v->time_ms = clock_ms;
   count("event:record");
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuEventRecord)(CUevent e, CUstream s) { return record(e, s, 0); }
+
 DRIVER_CALL(cuEventRecordWithFlags)(CUevent e, CUstream s, unsigned f) { return record(e, s, f); }
+
+// Whoever polls an event gets through at last.
+static bool is_done(Event* v) {
+  const int most_queries = 1000;
+  return !v->recorded || is_done(v->order) || ++v->queries > most_queries;
+}
+
 static bool still_capturing(Event* v) {
   for (auto* c : captures)
     if (v->cap == c && v->capid == c->id) return true;
   return false;
 }
+
 DRIVER_CALL(cuEventQuery)(CUevent e) {
   LOCK;
   auto* v = (Event*)e;
@@ -249,8 +293,9 @@ DRIVER_CALL(cuEventQuery)(CUevent e) {
   }
   UNSAFE("cuEventQuery");
   count("query:event");
-  return CUDA_SUCCESS;
+  return is_done(v) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
+
 DRIVER_CALL(cuEventSynchronize)(CUevent e) {
   LOCK;
   auto* v = (Event*)e;
@@ -261,9 +306,10 @@ DRIVER_CALL(cuEventSynchronize)(CUevent e) {
   UNSAFE("cuEventSynchronize");
   char b[64];
   snprintf(b, sizeof b, "recorded %d, flags %u", v->recorded, v->flags);
-  synced("event", b);
+  synced("event", b, v->recorded ? v->order : 0);
   return CUDA_SUCCESS;
 }
+
 static CUresult elapsed(float* ms, CUevent a, CUevent b) {
   LOCK;
   auto *x = (Event*)a, *y = (Event*)b;
@@ -276,12 +322,15 @@ static CUresult elapsed(float* ms, CUevent a, CUevent b) {
     fault("elapsed time of an event that was not recorded or has no timing");
     return CUDA_ERROR_INVALID_HANDLE;
   }
-
+  if (!is_done(x) || !is_done(y)) return CUDA_ERROR_NOT_READY;
   *ms = y->time_ms - x->time_ms;
   return CUDA_SUCCESS;
 }
+
 DRIVER_CALL(cuEventElapsedTime)(float* ms, CUevent a, CUevent b) { return elapsed(ms, a, b); }
+
 DRIVER_CALL(cuEventElapsedTime_v2)(float* ms, CUevent a, CUevent b) { return elapsed(ms, a, b); }
+
 DRIVER_CALL(cuStreamWaitEvent)(CUstream s, CUevent e, unsigned flags) {
   LOCK;
   auto* v = (Event*)e;

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of `make rehearse` without a CUDA build: arithmetic, and what counts as a failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.rehearsal import arithmetic, report
+from tests.rehearsal.cases import CASES
+from tests.rehearsal.emulation import declared_ops
+
+PLAIN, LAGGED = (next(c for c in CASES if c.name == name) for name in ("plain", "lagged"))
+
+
+def _result(**changes: Any) -> dict[str, Any]:
+    steady = {"waits:ours": 0.0, "waits:vllm": 1.0, "sync:event": 1.0, "launch": 20.5}
+    fine = {"tokens": [[1, 2]], "steady": steady, "steady_steps": 3, "waits": {}}
+    return {**fine, "faults": [], "missing": [], "errors": [], **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"tokens": [[1, 3]]}, "other tokens than plain"),
+        ({"faults": ["launch of k with grid 0,1,1"]}, "fault: launch of k"),
+        ({"missing": ["_C::unknown"]}, "no numbers for _C::unknown"),
+        ({"steady": {"waits:ours": 2.0}}, "2.0 waits of ours"),
+        ({"steady": {"waits:ours": 0.0, "alloc:device": 0.5}}, "blocks or allocates"),
+        ({"steady": {"waits:ours": 0.0, "sync:memcpy": 0.5}}, "blocks or allocates"),
+        ({"failure": "Traceback"}, "did not run to its end"),
+    ],
+)
+def test_a_rehearsal_fails_on_each_kind_of_problem(
+    changes: dict[str, Any], expected: str | None
+) -> None:
+    results = {"plain": _result(), "lagged": _result(**changes)}
+    found = report.problems([PLAIN, LAGGED], results)
+    if expected is None:
+        assert not found
+        return
+    (problem,) = found
+    assert problem.startswith("lagged: ") and expected in problem
+
+
+def test_table_has_a_row_per_case() -> None:
+    results = {"plain": _result(), "lagged": _result(tokens=[[1, 3]])}
+    *_, plain, lagged = report.table([PLAIN, LAGGED], results).splitlines()
+    assert plain.startswith("| plain | yes | 0 | 20.5 | 0 (0) | 0 / 0 / 0 | 1 + 0 |")
+    assert lagged.startswith("| adaptive, lagged | NO | 0 |")
+
+
+def test_every_case_is_compared_with_plain_decoding_of_its_target() -> None:
+    by_name = {case.name: case for case in CASES}
+    assert len(by_name) == len(CASES)
+    for case in CASES:
+        plain = by_name[case.plain]
+        assert plain.speculative is None and plain.pair == case.pair
+        assert plain.arguments == case.arguments
+
+
+def test_emulation_finds_the_ops_that_declare_a_reference() -> None:
+    names = set(declared_ops())
+    assert {"accept_path", "choose_budget", "gather_rows", "tree_attention"} <= names
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_stand_in_sees_what_flash_attention_sees(window: int | None, sinks: bool) -> None:
+    torch.manual_seed(0)
+    rows, length, heads, key_heads, dim, page = 5, 11, 4, 2, 8, 4
+    q = torch.randn(rows, heads, dim)
+    k, v = torch.randn(2, 6, page, key_heads, dim)
+    table, s_aux = torch.tensor([[4, 1, 3]]), torch.randn(heads) if sinks else None
+    out = torch.empty_like(q)
+    arithmetic.varlen_attention(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        cu_seqlens_q=torch.tensor([0, rows]),
+        seqused_k=torch.tensor([length]),
+        block_table=table,
+        softmax_scale=0.5,
+        causal=True,
+        window_size=None if window is None else [window - 1, 0],
+        s_aux=s_aux,
+    )
+    keys, values = (x[table[0]].flatten(0, 1)[:length] for x in (k, v))
+    for row in range(rows):
+        position = length - rows + row
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(heads):
+            seen = slice(first, position + 1), head // (heads // key_heads)
+            scores = 0.5 * keys[seen] @ q[row, head]
+            if s_aux is not None:
+                scores = torch.cat([scores, s_aux[head : head + 1]])
+            weights = F.softmax(scores, 0)[: position + 1 - first]
+            torch.testing.assert_close(out[row, head], weights @ values[seen])
