@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes in one of vLLM's groups measure together, and believe rank 0."""
+"""Two processes in a group of vLLM's measure together, and use rank 0's profile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_bastion.calibration.agreement import of_rank_0, shared_profile
+from vllm_bastion.calibration.agreement import from_rank_0, shared_profile
 from vllm_bastion.policy.cost.devices import DeviceSpec
 from vllm_bastion.policy.cost.store import (
     Profile,
@@ -33,15 +33,15 @@ def profile_of(ms: float) -> Profile:
 def _member(rank: int, folder: Path, work: Callable[..., Any], answers: Any) -> None:
     from vllm.distributed.parallel_state import get_world_group, init_distributed_environment
 
-    # Each its own cache, as on two nodes.
+    # Separate caches, as on two nodes.
     os.environ["VLLM_BASTION_CACHE"] = str(folder / f"cache{rank}")
     init_distributed_environment(2, rank, f"file://{folder / 'rendezvous'}", 0, "gloo")
     answers.put((rank, work(rank, folder, get_world_group())))
 
 
 def on_two_ranks(folder: Path, work: Callable[..., Any]) -> list[Any]:
-    """What `work(rank, folder, group)` gives on ranks 0 and 1; fails if one of them hangs."""
-    import vllm.distributed.parallel_state  # noqa: F401  # once, not in each child
+    """`work(rank, folder, group)` on ranks 0 and 1; fails if one of them hangs."""
+    import vllm.distributed.parallel_state  # noqa: F401  # imported once, not by each child
 
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
@@ -59,7 +59,7 @@ def on_two_ranks(folder: Path, work: Callable[..., Any]) -> list[Any]:
 
 
 def _open(rank: int, folder: Path, group: Any, setting: str = "auto") -> tuple[int, Any, str]:
-    """Measurements this rank took part in, its costs, and what it was refused with."""
+    """How often this rank measured, its costs, and the error that it raised."""
     taken = []
 
     def measure() -> Profile:
@@ -75,7 +75,7 @@ def _open(rank: int, folder: Path, group: Any, setting: str = "auto") -> tuple[i
     return len(taken), profile.table.cost_ms(2, 100).tolist(), ""
 
 
-def test_without_a_profile_all_measure_and_rank_0_is_believed(tmp_path: Path) -> None:
+def test_without_a_profile_all_ranks_measure_and_rank_0s_is_used(tmp_path: Path) -> None:
     first, second = on_two_ranks(tmp_path, _open)
     assert first == second == (1, profile_of(5.0).table.cost_ms(2, 100).tolist(), "")
     assert read_profile(profile_path(KEY, tmp_path / "cache0")).table.plain_ms(1, 0) == 5.1
@@ -102,7 +102,7 @@ def test_all_refuse_what_rank_0_cannot_read(tmp_path: Path) -> None:
 
 
 def _peaks(rank: int, folder: Path, group: Any) -> DeviceSpec:
-    return of_rank_0(group, lambda: DeviceSpec("gpu", 1e12 * 1.01**rank, 1e9, "measured"))
+    return from_rank_0(group, lambda: DeviceSpec("gpu", 1e12 * 1.01**rank, 1e9, "measured"))
 
 
 def test_measured_peaks_are_rank_0s(tmp_path: Path) -> None:

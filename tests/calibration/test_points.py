@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps a calibration times; that they are timed as they should is tested in tests/e2e."""
+"""Which steps a calibration times; tests/e2e checks that it times them correctly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_slow_points_are_timed_less_often() -> None:
 
 
 def test_every_size_is_timed_before_any_is_timed_again() -> None:
-    """A slow while of the machine must be in all sizes, not in one; a slow size is timed once."""
+    """A slow period of the machine must affect all sizes, not one; a slow size is timed once."""
     seen = []
     alone = SimpleNamespace(rank_in_group=0, broadcast_object=lambda value, src: value)
 
@@ -40,5 +40,5 @@ def test_every_size_is_timed_before_any_is_timed_again() -> None:
 
     points = [(1, 0), (64, 0), (8, 128)]
     rounds = measure._rounds(run, points, alone)
-    assert seen == points  # the first use is no measurement
+    assert seen == points  # the first run is not a measurement
     assert rounds == [points, *[[(1, 0), (8, 128)]] * 4]

@@ -90,7 +90,7 @@ def timed_trees(session: Any) -> list[dict[str, Any]]:
     requests = len(runner.req_states.req_id_to_index)
     manager = runner.adaptive_verification
     state.prepare_attn = prepare_attn
-    with TreeSteps(runner).as_asked() as steps:
+    with TreeSteps(runner).untrimmed() as steps:
         steps.run(2, 5, 100)
     state.prepare_attn = prepare
     assert runner.adaptive_verification is manager

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose steps are collective measure together, and decide from the same numbers.
+"""Ranks that step together also measure together, and decide from the same numbers.
 
-`group` is vLLM's ``GroupCoordinator`` of them. Rank 0 alone looks at files and at their lock: a
-rank that waited for the lock would be missing from the measurement that its holder is in.
+`group` is their ``GroupCoordinator`` of vLLM. Only rank 0 reads files and takes their lock: another
+rank that waited for the lock would be missing from the collective steps that rank 0 measures.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from vllm_bastion.policy.cost.store import Profile, ProfileError, ProfileKey, op
 
 T = TypeVar("T")
 
-# Rank 0's word to the others that there is no profile to read.
+# Rank 0 broadcasts this if there is no profile to load.
 _MEASURE = "measure"
 
 
-def of_rank_0(group: Any, value: Callable[[], T]) -> T:
-    """Rank 0's `value()` on every rank; the others' is not asked for."""
+def from_rank_0(group: Any, value: Callable[[], T]) -> T:
+    """Rank 0's `value()`, on every rank; the other ranks do not call it."""
     own = value() if group.rank_in_group == 0 else None
     answer: T = group.broadcast_object(own, src=0)
     return answer
@@ -28,10 +28,10 @@ def of_rank_0(group: Any, value: Callable[[], T]) -> T:
 def shared_profile(
     setting: str, key: ProfileKey, measure: Callable[[], Profile], group: Any
 ) -> Profile | None:
-    """What `open_profile` gives on rank 0, on every rank. All of them measure, or none does.
+    """Rank 0's `open_profile`, on every rank. Either all ranks measure or none does.
 
     Raises:
-        ProfileError: the named file exists and is no profile.
+        ProfileError: the named file exists and is not a profile.
     """
     if setting == "off":
         return None

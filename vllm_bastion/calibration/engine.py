@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_world_group
 
 from vllm_bastion import __version__
 from vllm_bastion.calibration import summary
-from vllm_bastion.calibration.agreement import of_rank_0, shared_profile
+from vllm_bastion.calibration.agreement import from_rank_0, shared_profile
 from vllm_bastion.calibration.measure import largest_steps, measure, warm_up
 from vllm_bastion.calibration.points import CONTEXTS
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
@@ -202,7 +202,7 @@ def bare_roofline(runner: Any, group: Any) -> Roofline | None:
     except ValueError as error:
         logger.warning("No roofline for this target (%s): step costs are measured ones only", error)
         return None
-    spec = of_rank_0(group, lambda: device_spec(runner.device, model_config.dtype))
+    spec = from_rank_0(group, lambda: device_spec(runner.device, model_config.dtype))
     return Roofline(shape, spec)
 
 

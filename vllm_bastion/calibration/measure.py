@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time what a step costs on a finished engine, before the first request.
 
-Two kinds of steps, both timed by vLLM's own ``StepTimingCollector`` and replaying the captured
-graphs where there are any: vLLM's dummy runs, a row for each of as many requests as fit (plain
-decoding), and trees of a few requests (`TreeSteps`). The output head, which a verified node also
-passes, is added to the forward pass.
+Two kinds of steps are timed, by vLLM's own ``StepTimingCollector`` and on the captured graphs if
+there are any: vLLM's dummy runs, one row for each of as many requests as fit (plain decoding), and
+trees of a few requests (`TreeSteps`). The output head, which each verified node passes too, is
+added to the forward pass.
 
-What decides is how sizes compare, and a host's memory is slow for seconds at a time. So every size
-is timed once before any is timed again, and a slow while is in all of them.
+Decisions depend on how sizes compare, and a host's memory can be slow for seconds at a time. So
+every size is timed once before any is timed again: a slow period then affects all sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 
-from vllm_bastion.calibration.agreement import of_rank_0
+from vllm_bastion.calibration.agreement import from_rank_0
 from vllm_bastion.calibration.points import (
     CONTEXTS,
     PLAIN_REQS,
@@ -44,12 +44,12 @@ from vllm_bastion.policy.cost.timing import HostMark, new_mark
 
 logger = init_logger(__name__)
 
-# Trees whose step takes longer are timed over the shortest context only.
+# Trees whose step takes longer are timed with the shortest context only.
 _SLOW_S = 0.3
 
 
 class HostStepTimingCollector(StepTimingCollector):
-    """vLLM's collector of step timings for a CPU engine: host marks, not its event stubs."""
+    """vLLM's collector of step timings, with host clocks instead of the CPU's event stubs."""
 
     def forward_start(self) -> None:
         if self._collecting:
@@ -60,13 +60,21 @@ class HostStepTimingCollector(StepTimingCollector):
 def measure(
     runner: Any, key: ProfileKey, roofline: Roofline | None, captured: list[int], group: Any
 ) -> Profile:
-    """Time the engine of `runner` and fit the roofline to it; its steps are `group`'s together."""
+    """Time the engine of `runner` and fit the roofline to it. Collective within `group`.
+
+    Args:
+        runner: the ``GPUModelRunner``.
+        key: the profile's key.
+        roofline: to fit; None if the target has none.
+        captured: captured sizes, ascending.
+        group: the ranks that step together.
+    """
     start = time.perf_counter()
     if runner.device.type == "cpu":
         runner.step_timing = HostStepTimingCollector()
-    room, batches, contexts = _room(runner), _batches(runner), _contexts(runner)
-    shapes = tree_shapes(_largest_tree(runner), room, batches[-1])
-    # Each size of a tree step is timed without context as well.
+    batches, contexts = _batches(runner), _contexts(runner)
+    shapes = tree_shapes(_largest_tree(runner), _max_tree_rows(runner), batches[-1])
+    # The sizes of tree steps are timed without context, too.
     padded = padded_rows(runner.max_num_tokens, captured)
     sizes = sorted(
         {
@@ -80,8 +88,8 @@ def measure(
     head_rounds = _rounds(partial(_head_ms, runner), [(n,) for n in sizes], group)
     plain_rounds = _rounds(partial(dummy_tree_step, runner), dummies, group)
     far_rounds = _rounds(partial(dummy_tree_step, runner), far, group)[:REPEATS_FAR]
-    for steps, more in zip(plain_rounds, far_rounds, strict=False):
-        steps += more
+    for steps, far_steps in zip(plain_rounds, far_rounds, strict=False):
+        steps += far_steps
     tree_rounds = _tree_rounds(runner, shapes, contexts, group)
     head_times: dict[int, list[float]] = {}
     plain: list[tuple[int, Any]] = []
@@ -101,15 +109,15 @@ def measure(
         rows = step.num_target_tokens
         samples.append((rows, float(context), step.forward_ms + head_ms(rows), step.num_reqs))
         drafter.append((step.num_reqs, step.drafter_ms))
-    of_drafter = StepCostTable(samples, drafter, max_rows=1).drafter_ms
+    drafter_ms = StepCostTable(samples, drafter, max_rows=1).drafter_ms
 
-    beyond: list[list[float]] = [[], []]  # of a step without trees, and with
+    aux_times: list[list[float]] = [[], []]  # of plain steps, and of tree steps
     for context, roots, verified in trees:
         rows, reqs = int(padded[verified.num_target_tokens]), verified.num_reqs
         samples.append((rows, float(context), verified.forward_ms + head_ms(rows), reqs))
-        for times, step in zip(beyond, (roots, verified), strict=True):
-            times.append(step.drafter_ms - of_drafter(reqs) - head_ms(step.num_target_tokens))
-    plain_aux_ms, aux_ms = (max(0.0, median(times)) if times else 0.0 for times in beyond)
+        for times, step in zip(aux_times, (roots, verified), strict=True):
+            times.append(step.drafter_ms - drafter_ms(reqs) - head_ms(step.num_target_tokens))
+    plain_aux_ms, aux_ms = (max(0.0, median(times)) if times else 0.0 for times in aux_times)
 
     table = StepCostTable(
         samples,
@@ -124,8 +132,7 @@ def measure(
     if report is not None:
         error = f"; roofline error {report.rmse_before:.2f} -> {report.rmse_after:.2f} ms"
     logger.info(
-        "Measured the cost of a step at %d sizes, and of trees at %d shapes x %d contexts, in "
-        "%.1f s%s",
+        "Measured step costs at %d sizes, and of trees of %d shapes at %d contexts, in %.1f s%s",
         len(sizes),
         len(shapes),
         len(contexts),
@@ -136,10 +143,10 @@ def measure(
 
 
 def warm_up(runner: Any) -> None:
-    """Run a step with the largest tree: what that compiles a CPU's first request would wait for."""
-    nodes = min(_largest_tree(runner), _room(runner) - 1)
+    """Run a step with the largest tree, so that a CPU's first request does not wait to compile."""
+    nodes = min(_largest_tree(runner), _max_tree_rows(runner) - 1)
     if nodes > 0:
-        with TreeSteps(runner).as_asked() as steps:
+        with TreeSteps(runner).untrimmed() as steps:
             steps.run(1, nodes, 1)
 
 
@@ -150,7 +157,7 @@ def largest_steps(runner: Any, captured: list[int]) -> tuple[int, int, int]:
 
 
 def _batches(runner: Any) -> list[int]:
-    # A drafter's block of each request must fit, too.
+    # The drafter's block of each request must fit into a step, too.
     depth = runtime_of(runner.vllm_config).trees.depth
     most = max(1, min(runner.max_num_tokens // (1 + depth), runner.max_num_reqs))
     return [reqs for reqs in PLAIN_REQS if reqs <= most]
@@ -162,13 +169,13 @@ def _contexts(runner: Any) -> list[int]:
     return sorted({min(context, longest) for context in CONTEXTS})
 
 
-def _room(runner: Any) -> int:
+def _max_tree_rows(runner: Any) -> int:
     """Most rows of a step that verifies trees."""
     return min(runner.max_num_tokens, runner.adaptive_verification.max_total_logits)
 
 
 def _largest_tree(runner: Any) -> int:
-    # A request has its context, two roots, the tree, and what is accepted of it.
+    # A request needs room for its context, two roots, the tree and the accepted path.
     trees = runtime_of(runner.vllm_config).trees
     return min(trees.tree_size, runner.max_model_len - trees.depth - 4)
 
@@ -176,10 +183,13 @@ def _largest_tree(runner: Any) -> int:
 def _rounds(
     run: Callable[..., object], points: Sequence[tuple[int, ...]], group: Any
 ) -> list[list[tuple[int, ...]]]:
-    """The points of each round. Runs each once: the first use of a shape is no measurement."""
+    """The points of each round. Runs each point once first, which is not a measurement.
+
+    A point that takes long is in fewer rounds, see `repeats_after`.
+    """
     own = [_seconds(partial(run, *point)) for point in points]
     # Every rank must run the same steps.
-    counts = [repeats_after(seconds) for seconds in of_rank_0(group, lambda: own)]
+    counts = [repeats_after(seconds) for seconds in from_rank_0(group, lambda: own)]
     return [
         [point for point, count in zip(points, counts, strict=True) if turn < count]
         for turn in range(REPEATS)
@@ -192,10 +202,10 @@ def _tree_rounds(
     """(requests, nodes of each, context) of each round."""
     if not shapes:
         return [[] for _ in range(REPEATS)]
-    with TreeSteps(runner).as_asked() as steps:
-        # two steps each
+    with TreeSteps(runner).untrimmed() as steps:
+        # `run` runs two steps
         own = [_seconds(partial(steps.run, *shape, contexts[0])) / 2 for shape in shapes]
-    first = of_rank_0(group, lambda: own)
+    first = from_rank_0(group, lambda: own)
     points = [
         (
             (*shape, context),
@@ -209,7 +219,7 @@ def _tree_rounds(
 
 
 def _dummy_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, Any]]:
-    """(context, vLLM's timing) of a dummy run of each (rows, context)."""
+    """Run a dummy step of each (rows, context). Returns (context, vLLM's timing) of each."""
     with runner.step_timing.collect() as timings:
         for rows, context in points:
             dummy_tree_step(runner, rows, context)
@@ -223,7 +233,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
-    """Run a dummy batch as a step with trees is run: on the kernel that reads the mask."""
+    """Run a dummy batch as a tree step runs: with the attention kernel that reads the mask."""
     trees = runtime_of(runner.vllm_config).trees
     trees.always_masking = True
     try:
@@ -233,10 +243,10 @@ def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
 
 
 def _tree_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, Any, Any]]:
-    """(context, vLLM's timing of the roots' step, and of the trees') of each point."""
+    """Run each (requests, nodes, context). Returns (context, timing of roots, timing of trees)."""
     if not points:
         return []
-    with TreeSteps(runner).as_asked() as steps, runner.step_timing.collect() as timings:
+    with TreeSteps(runner).untrimmed() as steps, runner.step_timing.collect() as timings:
         for reqs, nodes, context in points:
             steps.run(reqs, nodes, context)
     return [

@@ -3,27 +3,29 @@
 
 from __future__ import annotations
 
-# A point is timed so often, if that takes no longer than `_POINT_S` seconds; once at least. What
-# a longer context adds is a difference that decides little.
+# A point is timed this often, or as often as fits into `_POINT_S` seconds, but at least once. Longer
+# contexts are timed less often, because what they add changes few decisions.
 REPEATS, REPEATS_FAR = 5, 2
 _POINT_S = 0.4
-# Sizes timed where there are no graphs to name them, and contexts (cached tokens per request). A
-# matrix unit's tile is 16 rows, and `bastion_kernels.linear` reads its weights once for 24: one row
-# more can cost what those do, so both sides are timed.
+# Rows to time if there are no captured sizes. A matrix unit's tile has 16 rows, and
+# `bastion_kernels.cpu.linear` reads its weights once for 24 rows. One row more can cost as much as
+# all of those, so both sides of a boundary are timed.
 _EAGER_ROWS = (
     1, 2, 4, 8, 12, 16, 17, 20, 24, 25, 32, 33, 48, 49, 64, 65, 96, 128, 192, 256, 384, 512, 768,
     1024,
 )  # fmt: skip
+# Cached tokens per request.
 CONTEXTS = (128, 2048, 8192)
-# Batches whose context is timed: decoding plainly, and with trees.
+# Batch sizes that are timed with context: plain steps, and tree steps.
 PLAIN_REQS = (1, 4, 16, 64, 256)
 _TREE_REQS = (1, 4, 16)
 
 
 def sizes_to_measure(captured: list[int], max_rows: int) -> list[int]:
-    """Rows to time: every captured size, and beyond the last one, where steps run without graphs.
+    """Rows to time: every captured size, and some beyond the last, where steps run without graphs.
 
-    Leaving graphs is a jump that no extrapolation finds, so the tail starts right behind it.
+    The cost jumps where graphs end, which extrapolation cannot find, so the first size beyond is
+    just above the last captured one.
     """
     if not captured:
         return [n for n in _EAGER_ROWS if n <= max_rows]
@@ -36,7 +38,7 @@ def sizes_to_measure(captured: list[int], max_rows: int) -> list[int]:
 
 
 def tree_shapes(nodes: int, max_rows: int, max_reqs: int) -> list[tuple[int, int]]:
-    """(requests, nodes of each) to time: a few batches, trees from few nodes to the largest."""
+    """(requests, nodes of each) to time: a few batch sizes, and trees up to the largest."""
     per_request = sorted({*(2**i - 1 for i in range(2, 10) if 2**i <= nodes), nodes})
     return [
         (reqs, n)
@@ -47,5 +49,5 @@ def tree_shapes(nodes: int, max_rows: int, max_reqs: int) -> list[tuple[int, int
 
 
 def repeats_after(seconds: float) -> int:
-    """How often to time what took so long at first."""
+    """How often to time a point whose first run took this long."""
     return max(1, min(REPEATS, int(_POINT_S / max(seconds, 1e-9))))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in which requests verify trees, before there is any request.
+"""Steps that verify trees, run before the first request.
 
-vLLM's dummy runs give each request as few rows as can be, so one request with a tree of 64 nodes is
-no dummy run. These are requests made up as the scheduler would: one prompt token over a context
-that counts as cached, then a step with draft tokens. Whatever real steps run, they run.
+vLLM's dummy runs distribute rows over as many requests as possible, so they cannot run one request
+with a tree of 64 nodes. Here artificial requests are scheduled as real ones would be: a step with
+one prompt token, whose context counts as cached, then a step with draft tokens. They run the same
+code as real steps.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 
 class TreeSteps:
-    """Runs steps of made-up requests on a ``GPUModelRunner``; every rank must run the same."""
+    """Runs artificial requests on a ``GPUModelRunner``. Every rank must run the same steps."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._pool = max(1, runner.kv_cache_config.num_blocks - 1)  # block 0 is vLLM's null block
-        # Without a seed vLLM would draw one, and every later request would get another.
+        # Without a seed vLLM would draw one, which would change the seeds of all later requests.
         self._params = SamplingParams(temperature=0.0, seed=0, max_tokens=runner.max_model_len)
-        self._gone: set[str] = set()
+        self._finished: set[str] = set()
 
     @contextmanager
-    def as_asked(self) -> Iterator[TreeSteps]:
-        """Verify all nodes that are asked for, as vLLM's own warm-up does; leave no request."""
+    def untrimmed(self) -> Iterator[TreeSteps]:
+        """Verify all scheduled nodes, as in vLLM's warm-up. No request is left at the end."""
         runner = self._runner
         manager, sampler = runner.adaptive_verification, runner.rejection_sampler
         adaptive = sampler.enable_adaptive_verification
@@ -37,23 +38,28 @@ class TreeSteps:
         try:
             yield self
             last = SchedulerOutput.make_empty()
-            last.finished_req_ids = self._gone
+            last.finished_req_ids = self._finished
             runner.execute_model(last)
         finally:
             runner.adaptive_verification = manager
             sampler.enable_adaptive_verification = adaptive
 
     def run(self, num_reqs: int, nodes: int, context_len: int) -> None:
-        """Two steps, timed by the runner's ``step_timing`` where it collects.
+        """Run two steps, which the runner's ``step_timing`` times if it collects.
 
-        First a root each, over `context_len` cached tokens, and a draft; then the trees, `nodes`
-        of each, and a draft. The time from the end of the forward pass to that of the draft stands
-        as the drafter's.
+        The first one decodes a root of each request and drafts; the second one verifies the trees
+        and drafts. The drafter's time is that from the end of the forward pass to the end of the
+        draft.
+
+        Args:
+            num_reqs: requests.
+            nodes: nodes of each request's tree.
+            context_len: cached tokens of each request.
         """
         names = [f"_bastion_{i}" for i in range(num_reqs)]
         prompt = [0] * (context_len + 1)
         root = self._step(dict.fromkeys(names, 1))
-        root.finished_req_ids, self._gone = self._gone, set(names)
+        root.finished_req_ids, self._finished = self._finished, set(names)
         tokens = context_len + 2 + nodes + self._runner.vllm_config.num_lookahead_tokens
         blocks = self._blocks(num_reqs, min(tokens, self._runner.max_model_len))
         root.scheduled_new_reqs = [
@@ -96,7 +102,7 @@ class TreeSteps:
         runner.step_timing.drafter_end()
 
     def _blocks(self, num_reqs: int, tokens: int) -> list[tuple[list[int], ...]]:
-        """Block ids by KV-cache group for each request; shared where the cache is too small."""
+        """Block ids by KV-cache group for each request; reused if the cache is too small."""
         groups = self._runner.kv_cache_config.kv_cache_groups
         counts = [cdiv(tokens, group.kv_cache_spec.block_size) for group in groups]
         out, start = [], 0
