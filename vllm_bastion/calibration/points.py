@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-# A point is timed this often, or as often as fits into `_POINT_S` seconds, but at least once. Longer
-# contexts are timed less often, because what they add changes few decisions.
+# A point is timed this often, or as often as fits into `_POINT_S` seconds, but at least once.
+# Longer contexts are timed less often, because what they add changes few decisions.
 REPEATS, REPEATS_FAR = 5, 2
 _POINT_S = 0.4
 # Rows to time if there are no captured sizes. A matrix unit's tile has 16 rows, and
