@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every environment variable of this package, in one place.
 
-None is needed: settings belong in `--speculative-config`. Values are read when
-asked for, never at import, so that tests and child processes see what is set now.
+None is required: settings belong in `--speculative-config`. Values are read at each call, never at
+import, so that tests and child processes see the current ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-# Name -> one line of help; the README's table is checked against this.
+# Name -> one line of help. A test checks that the README names them all.
 VARIABLES: dict[str, str] = {
     "VLLM_BASTION_TRITON_INTERPRETER": (
         "for tests: `1` runs vLLM's own kernels on a CPU host, in Triton's interpreter; very slow"
@@ -38,9 +38,9 @@ def interpreter_requested() -> bool:
 
 
 def cache_dir() -> Path:
-    """Folder of the latency profiles and of compiled functions; not created here.
+    """Folder of latency profiles and compiled functions; not created here.
 
-    `bastion_kernels.cpu.cache.root` finds the same one: the ops do not import this package, and
+    `bastion_kernels.cpu.cache.root` is the same function: the ops do not import this package, and
     this module must not import PyTorch.
     """
     try:

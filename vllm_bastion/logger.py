@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loggers that vLLM shows.
 
-vLLM attaches its handler to the logger named `vllm`. Records of any other logger lose their format,
-and their INFO lines are dropped. All loggers of this package are therefore children of it.
+vLLM attaches its handler to the logger named `vllm`. Records of other loggers are not formatted,
+and their INFO records are dropped. So all loggers of this package are children of `vllm`.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def calibrate(runner: Any) -> None:
         if runner.device.type == "cpu" and not interpreter_requested():
             warm_up(runner)
     if group.rank_in_group == 0:
-        logger.info(_summary(runner, config, costs).sentence())
+        logger.info("%s", _summary(runner, config, costs).sentence())
         if runner.device.type == "cpu":
             _warn_about_threads()
 
