@@ -7,7 +7,10 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+import torch
 
+from bastion_kernels.cpu import native
+from vllm_bastion.calibration import engine
 from vllm_bastion.calibration.summary import FIXED_BUDGET, EngineSummary, loaded, measured
 
 ON_CPU = EngineSummary(
@@ -63,3 +66,16 @@ def test_a_loaded_profile_says_its_age(age: timedelta, text: str) -> None:
 
 def test_a_profile_without_a_date_is_no_error() -> None:
     assert loaded("") == "loaded, measured at an unknown time"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ops_on_one_thread_beside_more_of_pytorch_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(native, "_parallel", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(engine.logger, "warning", lambda text, *args: lines.append(text % args))
+    engine._warn_about_threads()
+    assert len(lines) == threads - 1
+    assert all("set OMP_NUM_THREADS=2" in line for line in lines)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placeholders are shared out: nobody waits for what another does not use."""
+"""Placeholders are shared out so that no request lacks what another does not use."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def test_random_steps_are_shared_within_their_bounds() -> None:
         first = np.minimum(wanted, limits)
         left = max(tokens, 0) - int(shares.sum())
         assert (shares >= 0).all() and (shares <= limits).all() and left >= 0
-        # Prompts get all they can use, what trees do not want, or half.
+        # Prompts get all that they can use, or what trees do not want, or half.
         assert left >= min(prompts, (tokens + 1) // 2)
         assert left >= min(prompts, tokens - first.sum())
-        # Nothing is left that somebody has a use for.
+        # No token is left over that a tree could use.
         if left > prompts:
             assert (shares == limits).all()
-        # Whoever gets less than it wants gets as much as everyone else, up to a single one.
+        # A request that gets less than it wants gets as much as every other, up to one.
         short = shares < first
         if short.any():
             assert shares.max() <= shares[short].min() + 1
 
 
-def test_a_lone_request_gets_all_it_may_have() -> None:
+def test_a_single_request_gets_up_to_its_limit() -> None:
     assert share_placeholders(127, _array(GAMMA), _array(NODES), 0).tolist() == [NODES]
 
 
@@ -56,13 +56,13 @@ def test_a_full_step_has_no_placeholders() -> None:
     assert share_placeholders(-3, _array(5, 5), _array(NODES, NODES), 9).tolist() == [0, 0]
 
 
-def test_a_tree_that_uses_what_it_has_takes_over_what_others_leave() -> None:
+def test_a_tree_that_uses_its_share_gets_what_others_do_not_use() -> None:
     wanted, limits = _array(NODES, NODES, NODES), _array(NODES, NODES, NODES)
     seen = []
     for _ in range(4):
         shares = share_placeholders(96, wanted, limits, 0)
         seen.append(shares.tolist())
-        # The first verifies all it gets, the others two nodes.
+        # The first request verifies all its nodes, the others two each.
         nodes = np.minimum(shares, _array(NODES, 2, 2))
         wanted = _array(*(next_wanted(int(n), GAMMA) for n in nodes))
     assert seen[0] == [32, 32, 32]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad profiles never stop an engine and are never believed."""
+"""Bad profiles never stop an engine and are never used."""
 
 import json
 import multiprocessing
@@ -182,7 +182,7 @@ def test_bad_files_are_measured_again_with_one_warning(tmp_path, warnings, how):
     assert len(warnings) == 1 and "measured again" in warnings[0]
     if how == "another GPU":
         assert "NVIDIA L40S" in warnings[0] and "NVIDIA H200" in warnings[0]
-    # repaired: the next start is silent and measures nothing
+    # the file was replaced: the next start neither warns nor measures
     load_or_measure(KEY, measure, tmp_path)
     assert measure.calls == 1 and len(warnings) == 1
 
@@ -319,11 +319,11 @@ def test_setting_off_auto_and_file(tmp_path, monkeypatch, warnings):
     named = tmp_path / "mine.json"
     open_profile(str(named), KEY, measure)
     assert measure.calls == 2 and named.exists() and not warnings
-    # a named file is used as asked, even from another machine, but says so
+    # a named file is used even if another machine wrote it, with a warning
     other = replace(KEY, device="NVIDIA L40S")
     assert open_profile(str(named), other, measure).key == KEY
     assert measure.calls == 2 and len(warnings) == 1 and "NVIDIA L40S" in warnings[0]
-    # and never overwritten when it is something else
+    # and never overwritten if it is not a profile
     named.write_text("notes")
     with pytest.raises(ProfileError, match="delete it or give 'auto'"):
         open_profile(str(named), KEY, measure)
