@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does vLLM's own chain draft the tokens that this folder's drafter drafts? Prints the counts.
+"""Check that vLLM's own chain drafts the same tokens as this folder's drafter.
 
-Runs stock `method: dflash` (`dspark` for such a drafter) through vLLM for some of the prompts,
-catches what its speculator proposes at every step, and compares each proposal with the offline
-drafter at the same position.
-On a machine without a GPU it needs vllm-bastion installed, whose Triton interpreter switch makes
-vLLM's Model Runner V2 run on a CPU; one prompt then takes seconds.
+Runs vLLM's `method: dflash` (`dspark` for such a drafter) for some prompts, records what its
+speculator proposes at every step, and compares each proposal with the offline drafter at the same
+position. Prints the counts. Without a GPU it needs vllm-bastion, whose Triton interpreter switch
+makes vLLM's Model Runner V2 run on a CPU; one prompt then takes seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Proposal = tuple[int, list[int]]  # (position of the first guess, guesses)
 
 
 def catch_proposals() -> list[Proposal]:
-    """Make vLLM's speculator note down its proposals; one request at a time is assumed."""
+    """Record the proposals of vLLM's speculator, for one request at a time."""
     import vllm.v1.worker.gpu.spec_decode.dflash.speculator as module
 
     caught: list[Proposal] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of the two targets: written, and read back by what their config.json says."""
+"""Write and read the checkpoints of the two targets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training text, held-out prompts and the tokenizer, all made offline and from fixed seeds.
+"""Training text, held-out prompts and the tokenizer, generated offline from fixed seeds.
 
 - code: modules of the installed standard library (PSF licence), comments and long docstrings
   dropped and re-formatted by `ast.unparse`, plus generated modules (`text_code.py`);
@@ -67,7 +67,7 @@ test/test_userlist
 
 
 class _Tidy(ast.NodeTransformer):
-    """Drop docstrings that do not fit on one line: prose is not what this model should learn."""
+    """Drop docstrings longer than a line, because this model should not learn prose."""
 
     def visit(self, node: ast.AST) -> ast.AST:
         self.generic_visit(node)
@@ -85,7 +85,7 @@ class _Tidy(ast.NodeTransformer):
 
 
 def stdlib_modules(names: list[str]) -> dict[str, str]:
-    """Tidied source by module; a module this Python does not have is left out."""
+    """Cleaned source by module, without modules that this Python does not have."""
     root = Path(sysconfig.get_paths()["stdlib"])
     out: dict[str, str] = {}
     for name in names:
@@ -102,7 +102,7 @@ def stdlib_modules(names: list[str]) -> dict[str, str]:
 
 
 def train_tokenizer(texts: list[str], folder: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; digits stay single so that arithmetic can be learnt."""
+    """Byte-level BPE with single digits, so that arithmetic can be learnt."""
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True),
@@ -136,7 +136,7 @@ def generate_texts(domain: str, count: int) -> list[str]:
 
 
 def encode(tok: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
-    """All texts end to end, each followed by the end-of-text token: [N] int64."""
+    """All texts concatenated, each followed by the end-of-text token: [N] int64."""
     eos = tok.eos_token_id
     flat = [t for ids in tok(texts)["input_ids"] for t in (*ids, eos)]
     return torch.tensor(flat, dtype=torch.int64)
@@ -149,7 +149,7 @@ class Corpus:
         self.streams = streams
 
     def batch(self, rows: int, length: int, generator: torch.Generator) -> Tensor:
-        """[rows, length + 1] random windows; sources drawn by their share."""
+        """[rows, length + 1] random windows; sources are drawn by their share."""
         names = list(MIX)
         shares = torch.tensor([MIX[n] for n in names])
         picks = torch.multinomial(shares, rows, replacement=True, generator=generator)
@@ -168,7 +168,7 @@ def _definitions(sources: dict[str, str]) -> list[tuple[str, int]]:
 
 
 def openings(domain: str, count: int, rng: Random) -> list[str]:
-    """Texts that begin where a document, function or class begins, for the target to continue."""
+    """Texts that start at a document, function or class, for the target to continue."""
     if domain == "stdlib":
         spots = _definitions(stdlib_modules(TRAIN_MODULES))
         return [text[at : at + 600] for text, at in (rng.choice(spots) for _ in range(count))]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny DFlash drafter, computing exactly what vLLM's `qwen3_dflash.py` computes.
+"""The tiny DFlash drafter; computes exactly the same as vLLM's `qwen3_dflash.py`.
 
 One drafter pass guesses a whole block. It sees two kinds of rows:
 
-- context, one row for each position the target has run: `c = hidden_norm(fc(features))`. It only
-  gives keys and values (`k_norm(k_proj(c))` with rotary, `v_proj(c)`), the same c for every layer;
-- the block: the last accepted token, then mask tokens, embedded by the target's embedding. Those
-  rows go through the layers, see all context before the block and each other in both directions,
-  and mask number j (1-based) gives the logits of the token at its own position.
+- Context: one row for each position that the target has processed, `c = hidden_norm(fc(features))`.
+  It only gives keys and values (`k_norm(k_proj(c))` with rotary, `v_proj(c)`), with the same c for
+  every layer.
+- The block: the last accepted token, then mask tokens, embedded by the target's embedding. These
+  rows go through the layers. They attend to all context before the block and to each other in both
+  directions, and mask number j (1-based) gives the logits of the token at its own position.
 
 Shapes: B sequences, T context tokens, A blocks (anchors) per sequence, G = block size.
 """
@@ -52,11 +53,11 @@ class Drafter(nn.Module):
 
     @property
     def head(self) -> Selector | Markov | None:
-        """What knows the token before, if anything does."""
+        """The head that conditions on the previous token, if there is one."""
         return next((m for m in self.children() if isinstance(m, Selector | Markov)), None)
 
     def logits(self, target: AnyTarget, states: Tensor, before: Tensor) -> Tensor:
-        """[..., V] of states [..., H] whose positions follow the tokens `before` [...]."""
+        """[..., V] logits of states [..., H] whose positions follow the tokens `before` [...]."""
         logits = target.logits(states).float()
         return logits if self.head is None else logits + self.head.bias(before, states).float()
 
@@ -92,8 +93,10 @@ class Drafter(nn.Module):
         return self.norm(x).unflatten(1, (num_blocks, BLOCK_SIZE))[:, :, 1:]
 
     def _mask(self, anchors: Tensor, context_len: int) -> Tensor:
-        """[B, 1, A*G, T + A*G]: context before the own block, and the own block, unless causal both
-        ways."""
+        """[B, 1, A*G, T + A*G]: the context before a row's block, and the block itself.
+
+        Within the block, attention is bidirectional unless the drafter is causal.
+        """
         batch, num_blocks = anchors.shape
         arange = torch.arange(context_len, device=anchors.device)
         context = arange < anchors[..., None]  # [B, A, T]
@@ -106,11 +109,11 @@ class Drafter(nn.Module):
 
 
 def fix_key_norms(model: Drafter) -> None:
-    """Set the scale of all key norms to 1 for good; the query norms take most of it over.
+    """Freeze the scale of all key norms at 1, and move most of it to the query norms.
 
-    vLLM 0.32 norms the context's keys of all layers in one call with one scale per layer, and its
+    vLLM 0.32 norms the context's keys of all layers in one call with one scale per layer, but its
     CPU kernel applies the first layer's scale to every layer. With equal scales CPU and GPU agree.
-    Scales move to the queries exactly only where both halves of a rotary pair share theirs.
+    The move is exact only if both halves of a rotary pair have the same scale.
     """
     for layer in model.layers:
         scale = layer.self_attn.k_norm.weight
@@ -122,7 +125,7 @@ def fix_key_norms(model: Drafter) -> None:
 
 
 def save_drafter(model: Drafter, folder: Path, target: AnyTarget, eos_id: int) -> None:
-    """Write the checkpoint as vLLM reads it (no embedding, no head for the vocabulary)."""
+    """Write the checkpoint in vLLM's format (without embedding and vocabulary head)."""
     dflash = {"mask_token_id": model.mask_id, "target_layer_ids": list(target.feature_layers)}
     kind: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
     weights = model.state_dict()
@@ -153,7 +156,7 @@ def load_drafter(folder: Path, device: str = "cpu") -> Drafter:
     """Read back what `save_drafter` wrote, in float32 (of bf16-rounded values)."""
     config = json.loads((folder / "config.json").read_text())
     dims = Dims(**{k: config[k] for k in Dims.__dataclass_fields__})
-    dflash = config.get("dflash_config", config)  # DSpark has its settings in the config itself
+    dflash = config.get("dflash_config", config)  # DSpark has these settings at the top level
     model = Drafter(dims, dflash["mask_token_id"], dflash.get("causal", False))
     if "selector_rank" in dflash:
         model.candidate_selector = Selector(dims, dflash["selector_rank"])

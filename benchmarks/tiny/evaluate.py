@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per target forward (tau) of the tiny pair, replayed offline in plain torch.
 
-For each prompt the target's continuation is made once (greedy, or sampled at T=1 with fixed seeds).
-Speculative decoding with "a token at every node, then follow it" emits exactly that continuation,
-so the walk can be replayed on it: at every step the drafter sees the tokens emitted so far and its
-chain or tree covers some of the tokens that come next. tau = tokens emitted / target forwards, the
-prompt's own forward and its token left out on both sides.
+The target's continuation of each prompt is computed once (greedy, or sampled at T=1 with fixed
+seeds). Speculative decoding that draws a token at every node emits exactly this continuation, so
+the acceptance walk can be replayed on it: at every step the drafter sees the tokens emitted so far,
+and its chain or tree covers some of the next ones. tau = tokens emitted / target forwards, without
+the prompt's own forward and its token.
 
 `--check` compares the target with transformers' Qwen3ForCausalLM instead.
 """
@@ -33,14 +33,14 @@ GAMMA = BLOCK_SIZE - 1
 BUDGETS = (8, 16, 32, 63, 64, 128)
 WIDTH = 16  # K: candidates per depth, or in a row
 NEW_TOKENS = 64
-PROMISE = 63  # nodes of the trees whose scores are compared with what was accepted
+PROMISE = 63  # nodes of the trees whose A-hat is compared with the accepted length
 
 
 class Lattice(NamedTuple):
-    """Candidates of every block of a continuation, and the best of them after each one above.
+    """Candidates of every block of a continuation, and the best of them given each predecessor.
 
-    A blocks, D = gamma depths, K candidates of a depth. P rows of a depth: one for each candidate
-    above (the anchor's is the first), or a single one where the drafter does not know it.
+    A blocks, D = gamma depths, K candidates per depth. A depth has P rows: one for each candidate
+    of the depth above (the anchor's is the first), or one if the drafter ignores it.
     """
 
     tokens: Tensor  # [A, D, K]
@@ -60,7 +60,7 @@ class Block(NamedTuple):
     logprobs: list
 
     def child(self, depth: int, above: int, rank: int) -> tuple[float, int]:
-        """(log q, candidate) of a rank in the row of candidate `above`."""
+        """(log q, candidate) of a rank, given the candidate `above`."""
         row = min(above, len(self.order[depth]) - 1)
         return self.logprobs[depth][row][rank], self.order[depth][row][rank]
 
@@ -68,8 +68,8 @@ class Block(NamedTuple):
 def best_first_tree(block: Block, budget: int) -> list[tuple[int, int, int, float]]:
     """The `budget` best nodes of the lattice as (parent, depth, token, score), parents first.
 
-    A path's score is the product of its q. Node 0 is the root; a node's best child and its
-    next-best sibling enter the heap when it leaves, so nodes leave in score order.
+    A path's score is the product of its q. Node 0 is the root. When a node leaves the heap, its
+    best child and its next-best sibling enter, so nodes leave in score order.
     """
     nodes: list[tuple[int, int, int, float]] = []
     heap: list[tuple] = []
@@ -91,9 +91,9 @@ def best_first_tree(block: Block, budget: int) -> list[tuple[int, int, int, floa
 
 
 class Drafts:
-    """Chains and trees of every block of one continuation; a tree is grown once, when asked for.
+    """Chains and trees of every block of one continuation; trees are built on first use.
 
-    Nodes leave the heap in score order, so the tree of a smaller budget is a prefix of the largest.
+    Nodes leave the heap in score order, so the tree of a smaller budget is a prefix of a larger.
     """
 
     def __init__(self, lattice: Lattice) -> None:
@@ -105,7 +105,7 @@ class Drafts:
 
     @staticmethod
     def _chain(block: Block) -> list[int]:
-        """The best token after the best token, as vLLM's own speculators draft at T=0."""
+        """The chain of best tokens, as vLLM's own speculators draft at T=0."""
         tokens, candidate = [], 0
         for depth, row in enumerate(block.tokens):
             candidate = block.child(depth, candidate, 0)[1]
@@ -113,7 +113,7 @@ class Drafts:
         return tokens
 
     def accepted(self, anchor: int, truth: list[int], budget: int | None) -> int:
-        """Draft tokens accepted at a block if the target says `truth`; budget None: the chain."""
+        """Draft tokens accepted at a block if the target emits `truth`; budget None: the chain."""
         depth = 0
         if budget is None:
             while depth < GAMMA and self.chains[anchor][depth] == truth[depth]:
@@ -137,7 +137,7 @@ class Drafts:
 def walk(drafts: Drafts, ids: list[int], start: int, budget: int | None) -> tuple[int, int]:
     """(tokens, target forwards) from position `start`, the first new token.
 
-    Block i of `drafts` stands at position start + i.
+    Block i of `drafts` is at position start + i.
     """
     at, forwards = start, 0
     while at - start < NEW_TOKENS - 1:
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, default=HERE / "drafter")
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl")
     parser.add_argument("--samples", type=int, default=2, help="continuations per prompt at T=1")
-    parser.add_argument("--stride", type=int, default=1, help="every so many prompts")
+    parser.add_argument("--stride", type=int, default=1, help="use every n-th prompt")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that know the token before, in plain torch, under vLLM's parameter names.
+"""Heads that condition on the previous token, in plain torch with vLLM's parameter names.
 
 Each adds a bias to the logits of a drafted position: DFlash2's selector (`qwen3_dflash2.py`) for a
 pair of neighbouring tokens, weighted by the position's state; DSpark's Markov head
-(`qwen3_dspark.py`) for the token before alone. Both are of low rank r.
+(`qwen3_dspark.py`) for the previous token alone. Both have a low rank r.
 
 Shapes: V vocabulary, H hidden, r rank; `before` [...] are tokens, `states` [..., H].
 """
@@ -16,7 +16,7 @@ import torch
 from model import Dims
 from torch import Tensor, nn
 
-CANDIDATES = 32  # of each position, which the heads score in vLLM
+CANDIDATES = 32  # per position, scored by the heads in vLLM
 
 
 class Selector(nn.Module):
@@ -32,7 +32,7 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(dims.hidden_size, rank, bias=False)
 
     def bias(self, before: Tensor, states: Tensor) -> Tensor:
-        """What the token before adds to the logits: [..., V]."""
+        """The logits' bias given the previous token: [..., V]."""
         left = self.predecessor_codebook[before] * self.hidden_projection(states)
         return left @ self.successor_codebook.T
 
@@ -46,7 +46,7 @@ class Selector(nn.Module):
         }
 
     def around(self, dims: Dims) -> dict[str, Tensor]:
-        """The convolutions of DFlash2's layers, which the tiny drafter has not: identities."""
+        """Identities in place of the convolutions of DFlash2's layers."""
         size = dims.hidden_size
         weights: dict[str, Tensor] = {}
         for layer in range(dims.num_hidden_layers):
@@ -58,7 +58,7 @@ class Selector(nn.Module):
 
 
 class Markov(nn.Module):
-    """DSpark's bias from the token before."""
+    """DSpark's bias given the previous token."""
 
     name = "markov_head"
     architecture = "Qwen3DSparkModel"
@@ -70,14 +70,14 @@ class Markov(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
     def bias(self, before: Tensor, states: Tensor) -> Tensor:
-        """What the token before adds to the logits: [..., V]."""
+        """The logits' bias given the previous token: [..., V]."""
         return self.markov_w2(self.markov_w1(before))
 
     def config(self) -> dict[str, Any]:
-        """Entries of the config itself, where DSpark has them."""
+        """Entries at the top level of the config, where DSpark has them."""
         return {
             "markov_rank": self.markov_w1.embedding_dim,
             "dspark_draft_topk": CANDIDATES,
-            # The block is DFlash's: the anchor, then a mask for each drafted token.
+            # DFlash's block: the anchor, then a mask for each drafted token.
             "sample_from_anchor": False,
         }

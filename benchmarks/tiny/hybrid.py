@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hybrid pair's target: a small Qwen3-Next, three gated delta networks to one full attention.
+"""The hybrid pair's target: a small Qwen3-Next, three gated delta networks per full attention.
 
-transformers computes it, in float32 and with autograd; here is what the tiny target's training,
-continuations and replays want of a target (`model.py`). vLLM's kernels for a CPU want bf16 and
-heads of 128 in the recurrent layers.
+transformers computes it, in float32 and with autograd. This class has the interface of the tiny
+target (`model.py`) for training, continuations and evaluation. vLLM's CPU kernels need bf16 and
+heads of 128 in the gated delta layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
 ARCHITECTURE = "Qwen3NextForCausalLM"
 LAYERS = 8
 _DIMS = Dims(num_hidden_layers=LAYERS)
-# vLLM's model must have an expert layer: the last. It uses all of its experts at every token.
+# vLLM's model needs an expert layer, here the last, which uses all experts for every token.
 _SPARSE: dict[str, Any] = {
     "mlp_only_layers": list(range(LAYERS - 1)),
     "num_experts": 2,
@@ -49,20 +49,20 @@ class HybridTarget(nn.Module):
         super().__init__()
         self.dims = _DIMS
         self.lm = _new() if lm is None else lm
-        self.lm.lm_head.requires_grad_(False)  # a copy of the embedding, where it is stored
+        self.lm.lm_head.requires_grad_(False)  # stored as a copy of the embedding
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        """The embedding, which is the head too."""
+        """The embedding, which is also the head."""
         return self.lm.model.embed_tokens
 
     @property
     def final_scale(self) -> Tensor:
-        """What the last norm multiplies by: [H]."""
+        """The scale of the last norm: [H]."""
         return 1 + self.lm.model.norm.weight
 
     def cache(self, batch: int, length: int, device: torch.device) -> DynamicCache:
-        """States and keys of `batch` sequences; it grows to `length` by itself."""
+        """States and keys of `batch` sequences; grows to `length` by itself."""
         return DynamicCache(config=self.lm.config)
 
     def forward(
@@ -74,7 +74,7 @@ class HybridTarget(nn.Module):
         mask: Tensor | None = None,
         features: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """As `model.Target.forward`; rows see what came before them, so `mask` is not read."""
+        """As `model.Target.forward`, but always causal: `mask` is ignored."""
         out = self.lm.model(
             ids,
             position_ids=None if positions is None else positions[None],
@@ -90,14 +90,14 @@ class HybridTarget(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight)
 
     def save(self, folder: Path) -> None:
-        """Write the checkpoint in bf16, with a head of its own: vLLM's model ties none."""
+        """Write the checkpoint in bf16 with a separate head; vLLM's model does not tie it."""
         lm = deepcopy(self.lm).to("cpu", torch.bfloat16)
         lm.lm_head.weight.data.copy_(lm.model.embed_tokens.weight)
         lm.save_pretrained(folder)
 
 
 def _new() -> Qwen3NextForCausalLM:
-    """Random weights; decays begin as Mamba-2's do, between 1 and some 1,000 tokens."""
+    """Random weights; decays start as in Mamba-2, between 1 and about 1,000 tokens."""
     sizes = asdict(_DIMS)
     theta = sizes.pop("rope_theta")
     lm = Qwen3NextForCausalLM(
@@ -119,7 +119,7 @@ def _new() -> Qwen3NextForCausalLM:
     for name, p in lm.named_parameters():
         if name.endswith("dt_bias"):
             step = torch.empty_like(p).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-            p.data.copy_(step + torch.log(-torch.expm1(-step)))  # softplus gives the step back
+            p.data.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
         elif name.endswith("A_log"):
             p.data.uniform_(1, 16).log_()
     return lm

@@ -44,7 +44,7 @@ def steps(
         for opt, saved in zip(opts, state["opts"], strict=True):
             opt.load_state_dict(saved)
     for step in range(first, total):
-        # Warm up for 40 steps, hold for 40% of the run, then fall to nothing in a straight line.
+        # Warm up for 40 steps, hold for 40% of the run, then decay linearly to zero.
         factor = min(1.0, (step + 1) / 40, (1 - step / total) / 0.6)
         for opt in opts:
             for group in opt.param_groups:
@@ -64,7 +64,7 @@ def apply_gradients(model: nn.Module, opts: list[torch.optim.Optimizer]) -> None
 
 
 class Log:
-    """Running mean of a loss, printed every 50 steps and kept in the work folder."""
+    """Running mean of a loss, printed every 50 steps and logged to the work folder."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.values, self.start = path, [], time.time()

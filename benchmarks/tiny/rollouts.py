@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuations by the target itself: what its drafter will have to guess."""
+"""Continuations by the target, which its drafter is trained to predict."""
 
 from __future__ import annotations
 

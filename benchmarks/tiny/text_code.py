@@ -129,7 +129,7 @@ def document(rng: Random) -> str:
 
 
 def prompt(rng: Random) -> str:
-    """The first lines of a class, test or main function that is long enough to go on."""
+    """The first lines of a class, test or main function that is long enough to be continued."""
     lines = rng.choice((_class, _tests, _main, _convert))(rng).split("\n")
     # No newline at the end: the tokenizer joins it with the indent that follows.
     return "\n".join(lines[: rng.randint(4, 6)]).rstrip()

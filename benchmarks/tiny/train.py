@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the tiny target and its DFlash drafter from nothing: `python benchmarks/tiny/train.py`.
+"""Train the tiny target and its DFlash drafter from scratch: `python benchmarks/tiny/train.py`.
 
-With `--hybrid` the hybrid pair, from the tiny pair's tokenizer: a shorter recipe (see README.md).
+With `--hybrid`, train the hybrid pair with the tiny pair's tokenizer and a shorter recipe (README).
 
-Stages, each skipped when its result is already in the work folder (delete a file to redo it):
+Stages; each is skipped if its result is in the work folder (delete a file to repeat it):
   data      tokenizer, token streams, prompts.jsonl
   target    next-token training                          -> target/
   rollouts  the target continues training text, greedily and at T=1
   drafter   block drafting on those continuations
   settle    the same with plain key norms
-  code      a little more on code, the hardest domain; 0.6 of the way there is kept -> drafter/
+  code      more steps on code, the hardest domain; the weights move 0.6 of the way -> drafter/
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-# Threads that wait asleep: on a shared machine a spinning one steals the core it waits for.
+# Threads sleep while they wait: on a shared machine, a spinning thread takes the core it waits for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import data
@@ -94,9 +94,9 @@ def drafter_loss(
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of random blocks, and the share of hits at mask 1.
 
-    rolls: a batch of `make_rollouts`; with "states", of the blocks at "at" (see `heads.py`).
-    Labels of greedy rows are the tokens; those of T=1 rows, or with `soft_labels` of all, are the
-    target's own distributions, which say the same with less noise.
+    rolls: a batch of `make_rollouts`; with "states", those of the blocks at "at" (see `heads.py`).
+    The labels of greedy rows are tokens. The labels of T=1 rows, or with `soft_labels` of all rows,
+    are the target's own distributions, which have less noise.
     """
     ids, greedy, first = rolls["ids"].long(), rolls["greedy"], rolls["first"]
     batch, length = ids.shape
@@ -128,7 +128,7 @@ def drafter_loss(
 
 
 def random_blocks(first: Tensor, anchors: int, length: int) -> Tensor:
-    """Where blocks start: [B, anchors] positions from `first` [B] on, in rows of `length`."""
+    """[B, anchors] positions where blocks start: from `first` [B] on, in rows of `length`."""
     room = (length - (BLOCK_SIZE - 1) - first)[:, None]
     return first[:, None] + (torch.rand(len(first), anchors, device=first.device) * room).long()
 
@@ -172,14 +172,14 @@ def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
     if args.hybrid:
         save_drafter(model, args.out / "drafter", target, eos_id)
         return
-    # Then with plain key norms (see there), and without chat, which is meant to be hard to guess.
+    # Then with fixed key norms, and without chat, which is meant to be hard to guess.
     fix_key_norms(model)
     others = everything[~rolls["chat"]]
     draft_steps("settle", model, target, rolls, others, args.settle_steps, 2e-3, args)
     settled = {name: value.clone() for name, value in model.state_dict().items()}
     code = everything[rolls["code"]]
     draft_steps("code", model, target, rolls, code, args.code_steps, 2e-3, args)
-    # Code alone forgets the rest; the weights in between keep most of both.
+    # Training on code alone forgets the rest; interpolated weights keep most of both.
     trained = model.state_dict()
     model.load_state_dict(
         {
@@ -191,11 +191,11 @@ def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
 
 
 def main() -> None:
-    """Run the stages whose results are missing."""
+    """Run the stages without a result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=HERE / "work", help="where the pair goes")
+    parser.add_argument("--out", type=Path, default=HERE / "work", help="folder of the pair")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="streams and checkpoints")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)

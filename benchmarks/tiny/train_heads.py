@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other kinds of drafters from the tiny one: `python benchmarks/tiny/train_heads.py NAME`.
+"""Train other kinds of drafters from the tiny one: `python benchmarks/tiny/train_heads.py NAME`.
 
   dflash2   a DFlash2 selector on the drafter's frozen backbone
   dspark    a DSpark Markov head, on the same
   causal    the drafter's weights as a causal drafter (JetSpec), on the target's distributions
 
-The target's continuations are made anew (`rollouts.py`, fewer than `train.py` makes) and kept in
-the work folder, as are the backbone's states for the heads; delete a file to redo it.
+New continuations of the target (`rollouts.py`, fewer than in `train.py`) and the backbone's states
+for the heads are stored in the work folder; delete a file to repeat its stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADS = {"dflash2": Selector, "dspark": Markov}
 
 
 def load_rollouts(args: argparse.Namespace, target: Target) -> dict[str, Tensor]:
-    """What the target says after the beginnings of its training texts."""
+    """The target's continuations of the starts of its training texts."""
     path = args.work / "rollouts.pt"
     if not path.exists():
         tok = AutoTokenizer.from_pretrained(HERE / "target")
@@ -51,7 +51,7 @@ def block_states(target: Target, model: Drafter, rolls: dict[str, Tensor]) -> di
 
 
 def train_head(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor]) -> Drafter:
-    """A head alone: the backbone's states are made once."""
+    """Train a head alone; the backbone's states are computed once."""
     model = load_drafter(HERE / "drafter", args.device).requires_grad_(False)
     path = args.work / "states.pt"
     if not path.exists():
@@ -66,7 +66,7 @@ def train_head(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor
 
 
 def train_causal(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor]) -> Drafter:
-    """The drafter goes on with a causal mask, on the divergence from the target's distributions."""
+    """Train the drafter further, with a causal mask and the target's distributions as labels."""
     model = load_drafter(HERE / "drafter", args.device)
     model.causal = True
     for layer in model.layers:
@@ -82,7 +82,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("name", choices=(*HEADS, "causal"))
-    parser.add_argument("--out", type=Path, help="where it goes (default: work/NAME)")
+    parser.add_argument("--out", type=Path, help="folder of the drafter (default: work/NAME)")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="rollouts, checkpoints")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks an engine which attention it would capture, compile and time: for `test_capture`."""
+"""Asks an engine which attention it captures, compiles and times: for `test_capture`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def captured(session: Any) -> list[dict[str, Any]]:
     """Batches as vLLM prepares them before a capture, FULL and PIECEWISE.
 
     Returns:
-        Of each: whether it is a FULL graph's, whether every target layer has the engine's trees in
-        its metadata and reads their mask, and the other layers that metadata was built for.
+        For each: whether it belongs to a FULL graph, whether the metadata of every target layer has
+        the engine's trees and reads their mask, and the other layers with metadata.
     """
     runner = session.runner
     state = runner.model_state
@@ -47,7 +47,7 @@ def captured(session: Any) -> list[dict[str, Any]]:
 
 
 def dummies(session: Any) -> list[dict[str, Any]]:
-    """Whether the target's attention reads the mask in dummy batches: of ours, and of vLLM's."""
+    """Whether the target's attention reads the mask in dummy batches: in ours, and in vLLM's."""
     from vllm_bastion.calibration.measure import dummy_tree_step
 
     runner, state = session.runner, session.runner.model_state
@@ -67,7 +67,7 @@ def dummies(session: Any) -> list[dict[str, Any]]:
 
 
 def timed_trees(session: Any) -> list[dict[str, Any]]:
-    """The steps of `TreeSteps` for 2 requests of 5 nodes, as the target's layers get them."""
+    """The steps of `TreeSteps` for 2 requests of 5 nodes, as passed to the target's layers."""
     from vllm_bastion.calibration.tree_steps import TreeSteps
 
     runner, state = session.runner, session.runner.model_state

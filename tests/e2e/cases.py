@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches that engines are compared on, made from the held-out prompts."""
+"""The batches that engines are compared on, built from the held-out prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tests.e2e.engines import ON_GPU, PAIR, Batch
 
 DOMAINS = ("code", "arithmetic", "chat")
-# A JSON schema whose texts end.
+# A JSON schema whose texts are bounded.
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"enum": [7, 44]}},
@@ -26,13 +26,13 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.95, "top_k": 50},
     {"temperature": 1.0},
 )
-if ON_GPU:  # without filters: rounding also moves their edge, and no near-tie would tell
+if ON_GPU:  # no filters: rounding also moves their cut-off, which is no near-tie
     _SAMPLING = ({"temperature": 0.8}, {"temperature": 1.0})
 
 
 @functools.cache
 def prompts() -> dict[str, list[str]]:
-    """The held-out prompts of every domain; kinds within a domain in turn."""
+    """The held-out prompts of every domain, alternating between the kinds of a domain."""
     out: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
     for line in (PAIR / "prompts.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -44,14 +44,14 @@ def prompts() -> dict[str, list[str]]:
 
 
 def words() -> list[int]:
-    """All tokens but long blanks."""
+    """All tokens except long blanks."""
     tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
     texts = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())]
     return [token for token, text in enumerate(texts) if text.strip() or text in ("\n", " ")]
 
 
 def some(per_domain: int, first: int = 0) -> list[tuple[str, str]]:
-    """Pairs (name, text), `per_domain` of each domain, the domains in turn."""
+    """Pairs (name, text), `per_domain` of each domain, alternating between domains."""
     return [
         (f"{domain}{i}", prompts()[domain][i])
         for i in range(first, first + per_domain)
@@ -60,7 +60,7 @@ def some(per_domain: int, first: int = 0) -> list[tuple[str, str]]:
 
 
 def long_prompt(domain: str, tokens: int) -> list[int]:
-    """The first token ids of a domain's held-out prompts strung together."""
+    """The first token ids of a domain's concatenated held-out prompts."""
     tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
     return tokenizer.encode("\n".join(prompts()[domain])).ids[:tokens]
 
@@ -83,7 +83,7 @@ def sampled(count: int, tokens: int = 64) -> Batch:
 
 
 def chunked() -> Batch:
-    """Prompts longer than the 128 tokens of a step, prefilled while others decode."""
+    """Prompts longer than a step's 128 tokens, prefilled while others decode."""
     batch = Batch("prompts longer than a prefill chunk")
     short, *_ = prompts()["code"]
     batch.add("chunked-short", short, temperature=0, max_tokens=40, ignore_eos=True)
@@ -95,7 +95,7 @@ def chunked() -> Batch:
 
 
 def stops() -> Batch:
-    """Stop strings, stop tokens and token limits, met wherever a path happens to be."""
+    """Stop strings, stop tokens and token limits, reached at any point of a path."""
     batch = Batch("stop strings and max_tokens inside a path")
     strings = {"code": ["):", "\n ", "("], "arithmetic": ["So", "="], "chat": [".", "ou"]}
     for domain, found in strings.items():
@@ -114,7 +114,7 @@ def stops() -> Batch:
 
 
 def context_end(max_model_len: int) -> Batch:
-    """Contexts that end at max_model_len, the last steps with less room than a tree's depth."""
+    """Contexts that reach max_model_len; the last steps have less room than a tree's depth."""
     batch = Batch("context ends at max_model_len")
     for i, domain in enumerate(DOMAINS):
         prompt = long_prompt(domain, max_model_len - 70 - 5 * i)
@@ -125,7 +125,7 @@ def context_end(max_model_len: int) -> Batch:
 
 
 def prefix_cache() -> list[Batch]:
-    """A cold batch, then prompts that continue it: hits on blocks that decoding has filled."""
+    """A cold batch, then prompts that continue it: prefix hits on blocks filled by decoding."""
     cold, warm = Batch("prefix cache, cold"), Batch("prefix cache, warm")
     for name, text in some(1, first=6):
         cold.add(f"cold-{name}", text, temperature=0, max_tokens=80, ignore_eos=True)
@@ -135,7 +135,7 @@ def prefix_cache() -> list[Batch]:
 
 
 def aborted() -> Batch:
-    """A request that is aborted while others decode, and others that arrive late."""
+    """A request that is aborted while others decode, and requests that arrive late."""
     batch = Batch("aborted and late requests")
     names = some(2, first=8)
     for i, (name, text) in enumerate(names):
@@ -145,7 +145,7 @@ def aborted() -> Batch:
 
 
 def wishes() -> Batch:
-    """Requests that want more than a temperature, next to others."""
+    """Requests with penalties and other options, next to plain ones."""
     batch = Batch("penalties, bad words, min tokens, logprobs")
     texts = [text for _, text in some(3, first=10)]
     features: list[dict[str, Any]] = [
@@ -165,7 +165,7 @@ def wishes() -> Batch:
 
 
 def structured() -> Batch:
-    """Grammars next to free requests."""
+    """Requests with grammars, next to requests without."""
     batch = Batch("structured output next to trees")
     schema = {
         "type": "object",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs for an engine on the CPU: what they replay, and what they do not.
+"""CUDA graphs for an engine on the CPU.
 
-A captured graph is the list of what was launched, with the arguments it was launched with: a replay
-runs no Python, sees no new tensor and no new number, only what lies in the same buffers by then. A
-`Tape` keeps that promise for PyTorch's operators and for Triton kernels in the interpreter, and
-refuses what a capture refuses: work whose size or course the host would have to read off the
-device. vLLM's own graph managers capture and replay with it.
+A captured graph is a list of launches with their arguments. A replay runs no Python and sees no new
+tensor or number, only the current content of the same buffers. A `Tape` behaves this way for
+PyTorch's operators and for Triton kernels in the interpreter. Like a capture, it refuses work whose
+size or control flow the host would have to read from the device. vLLM's own graph managers capture
+and replay with it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-# What makes the host wait for the device, and so ends a capture with an error.
+# Operators that make the host wait for the device, which is an error in a capture.
 _SYNCHRONISES = ("item", "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 _recording: Tape | None = None
 
 
 class Tape(TorchDispatchMode):
-    """In place of `torch.cuda.CUDAGraph`."""
+    """Replaces `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Tape(TorchDispatchMode):
         self.replays = 0
 
     def replay(self) -> None:
-        """Launch everything again, over the buffers of the capture."""
+        """Repeat all launches, on the buffers of the capture."""
         self.replays += 1
         with torch.inference_mode():
             for launch in self._launches:
                 launch()
 
     def add(self, name: str, launch: Callable[[], Any]) -> Any:
-        """Record a kernel's launch, which writes only to its arguments, and make it."""
+        """Record and run a kernel's launch, which writes only to its arguments."""
         self.kernels.add(name)
         self._launches.append(launch)
         with _disable_current_modes():
@@ -54,7 +54,7 @@ class Tape(TorchDispatchMode):
             raise RuntimeError(f"{func} makes the host wait while a graph is captured")
         out = func(*args, **kwargs)
         if name.startswith(("empty", "new_empty")):
-            return out  # memory, with nothing in it
+            return out  # uninitialised memory
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             self._launches.append(lambda: func(*args, **kwargs))
             return out
@@ -74,7 +74,7 @@ class Tape(TorchDispatchMode):
 
 @contextmanager
 def capture(graph: Tape, *_: Any, **__: Any) -> Iterator[None]:
-    """In place of `torch.cuda.graph`."""
+    """Replaces `torch.cuda.graph`."""
     global _recording
     _recording = graph
     try:
@@ -85,7 +85,7 @@ def capture(graph: Tape, *_: Any, **__: Any) -> Iterator[None]:
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that stands for one kernel: what it does inside is not looked at."""
+    """A function that represents one kernel: its inner operators are not recorded."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         if _recording is None:
@@ -97,7 +97,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replays(session: Any) -> list[dict[str, Any]]:
-    """A probe: the graphs of target and drafter, and how often each was replayed so far."""
+    """A probe: the graphs of target and drafter, and how often each was replayed."""
     runner = session.runner
     managers = {
         "target": runner.cudagraph_manager,
@@ -116,7 +116,7 @@ def replays(session: Any) -> list[dict[str, Any]]:
 
 
 def install() -> None:
-    """Let engines of this process have what `cudagraph_mode` asks for."""
+    """Let engines of this process use the configured `cudagraph_mode`."""
     from triton.runtime.interpreter import GridExecutor
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -131,8 +131,8 @@ def install() -> None:
         check(cls, vllm_config)
         vllm_config.compilation_config.cudagraph_capture_sizes = sizes
 
-    # Both where the GPU worker does it: graphs are captured once to see what they take, over a
-    # KV cache that is thrown away, and once for good.
+    # As in the GPU worker: graphs are captured once to measure their memory, with a temporary KV
+    # cache, and then captured again.
     def determine_available_memory(self: Any) -> Any:
         available = measure_memory(self)
         self.model_runner.profile_cudagraph_memory()
@@ -147,7 +147,7 @@ def install() -> None:
     CPUWorker.determine_available_memory = determine_available_memory
     CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model
     CpuPlatform.support_static_graph_mode = classmethod(lambda cls: True)
-    # So that a layer calls its attention directly, where the tape sees the launches inside.
+    # A layer then calls its attention directly, and the tape records its launches.
     CpuPlatform.opaque_attention_op = classmethod(lambda cls: False)
     CpuPlatform.get_global_graph_pool = classmethod(lambda cls: None)
     CpuPlatform.graph_pool_handle = classmethod(lambda cls: None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny drafter as other kinds, in vLLM's published formats: its backbone, random heads.
+"""The tiny drafter as other kinds in vLLM's published formats: its backbone with random heads.
 
-The convolutions are near the identity and the heads of a size that often changes a token's place
-without burying what the backbone says, so that drafts are still accepted.
+The convolutions are near the identity, and the heads are large enough to reorder tokens often but
+small enough that drafts are still accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.e2e.engines import DRAFTER, TARGET
 
 _HIDDEN, _LAYERS, _VOCAB, _BLOCK = 192, 3, 1024, 16
-CANDIDATES = 8  # that a head scores
+CANDIDATES = 8  # scored by a head
 _TAPS, _GROUP, _RANK = 3, 32, 16
 _WIDTH, _FACTOR, _HEADS = 32, 16, 2  # of LiLiCorr's attention over the lattice
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
@@ -113,12 +113,12 @@ HEADS = {"dflash2": ("DFlash2DraftModel", _dflash2), "lilicorr": ("LiLiCorrDraft
 # vLLM 0.33 has it.
 XPRESS = ("xpress",) if importlib.util.find_spec(f"{_SPECULATORS}.xpress") else ()
 MARKOV = ("dspark", "dspark-anchor")
-# In the speculators library's format, for three tokens of four.
+# In the speculators library's format, with three quarters of the vocabulary.
 REDUCED = ("speculators-dflash", "speculators-dspark")
 
 
 def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
-    """Weights of a Markov head; its settings go into the config."""
+    """Weights of a Markov head; adds its settings to the config."""
     settings = config.pop("dflash_config")
     config |= settings | {
         "architectures": ["Qwen3DSparkModel"],
@@ -134,7 +134,7 @@ def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> dict[
 
 
 def _make_xpress(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
-    """Weights of a refiner; its settings go into the config."""
+    """Weights of a refiner; adds its settings to the config."""
     hidden = 64  # of its MLP, in tiles of vLLM's kernel
     config |= {
         "architectures": ["Qwen3XPressModel"],
@@ -142,7 +142,7 @@ def _make_xpress(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
         "xpress_rank": _RANK,
         "xpress_mlp_hidden": hidden,
         "xpress_topc": 64,
-        # as many as settle every position
+        # as many as all positions need
         "xpress_num_passes": _BLOCK,
         "xpress_compile_head": False,
     }
@@ -163,7 +163,7 @@ def _make_xpress(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
 
 
 def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
-    """Weights of a reduced vocabulary; the config becomes what that library writes."""
+    """Weights of a reduced vocabulary; the config becomes the speculators library's."""
     settings = config.pop("dflash_config")
     kept = torch.arange(_VOCAB)
     kept = kept[kept % 4 != 3]
@@ -175,7 +175,7 @@ def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, 
         "block_size": layers.pop("block_size"),
         "draft_vocab_size": len(kept),
         "mask_token_id": settings["mask_token_id"],
-        # Counted from the embedding, which vLLM's own format leaves out.
+        # Numbered from the embedding, which vLLM's own format does not count.
         "aux_hidden_state_layer_ids": [i + 1 for i in settings["target_layer_ids"]],
         "sliding_window_non_causal": True,
         "transformer_layer_config": layers,
@@ -199,7 +199,7 @@ def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, 
 
 
 def make_drafter(kind: str, folder: Path) -> str:
-    """Write a checkpoint of one of `CAUSAL`, `HEADS`, `MARKOV`, `XPRESS`, `REDUCED`; its folder."""
+    """Write a checkpoint of one of `CAUSAL`, `HEADS`, `MARKOV`, `XPRESS`, `REDUCED` to a folder."""
     config = json.loads((Path(DRAFTER) / "config.json").read_text())
     folder.mkdir()
     weights = folder / "model.safetensors"
@@ -231,10 +231,10 @@ def make_drafter(kind: str, folder: Path) -> str:
 
 
 def drafted(session: Any) -> list[list[int]]:
-    """A probe: what the runner has as the drafts of each request, [D] of a chain.
+    """A probe: the runner's drafts of each request, [D] of a chain.
 
-    Not what lies in the drafter's own buffer: where no request can use a draft, vLLM 0.33 asks for
-    none and writes -1, over that buffer or over a copy of it.
+    The drafter's own buffer is not reliable: if no request can use a draft, vLLM 0.33 writes -1
+    over this buffer or over a copy of it.
     """
     states = session.runner.req_states
     slots = [slot for _, slot in sorted(states.req_id_to_index.items())]
@@ -243,7 +243,7 @@ def drafted(session: Any) -> list[list[int]]:
 
 
 def children(session: Any) -> list[int]:
-    """A probe: the most children of a node in the trees of the last step's batch."""
+    """A probe: the largest number of children of a node in the trees of the last step."""
     trees = session.runner.speculator.trees
     parents = trees.parents[trees.row_slots[: session.batch_sizes[-1]]]
     return [int(row[row >= 0].bincount().max()) for row in parents if (row >= 0).any()]

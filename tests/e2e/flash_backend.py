@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA adapter in an engine on the CPU: vLLM's FlashAttention backend without its kernels.
 
-The backend's Python is vLLM's own: metadata, cache layout, the order of its calls. Three kernels of
-it exist on a GPU only, and PyTorch stands in for them. The tree kernel is the Triton one, in
-Triton's interpreter, behind the plan and the workspace that it has on a GPU.
+The backend's Python is vLLM's own: metadata, cache layout, the order of its calls. Three of its
+kernels exist on a GPU only and are replaced by PyTorch. The tree kernel is our Triton kernel in
+Triton's interpreter, with the plan and the workspace that it has on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def varlen_attention(
 ) -> None:
     """FlashAttention over a paged cache: q [T, Hq, d]; k and v [blocks, block_size, Hkv, d].
 
-    The factors `[R, Hkv]` are of numbers in float8, and equal for a layer.
+    The factors `[R, Hkv]` scale float8 numbers and are equal within a layer.
     """
     if k.dtype == torch.float8_e4m3fn:
         assert q.dtype == k.dtype, "FlashAttention 3 takes one dtype"
@@ -80,13 +80,13 @@ def reshape_and_cache(
 
 
 def install() -> None:
-    """Have every attention layer of this process use it; beside `cuda_graphs.install`."""
+    """Use it in every attention layer of this process, together with `cuda_graphs.install`."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends import flash_attn
 
     import bastion_kernels
 
-    # Every op of ours is its Triton kernel, which the interpreter runs.
+    # All of our ops use their Triton kernels, in the interpreter.
     for module in pkgutil.walk_packages(bastion_kernels.__path__, "bastion_kernels."):
         found = importlib.import_module(module.name)
         if hasattr(found, "on_gpu"):

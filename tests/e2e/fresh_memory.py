@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tensor allocated unfilled holds NaN or the largest integer, as it may in service."""
+"""Fill every uninitialised tensor with NaN or the largest integer, to detect reads of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 def poison() -> None:
-    """For the rest of this process; on a CPU, compiled code of TorchInductor included."""
+    """Do this for the rest of the process; on a CPU also in TorchInductor's compiled code."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    # Compiled as ever, so that what others have compiled is loaded.
+    # Compile as usual, so that cached code can be loaded.
     torch._inductor.config.deterministic = False
-    # Compiled code takes its buffers from here, past PyTorch's allocating ops.
+    # Compiled code allocates its buffers here, and not with PyTorch's ops.
     guards: Any = torch._C._dynamo.guards
     allocate = guards._empty_strided_cpu
 

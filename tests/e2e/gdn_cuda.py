@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA version of gated delta networks in an engine on the CPU, beside `flash_backend`.
+"""The CUDA version of gated delta networks in an engine on the CPU, used with `flash_backend`.
 
-The layer's Python is vLLM's own, and the convolution, recurrence and commit of trees are the Triton
-kernels, in the interpreter. vLLM's kernels for prompts, which need a GPU, have a recurrence in
-PyTorch in their place, over states in the layout of CUDA.
+The layer's Python is vLLM's own. Convolution, recurrence and commit of trees are our Triton
+kernels, in the interpreter. vLLM's kernels for prompts need a GPU and are replaced by a recurrence
+in PyTorch, on states in CUDA's layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ prompts = kernel(recurrence)
 def forward_core(
     self: Any, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: Any
 ) -> None:
-    """In place of vLLM's: requests without rows of ours."""
+    """Replaces vLLM's kernel: requests without rows of ours."""
     of_layers = get_forward_context().attn_metadata
     if of_layers is not None:
         metadata = of_layers[self.prefix]
@@ -31,7 +31,7 @@ def forward_core(
 
 
 def install() -> None:
-    """Have every such layer of this process run it; beside `cuda_graphs.install`."""
+    """Use it in every such layer of this process, together with `cuda_graphs.install`."""
     import vllm.v1.worker.cpu_worker  # noqa: F401  before any module of the V2 runner
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as module
 
@@ -44,5 +44,5 @@ def install() -> None:
 
     layer.__init__ = __init__
     layer._forward_core = forward_core
-    # So that the tape sees the launches inside.
+    # The tape then records the launches inside.
     torch.ops.vllm.qwen_gdn_attention_core = module.qwen_gdn_attention_core

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated delta networks in fp32 on a CPU, token by token, for plain decoding and for prompts.
 
-vLLM's CPU kernels take bf16 alone, in which two correct engines soon disagree on a random model:
-nothing could be said about tokens. Patched before the engine is built; method "bastion" puts its
-own rows in front of it, as in front of vLLM's.
+vLLM's CPU kernels support bf16 only, and in bf16 two correct engines soon disagree on a random
+model, so tokens could not be compared. Patched before the engine is built. Method "bastion" handles
+its own rows before this code runs, as it does with vLLM's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def recurrence(
     a: torch.Tensor,
     core_attn_out: torch.Tensor,
 ) -> None:
-    """Each request's rows one after the other; states are written in place."""
+    """Process each request's rows in order, and write states in place."""
     metadata = attn_metadata_i
     weight = layer.conv1d.weight.view(layer.conv1d.weight.shape[0], -1)
     starts = metadata.non_spec_query_start_loc.tolist()
@@ -65,7 +65,7 @@ def recurrence(
                 for p in (query, key)
             )
             gate = -layer.A_log.float().exp() * F.softplus(a[row].float() + layer.dt_bias.float())
-            # the cache holds [H, K, V] on a CPU, whatever its shape says
+            # on a CPU the cache holds [H, K, V], although its shape differs
             on_cpu = layer._forward_method == layer.forward_cpu
             held = state.view(len(value), layer.head_k_dim, -1) if on_cpu else state.mT
             held *= gate.exp()[:, None, None]
@@ -75,7 +75,7 @@ def recurrence(
 
 
 def install() -> None:
-    """Put both in place of vLLM's, and let plain decoding do without a Triton kernel."""
+    """Replace both of vLLM's ops, and a Triton kernel that plain decoding does not need."""
     import vllm.v1.worker.cpu_worker  # noqa: F401  before any module of the V2 runner
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which variants of vLLM's input kernel for DFlash an engine has launched: for `test_capture`."""
+"""The variants of vLLM's input kernel for DFlash that an engine launches: for `test_capture`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SEEN: list[int] = []
 
 
 def watch() -> None:
-    """Note the block size of every launch, in this process."""
+    """Record the block size of every launch in this process."""
     from vllm.triton_utils import triton
     from vllm.v1.worker.gpu.spec_decode.dflash import speculator
 
@@ -25,5 +25,5 @@ def watch() -> None:
 
 
 def seen(session: Any) -> list[list[int]]:
-    """The block sizes so far, but for the first step's own: launched while the engine started."""
+    """The block sizes of the engine's start, without that of the first step."""
     return [_SEEN[:-1]]

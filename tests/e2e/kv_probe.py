@@ -12,14 +12,13 @@ from vllm.model_executor.layers.attention import Attention
 
 
 def full_blocks(session: Any) -> list[dict[str, Any]]:
-    """Of every running request: the content of its blocks that hold computed tokens only.
+    """For every running request: the content of its blocks that hold only computed tokens.
 
-    A block is compared as a whole, so that it does not matter how a backend arranges a block.
+    A block is hashed as a whole, so the backend's layout within a block does not matter.
 
     Returns:
         One entry per request with `request`, `computed` (tokens), `emitted` (tokens) and `blocks`:
-        layer -> a digest of each block. The drafter's layers are told from the target's by `draft.`
-        in front.
+        layer -> a digest of each block. The names of the drafter's layers start with `draft.`.
     """
     size = session.scheduler.cache_config.block_size
     layers = get_layers_from_vllm_config(session.runner.vllm_config, Attention)

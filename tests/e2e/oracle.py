@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter that knows the answer, most of the time: long and branchy accepted paths on demand.
+"""A drafter that usually knows the answer, for long accepted paths with branches.
 
-The drafter's logits are replaced, just before they become a tree, by noise with bumps on the token
-that plain decoding emits and on its neighbour, of different heights, so that the right token is now
-first, now second among the candidates. The drafter itself runs as always and its context is kept,
-and what the target accepts is still its own choice.
+Just before the drafter's logits become a tree, they are replaced by noise with bumps on the token
+that plain decoding emits and on its neighbour. The heights vary, so that the correct token is first
+or second among the candidates. The drafter still runs and its context is correct, and the target
+still decides what it accepts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def install(runner: Any, answers: dict[str, list[int]], plan: Any = None, seed: 
 
     Args:
         answers: request id -> the tokens plain decoding emits; other requests draft noise.
-        plan: None for random bumps, of which the first is missing at a tenth of the depths; or
-            {"accept": [..], "swap": bool} for known ones, see `_planned`.
+        plan: None for random bumps, which end at each depth with a probability of a tenth; or
+            {"accept": [..], "swap": bool} for fixed ones, see `_planned`.
     """
     bumps = _random(random.Random(seed)) if plan is None else _planned(**plan)
     generator = torch.Generator().manual_seed(seed)
@@ -33,7 +33,7 @@ def install(runner: Any, answers: dict[str, list[int]], plan: Any = None, seed: 
     grow = trees.grow
     graphs = runner.speculator.query_cudagraph_manager
     if graphs is not None:
-        graphs._graphs_captured = False  # a replay would not come by here
+        graphs._graphs_captured = False  # a replay would not run this code
 
     def grow_known(logits: torch.Tensor, num_reqs: int, **_: Any) -> None:
         vocab = logits.shape[-1]
@@ -65,8 +65,8 @@ def _random(rng: random.Random, miss: float = 0.1) -> Bumps:
 def _planned(accept: Sequence[int], swap: bool) -> Bumps:
     """Exactly `accept[i % len(accept)]` tokens right after i emitted ones.
 
-    With `swap` every other depth prefers a wrong token to the right one, so that the accepted path
-    branches off; without it the right one comes first at every depth: a chain.
+    With `swap` every other depth prefers a wrong token to the correct one, so that the accepted
+    path leaves the chain; without it the correct one comes first at every depth.
     """
 
     def bumps(truth: Sequence[int], emitted: int, logits: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A custom logits processor, loaded by engines by its name."""
+"""A custom logits processor, which engines load by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 
 
 class Alternate(LogitsProcessor):
-    """Makes tokens as odd, or as even, as the one two places before less likely.
+    """Penalises tokens with the parity of the token two positions before.
 
-    It reads that token from the row above, which is right for a chain and wrong for a tree.
+    It reads that token from the row above, which is correct for a chain and wrong for a tree.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:

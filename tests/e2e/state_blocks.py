@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the recurrent states that requests hold, for `tests.e2e.test_hybrids`."""
+"""Counts the recurrent states of requests, for `tests.e2e.test_hybrids`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from vllm.v1.kv_cache_interface import MambaSpec
 
 
-def held(session: Any) -> list[dict[str, Any]]:
-    """One entry per running request: its `blocks`, held in each recurrent group, and their `bytes`.
+def recurrent_blocks(session: Any) -> list[dict[str, Any]]:
+    """Per running request: its number of `blocks` in each recurrent group, and their `bytes`.
 
-    vLLM's null block (0), which stands for one that is no longer needed, is not counted. A block
-    has a state of each of the group's layers.
+    vLLM's null block (0), which replaces a block that is no longer needed, is not counted. A block
+    holds a state for each of the group's layers.
     """
     groups = session.runner.kv_cache_config.kv_cache_groups
     recurrent = {

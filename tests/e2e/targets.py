@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small targets of other architectures with random weights, which the tiny drafter fits.
+"""Small targets of other architectures with random weights, for the tiny drafter.
 
-They have the tiny target's vocabulary, hidden size, key heads and number of layers: the drafter
-runs on their hidden states and knows nothing of them, as every random drafter would.
+They have the tiny target's vocabulary, hidden size, key heads and number of layers, so the drafter
+runs on their hidden states; its drafts are no better than random.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 4096,
-    # wide enough that the best token depends on the text
+    # large enough that the best token depends on the text
     "initializer_range": 0.15,
     "bos_token_id": None,
     "eos_token_id": 0,
@@ -69,7 +69,7 @@ _VISION = {
     "num_position_embeddings": 16,
 }
 
-# name -> Hugging Face's model type and what its config has besides
+# name -> Hugging Face's model type and further config values
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral-window-24": ("mistral", {"sliding_window": 24}),
@@ -102,7 +102,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     },
 }
 
-# Arguments of `LLM` and a spec's further keys that a target needs.
+# Arguments of `LLM`, and further keys of the spec, that a target needs.
 HYBRID: dict[str, Any] = {"enable_prefix_caching": False}
 _FP32 = "tests.e2e.gdn_fp32:install"
 _TORCHVISION = {"setup": ["tests.e2e.torchvision_python:install", _FP32]}
@@ -121,7 +121,7 @@ SPEC: dict[str, dict[str, Any]] = {
 
 
 def make_target(name: str, folder: Path) -> str:
-    """Write the checkpoint of `TARGETS[name]` with the tiny target's tokenizer; its folder."""
+    """Write the checkpoint of `TARGETS[name]` with the tiny target's tokenizer to a folder."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind, more = TARGETS[name]
@@ -133,7 +133,7 @@ def make_target(name: str, folder: Path) -> str:
         if "sinks" in key:
             torch.nn.init.normal_(parameter, std=2.0)
         elif "q_norm" in key or "k_norm" in key:
-            parameter.data += 1  # sharp attention, for which positions count
+            parameter.data += 1  # sharp attention, so that positions matter
         elif "bias" in key:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
@@ -143,7 +143,7 @@ def make_target(name: str, folder: Path) -> str:
 
 
 def make_scaled(folder: Path) -> str:
-    """The tiny target as llm-compressor leaves a model: a scale of each layer's keys and values."""
+    """The tiny target in llm-compressor's format: with a scale of each layer's keys and values."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / name, folder)

@@ -60,7 +60,7 @@ def test_state_blocks_do_not_grow_with_the_tree(runner: Runner) -> None:
     extra = (("model", str(pair / "target")), ("dtype", "bfloat16"), *HYBRID.items())
     engine = Engine(eager=True, extra=extra)
     drafter = {"model": str(pair / "drafter")}
-    probe = {"probe": "tests.e2e.state_blocks:held"}
+    probe = {"probe": "tests.e2e.state_blocks:recurrent_blocks"}
     blocks, size = {}, {}
     for label, asked in (
         ("dflash", engine.with_method("dflash", GAMMA, **drafter)),
