@@ -28,10 +28,10 @@ Plain steps teach nothing about trees, so trees that do not pay are tried again 
 
     WAIT min(2^d s^2, 2^DOUBLINGS)
 
-times the duration of a step with trees. d counts the trials since trees last paid. s >= 1 is the
-factor by which trees fall short: large batches can fall short by several times the cost of a draft,
-and their trials are the most expensive. Trials thus take at most about 1 / (1 + WAIT 2^d) of the
-time, whatever a draft costs on this machine.
+times the duration of a step with trees. d counts the trials since trees last paid, or since the
+batch changed in size by a factor of two. s > 1 is the factor by which trees fall short: large
+batches can fall short by several times the cost of a draft, and their trials are the most
+expensive. Trials thus take at most about 1 / (1 + WAIT 2^d) of the time, whatever a draft costs.
 """
 
 from __future__ import annotations
