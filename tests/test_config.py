@@ -18,8 +18,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
 from vllm_bastion import config, validation
-from vllm_bastion.attention import tree_backend
 from vllm_bastion.config import BastionSpeculativeConfig
+from vllm_bastion.platform import current_host
 from vllm_bastion.validation import BastionConfigError
 
 # --- accepted ---------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_a_cache_that_no_tree_backend_reads_is_refused() -> None:
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
     with pytest.raises(ValueError) as caught:
-        tree_backend(TritonAttentionBackend, "fp8_e5m2")
+        current_host().tree_backend(TritonAttentionBackend, "fp8_e5m2")
     is_one_sentence(str(caught.value), "TRITON_ATTN", 'kv_cache_dtype "fp8_e5m2"', 'to "auto"')
 
 
@@ -402,7 +402,7 @@ def test_a_gpu_uses_flash_attention_unless_told_otherwise(
 
     from vllm_bastion.hooks.engine_args import prefer_flash_attention
 
-    platform = SimpleNamespace(is_cuda=lambda: cuda)
+    platform = SimpleNamespace(is_cuda=lambda: cuda, is_cpu=lambda: not cuda)
     monkeypatch.setattr(vllm.platforms, "current_platform", platform)
     engine = SimpleNamespace(attention_config=AttentionConfig(backend=given))
     prefer_flash_attention(engine)

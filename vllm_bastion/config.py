@@ -25,6 +25,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config, get_attr_docs
 
 from vllm_bastion.drafter_kinds import candidates_of, gamma_of, restore_block_size
+from vllm_bastion.platform import current_host
 
 PREFIX = "bastion_"
 
@@ -73,12 +74,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
             )
 
     def compute_hash(self) -> str:
-        """As vLLM's: what a compiled model depends on, on a CPU its products and instructions."""
-        from vllm_bastion.cpu.linear import has_linear
-        from vllm_bastion.cpu.stored_graphs import host_instructions
-
-        own = (self.bastion_drafter_weights, has_linear(), host_instructions())
-        return "-".join(map(str, (super().compute_hash(), *own)))
+        """vLLM's hash of what a compiled model depends on, with what this host adds."""
+        own = current_host().compile_factors(self.bastion_drafter_weights)
+        return "-".join((super().compute_hash(), *own))
 
     def rope_only_sizes_cache(self) -> bool:
         """Whether the drafter's rotary frequencies do not depend on its max_position_embeddings."""
@@ -182,10 +180,7 @@ def is_lagged(config: BastionSpeculativeConfig) -> bool:
         return False
     if config.bastion_budget_timing != "auto":
         return config.bastion_budget_timing == "lagged"
-    from vllm.platforms import current_platform
-
-    # Only a device of its own runs dry while the host waits for it.
-    return bool(current_platform.is_cuda())
+    return current_host().runs_ahead
 
 
 def markdown_table() -> str:

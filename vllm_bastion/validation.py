@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from vllm import envs as vllm_envs
 
-from vllm_bastion import compat, envs
+from vllm_bastion import compat
 from vllm_bastion.config import (
     BastionSpeculativeConfig,
     key_adapter,
@@ -27,6 +27,7 @@ from vllm_bastion.config import (
     user_keys,
 )
 from vllm_bastion.drafter_kinds import KINDS, MOST_CANDIDATES, gamma_of, kind_of
+from vllm_bastion.platform import current_host
 from vllm_bastion.versions import capabilities, first_version_with
 
 # One name of each kind of drafter.
@@ -146,21 +147,9 @@ def _describe(choice: dict[str, Any]) -> str:
 
 def check_host() -> None:
     """Refuse a host whose vLLM can run neither Triton's kernels nor their native twins."""
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
-
-    if HAS_TRITON:
-        return
-    if not current_platform.is_cpu():
-        raise BastionConfigError(
-            'method "bastion" needs Triton, which vLLM could not use on this host'
-        )
-    if envs.interpreter_requested():
-        raise BastionConfigError(
-            f"{envs.INTERPRETER}=1 came too late or was not seen: unset it to run native kernels, "
-            "or set it before Python starts, leave VLLM_TARGET_DEVICE unset, and let VLLM_PLUGINS "
-            '(if set) contain "bastion_cpu"'
-        )
+    refusal = current_host().refusal()
+    if refusal is not None:
+        raise BastionConfigError(refusal)
 
 
 def check_drafter(drafter: Any, name: str, target: Any) -> None:
@@ -250,8 +239,6 @@ def check_target(model: Any) -> None:
     Args:
         model: vLLM's ModelConfig of the target.
     """
-    from vllm.platforms import current_platform
-
     kinds: set[str] = set(getattr(model.hf_text_config, "layer_types", None) or ())
     linear = "linear_attention" in kinds
     causes: tuple[tuple[Callable[[], Any], str], ...] = (
@@ -268,9 +255,7 @@ def check_target(model: Any) -> None:
             f"in a {' or '.join(_GATED_DELTA)}",
         ),
         (
-            lambda: (
-                model.is_hybrid and not (current_platform.is_cpu() or current_platform.is_cuda())
-            ),
+            lambda: model.is_hybrid and not current_host().serves_gated_delta(),
             "has gated delta networks, which take trees on CPU hosts and NVIDIA GPUs only",
         ),
         (lambda: model.use_mla, "uses multi-head latent attention"),

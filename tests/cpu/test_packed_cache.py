@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from bastion_kernels import KVCompactor, tree_attention
 from bastion_kernels.attention.kv_layout import OTHER
-from vllm_bastion.attention import float8
+from vllm_bastion.attention.kv_cache import float8
 from vllm_bastion.cpu.attention import cache_layout
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU's kernels")

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from bastion_kernels import tree_attention
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from vllm_bastion.attention import float8
+from vllm_bastion.attention.kv_cache import float8
 from vllm_bastion.policy.trees import Trees
 
 

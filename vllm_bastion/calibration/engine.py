@@ -24,11 +24,10 @@ from vllm_bastion.calibration.agreement import from_rank_0, shared_profile
 from vllm_bastion.calibration.measure import largest_steps, measure, warm_up
 from vllm_bastion.calibration.points import CONTEXTS
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
-from vllm_bastion.cpu.int8 import int8_wanted
-from vllm_bastion.cpu.linear import has_linear
 from vllm_bastion.engine.runtime import runtime_of
-from vllm_bastion.envs import interpreter_requested
+from vllm_bastion.host import HostChoices
 from vllm_bastion.logger import init_logger
+from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.devices import device_name, device_spec
 from vllm_bastion.policy.cost.online import make_latency
 from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
@@ -59,25 +58,13 @@ def calibrate(runner: Any) -> None:
         costs = _set_costs(runner, config, group)
     else:
         costs = summary.FIXED_BUDGET
-        if runner.device.type == "cpu" and not interpreter_requested():
+        if current_host().compiles_on_first_use():
             warm_up(runner)
     if group.rank_in_group == 0:
         logger.info("%s", _summary(runner, config, costs).sentence())
-        if runner.device.type == "cpu":
-            _warn_about_threads()
-
-
-def _warn_about_threads() -> None:
-    from bastion_kernels.cpu.native import runs_on_all_threads
-
-    threads = torch.get_num_threads()
-    if not runs_on_all_threads():
-        logger.warning(
-            "Tree ops run on one thread, although PyTorch has %d, because no OpenMP library in "
-            "this process has as many: set OMP_NUM_THREADS=%d before the start",
-            threads,
-            threads,
-        )
+        warning = current_host().warning()
+        if warning is not None:
+            logger.warning("%s", warning)
 
 
 def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str:
@@ -125,7 +112,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
 
 
 def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summary.EngineSummary:
-    on_cpu, dtype = runner.device.type == "cpu", runner.vllm_config.model_config.dtype
+    choices = _host_choices(runner)
     return summary.EngineSummary(
         drafter="+".join(config.draft_model_config.hf_config.architectures),
         gamma=config.bastion_gamma,
@@ -134,10 +121,16 @@ def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summa
         budget=config.bastion_budget,
         lagged=is_lagged(config),
         costs=costs,
-        int8_drafter=on_cpu and int8_wanted(config, dtype),
-        own_products=has_linear() and dtype == torch.bfloat16 if on_cpu else None,
-        threads=torch.get_num_threads() if on_cpu else None,
+        int8_drafter=choices.int8_drafter,
+        own_products=choices.own_products,
+        threads=choices.threads,
     )
+
+
+def _host_choices(runner: Any) -> HostChoices:
+    config: VllmConfig = runner.vllm_config
+    spec: BastionSpeculativeConfig = config.speculative_config
+    return current_host().choices(spec.bastion_drafter_weights, config.model_config.dtype)
 
 
 def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:
@@ -208,10 +201,7 @@ def bare_roofline(runner: Any, group: Any) -> Roofline | None:
 
 def captured_sizes(runner: Any) -> list[int]:
     """Token counts of the FULL CUDA graphs of a verifying step, ascending; empty without graphs."""
-    manager = runner.cudagraph_manager
-    if manager is None or (not manager.needs_capture() and runner.device.type == "cpu"):
-        return []
-    return sorted(manager.captured_token_counts())
+    return current_host().captured_sizes(runner.cudagraph_manager)
 
 
 def profile_key(runner: Any) -> ProfileKey:
@@ -219,12 +209,13 @@ def profile_key(runner: Any) -> ProfileKey:
     config: VllmConfig = runner.vllm_config
     spec: BastionSpeculativeConfig = config.speculative_config
     backend = {g.backend.get_name() for groups in runner.attn_groups for g in groups}
-    drafter = spec.draft_model_config.hf_config.to_dict()
     target = config.model_config.hf_text_config.to_dict()
-    if runner.device.type == "cpu":
-        if int8_wanted(spec, config.model_config.dtype):
-            drafter["weights"] = "int8"
-        target["products"] = "bastion" if has_linear() else "vllm"
+    drafter = spec.draft_model_config.hf_config.to_dict()
+    choices = _host_choices(runner)
+    if choices.own_products is not None:
+        target["products"] = "bastion" if choices.own_products else "vllm"
+    if choices.int8_drafter:
+        drafter["weights"] = "int8"
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     if config.cache_config.cache_dtype != "auto":
         dtype += f", cache {config.cache_config.cache_dtype}"

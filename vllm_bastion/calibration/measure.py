@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 
 from vllm_bastion.calibration.agreement import from_rank_0
 from vllm_bastion.calibration.points import (
@@ -35,26 +34,18 @@ from vllm_bastion.calibration.points import (
 from vllm_bastion.calibration.tree_steps import TreeSteps
 from vllm_bastion.engine.runtime import runtime_of
 from vllm_bastion.logger import init_logger
+from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.fit import calibrate_and_report
 from vllm_bastion.policy.cost.forward_times import Sample
 from vllm_bastion.policy.cost.roofline import Roofline
 from vllm_bastion.policy.cost.store import Profile, ProfileKey
 from vllm_bastion.policy.cost.table import StepCostTable, padded_rows
-from vllm_bastion.policy.cost.timing import HostMark, new_mark
+from vllm_bastion.policy.cost.timing import new_mark
 
 logger = init_logger(__name__)
 
 # Trees whose step takes longer are timed with the shortest context only.
 _SLOW_S = 0.3
-
-
-class HostStepTimingCollector(StepTimingCollector):
-    """vLLM's collector of step timings, with host clocks instead of the CPU's event stubs."""
-
-    def forward_start(self) -> None:
-        if self._collecting:
-            self._step = StepTimingEvents(HostMark(), HostMark(), HostMark(), HostMark())
-            self._step.forward_start.record()
 
 
 def measure(
@@ -70,8 +61,7 @@ def measure(
         group: the ranks that step together.
     """
     start = time.perf_counter()
-    if runner.device.type == "cpu":
-        runner.step_timing = HostStepTimingCollector()
+    current_host().prepare_timing(runner)
     batches, contexts = _batches(runner), _contexts(runner)
     shapes = tree_shapes(_largest_tree(runner), _max_tree_rows(runner), batches[-1])
     # The sizes of tree steps are timed without context, too.

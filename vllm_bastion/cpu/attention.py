@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from bastion_kernels import KVLayout, learn_layout
 from bastion_kernels.cpu.attention import AttentionLayer as TreeAttentionLayer
 from bastion_kernels.cpu.attention import AttentionStep
-from vllm_bastion.attention import float8
+from vllm_bastion.attention.kv_cache import float8
 from vllm_bastion.policy.trees import Trees
 
 

@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from vllm import _custom_ops as ops
 
 from bastion_kernels.cpu.linear import Int8Weight, round_rows
-from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.cpu.linear import has_linear
 
 _PRIMITIVES = 32  # shapes whose code oneDNN keeps, as in vLLM's own layers
 
 
-def int8_wanted(spec_config: BastionSpeculativeConfig, dtype: torch.dtype) -> bool:
-    """Whether this engine's drafter multiplies in int8."""
+def int8_wanted(drafter_weights: str, dtype: torch.dtype) -> bool:
+    """Whether a drafter of this dtype multiplies in int8.
+
+    drafter_weights: the setting `bastion_drafter_weights`.
+    """
     return (
-        spec_config.bastion_drafter_weights == "auto"
+        drafter_weights == "auto"
         and dtype == torch.bfloat16
         and bool(ops._supports_onednn)
         and torch.cpu._is_vnni_supported()

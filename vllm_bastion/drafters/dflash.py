@@ -32,9 +32,8 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import gather_rows, kept_rows
 from vllm_bastion.config import bastion_config, chain_view_of
-from vllm_bastion.cpu import context_kv
-from vllm_bastion.cpu.int8 import int8_wanted, with_int8_head
 from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.platform import current_host
 
 _MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
 
@@ -104,12 +103,9 @@ class BastionSpeculator(DFlashSpeculator):
                 f'drafter "{self.draft_model_config.model}" has a vocabulary of {len(reduced)} '
                 "tokens and no head for them (lm_head): use a complete checkpoint"
             )
-        if self.device.type == "cpu":
-            context_kv.install(model.model)
-            head, spec_config = model.lm_head, bastion_config(config)
-            assert spec_config is not None
-            if head.tp_size == 1 and int8_wanted(spec_config, head.weight.dtype):
-                with_int8_head(model)
+        spec_config = bastion_config(config)
+        assert spec_config is not None
+        current_host().prepare_drafter(model, spec_config.bastion_drafter_weights)
         return model
 
     def _for_all_rows(self, compilation: CompilationConfig) -> CompilationConfig:

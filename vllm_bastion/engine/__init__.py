@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters between bastion and vLLM's Model Runner V2."""
+"""The adapters between the policy and vLLM's Model Runner V2; they run in worker processes."""

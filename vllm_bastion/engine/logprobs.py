@@ -18,6 +18,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from vllm_bastion.platform import current_host
+
 
 class PathLogprobs:
     """Collects them over the chunks of a step."""
@@ -68,8 +70,8 @@ class PathLogprobs:
         tokens = sampled[rows].flatten()
         # not repeat_interleave, which waits for the device
         of_slots = slots[rows][:, None].expand_as(nodes).flatten()
-        if not logits.is_cuda:
-            # Rows past a path's end cost time here; leaving them out on a device would be a wait.
+        if not current_host().runs_ahead:
+            # Score no rows past a path's end. Elsewhere the host would wait for the path's length.
             live = (nodes >= 0).flatten()
             source, tokens, of_slots = source[live], tokens[live], of_slots[live]
             counts[asked] = (nodes >= 0).sum(1).numpy()

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 
@@ -15,10 +16,18 @@ from vllm_bastion.policy.gate import DraftGate
 from vllm_bastion.policy.step_costs import StepCosts
 from vllm_bastion.policy.trees import Trees
 
-if TYPE_CHECKING:
-    from vllm_bastion.engine.verification import BastionVerificationManager
-
 _ATTRIBUTE = "_bastion_runtime"
+
+
+class DraftPlanner(Protocol):
+    """What the other adapters ask the verification manager."""
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """[R] int32, most nodes that each row of the step may have on the device."""
+
+    def draft_next(self, slots: np.ndarray, context_len: float) -> bool:
+        """Whether the coming step of the requests in `slots`, [R], gets trees."""
 
 
 @dataclass
@@ -31,7 +40,7 @@ class Runtime:
     # None where every step drafts: a fixed budget, or data parallelism.
     gate: DraftGate | None = None
     # None until the KV cache exists.
-    manager: BastionVerificationManager | None = None
+    manager: DraftPlanner | None = None
     # Whether the last ``propose`` grew trees.
     drafted: bool = True
     # Whether steps that are scheduled from here on get placeholders.

@@ -12,12 +12,13 @@ What is reported of the tokens (log-probabilities) is that of the rows on the ac
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
@@ -26,14 +27,11 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from bastion_kernels import accept_path
-from bastion_kernels.cpu.greedy_walk import SERVED, accept_greedily
-from bastion_kernels.cpu.lazy_walk import accept_lazily
 from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
-from vllm_bastion.cpu.noise import gumbel_sample_on_host
 from vllm_bastion.engine.logprobs import PathLogprobs
 from vllm_bastion.engine.processors import follow_ancestors, has_unknown
 from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.platform import current_host
 
 
 class TreeRejectionSampler(RejectionSampler):
@@ -52,8 +50,9 @@ class TreeRejectionSampler(RejectionSampler):
         self.enable_adaptive_verification = is_lagged(spec_config)
         self.runtime, self.trees = runtime, runtime.trees
         self._ancestors = follow_ancestors(sampler)
+        self._host = current_host()
         # A custom processor reads the rows above a row, so all of them have to be there.
-        self._lazy = device.type == "cpu" and not has_unknown(sampler)
+        self._every_row = has_unknown(sampler)
         self._next_row = 0
         self._logprobs = PathLogprobs(sampler)
 
@@ -154,8 +153,7 @@ class TreeRejectionSampler(RejectionSampler):
                     seq_lens_upper_bound_np,
                 )
             states = self.sampler.sampling_states
-            sample = gumbel_sample if logits.is_cuda else gumbel_sample_on_host
-            drawn = sample(
+            tokens = self._host.sample(
                 processed,
                 slots,
                 states.temperature.gpu,
@@ -165,7 +163,7 @@ class TreeRejectionSampler(RejectionSampler):
                 is_drafting=False,
                 use_fp64=self.sampler.use_fp64_gumbel,
             )
-            return processed, drawn
+            return processed, tokens
 
         walk = (
             verify_draft_sampled.to(torch.int64),
@@ -177,23 +175,14 @@ class TreeRejectionSampler(RejectionSampler):
             num_sampled,
         )
         reports_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        if not self._lazy:
-            processed, drawn = draw()
-            accept_path(drawn, *walk)
-        elif logits.dtype in SERVED and self._takes_largest(idx_mapping_np):
-            processed = logits
-            accept_greedily(logits, *walk)
-        elif self._logprobs.wanted and reports_processed:
-            processed = torch.empty_like(logits, dtype=torch.float32)
-
-            def draw_and_keep(chosen: torch.Tensor) -> torch.Tensor:
-                processed[chosen], drawn = draw(chosen)
-                return drawn
-
-            accept_lazily(draw_and_keep, *walk)
-        else:
-            processed = logits
-            accept_lazily(lambda chosen: draw(chosen)[1], *walk)
+        processed = self._host.accept(
+            logits,
+            draw,
+            walk,
+            every_row=self._every_row,
+            keep_processed=self._logprobs.wanted and reports_processed,
+            is_argmax=partial(self._takes_largest, idx_mapping_np),
+        )
         self._logprobs.add(
             processed if reports_processed else logits,
             cu_num_logits,

@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from bastion_kernels import KVCompactor
-from vllm_bastion.attention import packing
+from vllm_bastion.attention.kv_cache import block_layout
 from vllm_bastion.engine.processors import has_unknown
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
@@ -175,7 +175,7 @@ class BastionModelState(DefaultModelState):
         if self._compactor is None:
             layers, groups = zip(*self._target_layers.values(), strict=True)
             caches = [layer.kv_cache for layer in layers]
-            self._compactor = KVCompactor(caches, groups, [packing(layer) for layer in layers])
+            self._compactor = KVCompactor(caches, groups, [block_layout(layer) for layer in layers])
         return self._compactor
 
     def postprocess_state(

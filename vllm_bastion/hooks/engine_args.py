@@ -118,16 +118,12 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
 
 
 def prefer_flash_attention(vllm_config: Any) -> None:
-    """Use FlashAttention where the choice was left to vLLM, which takes FlashInfer on some GPUs.
-
-    Tree attention stands in for FlashAttention's kernel and no other.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    """Use the backend that tree attention replaces, where the user named none."""
+    from vllm_bastion.platform import current_host
 
     attention_config = vllm_config.attention_config
-    if current_platform.is_cuda() and attention_config.backend is None:
-        attention_config.backend = AttentionBackendEnum.FLASH_ATTN
+    if attention_config.backend is None:
+        attention_config.backend = current_host().default_attention_backend()
 
 
 def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
@@ -151,12 +147,11 @@ def runs_on_twins(vllm_config: Any) -> bool:
     """Whether V2 runs on our native kernels: a CPU host without a Triton back end, and method
     "bastion" or VLLM_USE_V2_MODEL_RUNNER=1."""
     from vllm import envs
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
 
     from vllm_bastion.config import bastion_config
+    from vllm_bastion.platform import current_host
 
-    if HAS_TRITON or not current_platform.is_cpu():
+    if not current_host().needs_twins():
         return False
     asked = envs.VLLM_USE_V2_MODEL_RUNNER
     return bool(asked) or (asked is None and bastion_config(vllm_config) is not None)

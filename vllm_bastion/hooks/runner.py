@@ -16,8 +16,9 @@ from typing import Any
 
 from vllm_bastion.carriers import StepPlan
 from vllm_bastion.config import bastion_config, is_lagged
-from vllm_bastion.drafter_kinds import kind_of
+from vllm_bastion.drafter_kinds import KINDS, kind_of
 from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
+from vllm_bastion.platform import current_host
 from vllm_bastion.versions import capabilities
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
@@ -166,19 +167,19 @@ def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     """A tree-capable backend for a target layer; vLLM's own for a drafter's."""
     from vllm.config import get_current_vllm_config
 
-    from vllm_bastion.attention import tree_backend
-
     backend = original(*args, **kwargs)
     if bastion_config(get_current_vllm_config()) is None or _builds_drafter():
         return backend
-    return tree_backend(backend, kwargs.get("kv_cache_dtype", args[2] if len(args) > 2 else None))
+    return current_host().tree_backend(
+        backend, kwargs.get("kv_cache_dtype", args[2] if len(args) > 2 else None)
+    )
 
 
 def _builds_drafter() -> bool:
     """Whether the model that is being built is a drafter: vLLM builds them under these tags."""
     from vllm.compilation import backends
 
-    return backends.model_tag in ("dflash_head", "dspark_head")
+    return backends.model_tag in {f"{kind.method}_head" for kind in KINDS}
 
 
 def cpu_product(original: Callable[..., Any], layer: Any, remove_weight: bool) -> Any:
@@ -189,16 +190,13 @@ def cpu_product(original: Callable[..., Any], layer: Any, remove_weight: bool) -
     config = None if vllm_config is None else bastion_config(vllm_config)
     if config is None:
         return original(layer, remove_weight)
-    from vllm_bastion.cpu.int8 import install_int8, int8_wanted
-    from vllm_bastion.cpu.linear import install_linear
-
-    # What keeps its weight is looked up in it, too: embeddings, and heads (`with_int8_head`).
-    if _builds_drafter() and remove_weight:
-        of_target_states = getattr(layer, "prefix", "").endswith(".fc")
-        if int8_wanted(config, layer.weight.dtype) and not of_target_states:
-            install_int8(layer)
-            return None
-    return None if install_linear(layer, remove_weight) else original(layer, remove_weight)
+    installed = current_host().install_product(
+        layer,
+        drafter_weights=config.bastion_drafter_weights,
+        in_drafter=_builds_drafter(),
+        remove_weight=remove_weight,
+    )
+    return None if installed else original(layer, remove_weight)
 
 
 def init_speculator(
@@ -220,9 +218,7 @@ def load_compiled(original: Callable[..., Any], model: Any, aot_compilation_path
     """What an earlier start compiled, on a CPU too."""
     if bastion_config(model.vllm_config) is None:
         return original(model, aot_compilation_path)
-    from vllm_bastion.cpu.stored_graphs import complete_when_read
-
-    with complete_when_read():
+    with current_host().loading_compiled():
         return original(model, aot_compilation_path)
 
 

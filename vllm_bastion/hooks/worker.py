@@ -15,7 +15,9 @@ from vllm_bastion.config import bastion_config
 from vllm_bastion.cpu import interpreter
 from vllm_bastion.hooks.engine_args import runs_on_twins
 from vllm_bastion.hooks.ledger import INTERPRETER, Hook
+from vllm_bastion.platform import current_host
 
+_CPU_WORKER = "vllm.v1.worker.cpu_worker"
 TOP_K_TOP_P = Hook(
     target="vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_triton",
     wrapper="worker:apply_top_k_top_p",
@@ -44,9 +46,7 @@ def init_device(original: Callable[..., Any], self: Any) -> None:
         # For every method: plain decoding in the interpreter needs it as well.
         TOP_K_TOP_P.install()
     if runs_on_twins(self.vllm_config):
-        from vllm_bastion.cpu import twins
-
-        twins.install()
+        current_host().install_twins()
     if bastion_config(self.vllm_config) is not None:
         install_adapters(self.vllm_config)
     original(self)
@@ -58,15 +58,13 @@ def install_adapters(vllm_config: Any) -> None:
     Raises:
         HookError: a symbol of vLLM is missing or has changed.
     """
-    from vllm.platforms import current_platform
-
     from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
     from vllm_bastion.hooks.runner import RUNNER_HOOKS
 
     for hook in (*RUNNER_HOOKS, *GATED_DELTA_HOOKS):
         if hook in GATED_DELTA_HOOKS and not vllm_config.model_config.is_hybrid:
             continue
-        if "cpu_worker" in hook.target and not current_platform.is_cpu():
+        if hook.target.partition(":")[0] == _CPU_WORKER and _CPU_WORKER not in sys.modules:
             continue  # importing the CPU worker patches torch
         hook.install()
 

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine on a GPU imports no Numba, hashes no sources and makes no cache folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# Everything that the CUDA path imports, in a process in which importing Numba or llvmlite raises.
+_SCRIPT = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("numba", "llvmlite"):
+            raise ImportError(f"{name} must not be imported on a GPU")
+
+sys.meta_path.insert(0, Blocker())
+
+import importlib
+from pathlib import Path
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    import vllm.v1.worker.cpu.shm  # vLLM's substitutes for pinned memory and events
+
+import bastion_kernels
+import vllm_bastion
+from vllm_bastion import drafter_kinds, platform, plugin
+
+plugin.register()
+# Other modules by file: `pkgutil` would import the CPU's packages to look into them.
+skipped = ["vllm_bastion.cpu", "bastion_kernels.cpu"]
+if importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.xpress") is None:
+    skipped.append("vllm_bastion.drafters.xpress")
+for package in (bastion_kernels, vllm_bastion):
+    root = Path(package.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        name = ".".join(file.relative_to(root.parent).with_suffix("").parts)
+        if not any((name + ".").startswith(each + ".") for each in skipped):
+            importlib.import_module(name.removesuffix(".__init__"))
+host = platform.Host()
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+host.tree_backend(FlashAttentionBackend)
+assert host.compile_factors("auto") == ()
+with host.loading_compiled():
+    pass
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"numba", "llvmlite"}
+# Which build of vLLM this is, and the tests' interpreter, are asked everywhere.
+expected = {"vllm_bastion.cpu", "vllm_bastion.cpu.build", "vllm_bastion.cpu.interpreter"}
+found = {name for name in sys.modules if name.startswith("vllm_bastion.cpu")}
+assert found <= expected, found - expected
+"""
+
+
+def test_the_cuda_path_needs_no_numba_and_writes_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    environment = os.environ | {
+        "VLLM_BASTION_CACHE": str(cache / "own"),
+        "XDG_CACHE_HOME": str(cache / "xdg"),
+        "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
+    }
+    environment.pop("VLLM_BASTION_TRITON_INTERPRETER", None)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not (cache / "own").exists()
+    assert not (cache / "xdg" / "vllm-bastion").exists()

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU's side of the host seam; the docstrings are in `vllm_bastion.host`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_bastion import envs
+from vllm_bastion.host import Draw, Host, HostChoices
+
+
+class CpuHost(Host):
+    """An engine on a CPU."""
+
+    runs_ahead = False
+
+    def compiles_on_first_use(self) -> bool:
+        return not envs.interpreter_requested()
+
+    # ---- what the host can serve --------------------------------------------------------
+
+    def refusal(self) -> str | None:
+        from vllm.triton_utils import HAS_TRITON
+
+        if HAS_TRITON or not envs.interpreter_requested():
+            return None
+        return (
+            f"{envs.INTERPRETER}=1 came too late or was not seen: unset it to run native kernels, "
+            "or set it before Python starts, leave VLLM_TARGET_DEVICE unset, and let VLLM_PLUGINS "
+            '(if set) contain "bastion_cpu"'
+        )
+
+    def serves_gated_delta(self) -> bool:
+        return True
+
+    def tree_backend(self, backend: type[Any], kv_cache_dtype: str | None = None) -> type[Any]:
+        if backend.get_name() != "CPU_ATTN":
+            return super().tree_backend(backend, kv_cache_dtype)
+        from vllm_bastion.cpu.attention import TreeCPUAttentionBackend
+
+        return TreeCPUAttentionBackend
+
+    def default_attention_backend(self) -> Any | None:
+        return None
+
+    # ---- the worker's start -------------------------------------------------------------
+
+    def needs_twins(self) -> bool:
+        from vllm.triton_utils import HAS_TRITON
+
+        return not HAS_TRITON
+
+    def install_twins(self) -> None:
+        from vllm_bastion.cpu import twins
+
+        twins.install()
+
+    def compile_factors(self, drafter_weights: str) -> tuple[str, ...]:
+        from vllm_bastion.cpu.linear import has_linear
+        from vllm_bastion.cpu.stored_graphs import host_instructions
+
+        return drafter_weights, str(has_linear()), host_instructions()
+
+    def loading_compiled(self) -> AbstractContextManager[None]:
+        from vllm_bastion.cpu.stored_graphs import complete_when_read
+
+        return complete_when_read()
+
+    def install_product(
+        self, layer: Any, *, drafter_weights: str, in_drafter: bool, remove_weight: bool
+    ) -> bool:
+        from vllm_bastion.cpu.int8 import install_int8, int8_wanted
+        from vllm_bastion.cpu.linear import install_linear
+
+        # Embeddings and heads keep their weight; a drafter's head gets int8 in `prepare_drafter`.
+        # `fc` reads the target's hidden states, see `cpu.int8`.
+        rounds = in_drafter and remove_weight and not getattr(layer, "prefix", "").endswith(".fc")
+        if rounds and int8_wanted(drafter_weights, layer.weight.dtype):
+            install_int8(layer)
+            return True
+        return install_linear(layer, remove_weight)
+
+    def prepare_drafter(self, model: Any, drafter_weights: str) -> None:
+        from vllm_bastion.cpu import context_kv
+        from vllm_bastion.cpu.int8 import int8_wanted, with_int8_head
+
+        context_kv.install(model.model)
+        head = model.lm_head
+        if head.tp_size == 1 and int8_wanted(drafter_weights, head.weight.dtype):
+            with_int8_head(model)
+
+    # ---- a step -------------------------------------------------------------------------
+
+    def sample(self, *args: Any, **kwargs: Any) -> Tensor:
+        from vllm_bastion.cpu.noise import gumbel_sample_on_host
+
+        return gumbel_sample_on_host(*args, **kwargs)
+
+    def accept(
+        self,
+        logits: Tensor,
+        draw: Draw,
+        walk: tuple[Tensor, ...],
+        *,
+        every_row: bool,
+        keep_processed: bool,
+        is_argmax: Callable[[], bool],
+    ) -> Tensor:
+        """A token is drawn only where the walk comes by: each row costs time here."""
+        from bastion_kernels.cpu.greedy_walk import SERVED, accept_greedily
+        from bastion_kernels.cpu.lazy_walk import accept_lazily
+
+        if every_row:
+            return super().accept(
+                logits,
+                draw,
+                walk,
+                every_row=every_row,
+                keep_processed=keep_processed,
+                is_argmax=is_argmax,
+            )
+        if logits.dtype in SERVED and is_argmax():
+            accept_greedily(logits, *walk)
+            return logits
+        if not keep_processed:
+            accept_lazily(lambda rows: draw(rows)[1], *walk)
+            return logits
+        processed = torch.empty_like(logits, dtype=torch.float32)
+
+        def draw_and_keep(rows: Tensor) -> Tensor:
+            processed[rows], tokens = draw(rows)
+            return tokens
+
+        accept_lazily(draw_and_keep, *walk)
+        return processed
+
+    # ---- calibration --------------------------------------------------------------------
+
+    def prepare_timing(self, runner: Any) -> None:
+        from vllm_bastion.cpu.timing import HostStepTimingCollector
+
+        runner.step_timing = HostStepTimingCollector()
+
+    def captured_sizes(self, manager: Any) -> list[int]:
+        if manager is None or not manager.needs_capture():
+            return []
+        return super().captured_sizes(manager)
+
+    def choices(self, drafter_weights: str, dtype: torch.dtype) -> HostChoices:
+        from vllm_bastion.cpu.int8 import int8_wanted
+        from vllm_bastion.cpu.linear import has_linear
+
+        return HostChoices(
+            int8_drafter=int8_wanted(drafter_weights, dtype),
+            own_products=has_linear() and dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
+        )
+
+    def warning(self) -> str | None:
+        from bastion_kernels.cpu.native import runs_on_all_threads
+
+        if runs_on_all_threads():
+            return None
+        threads = torch.get_num_threads()
+        return (
+            f"Tree ops run on one thread, although PyTorch has {threads}, because no OpenMP "
+            f"library in this process has as many: set OMP_NUM_THREADS={threads} before the start"
+        )

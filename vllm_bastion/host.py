@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host seam: every decision that differs between a GPU engine and a CPU engine.
+
+`Host` is the GPU's side and the default. `vllm_bastion.cpu.host.CpuHost` overrides what a CPU does
+differently, and `vllm_bastion.platform.current_host` picks one of them. Nothing else in the package
+asks which device it runs on.
+
+The methods import what they need when they are called: the configuration asks this module in
+processes that must not import vLLM's model runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Draws a token for the given rows of the step's logits, or for all rows: rows [A] int64 or None ->
+# processed logits [A, V] and tokens [A] int64.
+Draw = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class HostChoices:
+    """What measured times depend on besides the models. The defaults are a GPU's."""
+
+    # Whether the drafter's matrix products run in int8.
+    int8_drafter: bool = False
+    # Whether a CPU's other matrix products are ours; None on a GPU.
+    own_products: bool | None = None
+    # PyTorch's threads on a CPU; None on a GPU.
+    threads: int | None = None
+
+
+class Host:
+    """An engine on a GPU."""
+
+    # Whether the device runs while the host prepares the next step. Reading a value from the
+    # device then makes both wait.
+    runs_ahead = True
+
+    def compiles_on_first_use(self) -> bool:
+        """Whether a first tree would wait for code that only running a step compiles."""
+        return False
+
+    # ---- what the host can serve --------------------------------------------------------
+
+    def refusal(self) -> str | None:
+        """Why method "bastion" cannot run here, in one sentence; None if it can."""
+        from vllm.triton_utils import HAS_TRITON
+
+        if HAS_TRITON:
+            return None
+        return 'method "bastion" needs Triton, which vLLM could not use on this host'
+
+    def serves_gated_delta(self) -> bool:
+        """Whether gated delta layers can verify trees."""
+        from vllm.platforms import current_platform
+
+        return bool(current_platform.is_cuda())
+
+    def tree_backend(self, backend: type[Any], kv_cache_dtype: str | None = None) -> type[Any]:
+        """The tree-capable attention backend in place of the one that vLLM chose.
+
+        Both have the same KV cache layout. kv_cache_dtype: of the layer.
+
+        Raises:
+            ValueError: there is none for `backend`.
+        """
+        name = backend.get_name()
+        if name == "FLASH_ATTN":
+            from vllm_bastion.attention.cuda import TreeFlashAttentionBackend
+
+            return TreeFlashAttentionBackend
+        from vllm_bastion.attention.kv_cache import float8
+
+        if kv_cache_dtype is not None and float8(kv_cache_dtype) is not None:
+            raise ValueError(
+                f"method 'bastion' has no tree attention for the backend {name}, which vLLM takes "
+                f'for kv_cache_dtype "{kv_cache_dtype}" on this device: set kv_cache_dtype to '
+                '"auto"'
+            )
+        raise ValueError(
+            f"method 'bastion' has no tree attention for the backend {name}. "
+            "Leave attention_config.backend unset, or set it to FLASH_ATTN."
+        )
+
+    def default_attention_backend(self) -> Any | None:
+        """The `AttentionBackendEnum` to use where the user named none; None = vLLM's choice.
+
+        vLLM prefers FlashInfer on some GPUs. Tree attention replaces FlashAttention only.
+        """
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        return AttentionBackendEnum.FLASH_ATTN if current_platform.is_cuda() else None
+
+    # ---- the worker's start -------------------------------------------------------------
+
+    def needs_twins(self) -> bool:
+        """Whether Model Runner V2 needs native functions in place of vLLM's Triton kernels."""
+        return False
+
+    def install_twins(self) -> None:
+        """Replace vLLM's Triton kernels by native functions, see `needs_twins`."""
+        raise AssertionError("a GPU runs vLLM's own Triton kernels")
+
+    def compile_factors(self, drafter_weights: str) -> tuple[str, ...]:
+        """What compiled models depend on besides vLLM's own factors.
+
+        drafter_weights: the setting `bastion_drafter_weights`.
+        """
+        return ()
+
+    def loading_compiled(self) -> AbstractContextManager[None]:
+        """Within it vLLM loads the models that an earlier start compiled."""
+        return nullcontext()
+
+    def install_product(
+        self, layer: Any, *, drafter_weights: str, in_drafter: bool, remove_weight: bool
+    ) -> bool:
+        """Replace the matrix product of a linear layer. Returns False to leave it to vLLM.
+
+        in_drafter: the layer belongs to the drafter. remove_weight: nothing else reads the weight.
+        """
+        return False
+
+    def prepare_drafter(self, model: Any, drafter_weights: str) -> None:
+        """Adapt a drafter whose weights have just been loaded."""
+
+    # ---- a step -------------------------------------------------------------------------
+
+    def sample(self, *args: Any, **kwargs: Any) -> Tensor:
+        """vLLM's ``gumbel_sample``: a token for every row of logits."""
+        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+        tokens: Tensor = gumbel_sample(*args, **kwargs)
+        return tokens
+
+    def accept(
+        self,
+        logits: Tensor,
+        draw: Draw,
+        walk: tuple[Tensor, ...],
+        *,
+        every_row: bool,
+        keep_processed: bool,
+        is_argmax: Callable[[], bool],
+    ) -> Tensor:
+        """Draw tokens and follow them down the trees.
+
+        Args:
+            logits: [L, V] of the step.
+            draw: draws a row's token.
+            walk: the arguments of `bastion_kernels.accept_path` after the tokens; the last three
+                are written.
+            every_row: a processor needs all rows, so all of them are drawn.
+            keep_processed: the caller reads the returned logits on accepted paths.
+            is_argmax: whether every token is the argmax of its unprocessed row.
+
+        Returns:
+            Processed logits [L, V], valid on the accepted paths if `keep_processed`.
+        """
+        from bastion_kernels import accept_path
+
+        processed, tokens = draw(None)
+        accept_path(tokens, *walk)
+        return processed
+
+    # ---- calibration --------------------------------------------------------------------
+
+    def prepare_timing(self, runner: Any) -> None:
+        """Make vLLM's step timings of a ``GPUModelRunner`` usable on this host."""
+
+    def captured_sizes(self, manager: Any) -> list[int]:
+        """Token counts of a graph manager's FULL graphs, ascending; empty without graphs."""
+        return [] if manager is None else sorted(manager.captured_token_counts())
+
+    def choices(self, drafter_weights: str, dtype: torch.dtype) -> HostChoices:
+        """What this host chose for an engine; dtype: of the models."""
+        return HostChoices()
+
+    def warning(self) -> str | None:
+        """Why steps are slower than this host could run them, for the log; None if they are not."""
+        return None
