@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of drafters that trees are grown from, by the architecture in their checkpoint.
 
-All of them are DFlash's backbone. What differs is what is known of a candidate: its probability at
-its position, or, from a head over the best candidates of every position, its score after each
-candidate of the position before.
+All of them have DFlash's backbone. They differ in what scores a candidate: its probability at its
+position or, with a head over the best candidates of every position, its score after each candidate
+of the position before.
 
-Imports nothing of vLLM: the engine's configuration asks here.
+To add a kind, write its speculator in `vllm_bastion/drafters` and add its row to `KINDS`. This
+module imports nothing of vLLM, because the engine's configuration asks it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
     "KINDS",
-    "MOST_CANDIDATES",
     "Kind",
     "candidates_of",
     "gamma_of",
@@ -24,10 +24,16 @@ __all__ = [
     "restore_block_size",
 ]
 
-# Of a position, in the tree's op.
-MOST_CANDIDATES = 255
-# That DSpark's head is asked about, unless `dspark_draft_topk` says, and XPress's.
-_MARKOV_CANDIDATES = 32
+# Most candidates of a position that the tree's op takes.
+_MOST_CANDIDATES = 255
+# Candidates that a head is asked about where its checkpoint does not say.
+_DEFAULT_CANDIDATES = 32
+
+# A drafter's Hugging Face config -> a number that it implies, or None.
+Rule = Callable[[Any], int | None]
+# A drafter's config, the name that the user gave and the target's vocabulary size -> why the
+# checkpoint is refused, in one sentence, or None.
+Check = Callable[[Any, str, int], str | None]
 
 
 @dataclass(frozen=True)
@@ -35,44 +41,182 @@ class Kind:
     """A kind of drafter."""
 
     architectures: frozenset[str]
-    # Builds its speculator, `module:class`; imported by workers only.
+    """Names in a checkpoint's config; all of a checkpoint's names must be among them."""
     speculator: str
-    # The key of dflash_config that says how many candidates its head looks at.
-    candidates_key: str | None = None
-    # What vLLM takes it for.
+    """`module:class` in `vllm_bastion.drafters`; imported by workers only."""
+    gamma: Rule
+    """Positions that it drafts."""
+    candidates: Rule = lambda config: None
+    """Candidates of each position that its head scores; None for a kind without a head."""
+    checks: tuple[Check, ...] = ()
+    """What its checkpoint must have, besides what all kinds need."""
     method: str = "dflash"
-    # Whether the settings of its block may lie outside of dflash_config.
-    flat: bool = False
-    # The field of `versions.Capabilities` that says whether vLLM has it; None = every version.
+    """vLLM's speculative method that loads it."""
     needs: str | None = None
+    """The field of `versions.Capabilities` that says whether vLLM has it; None = every version."""
 
 
-_HEADS = "vllm_bastion.drafters.candidate_heads"
+# ---- gamma: the block is the anchor's query and one for each drafted token --------------
+
+
+def _dflash(config: Any) -> dict[str, Any]:
+    return getattr(config, "dflash_config", None) or {}
+
+
+def _block(config: Any) -> int | None:
+    """The block size; LiLiCorr writes it beside the settings of its head."""
+    block = _dflash(config).get("block_size", getattr(config, "block_size", None))
+    return block if isinstance(block, int) and not isinstance(block, bool) else None
+
+
+def _after_anchor(config: Any) -> int | None:
+    block = _block(config)
+    return None if block is None else block - 1
+
+
+def _dspark_gamma(config: Any) -> int | None:
+    """By default DSpark draws the first token from the anchor's own query."""
+    if getattr(config, "sample_from_anchor", True):
+        return _block(config)
+    return _after_anchor(config)
+
+
+def _xpress_gamma(config: Any) -> int | None:
+    if _block(config) is None:
+        block = getattr(config, "xpress_block_size", None)
+        return block - 1 if isinstance(block, int) and not isinstance(block, bool) else None
+    return _after_anchor(config)
+
+
+# ---- candidates -------------------------------------------------------------------------
+
+
+def _dspark_candidates(config: Any) -> int:
+    vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    asked = getattr(config, "dspark_draft_topk", None) or _DEFAULT_CANDIDATES
+    return int(min(asked, vocab, _MOST_CANDIDATES))
+
+
+def _xpress_candidates(config: Any) -> int:
+    ranked = getattr(config, "xpress_topc", None) or config.vocab_size
+    return int(min(_DEFAULT_CANDIDATES, ranked, config.vocab_size))
+
+
+def _from_dflash_config(key: str) -> Rule:
+    return lambda config: int(config.dflash_config[key])
+
+
+# ---- checks -----------------------------------------------------------------------------
+
+
+def _has_candidates(key: str) -> Check:
+    def check(config: Any, name: str, vocab: int) -> str | None:
+        count = _dflash(config).get(key)
+        if not isinstance(count, bool) and count in range(1, _MOST_CANDIDATES + 1):
+            return None
+        return (
+            f'the config of drafter "{name}" has "{key}": {count!r} (in dflash_config), where its '
+            f"head has a whole number of 1 to {_MOST_CANDIDATES}: use a complete checkpoint"
+        )
+
+    return check
+
+
+def _has_settings(config: Any, name: str, vocab: int) -> str | None:
+    if isinstance(getattr(config, "dflash_config", None), dict):
+        return None
+    return (
+        f'"model": "{name}" is no drafter that trees are grown from, because its config has no '
+        '"dflash_config": use a complete checkpoint'
+    )
+
+
+def _has_markov_rank(config: Any, name: str, vocab: int) -> str | None:
+    rank = getattr(config, "markov_rank", None)
+    if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1:
+        return None
+    return (
+        f'the config of drafter "{name}" has "markov_rank": {rank!r}, where a DSpark checkpoint '
+        "has a whole number of at least 1: use a complete checkpoint"
+    )
+
+
+def _without(key: str, what: str) -> Check:
+    def check(config: Any, name: str, vocab: int) -> str | None:
+        if not _dflash(config).get(key):
+            return None
+        return (
+            f'drafter "{name}" {what} (dflash_config.{key}), which a tree cannot use in a '
+            f"{config.architectures[0]}: use a plain DFlash checkpoint"
+        )
+
+    return check
+
+
+def _whole_vocabulary(config: Any, name: str, vocab: int) -> str | None:
+    own = getattr(config, "draft_vocab_size", None)
+    if own is None or own >= vocab:
+        return None
+    return (
+        f'drafter "{name}" has draft_vocab_size {own} of the target\'s {vocab} tokens, and the '
+        "head over its candidates needs all of them: use a checkpoint for all of them"
+    )
+
+
+_NO_ANCHOR = _without("sample_from_anchor", "samples from the anchor position")
+_NO_SELECTOR = _without("selector_rank", "selects candidates with a head of its own")
+
+_DRAFTERS = "vllm_bastion.drafters"
 KINDS = (
     Kind(
         frozenset({"DFlashDraftModel", "DFlashQwen3ForCausalLM"}),
-        "vllm_bastion.drafters.dflash:BastionSpeculator",
+        f"{_DRAFTERS}.dflash:BastionSpeculator",
+        gamma=_after_anchor,
+        checks=(_has_settings, _NO_ANCHOR, _NO_SELECTOR),
     ),
-    Kind(frozenset({"DFlash2DraftModel"}), f"{_HEADS}:BastionDFlash2", "selector_top_k"),
-    Kind(frozenset({"LiLiCorrDraftModel"}), f"{_HEADS}:BastionLiLiCorr", "lilicorr_candidate_topk"),
+    Kind(
+        frozenset({"DFlash2DraftModel"}),
+        f"{_DRAFTERS}.candidate_heads:BastionDFlash2",
+        gamma=_after_anchor,
+        candidates=_from_dflash_config("selector_top_k"),
+        checks=(_has_settings, _has_candidates("selector_top_k"), _NO_ANCHOR, _whole_vocabulary),
+    ),
+    Kind(
+        frozenset({"LiLiCorrDraftModel"}),
+        f"{_DRAFTERS}.candidate_heads:BastionLiLiCorr",
+        gamma=_after_anchor,
+        candidates=_from_dflash_config("lilicorr_candidate_topk"),
+        checks=(
+            _has_settings,
+            _has_candidates("lilicorr_candidate_topk"),
+            _NO_ANCHOR,
+            _whole_vocabulary,
+        ),
+    ),
     Kind(
         frozenset({"Qwen3DSparkModel"}),
-        "vllm_bastion.drafters.dspark:BastionDSpark",
+        f"{_DRAFTERS}.dspark:BastionDSpark",
+        gamma=_dspark_gamma,
+        candidates=_dspark_candidates,
+        checks=(_has_markov_rank, _NO_ANCHOR, _NO_SELECTOR),
         method="dspark",
-        flat=True,
     ),
     Kind(
         frozenset({"Qwen3XPressModel", "DFlashQwen3XPressModel"}),
-        "vllm_bastion.drafters.xpress:BastionXPress",
-        flat=True,
+        f"{_DRAFTERS}.xpress:BastionXPress",
+        gamma=_xpress_gamma,
+        candidates=_xpress_candidates,
+        checks=(_NO_ANCHOR, _NO_SELECTOR),
         needs="has_xpress_drafter",
     ),
 )
-_XPRESS = KINDS[-1]
 
 
-def kind_of(architectures: Sequence[str]) -> Kind | None:
-    """The kind that all of a checkpoint's architectures are of: vLLM goes by any that it finds."""
+def kind_of(architectures: Sequence[str] | None) -> Kind | None:
+    """The one kind that all of a checkpoint's architectures belong to.
+
+    vLLM loads a checkpoint by any of its architectures that it knows, so a mix is no kind.
+    """
     for kind in KINDS:
         if architectures and kind.architectures.issuperset(architectures):
             return kind
@@ -80,30 +224,26 @@ def kind_of(architectures: Sequence[str]) -> Kind | None:
 
 
 def gamma_of(config: Any) -> int | None:
-    """Positions that a drafter's Hugging Face config says it drafts; None if it does not say.
+    """Positions that a drafter drafts, by its Hugging Face config; None if it does not say."""
+    kind = kind_of(getattr(config, "architectures", None))
+    return None if kind is None else kind.gamma(config)
 
-    The block is the anchor's query and one for each drafted token. DSpark's default is to draw the
-    first token from the anchor's own. LiLiCorr may name the block beside the settings of its head.
-    """
-    dflash = getattr(config, "dflash_config", None) or {}
-    block = dflash.get("block_size", getattr(config, "block_size", None))
-    if block is None:
-        block = getattr(config, "xpress_block_size", None)
-    if isinstance(block, bool) or not isinstance(block, int):
-        return None
-    kind = kind_of(list(getattr(config, "architectures", None) or []))
-    from_anchor = kind is not None and kind.method == "dspark"
-    return block - (not (from_anchor and getattr(config, "sample_from_anchor", True)))
+
+def candidates_of(config: Any) -> int | None:
+    """Candidates of each position that a drafter's head scores; None for one without a head."""
+    kind = kind_of(getattr(config, "architectures", None))
+    return None if kind is None else kind.candidates(config)
 
 
 def restore_block_size(config: Any, model: str, revision: str | None) -> None:
-    """Give the config of a checkpoint in the speculators library's format its block size.
+    """Read the block size of a checkpoint in the speculators library's format.
 
-    vLLM makes a Hugging Face config of that format, and for DFlash leaves the block's size out.
+    vLLM converts that format to a Hugging Face config, and for DFlash leaves the block size out.
 
     Args:
         config: as vLLM has read it, changed in place; other formats are left as they are.
         model: folder or Hugging Face name.
+        revision: of the model on Hugging Face.
     """
     if config.model_type != "speculators" or getattr(config, "block_size", None) is not None:
         return
@@ -111,18 +251,3 @@ def restore_block_size(config: Any, model: str, revision: str | None) -> None:
 
     written, _ = PretrainedConfig.get_config_dict(model, revision=revision)
     config.block_size = written.get("block_size")
-
-
-def candidates_of(config: Any) -> int | None:
-    """Candidates of each position that a drafter's head scores; None for one without a head."""
-    kind = kind_of(list(getattr(config, "architectures", None) or []))
-    if kind is _XPRESS:
-        ranked = getattr(config, "xpress_topc", None) or config.vocab_size
-        return int(min(_MARKOV_CANDIDATES, ranked, config.vocab_size))
-    if kind is not None and kind.method == "dspark":
-        vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
-        asked = getattr(config, "dspark_draft_topk", None) or _MARKOV_CANDIDATES
-        return int(min(asked, vocab, MOST_CANDIDATES))
-    if kind is None or kind.candidates_key is None:
-        return None
-    return int(config.dflash_config[kind.candidates_key])

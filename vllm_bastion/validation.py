@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start-up checks: everything a tree cannot serve is refused before the engine exists.
 
-Every message is one sentence that names the key or flag and the way out. The checks come in three
-parts, each as early as what it reads exists: the user's keys, the drafter's checkpoint with the
-target model, and the finished configuration. `check_layers` looks at the loaded target, for what
-no configuration tells.
+Every message is one sentence that names the key or flag and the way out. Each check runs as soon as
+what it reads exists: the user's keys, then the target model and the drafter's checkpoint, then the
+finished configuration. `check_layers` looks at the loaded target for what no configuration says.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from vllm_bastion.config import (
     standard_keys,
     user_keys,
 )
-from vllm_bastion.drafter_kinds import KINDS, MOST_CANDIDATES, gamma_of, kind_of
+from vllm_bastion.drafter_kinds import KINDS, kind_of
 from vllm_bastion.platform import current_host
 from vllm_bastion.versions import capabilities, first_version_with
 
-# One name of each kind of drafter.
+# One architecture of each kind of drafter.
 KNOWN_DRAFTERS = tuple(min(kind.architectures) for kind in KINDS)
 
-# vLLM's own keys with a value that a tree cannot honour: key -> (the value that does, why).
+# vLLM's own keys of which trees support one value: key -> (that value, why).
 _FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "draft_sample_method": ("greedy", "a tree holds the drafter's best candidates, not samples"),
     "rejection_sample_method": ("standard", "bastion follows the target's own samples"),
@@ -41,13 +40,6 @@ _FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "use_heterogeneous_vocab": (False, "drafter and target must share a vocabulary"),
     "use_local_argmax_reduction": (False, "a tree needs more than the best token of a position"),
     "num_speculative_tokens_per_batch_size": (None, "bastion shares one budget over the batch"),
-}
-
-# Our own keys of earlier versions -> what became of them.
-_REMOVED_KEYS = {
-    "bastion_tree": 'trees are best-first; "bastion_top_k": 1 makes every tree a chain',
-    "bastion_controller": "the budget is the best of all sizes",
-    "bastion_path_scores": "path scores are the drafter's own probabilities",
 }
 
 _DOES_NOT_WORK = 'does not work with method "bastion"'
@@ -67,7 +59,7 @@ _OPTIONS_OFF: dict[str, Any] = {
     "return_sampling_mask": False,  # assumes that row i of a request is its token i
     "enable_return_routed_experts": False,
 }
-# Hybrid targets whose recurrent layers are gated delta networks, which take a tree as one chunk.
+# Hybrid targets whose recurrent layers are gated delta layers.
 _GATED_DELTA = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
@@ -75,7 +67,7 @@ _GATED_DELTA = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-# What the tree part of attention reads.
+# What tree attention reads.
 _CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -94,10 +86,6 @@ def check_user_keys(given: dict[str, Any]) -> None:
     """
     known = (*user_keys(), *standard_keys())
     for key in given:
-        if key in _REMOVED_KEYS:
-            raise BastionConfigError(
-                f'"{key}" is no longer a key of method "bastion" ({_REMOVED_KEYS[key]}): remove it'
-            )
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(user_keys())}"
@@ -136,7 +124,7 @@ def _check_own_key(key: str, value: Any) -> None:
 
 
 def _describe(choice: dict[str, Any]) -> str:
-    """A JSON schema of `key_choices` in words."""
+    """A JSON schema from `key_choices` in words."""
     if choice.get("type") == "integer":
         low, high = choice["minimum"], choice.get("maximum")
         return "a whole number " + (
@@ -161,15 +149,12 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
         target: vLLM's ModelConfig of the target.
     """
     architectures = list(getattr(drafter, "architectures", None) or [])
-    dflash = getattr(drafter, "dflash_config", None)
     kind = kind_of(architectures)
-    markov = kind is not None and kind.method == "dspark"
-    if kind is None or not (kind.flat or isinstance(dflash, dict)):
+    if kind is None:
         shown = ", ".join(architectures) or "none named"
         raise BastionConfigError(
             f'"model": "{name}" is no drafter that trees are grown from (architecture: {shown}): '
-            f"give a checkpoint of architecture {', '.join(KNOWN_DRAFTERS)}, with its "
-            '"block_size" and, but for DSpark and XPress, "dflash_config"'
+            f"give a checkpoint of architecture {', '.join(KNOWN_DRAFTERS)}"
         )
     if kind.needs is not None and not getattr(capabilities(), kind.needs):
         raise BastionConfigError(
@@ -177,54 +162,30 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
             f"{first_version_with(kind.needs)} on: install that instead of vLLM "
             f"{compat.vllm_version()}"
         )
-    dflash = dflash or {}
-    gamma = gamma_of(drafter)
+    gamma = kind.gamma(drafter)
     if gamma is None or gamma < 1:
         block_size = getattr(drafter, "block_size", None)
         raise BastionConfigError(
             f'the config of drafter "{name}" has "block_size": {block_size!r}, where a DFlash '
             "checkpoint has a whole number of at least 2: use a complete checkpoint"
         )
-    rank = getattr(drafter, "markov_rank", None)
-    if markov and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-        raise BastionConfigError(
-            f'the config of drafter "{name}" has "markov_rank": {rank!r}, where a DSpark '
-            "checkpoint has a whole number of at least 1: use a complete checkpoint"
-        )
-    key = kind.candidates_key
-    candidates = dflash.get(key) if key else 1
-    if isinstance(candidates, bool) or candidates not in range(1, MOST_CANDIDATES + 1):
-        raise BastionConfigError(
-            f'the config of drafter "{name}" has "{key}": {candidates!r} (in dflash_config), where '
-            f"its head has a whole number of 1 to {MOST_CANDIDATES}: use a complete checkpoint"
-        )
-    for unused, why in (
-        ("sample_from_anchor", "samples from the anchor position"),
-        ("selector_rank", "selects candidates with a head of its own"),
-    ):
-        if dflash.get(unused) and not (key and unused == "selector_rank"):
-            raise BastionConfigError(
-                f'drafter "{name}" {why} (dflash_config.{unused}), which a tree cannot use in a '
-                f"{architectures[0]}: use a plain DFlash checkpoint"
-            )
     vocab = target.get_vocab_size()
-    for key in ("vocab_size", "draft_vocab_size"):
-        own = getattr(drafter, key, None)
-        if key == "draft_vocab_size" and own is not None and own < vocab:
-            if kind.candidates_key is None:
-                continue
-            raise BastionConfigError(
-                f'drafter "{name}" has draft_vocab_size {own} of the target\'s {vocab} tokens, '
-                "which the head over its candidates does not know of: use a checkpoint for all of "
-                "them"
-            )
-        if own is not None and own != vocab:
+    for check in kind.checks:
+        refusal = check(drafter, name, vocab)
+        if refusal is not None:
+            raise BastionConfigError(refusal)
+    sizes = {key: getattr(drafter, key, None) for key in ("vocab_size", "draft_vocab_size")}
+    for key, own in sizes.items():
+        # A drafter may know a part of the target's vocabulary.
+        part = key == "draft_vocab_size" and own is not None and own < vocab
+        if own not in (None, vocab) and not part:
             raise BastionConfigError(
                 f'drafter "{name}" has {key} {own} and the target a vocabulary of {vocab}: use the '
                 "drafter that was trained for this target"
             )
     layers = target.get_total_num_hidden_layers()
-    ids = dflash.get("target_layer_ids") or getattr(drafter, "target_layer_ids", None)
+    settings = getattr(drafter, "dflash_config", None) or {}
+    ids = settings.get("target_layer_ids") or getattr(drafter, "target_layer_ids", None)
     beyond = [i for i in ids or () if not 0 <= i < layers]
     if beyond:
         raise BastionConfigError(
@@ -278,7 +239,7 @@ def check_target(model: Any) -> None:
 def check_arguments(engine_args: Any) -> None:
     """Refuse engine options that do not go with trees.
 
-    Early, because vLLM's own checks of some of them would speak of something else.
+    Runs before vLLM's own checks, which would refuse some of these for unrelated reasons.
 
     Args:
         engine_args: vLLM's EngineArgs.

@@ -16,7 +16,13 @@ pytest.importorskip("vllm")
 
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
-from vllm_bastion.attention.gated_delta import TreeRows, keep, run_tree_rows, states_of
+from vllm_bastion.attention.gated_delta import (
+    GatedDeltaTreeMetadata,
+    TreeRows,
+    allocate,
+    run_tree_rows,
+    states_of,
+)
 from vllm_bastion.hooks import gated_delta
 
 HEADS, KEY_HEADS, DIM, WIDTH, TAPS = 4, 2, 16, 32, 4
@@ -27,10 +33,10 @@ def test_the_hybrid_model_state_fits_vllms() -> None:
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
-    from vllm_bastion.engine.gated_delta import HybridModelState
+    from vllm_bastion.engine.gated_delta import GatedDeltaModelState
     from vllm_bastion.engine.target import BastionModelState
 
-    order = HybridModelState.__mro__
+    order = GatedDeltaModelState.__mro__
     assert order.index(BastionModelState) < order.index(MambaHybridModelState)
     # vLLM's forwards to the default's, but for what it counts
     assert MambaHybridModelState.__base__ is DefaultModelState
@@ -66,7 +72,7 @@ def test_what_is_read_of_a_layer_and_its_metadata_exists() -> None:
     assert "self._forward_core(" in fused
 
 
-def make_layer(on_cpu: bool, rows: int) -> Any:
+def make_layer(on_cpu: bool) -> Any:
     """What is read of a layer, with states of three blocks, in its CPU or its CUDA version."""
     g = torch.Generator().manual_seed(0)
     conv_state = torch.randn(3, TAPS - 1, CHANNELS, generator=g)
@@ -80,7 +86,6 @@ def make_layer(on_cpu: bool, rows: int) -> Any:
         A_log=torch.rand(HEADS, generator=g), dt_bias=torch.rand(HEADS, generator=g),
         forward_cpu=1, forward_cuda=2, _forward_method=1 if on_cpu else 2,
     )  # fmt: skip
-    keep([layer], rows, torch.float32, torch.device("cpu"))
     return layer
 
 
@@ -104,31 +109,35 @@ class Step:
             bits=torch.tensor([[[1], [3], [5]]], dtype=torch.int32),
         )
         mine = [3, 0, 2] if with_prompt else [3, 2]
-        places = torch.tensor(self.ours) if with_prompt else None
+        step_rows = torch.tensor(self.ours) if with_prompt else None
+        self.saved = allocate([make_layer(True)], 5, torch.float32, torch.device("cpu"))
         self.rows: Any = TreeRows(
             trees,  # type: ignore[arg-type]
             F.pad(torch.tensor(mine).cumsum(0), (1, 0)).int(),
             torch.tensor([2, -1, 1] if with_prompt else [2, 1]).int(),
-            places,
+            step_rows,
+            {"layer": self.saved.of_layer(0)},
         )
         self.out = torch.full((rows, HEADS, WIDTH), 7.0)
 
     def run(self, on_cpu: bool) -> Any:
-        layer = make_layer(on_cpu, 5)
-        run_tree_rows(layer, self.rows, *self.given, self.out)
-        return layer
+        """What the layer saves."""
+        run_tree_rows(make_layer(on_cpu), self.rows, *self.given, self.out)
+        return self.saved.of_layer(0)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_both_versions_of_a_layer_give_the_same(on_cpu: bool) -> None:
     """vLLM's two layouts of a state, and its kernel for CUDA that normalises."""
     usual, step = Step(False), Step(True)
-    kept, other = usual.run(True).bastion_kept, step.run(on_cpu).bastion_kept
+    expected, saved = usual.run(True), step.run(on_cpu)
     torch.testing.assert_close(step.out[step.ours], usual.out)
     assert bool((step.out[3:5] == 7).all())
-    assert torch.equal(other.conv_input, usual.given[0])
+    assert torch.equal(saved.conv_input, usual.given[0])
     for name in ("key", "updates", "decays"):
-        torch.testing.assert_close(getattr(other, name), getattr(kept, name), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            getattr(saved, name), getattr(expected, name), rtol=1e-5, atol=1e-5
+        )
     assert not torch.equal(usual.out[1], usual.out[2])
 
 
@@ -142,7 +151,7 @@ def test_rows_beyond_what_steps_can_have_are_padding() -> None:
 
 
 def test_rows_that_are_kept_are_those_that_can_be_verified() -> None:
-    from vllm_bastion.engine.gated_delta import most_rows
+    from vllm_bastion.engine.gated_delta import max_tree_rows
 
     def rows(tokens: int, reqs: int, nodes: int, vocab: int) -> int:
         config: Any = SimpleNamespace(
@@ -150,7 +159,7 @@ def test_rows_that_are_kept_are_those_that_can_be_verified() -> None:
             speculative_config=SimpleNamespace(num_speculative_tokens=nodes),
             model_config=SimpleNamespace(get_vocab_size=lambda: vocab),
         )
-        return most_rows(config)
+        return max_tree_rows(config)
 
     assert rows(8192, 4, 63, 152_000) == 256
     assert rows(128, 4, 63, 152_000) == 128
@@ -160,10 +169,10 @@ def test_rows_that_are_kept_are_those_that_can_be_verified() -> None:
 
 def test_requests_past_the_kept_rows_are_left_alone() -> None:
     """A dummy batch may have more rows than any step that is trimmed."""
-    from vllm_bastion.engine.gated_delta import HybridModelState
+    from vllm_bastion.engine.gated_delta import GatedDeltaModelState
 
-    state: Any = object.__new__(HybridModelState)
-    state.trees, state._max_rows = None, 5
+    state: Any = object.__new__(GatedDeltaModelState)
+    state.trees, state._max_rows, state._commit_inputs_by_layer = None, 5, {}
     state._no_state = torch.tensor(-1, dtype=torch.int32)
     state._starts = torch.zeros(4, dtype=torch.int32)
     table = torch.tensor([[7], [8], [9]], dtype=torch.int32)
@@ -184,41 +193,40 @@ def test_requests_past_the_kept_rows_are_left_alone() -> None:
 
 
 def test_what_layers_leave_is_side_by_side() -> None:
-    layers = [make_layer(False, 1) for _ in range(2)]
-    kept = keep(layers, 4, torch.bfloat16, torch.device("cpu"))
-    assert [tuple(x.shape) for x in kept.tensors()] == [
+    layers = [make_layer(False) for _ in range(2)]
+    saved = allocate(layers, 4, torch.bfloat16, torch.device("cpu"))
+    assert [tuple(x.shape) for x in saved.tensors()] == [
         (2, 4, CHANNELS), (2, 4, KEY_HEADS, DIM), (2, 4, HEADS, WIDTH), (2, 4, HEADS),
     ]  # fmt: skip
-    assert layers[1].bastion_kept.key.data_ptr() == kept.key[1].data_ptr()
+    assert saved.of_layer(1).key.data_ptr() == saved.key[1].data_ptr()
     layers[0].head_v_dim += 1
     with pytest.raises(ValueError, match="of one size"):
-        keep(layers, 4, torch.bfloat16, torch.device("cpu"))
+        allocate(layers, 4, torch.bfloat16, torch.device("cpu"))
 
 
 def test_views_of_states_are_vllms_memory() -> None:
-    for layer in (make_layer(True, 1), make_layer(False, 1)):
+    for layer in (make_layer(True), make_layer(False)):
         conv_state, state = states_of(layer)
         assert conv_state.shape == (3, CHANNELS, TAPS - 1)
         assert state.shape == (3, HEADS, DIM, WIDTH)
         assert [x.data_ptr() for x in layer.kv_cache] == [conv_state.data_ptr(), state.data_ptr()]
-    on_cpu, on_cuda = (states_of(make_layer(kind, 1))[1] for kind in (True, False))
+    on_cpu, on_cuda = (states_of(make_layer(kind))[1] for kind in (True, False))
     assert torch.equal(on_cpu, on_cuda)
 
 
 def metadata_of(step: Step) -> Any:
     """vLLM's, of a step with a prompt, as far as the hooks read it."""
     fields = {field.name: None for field in dataclasses.fields(GDNAttentionMetadata)}
-    metadata: Any = GDNAttentionMetadata(**fields)  # type: ignore[arg-type]
+    metadata: Any = GatedDeltaTreeMetadata(**fields, tree_rows=step.rows)
     metadata.num_actual_tokens, metadata.num_prefills = 7, 1
     metadata.spec_sequence_masks = torch.tensor([True, False, True])
     metadata.non_spec_token_indx = torch.tensor([3, 4])
-    metadata.tree_rows = step.rows
     return metadata
 
 
 def test_vllms_core_sees_the_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(True)
-    layer, metadata = make_layer(False, 5), metadata_of(step)
+    layer, metadata = make_layer(False), metadata_of(step)
     of_layers = {"layer": metadata}
     context = SimpleNamespace(attn_metadata=of_layers)
     monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
@@ -227,7 +235,7 @@ def test_vllms_core_sees_the_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> N
     def core(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
         of_layer: Any = of_layers[self.prefix]
         seen.append((of_layer.spec_sequence_masks, of_layer.num_actual_tokens, len(mixed_qkv)))
-        assert not hasattr(of_layer, "tree_rows")
+        assert type(of_layer) is GDNAttentionMetadata
         core_attn_out[:] = 5
 
     # a graph's padding behind the step's rows
@@ -246,4 +254,6 @@ def test_vllms_core_sees_the_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_vllms_fused_decode_is_for_steps_without_our_rows() -> None:
     metadata = metadata_of(Step(True))
     assert not gated_delta.can_use_fused_decode(lambda *_: True, None, metadata)
-    assert gated_delta.can_use_fused_decode(lambda *_: True, None, dataclasses.replace(metadata))
+    assert gated_delta.can_use_fused_decode(
+        lambda *_: True, None, gated_delta.without_tree_rows(metadata)
+    )

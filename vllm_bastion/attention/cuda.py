@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's attention on CUDA: our Triton kernel where there is a tree, else FlashAttention.
+"""The target's attention on CUDA: our Triton kernel for steps with trees, else FlashAttention.
 
-Cache writes, cache layout and prompt-only batches are FlashAttention's; a step with trees, and
-every FULL graph, runs ``bastion_kernels.tree_attention``, which takes any mix of trees, chains and
-prompt chunks and reads all of it from device buffers. Hence the claim of full CUDA-graph support.
+FlashAttention writes the cache, defines its layout and runs batches without trees. A step with
+trees, and every FULL graph, runs ``bastion_kernels.tree_attention``. That kernel takes any mix of
+trees, chains and prompt chunks and reads all of it from device buffers, so the builder can declare
+full CUDA-graph support.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,16 +27,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from bastion_kernels import tree_attention
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from vllm_bastion.attention.kv_cache import float8
-from vllm_bastion.policy.trees import Trees
+from vllm_bastion.attention.metadata import TreeMetadata
 
 
-class TreeFlashAttentionMetadata(FlashAttentionMetadata):
+@dataclass(kw_only=True)
+class TreeFlashAttentionMetadata(TreeMetadata, FlashAttentionMetadata):
     """vLLM's metadata, and what a step with trees needs besides."""
 
-    # Set by BastionModelState.prepare_attn; None for a batch that it did not prepare.
-    trees: Trees | None = None
-    # By window of the layers, 0 = none.
     workspaces: dict[int, TreeAttentionWorkspace]
+    """By sliding window of the layers; 0 = full attention."""
 
 
 class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -48,14 +49,14 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # FlashAttention is left the prompt-only batches, which run too seldom to plan ahead and
-        # never in a FULL graph: it may split them as it likes.
+        # FlashAttention runs batches without trees only. They are too rare to plan ahead and are
+        # never in a FULL graph, so FlashAttention may split them as it likes.
         self.aot_schedule = False
         self.max_num_splits = 0
         scheduler, spec_config = vllm_config.scheduler_config, vllm_config.speculative_config
         assert spec_config is not None
-        # A KV-cache group may hold layers of several windows: vLLM can be told to give all layers
-        # the blocks of full attention.
+        # A KV-cache group may hold layers of several windows: vLLM has an option that gives all
+        # layers the blocks of full attention.
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         self.workspaces = {
             window: TreeAttentionWorkspace(
@@ -78,10 +79,8 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TreeFlashAttentionMetadata:
-        metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        # The object is ours alone; a copy into the subclass would cost host time in every step.
-        metadata.__class__ = TreeFlashAttentionMetadata
-        metadata.workspaces = self.workspaces
+        flash = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = TreeFlashAttentionMetadata(**vars(flash), workspaces=self.workspaces)
         for workspace in self.workspaces.values():
             workspace.plan(metadata.query_start_loc, metadata.seq_lens)
         return metadata
@@ -108,7 +107,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
         if attn_metadata is None or attn_metadata.trees is None or not attn_metadata.trees.masking:
-            # A graph outlives the batch that it was captured with: it must hold the tree kernel.
+            # A graph is replayed for later batches, trees included: it must hold the tree kernel.
             assert attn_metadata is None or not torch.cuda.is_current_stream_capturing()
             return super().forward(
                 layer,
@@ -127,7 +126,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         if self.float8 is not None:
             kv_cache = kv_cache.view(self.float8)
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-            if query.dtype == self.float8:  # rounded by the layer, as FlashAttention wants them
+            if query.dtype == self.float8:  # the layer has quantised it for FlashAttention
                 scales["q_scale"] = layer._q_scale
         tree_attention(
             query,
@@ -153,7 +152,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
 class TreeFlashAttentionBackend(FlashAttentionBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Where a request's keys are cut depends on the batch it is in."""
+        """No: how a request's keys are split depends on the other requests of the batch."""
         return False
 
     @staticmethod

@@ -1,40 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta networks of a target: the rows of trees and chains by our ops.
+"""The gated delta layers of a target: our ops for the rows of trees and chains.
 
-vLLM's layer projects and normalises; between them its core has a short convolution and the
-recurrence. Both are ours for the rows of trees and chains, and vLLM's for prompts. What is read
-here lies in buffers that each step fills again, as what acceptance reads afterwards does: a FULL
-graph holds the launches of one step and serves all.
+vLLM's layer projects and normalises. Its core has a short convolution and the recurrence; we run
+both for trees and chains, and vLLM runs both for prompts. A FULL graph holds the launches of one
+step and is replayed for all, so every tensor that a launch reads or writes is a buffer that lives
+as long as the engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from bastion_kernels import gated_delta_tree, short_conv_tree
 from vllm_bastion.policy.trees import Trees
 
 
 @dataclass
-class TreeRows:
-    """The rows of a step that are ours, for the layers of one KV-cache group. R requests."""
+class CommitInputs:
+    """What a layer's forward pass saves for the commit after acceptance, by tree row.
 
-    trees: Trees
-    # [R + 1] int32 of our rows alone: a prompt has none
-    query_start_loc: torch.Tensor
-    # [R] int32, the request's state; -1 for a prompt's
-    state_rows: torch.Tensor
-    # [n] which rows of the step they are; None where no prompt is among them
-    places: torch.Tensor | None
-
-
-@dataclass
-class Kept:
-    """What a layer's forward pass leaves for acceptance, by row of ours; see the kernels."""
+    With a leading [L] for all layers. M: most tree rows of a step; see the kernels.
+    """
 
     conv_input: torch.Tensor  # [M, C]
     key: torch.Tensor  # [M, Hk, K]
@@ -42,12 +34,17 @@ class Kept:
     decays: torch.Tensor  # [M, H] fp64
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of it."""
         return self.conv_input, self.key, self.updates, self.decays
 
+    def of_layer(self, index: int) -> CommitInputs:
+        """The part of one layer, by its index in `allocate`'s list."""
+        return CommitInputs(*(x[index] for x in self.tensors()))
 
-def keep(layers: list[Any], max_rows: int, dtype: torch.dtype, device: torch.device) -> Kept:
-    """Of all layers, `[L, ..]`, for steps of up to M rows; a layer's part is its `bastion_kept`.
+
+def allocate(
+    layers: list[Any], max_rows: int, dtype: torch.dtype, device: torch.device
+) -> CommitInputs:
+    """Buffers of all layers for steps of up to M = max_rows tree rows.
 
     Raises:
         ValueError: the layers differ in size.
@@ -61,19 +58,41 @@ def keep(layers: list[Any], max_rows: int, dtype: torch.dtype, device: torch.dev
     def rows(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(len(layers), max_rows, *shape, dtype=dtype, device=device)
 
-    of_all = Kept(
+    return CommitInputs(
         rows(channels // ranks),
         rows(key_heads // ranks, dim),
         rows(heads // ranks, width, dtype=torch.float32),
         rows(heads // ranks, dtype=torch.float64),
     )
-    for i, layer in enumerate(layers):
-        layer.bastion_kept = Kept(*(x[i] for x in of_all.tensors()))
-    return of_all
+
+
+@dataclass
+class TreeRows:
+    """The tree rows of a step, for the layers of one KV-cache group. R requests."""
+
+    trees: Trees
+    # [R + 1] int32, first tree row of each request; a prompt has none
+    query_start_loc: torch.Tensor
+    # [R] int32, the request's state; -1 for a prompt's
+    state_rows: torch.Tensor
+    # [n] int64, the tree rows among the rows of the step; None where all are tree rows
+    step_rows: torch.Tensor | None
+    # by layer name
+    commit_inputs: Mapping[str, CommitInputs]
+
+
+@dataclass(kw_only=True)
+class GatedDeltaTreeMetadata(GDNAttentionMetadata):
+    """vLLM's metadata of a step with tree rows, replaced by `GatedDeltaModelState`."""
+
+    tree_rows: TreeRows
 
 
 def _on_cpu(layer: Any) -> bool:
-    """Whether vLLM runs its CPU version of the layer, which has states and weights of its own."""
+    """Whether vLLM runs its CPU version of the layer, which stores states and weights its own way.
+
+    A property of the layer and not of the host: tests run the CUDA version on a CPU.
+    """
     return bool(layer._forward_method == layer.forward_cpu)
 
 
@@ -90,7 +109,7 @@ def states_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _weight_of(layer: Any) -> torch.Tensor:
-    """Of the convolution, `[C, W]`."""
+    """The convolution's weight, `[C, W]`."""
     if _on_cpu(layer):
         from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
@@ -129,30 +148,32 @@ def run_tree_rows(
     a: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Convolution and recurrence of the rows in `rows`; others' stay as they are.
+    """Convolution and recurrence of the tree rows; leaves other rows of `out` as they are.
 
     mixed_qkv: [T, C]; b, a: [T, H]; out: [T, H, V], written.
     """
-    kept: Kept = layer.bastion_kept
-    if rows.places is not None:
-        mixed_qkv, b, a = (x.index_select(0, rows.places) for x in (mixed_qkv, b, a))
-    # a graph's padding may reach past the rows that steps can have
-    count = min(len(mixed_qkv), len(kept.key))
+    saved, step_rows = rows.commit_inputs[layer.prefix], rows.step_rows
+    if step_rows is not None:
+        mixed_qkv, b, a = (x.index_select(0, step_rows) for x in (mixed_qkv, b, a))
+    # A graph's padding may exceed the tree rows that a step can have.
+    count = min(len(mixed_qkv), len(saved.key))
     mixed_qkv, b, a = (x[:count] for x in (mixed_qkv, b, a))
     trees, num_reqs = rows.trees, rows.state_rows.shape[0]
-    place = (rows.state_rows, rows.query_start_loc)
+    requests = (rows.state_rows, rows.query_start_loc)
     tree = (trees.tail_lens[:num_reqs], trees.step_slots[:num_reqs])
     conv_state, state = states_of(layer)
-    conv_input, key = kept.conv_input[:count], kept.key[:count]
+    conv_input, key = saved.conv_input[:count], saved.key[:count]
     conv_input.copy_(mixed_qkv)
     mixed = torch.empty_like(conv_input)
-    short_conv_tree(conv_input, _weight_of(layer), conv_state, *place, *tree, trees.parents, mixed)
+    short_conv_tree(
+        conv_input, _weight_of(layer), conv_state, *requests, *tree, trees.parents, mixed
+    )
     query, own_key, value, gate, beta = _inputs_of(layer, mixed, b, a)
     key.copy_(own_key)
-    found = out[:count] if rows.places is None else out.new_empty(count, *out.shape[1:])
+    result = out[:count] if step_rows is None else out.new_empty(count, *out.shape[1:])
     gated_delta_tree(
-        query, key, value, gate, beta, state, *place, *tree, trees.bits,
-        layer.head_k_dim**-0.5, found, kept.updates, kept.decays,
+        query, key, value, gate, beta, state, *requests, *tree, trees.bits,
+        layer.head_k_dim**-0.5, result, saved.updates, saved.decays,
     )  # fmt: skip
-    if rows.places is not None:
-        out.index_copy_(0, rows.places, found)
+    if step_rows is not None:
+        out.index_copy_(0, step_rows, result)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's attention on a CPU: our loops where there are drafts, else vLLM's C++ kernel.
+"""The target's attention on a CPU: our loops for requests with drafts, else vLLM's C++ kernel.
 
-The cache is vLLM's own, in the layout that its kernel has for the instruction set at hand; what it
-is, its op for writing is asked (`learn_layout`). So prompts and plain rows cost what they cost
-without us and get the same numbers, whatever else is in the batch. Drafts, trees and chains alike,
-take our loops, in which a row's result depends on its path only. The drafter keeps vLLM's kernel.
+The cache is vLLM's own. Its layout depends on the instruction set, so `learn_layout` finds it out
+by running vLLM's op that writes it. Prompts and plain rows stay on vLLM's kernel: they cost the
+same and get the same numbers as without this package, whatever else is in the batch. Trees and
+chains run on our loops, in which a row's result depends on its path only. The drafter keeps vLLM's
+kernel.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bastion_kernels import KVLayout, learn_layout
 from bastion_kernels.cpu.attention import AttentionLayer as TreeAttentionLayer
 from bastion_kernels.cpu.attention import AttentionStep
 from vllm_bastion.attention.kv_cache import float8
+from vllm_bastion.attention.metadata import TreeMetadata
 from vllm_bastion.policy.trees import Trees
 
 
@@ -42,26 +44,26 @@ def cache_layout(
         dtype: of the model.
 
     Raises:
-        ValueError: they do not keep keys and values, or numbers that a float8 holds, as they are.
+        ValueError: the kernels change the values that they store beyond rounding to float8.
     """
-    held = float8(kv_cache_dtype)
+    stored = float8(kv_cache_dtype)
 
     def write(
         key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        if held is not None:
+        if stored is not None:
             key, value, kv_cache = key.to(dtype), value.to(dtype), kv_cache.view(torch.uint8)
         keys, values = kv_cache.view(1, 1, 2 * page, head_dim).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(
             key, value, keys, values, slots, isa, kv_cache_dtype=kv_cache_dtype
         )
 
-    return learn_layout(write, page, head_dim, held or dtype)
+    return learn_layout(write, page, head_dim, stored or dtype)
 
 
 @dataclass
 class Part:
-    """Neighbours in the batch that one kernel serves: vLLM's or ours."""
+    """Consecutive requests of a batch that run on one kernel: vLLM's (`plain`) or ours (`step`)."""
 
     rows: slice
     plain: CPUAttentionMetadata | None = None
@@ -69,15 +71,15 @@ class Part:
 
 
 @dataclass
-class TreeCPUAttentionMetadata(CPUAttentionMetadata):
-    # Set by BastionModelState.prepare_attn; None for a batch that it did not prepare.
-    trees: Trees | None = None
+class TreeCPUAttentionMetadata(TreeMetadata, CPUAttentionMetadata):
+    """vLLM's metadata, and what splits the batch between its kernel and ours."""
+
     common: CommonAttentionMetadata | None = None
     builder: TreeCPUAttentionMetadataBuilder | None = None
     _parts: list[Part] = field(default_factory=list)
 
     def parts(self) -> list[Part]:
-        """The batch by what serves it, worked out by the first layer that asks."""
+        """The batch split by kernel; the first layer of a step computes it for all layers."""
         if not self._parts:
             assert self.builder is not None and self.common is not None
             assert self.trees is not None, "a batch reached the target's layers without its trees"
@@ -92,7 +94,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TreeCPUAttentionMetadata:
-        # Without the base class's scheduler metadata: which rows its kernel gets is not known yet.
+        # No scheduler metadata yet: `split` builds it for the rows that vLLM's kernel gets.
         common = common_attn_metadata
         return TreeCPUAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -108,7 +110,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
     def split(self, common: CommonAttentionMetadata, trees: Trees) -> Iterator[Part]:
-        """Requests with draft rows apart from those without."""
+        """Separate requests with draft rows from those without."""
         starts, drafted = common.query_start_loc, trees.step_drafts > 0
         bounds = [0, *(np.flatnonzero(np.diff(drafted)) + 1).tolist(), common.num_reqs]
         for first, last in pairwise(bounds):
@@ -166,7 +168,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
         if attn_metadata is None:
-            # The memory-profiling run: what is in fresh memory would become logits.
+            # The memory-profiling run. Uninitialised memory would become logits.
             return output.fill_(0)
         for part in attn_metadata.parts():
             rows = part.rows
@@ -182,12 +184,12 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     def _with_cache(
         self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor
     ) -> TreeAttentionLayer:
-        """Our loops over the layer's cache; made once, and again where vLLM gave it another."""
+        """Our loops over the layer's cache; rebuilt when vLLM gives the layer another cache."""
         ours = self._ours
         if ours is None or ours.kv_cache.data_ptr() != kv_cache.data_ptr():
-            held = float8(self.kv_cache_dtype)
+            stored = float8(self.kv_cache_dtype)
             ours = self._ours = TreeAttentionLayer(
-                kv_cache if held is None else kv_cache.view(held),
+                kv_cache if stored is None else kv_cache.view(stored),
                 query.shape[1],
                 self.scale,
                 dtype=query.dtype,

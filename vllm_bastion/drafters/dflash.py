@@ -12,6 +12,8 @@ and gamma + 1 of them a request, so that rejected nodes cost it nothing and its 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +38,8 @@ from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
 
 _MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
+# vLLM's `propose` skips its CUDA graph for a profiling run and has no other argument for that.
+_WITHOUT_GRAPH = {"is_profile": True}
 
 
 def _with_room(vllm_config: VllmConfig) -> VllmConfig:
@@ -59,6 +63,9 @@ class BastionSpeculator(DFlashSpeculator):
 
     _speculator_name = "BASTION"
     vllm_config: VllmConfig
+    # Whether vLLM's `propose` is to store the context's keys and values and run no block. It calls
+    # the methods that ask for this without a free argument; see `_storing_context_only`.
+    _context_only = False
 
     def __init__(
         self,
@@ -150,8 +157,8 @@ class BastionSpeculator(DFlashSpeculator):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        if not self.runtime.drafted:
-            return  # only the context's keys and values were wanted
+        if self._context_only:
+            return
         hidden_states = self._run_model(
             num_tokens_padded,
             attn_metadata,
@@ -160,6 +167,14 @@ class BastionSpeculator(DFlashSpeculator):
             cudagraph_runtime_mode,
         )
         self._grow_trees(self._of_block(hidden_states, num_reqs), num_reqs)
+
+    @contextmanager
+    def _storing_context_only(self, only: bool = True) -> Iterator[None]:
+        self._context_only = only
+        try:
+            yield
+        finally:
+            self._context_only = False
 
     def _of_block(self, hidden_states: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """The rows that trees are grown from: those of the drafted positions."""
@@ -183,9 +198,8 @@ class BastionSpeculator(DFlashSpeculator):
         self.trees.grow(logits, num_reqs, start, _all_gather, draft_id_to_target_id=offsets)
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        return (
-            super()._build_uniform_attn_metadata(*args, **kwargs) if self.runtime.drafted else None
-        )
+        # The metadata of the block, which is not run.
+        return None if self._context_only else super()._build_uniform_attn_metadata(*args, **kwargs)
 
     @torch.inference_mode()
     def propose(
@@ -225,8 +239,8 @@ class BastionSpeculator(DFlashSpeculator):
                     announced = runtime.drafting
                     runtime.drafting = runtime.manager.draft_next(slots, context_len)
                     runtime.drafted = announced if self._one_ahead else runtime.drafting
-                # Without a draft the block is not run; its graph would run it, so: no graph.
-                kwargs["is_profile"] = not runtime.drafted
+                if not runtime.drafted:
+                    kwargs |= _WITHOUT_GRAPH  # the graph would run the block
         hidden = aux_hidden_states or [last_hidden_states]
         if not self._kept_hidden and not self.trees.chains:
             # In the profiling run, so that vLLM counts it before it sizes the KV cache.
@@ -242,19 +256,20 @@ class BastionSpeculator(DFlashSpeculator):
                 aux_hidden_states = hidden
             else:
                 last_hidden_states = hidden[0]
-        super().propose(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            *args,
-            dummy_run=dummy_run,
-            num_speculative_tokens=num_speculative_tokens,
-            **kwargs,
-        )
+        with self._storing_context_only(not runtime.drafted):
+            super().propose(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                num_sampled,
+                num_rejected,
+                *args,
+                dummy_run=dummy_run,
+                num_speculative_tokens=num_speculative_tokens,
+                **kwargs,
+            )
         if not dummy_run and runtime.timer is not None:
             runtime.timer.step_done(runtime.drafted)
         tokens = self.trees.tokens[:num_reqs]
@@ -339,14 +354,13 @@ class BastionSpeculator(DFlashSpeculator):
             if rows + self.num_query_per_req <= block // 2:
                 break  # no batch has so many
             batch = InputBatch.make_dummy(1, rows, self.target_input_buffers)
-            self.runtime.drafted = False  # inputs only
-            super().propose(
-                batch, {}, {}, self.hidden_states, None, none, none, states.last_sampled_tokens,
-                states.next_prefill_tokens, self.temperature, self.seeds, dummy_run=True,
-                is_profile=True,
-            )  # fmt: skip
+            with self._storing_context_only():
+                super().propose(
+                    batch, {}, {}, self.hidden_states, None, none, none, states.last_sampled_tokens,
+                    states.next_prefill_tokens, self.temperature, self.seeds, dummy_run=True,
+                    **_WITHOUT_GRAPH,
+                )  # fmt: skip
             block *= 2
-        self.runtime.drafted = True
 
 
 def _all_gather(keys: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets with gated delta networks: a tree is one chunk of the recurrence, no state per node.
+"""Targets with gated delta layers: a tree is one chunk of the recurrence, without a state per node.
 
-vLLM keeps 1 + N states of such a layer per request, one after each draft token. Here a request has
-one. A forward pass reads it and leaves what acceptance needs of its rows (`Kept`); after the walk
-`postprocess_state` moves the state along the accepted path. Prompts stay with vLLM's own kernels,
-which write the state in place.
+vLLM keeps 1 + N states of such a layer for a request, one after each draft token. Here a request
+has one state. A forward pass reads it and saves what the commit needs (`CommitInputs`). After the
+acceptance walk `postprocess_state` moves the state along the accepted path. Prompts stay on vLLM's
+own kernels, which write the state in place.
 
-Whatever a forward pass reads or leaves lies in buffers as old as the engine, for FULL graphs.
+A FULL graph is replayed for every step, so the buffers of a forward pass live as long as the
+engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm.v1.worker.utils import AttentionGroup
 
 from bastion_kernels import LayerStates, gated_delta_commit, short_conv_commit
-from vllm_bastion.attention.gated_delta import Kept, TreeRows, keep, states_of
+from vllm_bastion.attention.gated_delta import (
+    CommitInputs,
+    GatedDeltaTreeMetadata,
+    TreeRows,
+    allocate,
+    states_of,
+)
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.target import BastionModelState
 from vllm_bastion.logger import init_logger
@@ -32,8 +39,8 @@ from vllm_bastion.logger import init_logger
 logger = init_logger(__name__)
 
 
-def most_rows(vllm_config: VllmConfig) -> int:
-    """Roots and nodes of a step that verifies: each has logits, which vLLM bounds to 1 GiB."""
+def max_tree_rows(vllm_config: VllmConfig) -> int:
+    """Most roots and nodes of a verifying step. Each has logits, which vLLM limits to 1 GiB."""
     scheduler, spec_config = vllm_config.scheduler_config, vllm_config.speculative_config
     assert spec_config is not None
     logits = get_max_chunk_logits(vllm_config.model_config.get_vocab_size())
@@ -45,23 +52,24 @@ def most_rows(vllm_config: VllmConfig) -> int:
 
 
 class _OneState(MambaHybridModelState):
-    """vLLM's, without the count of accepted tokens by which it picks one of several states."""
+    """vLLM's model state without the accepted-token counts by which it picks one of N states."""
 
     postprocess_state = DefaultModelState.postprocess_state
 
 
-class HybridModelState(BastionModelState, _OneState):
+class GatedDeltaModelState(BastionModelState, _OneState):
     """See the module docstring. Built by the hook on ``init_model_state``."""
 
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(runtime, vllm_config, *args)
         self._layers: dict[str, Any] = {}
-        self._groups: dict[str, int] = {}  # of each layer, its KV-cache group
-        # of all layers; None until the profiling run, or until the caches are bound
-        self._kept: Kept | None = None
-        self._max_rows = most_rows(vllm_config)
+        self._groups: dict[str, int] = {}  # KV-cache group by layer name
+        # For all layers; None until the profiling run, or until the caches are bound.
+        self._commit_inputs: CommitInputs | None = None
+        self._commit_inputs_by_layer: dict[str, CommitInputs] = {}
+        self._max_rows = max_tree_rows(vllm_config)
         self._states: tuple[LayerStates, LayerStates] | None = None
-        # of the step, by KV-cache group: rows that are ours, None = prompts alone
+        # The step's tree rows by KV-cache group; None in a step with prompts only.
         self._rows: dict[int, TreeRows | None] = {}
         # [G, max_num_reqs]
         self._state_rows = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -69,19 +77,23 @@ class HybridModelState(BastionModelState, _OneState):
         self._starts = torch.zeros(self.max_num_reqs + 1, dtype=torch.int32, device=self.device)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        self._keep()  # in the profiling run, so that vLLM counts it
+        self._allocate()  # in the profiling run, so that vLLM counts it
         return super().prepare_dummy_inputs(num_reqs, num_tokens)
 
-    def _keep(self) -> None:
-        """Allocate once what the forward passes leave."""
-        if self._kept is not None:
+    def _allocate(self) -> None:
+        """Allocate the forward passes' buffers, once."""
+        if self._commit_inputs is not None:
             return
         self._layers = get_layers_from_vllm_config(self.vllm_config, MambaBase)
         rows, dtype = self._max_rows, self.vllm_config.model_config.dtype
-        self._kept = keep(list(self._layers.values()), rows, dtype, self.device)
+        saved = allocate(list(self._layers.values()), rows, dtype, self.device)
+        self._commit_inputs = saved
+        self._commit_inputs_by_layer = {
+            name: saved.of_layer(index) for index, name in enumerate(self._layers)
+        }
         logger.info(
-            "Recurrent layers keep %.1f MiB of a step of up to %d draft rows",
-            sum(x.nbytes for x in self._kept.tensors()) / 2**20,
+            "Allocated %.1f MiB for the gated delta layers' tree rows, at most %d in a step",
+            sum(x.nbytes for x in saved.tensors()) / 2**20,
             rows,
         )
 
@@ -89,10 +101,14 @@ class HybridModelState(BastionModelState, _OneState):
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
-        self._keep()
+        self._allocate()
         groups = kv_cache_config.kv_cache_groups
-        of_layers = ((name, g) for g, spec in enumerate(groups) for name in spec.layer_names)
-        self._groups = {name: group for name, group in of_layers if name in self._layers}
+        self._groups = {
+            name: group
+            for group, spec in enumerate(groups)
+            for name in spec.layer_names
+            if name in self._layers
+        }
         self._states = None
         self._state_rows = torch.full_like(self._starts[1:], -1).repeat(len(groups), 1)
 
@@ -104,38 +120,44 @@ class HybridModelState(BastionModelState, _OneState):
     ) -> dict[str, Any]:
         metadata = super().prepare_attn(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
         self._rows = {}
+        with_rows: dict[int, GatedDeltaTreeMetadata] = {}
         for name, group in self._groups.items():
-            of_layer = metadata.get(name)
-            if of_layer is None:
+            layer_metadata = metadata.get(name)
+            if layer_metadata is None:
                 continue  # vLLM leaves these layers out of a profiling run
             if group not in self._rows:
-                self._rows[group] = self._tree_rows(
-                    of_layer, input_batch, block_tables[group], self._state_rows[group]
+                # All layers of a group have the same metadata.
+                rows = self._rows[group] = self._tree_rows(
+                    layer_metadata, input_batch, block_tables[group], self._state_rows[group]
                 )
-            of_layer.tree_rows = self._rows[group]
+                if rows is not None:
+                    with_rows[group] = GatedDeltaTreeMetadata(
+                        **vars(layer_metadata), tree_rows=rows
+                    )
+            metadata[name] = with_rows.get(group, layer_metadata)
         return metadata
 
     def _tree_rows(
         self, metadata: Any, batch: Any, block_table: torch.Tensor, state_rows: torch.Tensor
     ) -> TreeRows | None:
-        """The rows of requests that decode; vLLM calls them speculative, drafts or not."""
+        """The rows of decoding requests; vLLM calls them speculative, with drafts or without."""
         decode = metadata.spec_sequence_masks
         if decode is None:
             return None
-        # with a graph's padding: it reads all of its requests
+        # The graph's padding included: a graph reads all of its requests.
         count = len(decode)
         state_rows = state_rows[:count]
         torch.where(decode, block_table[:count, 0], self._no_state, out=state_rows)
-        starts, places = batch.query_start_loc[: count + 1], None
+        starts, step_rows = batch.query_start_loc[: count + 1], None
         if metadata.num_prefills:
             rows = starts.diff() * decode
-            starts, places = self._starts[: count + 1], metadata.spec_token_indx
+            starts, step_rows = self._starts[: count + 1], metadata.spec_token_indx
             torch.cumsum(rows, 0, dtype=torch.int32, out=starts[1:])
         if int(batch.num_tokens) > self._max_rows:
-            # A dummy batch, which nobody trims: requests past what is kept are left alone.
+            # A dummy batch is not trimmed: skip the requests that do not fit the buffers.
             fits = starts[1:] <= self._max_rows
             torch.where(fits, state_rows, self._no_state, out=state_rows)
-        return TreeRows(self.trees, starts, state_rows, places)
+        return TreeRows(self.trees, starts, state_rows, step_rows, self._commit_inputs_by_layer)
 
     def warm_up(self) -> None:
         super().warm_up()
@@ -143,17 +165,20 @@ class HybridModelState(BastionModelState, _OneState):
         self._commit(self._state_rows[:, :1].fill_(-1), nothing, nothing, self.trees.path[:1])
 
     def _commit(self, *where: torch.Tensor) -> None:
-        """Move the states of all layers; `where` as of `gated_delta_commit`, from state_rows on."""
+        """Move the states of all layers along accepted paths.
+
+        where: the arguments of `gated_delta_commit` from state_rows on.
+        """
         if self._states is None:
             both = zip(*(states_of(self._layers[name]) for name in self._layers), strict=True)
             groups = [self._groups[name] for name in self._layers]
-            conv_states, states = (LayerStates(of_layers, groups) for of_layers in both)
+            conv_states, states = (LayerStates(by_layer, groups) for by_layer in both)
             self._states = conv_states, states
         conv_states, states = self._states
-        kept = self._kept
-        assert kept is not None
-        gated_delta_commit(kept.key, kept.updates, kept.decays, states, *where)
-        short_conv_commit(kept.conv_input, conv_states, *where)
+        saved = self._commit_inputs
+        assert saved is not None
+        gated_delta_commit(saved.key, saved.updates, saved.decays, states, *where)
+        short_conv_commit(saved.conv_input, conv_states, *where)
 
     def postprocess_state(
         self,
@@ -164,14 +189,14 @@ class HybridModelState(BastionModelState, _OneState):
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
         batch, by_group = self._batch, self._rows
         self._rows = {}
-        # all groups have the same rows
+        # All groups have the same rows.
         rows = next(iter(by_group.values()), None)
         if batch is None or rows is None:
             return
         count = batch.num_reqs
         path = self.trees.path[:count]
         if not self.trees.walked:
-            # no drafts at all: the root alone
+            # The step had no drafts: the accepted path is the root.
             path.fill_(-1)
             path[:, 0] = 0
         starts = rows.query_start_loc[: count + 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapters of one engine share, found from the engine's config."""
+"""What the adapters of one engine share: made once per worker and found by its config."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from vllm_bastion.policy.gate import DraftGate
 from vllm_bastion.policy.step_costs import StepCosts
 from vllm_bastion.policy.trees import Trees
 
-_ATTRIBUTE = "_bastion_runtime"
-
 
 class DraftPlanner(Protocol):
     """What the other adapters ask the verification manager."""
@@ -32,28 +30,28 @@ class DraftPlanner(Protocol):
 
 @dataclass
 class Runtime:
-    """One per worker, made with the speculator, the first of the adapters to be built."""
+    """State of one worker's adapters. Made with the speculator, which vLLM builds first."""
 
     trees: Trees
-    # None until the engine was measured, and where the budget is a fixed number.
+    # None before calibration, and with a fixed budget.
     costs: StepCosts | None = None
-    # None where every step drafts: a fixed budget, or data parallelism.
+    # None if every step drafts: with a fixed budget, or with data parallelism.
     gate: DraftGate | None = None
     # None until the KV cache exists.
     manager: DraftPlanner | None = None
-    # Whether the last ``propose`` grew trees.
+    # Whether the last ``propose`` grew trees; set by it, for the adapters that run after it.
     drafted: bool = True
-    # Whether steps that are scheduled from here on get placeholders.
+    # Whether steps scheduled from now on get placeholders.
     drafting: bool = True
 
     @property
     def timer(self) -> StepTimer | None:
-        """Times the engine's steps; None where nobody learns from them."""
+        """Times the engine's steps; None if nothing learns from the times."""
         return self.costs.timer if self.costs is not None else None
 
 
 def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:
-    """Allocate the trees of an engine."""
+    """Allocate the trees of an engine and attach its runtime to the config."""
     config = bastion_config(vllm_config)
     assert config is not None
     budget = config.bastion_budget
@@ -68,13 +66,12 @@ def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:
         device=device,
     )
     runtime = Runtime(trees)
-    # On the config object itself: it is the one thing every builder is given, and it lives as
-    # long as the engine. Set only in the worker, after the config crossed process borders.
-    object.__setattr__(config, _ATTRIBUTE, runtime)
+    config.bastion_runtime = runtime
     return runtime
 
 
 def runtime_of(vllm_config: VllmConfig) -> Runtime:
-    """The runtime `make_runtime` made for this engine."""
-    runtime: Runtime = getattr(vllm_config.speculative_config, _ATTRIBUTE)
-    return runtime
+    """The runtime that `make_runtime` attached to this engine's config."""
+    config = bastion_config(vllm_config)
+    assert config is not None and isinstance(config.bastion_runtime, Runtime)
+    return config.bastion_runtime

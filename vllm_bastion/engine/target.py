@@ -31,6 +31,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from bastion_kernels import KVCompactor
 from vllm_bastion.attention.kv_cache import block_layout
+from vllm_bastion.attention.metadata import TreeMetadata
 from vllm_bastion.engine.processors import has_unknown
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
@@ -111,8 +112,11 @@ class BastionModelState(DefaultModelState):
             # What is captured must serve every later batch: the tree kernel, chains included.
             # (vLLM captures FULL graphs with `for_capture` and mode NONE.)
             self.trees.masking = True
-        for layer_metadata in metadata.values():
-            layer_metadata.trees = self.trees
+        for name in self._target_layers:
+            layer_metadata = metadata.get(name)
+            if layer_metadata is not None:  # vLLM builds none in a profiling run
+                assert isinstance(layer_metadata, TreeMetadata)
+                layer_metadata.trees = self.trees
         return metadata
 
     def _is_target(self, group: AttentionGroup) -> bool:

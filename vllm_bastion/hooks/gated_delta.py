@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from vllm_bastion.config import bastion_config
@@ -91,47 +91,61 @@ def cpu_gdn_attention(
     a: Any,
     core_attn_out: Any,
 ) -> None:
-    """Rows of trees and chains by our op, prompts by vLLM's."""
-    given = (mixed_qkv, b, a, core_attn_out)
+    """Run trees and chains on our op, prompts on vLLM's."""
+    rows = (mixed_qkv, b, a, core_attn_out)
 
-    def usual(metadata: Any, *step: Any) -> None:
-        original(layer, metadata, *step)
+    def run_prompts(metadata: Any, *rows: Any) -> None:
+        original(layer, metadata, *rows)
 
-    if getattr(attn_metadata_i, "tree_rows", None) is None:
-        usual(attn_metadata_i, *given)
+    if _has_tree_rows(attn_metadata_i):
+        _split(run_prompts, layer, attn_metadata_i, *rows)
     else:
-        _by_kind(usual, layer, attn_metadata_i, *given)
+        original(layer, attn_metadata_i, *rows)
 
 
 def forward_core(
     original: Callable[..., Any], self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any
 ) -> None:
-    """As `cpu_gdn_attention`, where the layer looks its metadata up."""
+    """As `cpu_gdn_attention`; this version of the layer looks its metadata up by name."""
     from vllm.forward_context import get_forward_context
 
-    given, of_layers = (mixed_qkv, b, a, core_attn_out), get_forward_context().attn_metadata
-    metadata = of_layers.get(self.prefix) if isinstance(of_layers, dict) else None
+    rows, by_layer = (mixed_qkv, b, a, core_attn_out), get_forward_context().attn_metadata
+    metadata = by_layer.get(self.prefix) if isinstance(by_layer, dict) else None
 
-    def usual(metadata: Any, *step: Any) -> None:
-        before, of_layers[self.prefix] = of_layers[self.prefix], metadata
+    def run_prompts(prompts: Any, *rows: Any) -> None:
+        by_layer[self.prefix] = prompts
         try:
-            original(self, *step)
+            original(self, *rows)
         finally:
-            of_layers[self.prefix] = before
+            by_layer[self.prefix] = metadata
 
-    if getattr(metadata, "tree_rows", None) is None:
-        original(self, *given)
+    if _has_tree_rows(metadata):
+        _split(run_prompts, self, metadata, *rows)
     else:
-        _by_kind(usual, self, metadata, *given)
+        original(self, *rows)
 
 
 def can_use_fused_decode(original: Callable[..., Any], self: Any, attn_metadata: Any) -> Any:
-    """Not with rows of trees or chains."""
-    return getattr(attn_metadata, "tree_rows", None) is None and original(self, attn_metadata)
+    """Not in a step with trees or chains."""
+    return not _has_tree_rows(attn_metadata) and original(self, attn_metadata)
 
 
-def _by_kind(
-    usual: Callable[..., Any],
+def _has_tree_rows(metadata: Any) -> bool:
+    from vllm_bastion.attention.gated_delta import GatedDeltaTreeMetadata
+
+    return isinstance(metadata, GatedDeltaTreeMetadata)
+
+
+def without_tree_rows(metadata: Any) -> Any:
+    """vLLM's own metadata object of a step with tree rows."""
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+    own = {field.name: getattr(metadata, field.name) for field in fields(GDNAttentionMetadata)}
+    return GDNAttentionMetadata(**own)
+
+
+def _split(
+    run_prompts: Callable[..., Any],
     layer: Any,
     metadata: Any,
     mixed_qkv: Any,
@@ -142,16 +156,16 @@ def _by_kind(
     from vllm_bastion.attention.gated_delta import run_tree_rows
 
     count = metadata.num_actual_tokens
-    given, out = [x[:count] for x in (mixed_qkv, b, a)], core_attn_out[:count]
-    run_tree_rows(layer, metadata.tree_rows, given[0], given[1], given[2], out)
+    rows, out = [x[:count] for x in (mixed_qkv, b, a)], core_attn_out[:count]
+    run_tree_rows(layer, metadata.tree_rows, rows[0], rows[1], rows[2], out)
     if metadata.num_prefills:
-        prompts = metadata.non_spec_token_indx
-        found = out.new_zeros(len(prompts), *out.shape[1:])
-        plain = replace(
-            metadata,
+        indices = metadata.non_spec_token_indx
+        prompt_out = out.new_zeros(len(indices), *out.shape[1:])
+        prompts = replace(
+            without_tree_rows(metadata),
             spec_sequence_masks=None,
             num_accepted_tokens=None,
-            num_actual_tokens=len(prompts),
+            num_actual_tokens=len(indices),
         )
-        usual(plain, *(x.index_select(0, prompts) for x in given), found)
-        out.index_copy_(0, prompts, found)
+        run_prompts(prompts, *(x.index_select(0, indices) for x in rows), prompt_out)
+        out.index_copy_(0, indices, prompt_out)

@@ -242,9 +242,9 @@ def init_model_state(
     usual = resolve_model_state_cls(vllm_config, model)
     ours = BastionModelState
     if usual is MambaHybridModelState:
-        from vllm_bastion.engine.gated_delta import HybridModelState
+        from vllm_bastion.engine.gated_delta import GatedDeltaModelState
 
-        ours = HybridModelState
+        ours = GatedDeltaModelState
     elif usual is not DefaultModelState:
         raise ValueError(
             f"method 'bastion' serves decoder models; {type(model).__name__} keeps state of "

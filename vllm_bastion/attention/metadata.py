@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention metadata of the target's layers has besides vLLM's own fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_bastion.policy.trees import Trees
+
+
+@dataclass(kw_only=True)
+class TreeMetadata:
+    """Mixed into vLLM's metadata class of a backend that reads tree masks."""
+
+    trees: Trees | None = None
+    """Set by `BastionModelState.prepare_attn`; None for a batch that it did not prepare."""
