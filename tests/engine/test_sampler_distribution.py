@@ -57,7 +57,6 @@ def best_first() -> Tree:
     expand_best_first(
         top.indices.int(),
         top.values.contiguous(),
-        torch.zeros(1, dtype=torch.bool),
         torch.zeros(1, dtype=torch.int64),
         tokens,
         parents,

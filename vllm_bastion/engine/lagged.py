@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same without a wait: a step's size from the last step's scores, its members from its own.
+"""Lagged timing: the last step's scores size a step, and its own scores choose the nodes.
 
-The host must know a step's rows before it launches the step. Waiting for the scores leaves the
-device idle between two steps; here the host takes the number of nodes per request that the scores
-of the step before asked for, and the device fills that number with the best nodes there are now.
-While the host reads those older scores the device has a whole step to run.
+The host must know a step's rows before it launches the step, and waiting for the scores would leave
+the device idle between two steps. So the host takes the nodes per request that the previous step's
+scores asked for, and the device fills that number with the best nodes of the current trees. The
+device runs a whole step while the host reads the older scores.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ class LaggedVerificationManager(BastionVerificationManager):
     def __init__(self, runtime: Runtime, *args: Any) -> None:
         super().__init__(runtime, *args)
         num_slots = len(self.trees.num_verify)
-        # By slot: most nodes, and rows that are no nodes.
+        # By request slot: most nodes, and rows that are no nodes.
         self._layout_np = np.zeros((2, num_slots), dtype=np.int32)
         self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
         self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)
         self._slots = np.zeros(0, dtype=np.int64)
-        # Nodes per request that the last scores to be heard of asked for.
+        # Nodes per request that the last observed scores asked for.
         self._per_request = float(self.trees.tree_size)
 
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-        """An even split of the step's nodes, [R] int32; only its sum is binding."""
-        self._hear()
-        limits = self._columns(drafts)
-        self._layout_np[0, slots], self._layout_np[1, slots] = limits, self._rest
+        """An even split of the step's nodes, [R] int32. The device keeps only its sum."""
+        self._observe_past_step()
+        limits = self._max_nodes(drafts)
+        self._layout_np[0, slots], self._layout_np[1, slots] = limits, self._plain_rows
         self._slots = slots
         total = min(
             round(self._per_request * int((limits > 0).sum())),
             int(limits.sum()),
-            self._room(len(slots)),
+            self._max_step_nodes(len(slots)),
         )
         return even_split(total, limits)
 
-    def _take_in(self, news: Published) -> None:
-        super()._take_in(news)
-        if news.grown_for is not None:
-            self._per_request = float(news.num_verify[news.grown_for].mean())
+    def _observe(self, published: Published) -> None:
+        super()._observe(published)
+        if published.grown_for is not None:
+            self._per_request = float(published.num_verify[published.grown_for].mean())
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        total = int(self._kept.sum())
+        total = int(self._num_verify.sum())
         if total in (0, self._layout_np[0, self._slots].sum()):
-            return super().reallocate_drafts(req_ids, idx_mapping)  # nothing to share out
+            return super().reallocate_drafts(req_ids, idx_mapping)  # nothing to choose from
         async_tensor_h2d(self._layout_np, out=self._layout)
-        # A new one each step, as vLLM's is: the copy to the host may read it for longer.
+        # Allocated in each step, as vLLM's is: the copy to the host may outlive the step.
         cu_num_logits = self._scratch.new_empty(len(req_ids) + 1)
         self._share_out(idx_mapping, total, cu_num_logits)
-        # On the step's own stream, so that it is there before the step's output is.
+        # Copied on the step's own stream, so that it arrives before the step's output.
         self._num_logits_np = async_copy_to_np(cu_num_logits)
         return self._reallocated(cu_num_logits, total)
 
@@ -84,9 +84,9 @@ class LaggedVerificationManager(BastionVerificationManager):
 
     @property
     def drafts(self) -> np.ndarray:
-        """[R] int32; the device may give a row any number of nodes up to its placeholders."""
+        """[R] int32. The device may give a row any number of nodes up to its placeholders."""
         return self._drafts
 
     def warm_up(self) -> None:
-        """Compile what the first step would wait for."""
+        """Compile the op that chooses the nodes."""
         self._share_out(self.trees.step_slots[:1], 0, self._scratch.new_empty(2))

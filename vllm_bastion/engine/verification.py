@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many of the scheduled placeholders are verified: N* of every request, every step.
 
-vLLM's scheduler schedules ``1 + num_speculative_tokens`` tokens a decoding request and knows
-nothing of trees. ``AdaptiveVerificationManager`` is vLLM's own seam for verifying fewer; this one
+vLLM's scheduler schedules ``1 + num_speculative_tokens`` tokens for a decoding request and knows
+nothing of trees. ``AdaptiveVerificationManager`` is vLLM's seam for verifying fewer; this subclass
 cuts every request to its share of the budget.
 
-Only this file and ``lagged`` decide how many nodes are verified. Which nodes they are was decided
-when the tree was built: its first ones.
+Only this file and ``lagged`` decide how many nodes are verified. They are always a tree's first
+nodes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from vllm_bastion.versions import capabilities
 
 @dataclass
 class VerifiedTrees:
-    """The trees of one step, on the host. T rows with a tree; none in a step without."""
+    """The T trees that one step verifies, as the host knows them."""
 
+    # [T] request slots
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    # [T] how many requests had the slot before: a slot of another count is another request's.
-    tenants: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    # [T] most nodes of each; those verified, where the host knows.
-    most: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    # Accepted tokens that they promise together, once that is known.
+    # [T] each slot's generation in that step; another generation is another request.
+    generations: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    # [T] nodes that are verified, or their limit if only the device knows them.
+    max_nodes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    # Accepted draft tokens that they are expected to yield together; None until known.
     promised: float | None = None
 
 
@@ -78,15 +79,14 @@ class CountedOutput(AsyncModelRunnerOutput):
 
 
 class BastionVerificationManager(AdaptiveVerificationManager):
-    """Exact: N* follows from the scores of the very trees it cuts; the host waits for them.
+    """Exact timing: N* follows from the scores of the trees it cuts, and the host waits for them.
 
-    For a fixed budget nobody waits. Built by the hook on
-    ``maybe_create_adaptive_verification_manager``. The base class's buffers for per-position
-    confidences are not used, so its constructor is not run: at N = 512 they would be the largest
-    allocation of the plugin.
+    With a fixed budget the host never waits. Built by the hook on
+    ``maybe_create_adaptive_verification_manager``. The base class's constructor is not run: it only
+    allocates buffers for per-position confidences, our largest allocation if it ran at N = 512.
     """
 
-    # Steps between a tree's scores and the step that they size and teach the gate about.
+    # Steps by which the scores that size a step are older than the step's own trees.
     lag = 0
 
     def __init__(
@@ -102,29 +102,30 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self.num_speculative_steps = req_states.num_speculative_steps
         self.num_bonus_tokens = num_bonus_tokens
         self.max_total_logits = max_total_logits
-        # The runner's own buffer: FULL graphs read it, so it is filled and returned, not replaced.
+        # The runner's own buffer. FULL graphs read it, so it is written and never replaced.
         self.query_start_loc = query_start_loc
-        # Slots whose draft tokens are placeholders: no tree was grown for them yet.
+        # Request slots whose scheduled draft tokens are placeholders without a tree.
         self._treeless: set[int] = set()
-        # Of the step at hand, in batch order: most nodes a request may have, nodes it gets, and
-        # its rows that are no draft nodes.
+        # The current step's requests in batch order, [R]: scheduled draft tokens, nodes to verify,
+        # and rows that are no nodes (roots and prompt tokens).
         self._drafts = np.zeros(0, dtype=np.int32)
-        self._kept = np.zeros(0, dtype=np.int32)
-        self._rest = np.zeros(0, dtype=np.int32)
+        self._num_verify = np.zeros(0, dtype=np.int32)
+        self._plain_rows = np.zeros(0, dtype=np.int32)
         self._req_ids: list[str] = []
         self._num_logits_np = np.zeros(1, dtype=np.int32)
-        # The step at hand and those before it that the gate has yet to hear of, newest last.
+        # The current step, and the steps before it that the gate has not observed; newest last.
         self._step = 0
         self._history = deque([VerifiedTrees() for _ in range(2 + self.lag)], 2 + self.lag)
-        self._heard = False
-        self._tenants = np.zeros(len(self.trees.row_slots), dtype=np.int64)
+        self._has_observed = False
+        # [S] requests that each slot has had.
+        self._generations = np.zeros(len(self.trees.row_slots), dtype=np.int64)
 
     # ---- the calls of a step, in order --------------------------------------------------
 
     def add_request(self, req_idx: int) -> None:
-        """A new request, or a preempted one that comes back, takes the slot."""
+        """A new request, or a preempted one that resumes, takes the slot."""
         self._treeless.add(req_idx)
-        self._tenants[req_idx] += 1
+        self._generations[req_idx] += 1
         if self.runtime.gate is not None:
             self.runtime.gate.forget(req_idx)
 
@@ -133,7 +134,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         num_tokens_per_req: dict[str, int],
         draft_tokens: dict[str, list[int]],
     ) -> int:
-        """Decide N* of every request. Returns the rows of the step: it picks the graph."""
+        """Decide N* of every request. Returns the step's rows, by which vLLM picks the graph."""
         order = sort_batch_req_ids(
             num_tokens_per_req, draft_tokens, self.num_speculative_steps + self.num_bonus_tokens
         )
@@ -144,53 +145,54 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             (len(draft_tokens.get(r, ())) for r in order), dtype=np.int32, count=count
         )
         tokens = np.fromiter((num_tokens_per_req[r] for r in order), dtype=np.int32, count=count)
-        self._rest = tokens - drafts
+        self._plain_rows = tokens - drafts
         if self._treeless:
             drafts[[slot in self._treeless for slot in slots.tolist()]] = 0
         self._drafts, self._req_ids = drafts, order
         with gpu_sync_allowed():
-            self._kept = self._choose(slots, drafts)
+            self._num_verify = self._choose(slots, drafts)
         rows = np.flatnonzero(drafts)
-        most = drafts if self.lag else self._kept
-        self._history[-1] = VerifiedTrees(slots[rows], self._tenants[slots[rows]], most[rows])
-        self._hear()
-        return int(self._kept.sum() + self._rest.sum())
+        max_nodes = drafts if self.lag else self._num_verify
+        self._history[-1] = VerifiedTrees(
+            slots[rows], self._generations[slots[rows]], max_nodes[rows]
+        )
+        self._observe_past_step()
+        return int(self._num_verify.sum() + self._plain_rows.sum())
 
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """N* of every row, [R] int32, at most `drafts`."""
         trees = self.trees
         if trees.budget is not None:
-            kept = np.minimum(self._columns(drafts), trees.budget).astype(np.int32)
+            num_verify = np.minimum(self._max_nodes(drafts), trees.budget).astype(np.int32)
         elif drafts.any():
-            base_rows, news = int(self._rest.sum()), None
+            base_rows, published = int(self._plain_rows.sum()), None
             if base_rows != len(slots) or trees.pruned:
-                # The device priced a batch of decodes, and trees as they had grown. Prompt rows
-                # share this step and its cost, and a grammar may have refused nodes, so the same
-                # rule is asked again.
+                # The device chose for a batch of decodes and for trees as they were grown. Prompt
+                # rows change the step's cost and a grammar may have removed nodes: choose again.
                 trees.choose_again(slots, drafts, base_rows)
             else:
-                news = trees.published(self._step - 1)
-            if news is None:  # chosen again, or older trees of requests that had to sit out
+                published = trees.published(self._step - 1)
+            if published is None:  # chosen again, or trees of requests that skipped a step
                 trees.publish(self._step - 1, slots)
-                news = trees.published(self._step - 1)
-                assert news is not None
-            kept = np.minimum(news.num_verify[slots], drafts).astype(np.int32)
+                published = trees.published(self._step - 1)
+                assert published is not None
+            num_verify = np.minimum(published.num_verify[slots], drafts).astype(np.int32)
         else:
-            kept = drafts
-        room = self._room(len(slots))
-        if kept.sum() > room:
-            kept = even_split(room, kept)
-        return kept
+            num_verify = drafts
+        limit = self._max_step_nodes(len(slots))
+        if num_verify.sum() > limit:
+            num_verify = even_split(limit, num_verify)
+        return num_verify
 
-    def _columns(self, drafts: np.ndarray) -> np.ndarray:
-        """[R] int32, most nodes each row may have, without asking the device.
+    def _max_nodes(self, drafts: np.ndarray) -> np.ndarray:
+        """[R] int32, most nodes of each row's tree that the host knows of.
 
-        A tree can have fewer nodes than columns, where a candidate's probability is 0: rows past
-        its end are verified and lead nowhere.
+        A tree can be smaller, if candidates have probability 0. Rows past its end are verified and
+        never accepted.
         """
         return np.minimum(drafts, self.trees.tree_size).astype(np.int32)
 
-    def _room(self, num_reqs: int) -> int:
+    def _max_step_nodes(self, num_reqs: int) -> int:
         """Nodes whose logits vLLM has memory for in one step."""
         return max(0, self.max_total_logits - num_reqs * self.num_bonus_tokens)
 
@@ -201,13 +203,13 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         cu_num_logits_np: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         self._num_logits_np = np.zeros_like(cu_num_logits_np)
-        np.cumsum(self._kept + self.num_bonus_tokens, out=self._num_logits_np[1:])
-        return self._kept + self._rest, self._num_logits_np
+        np.cumsum(self._num_verify + self.num_bonus_tokens, out=self._num_logits_np[1:])
+        return self._num_verify + self._plain_rows, self._num_logits_np
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        # The CPU counts were exact, so the runner has already filled query_start_loc rightly.
+        # The host's counts are exact, so the runner has already written query_start_loc.
         cu_num_logits = async_tensor_h2d(self._num_logits_np, device=self.trees.device)
-        return self._reallocated(cu_num_logits, int(self._kept.sum()))
+        return self._reallocated(cu_num_logits, int(self._num_verify.sum()))
 
     def _reallocated(self, cu_num_logits: torch.Tensor, num_drafts: int) -> tuple[Any, ...]:
         """The values that this version of vLLM unpacks."""
@@ -220,12 +222,12 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         gate, costs = self.runtime.gate, self.runtime.costs
         if gate is None or costs is None:
             return True
-        self._hear()
+        self._observe_past_step()
         plain_ms = costs.plain_ms(len(slots), context_len)
         return gate.draft(slots.tolist(), self.trees.cost_ms_host, plain_ms)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
-        """Called after ``propose``, at the end of a step: the batch has trees now, or none."""
+        """Called after ``propose``, at the end of a step: publish the trees that it grew."""
         slots, drafted = input_batch.idx_mapping_np, self.runtime.drafted
         if drafted:
             self._treeless.difference_update(slots.tolist())
@@ -234,63 +236,64 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         if self.trees.budget is None and (drafted or len(self._history[-1].slots)):
             self.trees.publish(self._step, slots if drafted else None)
         self._step += 1
-        self._heard = False
+        self._has_observed = False
         self._history.append(VerifiedTrees())
 
     # ---- what the gate learns -----------------------------------------------------------
 
-    def _hear(self) -> None:
-        """Once a step: take in what the step `lag` + 1 before this one has published.
+    def _observe_past_step(self) -> None:
+        """Once a step, read what the step `lag` + 1 before this one published.
 
-        A fixed distance and not whatever has arrived: tensor-parallel ranks must hear the same.
+        The distance is fixed, whatever has arrived since: tensor-parallel ranks must agree.
         """
-        if self._heard:
+        if self._has_observed:
             return
-        self._heard = True
+        self._has_observed = True
         with gpu_sync_allowed():
-            news = self.trees.published(self._step - 1 - self.lag)
-        if news is not None:
-            self._take_in(news)
+            published = self.trees.published(self._step - 1 - self.lag)
+        if published is not None:
+            self._observe(published)
 
-    def _take_in(self, news: Published) -> None:
+    def _observe(self, published: Published) -> None:
         gate = self.runtime.gate
         if gate is None:
             return
         before, trees = self._history[0], self._history[1]
         if before.promised is not None:
-            accepted = news.emitted[before.slots] - 1
+            accepted = published.emitted[before.slots] - 1
             gate.observe_step(before.promised, float(accepted.sum()))
         if len(trees.slots):
-            chosen, promised = news.num_verify[trees.slots], news.promised[trees.slots]
-            # A request near its end, or in a crowd, has fewer placeholders than it would use.
-            nodes = np.minimum(chosen, trees.most)
+            chosen = published.num_verify[trees.slots]
+            promised = published.promised[trees.slots]
+            # A request near its end or in a large batch has fewer placeholders than N*.
+            nodes = np.minimum(chosen, trees.max_nodes)
             part = promised * nodes / np.maximum(chosen, 1)
             trees.promised = float(part.sum())
-            live = self._tenants[trees.slots] == trees.tenants
+            live = self._generations[trees.slots] == trees.generations
             gate.observe_trees(trees.slots[live].tolist(), part[live], nodes[live])
 
-    # ---- what others ask about the step -------------------------------------------------
+    # ---- what other adapters ask about the step ----------------------------------------
 
     @property
     def drafts(self) -> np.ndarray:
         """[R] int32, most nodes each row of the step may have on the device."""
-        return self._kept
+        return self._num_verify
 
     def counted(self, output: AsyncModelRunnerOutput) -> CountedOutput:
-        """The output of the step that was launched last, with its counts of verified nodes."""
+        """The output of the step launched last, with its counts of verified nodes."""
         req_ids, self._req_ids = self._req_ids, []
         counts, self._num_logits_np = self._num_logits_np, np.zeros(1, dtype=np.int32)
         return CountedOutput(output, self.runtime.drafting, req_ids, counts)
 
     def warm_up(self) -> None:
-        """Compile what the first mixed step would wait for."""
+        """Compile the ops of a step with prompt rows."""
         if self.trees.budget is None:
             self.trees.choose_again(np.zeros(1, np.int64), np.zeros(1, np.int32), 1)
 
     # ---- vLLM's own profiling -----------------------------------------------------------
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
-        """None here: `vllm_bastion.calibration.measure` measures, with graphs and without."""
+        """None: `vllm_bastion.calibration.measure` times steps, with graphs and without."""
         return iter(())
 
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
