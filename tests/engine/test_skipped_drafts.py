@@ -50,7 +50,8 @@ class Engine:
         self.runtime.manager = self.manager
         self.speculator = object.__new__(BastionSpeculator)
         self.speculator.runtime, self.speculator.trees = self.runtime, self.trees
-        self.speculator._one_ahead, self.speculator._kept_hidden = False, [torch.zeros(64, 8)]
+        self.speculator._announces_drafts = False
+        self.speculator._context_hidden = [torch.zeros(64, 8)]
         patch.setattr(DFlashSpeculator, "propose", self._propose)
 
     def _ask(self, *_: Any) -> bool:

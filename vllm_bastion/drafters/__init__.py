@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafters that trees are grown from: `kinds` lists them, a file each proposes the trees."""
+"""The speculators that propose trees, one file for each kind in `vllm_bastion.drafter_kinds`."""

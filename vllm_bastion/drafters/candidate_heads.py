@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's drafters with a head over their candidates, proposing a tree.
 
-The head scores every candidate of a position after every candidate of the position before, and
-vLLM's own speculator walks through that from the anchor, one candidate at each position. A tree
-takes all of it: the head's softmax over a row is the probability of a child after its parent.
+The head scores every candidate of a position given every candidate of the position before. vLLM's
+own speculator follows one candidate at each position, from the anchor. A tree uses all scores: the
+softmax over a row gives each child's probability after its parent.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's DFlash drafter, proposing a tree.
 
-``DFlashSpeculator`` runs as it is, with its own gamma: the drafter sees a config copy in which
-``num_speculative_tokens`` is the checkpoint's ``block_size - 1``, whatever the node budget is.
-Two things change. The block's logits become a tree inside ``_generate_draft``, which is what
-DFlash captures into its CUDA graph. And after a tree was verified the drafter is given only the
-rows on the accepted path: in order, so that its context is the accepted text and not the tree,
-and gamma + 1 of them a request, so that rejected nodes cost it nothing and its graph fits.
+``DFlashSpeculator`` runs unchanged, with its own gamma: it sees a copy of the config in which
+``num_speculative_tokens`` is the checkpoint's ``block_size - 1``, whatever the node budget is. Two
+things differ. ``_generate_draft``, which DFlash captures into its CUDA graph, turns the block's
+logits into trees. And after a step that verified trees, the drafter's context is the accepted path
+only: at most gamma + 1 rows a request, in order, so that rejected nodes cost it nothing and its
+graph fits.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _WITHOUT_GRAPH = {"is_profile": True}
 
 
 def _with_room(vllm_config: VllmConfig) -> VllmConfig:
-    """The configuration with a token limit for the drafter: gamma + 1 rows of every request.
+    """A configuration whose batch token limit holds gamma + 1 rows of every request.
 
-    vLLM keeps the scheduler from taking more requests into a step than would fit a step's rows.
+    vLLM sizes its drafter's buffers by that limit, and otherwise limits the requests of a step.
     """
     spec_config, scheduler_config = vllm_config.speculative_config, vllm_config.scheduler_config
     assert spec_config is not None
@@ -78,26 +78,28 @@ class BastionSpeculator(DFlashSpeculator):
         super().__init__(_with_room(chain_view_of(vllm_config)), device)
         self.runtime, self.trees = runtime, runtime.trees
         self._req_states = req_states
-        # The scheduler is a step ahead of what it was told last: it must hear of a draft before
-        # that is made, or its tree comes to a step without placeholders.
-        self._one_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+        # With async scheduling the next step is scheduled before this one's output arrives. A draft
+        # must be announced a step early, or its tree meets a step without placeholders.
+        self._announces_drafts = bool(vllm_config.scheduler_config.async_scheduling)
         # The runner reads this from the speculator, not from the config, to create the manager
         # that trims the scheduled placeholders to N*.
         self.enable_adaptive_verification = True
         self.use_acceptance_estimator = False
-        # The batch as the drafter sees it, see `_keep_accepted`.
-        self._kept_source = torch.zeros(step_rows, dtype=torch.int64, device=device)
-        self._kept_positions = torch.zeros_like(self._kept_source)
-        self._kept_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        self._kept_layout = torch.zeros(2 * self.max_num_reqs + 1, dtype=torch.int32, device=device)
-        self._kept_hidden: list[torch.Tensor] = []
+        # The batch as the drafter sees it, see `_accepted_context`.
+        self._context_source = torch.zeros(step_rows, dtype=torch.int64, device=device)
+        self._accepted_positions = torch.zeros_like(self._context_source)
+        self._context_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._context_layout = torch.zeros(
+            2 * self.max_num_reqs + 1, dtype=torch.int32, device=device
+        )
+        self._context_hidden: list[torch.Tensor] = []
 
     # ---- buffers for more rows than a step has ------------------------------------------
 
     def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Load it; compiled, it is to take as many rows as the buffers have."""
+        """Load the drafter, and compile it for as many rows as its buffers have."""
         config = self.vllm_config
-        if self.max_num_tokens > len(self._kept_source):
+        if self.max_num_tokens > len(self._context_source):
             self.vllm_config = copy.copy(config)
             self.vllm_config.compilation_config = self._for_all_rows(config.compilation_config)
         try:
@@ -116,12 +118,14 @@ class BastionSpeculator(DFlashSpeculator):
         return model
 
     def _for_all_rows(self, compilation: CompilationConfig) -> CompilationConfig:
-        """A copy: vLLM notes in it how many rows it compiled for, and the target keeps its own."""
+        """A copy of the target's settings: vLLM writes the compiled row ranges into them."""
         compilation = copy.copy(compilation)
         if compilation.compile_ranges_endpoints:
-            # One range up to the drafter's limit, not one up to the step's and another.
+            # One range up to the drafter's limit: no second one at the target's.
             compilation.compile_ranges_endpoints = [
-                end for end in compilation.compile_ranges_endpoints if end != len(self._kept_source)
+                end
+                for end in compilation.compile_ranges_endpoints
+                if end != len(self._context_source)
             ]
         return compilation
 
@@ -134,7 +138,7 @@ class BastionSpeculator(DFlashSpeculator):
         **kwargs: Any,
     ) -> None:
         if block_tables.slot_mappings.shape[1] < self.max_num_tokens:
-            # vLLM's drafter writes its slots over the target's; there is no room for them there.
+            # vLLM's drafter overwrites the target's slot mappings. They are too short for ours.
             block_tables = copy.copy(block_tables)
             groups = block_tables.slot_mappings.shape[0]
             block_tables.slot_mappings = block_tables.slot_mappings.new_zeros(
@@ -177,20 +181,20 @@ class BastionSpeculator(DFlashSpeculator):
             self._context_only = False
 
     def _of_block(self, hidden_states: torch.Tensor, num_reqs: int) -> torch.Tensor:
-        """The rows that trees are grown from: those of the drafted positions."""
+        """The rows that trees are grown from: one for each drafted position."""
         return hidden_states[self.sample_indices[: num_reqs * self.num_speculative_steps]]
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         """Build the trees of a batch from the block's hidden states, [num_reqs * D, H].
 
-        The logits are those of the drafter's own vocabulary, where it has a reduced one.
+        A drafter with a reduced vocabulary has logits for its own token ids.
         """
         head, process = self.model.lm_head, self.model.logits_processor
         offsets = self.model.draft_id_to_target_id
         if head.tp_size == 1:
             self.trees.grow(process(head, hidden_states), num_reqs, draft_id_to_target_id=offsets)
             return
-        # Every rank's best instead of everybody's logits; without what pads the slices to one size.
+        # Gather every rank's best tokens instead of all logits. Slices are padded to one size.
         logits = process(head, hidden_states, skip_gather=True)
         slice_ = head.shard_indices
         logits = logits[:, : slice_.num_org_elements]
@@ -231,25 +235,25 @@ class BastionSpeculator(DFlashSpeculator):
             costs.learn()
             costs.install(num_reqs, context_len)
             if runtime.gate is not None and runtime.manager is not None and not skipped:
-                # Prompts that go on in the next step have no use for a draft.
+                # A prompt that continues in the next step has no use for a draft.
                 seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
                 slots = input_batch.idx_mapping_np[seen >= input_batch.prefill_len_np]
                 runtime.drafted = len(slots) > 0
                 if runtime.drafted:
                     announced = runtime.drafting
                     runtime.drafting = runtime.manager.draft_next(slots, context_len)
-                    runtime.drafted = announced if self._one_ahead else runtime.drafting
+                    runtime.drafted = announced if self._announces_drafts else runtime.drafting
                 if not runtime.drafted:
                     kwargs |= _WITHOUT_GRAPH  # the graph would run the block
         hidden = aux_hidden_states or [last_hidden_states]
-        if not self._kept_hidden and not self.trees.chains:
+        if not self._context_hidden and not self.trees.chains:
             # In the profiling run, so that vLLM counts it before it sizes the KV cache.
-            self._kept_hidden = [
-                torch.zeros(len(self._kept_source), h.shape[1], dtype=h.dtype, device=h.device)
+            self._context_hidden = [
+                torch.zeros(len(self._context_source), h.shape[1], dtype=h.dtype, device=h.device)
                 for h in hidden
             ]
         if self.trees.verifying and not dummy_run:
-            input_batch, hidden, num_rejected = self._keep_accepted(
+            input_batch, hidden, num_rejected = self._accepted_context(
                 input_batch, hidden, num_sampled, num_rejected
             )
             if aux_hidden_states:
@@ -273,12 +277,12 @@ class BastionSpeculator(DFlashSpeculator):
         if not dummy_run and runtime.timer is not None:
             runtime.timer.step_done(runtime.drafted)
         tokens = self.trees.tokens[:num_reqs]
-        # vLLM writes -1 over what was not asked for; past a tree's end, rows keep their token.
+        # vLLM overwrites the result with -1; `trees.tokens` must keep its tokens.
         return torch.full_like(tokens, -1) if skipped else tokens
 
     # ---- the drafter's context ----------------------------------------------------------
 
-    def _keep_accepted(
+    def _accepted_context(
         self,
         batch: InputBatch,
         hidden: list[torch.Tensor],
@@ -288,26 +292,26 @@ class BastionSpeculator(DFlashSpeculator):
         """Replace each request's tree rows by its accepted path, padded to at most D + 1 rows.
 
         hidden: tensors [T, H]; num_sampled, num_rejected: [R]. Returns the batch, the hidden states
-        [M, H] and num_rejected [R] as the drafter is to see them: vLLM drops the last
-        ``num_rejected`` rows of a request.
+        [M, H] and num_rejected [R] for the drafter: vLLM drops a request's last ``num_rejected``
+        rows.
 
-        The host lays the rows out by what was scheduled and not by what was verified, which only
-        the device may know: row i of a request is its path's i-th node, or one that is dropped.
+        Only the device may know how many nodes were verified, so the host lays out rows by what was
+        scheduled. Row i of a request is the i-th node of its path, or a row that is dropped.
         """
         num_reqs, width = batch.num_reqs, self.trees.depth + 1
         tail = np.minimum(self.trees.step_drafts + 1, width)
-        # Rows of a prompt in front of the root; a decode has none.
+        # Prompt rows in front of the root; a decoding request has none.
         before = self.trees.step_base_rows - 1
         layout = np.zeros(2 * num_reqs + 1, dtype=np.int32)
         start = layout[: num_reqs + 1]
         np.cumsum(before + tail, out=start[1:])
         layout[num_reqs + 1 :] = before
         total = int(start[-1])
-        on_device = async_tensor_h2d(layout, out=self._kept_layout[: len(layout)])
-        kept_start, source = on_device[: num_reqs + 1], self._kept_source[:total]
-        positions, rejected = self._kept_positions[:total], self._kept_rejected[:num_reqs]
+        on_device = async_tensor_h2d(layout, out=self._context_layout[: len(layout)])
+        starts, source = on_device[: num_reqs + 1], self._context_source[:total]
+        positions, rejected = self._accepted_positions[:total], self._context_rejected[:num_reqs]
         kept_rows(
-            kept_start,
+            starts,
             on_device[num_reqs + 1 :],
             batch.query_start_loc[: num_reqs + 1],
             batch.cu_num_logits,
@@ -316,43 +320,46 @@ class BastionSpeculator(DFlashSpeculator):
             num_sampled,
             num_rejected,
             source,
-            # Positions stay linear: the path's i-th row has the place of the request's i-th row.
+            # Positions stay linear: after compaction node i of the path is the request's row i.
             positions,
             rejected,
             int((before + tail).max()),
         )
-        kept_hidden = [out[:total] for out in self._kept_hidden]
-        gather_rows(hidden, source, kept_hidden)
-        kept_batch = replace(
+        accepted_hidden = [out[:total] for out in self._context_hidden]
+        gather_rows(hidden, source, accepted_hidden)
+        accepted_batch = replace(
             batch,
             num_tokens=total,
             num_tokens_after_padding=total,
             num_scheduled_tokens=(before + tail).astype(np.int32),
             positions=positions,
-            query_start_loc=kept_start,
+            query_start_loc=starts,
             query_start_loc_np=start,
         )
-        return kept_batch, kept_hidden, rejected
+        return accepted_batch, accepted_hidden, rejected
 
     def warm_up(self) -> None:
-        """Compile what the first request and the first accepted path would wait for."""
+        """Compile the kernels of the first request and of the first accepted path."""
         self._warm_up_inputs()
-        one = self._kept_layout[:1].zero_()
+        one = self._context_layout[:1].zero_()
         two = torch.zeros(2, dtype=torch.int32, device=self.device)
-        kept_rows(two, one, two, two, self.trees.path, self._kept_positions, one, one,
-                  self._kept_source, self._kept_positions, self._kept_rejected[:1], 1)  # fmt: skip
-        rows = self._kept_source[:1].fill_(-1)
-        gather_rows(self._kept_hidden, rows, [torch.empty_like(h[:1]) for h in self._kept_hidden])
+        positions, rejected = self._accepted_positions, self._context_rejected[:1]
+        kept_rows(two, one, two, two, self.trees.path, positions, one, one, self._context_source,
+                  positions, rejected, 1)  # fmt: skip
+        rows = self._context_source[:1].fill_(-1)
+        gather_rows(
+            self._context_hidden, rows, [torch.empty_like(h[:1]) for h in self._context_hidden]
+        )
 
     def _warm_up_inputs(self) -> None:
-        """vLLM's input kernel is one for every block size, which follows the longest query."""
+        """Compile vLLM's input kernel for every block size; it depends on the longest query."""
         none = torch.zeros(1, dtype=torch.int32, device=self.device)
         states = self._req_states
         block = next_power_of_2(1 + self.num_query_per_req)
         while block <= _MAX_INPUT_BLOCK:
-            rows = min(block - self.num_query_per_req, len(self._kept_source))
+            rows = min(block - self.num_query_per_req, len(self._context_source))
             if rows + self.num_query_per_req <= block // 2:
-                break  # no batch has so many
+                break  # no batch has a query this long
             batch = InputBatch.make_dummy(1, rows, self.target_input_buffers)
             with self._storing_context_only():
                 super().propose(
@@ -364,5 +371,5 @@ class BastionSpeculator(DFlashSpeculator):
 
 
 def _all_gather(keys: torch.Tensor) -> torch.Tensor:
-    # As floats, which is all that vLLM's shared memory between CPU workers takes.
+    # vLLM's shared memory between CPU workers takes floats only.
     return tensor_model_parallel_all_gather(keys.view(torch.float32), dim=1).view(torch.int64)

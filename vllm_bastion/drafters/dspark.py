@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's DSpark drafter, proposing a tree.
 
-DSpark drafts its block as DFlash does and adds to the logits of a position a bias that the token
-before it has (a Markov head of low rank). vLLM's own speculator draws one token after the other.
-A tree takes the best M tokens of every position before any bias, as that speculator does where
-`dspark_draft_topk` is M, and the bias of each of them after each of those before it.
+DSpark drafts its block as DFlash does. A low-rank Markov head adds a bias to a position's logits
+that depends on the token before. vLLM's own speculator draws one token after the other. A tree
+takes the best M unbiased tokens of every position, as that speculator does with
+`dspark_draft_topk` = M, and the bias of each given each token of the position before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_bastion.drafters.dflash import BastionSpeculator
 
 
 class BastionDSpark(BastionSpeculator, DSparkSpeculator):
-    """Both layouts of the block: with a query for the anchor alone, and without."""
+    """Serves both layouts of the block: with a query for the anchor only, and without."""
 
     _speculator_name = "BASTION"
 
@@ -47,7 +47,7 @@ class BastionDSpark(BastionSpeculator, DSparkSpeculator):
         before[:, 1:] = candidates[:, :-1]
         embeds = model.markov_embed(before.flatten(0, 1))  # [R * D, M, rank]
         weight = model.model.markov_head.markov_w2.weight[draft_ids]
-        # As vLLM's own: the sum is rounded once, to the logits' type.
+        # As in vLLM's speculator, the sum is rounded once, to the logits' dtype.
         scores = torch.baddbmm(
             values[:, None], embeds, weight.mT, alpha=model.logits_processor.scale
         )

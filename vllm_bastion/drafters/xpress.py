@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's XPress drafter, proposing a tree; vLLM 0.33 has it.
 
-XPress drafts its block as DFlash does and adds to the logits of a position a bias that the block's
-tokens before it have, mixed by position and then by an MLP. vLLM's own speculator looks for the
-greedy block by repeating that for all positions at once. A tree begins with the same block. A
-node's children are scored as if the tokens above the node were that block's: so they have the
-head's own scores where the node's parent lies on it, and elsewhere those of the nearest prefix
-that the head was asked about.
+XPress drafts its block as DFlash does. Its head adds a bias to a position's logits that depends on
+all tokens of the block before it, mixed by position and then by an MLP. vLLM's own speculator finds
+the greedy block by iterating over all positions at once. A tree starts from the same block. It
+scores a node's children as if the node's ancestors were the tokens of that block: exact where the
+node's parent lies on the block, approximate elsewhere.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from vllm.v1.worker.gpu.spec_decode.xpress.speculator import XPressSpeculator
 from vllm_bastion.drafter_kinds import candidates_of
 from vllm_bastion.drafters.dflash import BastionSpeculator
 
-# Tokens of a position that are ranked, unless `xpress_topc` says: all are too many to gather.
+# Tokens of a position that are ranked if `xpress_topc` is not set: the vocabulary is too large.
 _RANKED = 512
 
 
 class BastionXPress(BastionSpeculator, XPressSpeculator):
-    """The refiner's greedy block, and what the best candidates of a position do to the next."""
+    """The refiner's greedy block, and each candidate's effect on the next position."""
 
     _speculator_name = "BASTION"
 
@@ -53,7 +52,7 @@ class BastionXPress(BastionSpeculator, XPressSpeculator):
         anchors = self.input_buffers.input_ids[self._anchor_idx[:num_reqs]]
         refiner = Refiner(head, block, head.w2.weight[candidates])
 
-        # As vLLM does it: all positions at once, so often that most blocks change no more.
+        # vLLM's Jacobi iteration: all positions at once, until most blocks have converged.
         before = torch.empty(block.shape[:2], dtype=torch.int64, device=anchors.device)
         before[:, :2] = anchors[:, None]
         before[:, 2:] = candidates[:, :-1, 0]
@@ -63,21 +62,21 @@ class BastionXPress(BastionSpeculator, XPressSpeculator):
 
         count = candidates_of(self.draft_model_config.hf_config)
         assert count is not None
-        kept = (base + refiner.bias(before)).topk(count, dim=-1).indices  # [R, D, M]
-        candidates = candidates.gather(2, kept)
-        above = before[:, 1:, None].repeat(1, 1, count)
-        above[:, 1:] = candidates[:, :-1]
-        scores = base.gather(2, kept)[:, :, None] + refiner.bias_after(before, above, kept)
+        ranks = (base + refiner.bias(before)).topk(count, dim=-1).indices  # [R, D, M]
+        candidates = candidates.gather(2, ranks)
+        parents = before[:, 1:, None].repeat(1, 1, count)
+        parents[:, 1:] = candidates[:, :-1]
+        scores = base.gather(2, ranks)[:, :, None] + refiner.bias_after(before, parents, ranks)
         self.trees.grow_transitions(candidates, scores)
 
 
 class Refiner:
-    """XPress's head on the blocks of a batch. B = D + 1 positions, the anchor's first; r = rank.
+    """XPress's head on the blocks of a batch. B = D + 1 positions, anchor first; r = rank.
 
     Args:
         head: vLLM's `XPressRefinerHead`.
         block: [R, B, H] hidden states.
-        outputs: [R, D, C, r], what the head multiplies with for each candidate.
+        outputs: [R, D, C, r] the head's output weights of each candidate.
     """
 
     def __init__(self, head: Any, block: Tensor, outputs: Tensor) -> None:
@@ -93,7 +92,7 @@ class Refiner:
         return hidden + F.linear(self.head.w1(tokens), self._of_token)
 
     def _mixed(self, inputs: Tensor) -> Tensor:
-        """[R, B, r] -> [R, B, r]: each position by those up to it."""
+        """[R, B, r] -> [R, B, r]: mix each position with those before it."""
         return torch.bmm(self._mixer, inputs.permute(2, 1, 0)).permute(2, 1, 0)
 
     def _latent(self, mixed: Tensor) -> Tensor:
@@ -101,18 +100,18 @@ class Refiner:
         return mixed + head.mlp_down(F.silu(head.mlp_gate(mixed)) * head.mlp_up(mixed))
 
     def bias(self, before: Tensor) -> Tensor:
-        """[R, D, C] of every candidate; before: [R, B], the token before each position."""
+        """Bias of every candidate, [R, D, C]; before: [R, B] token before each position."""
         latent = self._latent(self._mixed(self._inputs(before, self._hidden))[:, 1:])
         return (self.outputs @ latent[..., None])[..., 0]
 
-    def bias_after(self, before: Tensor, above: Tensor, kept: Tensor) -> Tensor:
-        """[R, D, M, M] of candidates `kept` [R, D, M] after each of `above` [R, D, M].
+    def bias_after(self, before: Tensor, parents: Tensor, ranks: Tensor) -> Tensor:
+        """Bias of the candidates at `ranks` [R, D, M] after each parent, [R, D, M, M].
 
-        Only the token right above a position is exchanged; those further up are `before`'s.
+        parents: [R, D, M] tokens of the position before. Earlier tokens are those of `before`.
         """
         inputs = self._inputs(before, self._hidden)
         others = (self._mixed(inputs)[:, 1:] - self._own * inputs[:, 1:])[:, :, None]
-        own = self._own[:, None] * self._inputs(above, self._hidden[:, 1:, None])
+        own = self._own[:, None] * self._inputs(parents, self._hidden[:, 1:, None])
         latent = self._latent(others + own)  # [R, D, M, r]
-        outputs = self.outputs.gather(2, kept[..., None].expand(-1, -1, -1, latent.shape[-1]))
+        outputs = self.outputs.gather(2, ranks[..., None].expand(-1, -1, -1, latent.shape[-1]))
         return latent @ outputs.mT
