@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of method "bastion": a SpeculativeConfig of vLLM with a few keys of its own.
 
-To vLLM the method is its drafter's, `dflash` or `dspark`: drafter loading, auxiliary hidden states
-and KV look-ahead come with that. `num_speculative_tokens` is the node budget N (the most draft
-nodes verified in a step, the root not counted); the depth of the tree, gamma, is the drafter's own
+vLLM sees its drafter's method, `dflash` or `dspark`, which brings drafter loading, auxiliary hidden
+states and KV look-ahead. `num_speculative_tokens` is the node budget N (the most draft nodes of a
+request verified in a step, without the root). A tree's depth, gamma, is the size of the drafter's
 block and is read from its checkpoint.
 
-This module is unpickled in the engine's child processes before plugins are loaded there: it must
-import without any hook being in place, and must not import `vllm.v1.worker.gpu`.
+The engine's child processes unpickle this module before they load plugins: it must import without
+any hook in place, and must not import `vllm.v1.worker.gpu`.
 
 `python -m vllm_bastion.config` prints the table of keys that the README shows.
 """
@@ -29,7 +29,7 @@ from vllm_bastion.platform import current_host
 
 PREFIX = "bastion_"
 
-# Rotary embeddings (`rope_type`) for which max_position_embeddings is the cache's length, no more.
+# Rotary embeddings (`rope_type`) whose max_position_embeddings only sets the length of a cache.
 _CACHE_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
 
 _MAX_GRAMMAR_NODES = 63
@@ -65,12 +65,12 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         drafter = self.draft_model_config.hf_config
         restore_block_size(drafter, self.draft_model_config.model, self.draft_model_config.revision)
         gamma = gamma_of(drafter)
-        assert gamma is not None  # the validation's work
+        assert gamma is not None  # `validation.check_drafter` has checked it
         self.bastion_gamma = gamma
         self.bastion_top_k = min(self.bastion_top_k, candidates_of(drafter) or self.bastion_top_k)
         if self.rope_only_sizes_cache():
-            # The drafter reads the target's positions: past its rotary cache it would read whatever
-            # lies there. vLLM 0.33 does the same; 0.32 resizes only EAGLE drafts.
+            # The drafter gets the target's positions, and reading past its rotary cache is not
+            # checked. vLLM 0.33 extends the cache itself; 0.32 does so for EAGLE drafters only.
             self._maybe_override_draft_max_position_embeddings(
                 self.draft_model_config.hf_config, self.target_model_config.max_model_len
             )
@@ -89,10 +89,10 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
-        """Tokens of a step that drafting takes from each request: none.
+        """Tokens of a step that vLLM reserves for each request's draft: none.
 
-        vLLM charges them because its drafter's rows have to fit into buffers of one step's tokens;
-        ours are sized by what `max_num_seqs` requests draft.
+        vLLM's drafter shares buffers of one step's tokens. Ours are sized for `max_num_seqs`
+        requests that draft.
         """
         return 0
 
@@ -137,7 +137,7 @@ def chain_view(
 
 
 def chain_view_of(vllm_config: VllmConfig, num_tokens: int | None = None) -> VllmConfig:
-    """A VllmConfig with `chain_view` settings; the one given where bastion is off."""
+    """A VllmConfig with `chain_view` settings; unchanged if it does not use method "bastion"."""
     spec_config = bastion_config(vllm_config)
     if spec_config is None:
         return vllm_config
@@ -166,18 +166,18 @@ def key_adapter(name: str) -> TypeAdapter[Any]:
 
 
 def key_choices(name: str) -> list[dict[str, Any]]:
-    """What a bastion_* setting accepts: a JSON schema for each kind of value."""
+    """The values that a bastion_* setting accepts: a JSON schema for each kind of value."""
     schema = key_adapter(name).json_schema()
     return list(schema.get("anyOf", [schema]))
 
 
 def literals(choice: dict[str, Any]) -> list[str]:
-    """The words that a schema of `key_choices` lists; none where it is of a number or any text."""
+    """The words that a schema from `key_choices` lists; none for a number or free text."""
     return list(choice.get("enum", [choice["const"]] if "const" in choice else []))
 
 
 def is_lagged(config: BastionSpeculativeConfig) -> bool:
-    """Whether steps are sized by the scores of the step before; a fixed budget needs neither."""
+    """Whether the scores of the previous step size a step. False for a fixed budget."""
     if config.bastion_budget != "adaptive":
         return False
     if config.bastion_budget_timing != "auto":

@@ -30,7 +30,7 @@ from bastion_kernels import ancestor_bits
 from vllm_bastion import plugin
 from vllm_bastion.carriers import RequestState
 from vllm_bastion.engine import grammar
-from vllm_bastion.engine.draft_tokens import keep_columns
+from vllm_bastion.engine.draft_tokens import select_columns
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks.grammar import update_draft_token_ids
 from vllm_bastion.policy.trees import Trees
@@ -226,7 +226,7 @@ def test_the_worker_closes_the_gaps() -> None:
         req_id_to_index={"a": 1}, draft_tokens=torch.arange(18).view(3, 6) + 100
     )
     # Node 3 is refused, and node 5 below it.
-    keep_columns(Runtime(trees), states, {"a": ([0, 1, 3, 5], [0, 1, 2, 3]), "gone": ([1], [0])})
+    select_columns(Runtime(trees), states, {"a": ([0, 1, 3, 5], [0, 1, 2, 3]), "gone": ([1], [0])})
     assert states.draft_tokens[1, :4].tolist() == [106, 107, 109, 111]
     assert states.draft_tokens[0].tolist() == list(range(100, 106))
     assert trees.parents[1].tolist() == [0, 1, 2, 3, -1, -1]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys and values that a drafter makes of accepted text, on a CPU.
+"""The keys and values that a drafter computes from accepted text, on a CPU.
 
-vLLM multiplies by the weights of all its layers at once, beside its own linear layers, and gives
-all layers' key norms to one call, of which the op for CPUs reads the first layer's.
+vLLM computes them for all layers in one product, outside of its linear layers, and normalises the
+keys of all layers in one call. On a CPU the op of that call applies the first layer's weights to
+all layers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from vllm_bastion.cpu.linear import has_linear
 
 
 def install(model: Any) -> None:
-    """Change `_normalize_context_k`, and where there is our product `_project_context_kv`.
+    """Replace `_normalize_context_k`, and `_project_context_kv` if the host has our product.
 
-    model: vLLM's DFlashQwen3Model or its like, with its weights loaded.
+    model: vLLM's DFlashQwen3Model or a similar one, with its weights loaded.
     """
     model._normalize_context_k = MethodType(normalize_context_k, model)
     cache = getattr(model, "_rope_cos_sin_cache", None)
-    if cache is not None:  # else vLLM would convert all positions in every step
+    if cache is not None:  # vLLM would convert all positions in every step
         model._rope_cos_sin_cache = cache.to(model._hidden_norm_weight.dtype)
     weight = getattr(model, "_fused_kv_weight", None)
     if weight is None or weight.dtype != torch.bfloat16 or not has_linear():
@@ -37,7 +38,7 @@ def install(model: Any) -> None:
 
 
 def normalize_context_k(self: Any, all_k: Tensor) -> Tensor:
-    """Each drafter layer's own key norm: [L, T, heads, d] -> the same."""
+    """Normalise keys [L, T, heads, d] by each layer's own weights."""
     out = torch.empty_like(all_k)
     for layer, weight in enumerate(self._k_norm_weights):
         ops.rms_norm(out[layer], all_k[layer], weight, self._rms_norm_eps)
@@ -47,7 +48,7 @@ def normalize_context_k(self: Any, all_k: Tensor) -> Tensor:
 def project_context_kv(
     self: Any, states: Tensor, num_ctx: int, num_layers: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of all layers, [L, T, heads, d] each, of states [T, H]; vLLM's own steps."""
+    """Keys and values of all layers, [L, T, heads, d] each, from states [T, H], as vLLM does."""
     normed = torch.empty_like(states)
     ops.rms_norm(normed, states, self._hidden_norm_weight, self._rms_norm_eps)
     flat = torch.ops.vllm_bastion.linear(normed, self._fused_kv_weight, self._fused_kv_bias)

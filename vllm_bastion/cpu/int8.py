@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's matrix products in int8, on a CPU that multiplies int8.
 
-Reading weights is most of a drafter's pass over one block, and int8 halves them. What a drafter
-guesses a little differently is verified like all else: the tokens are the target's in any case.
+A drafter's pass over one block mostly reads weights, and int8 halves them. Rounding changes a few
+of its guesses, which are verified like all others, so the emitted tokens stay the target's.
 
-Left as loaded is what reads the target's hidden states (`fc`, and the keys and values of the
-context): those have outliers, which one scale a row does not serve, and their error would stay.
+Weights that multiply the target's hidden states (`fc`, and the context's keys and values) keep the
+checkpoint's dtype. Those states have outliers that one scale per row rounds badly, and the error
+would remain in the drafter's KV cache.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vllm import _custom_ops as ops
 from bastion_kernels.cpu.linear import Int8Weight, round_rows
 from vllm_bastion.cpu.linear import has_linear
 
-_PRIMITIVES = 32  # shapes whose code oneDNN keeps, as in vLLM's own layers
+_PRIMITIVES = 32  # shapes whose compiled code oneDNN caches, as in vLLM's own layers
 
 
 def int8_wanted(drafter_weights: str, dtype: torch.dtype) -> bool:
@@ -38,9 +39,9 @@ def int8_wanted(drafter_weights: str, dtype: torch.dtype) -> bool:
 
 
 def int8_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """weight: [N, K] bf16, not kept -> (x [.., K] bf16, ignored, bias) -> [.., N] bf16.
+    """A function (x [.., K] bf16, ignored, bias) -> [.., N] bf16 over a packed copy of the weight.
 
-    A scale for every row of the weight, and for every row of x when it comes.
+    weight: [N, K] bf16. Each of its rows has a scale, and so has each row of x.
     """
     if has_linear() and weight.shape[0] % 16 == 0 and weight.shape[1] % 4 == 0:
         return _our_product(weight)
@@ -57,7 +58,7 @@ def int8_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Te
         out = out.view(*x.shape[:-1], handler.n)
         return out if bias is None else out + bias
 
-    product.scales = scales  # type: ignore[attr-defined]  # oneDNN reads them where they are
+    product.scales = scales  # type: ignore[attr-defined]  # oneDNN reads them in place
     return product
 
 
@@ -73,14 +74,14 @@ def _our_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Te
 
 
 def install_int8(layer: Any) -> None:
-    """Give a linear layer of the drafter its product; its weight, which is packed now, goes."""
+    """Make a linear layer of the drafter multiply in int8, and free its own weight."""
     weight = layer.weight
     layer.cpu_linear = int8_product(weight.data)
     layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
 
 def with_int8_head(model: nn.Module) -> None:
-    """Give a drafter a head of its own over the weight that it shares with its target."""
+    """Give a drafter a head of its own, in int8: the one it has is shared with its target."""
     head: Any = copy.copy(model.lm_head)
     head.cpu_linear = int8_product(head.weight.data)
     model.lm_head = head

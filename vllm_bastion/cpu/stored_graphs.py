@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an earlier start compiled, loaded again by a later one on a CPU.
+"""Loads models that an earlier start compiled, on a CPU.
 
-vLLM stores a compiled model and asks the stored function to finish loading, which only the
-functions of its own compiler can. On a CPU PyTorch's compiles, whose functions are complete when
-they are read, so every start failed there and compiled anew.
+After loading a compiled function vLLM calls its `finalize_loading`. Only functions of vLLM's own
+compiler have that method. On a CPU PyTorch compiles, whose functions need no finishing, so without
+this module every start fails to load them and compiles again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 @contextmanager
 def complete_when_read() -> Iterator[None]:
-    """Within it, functions that `torch.compiler` loads need not know how to finish loading."""
+    """Within it, functions that `torch.compiler` loads get a `finalize_loading` if they lack it."""
     load = torch.compiler.load_compiled_function
 
     def load_complete(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def complete_when_read() -> Iterator[None]:
 
 @lru_cache
 def host_instructions() -> str:
-    """What a stored function may not be loaded without: a digest of the CPU's instructions."""
+    """A digest of the CPU's instruction sets, on which a compiled function depends."""
     # Here, so that the rest is there for processes that are not to import Numba.
     from bastion_kernels.cpu.native import HAVE_NUMBA
 

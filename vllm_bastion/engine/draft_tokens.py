@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side of grammars: trees go to the engine core, and come back with gaps.
+"""The worker's side of grammars: sends trees to the engine core and removes refused nodes.
 
 See `vllm_bastion.engine.grammar`.
 """
@@ -19,7 +19,7 @@ from vllm_bastion.engine.runtime import Runtime, runtime_of
 
 
 class TreeDraftTokens(DraftTokensHandler):
-    """vLLM's channel for draft tokens, each with its parent beside it."""
+    """vLLM's channel for draft tokens, with each token's parent encoded into it."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device | None) -> None:
         super().__init__(device)
@@ -33,16 +33,16 @@ class TreeDraftTokens(DraftTokensHandler):
         super().set_draft_tokens(input_batch, draft_tokens)
 
 
-def keep_columns(
-    runtime: Runtime, req_states: RequestState, kept: dict[str, tuple[list[int], list[int]]]
+def select_columns(
+    runtime: Runtime, req_states: RequestState, selected: dict[str, tuple[list[int], list[int]]]
 ) -> None:
     """Move the columns that a grammar allows to the front of their trees.
 
-    kept: request id -> columns, ascending, and the numbers that their parents have then.
+    selected: request id -> columns, ascending, and their parents' new node numbers.
     """
     trees, slot_of = runtime.trees, req_states.req_id_to_index
-    named = [(slot_of[name], *lists) for name, lists in kept.items() if name in slot_of]
-    # By request: slot and nodes, then columns, then parents.
+    named = [(slot_of[name], *lists) for name, lists in selected.items() if name in slot_of]
+    # A row for each request: request slot and number of nodes, then columns, then parents.
     plan = np.zeros((len(named), 2 * trees.num_nodes + 2), dtype=np.int64)
     columns, parents = plan[:, 2 : 2 + trees.num_nodes], plan[:, 2 + trees.num_nodes :]
     parents.fill(-1)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A grammar's word on a draft tree, given where the grammar lives: in the engine core.
+"""Checks draft trees against grammars, in the engine core, where the grammars live.
 
-The worker sends a tree over vLLM's channel for draft tokens, each token with its parent beside it
-(`encode`). `walk` asks the grammar about every node: what may follow it, and whether the node may
-be there itself. Nodes that the grammar refuses are left out with all that hangs on them, and the
-next best take their place; where the step has been launched by then (async scheduling) they stay,
-and are never followed, because the row above them does not allow their token.
+The worker sends a tree over vLLM's channel for draft tokens, with each token's parent encoded into
+it (`encode`). `walk` asks the grammar about every node: whether it may follow its parent, and which
+tokens may follow it. Refused nodes are removed with their subtrees, and the next best nodes are
+verified instead. With async scheduling the step has been launched by then, so refused nodes stay;
+they are never accepted, because their parent's bitmask row does not allow their token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ANYTHING = -1  # a word of a bitmask row that allows everything
 
 
 def encode(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """Tokens and the numbers of their parents (0 = root) in one int64 each; -1 where no node is.
+    """Tokens and their parents' node numbers (0 = root) in one int64 each; -1 without a node.
 
     tokens: [R, N] int64; parents: [R, N] int32.
     """
@@ -51,10 +51,9 @@ def walk(
     parents: list[int],
     prune: bool,
 ) -> GrammarTree:
-    """Ask a request's grammar about a tree of n nodes; its state is as before afterwards.
+    """Ask a request's grammar about a tree of n nodes; leaves the grammar's state unchanged.
 
-    parents: node numbers, 0 = root, parents before their children. prune: leave out what is
-    refused.
+    parents: node numbers, 0 = root, parents before their children. prune: remove refused nodes.
     """
     assert manager.backend is not None
     bitmask = manager.backend.allocate_token_bitmask(1 + len(tokens)).fill_(_ANYTHING)
@@ -65,13 +64,13 @@ def walk(
         alive = _traverse(matcher, tokens, parents, bitmask)
     else:
         alive = _by_paths(manager, request, tokens, parents, bitmask)
-    kept = [node for node in range(1, 1 + len(tokens)) if alive[node] or not prune]
-    number = {node: i for i, node in enumerate([0, *kept])}
+    nodes = [node for node in range(1, 1 + len(tokens)) if alive[node] or not prune]
+    number = {node: i for i, node in enumerate([0, *nodes])}
     return GrammarTree(
-        tokens=[tokens[node - 1] for node in kept],
-        parents=[number[parents[node - 1]] for node in kept],
-        columns=[node - 1 for node in kept],
-        rows=bitmask.numpy()[[0, *kept]],
+        tokens=[tokens[node - 1] for node in nodes],
+        parents=[number[parents[node - 1]] for node in nodes],
+        columns=[node - 1 for node in nodes],
+        rows=bitmask.numpy()[[0, *nodes]],
         num_tokens=request.num_tokens,
         refused=alive.count(False),
     )
@@ -80,7 +79,7 @@ def walk(
 def _traverse(
     matcher: Any, tokens: list[int], parents: list[int], bitmask: torch.Tensor
 ) -> list[bool]:
-    """xgrammar's own walk. Returns which of root and nodes are allowed."""
+    """xgrammar's own tree walk. Returns whether root and nodes are allowed, [1 + n]."""
     size = 1 + len(tokens)
     child, sibling = [-1] * size, [-1] * size
     for node in range(size - 1, 0, -1):
@@ -95,7 +94,7 @@ def _traverse(
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
         allowed = bool(rows[parent, token // 32] >> (token % 32) & 1)
         alive.append(alive[parent] and not ended[parent] and allowed)
-        # A grammar that has come to its end allows nothing; vLLM asks it no more.
+        # A terminated grammar allows nothing, and vLLM no longer asks it.
         ended.append(alive[node] and not rows[node].any())
     rows[ended] = _ANYTHING
     return alive
@@ -108,7 +107,10 @@ def _by_paths(
     parents: list[int],
     bitmask: torch.Tensor,
 ) -> list[bool]:
-    """vLLM's own rows for every path to a leaf: any back end, and while a model still reasons."""
+    """vLLM's own bitmask rows along every path to a leaf.
+
+    For back ends without a tree walk, and while a model is still reasoning.
+    """
     fill = inspect.unwrap(StructuredOutputManager.grammar_bitmask)
     name = request.request_id
     alive = [True] + [False] * len(tokens)

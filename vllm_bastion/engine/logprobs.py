@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of the tokens on accepted paths.
 
-vLLM takes a request's i-th token from its i-th logits row. In a tree it comes from the path's i-th
-node, so those rows are gathered first, of the requests that asked for log-probabilities only.
+vLLM takes a request's i-th token from its i-th logits row. In a tree the token comes from the i-th
+node of the path, so those rows are gathered first, for the requests that asked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_bastion.platform import current_host
 
 
 class PathLogprobs:
-    """Collects them over the chunks of a step."""
+    """Collects log-probabilities over the chunks of a step."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -31,13 +31,13 @@ class PathLogprobs:
         self._counts: list[np.ndarray] = []
 
     def begin(self, slots: np.ndarray) -> None:
-        """A step of the requests in `slots`, [R]."""
+        """Start a step of the requests in `slots`, [R]."""
         self._dims = self._sampler.get_logprobs_dims(slots)
         self._parts, self._counts = [], []
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody in the step asked."""
+        """Whether a request of the step asked for log-probabilities."""
         return self._dims is not None
 
     def add(
@@ -68,12 +68,12 @@ class PathLogprobs:
         nodes = path[rows]
         source = (cu_num_logits[rows][:, None] + nodes.clamp(min=0)).flatten()
         tokens = sampled[rows].flatten()
-        # not repeat_interleave, which waits for the device
-        of_slots = slots[rows][:, None].expand_as(nodes).flatten()
+        # `repeat_interleave` would wait for the device.
+        row_slots = slots[rows][:, None].expand_as(nodes).flatten()
         if not current_host().runs_ahead:
             # Score no rows past a path's end. Elsewhere the host would wait for the path's length.
             live = (nodes >= 0).flatten()
-            source, tokens, of_slots = source[live], tokens[live], of_slots[live]
+            source, tokens, row_slots = source[live], tokens[live], row_slots[live]
             counts[asked] = (nodes >= 0).sum(1).numpy()
         num_logprobs, max_token_ids = self._dims
         step = get_max_chunk_logits(logits.shape[1])
@@ -85,14 +85,14 @@ class PathLogprobs:
                     num_logprobs,
                     tokens[part],
                     logprob_token_ids_state=token_ids,
-                    expanded_idx_mapping=of_slots[part],
+                    expanded_idx_mapping=row_slots[part],
                     max_per_req_token_ids=max_token_ids,
                     logits_mode=self._sampler.logprobs_mode in ("raw_logits", "processed_logits"),
                 )
             )
 
     def tensors(self) -> LogprobsTensors | None:
-        """Of the whole step, the requests in batch order."""
+        """Log-probabilities of the whole step, requests in batch order; None if none asked."""
         if not self._parts:
             return None
         starts = np.cumsum([0, *np.concatenate(self._counts)]).tolist()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's processors of logits that look at earlier tokens, on the nodes of a tree.
+"""vLLM's logits processors that read earlier tokens, on the nodes of a tree.
 
-Penalties, bad words and thinking budgets take the drafts before a row from the rows above it, which
-is right for a chain. `follow_ancestors` has them take a node's ancestors, wherever these are.
-Everything else about them, their state above all, stays vLLM's.
+Penalties, bad words and thinking budgets read the drafts before a row from the rows before it,
+which is right for a chain. `follow_ancestors` makes them read a node's ancestors instead. Their
+state and everything else stay vLLM's.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from bastion_kernels import ancestor_tokens, mask_bad_words, penalise_ancestors
 from vllm_bastion.policy.trees import Trees
 
 _Apply = Callable[[torch.Tensor, LogitsContext], Any]
-# Those that are right on a tree, by themselves or as `follow_ancestors` leaves them.
+# Processors that are right on a tree, as they are or after `follow_ancestors`.
 _KNOWN = (LogitBiasState, PenaltiesState, BadWordsState)
 
 
 def has_unknown(sampler: Sampler) -> bool:
-    """Whether there is a custom logits processor, which may keep any state of its own.
+    """Whether there is a custom logits processor, whose state we cannot track.
 
-    Asked of the sampler, because installed packages bring processors that no configuration names.
+    Read from the sampler: installed packages register processors that no configuration names.
     """
     return any(not isinstance(processor, _KNOWN) for processor in sampler.logits_processors)
 
 
 class Ancestors:
-    """The tokens above the rows that are being processed.
+    """The ancestors of the rows that are being processed.
 
-    tokens: [L, D] int64, depths: [L] int32, see `ancestor_tokens`; None while rows are no nodes or
-    nobody asks.
+    tokens: [L, D] int64 and depths: [L] int32, see `ancestor_tokens`. None while rows are no nodes,
+    or if no request of the step needs them.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -52,7 +52,7 @@ class Ancestors:
         self.depths: torch.Tensor | None = None
 
     def wanted(self, slots: np.ndarray) -> bool:
-        """Whether a request in `slots`, [R], looks at them."""
+        """Whether a request in `slots`, [R], has a processor that reads them."""
         for processor in self._sampler.logits_processors:
             if isinstance(processor, PenaltiesState) and processor.use_penalty[slots].any():
                 return True
@@ -61,7 +61,7 @@ class Ancestors:
         thinking = self._sampler.thinking_budget_state
         return thinking.enabled and bool(thinking.use_thinking_budget[slots].any())
 
-    def of(
+    def gather(
         self, trees: Trees, node_ids: torch.Tensor, slots: torch.Tensor, nodes: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [L, D] and depths [L] of the rows of a step.
@@ -75,10 +75,10 @@ class Ancestors:
         return tokens, depths
 
     @contextmanager
-    def above(self, rows: tuple[torch.Tensor, torch.Tensor] | None) -> Iterator[None]:
-        """Have the processors see these tokens and depths, or vLLM's own view where None."""
-        if rows is not None:
-            self.tokens, self.depths = rows
+    def visible(self, ancestors: tuple[torch.Tensor, torch.Tensor] | None) -> Iterator[None]:
+        """Within it processors read these tokens and depths; None = vLLM's own view."""
+        if ancestors is not None:
+            self.tokens, self.depths = ancestors
         try:
             yield
         finally:
@@ -86,7 +86,7 @@ class Ancestors:
 
 
 def follow_ancestors(sampler: Sampler) -> Ancestors:
-    """Have the processors of `sampler` read ancestors wherever the result names them."""
+    """Make the processors of `sampler` read what `Ancestors.visible` shows them."""
     ancestors = Ancestors(sampler)
     for processor in sampler.logits_processors:
         if isinstance(processor, PenaltiesState):
@@ -159,7 +159,7 @@ def _end_thinking(
     logits: torch.Tensor,
     ctx: LogitsContext,
 ) -> None:
-    """vLLM's kernel for one row after another, on tensors: see `thinking_budget` there."""
+    """vLLM's thinking-budget kernel for all rows at once, on tensors."""
     tokens, depths = ancestors.tokens, ancestors.depths
     if (
         tokens is None
@@ -170,7 +170,7 @@ def _end_thinking(
         original(logits, ctx)
         return
     none = slice(0, 0)
-    # For no row: only the markers of what was emitted are brought up to date.
+    # Called for no rows, so that it only updates the markers of emitted tokens.
     original(
         logits[none],
         replace(
@@ -186,32 +186,32 @@ def _end_thinking(
         state.natural_reasoning_end_token_ids,
         state.reasoning_end_token_ids,
     )
-    # The last tokens emitted, then the ancestors: no marker that ends in these begins before.
+    # The last emitted tokens, then the ancestors: enough text for every marker that ends here.
     back = max(len(start), len(natural_end), len(end)) - 1
     total = state.req_states.total_len.gpu[slots].long()
-    place = total[:, None] + torch.arange(-back, 0, device=logits.device)
-    emitted = state.req_states.all_token_ids.gpu[slots[:, None], place.clamp(min=0)]
-    text = torch.cat([emitted.long().masked_fill(place < 0, -1), tokens], dim=1)
+    positions = total[:, None] + torch.arange(-back, 0, device=logits.device)
+    emitted = state.req_states.all_token_ids.gpu[slots[:, None], positions.clamp(min=0)]
+    text = torch.cat([emitted.long().masked_fill(positions < 0, -1), tokens], dim=1)
 
     def last(marker: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
-        """[L] where the last marker begins, -1 if nowhere."""
+        """[L] position where the last marker starts, -1 if there is none."""
         found = (text[:, back + 1 - len(marker) :].unfold(1, len(marker), 1) == marker).all(-1)
-        begin = torch.arange(1 - len(marker), found.shape[1] + 1 - len(marker), device=text.device)
-        begin = torch.where(found, total[:, None] + begin, -1).amax(1)
-        return torch.where(begin >= 0, begin, cached[slots].long())
+        offset = torch.arange(1 - len(marker), found.shape[1] + 1 - len(marker), device=text.device)
+        position = torch.where(found, total[:, None] + offset, -1).amax(1)
+        return torch.where(position >= 0, position, cached[slots].long())
 
-    begun_at, ended_at = (
+    last_start, last_end = (
         last(start, state.cached_last_start),
         last(natural_end, state.cached_last_end),
     )
     budget = state.thinking_token_budget.gpu[slots]
-    spent = total + depths - begun_at - len(start)
-    over = (budget >= 0) & (begun_at >= 0) & (begun_at > ended_at) & (spent >= budget)
-    # An end that was begun is continued.
-    begun = torch.zeros_like(total)
+    spent = total + depths - last_start - len(start)
+    over = (budget >= 0) & (last_start >= 0) & (last_start > last_end) & (spent >= budget)
+    # Continue an end marker that the text has already started.
+    written = torch.zeros_like(total)
     for length in range(1, len(end)):
         columns = back + depths[:, None] + torch.arange(-length, 0, device=text.device)
         matches = (text.gather(1, columns) == end[:length]).all(1)
-        begun = torch.where(matches, length, begun)
-    forced = end[begun].long()[:, None]
+        written = torch.where(matches, length, written)
+    forced = end[written].long()[:, None]
     logits.scatter_(1, forced, logits.gather(1, forced).masked_fill(over[:, None], 1.0e9))

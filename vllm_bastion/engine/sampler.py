@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance along a tree: a token at every node, then follow it.
+"""The acceptance walk: draw a token at every node and follow it down the tree.
 
-At each row the next token is drawn from the target's fully processed distribution (argmax at
-temperature 0); if a child of the node carries that token the walk moves there, else the token is
-the bonus token. The emitted tokens have the target's distribution for any tree that was built
-without looking at them, and the noise of a draw is keyed by (seed, position) as in plain decoding,
-so a seeded request gets the very tokens plain decoding gives.
+A row's token is drawn from the target's fully processed distribution (argmax at temperature 0). If
+a child of the node has that token, the walk moves to the child; else the token is the bonus token.
+The emitted tokens have the target's distribution, because the tree was built before they were
+drawn. A draw's noise is keyed by (seed, position) as in plain decoding, so a seeded request gets
+the tokens of plain decoding.
 
-What is reported of the tokens (log-probabilities) is that of the rows on the accepted path.
+Log-probabilities are reported for the rows on the accepted path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vllm_bastion.platform import current_host
 
 
 class TreeRejectionSampler(RejectionSampler):
-    """vLLM's ``RejectionSampler`` (chunks, logprobs, masks) with the tree walk inside."""
+    """vLLM's ``RejectionSampler`` (chunks, logprobs, masks) with the tree walk in its core."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class TreeRejectionSampler(RejectionSampler):
         device: torch.device,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        # Where the counts per request are exact on the device only, vLLM must not cut the batch
-        # into chunks by the host's; its name for that state is adaptive verification.
+        # With lagged timing only the device knows the nodes per request, so vLLM must not split
+        # the batch into chunks by the host's counts. This flag of vLLM says so.
         self.enable_adaptive_verification = is_lagged(spec_config)
         self.runtime, self.trees = runtime, runtime.trees
         self._ancestors = follow_ancestors(sampler)
         self._host = current_host()
-        # A custom processor reads the rows above a row, so all of them have to be there.
+        # A custom processor reads the rows before a row, so all of them must be processed.
         self._every_row = has_unknown(sampler)
         self._next_row = 0
         self._logprobs = PathLogprobs(sampler)
@@ -65,8 +65,8 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> SamplerOutput:
         """Sample and walk.
 
-        logits: [L, V], the rows of a request consecutive, root first. invalid_drafts: [L] bool,
-        drafts that met no grammar row and must not be followed. Returns tokens [R, D + 1].
+        logits: [L, V], a request's rows consecutive, root first. invalid_drafts: [L] bool, drafts
+        without a grammar row, which must not be followed. Returns tokens [R, D + 1].
         """
         if self.runtime.timer is not None:
             self.runtime.timer.logits_ready()
@@ -82,7 +82,7 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch,
             draft_logits,
             node_ids,
-            # By depth: a draw is keyed by the position its token will have.
+            # Positions by depth: a draw is keyed by the position of its token.
             self.trees.positions[input_batch.logits_indices],
             get_max_chunk_logits(logits.shape[1]),
             NO_LOGPROBS,
@@ -123,33 +123,34 @@ class TreeRejectionSampler(RejectionSampler):
         num_reqs = idx_mapping.shape[0]
         trees, rows = self.trees, slice(self._next_row, self._next_row + num_reqs)
         self._next_row += num_reqs
-        # Fresh, not kept: vLLM's output copy reads them while the next step already runs.
+        # Allocated in each step: vLLM's output copy reads them while the next step runs.
         sampled = idx_mapping.new_empty(num_reqs, trees.depth + 1, dtype=torch.int64)
         num_sampled = cu_num_logits.new_empty(num_reqs)
-        above = None
+        ancestors = None
         if self._ancestors.wanted(idx_mapping_np):
-            above = self._ancestors.of(
+            ancestors = self._ancestors.gather(
                 trees, draft_sampled, expanded_idx_mapping, expanded_local_pos
             )
 
         def draw(chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-            """Processed logits of the chosen rows, or of all as they are, and a token of each."""
-            given: tuple[torch.Tensor, ...]
-            given = (logits, expanded_idx_mapping, pos, draft_sampled, expanded_local_pos)
-            ancestors = above
+            """Processed logits and tokens of the chosen rows [A], or of all rows in place."""
+            step: tuple[torch.Tensor, ...]
+            step = (logits, expanded_idx_mapping, pos, draft_sampled, expanded_local_pos)
+            tokens_above = ancestors
             if chosen is not None:
-                given = tuple(tensor[chosen] for tensor in given)
-                ancestors = None if above is None else (above[0][chosen], above[1][chosen])
-            scores, slots, places, drafts, offsets = given
-            with self._ancestors.above(ancestors):
+                step = tuple(tensor[chosen] for tensor in step)
+                if ancestors is not None:
+                    tokens_above = ancestors[0][chosen], ancestors[1][chosen]
+            scores, slots, positions, drafts, nodes = step
+            with self._ancestors.visible(tokens_above):
                 processed = self.sampler.apply_sampling_params(
                     scores,
                     slots,
                     idx_mapping,
                     idx_mapping_np,
-                    places,
+                    positions,
                     drafts,
-                    offsets,
+                    nodes,
                     seq_lens_upper_bound_np,
                 )
             states = self.sampler.sampling_states
@@ -158,7 +159,7 @@ class TreeRejectionSampler(RejectionSampler):
                 slots,
                 states.temperature.gpu,
                 states.seeds.gpu,
-                places,
+                positions,
                 apply_temperature=False,
                 is_drafting=False,
                 use_fp64=self.sampler.use_fp64_gumbel,
@@ -181,7 +182,7 @@ class TreeRejectionSampler(RejectionSampler):
             walk,
             every_row=self._every_row,
             keep_processed=self._logprobs.wanted and reports_processed,
-            is_argmax=partial(self._takes_largest, idx_mapping_np),
+            is_argmax=partial(self._is_argmax, idx_mapping_np),
         )
         self._logprobs.add(
             processed if reports_processed else logits,
@@ -193,8 +194,8 @@ class TreeRejectionSampler(RejectionSampler):
         )
         return processed, sampled, num_sampled
 
-    def _takes_largest(self, slots: np.ndarray) -> bool:
-        """Whether the token of every row of the requests in `slots` is its argmax as it is."""
+    def _is_argmax(self, slots: np.ndarray) -> bool:
+        """Whether every token of the requests in `slots` is the argmax of unprocessed logits."""
         sampler = self.sampler
         greedy = sampler.sampling_states.temperature.np[slots] == 0.0
         return bool(greedy.all() and not sampler.needs_logits_processing[slots].any())

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the target's forward must know of trees: positions by depth, the mask, the KV cache.
+"""The target's forward pass over trees: positions by depth, the mask, the KV cache.
 
-``BastionModelState`` is vLLM's ``DefaultModelState`` with four hooks filled in:
+``BastionModelState`` is vLLM's ``DefaultModelState`` with four of its methods extended:
 
-* ``prepare_inputs`` / ``prepare_dummy_inputs``: rotary positions are root + depth. They live in a
-  second buffer; ``input_batch.positions`` stays linear, because slot mappings, the drafter's
-  context and vLLM's bookkeeping read a row's place in the cache from it.
-* ``prepare_attn``: builds the attention metadata of the target's layers, and of no other, and hands
-  them the tree: the drafter builds its metadata without this class.
-* ``custom_sampler``: acceptance along the tree.
-* ``postprocess_state``: moves the accepted path's keys and values to the front. It runs after
-  sampling and before ``propose`` overwrites the slot mappings.
+* ``prepare_inputs`` / ``prepare_dummy_inputs``: rotary positions are root + depth, in a buffer of
+  their own. ``input_batch.positions`` stays linear, because slot mappings, the drafter's context
+  and vLLM's bookkeeping read cache positions from it.
+* ``prepare_attn``: builds the attention metadata of the target's layers only, and adds the trees.
+  The drafter builds its own.
+* ``custom_sampler``: the acceptance walk.
+* ``postprocess_state``: compaction. It runs after sampling and before ``propose`` overwrites the
+  slot mappings.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class BastionModelState(DefaultModelState):
     ) -> dict[str, torch.Tensor | None]:
         inputs = super().prepare_inputs(input_batch, req_states)
         linear = input_batch.positions
-        placed = self.trees.positions_by_depth(
+        by_depth = self.trees.positions_by_depth(
             linear, input_batch.idx_mapping, input_batch.query_start_loc, input_batch.cu_num_logits
         )
         mrope = inputs.get("positions")
         if mrope is None:
-            inputs["positions"] = placed
+            inputs["positions"] = by_depth
         else:
-            # Past a prompt M-RoPE's positions are the linear ones and an offset, in all dimensions.
+            # After the prompt, M-RoPE's positions are linear plus an offset, in all dimensions.
             rows = slice(input_batch.num_tokens)
-            mrope[:, rows].add_(placed[rows]).sub_(linear[rows])
+            mrope[:, rows].add_(by_depth[rows]).sub_(linear[rows])
         timer = self.runtime.timer
         if timer is not None:
             # The last host code before the forward pass.
@@ -81,7 +81,7 @@ class BastionModelState(DefaultModelState):
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
-        # FULL graphs capture this buffer, so this is the one `prepare_inputs` must fill.
+        # FULL graphs capture this buffer, so `prepare_inputs` must write to it.
         inputs.setdefault("positions", self.trees.positions[:num_tokens])
         return inputs
 
@@ -109,7 +109,7 @@ class BastionModelState(DefaultModelState):
         self._batch = input_batch
         self._begin_step(input_batch)
         if for_capture or cudagraph_mode == CUDAGraphMode.FULL or self.trees.always_masking:
-            # What is captured must serve every later batch: the tree kernel, chains included.
+            # A graph is replayed for all later batches, so it must hold the tree kernel.
             # (vLLM captures FULL graphs with `for_capture` and mode NONE.)
             self.trees.masking = True
         for name in self._target_layers:
@@ -120,7 +120,7 @@ class BastionModelState(DefaultModelState):
         return metadata
 
     def _is_target(self, group: AttentionGroup) -> bool:
-        # A group is of one backend, and the drafter's layers keep vLLM's.
+        # A group has one backend, and the drafter's layers keep vLLM's.
         return group.layer_names[0] in self._target_layers
 
     def _begin_step(self, batch: InputBatch) -> None:
@@ -133,7 +133,7 @@ class BastionModelState(DefaultModelState):
         scheduled = batch.num_scheduled_tokens
         trees.step_base_rows = scheduled - drafts
         if batch.max_query_len is not None:
-            # Trimmed by our manager; vLLM's warm-up steps are not, and keep what was scheduled.
+            # Our manager has trimmed the step. It does not trim vLLM's warm-up steps.
             assert self.runtime.manager is not None
             drafts = self.runtime.manager.drafts
         trees.step_drafts = drafts
@@ -161,18 +161,18 @@ class BastionModelState(DefaultModelState):
                 if getattr(layer, "is_draft_layer", False):
                     continue
                 self._target_layers[name] = (layer, group)
-        # Built in `warm_up`: vLLM profiles with a cache of its own, which it would keep alive.
+        # Built in `warm_up`: vLLM profiles with a temporary cache, which this would keep alive.
         self._compactor = None
         self._block_tables = block_tables
 
     def warm_up(self) -> None:
-        """Bind the KV caches, and compile what the first tree would wait for."""
+        """Bind the KV caches, and compile the ops of a step with trees."""
         assert self._block_tables is not None
-        nothing = torch.zeros(2, dtype=torch.int32, device=self.device)
+        no_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         slot_mappings = self._block_tables.slot_mappings
-        self._bound_compactor().compact(slot_mappings, nothing, nothing, self.trees.path[:1])
-        # vLLM's warm-up may have no step with a mask and without.
-        self.trees.begin_step(self.trees.step_slots[:1].zero_(), nothing)
+        self._bound_compactor().compact(slot_mappings, no_rows, no_rows, self.trees.path[:1])
+        # vLLM's warm-up may lack a step with a mask, or one without.
+        self.trees.begin_step(self.trees.step_slots[:1].zero_(), no_rows)
         self.trees.begin_step()
 
     def _bound_compactor(self) -> KVCompactor:

@@ -323,10 +323,10 @@ def execute_model(
     # The scheduler has planned this step: warm-up and calibration have no grammar.
     columns = StepPlan.of(scheduler_output).grammar_columns
     if columns:
-        from vllm_bastion.engine.draft_tokens import keep_columns
+        from vllm_bastion.engine.draft_tokens import select_columns
         from vllm_bastion.engine.runtime import runtime_of
 
-        keep_columns(runtime_of(self.vllm_config), self.req_states, columns)
+        select_columns(runtime_of(self.vllm_config), self.req_states, columns)
     return original(self, scheduler_output, *args, **kwargs)
 
 
