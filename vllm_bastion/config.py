@@ -57,7 +57,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""
-    bastion_runtime: Any = Field(default=None, init=False)
+    worker_runtime: Any = Field(default=None, init=False)
     """The worker's `engine.runtime.Runtime`, None elsewhere: every adapter is given this config."""
 
     def __post_init__(self) -> None:

@@ -66,12 +66,12 @@ def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:
         device=device,
     )
     runtime = Runtime(trees)
-    config.bastion_runtime = runtime
+    config.worker_runtime = runtime
     return runtime
 
 
 def runtime_of(vllm_config: VllmConfig) -> Runtime:
     """The runtime that `make_runtime` attached to this engine's config."""
     config = bastion_config(vllm_config)
-    assert config is not None and isinstance(config.bastion_runtime, Runtime)
-    return config.bastion_runtime
+    assert config is not None and isinstance(config.worker_runtime, Runtime)
+    return config.worker_runtime
