@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks, attention layers, calibration and CPU code rely on."""
+
+from __future__ import annotations
+
+from vllm_bastion.hooks.contract.reliance import Reliance
+
+_SPEC = "vllm.v1.worker.gpu.spec_decode"
+_RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_GPU = "vllm.v1.worker.gpu"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_CORE = "vllm.v1.core.sched"
+_FLASH = "vllm.v1.attention.backends.flash_attn"
+_MODELS = "vllm.model_executor.models"
+
+OTHERS: tuple[Reliance, ...] = (
+    Reliance(
+        f"{_FLASH}:FlashAttentionBackend",
+        files="attention/cuda.py",
+        methods=("supports_batch_invariance()", "get_impl_cls()", "get_builder_cls()"),
+    ),
+    Reliance(
+        f"{_FLASH}:FlashAttentionImpl",
+        files="attention/cuda.py",
+        methods=(
+            (
+                "forward(self, layer, query, key, value, kv_cache, attn_metadata, output, "
+                "output_scale, output_block_scale)"
+            ),
+        ),
+    ),
+    Reliance(
+        f"{_FLASH}:FlashAttentionMetadata",
+        files="attention/cuda.py",
+        names=("block_table query_start_loc seq_lens"),
+    ),
+    Reliance(
+        f"{_FLASH}:FlashAttentionMetadataBuilder",
+        files="attention/cuda.py",
+        methods=(
+            "__init__(self, kv_cache_spec, layer_names, vllm_config, device)",
+            "build(self, common_prefix_len, common_attn_metadata, fast_build)",
+        ),
+    ),
+    Reliance(
+        f"{_FLASH}:FlashAttentionMetadataBuilder.build",
+        files="attention/cuda.py",
+        why="our builder switches both off, and they are read here",
+        body=("self.aot_schedule", "max_num_splits = self.max_num_splits"),
+    ),
+    Reliance(
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention",
+        files="attention/gated_delta.py",
+        names=(
+            "A_log _forward_method conv1d conv_dim dt_bias forward_cpu head_k_dim "
+            "head_v_dim kv_cache num_k_heads num_v_heads prefix tp_size"
+        ),
+    ),
+    Reliance(
+        "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+        files="attention/gated_delta.py",
+        names=("_conv_buffer_view _ssm_state_view _unpacked_conv_weight"),
+    ),
+    Reliance(
+        "vllm.distributed.parallel_state:init_distributed_environment",
+        files="calibration/engine.py",
+        why="its world group holds all ranks that step together",
+        body=("rank = parallel_config.data_parallel_rank * world_size + rank", "_WORLD = "),
+    ),
+    Reliance(
+        "vllm.v1.engine.core:EngineCoreProc.run_engine_core",
+        files="calibration/engine.py",
+        why="data-parallel ranks of a dense model are engines of their own",
+        body=("is_moe:", "reconfigure_for_independent_dp_rank()"),
+    ),
+    Reliance(
+        f"{_GPU}.cudagraph_utils:CudaGraphManager",
+        files="calibration/engine.py",
+        names=("captured_token_counts needs_capture"),
+    ),
+    Reliance(
+        f"{_GPU}.async_utils:StepTimingCollector",
+        files="calibration/measure.py",
+        methods=("collect(self)", "forward_start(self)", "forward_end(self)"),
+        names="_collecting _step",
+    ),
+    Reliance(
+        f"{_GPU}.async_utils:StepTimingSample",
+        files="calibration/measure.py",
+        names=("drafter_ms forward_ms num_reqs num_target_tokens"),
+    ),
+    Reliance(
+        _RUNNER,
+        files="calibration/measure.py",
+        methods=("_dummy_run(self, num_tokens)", "sample_tokens(self, grammar_output)"),
+        names=(
+            "adaptive_verification attn_groups cudagraph_manager decode_query_len device "
+            "kv_cache_config max_model_len max_num_reqs max_num_tokens model model_config "
+            "model_state num_speculative_steps parallel_config rejection_sampler req_states "
+            "speculator step_timing vllm_config"
+        ),
+    ),
+    Reliance(
+        f"{_RUNNER}._dummy_run",
+        files="calibration/measure.py",
+        why="dummy_tree_step passes both by name",
+        body=("context_len: int = 0", "skip_eplb: bool = False"),
+    ),
+    Reliance(
+        f"{_CORE}.output:CachedRequestData",
+        files="calibration/tree_steps.py",
+        names=("new_block_ids num_computed_tokens num_output_tokens req_ids"),
+    ),
+    Reliance(
+        f"{_CORE}.output:NewRequestData",
+        files="calibration/tree_steps.py",
+        names=(
+            "block_ids lora_request mm_features num_computed_tokens pooling_params "
+            "prefill_token_ids prompt_token_ids req_id sampling_params"
+        ),
+    ),
+    Reliance(
+        f"{_CORE}.output:SchedulerOutput",
+        files="calibration/tree_steps.py hooks/scheduler.py",
+        names=(
+            "finished_req_ids num_invalid_spec_tokens num_scheduled_tokens "
+            "num_spec_tokens_to_schedule scheduled_cached_reqs scheduled_new_reqs "
+            "scheduled_spec_decode_tokens total_num_scheduled_tokens"
+        ),
+    ),
+    Reliance(
+        "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting",
+        files="config.py",
+        whole_body=True,
+    ),
+    Reliance(
+        f"{_MODELS}.qwen3_dflash:DFlashQwen3Model",
+        files="cpu/context_kv.py",
+        methods=(
+            "_normalize_context_k(self, all_k)",
+            (
+                "_project_context_kv(self, context_states, num_ctx, num_layers, num_kv_heads, "
+                "head_dim)"
+            ),
+        ),
+        names=(
+            "_fused_kv_bias _fused_kv_weight _hidden_norm_weight _k_norm_weights "
+            "_rms_norm_eps _rope_cos_sin_cache"
+        ),
+    ),
+    Reliance(
+        "vllm._custom_ops",
+        files="cpu/int8.py",
+        names=(
+            "_supports_onednn cpu_attn_reshape_and_cache create_onednn_scaled_mm "
+            "onednn_scaled_int8_quant onednn_scaled_mm rms_norm"
+        ),
+    ),
+    Reliance(
+        "torch._dynamo.aot_compile:AOTCompiledFunction",
+        files="cpu/stored_graphs.py",
+        names=("_artifacts"),
+    ),
+    Reliance(
+        "vllm.compilation.decorators:_try_load_aot_compiled_fn",
+        files="cpu/stored_graphs.py",
+        why="a loaded function must have this method",
+        body=("._artifacts.compiled_fn.finalize_loading(",),
+    ),
+    Reliance(
+        "vllm.config.scheduler:SchedulerConfig",
+        files="hooks/engine_args.py",
+        names=("async_scheduling max_num_active_seqs max_num_batched_tokens max_num_seqs"),
+    ),
+    Reliance(
+        "vllm.config.vllm:VllmConfig",
+        files="hooks/engine_args.py",
+        names=("_get_v2_model_runner_unsupported_features num_lookahead_tokens"),
+    ),
+    Reliance("vllm.config:AttentionConfig", files="hooks/engine_args.py", names=("backend")),
+    Reliance(
+        "vllm.engine.arg_utils:EngineArgs",
+        files="hooks/engine_args.py",
+        names=(
+            "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
+            "enable_elastic_ep enable_lora enable_return_routed_experts kv_transfer_config "
+            "max_num_batched_tokens pipeline_parallel_size prefill_context_parallel_size "
+            "return_sampling_mask spec_method spec_model spec_tokens speculative_config "
+            "ubatch_size watermark_config"
+        ),
+    ),
+    Reliance(
+        "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata",
+        files="hooks/gated_delta.py",
+        names=(
+            "non_spec_token_indx num_accepted_tokens num_actual_tokens num_prefills "
+            "spec_sequence_masks spec_token_indx"
+        ),
+    ),
+    Reliance(f"{_SCHEDULER}.get_grammar_bitmask", files="hooks/grammar.py", whole_body=True),
+    Reliance(f"{_SCHEDULER}.update_draft_token_ids", files="hooks/grammar.py", whole_body=True),
+    Reliance(
+        f"{_SCHEDULER}.update_draft_token_ids_in_output", files="hooks/grammar.py", whole_body=True
+    ),
+    Reliance(
+        "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
+        files="hooks/grammar.py",
+        whole_body=True,
+    ),
+    Reliance("vllm.compilation.backends", files="hooks/runner.py", names=("model_tag")),
+    Reliance(
+        f"{_RUNNER}.__init__",
+        files="hooks/runner.py",
+        why="warm_up finds our manager under this name",
+        body=("self.adaptive_verification",),
+    ),
+    Reliance(
+        f"{_SPEC}.dflash.utils:load_dflash_model",
+        files="hooks/runner.py",
+        why="the drafter's layers are known by this tag",
+        body=('set_model_tag("dflash_head")',),
+    ),
+    Reliance(
+        f"{_SPEC}.dspark.utils:load_dspark_model",
+        files="hooks/runner.py",
+        why="a DSpark drafter's layers are known by this tag",
+        body=('set_model_tag("dspark_head")',),
+    ),
+    Reliance(
+        f"{_GPU}.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",
+        files="hooks/runner.py",
+        whole_body=True,
+    ),
+    Reliance(f"{_GPU}.warmup:_warmup_kernels", files="hooks/runner.py", whole_body=True),
+    Reliance(
+        f"{_CORE}.async_scheduler:AsyncScheduler._update_after_schedule",
+        files="hooks/scheduler.py",
+        why="a running request has its N placeholders before the next step",
+        body=("request.spec_token_ids = self._spec_token_placeholders",),
+        whole_body=True,
+    ),
+    Reliance(
+        _SCHEDULER,
+        files="hooks/scheduler.py",
+        names=(
+            "dynamic_sd_lookup log_stats max_num_active_reqs max_num_running_reqs "
+            "max_num_scheduled_tokens num_spec_tokens requests running "
+            "structured_output_manager vllm_config waiting"
+        ),
+    ),
+    Reliance(
+        f"{_SCHEDULER}.__init__",
+        files="hooks/scheduler.py",
+        why="the hooks read these",
+        body=("self.vllm_config = vllm_config", "self.log_stats", "self.requests"),
+    ),
+    Reliance(
+        f"{_SCHEDULER}.make_spec_decoding_stats",
+        files="hooks/scheduler.py",
+        why="vLLM subtracts them from the draft tokens that it counts",
+        body=("num_draft_tokens -= num_invalid_spec_tokens.get(",),
+        whole_body=True,
+    ),
+    Reliance(
+        f"{_SCHEDULER}.schedule",
+        files="hooks/scheduler.py",
+        why="placeholders are spec_token_ids; without a lookup each new request gets N",
+        body=(
+            "token_budget = self.max_num_scheduled_tokens",
+            "spec.max_num_new_slots_for_drafting",
+            "self.running",
+            "request.num_tokens_with_spec",
+            "scheduled_spec_decode_tokens[request.request_id] = spec_token_ids",
+            "self.max_num_active_reqs",
+            "self.dynamic_sd_lookup is None",
+            "scheduled_new_reqs.extend(scheduled_resumed_reqs)",
+            "self.dynamic_sd_lookup[",
+        ),
+    ),
+    Reliance(
+        f"{_SCHEDULER}.update_from_output",
+        files="hooks/scheduler.py",
+        why="nodes that were not verified are handed over under this name",
+        body=("num_invalid_spec_tokens=scheduler_output.num_invalid",),
+    ),
+    Reliance(
+        "vllm.v1.outputs:DraftTokenIds",
+        files="hooks/scheduler.py",
+        names=("draft_token_ids req_ids"),
+    ),
+    Reliance(
+        "vllm.v1.outputs:ModelRunnerOutput",
+        files="hooks/scheduler.py",
+        names=("req_ids sampled_token_ids"),
+    ),
+    Reliance(
+        "vllm.v1.request:Request",
+        files="hooks/scheduler.py",
+        names=(
+            "is_finished is_prefill_chunk num_computed_tokens num_output_placeholders "
+            "num_tokens request_id spec_token_ids structured_output_request "
+            "use_structured_output"
+        ),
+    ),
+    Reliance(
+        "vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__",
+        files="hooks/scheduler.py",
+        why="one counter for each of these",
+        body=("speculative_config.num_speculative_tokens",),
+    ),
+    Reliance(
+        "vllm.v1.spec_decode.metrics:SpecDecodingStats",
+        files="hooks/scheduler.py",
+        names=(
+            "new num_accepted_tokens_per_pos num_draft_tokens num_drafts num_spec_tokens "
+            "observe_draft"
+        ),
+    ),
+    Reliance(
+        f"{_RUNNER}.sample",
+        files="policy/cost/timing.py",
+        why="a step without draft tokens never enters the rejection sampler",
+        body=("input_batch.num_draft_tokens == 0",),
+    ),
+    Reliance("argparse:ArgumentParser", files="hooks/engine_args.py", names="_actions"),
+    Reliance("torch.cpu", files="cpu/int8.py", names="_is_vnni_supported"),
+    Reliance(
+        "vllm.config.speculative:SpeculativeConfig",
+        files="config.py",
+        names="_maybe_override_draft_max_position_embeddings max_num_new_slots_for_drafting",
+    ),
+    Reliance(
+        "vllm.model_executor.layers.attention.attention:set_default_quant_scales",
+        files="attention/cuda.py cpu/attention.py",
+        why="a layer's scales of float8 are found under these names",
+        body=(
+            '"_k_scale"',
+            '"_v_scale"',
+            '"_q_scale"',
+            "layer._k_scale_float = 1.0",
+            "layer._v_scale_float = 1.0",
+        ),
+    ),
+)
