@@ -124,10 +124,10 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     sampled, num_sampled = torch.zeros(1, DEPTH + 1, dtype=torch.int64), ints(0)
     accept = (drawn, fed, parents, slots, starts, path, sampled, num_sampled)
     accept_path(*accept)
-    kept, source = DEPTH + 1, torch.zeros(DEPTH + 1, dtype=torch.int64)
+    capacity, source = DEPTH + 1, torch.zeros(DEPTH + 1, dtype=torch.int64)
     kept_positions, rejected = torch.zeros_like(source), ints(0)
     hidden = [torch.randn(rows, sizes.hidden).to(sizes.dtype) for _ in range(sizes.aux_layers)]
-    kept_hidden = [torch.empty(kept, sizes.hidden, dtype=sizes.dtype) for _ in hidden]
+    kept_hidden = [torch.empty(capacity, sizes.hidden, dtype=sizes.dtype) for _ in hidden]
     shape = (9, sizes.kv_heads, PAGE, 2 * sizes.head_dim)
     caches = [torch.zeros(shape, dtype=sizes.dtype) for _ in range(sizes.layers)]
     layout = packing(sizes)
@@ -139,8 +139,8 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
         "accept_path": lambda: accept_path(*accept),
         "KVCompactor": lambda: compactor.compact(mapping, starts, starts, path),
         "kept_rows": lambda: kept_rows(
-            ints(0, kept), ints(0), starts, starts, path, positions, num_sampled, ints(0),
-            source, kept_positions, rejected, kept,
+            ints(0, capacity), ints(0), starts, starts, path, positions, num_sampled, ints(0),
+            source, kept_positions, rejected, capacity,
         ),
         "gather_rows": lambda: gather_rows(hidden, source, kept_hidden),
         "bind_slots": lambda: bind_slots(slots, num_sampled, row_slots, base, emitted),

@@ -87,7 +87,7 @@ def trees(llm: Any) -> Callable[[], list[SeenTree]]:
 
     def call(self: Any, logits: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         output = walk(self, logits, batch, *args, **kwargs)
-        assert batch.num_reqs == 1, "the nodes' tokens are kept by batch row"
+        assert batch.num_reqs == 1, "the nodes' tokens are stored by batch row"
         slot = int(batch.idx_mapping_np[0])
         fed = batch.input_ids[batch.logits_indices].tolist()
         verified = len(fed) - 1

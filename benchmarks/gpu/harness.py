@@ -238,17 +238,17 @@ def reason(error: BaseException) -> str:
 
 
 def _run_rival(rival: Rival, replays: int, timer: Timer) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": rival.name, "fa3": rival.fa3}
+    outcome: dict[str, Any] = {"name": rival.name, "fa3": rival.fa3}
     try:
         calls, check = rival.build()
         check()
-        told["timing"] = timer(calls, replays)
+        outcome["timing"] = timer(calls, replays)
     except Exception as error:  # not every rival supports every shape
-        told["error"] = reason(error)
+        outcome["error"] = reason(error)
     if torch.cuda.is_available():
         calls = check = None  # type: ignore[assignment]  # free its copies of the caches
         torch.cuda.empty_cache()
-    return told
+    return outcome
 
 
 def _rate(row: Row, case: Case, ceilings: Ceilings) -> None:
@@ -264,13 +264,13 @@ def _rate(row: Row, case: Case, ceilings: Ceilings) -> None:
 
 
 def _compare(row: Row) -> None:
-    timed = [told for told in row.rivals if "timing" in told]
-    timed.sort(key=lambda told: told["timing"].median)
+    timed = [outcome for outcome in row.rivals if "timing" in outcome]
+    timed.sort(key=lambda outcome: outcome["timing"].median)
     if timed:
         row.baseline, row.baseline_timing = timed[0]["name"], timed[0]["timing"]
-    of_the_bar = [told for told in timed if told["fa3"]]
-    if of_the_bar:
-        row.judge, row.judge_timing = of_the_bar[0]["name"], of_the_bar[0]["timing"]
+    candidates = [outcome for outcome in timed if outcome["fa3"]]
+    if candidates:
+        row.judge, row.judge_timing = candidates[0]["name"], candidates[0]["timing"]
 
 
 def _judge(row: Row, ceilings: Ceilings) -> None:
@@ -285,7 +285,7 @@ def _judge(row: Row, ceilings: Ceilings) -> None:
     elif row.judge_timing is not None:
         row.bar_ratio = row.timing.median / row.judge_timing.median / row.bar.limit
     else:
-        tried = any(told["fa3"] for told in row.rivals)
+        tried = any(outcome["fa3"] for outcome in row.rivals)
         row.verdict = f"{'FA3 failed' if tried else 'no FA3'} here: not judged"
         return
     row.verdict = "met" if row.bar_ratio <= 1 else "MISSED"

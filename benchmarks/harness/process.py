@@ -191,7 +191,7 @@ def _serve(connection: Connection, log: str, imports: Sequence[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # tqdm's default lock is a semaphore that would be leaked when the process is terminated.
     tqdm.set_lock(threading.RLock())
-    held: Any = None
+    instance: Any = None
     try:
         for name in imports:
             importlib.import_module(name)
@@ -201,10 +201,10 @@ def _serve(connection: Connection, log: str, imports: Sequence[str]) -> None:
             kind, target, args = connection.recv()
             if kind == "start":
                 begin = time.perf_counter()
-                held = target(*args)
+                instance = target(*args)
                 answer: Any = time.perf_counter() - begin
             else:
-                answer = (getattr(held, target) if isinstance(target, str) else target)(*args)
+                answer = (getattr(instance, target) if isinstance(target, str) else target)(*args)
             connection.send(("done", answer))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

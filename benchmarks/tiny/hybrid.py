@@ -82,8 +82,8 @@ class HybridTarget(nn.Module):
             use_cache=cache is not None,
             output_hidden_states=bool(features),
         )
-        kept = [out.hidden_states[i + 1] for i in features]
-        return out.last_hidden_state, torch.cat(kept, dim=-1) if kept else None
+        states = [out.hidden_states[i + 1] for i in features]
+        return out.last_hidden_state, torch.cat(states, dim=-1) if states else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., V] through the tied head."""

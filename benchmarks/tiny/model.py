@@ -180,7 +180,7 @@ class Target(nn.Module):
             positions = torch.arange(ids.shape[1], device=ids.device)
         cos, sin = (t[None, None] for t in rope_tables(self.dims, positions))
         x = self.embed_tokens(ids)
-        kept: list[Tensor] = []
+        states: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             attn, normed = layer.self_attn, layer.input_layernorm(x)
             q = attn.queries(normed, cos, sin)
@@ -193,8 +193,8 @@ class Target(nn.Module):
             x = x + attn.attend(q, k, v, mask, causal=cache is None)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
             if i in features:
-                kept.append(x)
-        return self.norm(x), torch.cat(kept, dim=-1) if kept else None
+                states.append(x)
+        return self.norm(x), torch.cat(states, dim=-1) if states else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., V] through the tied head."""

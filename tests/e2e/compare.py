@@ -68,7 +68,7 @@ class Comparison:
         plain: dict[str, Any],
         other: dict[str, Any],
         engine: Engine | None = None,
-        **more: Any,
+        **spec_keys: Any,
     ) -> None:
         """Assert that both runs have the same result for every request of every batch.
 
@@ -79,11 +79,11 @@ class Comparison:
             label: the engine's name in the result table.
             plain: the worker's result for `batches` with plain decoding.
             other: the worker's result to compare.
-            engine: decodes plainly to measure the gap of a tie, with `more` keys of its spec; by
+            engine: decodes plainly to measure the gap of a tie, with `spec_keys` of its spec; by
                 default the tiny pair's target.
         """
         problems = []
-        self._asked = (engine or Engine(), more)
+        self._asked = (engine or Engine(), spec_keys)
         for batch, left_run, right_run in zip(
             batches, plain["batches"], other["batches"], strict=True
         ):
@@ -138,11 +138,11 @@ class Comparison:
         """How much the target prefers its best token after `prefix` to the second best."""
         if not one or not other:
             return float("inf")
-        engine, more = self._asked
+        engine, spec_keys = self._asked
         engine = replace(engine, max_num_seqs=1, extra=(*engine.extra, ("max_logprobs", -1)))
         batch = Batch("gap")
         batch.add("gap", prefix, temperature=0, max_tokens=1, logprobs=-1)
-        result = self._runner.run(engine, [batch], **more)["batches"][0]["requests"]["gap"]
+        result = self._runner.run(engine, [batch], **spec_keys)["batches"][0]["requests"]["gap"]
         values = result["logprobs"][0]
         logits = torch.tensor([[values[str(token)] for token in range(len(values))]])
         scores = _scores(logits, request["params"], position=len(prefix) - 1)

@@ -165,15 +165,15 @@ def _make_xpress(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
 def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
     """Weights of a reduced vocabulary; the config becomes the speculators library's."""
     settings = config.pop("dflash_config")
-    kept = torch.arange(_VOCAB)
-    kept = kept[kept % 4 != 3]
+    token_ids = torch.arange(_VOCAB)
+    token_ids = token_ids[token_ids % 4 != 3]
     layers = dict(config)
     config.clear()
     config |= {
         "architectures": [f"{method}-speculator"],
         "speculators_model_type": method,
         "block_size": layers.pop("block_size"),
-        "draft_vocab_size": len(kept),
+        "draft_vocab_size": len(token_ids),
         "mask_token_id": settings["mask_token_id"],
         # Numbered from the embedding, which vLLM's own format does not count.
         "aux_hidden_state_layer_ids": [i + 1 for i in settings["target_layer_ids"]],
@@ -187,14 +187,14 @@ def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, 
     }
     head = load_file(Path(TARGET) / "model.safetensors")["model.embed_tokens.weight"]
     weights = {
-        "d2t": kept - torch.arange(len(kept)),
-        "t2d": torch.isin(torch.arange(_VOCAB), kept),
-        "lm_head.weight": head[kept].contiguous(),
+        "d2t": token_ids - torch.arange(len(token_ids)),
+        "t2d": torch.isin(torch.arange(_VOCAB), token_ids),
+        "lm_head.weight": head[token_ids].contiguous(),
     }
     if method == "dspark":
         config["markov_rank"] = _RANK
         weights["markov_head.markov_w1.weight"] = noise(_VOCAB, _RANK, std=1.0)
-        weights["markov_head.markov_w2.weight"] = noise(len(kept), _RANK, std=0.3)
+        weights["markov_head.markov_w2.weight"] = noise(len(token_ids), _RANK, std=0.3)
     return weights
 
 

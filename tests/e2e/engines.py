@@ -191,27 +191,27 @@ class Runner:
             forkserver.ensure_running()
 
     def submit(
-        self, engine: Engine, batches: Sequence[Batch], **more: Any
+        self, engine: Engine, batches: Sequence[Batch], **spec_keys: Any
     ) -> Future[dict[str, Any]]:
         """Start a run, or find the one that has the same spec.
 
         Args:
-            more: further keys of the worker's spec. With `interpreted=True` an engine on a CPU runs
-                vLLM's Triton kernels in the interpreter.
+            spec_keys: further keys of the worker's spec. With `interpreted=True` an engine on a CPU
+                runs vLLM's Triton kernels in the interpreter.
         """
         spec = {
             "engine": engine.arguments(),
             "batches": [batch.spec() for batch in batches],
-            **more,
+            **spec_keys,
         }
         key = json.dumps(spec, sort_keys=True)
         if key not in self._done:
             self._done[key] = self._pool.submit(self._run, spec, key)
         return self._done[key]
 
-    def run(self, engine: Engine, batches: Sequence[Batch], **more: Any) -> dict[str, Any]:
+    def run(self, engine: Engine, batches: Sequence[Batch], **spec_keys: Any) -> dict[str, Any]:
         """Run one engine and wait for it."""
-        return self.submit(engine, batches, **more).result()
+        return self.submit(engine, batches, **spec_keys).result()
 
     def command(self, *words: str) -> str:
         """Run `vllm` with these words, and return what it prints.

@@ -67,11 +67,12 @@ def recurrence(
             gate = -layer.A_log.float().exp() * F.softplus(a[row].float() + layer.dt_bias.float())
             # on a CPU the cache holds [H, K, V], although its shape differs
             on_cpu = layer._forward_method == layer.forward_cpu
-            held = state.view(len(value), layer.head_k_dim, -1) if on_cpu else state.mT
-            held *= gate.exp()[:, None, None]
-            told = (held * key[..., None]).sum(1)
-            held += key[..., None] * (b[row].float().sigmoid()[:, None] * (value - told))[:, None]
-            core_attn_out[row] = (held * query[..., None]).sum(1) * layer.head_k_dim**-0.5
+            memory = state.view(len(value), layer.head_k_dim, -1) if on_cpu else state.mT
+            memory *= gate.exp()[:, None, None]
+            recalled = (memory * key[..., None]).sum(1)
+            beta = b[row].float().sigmoid()[:, None]
+            memory += key[..., None] * (beta * (value - recalled))[:, None]
+            core_attn_out[row] = (memory * query[..., None]).sum(1) * layer.head_k_dim**-0.5
 
 
 def install() -> None:

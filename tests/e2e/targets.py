@@ -124,9 +124,11 @@ def make_target(name: str, folder: Path) -> str:
     """Write the checkpoint of `TARGETS[name]` with the tiny target's tokenizer to a folder."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind, more = TARGETS[name]
-    loader = AutoModelForImageTextToText if "vision_config" in more else AutoModelForCausalLM
-    config = AutoConfig.for_model(kind, **(more if "vision_config" in more else _SIZES | more))
+    kind, settings = TARGETS[name]
+    loader = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    config = AutoConfig.for_model(
+        kind, **(settings if "vision_config" in settings else _SIZES | settings)
+    )
     torch.manual_seed(0)
     model = loader.from_config(config, dtype=torch.float32)
     for key, parameter in model.named_parameters():

@@ -65,8 +65,8 @@ class Matrix:
         # The oracle needs plain decoding's answers first.
         self._plain.add_done_callback(lambda done: done.exception() or self._oracle())
 
-    def _submit(self, engine: Engine, **more: Any) -> Future[Run]:
-        return self._runner.submit(engine, self.batches, **more)
+    def _submit(self, engine: Engine, **spec_keys: Any) -> Future[Run]:
+        return self._runner.submit(engine, self.batches, **spec_keys)
 
     def _oracle(self) -> Future[Run]:
         known = {"answers": answers(self.plain())}

@@ -47,19 +47,19 @@ def test_tokens_equal_plain_decoding(
 ) -> None:
     target = make_target(name, folder / name)
     batches = [past_the_windows()]
-    arguments, more = ARGUMENTS.get(name, {}), SPEC.get(name, {})
+    arguments, spec_keys = ARGUMENTS.get(name, {}), SPEC.get(name, {})
     plain = Engine(eager=True, num_blocks=160, extra=(("model", target), *arguments.items()))
-    expected = runner.run(plain, batches, **more)
+    expected = runner.run(plain, batches, **spec_keys)
     answers = {
         request: result["token_ids"]
         for request, result in expected["batches"][0]["requests"].items()
     }
     tree = plain.with_bastion(24, 24)
-    known = runner.submit(tree, batches, oracle={"answers": answers}, **more)
+    known = runner.submit(tree, batches, oracle={"answers": answers}, **spec_keys)
     lagged = plain.with_bastion(24, 24, budget_timing="lagged").with_async()
-    unknown = runner.submit(lagged, batches, oracle={"answers": {}}, **more)
-    compare.same(f"{name}, oracle", batches, expected, known.result(), plain, **more)
-    compare.same(f"{name}, noise, lagged", batches, expected, unknown.result(), plain, **more)
+    unknown = runner.submit(lagged, batches, oracle={"answers": {}}, **spec_keys)
+    compare.same(f"{name}, oracle", batches, expected, known.result(), plain, **spec_keys)
+    compare.same(f"{name}, noise, lagged", batches, expected, unknown.result(), plain, **spec_keys)
     paths = known.result()["batches"][0]["paths"]
     assert any(path != list(range(len(path))) for path in paths)
     assert max(map(len, paths)) > 4

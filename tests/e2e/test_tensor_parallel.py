@@ -21,10 +21,10 @@ pytestmark = [
 COUNTERS = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
 
 
-def generate(runner: Runner, engine: Engine, batch: Batch, **more: Any) -> dict[str, Any]:
+def generate(runner: Runner, engine: Engine, batch: Batch, **spec_keys: Any) -> dict[str, Any]:
     """Run two workers with the offline API, each in its own process."""
     two = replace(engine, extra=(("tensor_parallel_size", 2),))
-    return runner.run(two, [batch], offline=True, **more)
+    return runner.run(two, [batch], offline=True, **spec_keys)
 
 
 @pytest.mark.parametrize(
