@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bastion_kernels.cpu import native
-from vllm_bastion.calibration import engine
 from vllm_bastion.calibration.summary import FIXED_BUDGET, EngineSummary, loaded, measured
+from vllm_bastion.cpu.host import CpuHost
 
 ON_CPU = EngineSummary(
     drafter="DFlashDraftModel",
@@ -72,10 +72,9 @@ def test_a_profile_without_a_date_is_no_error() -> None:
 def test_ops_on_one_thread_beside_more_of_pytorch_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    lines: list[str] = []
     monkeypatch.setattr(native, "_parallel", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(engine.logger, "warning", lambda text, *args: lines.append(text % args))
-    engine._warn_about_threads()
+    warning = CpuHost().warning()
+    lines = [] if warning is None else [warning]
     assert len(lines) == threads - 1
     assert all("set OMP_NUM_THREADS=2" in line for line in lines)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine on a GPU imports no Numba, hashes no sources and makes no cache folder."""
+"""The host seam: one place asks for the device, and a GPU's engine needs nothing of the CPU's."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,24 @@ def test_the_cuda_path_needs_no_numba_and_writes_nothing(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (cache / "own").exists()
     assert not (cache / "xdg" / "vllm-bastion").exists()
+
+
+# The seam and the CPU's side of it, and the policy, which knows no vLLM and is given a device.
+_SEAM = ("host.py", "platform.py", "cpu/", "policy/")
+# The tests' interpreter and vLLM's own version lookup come before there is a platform to ask.
+_IMPORTS_CPU = ("plugin.py", "hooks/worker.py")
+_ASKS = re.compile(
+    r"device\.type|\bis_cuda\b|\bis_cpu\(|^\s*(from|import) (vllm_bastion|bastion_kernels)\.cpu\b"
+)
+
+
+def test_only_the_seam_asks_for_the_device() -> None:
+    root = Path(__file__).parents[1] / "vllm_bastion"
+    found = []
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root).as_posix()
+        if name.startswith(_SEAM) or name in _IMPORTS_CPU:
+            continue
+        lines = file.read_text(encoding="utf-8").splitlines()
+        found += [f"{name}:{n}" for n, line in enumerate(lines, 1) if _ASKS.search(line)]
+    assert not found
