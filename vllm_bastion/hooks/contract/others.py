@@ -75,12 +75,12 @@ OTHERS: tuple[Reliance, ...] = (
     ),
     Reliance(
         f"{_GPU}.cudagraph_utils:CudaGraphManager",
-        files="calibration/engine.py",
+        files="host.py cpu/host.py",
         names=("captured_token_counts needs_capture"),
     ),
     Reliance(
         f"{_GPU}.async_utils:StepTimingCollector",
-        files="calibration/measure.py",
+        files="calibration/measure.py cpu/timing.py",
         methods=("collect(self)", "forward_start(self)", "forward_end(self)"),
         names="_collecting _step",
     ),
