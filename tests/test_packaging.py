@@ -51,6 +51,13 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
     assert {"vllm_bastion/py.typed", "bastion_kernels/py.typed"} <= set(wheel.namelist())
 
 
+def test_the_wheel_holds_the_cpp_sources(wheel: zipfile.ZipFile) -> None:
+    kernels = ROOT / "kernels"
+    ours = {str(p.relative_to(kernels)) for p in (kernels / "bastion_kernels").rglob("csrc/*")}
+    assert ours
+    assert {name for name in wheel.namelist() if "/csrc/" in name} == ours
+
+
 def test_the_wheel_names_license_entry_points_and_no_vllm(wheel: zipfile.ZipFile) -> None:
     info = f"vllm_bastion-{__version__}.dist-info"
     metadata = wheel.read(f"{info}/METADATA").decode()

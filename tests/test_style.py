@@ -23,6 +23,7 @@ READS_ENVIRONMENT = (
     "vllm_bastion/envs.py",
     "vllm_bastion/cpu/interpreter.py",
     "kernels/bastion_kernels/cpu/cache.py",  # the ops do not import vllm_bastion
+    "kernels/bastion_kernels/cpu/library.py",  # CXX, which is not ours
 )
 TOP_LEVEL = {
     "CHANGELOG.md",

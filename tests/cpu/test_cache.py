@@ -51,7 +51,7 @@ def process(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     path = tmp_path / "functions.py"
 
-    def start(added: int = 1, seconds_old: int = 60) -> ModuleType:
+    def start(added: int = 1, seconds_old: int = 24 * 3600) -> ModuleType:
         path.write_text(_SOURCE.format(added=added))
         written = path.stat().st_mtime - seconds_old
         os.utime(path, (written, written))

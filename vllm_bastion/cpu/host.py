@@ -162,12 +162,6 @@ class CpuHost(Host):
         )
 
     def warning(self) -> str | None:
-        from bastion_kernels.cpu.native import runs_on_all_threads
+        from bastion_kernels.cpu.library import threads_problem
 
-        if runs_on_all_threads():
-            return None
-        threads = torch.get_num_threads()
-        return (
-            f"Tree ops run on one thread, although PyTorch has {threads}, because no OpenMP "
-            f"library in this process has as many: set OMP_NUM_THREADS={threads} before the start"
-        )
+        return threads_problem()

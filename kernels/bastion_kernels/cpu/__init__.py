@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU versions of the ops, in Numba. A GPU process never imports this package."""
+"""The CPU versions of the ops, in Numba and C++ (`csrc`). GPU processes never import them."""

@@ -1,50 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention on a CPU, over a cache in whatever layout vLLM's own CPU kernels keep it.
+"""Tree attention on a CPU, over a cache in the layout of vLLM's own CPU kernels.
 
-A model asks once per layer and step. What a step says to all layers and what a layer is in all
-steps are each put together once, so that a call writes no more than where its rows lie.
+A model calls it once per layer and step. What belongs to the layer and what belongs to the step is
+put together once each, so a call only fills in where its rows are. The kernel is
+`csrc/attention.cpp`.
 """
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.kv_layout import AMX, VECTOR, KVLayout
-from bastion_kernels.cpu.native import HAVE_NUMBA, on_all_threads, scratch
+from bastion_kernels.attention.kv_layout import AMX, KVLayout
+from bastion_kernels.cpu import library
 
-if HAVE_NUMBA:
-    from bastion_kernels.cpu.attention_kernel import (
-        CALL,
-        OF_LAYER,
-        OF_ROWS,
-        OF_STEP,
-        SHORT_CHUNK,
-        compiled,
-        scratch_bytes,
-    )
-    from bastion_kernels.cpu.machine import has_tiles
+__all__ = ["FORMATS", "AttentionLayer", "AttentionStep", "serves", "tree_attention_cpu"]
 
-__all__ = ["FORMS", "AttentionLayer", "AttentionStep", "serves", "tree_attention_cpu"]
+# Dtypes of queries, then of caches besides, as `Format` of csrc/attention.h numbers them. The
+# kernel reads a float8 as a float16, 1/factor of its value.
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FLOAT8 = {torch.float8_e4m3fn: (3, 256.0), torch.float8_e5m2: (4, 1.0)}
+_EMULATED = 2  # tile registers, in a test build
 
-# The dtypes of queries served here, by what the loops call them, and of caches besides: how they
-# are called, and what a number is of what they read.
-FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_BYTES = {torch.float8_e4m3fn: (3, 256.0), torch.float8_e5m2: (4, 1.0)}
+_int, _address, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class LayerArgs(ctypes.Structure):
+    """`LayerArgs` of csrc/attention.h."""
+
+    _fields_ = (
+        ("heads", _int), ("kv_heads", _int), ("dim", _int), ("query_format", _int),
+        ("cache", _address), ("cache_format", _int), ("blocks", _int), ("page", _int),
+        ("cache_block", _int), ("cache_head", _int), ("layout", _int), ("tiles", _int),
+        ("places", _address), ("window", _int), ("sinks", _address), ("scale", _float),
+        ("softcap", _float), ("value_scale", _float),
+    )  # fmt: skip
+
+
+class StepArgs(ctypes.Structure):
+    """`StepArgs` of csrc/attention.h."""
+
+    _fields_ = (
+        ("requests", _int), ("table", _address), ("table_row", _int), ("starts", _address),
+        ("lengths", _address), ("tails", _address), ("slots", _address), ("bits", _address),
+        ("bits_slots", _int), ("bits_slot", _int), ("bits_row", _int), ("nodes", _int),
+        ("depths", _address), ("depths_slot", _int),
+    )  # fmt: skip
+
+
+class RowsArgs(ctypes.Structure):
+    """`RowsArgs` of csrc/attention.h."""
+
+    _fields_ = (
+        ("threads", _int), ("query", _address), ("query_row", _int), ("query_head", _int),
+        ("out", _address), ("out_row", _int), ("out_head", _int),
+    )  # fmt: skip
 
 
 def serves(query: torch.dtype, cache: torch.dtype) -> bool:
-    """Whether there are loops for queries and a cache of these dtypes."""
-    return query in FORMS and (cache == query or cache in _BYTES)
+    """Whether the kernel takes queries and a cache of these dtypes, and can be compiled here."""
+    return query in FORMATS and (cache == query or cache in _FLOAT8) and library.problem() is None
 
 
 @lru_cache
 def _has_tiles() -> bool:
-    """Whether there are matrix registers, and this process may use them from now on."""
-    return has_tiles() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+    """Whether there are AMX tile registers; this process may use them from now on."""
+    has = library.load().bastion_has_tiles()
+    if has == _EMULATED:
+        return True
+    return bool(has) and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 @lru_cache
@@ -55,7 +82,7 @@ def _rows(page: int, dim: int, stride: int) -> KVLayout:
 class AttentionStep:
     """The requests of a step, for every layer; the arguments are as in `tree_attention`.
 
-    What they hold is read by each call.
+    The tensors are read at each call.
     """
 
     def __init__(
@@ -68,21 +95,22 @@ class AttentionStep:
         ancestor_bits: Tensor,
         depths: Tensor | None = None,
     ) -> None:
-        self.tail_limit = max(SHORT_CHUNK, ancestor_bits.shape[1])
-        # Only their addresses are told.
-        self._kept = (
+        # The arguments hold addresses only.
+        self._tensors = (
             block_table, query_start_loc, seq_lens, tail_lens, slots, ancestor_bits, depths,
         )  # fmt: skip
-        self.told = np.array([
-            seq_lens.shape[0], self.tail_limit, block_table.data_ptr(), block_table.stride(0),
+        self.args = StepArgs(
+            seq_lens.shape[0], block_table.data_ptr(), block_table.stride(0),
             query_start_loc.data_ptr(), seq_lens.data_ptr(), tail_lens.data_ptr(),
-            slots.data_ptr(), ancestor_bits.data_ptr(), *ancestor_bits.stride()[:2],
-            0 if depths is None else depths.data_ptr(), 0 if depths is None else depths.stride(0),
-        ])  # fmt: skip
+            slots.data_ptr(), ancestor_bits.data_ptr(), ancestor_bits.shape[0],
+            *ancestor_bits.stride()[:2], ancestor_bits.shape[1],
+            None if depths is None else depths.data_ptr(),
+            0 if depths is None else depths.stride(0),
+        )  # fmt: skip
 
 
 class AttentionLayer:
-    """A layer with its cache; the arguments are as in `tree_attention`. One thread calls it.
+    """A layer with its cache; the arguments are as in `tree_attention`.
 
     Args:
         kv_cache: of the queries' dtype, or of a float8.
@@ -107,25 +135,20 @@ class AttentionLayer:
         layout: KVLayout | None = None,
     ) -> None:
         dtype = kv_cache.dtype if dtype is None else dtype
-        form, read = _BYTES.get(kv_cache.dtype) or (FORMS[dtype], 1.0)
-        kv_heads, page, dim = *kv_cache.shape[1:3], kv_cache.shape[3] // 2
+        cache_format, factor = _FLOAT8.get(kv_cache.dtype) or (FORMATS[dtype], 1.0)
+        blocks, kv_heads, page, dim = *kv_cache.shape[:3], kv_cache.shape[3] // 2
         if layout is None:
             layout = _rows(page, dim, kv_cache.stride(2))
-        self.kv_cache, self._kept, self._dim = kv_cache, (layout, sinks), dim
+        # The arguments hold addresses only.
+        self.kv_cache, self._tensors = kv_cache, (layout.places, sinks)
         tiles = layout.kind == AMX and kv_cache.dtype == torch.bfloat16 and _has_tiles()
-        self._run = compiled(dtype.itemsize, kv_cache.element_size())
-        self._call, self._counters = np.zeros(1, CALL), np.zeros(2, np.int64)
-        self._told = self._call.view(np.int64)
-        self._address = self._call.ctypes.data
-        self._needs: dict[int, int] = {}
-        call, by_channel = self._call[0], layout.kind == VECTOR
-        self._told[OF_LAYER] = (
-            self._counters.ctypes.data, heads // kv_heads, kv_heads, dim, page, by_channel,
-            kv_cache.data_ptr(), *kv_cache.stride()[:2], layout.places.data_ptr(), window,
-            0 if sinks is None else sinks.data_ptr(), FORMS[dtype], form, tiles,
+        self._args = LayerArgs(
+            heads, kv_heads, dim, FORMATS[dtype], kv_cache.data_ptr(), cache_format, blocks, page,
+            *kv_cache.stride()[:2], layout.kind, tiles, layout.places.data_ptr(), window,
+            None if sinks is None else sinks.data_ptr(), scale * k_scale * factor, softcap,
+            v_scale * factor,
         )  # fmt: skip
-        call["scale"], call["softcap"] = scale * k_scale * read, softcap
-        call["value_scale"] = v_scale * read
+        self._run = library.load().bastion_tree_attention
 
     def __call__(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
         """query: [T, Hq, d] of the layer's dtype, any strides; out: [T, Hq, d], written."""
@@ -134,21 +157,11 @@ class AttentionLayer:
         result = out
         if out.stride(2) != 1:
             out = out.contiguous()
-        threads, limit = torch.get_num_threads(), step.tail_limit
-        need = self._needs.get(limit)
-        if need is None:
-            need = self._needs[limit] = scratch_bytes(self._dim, limit)
-        memory = scratch(torch.uint8, 64 + threads * need)
-        self._counters.fill(0)
-        told = self._told
-        told[OF_STEP] = step.told
-        rows, heads, _ = query.stride()
-        out_rows, out_heads, _ = out.stride()
-        told[OF_ROWS] = (
-            -(-memory.data_ptr() // 64) * 64, need, threads, query.data_ptr(), rows, heads,
-            out.data_ptr(), out_rows, out_heads,
+        rows = RowsArgs(
+            torch.get_num_threads(), query.data_ptr(), *query.stride()[:2], out.data_ptr(),
+            *out.stride()[:2],
         )  # fmt: skip
-        on_all_threads(self._run, self._address, threads)
+        self._run(ctypes.byref(self._args), ctypes.byref(step.args), ctypes.byref(rows))
         if out is not result:
             result.copy_(out)
 
@@ -173,10 +186,10 @@ def tree_attention_cpu(
     v_scale: Tensor | None = None,
     layout: KVLayout | None = None,
 ) -> None:
-    """See `tree_attention`. Dtypes as `serves` has them; a cache of rows if `layout` is None.
+    """See `tree_attention`. Dtypes as in `serves`; a cache of rows if `layout` is None.
 
-    Rows of a tail, and those of a causal run of at most `SHORT_CHUNK`, get bit for bit what they
-    get on the same path in any other tree or chain.
+    Rows of a tail, and those of a causal run of at most 64 rows, get the same bits as on the same
+    path in any other tree or chain.
     """
     layer = AttentionLayer(
         kv_cache, query.shape[1], scale, dtype=query.dtype, softcap=softcap, window=window,

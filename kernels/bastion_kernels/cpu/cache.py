@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["compile_callback", "njit", "root"]
+__all__ = ["njit", "root", "trusted_folder"]
 
 # Below vLLM's logger, whose handler shows it.
 logger = logging.getLogger("vllm.bastion.cpu.cache")
@@ -56,24 +56,6 @@ def njit(function: Callable[..., Any]) -> Callable[..., Any]:
     dispatcher = numba.njit(function, **_OPTIONS)
     dispatcher._cache = _cache_class()(function)
     return dispatcher
-
-
-def compile_callback(function: Callable[..., None], *arguments: Any) -> Any:
-    """Compile a function without a result for C, now or from the cache.
-
-    Args:
-        arguments: its Numba types.
-
-    Returns:
-        A ctypes function.
-    """
-    import numba
-    from numba.core.ccallback import CFunc
-
-    callback = CFunc(function, (arguments, numba.types.void), locals={}, options=dict(_OPTIONS))
-    callback._cache = _cache_class()(function)
-    callback.compile()
-    return callback.ctypes
 
 
 def root() -> Path:
@@ -207,25 +189,44 @@ def _digest(package: str) -> str:
 @functools.cache
 def _folder(package: str, cache: Path) -> Path | None:
     """Where the package's machine code is kept; None where it cannot be, which is logged once."""
-    numba_folder = cache / "numba"
     name = package.removesuffix(".cpu").rpartition(".")[2]
     try:
-        folder = numba_folder / f"{name}-{_digest(package)}"
+        folder = cache / "numba" / f"{name}-{_digest(package)}"
         is_new = not folder.exists()
-        # Not as the umask says: a folder that a group can write would be refused.
-        for path in (cache, numba_folder, folder):
-            path.mkdir(mode=0o755, parents=True, exist_ok=True)
-            if problem := _problem(path, shared=path == cache):
-                _warn(problem)
-                return None
+        if not _make(cache, folder.parent, folder):
+            return None
         if is_new:
-            _prune(numba_folder, name)
+            _prune(folder.parent, name)
         with suppress(OSError):
             os.utime(folder)
     except OSError as error:
         _warn(f"{error}: see that {cache} can be written, or set VLLM_BASTION_CACHE")
         return None
     return folder
+
+
+def trusted_folder(name: str) -> Path | None:
+    """The folder `name` in the cache folder, created; None where code in it cannot be trusted.
+
+    It is also None where it cannot be created. The reason is logged once.
+    """
+    cache = root()
+    try:
+        return cache / name if _make(cache, cache / name) else None
+    except OSError as error:
+        _warn(f"{error}: see that {cache} can be written, or set VLLM_BASTION_CACHE")
+        return None
+
+
+def _make(cache: Path, *folders: Path) -> bool:
+    """Create the cache folder and folders in it; whether what is in them can be trusted."""
+    # Not as the umask says: a folder that a group can write would be refused.
+    for path in (cache, *folders):
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if problem := _problem(path, shared=path == cache):
+            _warn(problem)
+            return False
+    return True
 
 
 def _problem(path: Path, shared: bool) -> str | None:

@@ -10,14 +10,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bastion_kernels.cpu.cache import njit
-from bastion_kernels.cpu.native import HAVE_NUMBA, on_all_threads, scratch_lines, told
-
-if HAVE_NUMBA:
-    from bastion_kernels.cpu.topk import CALL, compiled, scratch_bytes
+from bastion_kernels.cpu.topk import topk_logprobs_cpu
 
 __all__ = [
     "choose_budget_cpu",
@@ -298,22 +294,3 @@ def take_best_cpu(
         ends = start.numpy()[: reqs + 1]
         ends[0] = 0
         np.cumsum(np.where(active, (counts + more)[of], 0), out=ends[1:])
-
-
-def topk_logprobs_cpu(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """Maxima of 64 logits and sums, row by row on all threads, then a look at the best of them.
-
-    See `topk_logprobs`.
-    """
-    rows, vocab = logits.shape
-    if logits.dtype == torch.float16 or logits.stride(1) != 1:
-        logits = logits.to(torch.float32).contiguous()
-    threads, need = min(torch.get_num_threads(), rows), -(-scratch_bytes(vocab, k) // 64) * 64
-    call, address = told("topk_logprobs", CALL.itemsize // 8)
-    call[:] = (
-        0, 0, scratch_lines(threads * need), need, logits.data_ptr(),
-        logits.stride(0) * logits.element_size(), rows, vocab, logits.dtype == torch.bfloat16, k,
-        out_tokens.data_ptr(), 4 * out_tokens.stride(0), out_logprobs.data_ptr(),
-        4 * out_logprobs.stride(0),
-    )  # fmt: skip
-    on_all_threads(compiled(), address, threads)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from bastion_kernels.cpu.native import HAVE_NUMBA, on_all_threads, scratch_lines, told
+from bastion_kernels.cpu import library
 
-if HAVE_NUMBA:
-    from bastion_kernels.cpu.linear_kernel import CALL, COLUMNS, compiled, rows_at_once
-
+_COLUMNS = 16  # of a packed block
 _PART = 4096  # rows of a weight that are rounded at once, in fp32
 
 __all__ = [
@@ -18,13 +19,31 @@ __all__ = [
 ]  # fmt: skip
 
 
-def can_multiply() -> bool:
-    """Whether this CPU has the instructions, and none that are better."""
-    return (
-        HAVE_NUMBA
-        and torch.cpu._is_avx512_bf16_supported()
-        and not torch.cpu._is_amx_tile_supported()
+class LinearArgs(ctypes.Structure):
+    """`LinearArgs` of csrc/linear.cpp."""
+
+    _fields_ = (
+        ("threads", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("words", ctypes.c_int64),
+        ("blocks", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("x_row", ctypes.c_int64),
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("start", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
     )
+
+
+@lru_cache
+def can_multiply() -> bool:
+    """Whether this CPU has AVX-512 BF16 and no AMX, for which oneDNN is faster."""
+    if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return False
+    # A compiler may be too old to know the instructions.
+    return library.problem() is None and hasattr(library.load(), "bastion_linear")
 
 
 def pack_weight(weight: Tensor) -> Tensor | None:
@@ -34,10 +53,10 @@ def pack_weight(weight: Tensor) -> Tensor | None:
     """
     outer, inner = weight.shape
     word = 4 // weight.element_size()
-    if outer % COLUMNS or inner % word:
+    if outer % _COLUMNS or inner % word:
         return None
-    packed = weight.view(outer // COLUMNS, COLUMNS, inner // word, word).transpose(1, 2)
-    return packed.reshape(outer // COLUMNS, inner // word, word * COLUMNS)
+    packed = weight.view(outer // _COLUMNS, _COLUMNS, inner // word, word).transpose(1, 2)
+    return packed.reshape(outer // _COLUMNS, inner // word, word * _COLUMNS)
 
 
 class Int8Weight:
@@ -78,7 +97,7 @@ def linear_cpu(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> N
         bias: [N] bf16 or None.
         out: [M, N] bf16, contiguous; written.
     """
-    _multiply(x, packed, 0 if bias is None else bias.data_ptr(), out, 0)
+    _multiply(x, packed, bias, None, None, out)
 
 
 def linear_int8_cpu(x: Tensor, values: Tensor, start: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -91,16 +110,20 @@ def linear_int8_cpu(x: Tensor, values: Tensor, start: Tensor, scales: Tensor, ou
         scales: [N] float32.
         out: [M, N] bf16, contiguous; written.
     """
-    _multiply(x, values, start.data_ptr(), out, scales.data_ptr())
+    _multiply(x, values, None, start, scales, out)
 
 
-def _multiply(x: Tensor, packed: Tensor, bias: int, out: Tensor, scales: int) -> None:
-    rows, words = x.shape[0], packed.shape[1]
-    threads = torch.get_num_threads()
-    at_once, need = rows_at_once(rows, words)
-    call, address = told("linear", CALL.itemsize // 8)
-    call[:] = (
-        0, 0, threads, scratch_lines(threads * need), need, at_once, x.data_ptr(), 2 * x.stride(0),
-        rows, words, packed.data_ptr(), packed.shape[0], bias, out.data_ptr(), scales,
+def _multiply(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    start: Tensor | None,
+    scales: Tensor | None,
+    out: Tensor,
+) -> None:
+    columns = (None if tensor is None else tensor.data_ptr() for tensor in (bias, start, scales))
+    args = LinearArgs(
+        torch.get_num_threads(), x.shape[0], packed.shape[1], packed.shape[0], x.data_ptr(),
+        x.stride(0), packed.data_ptr(), *columns, out.data_ptr(),
     )  # fmt: skip
-    on_all_threads(compiled(), address, threads)
+    library.load().bastion_linear(ctypes.byref(args))

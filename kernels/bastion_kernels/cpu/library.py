@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ kernels in `csrc`, compiled for this CPU on first use and kept in the cache folder.
+
+A library's name is a digest of the sources, the flags, the compiler and the CPU, so a stale one is
+never loaded. It is written under a temporary name and renamed, so processes may race. Its last
+bytes are a digest of the others: a damaged file is built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from bastion_kernels.cpu.cache import trusted_folder
+
+__all__ = ["CompileError", "add_flags", "load", "problem", "threads_problem"]
+
+_SOURCES = Path(__file__).parent / "csrc"
+_FLAGS = (
+    "-O3", "-march=native", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast",
+    "-fno-math-errno", "-fno-trapping-math", "-w",
+)  # fmt: skip
+_DIGEST_BYTES = 32
+
+_extra_flags: tuple[str, ...] = ()
+
+
+class CompileError(RuntimeError):
+    """The kernels cannot be compiled here; the text says why and what helps."""
+
+
+def add_flags(*flags: str) -> None:
+    """Compile with more flags from now on: for the tests' checked builds."""
+    global _extra_flags
+    _extra_flags = flags
+    _load.cache_clear()
+
+
+def problem() -> str | None:
+    """Why the kernels cannot be compiled on this host, as a sentence; None if a compiler exists."""
+    command = _compiler()
+    if shutil.which(command[0]):
+        return None
+    return (
+        f"bastion's CPU kernels need a C++ compiler, and {command[0]} is not there: install "
+        "g++, as for torch.compile (`apt-get install g++`), or set CXX to a compiler"
+    )
+
+
+def threads_problem() -> str | None:
+    """Why the kernels run on one thread, as a sentence; None if they use PyTorch's threads."""
+    if _load()[1]:
+        return None
+    return (
+        "bastion's CPU kernels run on one thread: this process has no OpenMP library that fits "
+        f"the compiler {shlex.join(_compiler())}; use g++, or preload the compiler's own library"
+    )
+
+
+def load() -> ctypes.CDLL:
+    """The library; compiled now if it is not in the cache folder.
+
+    Raises:
+        CompileError: there is no C++ compiler, or it fails.
+    """
+    return _load()[0]
+
+
+@lru_cache
+def _load() -> tuple[ctypes.CDLL, bool]:
+    """The library, and whether it runs on several threads.
+
+    It is not linked against any OpenMP library. Its calls resolve to the one that PyTorch loaded,
+    whose threads it shares: a second pool would compete with the first for every core.
+    """
+    try:
+        return _build(*_FLAGS, "-fopenmp", *_extra_flags), True
+    except OSError:  # symbols of an OpenMP library that this process does not have
+        return _build(*_FLAGS, *_extra_flags), False
+
+
+def _compiler() -> list[str]:
+    """The command of the C++ compiler, as torch.compile finds it."""
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+
+
+def _build(*flags: str) -> ctypes.CDLL:
+    """Load the library for these flags from the cache folder, or compile it."""
+    key, folder = _key(flags), trusted_folder("kernels")
+    if folder is None:  # every process compiles for itself
+        with tempfile.TemporaryDirectory() as name:
+            return ctypes.CDLL(str(_compile(Path(name), flags)))
+    path = folder / f"{key}.so"
+    if not _is_whole(path):
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            os.replace(_compile(Path(name), flags), path)
+    return ctypes.CDLL(str(path))
+
+
+def _sources() -> list[Path]:
+    return sorted(path for path in _SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
+
+
+def _key(flags: tuple[str, ...]) -> str:
+    """A digest of everything that the machine code depends on."""
+    found = shutil.which(_compiler()[0])
+    if found is None:
+        raise CompileError(problem())
+    program = Path(found).resolve()
+    status = program.stat()
+    key = hashlib.sha256()
+    for part in (*_compiler(), *flags, program, status.st_size, status.st_mtime_ns, _cpu()):
+        key.update(f"{part}\0".encode())
+    for path in _sources():
+        key.update(path.name.encode() + b"\0" + path.read_bytes())
+    return key.hexdigest()[:24]
+
+
+def _cpu() -> str:
+    """The CPU's architecture and instructions."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return f"{platform.machine()} {line}"
+    return platform.machine()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there and ends with the digest of its content."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _compile(folder: Path, flags: tuple[str, ...]) -> Path:
+    """Compile every source at the same time, then link; gives a library in `folder`."""
+    jobs = [
+        (*_compiler(), *flags, "-c", str(path), "-o", str(folder / f"{path.stem}.o"))
+        for path in _sources()
+        if path.suffix == ".cpp"
+    ]
+    _run(*jobs)
+    built = folder / "kernels.so"
+    # -fopenmp here would link the compiler's OpenMP library.
+    link = [flag for flag in flags if flag != "-fopenmp"]
+    _run((*_compiler(), *link, "-shared", "-o", str(built), *(job[-1] for job in jobs)))
+    content = built.read_bytes()
+    built.write_bytes(content + hashlib.sha256(content).digest())
+    return built
+
+
+def _run(*commands: tuple[str, ...]) -> None:
+    """Run the commands side by side.
+
+    Raises:
+        CompileError: one fails; with the last lines of what it says.
+    """
+    started = [
+        (command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        for command in commands
+    ]
+    failed = [
+        (command, output)
+        for command, process in started
+        if (output := process.communicate()[0]) is not None and process.returncode != 0
+    ]
+    for command, output in failed:
+        text = "\n".join(output.decode(errors="replace").splitlines()[-20:])
+        raise CompileError(f"bastion's CPU kernels do not compile: {shlex.join(command)}\n{text}")

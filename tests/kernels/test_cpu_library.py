@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ kernels: how they are compiled and kept, that nothing is read out of bounds."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bastion_kernels.cpu import attention, library, linear, topk
+from helpers import ROOT, run_python
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's version")
+
+_CSRC = ROOT / "kernels" / "bastion_kernels" / "cpu" / "csrc"
+_TYPES = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the libraries, empty."""
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path))
+    # The real sources are compiled by the tests of the ops; this is about files.
+    source = tmp_path / "csrc"
+    source.mkdir()
+    (source / "small.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int four() { return 4; }'
+    )
+    monkeypatch.setattr(library, "_SOURCES", source)
+    return tmp_path / "kernels"
+
+
+def build() -> ctypes.CDLL:
+    return library._build(*library._FLAGS)
+
+
+@pytest.mark.parametrize(
+    "struct",
+    [linear.LinearArgs, topk.TopKArgs, attention.LayerArgs, attention.StepArgs, attention.RowsArgs],
+)
+def test_arguments_are_the_same_on_both_sides(struct: type[ctypes.Structure]) -> None:
+    sources = "\n".join(path.read_text() for path in sorted(_CSRC.iterdir()))
+    found = re.search(rf"struct {struct.__name__} {{\n(.*?)\n}};", sources, re.DOTALL)
+    assert found is not None
+    fields = []
+    for line in found.group(1).splitlines():
+        declared = re.match(r"  (?:const )?(\w+)(\*?) (\w+);", line)
+        assert declared is not None, line
+        kind, is_pointer, name = declared.groups()
+        fields.append((name, ctypes.c_void_p if is_pointer else _TYPES[kind]))
+    assert fields == list(struct._fields_)
+
+
+def test_a_library_is_kept_and_found_again(folder: Path) -> None:
+    assert build().four() == 4
+    (path,) = folder.iterdir()
+    before = path.stat()
+    assert build().four() == 4
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])
+def test_a_damaged_library_is_built_again(folder: Path, damage: str) -> None:
+    folder.mkdir()
+    path = folder / f"{library._key(library._FLAGS)}.so"
+    build()
+    content = path.read_bytes()
+    path.unlink()  # a loaded file must not change
+    middle = len(content) // 2
+    path.write_bytes(
+        {
+            "truncated": content[:middle],
+            "changed": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+            "empty": b"",
+        }[damage]
+    )
+    assert build().four() == 4
+    assert path.read_bytes() == content
+
+
+def test_changed_sources_make_another_library(folder: Path) -> None:
+    assert build().four() == 4
+    source = library._SOURCES / "small.cpp"
+    source.write_text(source.read_text().replace("return 4", "return 5"))
+    assert build().four() == 5
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_folder_that_others_can_write_is_not_used(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert build().four() == 4
+    assert not list(folder.iterdir())
+
+
+def test_sources_that_do_not_compile_are_named(folder: Path) -> None:
+    (library._SOURCES / "small.cpp").write_text("no code")
+    with pytest.raises(library.CompileError, match=r"do not compile: g\+\+ [^$]*small.cpp"):
+        build()
+
+
+def test_no_compiler_is_said_in_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++ -v")
+    with pytest.raises(library.CompileError, match=r"/nowhere/c\+\+ is not there: install g\+\+"):
+        build()
+    assert not attention.serves(torch.float32, torch.float32)
+
+
+def test_processes_may_race(folder: Path) -> None:
+    code = (
+        "from pathlib import Path\nfrom bastion_kernels.cpu import library\n"
+        f"library._SOURCES = Path({str(library._SOURCES)!r})\n"
+        "assert library._build(*library._FLAGS).four() == 4"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_there_is_one_openmp_library() -> None:
+    """A second one would have threads of its own, which compete with PyTorch's."""
+    done = run_python(
+        "import re, torch\nfrom bastion_kernels.cpu import library\n"
+        "torch.ones(9) @ torch.ones(9)\nlibrary.load()\nassert library.threads_problem() is None\n"
+        "print(set(re.findall(r'/\\S*lib[gi]omp\\S*', open('/proc/self/maps').read())))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(",") == 0 and "omp" in done.stdout, done.stdout
+
+
+@pytest.mark.thorough
+def test_nothing_is_out_of_bounds() -> None:
+    """All cases of the kernels' tests, with checks and with AMX tiles in software."""
+    names = (
+        "test_tree_attention_cpu",
+        "test_attention_kinds",
+        "test_linear_cpu",
+        "test_topk_logprobs",
+    )
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "tests.kernels.checked_build",
+        "-m", "not thorough", "-k", "not triton and not reference",
+        *(f"tests/kernels/{name}.py" for name in names),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
