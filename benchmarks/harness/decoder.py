@@ -19,7 +19,6 @@ from typing import Any
 
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import EngineProcess, no_progress, report_state
-from vllm_bastion.carriers import StepReport
 
 # Imported before an engine is built; takes seconds and reads no model.
 IMPORTS = ("vllm.entrypoints.llm",)
@@ -148,6 +147,16 @@ def request_index(request_id: str) -> int:
     return int(request_id.split("-")[0])
 
 
+def reported_nodes(output: Any) -> dict[str, int] | None:
+    """Verified nodes by request in bastion's report of a step, or None without a report.
+
+    Reads `vllm_bastion.carriers.StepReport` without importing it, because engines without the
+    plugin run this too.
+    """
+    report = getattr(output, "bastion", None)
+    return None if report is None else report.num_verified
+
+
 def count_steps(
     llm: Any, completions: list[Completion], progress: Callable[[int], None] | None = None
 ) -> None:
@@ -159,8 +168,7 @@ def count_steps(
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
         nonlocal total
-        report = StepReport.find(output)
-        verified = None if report is None else report.num_verified
+        verified = reported_nodes(output)
         for row, request_id in enumerate(output.req_ids):
             emitted = len(output.sampled_token_ids[row]) if output.sampled_token_ids else 0
             if not emitted:

@@ -16,8 +16,8 @@ from vllm import LLM
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.metrics.reader import Counter, Vector
 
+from benchmarks.harness.decoder import reported_nodes
 from benchmarks.harness.engine import sampling_params
-from vllm_bastion.carriers import StepReport
 
 _METRICS = ("spec_decode", "num_preemptions", "prefix_cache_hits")
 # A step may have nothing to run while a grammar is compiled in the background.
@@ -133,8 +133,7 @@ class Session:
         update = self.scheduler.update_from_output
 
         def update_from_output(scheduler_output: Any, runner_output: Any) -> Any:
-            report = StepReport.find(runner_output)
-            verified = {} if report is None else report.num_verified
+            verified = reported_nodes(runner_output) or {}
             nodes = {_plain_id(name): count for name, count in verified.items() if count}
             if nodes:
                 self.reported.append(nodes)

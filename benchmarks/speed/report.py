@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From drives to tables: medians over repeats, ratios of one repeat, means over domains."""
+"""Tables from drives: medians over repeats, ratios within a repeat, means over domains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = dict[str, Any]
 
 @dataclass
 class Cell:
-    """One method at one temperature and concurrency on one domain."""
+    """One method at one temperature and concurrency in one domain."""
 
     runs: list[Run]
     # Over plain decoding, one per repeat; empty where plain decoding did not run.
@@ -47,7 +47,7 @@ class Cell:
         return sum(run[name] for run in self.runs)
 
     def numbers(self) -> dict[str, Any]:
-        """All that the tables show."""
+        """The numbers of the tables."""
         speeds = [run["tokens"] / run["seconds"] for run in self.runs]
         verify, draft, step = (
             self.rate(f"{part}_ms", "steps") for part in ("verify", "draft", "step")
@@ -75,7 +75,7 @@ Table = dict[tuple[float, int], dict[str, dict[str, Cell]]]
 
 
 def tabulate(runs: Iterable[Run]) -> Table:
-    """Cells of all runs. A group's repeats are its own; plain decoding has those of every group."""
+    """The cells of all runs. Each group has its own repeats; plain decoding has those of all."""
     rows = list(runs)
     speed = {}
     for run in rows:
@@ -101,7 +101,7 @@ def _moment(run: Run) -> tuple[Any, ...]:
 
 
 def mean_speedup(domains: dict[str, dict[str, Cell]], name: str) -> float:
-    """Mean over the domains of a method's speed-ups; NaN where one lacks it."""
+    """Mean of a method's speed-ups over the domains; NaN if it did not run on all of them."""
     cells = [cells.get(name) for cells in domains.values()]
     return fmean(cell.speedup if cell else float("nan") for cell in cells)
 
@@ -113,15 +113,15 @@ def best_of(domains: dict[str, dict[str, Cell]], names: Sequence[str]) -> str | 
 
 
 def best_chain(domains: dict[str, dict[str, Cell]], drafter: str = "") -> str | None:
-    """vLLM's own chain of a drafter with its best length."""
+    """vLLM's own chain of a drafter at its best length."""
     return best_of(domains, [chain_name(length, drafter) for length in CHAINS])
 
 
 def ratios(domains: dict[str, dict[str, Cell]], drafter: str = "") -> dict[str, Any]:
-    """A drafter's adaptive engine against its others: means over domains of medians over repeats.
+    """A drafter's adaptive engine over its other engines: means over domains of medians.
 
-    `worst` is against the better of plain decoding and the best chain, in the domain where that is
-    least. An oracle takes the best fixed budget of every domain.
+    `worst` is the ratio to the better of plain decoding and the best chain, in the domain where it
+    is lowest. The oracle uses the best fixed budget of every domain.
     """
     out: dict[str, Any] = {}
     fixed, own = [fixed_name(nodes, drafter) for nodes in BUDGETS], adaptive_name(drafter)
@@ -154,7 +154,7 @@ def _mean_ratio(
 
 
 def _ratios_of_others(domains: dict[str, dict[str, Cell]]) -> dict[str, dict[str, Any]]:
-    """`ratios` of the drafters that are not the pair's own, by their rows' name."""
+    """`ratios` of drafters other than the pair's own, by the names of their rows."""
     before, after = adaptive_name("/").split("/")
     found = {}
     for name in _names(domains):
@@ -192,7 +192,7 @@ def markdown(table: Table, errors: dict[str, float], command: str, title: str) -
             lines += _ratio_lines(name, found)
     lines += _concurrency_table(table)
     if errors:
-        lines += ["## What the controller expected", ""]
+        lines += ["## Prediction errors of the controller", ""]
         lines += ["| prediction of | RMSE, ms |", "|---|---|"]
         lines += [f"| {name} | {value:.3g} |" for name, value in errors.items()] + [""]
     return "\n".join(lines)
@@ -260,5 +260,5 @@ def _concurrency_table(table: Table) -> list[str]:
 def _names(domains: dict[str, dict[str, Cell]]) -> list[str]:
     order = [PLAIN, *map(chain_name, CHAINS), *map(fixed_name, BUDGETS), ADAPTIVE]
     ran = dict.fromkeys(name for cells in domains.values() for name in cells)
-    # Other drafters' rows as they ran, which is as `methods.engines` has them.
+    # Rows of other drafters in the order of `methods.engines`.
     return [*(name for name in order if name in ran), *(name for name in ran if name not in order)]
