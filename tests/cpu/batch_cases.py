@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments for the kernels of the batch, the block tables and the drafter's inputs."""
+"""Arguments for the kernels that prepare the batch, the block tables and the drafter's inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.cpu.twin_cases import REQS, SLOTS, STEPS, Draw, Launch, addresses, ca
 
 _GPU = "vllm.v1.worker.gpu"
 _BATCH = f"{_GPU}.input_batch"
-LENGTH = 64  # tokens a request may have
+LENGTH = 64  # the most tokens of a request
 
 
 def _writes(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -34,7 +34,7 @@ def apply_write(draw: Draw) -> Launch:
         "BLOCK_SIZE": 4,
         "MULTI_GROUP": False,
     }
-    # A program per chunk of the longest write, which vLLM 0.32's kernel loops over.
+    # A program for each chunk of the longest write; vLLM 0.32's kernel loops instead.
     return Launch((REQS, 2), args)
 
 
@@ -275,27 +275,12 @@ def compute_slot_mappings_of_a_rank(draw: Draw) -> Launch:
     return _slot_mappings(draw, 2)
 
 
-@case(f"{_GPU}.cp_utils:_dcp_local_seq_lens_kernel")
-def dcp_local_seq_lens(draw: Draw) -> Launch:
-    args = {
-        "out_ptr": draw.ints(-9, 0, SLOTS),
-        "seq_lens_ptr": draw.ints(0, 90, SLOTS),
-        "dcp_size": 3,
-        "dcp_rank": 1,
-        "cp_interleave": 2,
-        "num_reqs": REQS,
-        "max_num_reqs": SLOTS,
-        "BLOCK_SIZE": 4,
-    }
-    return Launch((3,), args)
-
-
 def _dflash(draw: Draw, from_anchor: bool, cp_size: int) -> Launch:
     starts = draw.starts(9, 1)
     lengths = starts.diff()
     tokens, queries, most = int(starts[-1]), STEPS + 1 - from_anchor, SLOTS * (STEPS + 1) + 3
     table = draw.rows(draw.ints(0, 9, REQS, 12))
-    # Contexts that reach past the table and past the longest model length as well.
+    # Some contexts reach past the table and past the longest model length.
     first = draw.ints(0, 50 if draw.hostile else 30, REQS, dtype=torch.int64)
     positions = torch.cat([first[i] + torch.arange(int(n)) for i, n in enumerate(lengths)])
     rejected = (draw.ints(0, 9, REQS) % lengths).to(torch.int32)

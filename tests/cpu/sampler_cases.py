@@ -13,10 +13,10 @@ LENGTH = 64
 
 
 def _rows(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Where requests begin, and the slot and the place of every row."""
+    """The first row of each request, and the slot and the position in its request of every row."""
     starts = draw.starts(STEPS + 1, 1)
-    slots, places = expanded(starts, draw.slots())
-    return starts, slots, places, len(slots)
+    slots, positions = expanded(starts, draw.slots())
+    return starts, slots, positions, len(slots)
 
 
 @case(f"{_SAMPLE}.gumbel:_temperature_kernel")
@@ -35,7 +35,7 @@ def temperature(draw: Draw) -> Launch:
 
 
 def _gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
-    _, slots, places, rows = _rows(draw)
+    _, slots, positions, rows = _rows(draw)
     if draw.hostile:
         slots[1] = -1
     logits = draw.logits(rows)
@@ -48,7 +48,7 @@ def _gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
         "logits_cache_ptr": cache,
         "logits_cache_stride_0": cache.stride(0) if cache is not None else 0,
         "logits_cache_stride_1": cache.stride(1) if cache is not None else 0,
-        "logits_cache_col_ptr": places.to(torch.int64) if drafting else None,
+        "logits_cache_col_ptr": positions.to(torch.int64) if drafting else None,
         "logits_cache_source_ptr": logits if drafting else None,
         "logits_cache_source_stride": logits.stride(0) if drafting else 0,
         "logits_ptr": logits,
@@ -99,7 +99,7 @@ def min_p(draw: Draw) -> Launch:
 
 @case(f"{_SAMPLE}.penalties:_penalties_kernel")
 def penalties(draw: Draw) -> Launch:
-    _, slots, places, rows = _rows(draw)
+    _, slots, positions, rows = _rows(draw)
     logits = draw.logits(rows)
     tokens = draw.ints(0, VOCAB, rows)
     if draw.hostile:
@@ -111,7 +111,7 @@ def penalties(draw: Draw) -> Launch:
         "logits_stride": logits.stride(0),
         "expanded_idx_mapping_ptr": slots,
         "token_ids_ptr": tokens,
-        "expanded_local_pos_ptr": places,
+        "expanded_local_pos_ptr": positions,
         "repetition_penalty_ptr": 1 + draw.ints(0, 3, SLOTS) / 7,
         "frequency_penalty_ptr": draw.ints(-1, 2, SLOTS) / 3,
         "presence_penalty_ptr": draw.ints(-1, 2, SLOTS) / 9,
@@ -148,9 +148,9 @@ def bincount(draw: Draw) -> Launch:
 
 @case(f"{_SAMPLE}.bad_words:_bad_words_kernel")
 def bad_words(draw: Draw) -> Launch:
-    _, slots, places, rows = _rows(draw)
+    _, slots, positions, rows = _rows(draw)
     logits = draw.logits(rows)
-    few = 3  # tokens, so that words match
+    few = 3  # so few tokens that bad words match
     words, lengths = 4, draw.ints(1, 4, SLOTS, 4)
     offsets = torch.cat([torch.zeros(SLOTS, 1, dtype=torch.int32), lengths.cumsum(1).int()], 1)
     word_tokens = draw.rows(draw.ints(0, few, SLOTS, 16))
@@ -173,7 +173,7 @@ def bad_words(draw: Draw) -> Launch:
         "prompt_len_ptr": prompts,
         "total_len_ptr": prompts + draw.ints(0, 30, SLOTS),
         "input_ids_ptr": drafts,
-        "expanded_local_pos_ptr": places,
+        "expanded_local_pos_ptr": positions,
     }
     return Launch((rows, words), args)
 
@@ -181,7 +181,7 @@ def bad_words(draw: Draw) -> Launch:
 def _bias(draw: Draw, check: bool) -> Launch:
     _, slots, _, rows = _rows(draw)
     logits = draw.logits(rows)
-    if check:  # rows that only stop tokens may end
+    if check:  # rows where only stop tokens are allowed
         logits[::2] = -torch.inf
         logits[::2, :40:3] = 1.5
     width = 6
@@ -233,12 +233,12 @@ def grammar_bitmask(draw: Draw) -> Launch:
     starts, _, _, rows = _rows(draw)
     logits = draw.logits(rows)
     masks = 8
-    places = draw.ints(0, REQS, masks) * (STEPS + 3) + torch.arange(masks) % (STEPS + 3)
+    positions = draw.ints(0, REQS, masks) * (STEPS + 3) + torch.arange(masks) % (STEPS + 3)
     words = draw.rows(draw.ints(-(2**31), 2**31, masks, -(-VOCAB // 32)))
     args = {
         "logits_ptr": logits,
         "logits_stride": logits.stride(0),
-        "logits_indices_ptr": places.to(torch.int32),
+        "logits_indices_ptr": positions.to(torch.int32),
         "cu_num_logits_ptr": starts,
         "bitmask_ptr": words,
         "bitmask_stride": words.stride(0),
@@ -269,7 +269,7 @@ _THINKING = f"{_SAMPLE}.thinking_budget"
 
 
 def _thinking(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs of few tokens, their lengths, and budgets."""
+    """Outputs over a small vocabulary, their lengths, and thinking budgets."""
     tokens = draw.rows(draw.ints(0, 3, SLOTS, LENGTH))
     return tokens, draw.ints(0, LENGTH - 8, SLOTS), draw.ints(-1, 9, SLOTS)
 
@@ -301,7 +301,7 @@ def marker_cache(draw: Draw) -> Launch:
 @case(f"{_THINKING}:_thinking_budget_kernel")
 def thinking_budget(draw: Draw) -> Launch:
     tokens, totals, budgets = _thinking(draw)
-    _, slots, places, rows = _rows(draw)
+    _, slots, positions, rows = _rows(draw)
     logits = draw.logits(rows)
     drafts = draw.ints(0, 3, rows)
     if draw.hostile:
@@ -315,7 +315,7 @@ def thinking_budget(draw: Draw) -> Launch:
         "all_token_ids_stride": tokens.stride(0),
         "total_len_ptr": totals,
         "input_ids_ptr": drafts,
-        "expanded_local_pos_ptr": places,
+        "expanded_local_pos_ptr": positions,
         "cached_last_start_ptr": draw.ints(-1, 20, SLOTS),
         "cached_last_end_ptr": draw.ints(-1, 12, SLOTS),
         "reasoning_start_token_ids_ptr": torch.tensor([1, 2], dtype=torch.int32),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A twin leaves in memory what vLLM's own kernel leaves, run in Triton's interpreter.
+"""A twin writes what vLLM's own kernel writes, which runs in Triton's interpreter.
 
-Bit for bit, floats and noise included, gaps between rows and rows past the batch as well.
+The whole memory is compared bit for bit: noise, gaps between rows, and rows past the batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if not torch.cuda.is_available():
 
 from tests.cpu import (  # noqa: F401  (each registers its cases)
     batch_cases,
+    other_method_cases,
     report_cases,
     sampler_cases,
-    selector_cases,
 )
 from tests.cpu.twin_cases import CASES, Draw, Launch
 from vllm_bastion.cpu.twins import TWINS, WITHOUT, Twin, TwinError, install, parameters
@@ -51,7 +51,7 @@ def launch_of(name: str, draw: Draw) -> Launch:
 
 @pytest.fixture(autouse=True)
 def device_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy's in place of the two functions of a CUDA library that no interpreter has."""
+    """Replace the two functions of CUDA's libdevice, which the interpreter lacks, by NumPy's."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
     from vllm.v1.worker.gpu.metrics import logits
@@ -82,14 +82,14 @@ def test_twin_equals_the_kernel(name: str, hostile: bool) -> None:
             theirs.tensors(), ours.tensors(), before.tensors(), strict=True
         ):
             if a.dtype == torch.uint64:
-                continue  # addresses: each has its own tables
+                continue  # addresses: kernel and twin have their own tables
             assert torch.equal(_bits(a), _bits(b)), f"{argument}, seed {seed}: {a} and {b}"
             changed |= not torch.equal(_bits(a), _bits(was))
-    assert changed, "the case shows nothing"
+    assert changed, "the kernel wrote nothing"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats as they are stored: NaN equals NaN, and -0 does not equal 0."""
+    """The bits of floats: NaN equals NaN, and -0 differs from 0."""
     kinds = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
     return tensor.view(kinds.get(tensor.dtype, tensor.dtype))
 
@@ -99,7 +99,7 @@ def test_every_twin_has_a_case() -> None:
 
 
 def test_every_kernel_that_v2_launches_has_a_twin_or_a_reason() -> None:
-    """By vLLM's source: a kernel that a new vLLM adds must be looked at."""
+    """Parses vLLM's sources, so that a kernel that a new version adds is not overlooked."""
     import vllm.v1.worker.gpu as package
 
     launched = set()
@@ -115,7 +115,7 @@ def test_every_kernel_that_v2_launches_has_a_twin_or_a_reason() -> None:
                 launched.add(f"{name}:{node.name}")
     without = {f"{module}:{name}" for module, names in WITHOUT.items() for name in names}
     assert not without & set(TWINS)
-    # Some of the kernels without one are a newer vLLM's.
+    # Some kernels of WITHOUT exist in vLLM 0.33 only.
     assert set(TWINS) <= launched <= without | set(TWINS)
 
 
@@ -156,7 +156,7 @@ def test_a_kernel_with_other_parameters_is_refused(monkeypatch: pytest.MonkeyPat
     before = input_batch._post_update_kernel
     with pytest.raises(TwinError, match=name):
         install()
-    assert input_batch._post_update_kernel is before, "nothing is in place then"
+    assert input_batch._post_update_kernel is before, "no kernel is replaced then"
 
 
 def test_an_argument_the_kernel_does_not_have_is_refused() -> None:
@@ -166,7 +166,7 @@ def test_an_argument_the_kernel_does_not_have_is_refused() -> None:
 
 
 def test_half_precision_is_rounded_back() -> None:
-    """What vLLM's logits are not today: a 16-bit tensor with gaps between its rows."""
+    """vLLM has no such logits today: 16-bit, with gaps between the rows."""
     target = "vllm.v1.worker.gpu.sample.gumbel:_temperature_kernel"
     wide = torch.linspace(-9, 9, 60).reshape(3, 20).to(torch.bfloat16)
     logits, expected = wide[:, :16], wide.clone()

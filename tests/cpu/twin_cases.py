@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random and hostile arguments for every Triton kernel that has a native twin.
 
-A case makes the arguments of one launch from a seed: the same again for the same seed, so that
-kernel and twin each get their own. Hostile ones have what the kernels promise to stand: slots of
--1, requests without tokens, padding rows, placeholders of -1, rows with gaps between them.
+A case makes the arguments of one launch from a seed. The same seed makes the same arguments again,
+so that kernel and twin each get their own copy. Hostile arguments have what the kernels must
+tolerate: request slots of -1, requests without tokens, padding rows, placeholders of -1, and gaps
+between rows.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ SLOTS, REQS, VOCAB, STEPS = 9, 5, 700, 4
 
 @dataclass
 class Launch:
-    """A kernel's grid and arguments, and the tensors it reaches by address."""
+    """A kernel's grid and arguments, and the tensors that it gets as addresses."""
 
     grid: tuple[int, ...]
     args: dict[str, Any]
     behind: list[torch.Tensor] = field(default_factory=list)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything that may have been written to, gaps between rows included."""
+        """Everything that the kernel may write to, gaps between rows included."""
         named = {f"behind {i}": tensor for i, tensor in enumerate(self.behind)} | self.args
         for name, value in named.items():
             if isinstance(value, torch.Tensor):
@@ -51,21 +52,21 @@ class Draw:
         return torch.from_numpy(self._rng.normal(size=shape).astype(np.float32))
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same rows with a gap after each, if hostile."""
+        """The same rows; if hostile, with a gap after each."""
         if not self.hostile:
             return tensor
         wide = torch.cat([tensor, tensor[:, :3]], dim=1)
         return wide[:, : tensor.shape[1]]
 
     def slots(self, negative: bool = False) -> torch.Tensor:
-        """[R] distinct slots, with one of -1 where a kernel stands it."""
+        """[R] distinct request slots; if `negative` and hostile, one of them is -1."""
         slots = torch.from_numpy(self._rng.permutation(SLOTS)[:REQS].astype(np.int32))
         if negative and self.hostile:
             slots[2] = -1
         return slots
 
     def starts(self, longest: int, shortest: int = 0) -> torch.Tensor:
-        """[R + 1] where requests of `shortest` (hostile) or 1 to `longest` rows begin."""
+        """[R + 1] first rows of requests with 1 (hostile: `shortest`) to `longest` rows."""
         low = shortest if self.hostile else max(shortest, 1)
         lengths = self._rng.integers(low, longest + 1, REQS)
         return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
@@ -79,7 +80,7 @@ class Draw:
         return self.rows(logits)
 
     def temperatures(self) -> torch.Tensor:
-        """[S], some 0 and some 1."""
+        """[S] temperatures, some 0 and some 1."""
         choice = torch.tensor([0.0, 1.0, 0.7, 1.9])
         return choice[self.ints(0, 4, SLOTS, dtype=torch.int64)]
 
@@ -89,15 +90,15 @@ class Draw:
 
 
 def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """As vLLM's block tables keep them."""
+    """The addresses of tensors, as vLLM's block tables store them."""
     return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64)
 
 
 def expanded(starts: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slot and place within its request of every row."""
+    """The request slot of every row, and its position within the request."""
     counts = starts.diff().to(torch.int64)
-    places = [torch.arange(int(n), dtype=torch.int32) for n in counts]
-    return slots.repeat_interleave(counts), torch.cat(places)
+    positions = [torch.arange(int(n), dtype=torch.int32) for n in counts]
+    return slots.repeat_interleave(counts), torch.cat(positions)
 
 
 CASES: dict[str, Callable[[Draw], Launch]] = {}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Native twins of the Triton kernels that Model Runner V2 launches on a CPU host.
 
-Without a Triton back end vLLM's kernels are plain functions that nothing can launch. `install` puts
-a function of the same arguments in the place of each, in every module that has it, for engines
-that run V2 on such a host. A kernel whose parameters are not its twin's is refused at start-up.
-`WITHOUT` lists the kernels that have none, because what launches them is refused: method "bastion"
-cannot serve it, or vLLM's CPU build does not.
+Without a Triton back end, vLLM's kernels are plain functions that cannot be launched. For engines
+that run V2 on such a host, `install` replaces each of them, in every module of vLLM that has it, by
+a function of the same arguments. It refuses a kernel whose parameters differ from its twin's.
+
+`TWINS` has every twin by its kernel's name. `WITHOUT` has the kernels that have none, because the
+options and methods that launch them are refused or do not run on vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from vllm_bastion.cpu.twins import (  # noqa: F401  (each registers its twins)
     dflash,
     gumbel,
     logprobs,
-    rejection,
     sampling,
-    selector,
     state,
     thinking,
 )
 from vllm_bastion.cpu.twins.launch import TWINS, Twin
+from vllm_bastion.cpu.twins.other_methods import rejection, sampling_mask, selector  # noqa: F401
 
 __all__ = ["TWINS", "WITHOUT", "Twin", "TwinError", "install", "parameters"]
 
 _GPU = "vllm.v1.worker.gpu"
+
 WITHOUT: dict[str, tuple[str, ...]] = {
-    # options that a tree cannot serve
+    # options that method "bastion" refuses
     f"{_GPU}.sample.batch_shard": (
         "_build_shard_plan_kernel",
         "_pack_sampler_output_kernel",
@@ -78,14 +79,16 @@ WITHOUT: dict[str, tuple[str, ...]] = {
         "_prepare_decode_inputs_kernel",
         "_update_draft_inputs_kernel",
     ),
-    # recurrent layers with a cache of aligned states
+    # decode context parallelism, which vLLM's attention for CPUs does not support
+    f"{_GPU}.cp_utils": ("_dcp_local_seq_lens_kernel",),
+    # Mamba layers with prefix caching
     f"{_GPU}.model_states.recoverssm": ("_postprocess_recoverssm_align_kernel",),
 }
-"""Module -> its kernels that are launched and have no twin"""
+"""Module -> the kernels that it launches and that have no twin"""
 
 
 class TwinError(RuntimeError):
-    """A kernel of the installed vLLM is not the one its twin was written for."""
+    """A kernel of the installed vLLM is not the one that its twin was written for."""
 
 
 def parameters(kernel: Any) -> tuple[str, ...]:
@@ -94,10 +97,10 @@ def parameters(kernel: Any) -> tuple[str, ...]:
 
 
 def install() -> None:
-    """Put every twin in its kernel's place; a second call changes nothing.
+    """Replace every kernel by its twin; a second call changes nothing.
 
     Raises:
-        TwinError: a kernel is gone or has other parameters than its twin.
+        TwinError: a kernel is missing, or its parameters differ from its twin's.
     """
     found: dict[int, Twin] = {}
     for target, own in TWINS.items():
@@ -117,26 +120,26 @@ def install() -> None:
                 if id(value) in found:
                     setattr(holder, attribute, found[id(value)])
     for module, names in WITHOUT.items():
-        for name in names if module in sys.modules else ():  # not in every vLLM
+        for name in names if module in sys.modules else ():  # some are in vLLM 0.33 only
             setattr(sys.modules[module], name, _Missing(f"{module}:{name}"))
     _complete_placeholder()
 
 
 class _Missing:
-    """In the place of a kernel without a twin: says so when it is launched."""
+    """Replaces a kernel without a twin: raises when it is launched."""
 
     def __init__(self, target: str) -> None:
         self.target = target
 
     def __getitem__(self, grid: Any) -> Any:
         raise TwinError(
-            f"vLLM's kernel {self.target} has no native twin on CPU hosts: leave out what needs "
-            "it, or set VLLM_BASTION_TRITON_INTERPRETER=1, which is very slow"
+            f"vLLM's kernel {self.target} has no native version on CPU hosts: "
+            "switch off the option or the method that needs it"
         )
 
 
 def _complete_placeholder() -> None:
-    """Give vLLM's stand-in for Triton the helper that launches of V2 call."""
+    """Add the function of Triton's that V2's launches call to vLLM's placeholder for Triton."""
     from vllm.triton_utils import HAS_TRITON, triton
     from vllm.utils.math_utils import next_power_of_2
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the block table's kernels, which find the groups' tables by address."""
+"""Twins of the block table's kernels, which are given the address of each KV cache group's table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCKS = "vllm.v1.worker.gpu.block_table"
 
 @intrinsic
 def _pointer(typing_context, address):
-    """A uint64 as a pointer to int32."""
+    """Turn a uint64 into a pointer to int32."""
 
     def generate(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -57,8 +57,8 @@ def _gather_block_tables(
                     dst[i * stride + j] = 0
                 continue
             slot = batch_idx_to_req_idx[i]
-            null = 0  # blocks below the window, which may be others' by now
-            # Numba types what follows only where the pointer is there.
+            null = 0  # blocks below the window, which may belong to another request by now
+            # Nested, because Numba must not type the inner test where the pointer is None.
             if num_computed_tokens_ptr is not None:  # noqa: SIM102
                 if MASK_SLIDING_WINDOW and sliding_window_reach_ptr[group] > 0:
                     below = num_computed_tokens_ptr[slot] - sliding_window_reach_ptr[group]
@@ -69,7 +69,7 @@ def _gather_block_tables(
 
 @njit
 def cp_local_slot(position, block_id, block_size, cp_rank, cp_size, interleave, pad):
-    """vLLM's `cp_local_slot`: the KV slot on this rank, or `pad` where another rank has it."""
+    """vLLM's `cp_local_slot`: the cache slot on this rank, or `pad` if another rank has it."""
     offset = position % (block_size * cp_size)
     if cp_size == 1:
         return block_id * block_size + offset
@@ -121,24 +121,3 @@ def _compute_slot_mappings(
                 slot_mappings_ptr[out + j] = cp_local_slot(
                     pos[j], block, size, cp_rank, cp_size, CP_INTERLEAVE, PAD_ID
                 )
-
-
-@twin("vllm.v1.worker.gpu.cp_utils:_dcp_local_seq_lens_kernel")
-def _dcp_local_seq_lens(
-    grid0,
-    out_ptr,
-    seq_lens_ptr,
-    dcp_size,
-    dcp_rank,
-    cp_interleave,
-    num_reqs,
-    max_num_reqs,
-    BLOCK_SIZE,
-):
-    turn = dcp_size * cp_interleave
-    for i in range(min(max_num_reqs, grid0 * BLOCK_SIZE)):
-        local = 0
-        if i < num_reqs:
-            rest = seq_lens_ptr[i] % turn - dcp_rank * cp_interleave
-            local = seq_lens_ptr[i] // turn * cp_interleave + min(max(rest, 0), cp_interleave)
-        out_ptr[i] = local

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that report on logits: logprobs, ranks, supports, NaNs.
+"""Twins of the kernels that report on logits: logprobs, ranks and NaNs.
 
-Sums of exponentials go block by block as in the kernels, so that the last bits agree as well.
+Exponentials are summed block by block as in the kernels, so that the last bits agree.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _ranks(grid0, output_ptr, logits_ptr, logits_stride, token_ids_ptr, vocab_si
     for i in range(grid0):
         row = logits_ptr[i * logits_stride :][:vocab_size]
         value = row[token_ids_ptr[i]]
-        # vLLM counts the lanes past the vocabulary as -inf.
+        # To vLLM, the lanes past the vocabulary are -inf.
         extra = padding if value == -np.inf else 0
         output_ptr[i] = np.count_nonzero(row >= value) + extra
 
@@ -104,39 +104,6 @@ def _prompt_logprobs_token_ids(
         row = slot * all_token_ids_stride + num_computed_tokens_ptr[slot] + 1 - start
         for j in range(start, end):
             prompt_logprobs_token_ids_ptr[j] = all_token_ids_ptr[row + j]
-
-
-@twin("vllm.v1.worker.gpu.sample.output:_compact_sampling_mask_kernel", compile=False)
-def _compact_sampling_mask(
-    grid0,
-    logits_ptr,
-    logits_row_stride,
-    logits_col_stride,
-    cu_num_logits_ptr,
-    num_sampled_tokens_ptr,
-    token_ids_ptr,
-    token_ids_row_stride,
-    packed_mask_ptr,
-    packed_mask_row_stride,
-    counts_ptr,
-    vocab_size,
-    max_num_kept,
-    ROWS_PER_REQUEST,
-    BLOCK_SIZE,
-):
-    for i in range(grid0):
-        request, nth = divmod(i, ROWS_PER_REQUEST)
-        if nth >= num_sampled_tokens_ptr[request]:
-            counts_ptr[i] = 0
-            continue
-        begin = (int(cu_num_logits_ptr[request]) + nth) * logits_row_stride
-        keep = np.isfinite(logits_ptr[begin::logits_col_stride][:vocab_size])
-        kept = np.flatnonzero(keep)
-        counts_ptr[i] = len(kept)
-        shown = kept[:max_num_kept]
-        token_ids_ptr[i * token_ids_row_stride :][: len(shown)] = shown
-        bits = np.packbits(keep, bitorder="little")
-        packed_mask_ptr[i * packed_mask_row_stride :][: len(bits)] = bits
 
 
 @twin("vllm.v1.worker.gpu.metrics.logits:_num_nans_kernel", compile=False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the rejection sampler, which a chain of vLLM's own methods goes through.
+"""Twins of the rejection sampler, which verifies the chains of vLLM's own methods.
 
-Without block verification and FLy, which method "bastion" refuses and vLLM does not default to.
+Block verification and FLy, which are off by default in vLLM, have none.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels by which DFlash2 and LiLiCorr walk through their candidates' scores."""
+"""Twins of the kernels that draft a chain from the candidate scores of DFlash2 and LiLiCorr."""
 
 from __future__ import annotations
 
