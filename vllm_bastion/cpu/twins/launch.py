@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a twin is: a function with a Triton kernel's arguments, launched as that kernel is.
+"""A twin is a function with a Triton kernel's arguments, and is launched like that kernel.
 
 A twin's parameters are its kernel's, by name and in order, after `grid0` (`grid1`, `grid2`): the
-number of programs. Where a kernel differs between versions of vLLM, the twin has the parameters of
-all versions and gets None for those that the installed one lacks. It gets tensors as flat NumPy
-views that start where the tensor does, so that it can go by the strides it is given; a 16-bit float
-tensor as float32, rounded back afterwards, or as its bits.
+number of programs. If a kernel differs between versions of vLLM, the twin has the parameters of all
+versions and gets None for those that the installed version lacks. Tensors arrive as flat NumPy
+views that begin at the tensor's first element, so that the kernel's strides apply. A tensor of
+16-bit floats arrives as float32 and is rounded back afterwards, or as its bits.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ TWINS: dict[str, Twin] = {}
 """`package.module:kernel` -> its twin"""
 
 _GRID = ("grid0", "grid1", "grid2")
-# Launch options of Triton's that are no arguments of a kernel.
+# Triton's launch options, which are not arguments of a kernel.
 _OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl"})
 _HALF = (torch.bfloat16, torch.float16)
 
 
 class Twin:
-    """Stands in vLLM's module under the kernel's name.
+    """Replaces a kernel in vLLM's modules, under the kernel's name.
 
     Args:
         target: the kernel, `package.module:name`.
         function: takes the grid's sizes and the kernel's arguments.
         source: `function` before it was compiled.
-        bits: whether 16-bit floats are handed over as int16.
+        bits: pass 16-bit floats as int16.
         absent: parameters that the installed vLLM's kernel does not have.
-        reads: tensors that it only reads, which need not be rounded back.
+        reads: tensors that the function only reads, so they are not rounded back.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Twin:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        # A call site always gives the same parameters in the same way.
+        # A call site always passes the same parameters by position and by name.
         form = (len(args), *kwargs)
         sources = self._sources.get(form)
         if sources is None:
@@ -87,7 +87,7 @@ class Twin:
                 if half and not self._bits and name not in self._reads:
                     rounded.append((item, value))
             else:
-                # One type of number, so that nothing is compiled twice.
+                # Always an int, so that nothing is compiled for each integer type.
                 value = int(item) if isinstance(item, np.integer) else item
             values.append(value)
         self.function(*grid[: self._dims], *values)
@@ -95,7 +95,7 @@ class Twin:
             _flat(item).copy_(torch.from_numpy(value))
 
     def _sources_of(self, count: int, keywords: tuple[str, ...]) -> list[tuple[str, Any]]:
-        """Where each of the function's parameters comes from, if `count` come by position."""
+        """Where each parameter of the function comes from, with `count` arguments by position."""
         if set(keywords) - set(self.names[count:]) - _OPTIONS:
             raise TypeError(f"{self.target} has no parameters {sorted(keywords)}")
         assert count <= len(self.names)
@@ -111,7 +111,7 @@ class Twin:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """[..] to [n], from the first element to the last in memory, gaps included."""
+    """A view [n] from the first element to the last in memory, gaps included."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -125,7 +125,7 @@ def _array(tensor: torch.Tensor, half: bool, bits: bool) -> Any:
     if not tensor.is_contiguous():
         tensor = _flat(tensor)
     values = tensor.numpy()
-    # NumPy's reshape is quicker than PyTorch's; most are flat as they are.
+    # NumPy's reshape is faster than PyTorch's, and most tensors are flat already.
     return values if values.ndim == 1 else values.reshape(-1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that shape logits before a draw."""
+"""Twins of the kernels that change logits before a draw: penalties, bad words, biases, grammars."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _penalties(
         counts = np.empty(vocab_size, dtype=np.int32)
         for v in range(vocab_size):
             counts[v] = output_bin_counts_ptr[slot * output_bin_counts_stride + v]
-        # The drafts before this row count as output.
+        # To the penalties, the drafts before this row are output.
         pos = expanded_local_pos_ptr[i]
         for j in range(i - pos + 1, i + 1):
             if 0 <= token_ids_ptr[j] < vocab_size:
@@ -127,7 +127,7 @@ def _bad_words(
             match = True
             for j in range(prefix):
                 at = output_len + pos - prefix + j
-                # Past the output come this step's drafts, one row after the last token's.
+                # This step's drafts follow the output, from the row after the last token's.
                 if at >= output_len:
                     actual = input_ids_ptr[i - pos + at - output_len + 1]
                 else:
@@ -219,7 +219,7 @@ def _apply_grammar_bitmask(
         if position >= cu_num_logits_ptr[request + 1] - first:
             continue
         row = (first + position) * logits_stride
-        # By words: most allow all of their tokens or none.
+        # Whole words first: most allow all 32 tokens.
         for w in range((vocab_size + 31) // 32):
             word = bitmask_ptr[i * bitmask_stride + w] if w < bitmask_stride else 0
             if word != -1:

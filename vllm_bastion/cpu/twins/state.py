@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that some models need: recurrent state, M-RoPE, prompts given as vectors."""
+"""Twins of the kernels that some models need: gated delta state, M-RoPE, prompt embeddings."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _prepare_rope_positions(
                 positions_ptr[dim * positions_stride + start + j] = pos
 
 
-def _at(address, size, dtype):
-    """The `size` numbers at an address."""
+def _view(address, size, dtype):
+    """A view of the `size` numbers at an address."""
     raw = (ctypes.c_byte * (size * np.dtype(dtype).itemsize)).from_address(int(address))
     return np.frombuffer(raw, dtype=dtype)
 
@@ -106,10 +106,10 @@ def _apply_prompt_embeds(
         rows = min(end - start, given - computed, grid1 * TOKEN_BLOCK)
         if rows <= 0:
             continue
-        embeds = _at(embeds_ptrs_ptr[slot], given * hidden_size, inputs_embeds_ptr.dtype)
-        # Places of a prompt that mixes both are marked where they are token ids.
+        embeds = _view(embeds_ptrs_ptr[slot], given * hidden_size, inputs_embeds_ptr.dtype)
+        # A prompt may mix both: the mask marks the positions that are token ids.
         masked = mask_ptrs_ptr[slot] != 0
-        is_token = _at(mask_ptrs_ptr[slot], given, np.int8) if masked else np.zeros(given)
+        is_token = _view(mask_ptrs_ptr[slot], given, np.int8) if masked else np.zeros(given)
         for j in range(rows):
             if not is_token[computed + j]:
                 source = embeds[(computed + j) * hidden_size :][:hidden_size]

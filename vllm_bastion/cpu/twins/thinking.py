@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that end a request's reasoning once its budget of tokens is spent."""
+"""Twins of the kernels that end a request's reasoning once its token budget is spent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _update_committed_marker_cache(
         row = slot * all_token_ids_stride
         if scanned > total:
             scanned, start, end = 0, -1, -1
-        # A cold scan goes back block by block, until one holds a marker.
+        # The first scan goes back block by block until it finds a marker.
         low = high = total
         if scanned == 0 and start < 0 and end < 0:
             low = max(high - BLOCK, 0)
@@ -86,10 +86,10 @@ def _update_committed_marker_cache(
 
 @njit
 def _effective_match(tokens, row, total, drafts, first, begin, marker, length):
-    """Whether a marker begins at `begin` of the output that this step's drafts continue."""
+    """Whether a marker begins at `begin` of the output followed by this step's drafts."""
     for j in range(length):
         pos = begin + j
-        # Row `first` of the step is the last token of the output, drafts follow it.
+        # Row `first` of the step is the output's last token; the drafts follow it.
         token = tokens[row + pos] if pos < total else drafts[first + pos - total + 1]
         if token != marker[j]:
             return False
@@ -154,7 +154,7 @@ def _thinking_budget(
                 end = at
         if start < 0 or start <= end or length - start - START_LEN < budget:
             continue
-        # An end that was begun is continued.
+        # Continue an end marker that is partly written.
         begun = 0
         for prefix in range(1, min(END_LEN - 1, length) + 1):
             if _effective_match(
