@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the block table's kernels, which are given the address of each KV cache group's table."""
+"""Twins of the block table's kernels, which get the address of each KV cache group's table."""
 
 from __future__ import annotations
 
