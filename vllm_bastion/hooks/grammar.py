@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in the engine core that let requests with a grammar have trees; see `step.grammar`.
+"""Hooks in the engine core that let requests with a grammar have trees; see `engine.grammar`.
 
 Without async scheduling the core knows a tree before it schedules the step that verifies it: it
 schedules what the grammar allows, and names the columns with the step. With async scheduling the
@@ -32,8 +32,8 @@ def update_draft_token_ids(original: Callable[..., Any], self: Any, draft_token_
     ):
         request = self.requests.get(request_id)
         if _has_tree(request):
-            most = spec_config.max_grammar_tokens
-            tree = _walk(self, request, codes[:most], prune=True)
+            codes = codes[: spec_config.max_grammar_tokens]
+            tree = _walk(self, request, codes, prune=True)
             request.spec_token_ids = list(tree.tokens)
         else:
             others[0].append(request_id)
@@ -86,10 +86,11 @@ def update_draft_token_ids_in_output(
     for request_id, codes in zip(
         draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
     ):
-        request, places = self.requests.get(request_id), scheduled.get(request_id)
-        if places and _has_tree(request):
-            tree = _walk(self, request, codes[: len(places)], prune=False)
-            missing = len(places) - len(tree.tokens)
+        request = self.requests.get(request_id)
+        placeholders = scheduled.get(request_id)
+        if placeholders and _has_tree(request):
+            tree = _walk(self, request, codes[: len(placeholders)], prune=False)
+            missing = len(placeholders) - len(tree.tokens)
             scheduled[request_id] = tree.tokens + [-1] * missing
             if tree.refused + missing:
                 refused[request_id] = tree.refused + missing

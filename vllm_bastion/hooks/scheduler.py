@@ -143,18 +143,18 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
         for request in decodes:
             request.spec_token_ids = []
         return
-    most = spec_config.num_speculative_tokens
+    max_drafts = spec_config.num_speculative_tokens
     if spec_config.bastion_budget != "adaptive":
-        most = min(most, max(spec_config.bastion_budget, 1))
-    of_grammar = min(most, spec_config.max_grammar_tokens)
+        max_drafts = min(max_drafts, max(spec_config.bastion_budget, 1))
+    max_with_grammar = min(max_drafts, spec_config.max_grammar_tokens)
     limits = np.array(
         [
-            min(len(r.spec_token_ids), of_grammar if r.use_structured_output else most)
+            min(len(r.spec_token_ids), max_with_grammar if r.use_structured_output else max_drafts)
             for r in decodes
         ],
         dtype=np.int32,
     )
-    wanted = np.array([_wanted(request, most) for request in decodes], dtype=np.int32)
+    wanted = np.array([_wanted(request, max_drafts) for request in decodes], dtype=np.int32)
     tokens = scheduler.max_num_scheduled_tokens - len(decodes)
     shares = share_placeholders(tokens, wanted, limits, _prompt_tokens(scheduler, tokens))
     for request, share in zip(decodes, shares.tolist(), strict=True):
@@ -163,14 +163,14 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
             request.spec_token_ids = request.spec_token_ids[:share]
 
 
-def _wanted(request: Any, most: int) -> int:
+def _wanted(request: Any, max_drafts: int) -> int:
     state = RequestState.find(request)
     known = None if state is None else state.wanted_placeholders
-    return most if known is None else known
+    return max_drafts if known is None else known
 
 
-def _prompt_tokens(scheduler: Any, most: int) -> int:
-    """Tokens that requests without placeholders could use in the coming step, counted to `most`."""
+def _prompt_tokens(scheduler: Any, limit: int) -> int:
+    """Tokens that requests without placeholders could use next, counted up to `limit`."""
     tokens = sum(
         request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
         for request in scheduler.running
@@ -181,7 +181,7 @@ def _prompt_tokens(scheduler: Any, most: int) -> int:
     if blocked_at is not None and len(scheduler.running) >= blocked_at:
         return tokens
     for request in islice(scheduler.waiting, max(free, 0)):
-        if tokens >= most:
+        if tokens >= limit:
             break
         tokens += request.num_tokens - request.num_computed_tokens
     return tokens
