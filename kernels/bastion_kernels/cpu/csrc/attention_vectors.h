@@ -62,6 +62,7 @@ class VectorReader {
   void score(int64_t first, int64_t rows, Tokens tokens) {
     const int64_t dim = layer_.dim;
     for (int64_t group = 0; group < tokens.groups(); ++group) {
+      if (group + 1 < tokens.groups()) prefetch(keys_[group + 1]);
       for (int64_t row = 0; row < min(kGroup, rows - first); row += 8) {
         multiply_8x32<false>(work_.query.at((first + row) * dim, 8 * dim), dim, keys_[group],
                              key_stride_, work_.scores.at(row * kTile + kGroup * group, 7 * kTile + kGroup),
@@ -98,6 +99,15 @@ class VectorReader {
   }
 
  private:
+  // A group's keys in a cache: too far apart for the hardware's prefetcher.
+  void prefetch(const float* keys) const {
+    if (key_stride_ == kGroup) return;
+    for (int64_t c = 0; c < layer_.dim; ++c) {
+      __builtin_prefetch(keys + c * key_stride_);
+      __builtin_prefetch(keys + c * key_stride_ + kLanes);
+    }
+  }
+
   // Layout VECTOR.
   void find_group(const Blocks<T>& blocks, int64_t group, int64_t keys, int64_t values,
                   int64_t count, bool with_values) {
