@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: every place in vLLM that this package changes, and why.
+"""The ledger: everything in vLLM that this package changes, and why.
 
-The table below is wrapped in each vLLM process by `apply_all`. The adapters inside the model runner
-(`hooks.runner`, `hooks.gated_delta`) are wrapped later, by `worker.install_adapters` in a worker
-of method "bastion". `hooks.assigned` lists what is changed without `wrap`. tests/e2e/
-test_ledger.py compares running engines with all of it.
+`apply_all` wraps the functions in the table below in each vLLM process. The adapters inside the
+model runner (`hooks.runner`, `hooks.gated_delta`) are installed later, by
+`worker.install_adapters` in a worker of method "bastion". `hooks.assigned` lists what is changed
+without a wrapper. tests/e2e/test_ledger.py compares running engines with all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 _ARGS = "vllm.engine.arg_utils:EngineArgs"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
-# The entry: installed on every vLLM, so that a request for the method gets our message.
+# The entry is installed on every vLLM, so that a request for the method gets our message.
 ENTRY = Hook(
     target=f"{_ARGS}.create_speculative_config",
     wrapper="engine_args:create_speculative_config",
@@ -45,8 +45,8 @@ HOOKS: tuple[Hook, ...] = (
         target=f"{_ARGS}.create_engine_config",
         wrapper="engine_args:create_engine_config",
         expects="(self, usage_context=, headless=)",
-        why="what a tree cannot serve is known only once the configuration is finished",
-        what="refuses it in one sentence, and has a GPU use FlashAttention unless told otherwise",
+        why="only the finished configuration shows what trees cannot serve",
+        what="refuses it in one sentence, and selects FlashAttention on a GPU by default",
         upstream="a validation hook for plugins",
         when=EVERY_PROCESS,
     ),
@@ -72,9 +72,9 @@ HOOKS: tuple[Hook, ...] = (
         target="vllm.config.vllm:VllmConfig.use_v2_model_runner",
         wrapper="engine_args:use_v2_model_runner",
         expects="(self)",
-        why="vLLM takes the V1 runner on a CPU host without a Triton back end",
-        what="takes V2, whose kernels have native twins; for other methods with "
-        "VLLM_USE_V2_MODEL_RUNNER=1 only, which vLLM refuses there; and lets the worker take it",
+        why="vLLM selects the V1 runner on a CPU host without a Triton back end",
+        what="selects V2, whose kernels have native twins; for other methods only with "
+        "VLLM_USE_V2_MODEL_RUNNER=1, which vLLM would refuse there",
         upstream="V2 without Triton on CPU hosts",
         when=EVERY_PROCESS,
     ),
@@ -92,7 +92,7 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="scheduler:update_from_output",
         expects="(self, scheduler_output, model_runner_output)",
         why="the engine core knows only how many draft tokens it scheduled",
-        what="subtracts the nodes that were not verified",
+        what="subtracts the nodes that were not verified, and notes the placeholders in use",
         upstream="adaptive verification reports what it verified",
         when=EVERY_PROCESS,
     ),
@@ -103,8 +103,8 @@ HOOKS: tuple[Hook, ...] = (
             "(self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, "
             "num_invalid_spec_tokens, request_id)"
         ),
-        why="per-position lists of length N, walked for every request, and an index error on trees",
-        what="positions are depths",
+        why="its lists have N positions, walked for every request, and trees raise an index error",
+        what="makes positions depths",
         upstream="statistics that know trees",
         when=EVERY_PROCESS,
     ),
@@ -112,8 +112,8 @@ HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__",
         wrapper="scheduler:prometheus_init",
         expects="(self, speculative_config, labelnames, per_engine_labelvalues, is_diffusion=)",
-        why="one counter per speculative token, read from lists that have one entry per depth",
-        what="one counter per depth",
+        why="it creates N counters, and reads them from lists with one entry per depth",
+        what="creates one counter per depth",
         upstream="statistics that know trees",
         when=EVERY_PROCESS,
     ),
@@ -121,8 +121,8 @@ HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.structured_output:StructuredOutputManager.__init__",
         wrapper="scheduler:structured_output_init",
         expects="(self, vllm_config)",
-        why="bitmask memory and grammar roll-back for N tokens per request",
-        what="sizes both by gamma, a tree's depth",
+        why="it sizes bitmask memory and grammar rollback for N tokens per request",
+        what="sizes both by gamma, the depth of a tree",
         upstream="a per-request number of speculative tokens",
         when=EVERY_PROCESS,
     ),
@@ -130,10 +130,10 @@ HOOKS: tuple[Hook, ...] = (
         target=f"{_SCHEDULER}.schedule",
         wrapper="scheduler:schedule",
         expects="(self, throttle_prefills=)",
-        why="N placeholders for each of many requests use up a step's tokens, drafted for or not; "
-        "with a grammar each is a bitmask row",
-        what="gives a request its share of them, 63 at most with a grammar, none while nothing "
-        "is drafted; names the nodes that a grammar left over",
+        why="N placeholders for each of many requests use up a step's tokens, even if nothing is "
+        "drafted; with a grammar each is a bitmask row",
+        what="gives each request its share, at most 63 with a grammar, and none while nothing is "
+        "drafted; lists the nodes that a grammar has left",
         upstream="a per-request number of speculative tokens",
         when=EVERY_PROCESS,
     ),
@@ -141,8 +141,8 @@ HOOKS: tuple[Hook, ...] = (
         target=f"{_SCHEDULER}.update_draft_token_ids",
         wrapper="grammar:update_draft_token_ids",
         expects="(self, draft_token_ids)",
-        why="a grammar is asked about drafts as one linear run",
-        what="asks it about a tree, and schedules the nodes that it allows",
+        why="it shows a grammar the drafts as one linear sequence",
+        what="shows it the tree, and schedules the nodes that it allows",
         upstream="draft tokens with parents",
         when=EVERY_PROCESS,
     ),
@@ -151,7 +151,7 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="grammar:update_draft_token_ids_in_output",
         expects="(self, draft_token_ids, scheduler_output)",
         why="the same with async scheduling",
-        what="asks it about a tree that is being verified",
+        what="shows it the tree that is being verified",
         upstream="draft tokens with parents",
         when=EVERY_PROCESS,
     ),
@@ -159,8 +159,8 @@ HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
         wrapper="grammar:grammar_bitmask",
         expects=("(self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)"),
-        why="its rows are for one linear run of drafts",
-        what="hands out the rows of the tree",
+        why="its rows are for one linear sequence of drafts",
+        what="returns the rows of the tree",
         upstream="draft tokens with parents",
         when=EVERY_PROCESS,
     ),
@@ -168,7 +168,7 @@ HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
         wrapper="worker:init_device",
         expects="(self)",
-        why="the runner builds its parts from functions without a registry",
+        why="the runner builds its parts by functions, without a registry",
         what="installs the runner adapters just before the runner is built",
         upstream="registries of speculators and model states",
         when=EVERY_PROCESS,
@@ -180,7 +180,7 @@ HOOKS: tuple[Hook, ...] = (
         why="it calls vars() on every module's globals and breaks on llvmlite's library: on a CPU "
         "host no engine starts in a process that has imported Numba, as an earlier engine has",
         what="gives llvmlite's library an empty __dict__ first",
-        upstream="a scan that skips a __dict__ that is no dict",
+        upstream="a scan that ignores a __dict__ that is not a dict",
         when=EVERY_PROCESS,
     ),
 )
@@ -193,7 +193,7 @@ def apply_all(only_entry: bool = False) -> None:
     with that reason, and everything else goes on.
 
     Args:
-        only_entry: on an unsupported vLLM, only where the method is asked for, unchecked.
+        only_entry: on an unsupported vLLM, wrap only the entry, without checks.
     """
     if only_entry:
         wrap(ENTRY.target, ENTRY.function())

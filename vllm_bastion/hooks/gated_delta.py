@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks for targets with gated delta networks, installed with the runner's for these alone."""
+"""Hooks for targets with gated delta layers, installed with the runner's hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         wrapper="gated_delta:get_kv_cache_spec",
         expects="(self, vllm_config)",
         why="it allocates a state for each of N draft tokens, and N more inputs of the convolution",
-        what="one state a request",
+        what="allocates one state per request",
         upstream="speculative methods say how many states they need",
         when=_HYBRID_WORKER,
     ),
@@ -38,8 +38,8 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         target=f"{_CPU}:_cpu_gdn_attention_nonspec",
         wrapper="gated_delta:cpu_gdn_attention",
         expects="(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)",
-        why="with one state a request it only serves rows without drafts",
-        what="takes the rows of trees and chains out, and leaves it the prompts",
+        why="with one state per request it only serves rows without drafts",
+        what="runs trees and chains on our op, and leaves it the prompts",
         upstream="a tree-capable recurrence",
         when=_HYBRID_WORKER,
     ),
@@ -47,8 +47,8 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         target=f"{_LAYER}._forward_core",
         wrapper="gated_delta:forward_core",
         expects="(self, mixed_qkv, b, a, core_attn_out)",
-        why="its rows with drafts are a chain, with a state kept after each",
-        what="takes the rows of trees and chains out, and leaves it the prompts",
+        why="it takes drafts for a chain, and stores a state after each of them",
+        what="runs trees and chains on our op, and leaves it the prompts",
         upstream="a tree-capable recurrence",
         when=_HYBRID_WORKER,
     ),
@@ -56,7 +56,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         target=f"{_LAYER}._can_use_fused_gdn_mtp_decode",
         wrapper="gated_delta:can_use_fused_decode",
         expects="(self, attn_metadata)",
-        why="it takes up to 8 states a request for a kernel that goes past _forward_core",
+        why="it selects a kernel for up to 8 states per request that bypasses _forward_core",
         what="refuses it for a step with rows of trees or chains",
         upstream="a tree-capable recurrence",
         when=_HYBRID_WORKER,
@@ -65,7 +65,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
 
 
 def get_kv_cache_spec(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
-    """One state a request, whose convolution has the inputs before the step only."""
+    """One state per request, without convolution inputs for draft tokens."""
     if bastion_config(vllm_config) is None:
         return original(self, vllm_config)
     self.num_spec = 0
@@ -75,7 +75,7 @@ def get_kv_cache_spec(original: Callable[..., Any], self: Any, vllm_config: Any)
 def align_block_size(
     original: Callable[..., Any], cls: Any, vllm_config: Any, backend_cls: Any
 ) -> Any:
-    """Page sizes as without speculative decoding; what is written goes to the cache's config."""
+    """Page sizes as without speculative decoding. The result is written to the cache's config."""
     if bastion_config(vllm_config) is not None:
         vllm_config = copy.copy(vllm_config)
         vllm_config.speculative_config = None

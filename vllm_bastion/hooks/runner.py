@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks inside a worker that was asked for method "bastion": the ledger's second half.
+"""Hooks inside a worker of method "bastion": the ledger's second half.
 
-They are installed by `hooks.worker.install_adapters`, later than the rest, because importing the
-model runner is only right once the platform has applied its own patches. The names are wrapped in
-`vllm.v1.worker.gpu.model_runner`, which looks them up: it imported them by name. Each wrapper looks
-at the config it is given, so an engine without bastion in the same process gets the originals.
+`hooks.worker.install_adapters` installs them, later than the rest: the model runner must not be
+imported before the platform has applied its own patches. Functions that
+`vllm.v1.worker.gpu.model_runner` imported by name are wrapped there, where they are looked up. Each
+wrapper checks the config it is given, so an engine without bastion in the same process gets the
+originals.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         wrapper="runner:cpu_product",
         expects="(layer, remove_weight)",
         why=(
-            "a drafter's pass on a CPU is mostly reading weights, and it may round its own; "
-            "17 rows take oneDNN two thirds as long again as one, without matrix registers"
+            "on a CPU a drafter mostly waits for its weights, which it may round; without matrix "
+            "registers, 17 rows take oneDNN 1.7 times as long as one"
         ),
         what=(
-            "layers of the drafter multiply in int8 (`bastion_drafter_weights`), others in bf16 by "
-            "our product where there are no matrix registers"
+            "the drafter's layers multiply in int8 (`bastion_drafter_weights`); without matrix "
+            "registers, other layers use our bf16 product"
         ),
         upstream="online int8 quantisation of a drafter on a CPU; a product for few rows",
         when=BASTION_WORKER,
@@ -56,15 +57,15 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         wrapper="runner:load_compiled",
         expects="(model, aot_compilation_path)",
         why="on a CPU the stored function has no `finalize_loading`, and every start compiles anew",
-        what="lets a function that is complete go without",
-        upstream="vLLM asks whether it has one",
+        what="loads such a function, which is complete without it",
+        upstream="vLLM checks whether the function has it",
         when=BASTION_WORKER,
     ),
     Hook(
         target=f"{_RUNNER}:init_speculator",
         wrapper="runner:init_speculator",
         expects="(vllm_config, device, req_states)",
-        why="a closed if/elif over the methods",
+        why="the speculator is chosen by a closed if/elif over the methods",
         what="builds the drafter's kind of BastionSpeculator",
         upstream="a registry of speculators",
         when=BASTION_WORKER,
@@ -104,8 +105,8 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         target=f"{_RUNNER}:StructuredOutputsWorker",
         wrapper="runner:structured_outputs_worker",
         expects="(max_num_logits, vocab_size, device, mask_stride)",
-        why="a bitmask for N drafts a request: 10 GB at N = 512, 1024 requests, vocabulary 152k",
-        what="sizes it by the rows that a step can have, 64 a request at most",
+        why="a bitmask for N drafts per request is 10 GB at N = 512, 1024 requests and V = 152k",
+        what="sizes it by the rows that a step can have, at most 64 per request",
         upstream="a per-request number of speculative tokens",
         when=BASTION_WORKER,
     ),
@@ -116,8 +117,8 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
             "(self, scheduler_output, intermediate_tensors=, dummy_run=, skip_attn_for_dummy_run=, "
             "is_profile=, context_len=, valid_dummy_state_slots=, randomize_inputs=)"
         ),
-        why="a grammar refuses nodes of a tree that the worker has already",
-        what="closes the gaps before the step",
+        why="a grammar may reject nodes of a tree that the worker already has",
+        what="removes these nodes before the step",
         upstream="draft tokens with parents",
         when=BASTION_WORKER,
     ),
@@ -125,8 +126,8 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         target=f"{_RUNNER}:DraftTokensHandler",
         wrapper="runner:draft_tokens_handler",
         expects="(device=)",
-        why="the engine core asks a grammar about drafts whose parents it is not told",
-        what="sends parents beside the tokens",
+        why="the engine core asks grammars about drafts, but does not know the drafts' parents",
+        what="sends parents with the tokens",
         upstream="draft tokens with parents",
         when=BASTION_WORKER,
     ),
@@ -135,9 +136,9 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         wrapper="runner:sample_tokens",
         expects="(self, grammar_output)",
         why="only the worker knows how many nodes were verified; vLLM 0.33's warm-up sends bitmask "
-        "rows for N drafts a request",
-        what="sends the counts to the scheduler with the step's output, and whether steps draft; "
-        "drops the rows past those of 63 drafts",
+        "rows for N drafts per request",
+        what="attaches the counts, and whether steps draft, to the output for the scheduler; "
+        "drops the rows beyond 63 drafts",
         upstream="adaptive verification reports what it verified",
         when=BASTION_WORKER,
     ),
@@ -145,9 +146,8 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
         wrapper="runner:warm_up",
         expects="(self)",
-        why="the step-cost table is measured on the finished engine, and our kernels are compiled, "
-        "before the first request",
-        what="compiles them, runs vLLM's warm-up and measures the table",
+        why="our kernels must be compiled and step costs measured before the first request",
+        what="compiles the kernels, runs vLLM's warm-up and measures the costs",
         upstream="a callback after warm-up",
         when=BASTION_WORKER,
     ),
@@ -209,13 +209,13 @@ def init_speculator(
     if spec_config is None:
         return original(vllm_config, device, req_states)
     kind = kind_of(spec_config.draft_model_config.architectures)
-    assert kind is not None  # the validation's work
+    assert kind is not None  # checked by the validation
     speculator = resolve_name(kind.speculator)
     return speculator(make_runtime(vllm_config, device), vllm_config, device, req_states)
 
 
 def load_compiled(original: Callable[..., Any], model: Any, aot_compilation_path: str) -> Any:
-    """What an earlier start compiled, on a CPU too."""
+    """Load what an earlier start compiled, also on a CPU."""
     if bastion_config(model.vllm_config) is None:
         return original(model, aot_compilation_path)
     with current_host().loading_compiled():
@@ -239,13 +239,13 @@ def init_model_state(
     from vllm_bastion.engine.target import BastionModelState
     from vllm_bastion.validation import check_layers
 
-    usual = resolve_model_state_cls(vllm_config, model)
+    vllm_class = resolve_model_state_cls(vllm_config, model)
     ours = BastionModelState
-    if usual is MambaHybridModelState:
+    if vllm_class is MambaHybridModelState:
         from vllm_bastion.engine.gated_delta import GatedDeltaModelState
 
         ours = GatedDeltaModelState
-    elif usual is not DefaultModelState:
+    elif vllm_class is not DefaultModelState:
         raise ValueError(
             f"method 'bastion' serves decoder models; {type(model).__name__} keeps state of "
             "its own between tokens. Use method 'dflash' for it."
@@ -284,7 +284,7 @@ def resolve_cudagraph_mode(original: Callable[..., Any], mode: Any, **kwargs: An
 
 
 def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Bitmask rows for the drafts that a request with a grammar gets."""
+    """Size the bitmask for the drafts that a request with a grammar can have."""
     from vllm.config import get_current_vllm_config_or_none
 
     vllm_config = get_current_vllm_config_or_none()
@@ -314,13 +314,13 @@ def draft_tokens_handler(original: Callable[..., Any], device: Any = None) -> An
 def execute_model(
     original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Close the gaps that a grammar has left in trees."""
+    """Remove the nodes that a grammar rejected from their trees."""
     if bastion_config(self.vllm_config) is None or not (
         scheduler_output.has_structured_output_requests
         and scheduler_output.scheduled_spec_decode_tokens
     ):
         return original(self, scheduler_output, *args, **kwargs)
-    # The scheduler has planned this step: warm-up and calibration have no grammar.
+    # The step comes from the scheduler: warm-up and calibration have no grammar.
     columns = StepPlan.of(scheduler_output).grammar_columns
     if columns:
         from vllm_bastion.engine.draft_tokens import select_columns
@@ -331,7 +331,7 @@ def execute_model(
 
 
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
-    """Attach to the step's output what the scheduler is to know, see `hooks.scheduler`."""
+    """Attach what the scheduler must know to the step's output, see `hooks.scheduler`."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
     from vllm_bastion.engine.verification import BastionVerificationManager
@@ -346,15 +346,15 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
 
 
 def _rows_in_use(runner: Any, grammar_output: Any) -> Any:
-    """Drop bitmask rows that no request with a grammar has, where each brings N + 1."""
+    """Drop bitmask rows beyond a request's largest tree if every request brought N + 1 rows."""
     config = bastion_config(runner.vllm_config)
     if config is None or grammar_output is None:
         return grammar_output
     mask, reqs = grammar_output.grammar_bitmask, len(grammar_output.structured_output_request_ids)
     if len(mask) != reqs * runner.decode_query_len:
         return grammar_output
-    kept = mask.reshape(reqs, runner.decode_query_len, -1)[:, : config.max_grammar_tokens + 1]
-    return replace(grammar_output, grammar_bitmask=kept.reshape(-1, mask.shape[1]))
+    used = mask.reshape(reqs, runner.decode_query_len, -1)[:, : config.max_grammar_tokens + 1]
+    return replace(grammar_output, grammar_bitmask=used.reshape(-1, mask.shape[1]))
 
 
 def warm_up(original: Callable[..., Any], self: Any) -> Any:
@@ -367,7 +367,7 @@ def warm_up(original: Callable[..., Any], self: Any) -> Any:
     runner = self.model_runner
     for part in (runner.model_state, runner.speculator, runner.adaptive_verification):
         part.warm_up()
-    # The largest tree: vLLM's warm-up requests have whatever their drafts become.
+    # Run the largest tree too: the trees of vLLM's warm-up requests may be smaller.
     dummy_tree_step(runner, runner.decode_query_len)
     times = original(self)
     calibrate(runner)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks in the engine core: what is scheduled, and what is counted.
 
-The scheduler plans N placeholders for every request; the worker verifies fewer, and says how many
-with the step's output. Placeholders count against the tokens of a step, so that N for each of many
-requests would leave some of them, and every prompt, without a turn: each gets its share, and none
-while nothing is drafted, see also `hooks.grammar`.
+vLLM schedules N placeholders for every request. The worker verifies fewer nodes, and reports how
+many with the step's output. Placeholders count against the step's token limit: with N for each of
+many requests, some requests and all prompts would have to wait. So every request gets a share of
+the placeholders, and none while nothing is drafted. Grammars are in `hooks.grammar`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def update_from_output(
 ) -> Any:
     """Turn nodes scheduled but not verified into vLLM's `num_invalid_spec_tokens`.
 
-    vLLM subtracts those from the draft tokens it counts, for the engine and for the request. What
-    was verified also says how many placeholders the coming steps need.
+    vLLM subtracts these from the draft tokens it counts, for the engine and for the request. The
+    number of verified nodes also determines the placeholders of the next steps.
     """
     from vllm_bastion.policy.shares import next_wanted
 
@@ -82,7 +82,7 @@ def update_from_output(
                 nodes = verified.get(request_id, 0)
                 wanted = next_wanted(nodes, spec_config.bastion_gamma)
                 RequestState.ensure(request).wanted_placeholders = wanted
-        # What a grammar ruled out before verification is there already.
+        # Nodes that a grammar rejected before verification are already counted.
         invalid = scheduler_output.num_invalid_spec_tokens or {}
         scheduler_output.num_invalid_spec_tokens = {
             request_id: max(len(tokens) - verified.get(request_id, 0), invalid.get(request_id, 0))
@@ -94,7 +94,7 @@ def update_from_output(
 def prometheus_init(
     original: Callable[..., Any], self: Any, speculative_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Make the per-position counters per depth; vLLM makes one for every speculative token."""
+    """Create one counter per depth; vLLM creates one per speculative token."""
     from vllm_bastion.config import BastionSpeculativeConfig
 
     if isinstance(speculative_config, BastionSpeculativeConfig):
@@ -103,7 +103,7 @@ def prometheus_init(
 
 
 def structured_output_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
-    """Size grammar roll-back by depth; bitmasks of trees are `hooks.grammar`'s own."""
+    """Size grammar rollback by depth. `hooks.grammar` makes the bitmasks of trees itself."""
     config = bastion_config(vllm_config)
     num_tokens = None if config is None else config.max_chain_tokens
     original(self, chain_view_of(vllm_config, num_tokens))
@@ -112,13 +112,13 @@ def structured_output_init(original: Callable[..., Any], self: Any, vllm_config:
 
 
 def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Leave every request its share of placeholders; vLLM gives all of them N."""
+    """Give every request its share of placeholders; vLLM gives each of them N."""
     spec_config = bastion_config(self.vllm_config)
     if spec_config is None:
         return original(self, *args, **kwargs)
     if self.dynamic_sd_lookup is None:
-        # Always N; but vLLM no longer pads a request that it admits with one token to compute to
-        # 1 + N rows, and no longer lets it wait until there is room for them.
+        # The list always says N. With it, vLLM neither pads a new request to 1 + N rows nor lets
+        # it wait until there is room for them.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
     _share_out(self, spec_config)
     waited = bool(self.waiting)
@@ -127,7 +127,7 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     state = SchedulerState.ensure(self)
     if waited and not output.scheduled_new_reqs:
         if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
-            # There were tokens to spare: what keeps them waiting is the cache, until one leaves.
+            # Tokens were left, so the KV cache keeps them waiting until a request leaves.
             state.blocked_at = len(self.running)
     elif output.scheduled_new_reqs:
         state.blocked_at = None
@@ -159,7 +159,7 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
     shares = share_placeholders(tokens, wanted, limits, _prompt_tokens(scheduler, tokens))
     for request, share in zip(decodes, shares.tolist(), strict=True):
         if share < len(request.spec_token_ids):
-            # A new list: with async scheduling the placeholders are one list of all requests.
+            # Make a new list: with async scheduling all requests share one list of placeholders.
             request.spec_token_ids = request.spec_token_ids[:share]
 
 
