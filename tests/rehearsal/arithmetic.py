@@ -150,6 +150,66 @@ def topk_softmax(
     token_expert.copy_(places)
 
 
+def moe_align_block_size(
+    topk_ids: Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_ids: Tensor,
+    expert_ids: Tensor,
+    num_padded: Tensor,
+    expert_map: Tensor | None = None,
+    *_: Any,
+) -> None:
+    """`_moe_C::moe_align_block_size`: rows by expert, each expert's padded to whole blocks."""
+    if expert_map is not None:
+        raise NotImplementedError("experts on several ranks")
+    rows, begin = topk_ids.flatten(), 0
+    sorted_ids.fill_(len(rows))
+    expert_ids.fill_(-1)
+    for expert in range(num_experts):
+        own = (rows == expert).nonzero()[:, 0]
+        blocks = -(-len(own) // block_size)
+        sorted_ids[begin : begin + len(own)] = own
+        expert_ids[begin // block_size :][:blocks] = expert
+        begin += blocks * block_size
+    num_padded.fill_(begin)
+
+
+def moe_sum(x: Tensor, out: Tensor, *_: Any) -> None:
+    """`_moe_C::moe_sum`: [T, k, H] to [T, H]."""
+    out.copy_(x.float().sum(1))
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor,
+) -> Tensor:
+    """The short convolution and SiLU over prompts: x [C, T], weight [C, W] to [C, T].
+
+    conv_states: [B, C, W - 1], the inputs before a prompt's rows, written.
+    """
+    out, width = torch.zeros_like(x), weight.shape[1]
+    starts, states = query_start_loc.tolist(), cache_indices.tolist()
+    for r in range(len(starts) - 1):
+        rows = slice(starts[r], starts[r + 1])
+        if starts[r] == starts[r + 1]:
+            continue
+        before = conv_states[states[r]]
+        before = before.clone() if has_initial_state[r] else torch.zeros_like(before)
+        inputs = torch.cat([before.to(x.dtype), x[:, rows]], 1)
+        mixed = (inputs.double().unfold(1, width, 1) * weight.double()[:, None]).sum(-1)
+        if bias is not None:
+            mixed += bias.double()[:, None]
+        out[:, rows] = F.silu(mixed).to(x.dtype)
+        conv_states[states[r]] = inputs[:, 1 - width :].to(conv_states.dtype)
+    return out
+
+
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -189,6 +249,8 @@ KERNELS = {
         rotary_embedding,
         reshape_and_cache_flash,
         topk_softmax,
+        moe_align_block_size,
+        moe_sum,
     )
 }
 # In place of ATen's, for numbers of half precision.

@@ -7,8 +7,7 @@ computes the same. A job runs at once, or, while a stream is captured, becomes a
 and runs with each replay, over the buffers of the capture.
 
     ATen                 the same operator on the aliases; products of half precision in float64
-    vLLM's C++ kernels   `arithmetic.KERNELS`
-    FlashAttention, FLA  `arithmetic`
+    vLLM's C++ kernels   `arithmetic`; FlashAttention and prompts of gated delta layers too
     our ops              their references
     other Triton         Triton's interpreter
 """
@@ -20,6 +19,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import functools
 import importlib
 import pkgutil
 import sys
@@ -242,6 +242,7 @@ class Emulation:
         # By the driver's clock a launch takes no time, so that timing one would never end.
         Autotuner._bench = lambda tuner, *args, config, **meta: [1.0, 1.0, 1.0]
         _keep_masks_boolean()
+        _interpret_dependent_launches()
         interpreted: dict[int, Any] = {}
         run = JITFunction.run
 
@@ -281,6 +282,9 @@ class Emulation:
         found = pkgutil.walk_packages(bastion_kernels.__path__, "bastion_kernels.")
         modules = [bastion_kernels, *(importlib.import_module(module.name) for module in found)]
         for name, (op, reference) in declared_ops().items():
+            if isinstance(op, type):  # its instances are called
+                op.__call__ = self._op(name, op.__call__, reference)
+                continue
             wrapped = self._op(name, op, reference)
             for module in modules:
                 for attribute, value in list(vars(module).items()):
@@ -317,6 +321,7 @@ class Emulation:
         flash, measure = flash_attn.flash_attn_varlen_func, Worker.determine_available_memory
         filtered = topk_topp_sampler.apply_top_k_top_p_triton
         prompts = qwen_gdn_linear_attn.fla_chunk_gated_delta_rule
+        convolution = qwen_gdn_linear_attn.causal_conv1d_fn
 
         def attend(**kwargs: Any) -> Any:
             with _disable_current_modes():
@@ -335,6 +340,18 @@ class Emulation:
                 target.copy_(usual(given[0].clone(), *given[1:], allow_cpu_sync=True))
 
             self.add("top_k_top_p", job)
+            return out
+
+        def convolve(x: Any, weight: Any, bias: Any, **kwargs: Any) -> Any:
+            with self.without():
+                out = convolution(x, weight, bias, **kwargs)
+            names = ("conv_states", "query_start_loc", "cache_indices", "has_initial_state")
+            given = self.alias({name: kwargs[name] for name in names})
+            rows, target = self.alias((x, weight, bias)), self.alias(out)
+            self.add(
+                "causal_conv1d",
+                lambda: target.copy_(arithmetic.causal_conv1d(*rows, **given)),
+            )
             return out
 
         def recurrence(**kwargs: Any) -> Any:
@@ -359,6 +376,7 @@ class Emulation:
         flash_attn.flash_attn_varlen_func = attend
         topk_topp_sampler.apply_top_k_top_p_triton = filter_logits
         qwen_gdn_linear_attn.fla_chunk_gated_delta_rule = recurrence
+        qwen_gdn_linear_attn.causal_conv1d_fn = convolve
         # It would compile its top-k first, for which there is no compiler here.
         logits_processor._flashinfer_topk = lambda: None
         # Otherwise a new process imports vLLM to look at each model's class.
@@ -366,8 +384,8 @@ class Emulation:
         Worker.determine_available_memory = determine_available_memory
 
 
-def declared_ops() -> dict[str, tuple[Callable[..., None], Callable[..., None]]]:
-    """Every op of the ops package that declares a reference, with it."""
+def declared_ops() -> dict[str, tuple[Any, Callable[..., None]]]:
+    """Every op of the ops package that declares a reference, with it: functions and classes."""
     import bastion_kernels
 
     ops = {}
@@ -403,3 +421,20 @@ def _keep_masks_boolean() -> None:
         return original(self, ret_ty, arg)
 
     InterpreterBuilder.create_splat = create_splat
+
+
+def _interpret_dependent_launches() -> None:
+    """Let Triton's interpreter pass over the waits of programmatic dependent launches (sm_90)."""
+    from triton.language.core import TRITON_BUILTIN
+    from triton.language.extra import cuda
+
+    def in_both_modes(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(_semantic: Any = None) -> Any:
+            return None if _semantic is None else original(_semantic=_semantic)
+
+        setattr(call, TRITON_BUILTIN, True)
+        return call
+
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        setattr(cuda, name, in_both_modes(getattr(cuda, name)))
