@@ -85,9 +85,9 @@ CASES = (
     Case("dflash", "dflash, 15 tokens", {"method": "dflash", "num_speculative_tokens": 15}),
     Case("fixed", "bastion, N = 16", _bastion(16, 16)),
     Case("exact", "adaptive, exact", _bastion(31, "adaptive", budget_timing="exact"), waits=1.0),
-    Case("lagged", "adaptive, lagged", _bastion(31, "adaptive", budget_timing="lagged"), waits=1.0),
+    Case("lagged", "adaptive, lagged", _bastion(31, "adaptive", budget_timing="lagged")),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
-    Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark"), waits=1.0),
+    Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
     Case("plain-hybrid", "hybrid target, plain", **_HYBRID),
     Case("hybrid", "hybrid pair, N = 16", _bastion(16, 16), **_HYBRID),
 )

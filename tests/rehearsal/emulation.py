@@ -125,11 +125,13 @@ class Emulation:
             return self._alias_tensor(x) if x.is_cuda else x
         if isinstance(x, torch.device):
             return torch.device("cpu")
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            made = copy.copy(x)
-            for field in dataclasses.fields(x):
+        if type(x).__module__.partition(".")[0] == "bastion_kernels":
+            # What ops take besides tensors: a step, a layer, the states of all layers.
+            made, slots = copy.copy(x), dataclasses.is_dataclass(x)
+            names = [field.name for field in dataclasses.fields(x)] if slots else vars(x)
+            for name in list(names):
                 # A frozen dataclass refuses setattr.
-                object.__setattr__(made, field.name, self.alias(getattr(x, field.name)))
+                object.__setattr__(made, name, self.alias(getattr(x, name)))
             return made
         if isinstance(x, (tuple, list, dict)):
             return tree_map(lambda leaf: leaf if leaf is x else self.alias(leaf), x)
@@ -248,6 +250,7 @@ class Emulation:
 
         def interpreted_function(kernel: Any) -> Any:
             if id(kernel) not in interpreted:
+                _interpret_imported_builtins(kernel.fn.__globals__)
                 interpreted[id(kernel)] = interpreter.InterpretedFunction(kernel.fn)
             return interpreted[id(kernel)]
 
@@ -424,17 +427,38 @@ def _keep_masks_boolean() -> None:
 
 
 def _interpret_dependent_launches() -> None:
-    """Let Triton's interpreter pass over the waits of programmatic dependent launches (sm_90)."""
-    from triton.language.core import TRITON_BUILTIN
+    """Let the interpreter pass over the waits of programmatic dependent launches (sm_90)."""
     from triton.language.extra import cuda
 
-    def in_both_modes(original: Any) -> Any:
-        @functools.wraps(original)
-        def call(_semantic: Any = None) -> Any:
-            return None if _semantic is None else original(_semantic=_semantic)
-
-        setattr(call, TRITON_BUILTIN, True)
-        return call
-
     for name in ("gdc_wait", "gdc_launch_dependents"):
-        setattr(cuda, name, in_both_modes(getattr(cuda, name)))
+        setattr(cuda, name, _in_both_modes(getattr(cuda, name), lambda: None))
+
+
+def _interpret_imported_builtins(names: dict[str, Any]) -> None:
+    """Let the interpreter find builtins that a module imports, as in `exp = tl.exp`.
+
+    It replaces only the attributes of Triton's own modules.
+    """
+    import triton.language as tl
+
+    for name, value in list(names.items()):
+        if tl.core.is_builtin(value) and getattr(tl, value.__name__, None) is value:
+
+            def interpreted(*args: Any, own: str = value.__name__, **kwargs: Any) -> Any:
+                return getattr(tl, own)(*args, **kwargs)
+
+            names[name] = _in_both_modes(value, interpreted)
+
+
+def _in_both_modes(builtin: Any, interpreted: Callable[..., Any]) -> Any:
+    """A builtin that also runs without the compiler's `_semantic` argument."""
+    from triton.language.core import TRITON_BUILTIN
+
+    @functools.wraps(builtin)
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        if _semantic is None:
+            return interpreted(*args, **kwargs)
+        return builtin(*args, _semantic=_semantic, **kwargs)
+
+    setattr(call, TRITON_BUILTIN, True)
+    return call

@@ -123,6 +123,7 @@ struct Node {
   CUhostFn host = nullptr;
   void* user = nullptr;
   int64_t id = -1;
+  double time_ms = 0.0;  // of a kernel
   Event* ev = nullptr;
 };
 
