@@ -24,6 +24,7 @@ import importlib
 import pkgutil
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,6 +238,7 @@ class Emulation:
     # ---- Triton ---------------------------------------------------------------------------------
 
     def _patch_triton(self) -> None:
+        import triton.language as tl
         from triton.runtime import interpreter
         from triton.runtime.autotuner import Autotuner
         from triton.runtime.jit import JITFunction
@@ -247,6 +249,7 @@ class Emulation:
         _interpret_dependent_launches()
         interpreted: dict[int, Any] = {}
         run = JITFunction.run
+        both_modules = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
         def interpreted_function(kernel: Any) -> Any:
             if id(kernel) not in interpreted:
@@ -256,9 +259,13 @@ class Emulation:
 
         def call(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             # A function that an interpreted kernel calls.
-            scope = interpreter._patch_lang(kernel.fn)
+            return interpreted_function(kernel).rewrite()(*args, **kwargs)
+
+        def interpret(function: Any, grid: Any, args: Any, kwargs: Any) -> None:
+            # Once for all functions that it calls: the interpreter replaces what these modules hold.
+            scope = interpreter._patch_lang(both_modules)
             try:
-                return interpreted_function(kernel).rewrite()(*args, **kwargs)
+                function.run(*args, grid=grid, warmup=False, **kwargs)
             finally:
                 scope.restore()
 
@@ -266,11 +273,8 @@ class Emulation:
             out = run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
             if self.wanted and not warmup:
                 function = interpreted_function(kernel)
-                args, kwargs = self.alias(args), self.alias(kwargs)
-                self.add(
-                    f"triton:{kernel.fn.__name__}",
-                    lambda: function.run(*args, grid=grid, warmup=False, **kwargs),
-                )
+                given = self.alias(args), self.alias(kwargs)
+                self.add(f"triton:{kernel.fn.__name__}", lambda: interpret(function, grid, *given))
             return out
 
         JITFunction.__call__ = call
