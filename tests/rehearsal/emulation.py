@@ -262,7 +262,7 @@ class Emulation:
             return interpreted_function(kernel).rewrite()(*args, **kwargs)
 
         def interpret(function: Any, grid: Any, args: Any, kwargs: Any) -> None:
-            # Once for all functions that it calls: the interpreter replaces what these modules hold.
+            # Once for a kernel and all functions that it calls, which takes most of the time.
             scope = interpreter._patch_lang(both_modules)
             try:
                 function.run(*args, grid=grid, warmup=False, **kwargs)
