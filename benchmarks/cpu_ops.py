@@ -27,6 +27,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, _get_attn_isa
 
 from bastion_kernels import (
+    AttentionLayer,
+    AttentionStep,
     KVCompactor,
     KVLayout,
     accept_path,
@@ -34,13 +36,12 @@ from bastion_kernels import (
     bind_slots,
     bind_tails,
     choose_budget,
+    context_rows,
     expand_best_first,
     expand_transitions,
     gather_rows,
-    kept_rows,
     take_best,
     topk_logprobs,
-    tree_attention,
     tree_positions,
 )
 from bastion_kernels.cpu.linear import pack_weight
@@ -138,7 +139,7 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
         "tree_positions": lambda: tree_positions(positions, depths, slots, starts, starts, placed),
         "accept_path": lambda: accept_path(*accept),
         "KVCompactor": lambda: compactor.compact(mapping, starts, starts, path),
-        "kept_rows": lambda: kept_rows(
+        "context_rows": lambda: context_rows(
             ints(0, capacity), ints(0), starts, starts, path, positions, num_sampled, ints(0),
             source, kept_positions, rejected, capacity,
         ),
@@ -195,11 +196,11 @@ def attention(context: int, rows: int, sizes: Sizes) -> dict[str, Callable[[], o
     parents = ints(*[max(0, node // 3 - 1) for node in range(rows - 1)])[None]
     slots, bits = torch.tensor([0]), torch.zeros(1, rows, (rows + 31) // 32, dtype=torch.int32)
     ancestor_bits(parents, slots, bits)
-    ours = (query, cache, table, starts, lengths, ints(rows), slots, bits, scale, out)
+    step = AttentionStep(table, starts, lengths, ints(rows), slots, bits)
     theirs = (query, keys, values, out.clone(), starts, lengths, scale, True, None, -1, table, 0.0)
     layout, plan = packing(sizes), scheduled(starts, lengths, sizes)
     return {
-        "ours": lambda: tree_attention(*ours, layout=layout),
+        "ours": lambda: AttentionLayer(cache, scale, layout=layout)(step, query, out),
         "theirs": lambda: vllm_ops.cpu_attention_with_kv_cache(*theirs, plan, None),
     }
 

@@ -65,7 +65,7 @@ def test_every_case_is_compared_with_plain_decoding_of_its_target() -> None:
 
 def test_emulation_finds_the_ops_that_declare_a_reference() -> None:
     names = set(declared_ops())
-    assert {"accept_path", "choose_budget", "gather_rows"} <= names
+    assert {"accept_path", "choose_budget", "gather_rows", "topk_logprobs"} <= names
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
-from bastion_kernels import expand_transitions_reference
+from bastion_kernels import expand_transitions
 
 from drafter import Drafter, load_drafter, save_drafter  # isort: skip
 from evaluate import WIDTH, Lattice, best_first_tree, draft  # isort: skip
@@ -63,7 +63,7 @@ def test_offline_trees_equal_the_ops_trees(head: type[Selector | Markov]) -> Non
     tokens = torch.zeros(count, nodes, dtype=torch.int64)
     parents, depths = (torch.zeros(count, nodes, dtype=torch.int32) for _ in range(2))
     log_rho = torch.zeros(count, nodes)
-    expand_transitions_reference(
+    expand_transitions.reference(
         part.tokens.int(), scores, WIDTH, torch.arange(count), tokens, parents, depths, log_rho,
         torch.zeros(count, dtype=torch.int32),
     )  # fmt: skip

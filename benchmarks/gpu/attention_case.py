@@ -15,8 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.mask import ancestor_bits_reference
-from bastion_kernels.attention.tree_attention import TreeAttentionWorkspace, tree_attention_triton
+from bastion_kernels import ancestor_bits
+from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
+from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from benchmarks.gpu.attention_baseline import Offer, Step, offers
 from benchmarks.gpu.harness import Call, Case, Rival
 from benchmarks.gpu.shapes import POISON, Model
@@ -117,19 +118,17 @@ def attention_case(model: Model, reqs: int, nodes: int, context: int, device: st
     slots = torch.arange(reqs)
     parents, sees = random_trees(reqs, nodes, g)
     bits = torch.zeros(reqs, rows, (rows + 31) // 32, dtype=torch.int32)
-    ancestor_bits_reference(parents.int(), slots, bits)
+    ancestor_bits.reference(parents.int(), slots, bits)
     bits, slots = bits.to(device), slots.to(device)
     workspace = TreeAttentionWorkspace(
         model.heads, model.kv_heads, dim, model.dtype, reqs * rows, reqs, device
     )
     workspace.plan(starts, lengths)  # once per step, so not part of a layer's time
     step = Step(rows, length, table, starts, lengths)
+    tree_step = AttentionStep(table, starts, lengths, tails, slots, bits, workspaces={0: workspace})
 
     def attend(kv_cache: Tensor) -> None:
-        tree_attention_triton(
-            query, kv_cache, table, starts, lengths, tails, slots, bits, dim**-0.5, out,
-            workspace=workspace,
-        )  # fmt: skip
+        AttentionLayer(kv_cache, dim**-0.5).triton(tree_step, query, out)
 
     def check() -> None:
         for kv_cache in (caches[0], caches[-1]):

@@ -14,17 +14,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bastion_kernels.accept.gather import gather_rows_reference, gather_rows_triton
-from bastion_kernels.accept.kv_compact import KVCompactor
-from bastion_kernels.accept.walk import accept_path_reference, accept_path_triton
-from bastion_kernels.attention.mask import ancestor_bits_reference, ancestor_bits_triton
-from bastion_kernels.draft.best_first import expand_best_first_reference, expand_best_first_triton
-from bastion_kernels.draft.budget import choose_budget_reference, choose_budget_triton
-from bastion_kernels.draft.topk_logprobs import topk_logprobs_reference, topk_logprobs_triton
-from bastion_kernels.draft.transitions import (
-    expand_transitions_reference,
-    expand_transitions_triton,
+from bastion_kernels import (
+    accept_path,
+    ancestor_bits,
+    choose_budget,
+    expand_best_first,
+    expand_transitions,
+    gather_rows,
+    topk_logprobs,
 )
+from bastion_kernels.accept.kv_compact import KVCompactor
 from benchmarks.gpu.attention_case import attention_case
 from benchmarks.gpu.harness import FA3, OF_COPY, US, Bar, Case, Entry
 from benchmarks.gpu.shapes import POISON, QWEN3_8B, TINY, Model
@@ -72,25 +71,25 @@ class DraftStage:
         self.bits = empty(reqs, nodes + 1, (nodes + 32) // 32)
 
     def topk(self) -> None:
-        topk_logprobs_triton(self.logits, self.top_k, self.tokens, self.logprobs)
+        topk_logprobs.triton(self.logits, self.top_k, self.tokens, self.logprobs)
 
     def expand(self) -> None:
-        expand_best_first_triton(*self._lattice(), self.slots, *self.tree)
+        expand_best_first.triton(*self._lattice(), self.slots, *self.tree)
 
     def branch(self) -> None:
         self._expand_transitions(self.tree)
 
     def _expand_transitions(self, tree: Sequence[Tensor]) -> None:
         logprobs, rest = self.scores.log_softmax(-1), (self.slots, *tree)
-        expand_transitions_triton(self._lattice()[0], logprobs, self.top_k, *rest)
+        expand_transitions.triton(self._lattice()[0], logprobs, self.top_k, *rest)
 
     def budget(self) -> None:
-        choose_budget_triton(
+        choose_budget.triton(
             self.tree[3], self.slots, self.limits, self.cost, len(self.slots), self.num_verify
         )
 
     def mask(self) -> None:
-        ancestor_bits_triton(self.tree[1], self.slots, self.bits)
+        ancestor_bits.triton(self.tree[1], self.slots, self.bits)
 
     def all(self) -> None:
         self.topk()
@@ -107,31 +106,31 @@ class DraftStage:
         self.all()
         # plain PyTorch on the device, because the host takes seconds at these sizes
         tokens, logprobs = torch.empty_like(self.tokens), torch.empty_like(self.logprobs)
-        topk_logprobs_reference(self.logits, self.top_k, tokens, logprobs)
+        topk_logprobs.reference(self.logits, self.top_k, tokens, logprobs)
         same("topk_logprobs' tokens", self.tokens, tokens)
         torch.testing.assert_close(self.logprobs, logprobs, rtol=1e-5, atol=1e-5)
         tree = tuple(torch.full_like(x, POISON, device="cpu") for x in self.tree)
         lattice_tokens, lattice_logprobs = (x.cpu() for x in self._lattice())
         slots = self.slots.cpu()
-        expand_best_first_reference(lattice_tokens, lattice_logprobs, slots, *tree)
+        expand_best_first.reference(lattice_tokens, lattice_logprobs, slots, *tree)
         for got, want in zip(self.tree, tree, strict=True):
             same("expand_best_first", got, want)
         got_tree = tuple(torch.full_like(x, POISON) for x in self.tree)
         want_tree = tuple(torch.full_like(x, POISON) for x in tree)
         self._expand_transitions(got_tree)
-        expand_transitions_reference(
+        expand_transitions.reference(
             lattice_tokens, self.scores.log_softmax(-1).cpu(), self.top_k,
             slots, *want_tree,
         )  # fmt: skip
         for got, want in zip(got_tree, want_tree, strict=True):
             same("expand_transitions", got, want)
         verify = torch.empty_like(self.num_verify, device="cpu")
-        choose_budget_reference(
+        choose_budget.reference(
             tree[3], slots, self.limits.cpu(), self.cost.cpu(), len(slots), verify
         )
         same("choose_budget", self.num_verify, verify)
         bits = torch.empty_like(self.bits, device="cpu")
-        ancestor_bits_reference(tree[1], slots, bits)
+        ancestor_bits.reference(tree[1], slots, bits)
         same("ancestor_bits", self.bits, bits)
 
 
@@ -166,14 +165,14 @@ def walk_case(model: Model, reqs: int, nodes: int, device: str) -> Case:
     outs = (path, tokens, counts)
 
     def check() -> None:
-        accept_path_triton(*inputs, *outs)
+        accept_path.triton(*inputs, *outs)
         wants = tuple(torch.empty_like(x, device="cpu") for x in outs)
-        accept_path_reference(*(x.cpu() for x in inputs), *wants)
+        accept_path.reference(*(x.cpu() for x in inputs), *wants)
         for got, want in zip(outs, wants, strict=True):
             same("accept_path", got, want)
         assert int(counts.max()) > 2, "no path to walk"
 
-    walk = partial(accept_path_triton, *inputs, *outs)
+    walk = partial(accept_path.triton, *inputs, *outs)
     return Case(check=check, calls=[walk] * model.repeats)
 
 
@@ -224,7 +223,7 @@ def gather_case(model: Model, reqs: int, device: str) -> Case:
     sources = [torch.randn(rows, model.hidden, device=device).to(model.dtype) for _ in range(5)]
     indices = [torch.randperm(rows)[:count].to(device) for _ in range(model.least_calls)]
     outs = [torch.empty_like(s[:count]) for s in sources]
-    steps = [partial(gather_rows_triton, sources, index, outs) for index in indices]
+    steps = [partial(gather_rows.triton, sources, index, outs) for index in indices]
 
     def check() -> None:
         for index, step in zip(indices, steps, strict=True):
@@ -232,7 +231,7 @@ def gather_case(model: Model, reqs: int, device: str) -> Case:
                 out.fill_(POISON)
             step()
             wants = [torch.empty_like(out) for out in outs]
-            gather_rows_reference(sources, index, wants)
+            gather_rows.reference(sources, index, wants)
             for got, want in zip(outs, wants, strict=True):
                 same("gather_rows", got, want)
 

@@ -1,22 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every launcher checks before it runs: shape, dtype and strides; and which version it runs.
-
-One place, so that a wrong call reads the same for every op: the op, the argument, what was wanted,
-what came.
-"""
+"""Argument checks of all ops: shape, dtype and strides, with one wording for every error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from torch import Tensor, dtype
-
-from bastion_kernels.cpu.native import HAVE_NUMBA
-
-__all__ = ["check", "on_gpu", "version_for"]
-
-_Op = TypeVar("_Op", bound=Callable[..., None])
 
 
 def check(
@@ -50,10 +37,3 @@ def check(
 def on_gpu(tensor: Tensor) -> bool:
     """Whether the Triton kernel runs."""
     return tensor.device.type == "cuda"
-
-
-def version_for(tensor: Tensor, triton: _Op, cpu: _Op, reference: _Op) -> _Op:
-    """The version of an op that runs where `tensor` is; the reference needs nothing but PyTorch."""
-    if on_gpu(tensor):
-        return triton
-    return cpu if HAVE_NUMBA else reference

@@ -1,98 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a step has: small index arithmetic between the big ops, one launch each.
+"""Small index arithmetic between the big ops, one launch each instead of several in PyTorch.
 
-In PyTorch each of these is several launches over a few numbers.
+`bind_slots` and `bind_tails` name the request slot of every batch row, for the drafter and for the
+target. `context_rows` lays out the rows of a verified batch that the drafter reads as its context:
+of request r the rows in front of its root, then its accepted path, with d = i - rows_before[r],
 
-`bind_slots` and `bind_tails` name the request slot of every batch row for the drafter and for the
-target. `kept_rows` lays out what the drafter is to read of a verified batch: of request r the rows
-in front of its root, then its accepted path, padded to the number of rows that the host allowed it
+    source[context_start[r] + i] = root + d             for d < 0
+    source[context_start[r] + i] = root + path[r, d]    for d >= 0
 
-    source[kept_start[r] + i] = root + node,   node = path[r, i - before[r]], or i - before[r] < 0
-
-because the host knows how many rows it scheduled and only the device how many were accepted.
+and padding up to the number of rows that the host scheduled: the host does not know how many nodes
+were accepted.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, version_for
-from bastion_kernels.cpu.rows import bind_slots_cpu, bind_tails_cpu, kept_rows_cpu
+from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = [
-    "bind_slots",
-    "bind_slots_reference",
-    "bind_slots_triton",
-    "bind_tails",
-    "bind_tails_reference",
-    "bind_tails_triton",
-    "kept_rows",
-    "kept_rows_reference",
-    "kept_rows_triton",
-]
-
 _BLOCK = 128
-
-
-def bind_slots_reference(
-    idx_mapping: Tensor,
-    num_sampled: Tensor,
-    slots: Tensor,
-    base_rows: Tensor,
-    emitted: Tensor,
-) -> None:
-    """See `bind_slots`."""
-    count = idx_mapping.shape[0]
-    slots[:count] = idx_mapping
-    slots[count:] = -1
-    base_rows.fill_(max(count, 1))
-    emitted[idx_mapping] = num_sampled
-
-
-def bind_tails_reference(
-    idx_mapping: Tensor,
-    cu_num_logits: Tensor | None,
-    slots: Tensor,
-    tail_lens: Tensor,
-) -> None:
-    """See `bind_tails`."""
-    count = idx_mapping.shape[0]
-    slots[:count] = idx_mapping
-    slots[count:] = -1
-    tail_lens.zero_()
-    if cu_num_logits is not None:
-        tails = torch.diff(cu_num_logits[: count + 1])
-        tail_lens[:count] = tails.masked_fill(tails == 1, 0)
-
-
-def kept_rows_reference(
-    kept_start: Tensor,
-    before: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    path: Tensor,
-    positions: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    source: Tensor,
-    kept_positions: Tensor,
-    kept_rejected: Tensor,
-    max_rows: int,
-) -> None:
-    """One row after the other; see `kept_rows`."""
-    for r, sampled in enumerate(num_sampled.tolist()):
-        start, end = kept_start[r : r + 2].tolist()
-        tail = int(cu_num_logits[r + 1] - cu_num_logits[r])
-        root = int(query_start_loc[r + 1]) - tail
-        for row in range(start, end):
-            depth = row - start - int(before[r])
-            node = int(path[r, depth]) if 0 <= depth < path.shape[1] else -1
-            source[row] = root + (node if node >= 0 else min(depth, 0))
-            kept_positions[row] = positions[root] + depth
-        kept_tail = end - start - int(before[r])
-        kept_rejected[r] = kept_tail - sampled if sampled > 0 else num_rejected[r]
 
 
 @triton.jit(
@@ -136,19 +66,19 @@ def _bind_kernel(
 @triton.jit(
     do_not_specialize=["stride_path"],
     do_not_specialize_on_alignment=[
-        "kept_start_ptr",
-        "before_ptr",
+        "context_start_ptr",
+        "rows_before_ptr",
         "query_start_loc_ptr",
         "cu_num_logits_ptr",
         "path_ptr",
         "num_sampled_ptr",
         "num_rejected_ptr",
-        "kept_rejected_ptr",
+        "context_rejected_ptr",
     ],
 )
-def _kept_rows_kernel(
-    kept_start_ptr,
-    before_ptr,
+def _context_rows_kernel(
+    context_start_ptr,
+    rows_before_ptr,
     query_start_loc_ptr,
     cu_num_logits_ptr,
     path_ptr,
@@ -156,228 +86,209 @@ def _kept_rows_kernel(
     num_sampled_ptr,
     num_rejected_ptr,
     source_ptr,
-    kept_positions_ptr,
-    kept_rejected_ptr,
+    context_positions_ptr,
+    context_rejected_ptr,
     stride_path,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: (R, row blocks of the longest request)."""
     request = tl.program_id(0)
-    start = tl.load(kept_start_ptr + request)
-    end = tl.load(kept_start_ptr + request + 1)
-    before = tl.load(before_ptr + request)
+    start = tl.load(context_start_ptr + request)
+    end = tl.load(context_start_ptr + request + 1)
+    rows_before = tl.load(rows_before_ptr + request)
     tail = tl.load(cu_num_logits_ptr + request + 1) - tl.load(cu_num_logits_ptr + request)
     root = (tl.load(query_start_loc_ptr + request + 1) - tail).to(tl.int64)
     row = start + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    depth = row - start - before
+    depth = row - start - rows_before
     path_row_ptr = path_ptr + request.to(tl.int64) * stride_path
     node = tl.load(path_row_ptr + depth, mask=(depth >= 0) & (depth < WIDTH), other=-1)
     source = root + tl.where(node >= 0, node, tl.minimum(depth, 0))
     tl.store(source_ptr + row, source, mask=row < end)
-    tl.store(kept_positions_ptr + row, tl.load(positions_ptr + root) + depth, mask=row < end)
+    tl.store(context_positions_ptr + row, tl.load(positions_ptr + root) + depth, mask=row < end)
     if tl.program_id(1) == 0:
         sampled = tl.load(num_sampled_ptr + request)
         rejected = tl.load(num_rejected_ptr + request)
-        kept = end - start - before - sampled
-        tl.store(kept_rejected_ptr + request, tl.where(sampled > 0, kept, rejected))
+        unaccepted = end - start - rows_before - sampled
+        tl.store(context_rejected_ptr + request, tl.where(sampled > 0, unaccepted, rejected))
 
 
-def bind_slots_triton(
-    idx_mapping: Tensor,
-    num_sampled: Tensor,
-    slots: Tensor,
-    base_rows: Tensor,
-    emitted: Tensor,
-) -> None:
-    """The Triton kernel; see `bind_slots`."""
-    _bind_kernel[(triton.cdiv(slots.shape[0], _BLOCK),)](
-        idx_mapping,
-        idx_mapping,
-        num_sampled,
-        slots,
-        slots,
-        base_rows,
-        emitted,
-        idx_mapping.shape[0],
-        slots.shape[0],
-        WITH_TAILS=False,
-        WITH_TREES=False,
-        BLOCK=_BLOCK,
-    )
+@dataclass(slots=True)
+class BindSlots(Op):
+    """Name the slots of the drafter's batch, and store how many tokens each has just emitted."""
+
+    idx_mapping: Tensor
+    """`[R]` int64 or int32, slot of every row; R may be 0."""
+    num_sampled: Tensor
+    """`[R]` int32, tokens that each row emitted."""
+    slots: Tensor
+    """`[S]` int64, written: the R slots, then -1."""
+    base_rows: Tensor
+    """0-d int32, written: max(R, 1)."""
+    emitted: Tensor
+    """`[S]` int32, written for the R slots: `num_sampled`."""
+
+    def check(self) -> None:
+        self.expect("idx_mapping", (None,), torch.int64, torch.int32)
+        self.expect("num_sampled", (self.idx_mapping.shape[0],), torch.int32)
+        self.expect("slots", (None,), torch.int64)
+        self.expect("base_rows", (), torch.int32)
+        self.expect("emitted", (self.slots.shape[0],), torch.int32)
+
+    def reference(self) -> None:
+        count = self.idx_mapping.shape[0]
+        self.slots[:count] = self.idx_mapping
+        self.slots[count:] = -1
+        self.base_rows.fill_(max(count, 1))
+        self.emitted[self.idx_mapping] = self.num_sampled
+
+    def triton(self) -> None:
+        _bind_kernel[(triton.cdiv(self.slots.shape[0], _BLOCK),)](
+            self.idx_mapping,
+            self.idx_mapping,
+            self.num_sampled,
+            self.slots,
+            self.slots,
+            self.base_rows,
+            self.emitted,
+            self.idx_mapping.shape[0],
+            self.slots.shape[0],
+            WITH_TAILS=False,
+            WITH_TREES=False,
+            BLOCK=_BLOCK,
+        )
 
 
-def bind_tails_triton(
-    idx_mapping: Tensor,
-    cu_num_logits: Tensor | None,
-    slots: Tensor,
-    tail_lens: Tensor,
-) -> None:
-    """The Triton kernel; see `bind_tails`."""
-    _bind_kernel[(triton.cdiv(slots.shape[0], _BLOCK),)](
-        idx_mapping,
-        idx_mapping if cu_num_logits is None else cu_num_logits,
-        idx_mapping,
-        slots,
-        tail_lens,
-        slots,
-        slots,
-        idx_mapping.shape[0],
-        slots.shape[0],
-        WITH_TAILS=True,
-        WITH_TREES=cu_num_logits is not None,
-        BLOCK=_BLOCK,
-    )
+bind_slots = public(BindSlots, cpu="bastion_kernels.cpu.rows")
 
 
-def kept_rows_triton(
-    kept_start: Tensor,
-    before: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    path: Tensor,
-    positions: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    source: Tensor,
-    kept_positions: Tensor,
-    kept_rejected: Tensor,
-    max_rows: int,
-) -> None:
-    """The Triton kernel; see `kept_rows`."""
-    _kept_rows_kernel[(num_sampled.shape[0], triton.cdiv(max_rows, _BLOCK))](
-        kept_start,
-        before,
-        query_start_loc,
-        cu_num_logits,
-        path,
-        positions,
-        num_sampled,
-        num_rejected,
-        source,
-        kept_positions,
-        kept_rejected,
-        path.stride(0),
-        WIDTH=path.shape[1],
-        BLOCK=_BLOCK,
-    )
+@dataclass(slots=True)
+class BindTails(Op):
+    """Name the slots of the target's batch, and how many rows of each request are a tree."""
+
+    idx_mapping: Tensor
+    """`[R]` int64 or int32, slot of every row; R may be 0."""
+    cu_num_logits: Tensor | None
+    """`[>= R + 1]` int32, first logits row of each request; None: no tree at all, or chains, which
+    need no mask."""
+    slots: Tensor
+    """`[S]` int64, written: the R slots, then -1."""
+    tail_lens: Tensor
+    """`[S]` int32, written: rows of the tail, root included; 0 for a lone root (its slot may never
+    have had a tree) and past the batch."""
+
+    def check(self) -> None:
+        total = self.slots.shape[0]
+        self.expect("idx_mapping", (None,), torch.int64, torch.int32)
+        if self.cu_num_logits is not None:
+            self.expect("cu_num_logits", (None,), torch.int32)
+        self.expect("slots", (total,), torch.int64)
+        self.expect("tail_lens", (total,), torch.int32)
+
+    def reference(self) -> None:
+        count = self.idx_mapping.shape[0]
+        self.slots[:count] = self.idx_mapping
+        self.slots[count:] = -1
+        self.tail_lens.zero_()
+        if self.cu_num_logits is not None:
+            tails = torch.diff(self.cu_num_logits[: count + 1])
+            self.tail_lens[:count] = tails.masked_fill(tails == 1, 0)
+
+    def triton(self) -> None:
+        _bind_kernel[(triton.cdiv(self.slots.shape[0], _BLOCK),)](
+            self.idx_mapping,
+            self.idx_mapping if self.cu_num_logits is None else self.cu_num_logits,
+            self.idx_mapping,
+            self.slots,
+            self.tail_lens,
+            self.slots,
+            self.slots,
+            self.idx_mapping.shape[0],
+            self.slots.shape[0],
+            WITH_TAILS=True,
+            WITH_TREES=self.cu_num_logits is not None,
+            BLOCK=_BLOCK,
+        )
 
 
-def bind_slots(
-    idx_mapping: Tensor,
-    num_sampled: Tensor,
-    slots: Tensor,
-    base_rows: Tensor,
-    emitted: Tensor,
-) -> None:
-    """Name the slots of the drafter's batch, and note what each of them has just emitted.
+bind_tails = public(BindTails, cpu="bastion_kernels.cpu.rows")
 
-    Args:
-        idx_mapping: `[R]` int64 or int32, slot of every row; R may be 0.
-        num_sampled: `[R]` int32, tokens that each row emitted.
-        slots: `[S]` int64, written: the R slots, then -1.
-        base_rows: 0-d int32, written: max(R, 1).
-        emitted: `[S]` int32, written for the R slots: `num_sampled`.
+
+@dataclass(slots=True)
+class ContextRows(Op):
+    """Lay out the rows that the drafter reads as its context; see the module.
+
+    Rows past the path's end repeat the root's row at the position they would have. They count as
+    rejected.
     """
-    op = "bind_slots"
-    check(op, "idx_mapping", idx_mapping, (None,), torch.int64, torch.int32)
-    check(op, "num_sampled", num_sampled, (idx_mapping.shape[0],), torch.int32)
-    check(op, "slots", slots, (None,), torch.int64)
-    check(op, "base_rows", base_rows, (), torch.int32)
-    check(op, "emitted", emitted, (slots.shape[0],), torch.int32)
-    run = version_for(slots, bind_slots_triton, bind_slots_cpu, bind_slots_reference)
-    run(idx_mapping, num_sampled, slots, base_rows, emitted)
+
+    context_start: Tensor
+    """`[R + 1]` int32, first context row of each request."""
+    rows_before: Tensor
+    """`[R]` int32, context rows in front of the root."""
+    query_start_loc: Tensor
+    """`[R + 1]` int32, first row of each request in the target's batch."""
+    cu_num_logits: Tensor
+    """`[R + 1]` int32; the last `cu[r+1] - cu[r]` rows of a request are its tail."""
+    path: Tensor
+    """`[>= R, D + 1]` int32, nodes of the accepted path, -1 past its end."""
+    positions: Tensor
+    """`[T]` int64, position of every row of the target's batch, linear in a request."""
+    num_sampled: Tensor
+    """`[R]` int32, tokens emitted; 0: an unfinished prompt."""
+    num_rejected: Tensor
+    """`[R]` int32, copied for requests that emitted nothing."""
+    source: Tensor
+    """`[>= M]` int64, written: row of the target's batch, M = context_start[R]."""
+    context_positions: Tensor
+    """`[>= M]` int64, written."""
+    context_rejected: Tensor
+    """`[R]` int32, written: context rows from the root on that were not accepted."""
+    max_rows: int
+    """Most context rows of any request."""
+
+    def check(self) -> None:
+        reqs = self.num_sampled.shape[0]
+        self.expect("context_start", (reqs + 1,), torch.int32)
+        self.expect("query_start_loc", (reqs + 1,), torch.int32)
+        self.expect("cu_num_logits", (reqs + 1,), torch.int32)
+        for name in ("rows_before", "num_sampled", "num_rejected", "context_rejected"):
+            self.expect(name, (reqs,), torch.int32)
+        self.expect("path", (None, None), torch.int32)
+        for name in ("positions", "source", "context_positions"):
+            self.expect(name, (None,), torch.int64)
+
+    def reference(self) -> None:
+        """One row after the other."""
+        for r, sampled in enumerate(self.num_sampled.tolist()):
+            start, end = self.context_start[r : r + 2].tolist()
+            tail = int(self.cu_num_logits[r + 1] - self.cu_num_logits[r])
+            root = int(self.query_start_loc[r + 1]) - tail
+            for row in range(start, end):
+                depth = row - start - int(self.rows_before[r])
+                node = int(self.path[r, depth]) if 0 <= depth < self.path.shape[1] else -1
+                self.source[row] = root + (node if node >= 0 else min(depth, 0))
+                self.context_positions[row] = self.positions[root] + depth
+            tail_rows = end - start - int(self.rows_before[r])
+            self.context_rejected[r] = tail_rows - sampled if sampled > 0 else self.num_rejected[r]
+
+    def triton(self) -> None:
+        _context_rows_kernel[(self.num_sampled.shape[0], triton.cdiv(self.max_rows, _BLOCK))](
+            self.context_start,
+            self.rows_before,
+            self.query_start_loc,
+            self.cu_num_logits,
+            self.path,
+            self.positions,
+            self.num_sampled,
+            self.num_rejected,
+            self.source,
+            self.context_positions,
+            self.context_rejected,
+            self.path.stride(0),
+            WIDTH=self.path.shape[1],
+            BLOCK=_BLOCK,
+        )
 
 
-def bind_tails(
-    idx_mapping: Tensor,
-    cu_num_logits: Tensor | None,
-    slots: Tensor,
-    tail_lens: Tensor,
-) -> None:
-    """Name the slots of the target's batch, and how many rows of each request are a tree.
-
-    Args:
-        idx_mapping: `[R]` int64 or int32, slot of every row; R may be 0.
-        cu_num_logits: `[>= R + 1]` int32, first logits row of each request; None: no tree at
-            all, or chains, which need no mask.
-        slots: `[S]` int64, written: the R slots, then -1.
-        tail_lens: `[S]` int32, written: rows of the tail, root included; 0 for a lone root
-            (its slot may never have had a tree) and past the batch.
-    """
-    op, total = "bind_tails", slots.shape[0]
-    check(op, "idx_mapping", idx_mapping, (None,), torch.int64, torch.int32)
-    if cu_num_logits is not None:
-        check(op, "cu_num_logits", cu_num_logits, (None,), torch.int32)
-    check(op, "slots", slots, (total,), torch.int64)
-    check(op, "tail_lens", tail_lens, (total,), torch.int32)
-    run = version_for(slots, bind_tails_triton, bind_tails_cpu, bind_tails_reference)
-    run(idx_mapping, cu_num_logits, slots, tail_lens)
-
-
-def kept_rows(
-    kept_start: Tensor,
-    before: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    path: Tensor,
-    positions: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    source: Tensor,
-    kept_positions: Tensor,
-    kept_rejected: Tensor,
-    max_rows: int,
-) -> None:
-    """Lay out the rows that the drafter reads; see the module.
-
-    Rows past the path's end repeat the root's hidden state at the position that they would have;
-    they are counted as rejected.
-
-    Args:
-        kept_start: `[R + 1]` int32, first kept row of each request.
-        before: `[R]` int32, kept rows in front of the root.
-        query_start_loc: `[R + 1]` int32, first row of each request in the target's batch.
-        cu_num_logits: `[R + 1]` int32; the last `cu[r+1] - cu[r]` rows of a request are its tail.
-        path: `[>= R, D + 1]` int32, nodes of the accepted path, -1 past its end.
-        positions: `[T]` int64, position of every row of the target's batch, linear in a request.
-        num_sampled: `[R]` int32, tokens emitted; 0: an unfinished prompt.
-        num_rejected: `[R]` int32, kept for requests that emitted nothing.
-        source: `[>= M]` int64, written: row of the target's batch, M = kept_start[R].
-        kept_positions: `[>= M]` int64, written.
-        kept_rejected: `[R]` int32, written: kept rows of the tail that were not accepted.
-        max_rows: most kept rows of any request.
-    """
-    op, reqs = "kept_rows", num_sampled.shape[0]
-    check(op, "kept_start", kept_start, (reqs + 1,), torch.int32)
-    check(op, "query_start_loc", query_start_loc, (reqs + 1,), torch.int32)
-    check(op, "cu_num_logits", cu_num_logits, (reqs + 1,), torch.int32)
-    for name, tensor in (
-        ("before", before),
-        ("num_sampled", num_sampled),
-        ("num_rejected", num_rejected),
-        ("kept_rejected", kept_rejected),
-    ):
-        check(op, name, tensor, (reqs,), torch.int32)
-    check(op, "path", path, (None, None), torch.int32)
-    for name, tensor in (
-        ("positions", positions),
-        ("source", source),
-        ("kept_positions", kept_positions),
-    ):
-        check(op, name, tensor, (None,), torch.int64)
-    run = version_for(source, kept_rows_triton, kept_rows_cpu, kept_rows_reference)
-    run(
-        kept_start,
-        before,
-        query_start_loc,
-        cu_num_logits,
-        path,
-        positions,
-        num_sampled,
-        num_rejected,
-        source,
-        kept_positions,
-        kept_rejected,
-        max_rows,
-    )
+context_rows = public(ContextRows, cpu="bastion_kernels.cpu.rows")

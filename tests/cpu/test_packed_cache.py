@@ -9,7 +9,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from bastion_kernels import KVCompactor, tree_attention
+from bastion_kernels import AttentionLayer, AttentionStep, KVCompactor
 from bastion_kernels.attention.kv_layout import OTHER
 from vllm_bastion.attention.kv_cache import float8
 from vllm_bastion.cpu.attention import cache_layout
@@ -80,10 +80,10 @@ def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int, kind: st
     )  # fmt: skip
     nothing = torch.zeros(3, dtype=torch.int32)
     factors = {k: torch.tensor([v]) for k, v in scales.items() if k != "kv_cache_dtype"}
-    tree_attention(
-        query, cache.view(held), table, starts, seq_lens, nothing, torch.full((3,), -1),
-        torch.zeros(1, 1, 1, dtype=torch.int32), scale, got, layout=layout, **factors,
-    )  # fmt: skip
+    no_bits = torch.zeros(1, 1, 1, dtype=torch.int32)
+    step = AttentionStep(table, starts, seq_lens, nothing, torch.full((3,), -1), no_bits)
+    attend = AttentionLayer(cache.view(held), scale, layout=layout, **factors)
+    attend(step, query, got)
     error = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
     torch.testing.assert_close(got, want, atol=error, rtol=error)
 

@@ -11,17 +11,29 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.attention.kv_layout import KVLayout
-from bastion_kernels.attention.tree_attention import (
-    TreeAttentionWorkspace,
-    tree_attention_reference,
-    tree_attention_triton,
-)
-from bastion_kernels.attention.workspace import Tiles
-from bastion_kernels.cpu.attention import serves, tree_attention_cpu
+from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
+from bastion_kernels.attention.workspace import Tiles, TreeAttentionWorkspace
+from bastion_kernels.cpu.attention import serves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777.0
 SMALL = Tiles(block_m=16, block_n=16, num_warps=4, stages=2, occupancy=2)
+
+
+def attend(
+    query: Tensor,
+    kv_cache: Tensor,
+    *tables_scale_out: Any,
+    version: str = "__call__",
+    depths: Tensor | None = None,
+    workspace: TreeAttentionWorkspace | None = None,
+    **layer: Any,
+) -> None:
+    """One layer over one step. The arguments between are the step's tables, its scale and `out`."""
+    *tables, scale, out = tables_scale_out
+    planned = None if workspace is None else {workspace.window: workspace}
+    step = AttentionStep(*tables, depths=depths, workspaces=planned)
+    getattr(AttentionLayer(kv_cache, scale, **layer), version)(step, query, out)
 
 
 @dataclass
@@ -176,7 +188,7 @@ class Batch:
         return (*(t.to(DEVICE) for t in tensors), self.scale, self.out_on_device)
 
     def kinds(self) -> dict[str, Any]:
-        """The keyword arguments of `tree_attention`."""
+        """The keyword arguments of `attend`."""
         tensors = {
             "sinks": self.sinks, "depths": self.depths if self.window else None,
             "q_scale": self.q_scale, "k_scale": self.k_scale, "v_scale": self.v_scale,
@@ -185,7 +197,7 @@ class Batch:
         return {"softcap": self.softcap, "window": self.window, **placed}
 
     def reference(self) -> Tensor:
-        tree_attention_reference(*self.args(), **self.kinds())
+        attend(*self.args(), **self.kinds(), version="reference")
         return self.out_on_device.cpu()
 
     def triton(self, tiles: Tiles = SMALL) -> Tensor:
@@ -196,7 +208,7 @@ class Batch:
         )  # fmt: skip
         args = self.args()
         workspace.plan(args[3], args[4])
-        tree_attention_triton(*args, **self.kinds(), workspace=workspace)
+        attend(*args, **self.kinds(), workspace=workspace, version="triton")
         assert int(workspace.arrived.abs().sum()) == 0
         return self.out_on_device.cpu()
 
@@ -207,7 +219,7 @@ class Batch:
         if self.layout is not None:
             args[1] = self.layout.write(args[1].contiguous())
         assert kinds.pop("q_scale") is None
-        tree_attention_cpu(*args, **kinds, layout=self.layout)
+        attend(*args, **kinds, layout=self.layout, version="cpu")
         return self.out_on_device
 
     def dense(self, dtype: torch.dtype) -> Tensor:

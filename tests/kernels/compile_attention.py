@@ -18,10 +18,10 @@ import torch
 from cross_compile import compile_instead, read, usage
 from triton.runtime import driver
 
-from bastion_kernels.accept.gather import gather_rows_triton
+from bastion_kernels import gather_rows
 from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.attention import workspace as tree_attention_workspace
-from bastion_kernels.attention.tree_attention import tree_attention_triton
+from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 
 
@@ -122,15 +122,16 @@ def attend(
         )
     LAUNCH.update(dim=dim, item=dtype.itemsize, occupancy=workspace.tiles.occupancy)
     workspace.plan(ints[:2], ints[:1])
-    tree_attention_triton(
-        fused[:, : heads[0]], cache, ints[None], ints[:2], ints[:1], ints[:1],
-        torch.zeros(1, dtype=torch.int64), torch.zeros(1, rows, 3, dtype=torch.int32), dim**-0.5,
-        torch.zeros(rows, heads[0], dim, dtype=dtype), softcap=softcap, k_scale=scales,
-        v_scale=scales, q_scale=torch.ones(1) if query_dtype else None,
-        sinks=torch.zeros(heads[0]) if sinks else None,
-        depths=torch.zeros(1, rows - 1, dtype=torch.int32) if window else None,
-        workspace=workspace,
+    step = AttentionStep(
+        ints[None], ints[:2], ints[:1], ints[:1], torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1, rows, 3, dtype=torch.int32),
+        torch.zeros(1, rows - 1, dtype=torch.int32) if window else None, {window: workspace},
     )  # fmt: skip
+    layer = AttentionLayer(
+        cache, dim**-0.5, softcap, window, torch.zeros(heads[0]) if sinks else None,
+        torch.ones(1) if query_dtype else None, scales, scales,
+    )  # fmt: skip
+    layer.triton(step, fused[:, : heads[0]], torch.zeros(rows, heads[0], dim, dtype=dtype))
 
 
 if __name__ == "__main__":
@@ -168,4 +169,4 @@ if __name__ == "__main__":
     odd = [torch.zeros(4, 2, 16, 5, dtype=torch.uint8)]
     KVCompactor(odd, [0]).compact_triton(int64, int32, int32, path)
     hidden = [torch.zeros(70, 4096, dtype=bf16) for _ in range(5)]
-    gather_rows_triton(hidden, int64[0], [h[:16].clone() for h in hidden])
+    gather_rows.triton(hidden, int64[0], [h[:16].clone() for h in hidden])

@@ -19,26 +19,30 @@ from typing import Any
 import torch
 from cross_compile import compile_instead, usage
 
-from bastion_kernels.accept.history import (
-    ancestor_tokens_triton,
-    mask_bad_words_triton,
-    penalise_ancestors_triton,
+from bastion_kernels import (
+    accept_path,
+    ancestor_bits,
+    ancestor_tokens,
+    bind_slots,
+    bind_tails,
+    choose_budget,
+    context_rows,
+    expand_best_first,
+    expand_transitions,
+    gated_delta_commit,
+    gated_delta_tree,
+    mask_bad_words,
+    merge_topk,
+    penalise_ancestors,
+    short_conv_commit,
+    short_conv_tree,
+    take_best,
+    topk_logprobs,
+    topk_partial,
+    tree_positions,
 )
 from bastion_kernels.accept.kv_compact import KVCompactor
-from bastion_kernels.accept.walk import accept_path_triton
-from bastion_kernels.attention.mask import ancestor_bits_triton, tree_positions_triton
-from bastion_kernels.draft.best_first import expand_best_first_triton
-from bastion_kernels.draft.budget import choose_budget_triton, take_best_triton
-from bastion_kernels.draft.topk_logprobs import topk_logprobs_triton, topk_partial_triton
-from bastion_kernels.draft.topk_merge import merge_topk_triton
-from bastion_kernels.draft.transitions import expand_transitions_triton
-from bastion_kernels.gated_delta.recurrence import (
-    gated_delta_commit_triton,
-    gated_delta_tree_triton,
-)
-from bastion_kernels.gated_delta.short_conv import short_conv_commit_triton, short_conv_tree_triton
 from bastion_kernels.gated_delta.states import LayerStates
-from bastion_kernels.rows import bind_slots_triton, bind_tails_triton, kept_rows_triton
 
 
 def build(capability: int) -> dict[str, set[str]]:
@@ -63,35 +67,35 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     tokens = torch.zeros(reqs * depth, width, dtype=torch.int32)
     logprobs = torch.zeros(reqs * depth, width)
     logits = torch.zeros(reqs * depth, 151_936, dtype=dtype)
-    topk_logprobs_triton(logits, width, tokens, logprobs)
+    topk_logprobs.triton(logits, width, tokens, logprobs)
     keys = torch.zeros(reqs * depth, width, dtype=torch.int64)
-    topk_partial_triton(logits, width, 0, keys, logprobs[:, 0].contiguous())
-    merge_topk_triton(keys[:, None], logprobs[:, :1], tokens, logprobs)
+    topk_partial.triton(logits, width, 0, keys, logprobs[:, 0].contiguous())
+    merge_topk.triton(keys[:, None], logprobs[:, :1], tokens, logprobs)
 
     out_tokens = torch.zeros(reqs, limit, dtype=torch.int64)
     parents, depths = (torch.zeros(slots_total, limit, dtype=torch.int32) for _ in range(2))
     log_rho, counts = torch.zeros(slots_total, limit), torch.zeros(slots_total, dtype=torch.int32)
     shape = (reqs, depth, width)
     trees = (out_tokens, parents, depths, log_rho, counts)
-    expand_best_first_triton(tokens.view(shape), logprobs.view(shape), slots, *trees)
+    expand_best_first.triton(tokens.view(shape), logprobs.view(shape), slots, *trees)
     scores = torch.zeros(*shape, width)
-    expand_transitions_triton(tokens.view(shape), scores, width, slots, *trees)
+    expand_transitions.triton(tokens.view(shape), scores, width, slots, *trees)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
-    choose_budget_triton(log_rho, slots, counts, cost, base, counts, promised=cost)
-    choose_budget_triton(log_rho, slots, counts, cost, 1, counts)
-    take_best_triton(log_rho, slots, counts, counts, 100, ends, ends, ends)
+    choose_budget.triton(log_rho, slots, counts, cost, base, counts, promised=cost)
+    choose_budget.triton(log_rho, slots, counts, cost, 1, counts)
+    take_best.triton(log_rho, slots, counts, counts, 100, ends, ends, ends)
     bits = torch.zeros(slots_total, limit + 1, limit // 32 + 1, dtype=torch.int32)
-    ancestor_bits_triton(parents, slots, bits)
+    ancestor_bits.triton(parents, slots, bits)
     rows = torch.zeros(reqs * (limit + 1), dtype=torch.int64)
-    tree_positions_triton(rows, depths, slots, ends, ends, rows)
+    tree_positions.triton(rows, depths, slots, ends, ends, rows)
     path = torch.zeros(reqs, depth + 1, dtype=torch.int32)
-    accept_path_triton(rows, rows, parents, slots, ends, path, path.long(), counts)
+    accept_path.triton(rows, rows, parents, slots, ends, path, path.long(), counts)
     history(rows, slots_total, parents, 0)
-    bind_slots_triton(slots, counts, slots, base, counts)
-    bind_tails_triton(slots, ends, slots, counts)
-    bind_tails_triton(slots, None, slots, counts)
+    bind_slots.triton(slots, counts, slots, base, counts)
+    bind_tails.triton(slots, ends, slots, counts)
+    bind_tails.triton(slots, None, slots, counts)
     few = counts[:reqs]
-    kept_rows_triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
+    context_rows.triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
 
 
 def launch_recurrent(dtype: torch.dtype) -> None:
@@ -105,33 +109,33 @@ def launch_recurrent(dtype: torch.dtype) -> None:
     parents = torch.zeros(1, rows - 1, dtype=torch.int32)
     bits, path = torch.zeros(1, rows, 3, dtype=torch.int32), torch.zeros(1, 16, dtype=torch.int32)
     one = ints[:1]
-    gated_delta_tree_triton(
+    gated_delta_tree.triton(
         query, query, value, gate, gate, states, one, ints, one, slots, bits, 1.0, value, updates,
         decays,
     )  # fmt: skip
     kept, layers = (x[None] for x in (query, updates, decays)), LayerStates([states], [0])
-    gated_delta_commit_triton(*kept, layers, one[None], ints, ints, path)
+    gated_delta_commit.triton(*kept, layers, one[None], ints, ints, path)
     x, weight = torch.zeros(rows, channels, dtype=dtype), torch.zeros(channels, 4, dtype=dtype)
     inputs = torch.zeros(4, 3, channels, dtype=dtype).mT
-    short_conv_tree_triton(x, weight, inputs, one, ints, one, slots, parents, x)
-    short_conv_commit_triton(x[None], LayerStates([inputs], [0]), one[None], ints, ints, path)
+    short_conv_tree.triton(x, weight, inputs, one, ints, one, slots, parents, x)
+    short_conv_commit.triton(x[None], LayerStates([inputs], [0]), one[None], ints, ints, path)
 
 
 def history(rows: torch.Tensor, slots_total: int, parents: torch.Tensor, start: int) -> None:
     """What processors of logits make of ancestors, for the rows from `start` on."""
     above, depths = torch.zeros(len(rows), 15, dtype=torch.int64), torch.zeros(len(rows)).int()
     part, count = slice(start, None), len(rows) - start
-    ancestor_tokens_triton(
+    ancestor_tokens.triton(
         rows[part], parents, rows[part].int(), rows[part], above[part], depths[part]
     )
     logits, per_slot = torch.zeros(count, 4096), torch.zeros(slots_total)
     words = torch.zeros(slots_total, 40, dtype=torch.int32)
-    penalise_ancestors_triton(
+    penalise_ancestors.triton(
         logits, torch.zeros(count, 15), above[part], rows[part], per_slot, per_slot, per_slot,
         torch.zeros(slots_total, 4096, dtype=torch.int32),
     )  # fmt: skip
     few = per_slot.int()
-    mask_bad_words_triton(
+    mask_bad_words.triton(
         logits, above[part], depths[part], rows[part], words, words, few, words, few, few, 3
     )
 
@@ -152,16 +156,16 @@ def serve(slots_total: int, limit: int) -> None:
         start = reqs % 5  # of a slice
         part, edges = slice(start, start + reqs), slice(start, start + reqs + 1)
         base = torch.zeros(16, dtype=torch.int32)[start]
-        choose_budget_triton(log_rho, slots[part], counts, cost, base, counts, promised=cost)
+        choose_budget.triton(log_rho, slots[part], counts, cost, base, counts, promised=cost)
         total = reqs * limit // 2
-        take_best_triton(log_rho, slots[part], counts, counts, total, ends[edges], ends, ends)
-        accept_path_triton(
+        take_best.triton(log_rho, slots[part], counts, counts, total, ends[edges], ends, ends)
+        accept_path.triton(
             rows[reqs:], rows[start:], parents, slots[part], ends[edges],
             path[part], emitted[part], ends[part],
         )  # fmt: skip
         few = ends[part]
-        bind_tails_triton(slots[part], ends[edges], slots, counts)
-        kept_rows_triton(
+        bind_tails.triton(slots[part], ends[edges], slots, counts)
+        context_rows.triton(
             ends[edges], few, ends[edges], ends[edges], path, rows, few, few, rows, rows, few, 16
         )  # fmt: skip
         history(rows[: reqs * 7], slots_total, parents, start)
@@ -169,7 +173,7 @@ def serve(slots_total: int, limit: int) -> None:
         compactor.compact_triton(mapping, ends[edges], ends[edges], path[part])
         tokens = torch.zeros(reqs * depth, width, dtype=torch.int32)
         logits = torch.zeros(reqs * depth, 4096, dtype=torch.bfloat16)
-        topk_logprobs_triton(logits, width, tokens, tokens.float())
+        topk_logprobs.triton(logits, width, tokens, tokens.float())
 
 
 if __name__ == "__main__":

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_batch import DEVICE, Batch, Request, chain, mixed, random_parents, star
+from attention_batch import DEVICE, Batch, Request, attend, chain, mixed, random_parents, star
 
 import bastion_kernels.attention.workspace as workspace_module
-from bastion_kernels.attention.tree_attention import (
-    TreeAttentionWorkspace,
-    tree_attention_triton,
-)
+from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 
 paths = pytest.mark.parametrize(
     "path", ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
@@ -82,6 +79,6 @@ def test_tiles_before_a_window_are_not_walked(
         workspace.plan(batch.starts.to(DEVICE), batch.lengths.to(DEVICE))
         walked[some] = int((workspace.runs[:, 4] - workspace.runs[:, 3]).clamp(min=0).sum())
     assert walked[window] < walked[0] * (0.3 if window == 16 else 0.7)
-    tree_attention_triton(*batch.args(), **batch.kinds(), workspace=workspace)
+    attend(*batch.args(), **batch.kinds(), workspace=workspace, version="triton")
     batch.check(batch.out_on_device.cpu())
     batch.check(batch.reference())

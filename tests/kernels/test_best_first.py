@@ -10,9 +10,7 @@ import torch
 from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees, prefixes, versions
 from torch import Tensor
 
-from bastion_kernels import expand_best_first, expand_best_first_reference
-from bastion_kernels.cpu.draft import expand_best_first_cpu
-from bastion_kernels.draft.best_first import expand_best_first_triton
+from bastion_kernels import expand_best_first
 
 
 def expand(run, tokens: Tensor, logprobs: Tensor, limit: int, **options) -> Trees:
@@ -46,7 +44,7 @@ def test_reference_is_best_first_by_brute_force(ties: bool) -> None:
     if ties:
         logprobs = (logprobs * 2).round() / 2
     for limit in (1, 7, 39, 45):
-        trees = expand(expand_best_first_reference, tokens, logprobs, limit)
+        trees = expand(expand_best_first.reference, tokens, logprobs, limit)
         for row in range(len(tokens)):
             scores = all_scores(tokens[row], logprobs[row])
             paths = prefixes(trees, row)
@@ -59,9 +57,9 @@ def test_reference_is_best_first_by_brute_force(ties: bool) -> None:
 
 def test_smaller_trees_are_prefixes_of_larger_ones() -> None:
     tokens, logprobs = lattice(1, 15, 8, torch.Generator().manual_seed(2))
-    large = expand(expand_best_first_reference, tokens, logprobs, 128)
+    large = expand(expand_best_first.reference, tokens, logprobs, 128)
     for limit in (1, 2, 33, 127):
-        small = expand(expand_best_first_reference, tokens, logprobs, limit)
+        small = expand(expand_best_first.reference, tokens, logprobs, limit)
         for one, other in zip(list(small)[:4], list(large)[:4], strict=True):
             assert_same(one, other[:, :limit])
 
@@ -69,7 +67,7 @@ def test_smaller_trees_are_prefixes_of_larger_ones() -> None:
 def test_unused_columns_and_inert_rows() -> None:
     tokens, logprobs = lattice(2, 2, 2, torch.Generator().manual_seed(3))
     trees = expand(
-        expand_best_first_reference,
+        expand_best_first.reference,
         tokens,
         logprobs,
         9,
@@ -89,7 +87,7 @@ def test_unused_columns_and_inert_rows() -> None:
 def test_one_candidate_per_depth_gives_the_top_1_chain() -> None:
     tokens, logprobs = lattice(1, 5, 4, torch.Generator().manual_seed(4))
     for limit in (3, 5, 8):
-        trees = expand(expand_best_first_reference, tokens[..., :1], logprobs[..., :1], limit)
+        trees = expand(expand_best_first.reference, tokens[..., :1], logprobs[..., :1], limit)
         used = min(5, limit)
         assert trees.num_nodes.item() == used
         assert trees.tokens[0, :used].tolist() == tokens[0, :used, 0].tolist()
@@ -103,7 +101,7 @@ def test_impossible_candidates_are_left_out() -> None:
     tokens = torch.arange(6, dtype=torch.int32).view(1, 2, 3)
     inf, nan = float("inf"), float("nan")
     logprobs = torch.tensor([[[-0.5, -inf, -inf], [0.25, nan, -1.0]]])
-    trees = expand(expand_best_first_reference, tokens, logprobs, 4)
+    trees = expand(expand_best_first.reference, tokens, logprobs, 4)
     assert trees.num_nodes.item() == 2  # a probability above 1 counts as 1, NaN ends its row
     assert trees.log_rho[0, :2].tolist() == [-0.5, -0.5]
 
@@ -121,7 +119,7 @@ CASES = {  # R, D, K, N
 }
 
 
-@pytest.mark.parametrize("run", versions(expand_best_first_triton, expand_best_first_cpu))
+@pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("scores", ["distinct", "ties", "equal", "broken"])
 def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: torch.device) -> None:
@@ -140,35 +138,35 @@ def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: tor
     slots = torch.randperm(reqs + 3, generator=generator)[:reqs]
     slots[reqs // 2] = -1 if reqs > 1 else slots[0]
     options = {"slots": slots, "num_slots": reqs + 3, "wider": 5}
-    expected = expand(expand_best_first_reference, tokens, logprobs, limit, **options)
+    expected = expand(expand_best_first.reference, tokens, logprobs, limit, **options)
     actual = expand(run, tokens, logprobs, limit, device=device, **options)
     for name, one, other in zip(vars(expected), actual, expected, strict=True):
         assert_same(one, other, name)
 
 
-@pytest.mark.parametrize("run", versions(expand_best_first_triton, expand_best_first_cpu))
+@pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
 def test_kernel_equals_heap_on_random_trees(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
-    slow = run is expand_best_first_triton and device.type == "cpu"
+    slow = run is expand_best_first.triton and device.type == "cpu"
     for _ in range(60 if slow else 1000):
         depth, width, limit = (int(torch.randint(1, 7, (), generator=generator)) for _ in range(3))
         tokens, logprobs = lattice(2, depth, width, generator, spread=4.0)
-        expected = expand(expand_best_first_reference, tokens, logprobs, limit)
+        expected = expand(expand_best_first.reference, tokens, logprobs, limit)
         actual = expand(run, tokens, logprobs, limit, device=device)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
 
 
 @pytest.mark.parametrize(
-    "run", [pytest.param(expand_best_first_triton, marks=pytest.mark.gpu), expand_best_first_cpu]
+    "run", [pytest.param(expand_best_first.triton, marks=pytest.mark.gpu), expand_best_first.cpu]
 )
 @pytest.mark.parametrize("case", [(64, 16, 32, 512), (1, 15, 32, 256), (1, 255, 255, 4096)])
 def test_kernel_equals_heap_at_full_size(run, case: tuple[int, ...], device: torch.device) -> None:
-    if run is expand_best_first_cpu:
+    if run is expand_best_first.cpu:
         device = torch.device("cpu")
     reqs, depth, width, limit = case
     tokens, logprobs = lattice(reqs, depth, width, torch.Generator().manual_seed(6))
-    expected = expand(expand_best_first_reference, tokens, logprobs, limit)
+    expected = expand(expand_best_first.reference, tokens, logprobs, limit)
     actual = expand(run, tokens, logprobs, limit, device=device)
     for one, other in zip(actual, expected, strict=True):
         assert_same(one, other)
@@ -176,11 +174,11 @@ def test_kernel_equals_heap_at_full_size(run, case: tuple[int, ...], device: tor
 
 def test_strided_inputs(device: torch.device) -> None:
     tokens, logprobs = lattice(2, 4, 6, torch.Generator().manual_seed(7))
-    expected = expand(expand_best_first_reference, tokens, logprobs, 20)
+    expected = expand(expand_best_first.reference, tokens, logprobs, 20)
     tokens = tokens.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     logprobs = torch.stack([logprobs, logprobs.neg()], dim=-1)[..., 0]
     assert not tokens.is_contiguous() and not logprobs.is_contiguous()
-    for run in versions(expand_best_first, expand_best_first_triton, expand_best_first_cpu):
+    for run in versions(expand_best_first, expand_best_first.triton, expand_best_first.cpu):
         actual = expand(run, tokens, logprobs, 20, device=device)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)

@@ -11,9 +11,7 @@ import torch
 from op_helpers import assert_same, moved, poisoned, versions
 from torch import Tensor
 
-from bastion_kernels import choose_budget, choose_budget_reference, take_best, take_best_reference
-from bastion_kernels.cpu.draft import choose_budget_cpu, take_best_cpu
-from bastion_kernels.draft.budget import choose_budget_triton, take_best_triton
+from bastion_kernels import choose_budget, take_best
 
 
 def choose(run, log_rho, slots, limits, cost, base, device="cpu") -> list[int]:
@@ -138,10 +136,10 @@ def test_reference_is_the_exact_argmax(kind: str, ties: bool) -> None:
         base = int(torch.randint(1, 9, (), generator=generator))
         cost = costs(kind, int(torch.randint(5, 60, (), generator=generator)), generator)
         arguments = (log_rho, slots, limits, cost, base)
-        assert choose(choose_budget_reference, *arguments) == best_counts(*arguments)
+        assert choose(choose_budget.reference, *arguments) == best_counts(*arguments)
 
 
-@pytest.mark.parametrize("run", versions(choose_budget_triton, choose_budget_cpu))
+@pytest.mark.parametrize("run", versions(choose_budget.triton, choose_budget.cpu))
 @pytest.mark.parametrize("kind", ["flat", "linear", "staircase", "random"])
 def test_kernel_equals_reference(run, kind: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -154,7 +152,7 @@ def test_kernel_equals_reference(run, kind: str, device: torch.device) -> None:
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
         for rows, base in ((200, torch.tensor(reqs, dtype=torch.int32)), (12, 5), (3, 9)):
             arguments = (log_rho, slots, limits, costs(kind, rows, generator), base)
-            expected = choose(choose_budget_reference, *arguments)
+            expected = choose(choose_budget.reference, *arguments)
             assert choose(run, *arguments, device=device) == expected
 
 
@@ -162,14 +160,14 @@ def test_equal_scores_go_to_the_lower_row(device: torch.device) -> None:
     log_rho = torch.full((3, 4), -1.0)
     slots, limits = torch.tensor([2, 0, 1]), torch.full((3,), 4, dtype=torch.int32)
     cost = torch.full((3 + 6 + 1,), 1.0)  # room for 6 of the 12 nodes
-    for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
+    for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
         assert choose(run, log_rho, slots, limits, cost, 3, device=device) == [2, 0, 4]
 
 
 def test_worthless_nodes_are_not_verified(device: torch.device) -> None:
     log_rho = torch.tensor([[-1.0, -27.0, -28.0, -100.0]])  # 2^-40 = exp(-27.7)
     slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([4], dtype=torch.int32)
-    for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
+    for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
         assert choose(run, log_rho, slots, limits, torch.ones(9), 1, device=device) == [2]
         assert choose(run, log_rho - 30, slots, limits, torch.ones(9), 1, device=device) == [0]
 
@@ -179,12 +177,12 @@ def test_ties_of_s_go_to_the_smaller_budget(device: torch.device) -> None:
     log_rho = torch.full((1, 1100), -100.0)
     log_rho[0, 0] = math.log(0.25)
     slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([1100], dtype=torch.int32)
-    for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
+    for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
         arguments = (log_rho, slots, limits, torch.ones(1200), 1)
         assert choose(run, *arguments, device=device) == [1]
 
 
-@pytest.mark.parametrize("run", versions(choose_budget_triton, choose_budget_cpu))
+@pytest.mark.parametrize("run", versions(choose_budget.triton, choose_budget.cpu))
 def test_long_lists(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     log_rho = -0.001 * torch.rand(5, 300, generator=generator).cumsum(1)
@@ -192,7 +190,7 @@ def test_long_lists(run, device: torch.device) -> None:
     for rows, more_than in ((700, 600), (1400, 1024), (2000, 1024)):  # the search goes by 1,024
         cost = costs("linear", rows, generator)
         arguments = (log_rho, slots, limits, cost, 5)
-        expected = choose(choose_budget_reference, *arguments)
+        expected = choose(choose_budget.reference, *arguments)
         assert choose(run, *arguments, device=device) == expected
         assert sum(expected) > more_than
 
@@ -205,9 +203,9 @@ def test_promised_is_the_sum_over_the_chosen(device: torch.device) -> None:
         slots[1:][torch.rand(reqs - 1, generator=generator) < 0.3] = -1
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
         arguments = (log_rho, slots, limits, costs("linear", 200, generator), reqs)
-        for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
+        for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
             counts, promised = choose_and_promise(run, *arguments, device=device)
-            assert counts == choose(choose_budget_reference, *arguments)
+            assert counts == choose(choose_budget.reference, *arguments)
             for slot, count in enumerate(counts):
                 if slot in slots.tolist():
                     rho = log_rho[slot, :count].double().exp().sum()
@@ -217,13 +215,13 @@ def test_promised_is_the_sum_over_the_chosen(device: torch.device) -> None:
                 else:
                     assert promised[slot].isnan()
         if device.type == "cpu":  # elsewhere exp may differ in its last bit
-            expected = choose_and_promise(choose_budget_reference, *arguments)
-            for run in (choose_budget_triton, choose_budget_cpu):
+            expected = choose_and_promise(choose_budget.reference, *arguments)
+            for run in (choose_budget.triton, choose_budget.cpu):
                 assert_same(choose_and_promise(run, *arguments)[1], expected[1])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", versions(take_best_reference, take_best_triton, take_best_cpu))
+@pytest.mark.parametrize("run", versions(take_best.reference, take_best.triton, take_best.cpu))
 @pytest.mark.parametrize("kind", ["continuous", "ties", "far below 2^-40", "nothing"])
 def test_take_best_against_a_greedy_walk(run, kind: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(7)
@@ -245,7 +243,7 @@ def test_take_best_against_a_greedy_walk(run, kind: str, device: torch.device) -
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", versions(take_best_triton, take_best_cpu))
+@pytest.mark.parametrize("run", versions(take_best.triton, take_best.cpu))
 def test_take_best_of_many_requests(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(8)
     reqs, limit = 70, 16  # several rounds of rivals
@@ -255,11 +253,11 @@ def test_take_best_of_many_requests(run, device: torch.device) -> None:
     limits = torch.full((reqs,), limit, dtype=torch.int32)
     for total in (17, 300):
         counts = take(run, log_rho, slots, limits, total, device)
-        assert counts == take(take_best_reference, log_rho, slots, limits, total)
+        assert counts == take(take_best.reference, log_rho, slots, limits, total)
 
 
 def test_no_rows_to_take_from(device: torch.device) -> None:
-    for run in versions(take_best_reference, take_best_triton, take_best_cpu):
+    for run in versions(take_best.reference, take_best.triton, take_best.cpu):
         for slots in (torch.zeros(0, dtype=torch.int64), torch.tensor([-1, -1])):
             limits = torch.full((2,), 3, dtype=torch.int32)
             assert take(run, torch.zeros(2, 3), slots, limits, 4, device) == [-7777, -7777]
@@ -267,16 +265,16 @@ def test_no_rows_to_take_from(device: torch.device) -> None:
 
 def test_no_requests(device: torch.device) -> None:
     nothing = (torch.zeros(2, 3), torch.zeros(0, dtype=torch.int64), torch.zeros(2).int())
-    for run in versions(choose_budget_reference, choose_budget_triton, choose_budget_cpu):
+    for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
         assert choose(run, *nothing, torch.ones(4), 0, device=device) == [-7777, -7777]
 
 
 @pytest.mark.parametrize(
     ("choose_run", "take_run"),
-    [(choose_budget_triton, take_best_triton), (choose_budget_cpu, take_best_cpu)],
+    [(choose_budget.triton, take_best.triton), (choose_budget.cpu, take_best.cpu)],
 )
 def test_full_size(choose_run, take_run, device: torch.device) -> None:
-    if choose_run is choose_budget_cpu:
+    if choose_run is choose_budget.cpu:
         device = torch.device("cpu")
     elif device.type != "cuda":
         pytest.skip("hours in the interpreter")
@@ -285,10 +283,10 @@ def test_full_size(choose_run, take_run, device: torch.device) -> None:
     limits = torch.randint(0, 513, (64,), generator=generator).int()
     for kind in ("linear", "staircase", "random"):
         arguments = (log_rho, slots, limits, costs(kind, 40_000, generator), 64)
-        expected = choose(choose_budget_reference, *arguments)
+        expected = choose(choose_budget.reference, *arguments)
         assert choose(choose_run, *arguments, device=device) == expected
     for total in (1, 5_000, 20_000):
-        expected = take(take_best_reference, log_rho, slots, limits, total)
+        expected = take(take_best.reference, log_rho, slots, limits, total)
         assert take(take_run, log_rho, slots, limits, total, device) == expected
 
 

@@ -48,7 +48,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
         "_conv_kernel",
         "_expand_kernel",
         "_expand_transitions_kernel",
-        "_kept_rows_kernel",
+        "_context_rows_kernel",
         "_maxima_kernel",
         "_merge_kernel",
         "_penalise_kernel",

@@ -60,7 +60,7 @@ class Step:
             self.starts, self.tails, self.slots, self.bits,
         ]  # fmt: skip
         before = self.state.clone()
-        function = getattr(recurrence, f"gated_delta_tree_{version}")
+        function = getattr(recurrence.gated_delta_tree, version)
         function(*(x.to(DEVICE) for x in given), self.scale, *made)
         assert torch.equal(self.state, before)
         return made[0].cpu(), made[1].cpu(), made[2].cpu()
@@ -194,7 +194,7 @@ def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtyp
     states = LayerStates([first, state], [1, 0])
     kept = (torch.stack([0 * x, x]).to(DEVICE) for x in (step.key, updates, decays))
     places = torch.stack([step.places, step.places.flip(0)])
-    function = getattr(recurrence, f"gated_delta_commit_{version}")
+    function = getattr(recurrence.gated_delta_commit, version)
     function(*kept, states, *(x.to(DEVICE) for x in (places, step.starts, logits, path)))
     assert torch.equal(first, before)
     step.state = before.float().cpu()

@@ -10,15 +10,14 @@ import torch
 from op_helpers import versions
 from torch import Tensor
 
-from bastion_kernels.accept.gather import gather_rows, gather_rows_reference, gather_rows_triton
-from bastion_kernels.cpu.accept import gather_rows_cpu
+from bastion_kernels import gather_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777
 
 Run = Callable[[list[Tensor], Tensor, list[Tensor]], None]
 runs = pytest.mark.parametrize(
-    "run", versions(gather_rows_reference, gather_rows_triton, gather_rows, gather_rows_cpu)
+    "run", versions(gather_rows.reference, gather_rows.triton, gather_rows, gather_rows.cpu)
 )
 
 

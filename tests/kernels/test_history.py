@@ -7,24 +7,7 @@ import pytest
 import torch
 from op_helpers import RANDOM, assert_same, moved, poisoned, shaped_parents, versions
 
-from bastion_kernels import (
-    ancestor_tokens,
-    ancestor_tokens_reference,
-    mask_bad_words,
-    mask_bad_words_reference,
-    penalise_ancestors,
-    penalise_ancestors_reference,
-)
-from bastion_kernels.accept.history import (
-    ancestor_tokens_triton,
-    mask_bad_words_triton,
-    penalise_ancestors_triton,
-)
-from bastion_kernels.cpu.history import (
-    ancestor_tokens_cpu,
-    mask_bad_words_cpu,
-    penalise_ancestors_cpu,
-)
+from bastion_kernels import ancestor_tokens, mask_bad_words, penalise_ancestors
 
 NODES, DEPTH, SLOTS, VOCAB = 12, 6, 5, 7
 
@@ -74,7 +57,7 @@ SEEDS = range(6)
 @pytest.mark.parametrize(
     "run",
     versions(
-        ancestor_tokens, ancestor_tokens_reference, ancestor_tokens_triton, ancestor_tokens_cpu
+        ancestor_tokens, ancestor_tokens.reference, ancestor_tokens.triton, ancestor_tokens.cpu
     ),
 )
 def test_every_row_has_the_tokens_of_its_own_branch(run, device: torch.device) -> None:
@@ -92,7 +75,7 @@ def test_a_node_without_a_tree_has_no_ancestors(device: torch.device) -> None:
     # As in warm-up, where drafts are verified that no tree was grown for: no loop, no stray store.
     parents = torch.full((1, 3), -1, dtype=torch.int32, device=device)
     rows = torch.arange(5, device=device)
-    for run in versions(ancestor_tokens_reference, ancestor_tokens_triton, ancestor_tokens_cpu):
+    for run in versions(ancestor_tokens.reference, ancestor_tokens.triton, ancestor_tokens.cpu):
         tokens = poisoned(5, DEPTH, dtype=torch.int64).to(device)
         depths = poisoned(5, dtype=torch.int32).to(device)
         run(rows + 10, parents, torch.zeros_like(rows), rows, tokens, depths)
@@ -105,9 +88,9 @@ def test_a_node_without_a_tree_has_no_ancestors(device: torch.device) -> None:
     "run",
     versions(
         penalise_ancestors,
-        penalise_ancestors_reference,
-        penalise_ancestors_triton,
-        penalise_ancestors_cpu,
+        penalise_ancestors.reference,
+        penalise_ancestors.triton,
+        penalise_ancestors.cpu,
     ),
 )
 def test_penalties_count_output_and_ancestors(run, device: torch.device) -> None:
@@ -140,7 +123,7 @@ def test_penalties_count_output_and_ancestors(run, device: torch.device) -> None
 
 @pytest.mark.parametrize(
     "run",
-    versions(mask_bad_words, mask_bad_words_reference, mask_bad_words_triton, mask_bad_words_cpu),
+    versions(mask_bad_words, mask_bad_words.reference, mask_bad_words.triton, mask_bad_words.cpu),
 )
 def test_bad_words_end_output_and_ancestors(run, device: torch.device) -> None:
     masked = 0

@@ -20,14 +20,7 @@ from op_helpers import (
 )
 from torch import Tensor
 
-from bastion_kernels import (
-    ancestor_bits,
-    ancestor_bits_reference,
-    tree_positions,
-    tree_positions_reference,
-)
-from bastion_kernels.attention.mask import ancestor_bits_triton, tree_positions_triton
-from bastion_kernels.cpu.mask import ancestor_bits_cpu, tree_positions_cpu
+from bastion_kernels import ancestor_bits, tree_positions
 
 
 def unpack(bits: Tensor, nodes: int) -> Tensor:
@@ -63,7 +56,7 @@ def mask(run, parents: Tensor, slots: Tensor, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "run", versions(ancestor_bits, ancestor_bits_reference, ancestor_bits_triton, ancestor_bits_cpu)
+    "run", versions(ancestor_bits, ancestor_bits.reference, ancestor_bits.triton, ancestor_bits.cpu)
 )
 @pytest.mark.parametrize("shape", [CHAIN, STAR, RANDOM])
 @pytest.mark.parametrize("size", [(1, 1), (1, 0), (31, 31), (32, 20), (64, 64), (77, 70)])
@@ -83,23 +76,23 @@ def test_bits_of_random_trees(device: torch.device) -> None:
     rows = [random_parents(40, used % 41, generator) for used in range(1000)]
     parents, slots = torch.tensor(rows, dtype=torch.int32), torch.arange(1000)
     expected = torch.stack([closure(row) for row in rows])
-    for run in versions(ancestor_bits_reference, ancestor_bits_cpu):
+    for run in versions(ancestor_bits.reference, ancestor_bits.cpu):
         assert_same(unpack(mask(run, parents, slots, device), 41), expected)
     some = slots if device.type == "cuda" else slots[::25].contiguous()
-    actual = mask(ancestor_bits_triton, parents, some, device)
+    actual = mask(ancestor_bits.triton, parents, some, device)
     assert_same(unpack(actual[some], 41), expected[some])
 
 
 def test_bits_of_damaged_parents_terminate(device: torch.device) -> None:
     parents = torch.tensor([[5, 2, 3, 1, 2_000_000, -9, 0, 7]], dtype=torch.int32)
-    for run in versions(ancestor_bits_triton, ancestor_bits_cpu):
+    for run in versions(ancestor_bits.triton, ancestor_bits.cpu):
         out = mask(run, parents, torch.tensor([0]), device)
         assert unpack(out[0], 9)[7].nonzero().flatten().tolist() == [0, 7]
 
 
 @pytest.mark.parametrize(
     "run",
-    versions(tree_positions, tree_positions_reference, tree_positions_triton, tree_positions_cpu),
+    versions(tree_positions, tree_positions.reference, tree_positions.triton, tree_positions.cpu),
 )
 @pytest.mark.parametrize("in_place", [False, True])
 def test_positions(run, in_place: bool, device: torch.device) -> None:
@@ -139,9 +132,9 @@ def test_positions(run, in_place: bool, device: torch.device) -> None:
 def test_nothing_to_do(device: torch.device) -> None:
     none, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     parents = torch.zeros(2, 3, dtype=torch.int32)
-    for run in versions(tree_positions_reference, tree_positions_triton, tree_positions_cpu):
+    for run in versions(tree_positions.reference, tree_positions.triton, tree_positions.cpu):
         run(*(t.to(device) for t in (none, parents, none, one, one, none.clone())))
-    for run in versions(ancestor_bits_reference, ancestor_bits_triton, ancestor_bits_cpu):
+    for run in versions(ancestor_bits.reference, ancestor_bits.triton, ancestor_bits.cpu):
         assert mask(run, parents, none, device).eq(POISON).all()
 
 

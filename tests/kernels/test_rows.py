@@ -8,18 +8,7 @@ import pytest
 import torch
 from op_helpers import POISON, poisoned, versions
 
-from bastion_kernels.cpu.rows import bind_slots_cpu, bind_tails_cpu, kept_rows_cpu
-from bastion_kernels.rows import (
-    bind_slots,
-    bind_slots_reference,
-    bind_slots_triton,
-    bind_tails,
-    bind_tails_reference,
-    bind_tails_triton,
-    kept_rows,
-    kept_rows_reference,
-    kept_rows_triton,
-)
+from bastion_kernels import bind_slots, bind_tails, context_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -29,7 +18,7 @@ def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "run", versions(bind_slots, bind_slots_reference, bind_slots_triton, bind_slots_cpu)
+    "run", versions(bind_slots, bind_slots.reference, bind_slots.triton, bind_slots.cpu)
 )
 @pytest.mark.parametrize(("mapped", "size"), [([], 3), ([2, 0], 3), ([4, 1, 130], 200)])
 def test_slots_of_the_draft(run, mapped, size):
@@ -42,7 +31,7 @@ def test_slots_of_the_draft(run, mapped, size):
 
 
 @pytest.mark.parametrize(
-    "run", versions(bind_tails, bind_tails_reference, bind_tails_triton, bind_tails_cpu)
+    "run", versions(bind_tails, bind_tails.reference, bind_tails.triton, bind_tails.cpu)
 )
 @pytest.mark.parametrize("size", [5, 128, 300])
 def test_tails_of_a_verified_batch(run, size):
@@ -65,10 +54,10 @@ def test_tails_of_a_verified_batch(run, size):
 
 
 @pytest.mark.parametrize(
-    "run", versions(kept_rows, kept_rows_reference, kept_rows_triton, kept_rows_cpu)
+    "run", versions(context_rows, context_rows.reference, context_rows.triton, context_rows.cpu)
 )
 @pytest.mark.parametrize("seed", range(8))
-def test_kept_rows_are_the_accepted_path(run, seed):
+def test_context_rows_are_the_accepted_path(run, seed):
     rng = np.random.default_rng(seed)
     reqs, width, slack = int(rng.integers(1, 6)), int(rng.integers(2, 17)), 3
     prompts = [int(rng.choice([0, 0, 1, 5, 300])) for _ in range(reqs)]
@@ -125,5 +114,5 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"tail_lens must have shape \[4\]"):
         bind_tails(slots, None, slots, torch.zeros(3).int())
     one, two = torch.zeros(1).int(), torch.zeros(2).int()
-    with pytest.raises(ValueError, match="kept_start"):
-        kept_rows(one, one, two, two, two[None], slots, one, one, slots, slots, one, 1)
+    with pytest.raises(ValueError, match="context_start"):
+        context_rows(one, one, two, two, two[None], slots, one, one, slots, slots, one, 1)

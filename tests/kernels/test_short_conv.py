@@ -54,7 +54,7 @@ def test_a_row_is_convolved_with_its_ancestors(version: str, taps: int) -> None:
         step.x, step.weight, step.state, step.places, step.starts, step.tails, step.slots,
         step.parents,
     )  # fmt: skip
-    getattr(short_conv, f"short_conv_tree_{version}")(*(t.to(DEVICE) for t in given), out)
+    getattr(short_conv.short_conv_tree, version)(*(t.to(DEVICE) for t in given), out)
     for r, request in enumerate(step.requests):
         for row in range(request.rows):
             got = out[int(step.starts[r]) + row].cpu()
@@ -87,7 +87,7 @@ def test_the_last_inputs_of_the_accepted_text_are_kept(version: str) -> None:
     first = state.clone()
     places = torch.stack([step.places, torch.full_like(step.places, -1)])
     given = (places, step.starts, logits, path)
-    function = getattr(short_conv, f"short_conv_commit_{version}")
+    function = getattr(short_conv.short_conv_commit, version)
     x = torch.stack([torch.zeros_like(step.x), step.x]).to(DEVICE)
     function(x, LayerStates([first, state], [1, 0]), *(t.to(DEVICE) for t in given))
     assert torch.equal(state.cpu(), expected)

@@ -8,15 +8,7 @@ import torch
 from op_helpers import assert_same, poisoned, versions
 from torch import Tensor
 
-from bastion_kernels import (
-    merge_topk_reference,
-    topk_logprobs,
-    topk_logprobs_reference,
-    topk_partial_reference,
-)
-from bastion_kernels.cpu.draft import topk_logprobs_cpu
-from bastion_kernels.draft.topk_logprobs import topk_logprobs_triton, topk_partial_triton
-from bastion_kernels.draft.topk_merge import merge_topk_triton
+from bastion_kernels import merge_topk, topk_logprobs, topk_partial
 
 
 def top(run, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +46,7 @@ CASES = {  # M, V, K, dtype
 
 
 @pytest.mark.parametrize(
-    "run", versions(topk_logprobs, topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+    "run", versions(topk_logprobs, topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
 )
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_against_sort(run, case, device: torch.device) -> None:
@@ -66,7 +58,7 @@ def test_against_sort(run, case, device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # NumPy, of log 0
 @pytest.mark.parametrize(
-    "run", versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+    "run", versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
 )
 def test_ties_go_to_the_lower_token(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -81,7 +73,7 @@ def test_ties_go_to_the_lower_token(run, device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, of overflow and log 0
 @pytest.mark.parametrize(
-    "run", versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+    "run", versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
 )
 def test_extreme_logits(run, device: torch.device) -> None:
     logits = torch.randn(5, 3000, generator=torch.Generator().manual_seed(2))
@@ -96,7 +88,7 @@ def test_extreme_logits(run, device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
 @pytest.mark.parametrize(
-    "run", versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+    "run", versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
 )
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_nan_counts_as_minus_infinity(run, sign: float, device: torch.device) -> None:
@@ -133,7 +125,7 @@ def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> 
     for name, logits in cases.items():
         k = {"one value": 70, "too few": 75}.get(name, 20)
         logits, results = logits.to(dtype).to(device), []
-        for run in (topk_partial_reference, topk_partial_triton):
+        for run in (topk_partial.reference, topk_partial.triton):
             keys = poisoned(len(logits), k, dtype=torch.int64).to(device)
             mass = poisoned(len(logits), dtype=torch.float32).to(device)
             run(logits, k, 1000, keys, mass)
@@ -144,7 +136,7 @@ def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> 
 
 
 @pytest.mark.parametrize(
-    "run", versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu)
+    "run", versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
 )
 def test_strided_logits(run, device: torch.device) -> None:
     logits = torch.randn(600, 6, generator=torch.Generator().manual_seed(3)).to(device)
@@ -154,7 +146,7 @@ def test_strided_logits(run, device: torch.device) -> None:
 
 def test_real_vocabulary(device: torch.device) -> None:
     logits = torch.randn(1, 151_936, generator=torch.Generator().manual_seed(4)).bfloat16()
-    for run in versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu):
+    for run in versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu):
         assert_top(top(run, logits.to(device), 4), logits)
 
 
@@ -163,8 +155,8 @@ def test_real_vocabulary(device: torch.device) -> None:
 @pytest.mark.parametrize("lane", ["reference", "triton"])
 def test_sharded_vocabulary_gives_the_same(shards: int, lane: str, device: torch.device) -> None:
     partial, merge = {
-        "reference": (topk_partial_reference, merge_topk_reference),
-        "triton": (topk_partial_triton, merge_topk_triton),
+        "reference": (topk_partial.reference, merge_topk.reference),
+        "triton": (topk_partial.triton, merge_topk.triton),
     }[lane]
     rows, vocab, k = 2, 4 * 11 + 1, 12  # slices of unequal size, some smaller than K
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5)).round(decimals=1)
@@ -181,13 +173,13 @@ def test_sharded_vocabulary_gives_the_same(shards: int, lane: str, device: torch
     tokens, logprobs = tokens.to(device), logprobs.to(device)
     merge(keys, mass, tokens, logprobs)
     assert_top((tokens.cpu(), logprobs.cpu()), logits)
-    whole = top(topk_logprobs_reference, logits, k)
+    whole = top(topk_logprobs.reference, logits, k)
     assert_same(tokens, whole[0])
     torch.testing.assert_close(logprobs.cpu(), whole[1], rtol=0, atol=2e-6)
 
 
 def test_no_rows(device: torch.device) -> None:
-    for run in versions(topk_logprobs_reference, topk_logprobs_triton, topk_logprobs_cpu):
+    for run in versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu):
         tokens, _ = top(run, torch.zeros(0, 9, device=device), 2)
         assert tokens.shape == (0, 2)
 

@@ -10,13 +10,7 @@ import torch
 from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees, prefixes, versions
 from torch import Tensor
 
-from bastion_kernels import (
-    expand_best_first_reference,
-    expand_transitions,
-    expand_transitions_reference,
-)
-from bastion_kernels.cpu.draft import expand_transitions_cpu
-from bastion_kernels.draft.transitions import expand_transitions_triton
+from bastion_kernels import expand_best_first, expand_transitions
 
 
 def transitions(
@@ -79,7 +73,7 @@ def test_reference_is_best_first_by_brute_force(ties: bool, top_k: int) -> None:
         assert [score for score, _ in expected] == sorted((s for s, _ in expected), reverse=True)
         for limit in (1, 7, 39, 45):
             one = slice(row, row + 1)
-            trees = expand(expand_transitions_reference, tokens[one], logprobs[one], top_k, limit)
+            trees = expand(expand_transitions.reference, tokens[one], logprobs[one], top_k, limit)
             used = int(trees.num_nodes[0])
             found = [*zip(trees.log_rho[0, :used].tolist(), prefixes(trees, 0), strict=True)]
             assert found == expected[:limit]
@@ -87,9 +81,9 @@ def test_reference_is_best_first_by_brute_force(ties: bool, top_k: int) -> None:
 
 def test_smaller_trees_are_prefixes_of_larger_ones() -> None:
     tokens, logprobs = transitions(1, 15, 8, torch.Generator().manual_seed(2))
-    large = expand(expand_transitions_reference, tokens, logprobs, 8, 128)
+    large = expand(expand_transitions.reference, tokens, logprobs, 8, 128)
     for limit in (1, 2, 33, 127):
-        small = expand(expand_transitions_reference, tokens, logprobs, 8, limit)
+        small = expand(expand_transitions.reference, tokens, logprobs, 8, limit)
         for one, other in zip(list(small)[:4], list(large)[:4], strict=True):
             assert_same(one, other[:, :limit])
 
@@ -97,7 +91,7 @@ def test_smaller_trees_are_prefixes_of_larger_ones() -> None:
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
     "run",
-    versions(expand_transitions_reference, expand_transitions_triton, expand_transitions_cpu),
+    versions(expand_transitions.reference, expand_transitions.triton, expand_transitions.cpu),
 )
 def test_equal_rows_give_the_tree_of_the_independent_lattice(
     run, ties: bool, device: torch.device
@@ -107,7 +101,7 @@ def test_equal_rows_give_the_tree_of_the_independent_lattice(
         logprobs = logprobs.round()
     rows = logprobs[:, :, None].expand(-1, -1, 5, -1).contiguous()
     out = poisoned_trees(3, 3, 70)
-    expand_best_first_reference(tokens, logprobs, torch.arange(3), *out)
+    expand_best_first.reference(tokens, logprobs, torch.arange(3), *out)
     trees = expand(run, tokens, rows, 5, 70, device=device)
     for name, one, other in zip(vars(out), trees, out, strict=True):
         assert_same(one, other, name)
@@ -121,7 +115,7 @@ def test_a_chain_takes_each_nodes_best_child() -> None:
         last = int(logprobs[0, depth, last].argmax())
         walk.append(int(tokens[0, depth, last]))
     for limit in (3, 6, 9):
-        trees = expand(expand_transitions_reference, tokens, logprobs, 1, limit)
+        trees = expand(expand_transitions.reference, tokens, logprobs, 1, limit)
         used = min(6, limit)
         assert trees.num_nodes.item() == used
         assert trees.tokens[0, :used].tolist() == walk[:limit]
@@ -134,7 +128,7 @@ def test_impossible_candidates_are_left_out() -> None:
     logprobs = torch.full((1, 2, 3, 3), nan)
     logprobs[0, 0, 0] = torch.tensor([-inf, nan, -0.5])
     logprobs[0, 1, 2] = torch.tensor([nan, 0.25, -1.0])
-    trees = expand(expand_transitions_reference, tokens, logprobs, 3, 4)
+    trees = expand(expand_transitions.reference, tokens, logprobs, 3, 4)
     assert trees.num_nodes.item() == 3  # a probability above 1 counts as 1
     assert trees.tokens[0].tolist() == [2, 4, 5, 0]
     assert trees.log_rho[0, :3].tolist() == [-0.5, -0.5, -1.5]
@@ -155,7 +149,7 @@ CASES = {  # R, D, M, top-K, N
 THOROUGH = pytest.mark.thorough
 
 
-@pytest.mark.parametrize("run", versions(expand_transitions_triton, expand_transitions_cpu))
+@pytest.mark.parametrize("run", versions(expand_transitions.triton, expand_transitions.cpu))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
     "scores", ["ties", "broken", *(pytest.param(s, marks=THOROUGH) for s in ("distinct", "equal"))]
@@ -176,38 +170,38 @@ def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: tor
     slots = torch.randperm(reqs + 3, generator=generator)[:reqs]
     slots[reqs // 2] = -1 if reqs > 1 else slots[0]
     options = {"slots": slots, "num_slots": reqs + 3, "wider": 5}
-    expected = expand(expand_transitions_reference, tokens, logprobs, top_k, limit, **options)
+    expected = expand(expand_transitions.reference, tokens, logprobs, top_k, limit, **options)
     actual = expand(run, tokens, logprobs, top_k, limit, device=device, **options)
     for name, one, other in zip(vars(expected), actual, expected, strict=True):
         assert_same(one, other, name)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", versions(expand_transitions_triton, expand_transitions_cpu))
+@pytest.mark.parametrize("run", versions(expand_transitions.triton, expand_transitions.cpu))
 def test_kernel_equals_heap_on_random_trees(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
-    slow = run is expand_transitions_triton and device.type == "cpu"
+    slow = run is expand_transitions.triton and device.type == "cpu"
     for _ in range(40 if slow else 1000):
         depth, width, top_k, limit = torch.randint(1, 7, (4,), generator=generator).tolist()
         tokens, logprobs = transitions(2, depth, width, generator, spread=4.0)
-        expected = expand(expand_transitions_reference, tokens, logprobs, top_k, limit)
+        expected = expand(expand_transitions.reference, tokens, logprobs, top_k, limit)
         actual = expand(run, tokens, logprobs, top_k, limit, device=device)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
 
 
 @pytest.mark.parametrize(
-    "run", [pytest.param(expand_transitions_triton, marks=pytest.mark.gpu), expand_transitions_cpu]
+    "run", [pytest.param(expand_transitions.triton, marks=pytest.mark.gpu), expand_transitions.cpu]
 )
 @pytest.mark.parametrize(
     "case", [(64, 16, 16, 16, 512), (1, 15, 255, 32, 256), (1, 255, 16, 16, 4096)]
 )
 def test_kernel_equals_heap_at_full_size(run, case: tuple[int, ...], device: torch.device) -> None:
-    if run is expand_transitions_cpu:
+    if run is expand_transitions.cpu:
         device = torch.device("cpu")
     reqs, depth, width, top_k, limit = case
     tokens, logprobs = transitions(reqs, depth, width, torch.Generator().manual_seed(6))
-    expected = expand(expand_transitions_reference, tokens, logprobs, top_k, limit)
+    expected = expand(expand_transitions.reference, tokens, logprobs, top_k, limit)
     actual = expand(run, tokens, logprobs, top_k, limit, device=device)
     for one, other in zip(actual, expected, strict=True):
         assert_same(one, other)
@@ -215,11 +209,11 @@ def test_kernel_equals_heap_at_full_size(run, case: tuple[int, ...], device: tor
 
 def test_strided_inputs(device: torch.device) -> None:
     tokens, logprobs = transitions(2, 4, 6, torch.Generator().manual_seed(7))
-    expected = expand(expand_transitions_reference, tokens, logprobs, 4, 20)
+    expected = expand(expand_transitions.reference, tokens, logprobs, 4, 20)
     tokens = tokens.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     logprobs = logprobs.mT.contiguous().mT
     assert not tokens.is_contiguous() and not logprobs.is_contiguous()
-    for run in versions(expand_transitions, expand_transitions_triton, expand_transitions_cpu):
+    for run in versions(expand_transitions, expand_transitions.triton, expand_transitions.cpu):
         actual = expand(run, tokens, logprobs, 4, 20, device=device)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)

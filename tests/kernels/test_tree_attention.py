@@ -15,6 +15,7 @@ from attention_batch import (
     SMALL,
     Batch,
     Request,
+    attend,
     chain,
     mixed,
     random_parents,
@@ -23,12 +24,7 @@ from attention_batch import (
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
 
 import bastion_kernels.attention.workspace as workspace_module
-from bastion_kernels.attention.tree_attention import (
-    TreeAttentionWorkspace,
-    tree_attention,
-    tree_attention_triton,
-)
-from bastion_kernels.attention.workspace import default_tiles
+from bastion_kernels.attention.workspace import TreeAttentionWorkspace, default_tiles
 
 paths = pytest.mark.parametrize(
     "path", ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
@@ -189,7 +185,7 @@ def test_cut_blocks_are_merged_alike_whoever_arrives_last(
         # what nobody wrote must not be read
         workspace.partial.fill_(float("nan"))
         workspace.partial_stats.fill_(float("nan"))
-        tree_attention_triton(*args, workspace=workspace)
+        attend(*args, workspace=workspace, version="triton")
         assert int(workspace.arrived.abs().sum()) == 0
         batch.check(batch.out_on_device.cpu())
         outs.append(batch.out_on_device.cpu())
@@ -219,7 +215,7 @@ def test_workspace_serves_steps_of_different_shapes_and_repeats_bit_for_bit() ->
         batch = Batch(requests, dtype=torch.bfloat16)
         args = batch.args()
         workspace.plan(args[3], args[4])
-        tree_attention_triton(*args, workspace=workspace)
+        attend(*args, workspace=workspace, version="triton")
         batch.check(batch.out_on_device.cpu())
         outs.append(batch.out_on_device.cpu())
     assert torch.equal(outs[0], outs[3])
@@ -266,7 +262,7 @@ def test_empty_bits_leave_a_row_its_context_and_itself(cached: int) -> None:
 
 def test_launcher_on_cpu_needs_no_workspace() -> None:
     batch = Batch(mixed())
-    tree_attention(*batch.args())
+    attend(*batch.args())
     batch.check(batch.out_on_device.cpu())
 
 
@@ -274,22 +270,22 @@ def test_refusals_name_the_argument() -> None:
     batch = Batch([Request(4, chunk=2)])
     args = batch.args()
     with pytest.raises(ValueError, match="window must be >= 0"):
-        tree_attention(*args, window=-1)
+        attend(*args, window=-1)
     with pytest.raises(ValueError, match="which need depths"):
-        tree_attention(*args, window=8)
+        attend(*args, window=8)
     with pytest.raises(ValueError, match="depths must have shape"):
-        tree_attention(*args, window=8, depths=batch.depths[:1])
+        attend(*args, window=8, depths=batch.depths[:1])
     with pytest.raises(TypeError, match="sinks must be"):
-        tree_attention(*args, sinks=torch.zeros(4, dtype=torch.float16))
+        attend(*args, sinks=torch.zeros(4, dtype=torch.float16))
     with pytest.raises(ValueError, match="do not go with"):
-        tree_attention(args[0], args[1].half(), *args[2:])
+        attend(args[0], args[1].half(), *args[2:])
     with pytest.raises(ValueError, match="softcap must be >= 0"):
-        tree_attention(*args, softcap=-1.0)
+        attend(*args, softcap=-1.0)
     with pytest.raises(ValueError, match="kv_cache must be"):
-        tree_attention(args[0], args[1][..., :-1], *args[2:])
+        attend(args[0], args[1][..., :-1], *args[2:])
     small = TreeAttentionWorkspace(4, 2, 16, torch.float32, 2, 1, DEVICE)
     with pytest.raises(ValueError, match="do not fit the workspace"):
-        tree_attention(*args, workspace=small)
+        attend(*args, workspace=small)
     with pytest.raises(ValueError, match="requests, room for"):
         small.plan(torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="share a key head"):

@@ -18,9 +18,7 @@ from op_helpers import (
 )
 from torch import Tensor
 
-from bastion_kernels import accept_path, accept_path_reference
-from bastion_kernels.accept.walk import accept_path_triton
-from bastion_kernels.cpu.accept import accept_path_cpu
+from bastion_kernels import accept_path
 
 
 def accept(run, sampled, fed, parents, slots, starts, depth, device) -> tuple[Tensor, ...]:
@@ -88,7 +86,7 @@ class Batch:
 
 
 @pytest.mark.parametrize(
-    "run", versions(accept_path, accept_path_reference, accept_path_triton, accept_path_cpu)
+    "run", versions(accept_path, accept_path.reference, accept_path.triton, accept_path.cpu)
 )
 def test_hostile_shapes(run, device: torch.device) -> None:
     shapes = [
@@ -108,14 +106,14 @@ def test_random_trees(device: torch.device) -> None:
     for seed in range(200):
         shapes = [(RANDOM, 8, 1 + (seed + r) % 9) for r in range(5)]
         batch = Batch(shapes, 8, 100 + seed)
-        for run in versions(accept_path_reference, accept_path_cpu):
+        for run in versions(accept_path.reference, accept_path.cpu):
             batch.check(run, device)
         if device.type == "cuda" or seed % 20 == 0:
-            batch.check(accept_path_triton, device)
+            batch.check(accept_path.triton, device)
 
 
 @pytest.mark.parametrize(
-    "run", versions(accept_path_reference, accept_path_triton, accept_path_cpu)
+    "run", versions(accept_path.reference, accept_path.triton, accept_path.cpu)
 )
 def test_whole_chain_is_accepted(run, device: torch.device) -> None:
     fed = torch.arange(100, 117)
@@ -129,7 +127,7 @@ def test_whole_chain_is_accepted(run, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", versions(accept_path_reference, accept_path_triton, accept_path_cpu)
+    "run", versions(accept_path.reference, accept_path.triton, accept_path.cpu)
 )
 def test_inert_rows_and_stale_columns(run, device: torch.device) -> None:
     # Row 0 is inert although it has logits rows; row 1 verifies 1 of its tree's 3 nodes, and the
@@ -146,7 +144,7 @@ def test_inert_rows_and_stale_columns(run, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", versions(accept_path_reference, accept_path_triton, accept_path_cpu)
+    "run", versions(accept_path.reference, accept_path.triton, accept_path.cpu)
 )
 def test_path_is_cut_at_the_outputs_width(run, device: torch.device) -> None:
     fed = torch.arange(6)
@@ -158,7 +156,7 @@ def test_path_is_cut_at_the_outputs_width(run, device: torch.device) -> None:
 
 def test_no_requests(device: torch.device) -> None:
     none, parents = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
-    for run in versions(accept_path_reference, accept_path_triton, accept_path_cpu):
+    for run in versions(accept_path.reference, accept_path.triton, accept_path.cpu):
         start = torch.zeros(1, dtype=torch.int32)
         _, _, count = accept(run, none, none, parents, none, start, 2, device)
         assert_same(count, torch.zeros(0, dtype=torch.int32))

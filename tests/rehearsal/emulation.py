@@ -297,6 +297,28 @@ class Emulation:
                 for attribute, value in list(vars(module).items()):
                     if value is op:
                         setattr(module, attribute, wrapped)
+        self._patch_attention()
+
+    def _patch_attention(self) -> None:
+        """A layer is called with a step: two objects that hold the tensors."""
+        from bastion_kernels import AttentionLayer
+
+        attend = AttentionLayer.__call__
+
+        def call(layer: Any, step: Any, query: torch.Tensor, out: torch.Tensor) -> None:
+            if not (query.is_cuda and self.wanted):
+                attend(layer, step, query, out)
+                return
+            with self.without():
+                attend(layer, step, query, out)
+            given = (
+                self.alias(dataclasses.replace(step, workspaces=None)),
+                *self.alias((query, out)),
+            )
+            layer = self.alias(layer)
+            self.add("op:AttentionLayer", lambda: layer.reference(*given))
+
+        AttentionLayer.__call__ = call
 
     def _op(
         self, name: str, op: Callable[..., None], reference: Callable[..., None]
@@ -309,10 +331,10 @@ class Emulation:
                 return
             with self.without():
                 op(*args, **kwargs)
-            kwargs = {key: value for key, value in kwargs.items() if key != "workspace"}
             call_args, call_kwargs = self.alias(args), self.alias(kwargs)
             self.add(f"op:{name}", lambda: reference(*call_args, **call_kwargs))
 
+        call.reference = reference  # type: ignore[attr-defined]
         return call
 
     # ---- vLLM -----------------------------------------------------------------------------------
@@ -394,15 +416,10 @@ class Emulation:
 def declared_ops() -> dict[str, tuple[Any, Callable[..., None]]]:
     """Every op of the ops package that declares a reference, with it: functions and classes."""
     import bastion_kernels
+    from bastion_kernels.op import PublicOp
 
-    ops = {}
-    for name in bastion_kernels.__all__:
-        op = getattr(bastion_kernels, name)
-        reference = getattr(op, "reference", None)
-        reference = reference or getattr(bastion_kernels, f"{name}_reference", None)
-        if reference is not None:
-            ops[name] = (op, reference)
-    return ops
+    found = {name: getattr(bastion_kernels, name) for name in bastion_kernels.__all__}
+    return {name: (op, op.reference) for name, op in found.items() if isinstance(op, PublicOp)}
 
 
 class _Dispatch(TorchDispatchMode):

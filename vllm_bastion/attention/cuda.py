@@ -2,7 +2,7 @@
 """The target's attention on CUDA: our Triton kernel for steps with trees, else FlashAttention.
 
 FlashAttention writes the cache, defines its layout and runs batches without trees. A step with
-trees, and every FULL graph, runs ``bastion_kernels.tree_attention``. That kernel takes any mix of
+trees, and every FULL graph, runs ``bastion_kernels.AttentionLayer``. That kernel takes any mix of
 trees, chains and prompt chunks and reads all of it from device buffers, so the builder can declare
 full CUDA-graph support.
 """
@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from bastion_kernels import tree_attention
+from bastion_kernels import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from vllm_bastion.attention.kv_cache import float8
 from vllm_bastion.attention.metadata import TreeMetadata
@@ -36,6 +36,24 @@ class TreeFlashAttentionMetadata(TreeMetadata, FlashAttentionMetadata):
 
     workspaces: dict[int, TreeAttentionWorkspace]
     """By sliding window of the layers; 0 = full attention."""
+    _step: AttentionStep | None = None
+
+    def step(self) -> AttentionStep:
+        """The step as the tree kernel takes it, built by the first layer that asks."""
+        if self._step is None:
+            trees, num_reqs = self.trees, self.seq_lens.shape[0]
+            assert trees is not None
+            self._step = AttentionStep(
+                self.block_table,
+                self.query_start_loc,
+                self.seq_lens,
+                trees.tail_lens[:num_reqs],
+                trees.step_slots[:num_reqs],
+                trees.bits,
+                trees.depths,
+                self.workspaces,
+            )
+        return self._step
 
 
 class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -120,32 +138,16 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
                 output_scale,
                 output_block_scale,
             )
-        trees = attn_metadata.trees
-        num_reqs = attn_metadata.seq_lens.shape[0]
         scales: dict[str, Any] = {}
         if self.float8 is not None:
             kv_cache = kv_cache.view(self.float8)
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
             if query.dtype == self.float8:  # the layer has quantised it for FlashAttention
                 scales["q_scale"] = layer._q_scale
-        tree_attention(
-            query,
-            kv_cache,
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            trees.tail_lens[:num_reqs],
-            trees.step_slots[:num_reqs],
-            trees.bits,
-            self.scale,
-            output,
-            softcap=self.logits_soft_cap,
-            window=self.window,
-            sinks=self.tree_sinks,
-            depths=trees.depths,
-            **scales,
-            workspace=attn_metadata.workspaces[self.window],
+        attend = AttentionLayer(
+            kv_cache, self.scale, self.logits_soft_cap, self.window, self.tree_sinks, **scales
         )
+        attend(attn_metadata.step(), query, output)
         return output
 
 

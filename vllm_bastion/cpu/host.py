@@ -112,8 +112,7 @@ class CpuHost(Host):
         is_argmax: Callable[[], bool],
     ) -> Tensor:
         """A token is drawn only where the walk comes by: each row costs time here."""
-        from bastion_kernels.cpu.greedy_walk import SERVED, accept_greedily
-        from bastion_kernels.cpu.lazy_walk import accept_lazily
+        from bastion_kernels.cpu.walk import GREEDY_DTYPES, accept_greedily, accept_lazily
 
         if every_row:
             return super().accept(
@@ -124,7 +123,7 @@ class CpuHost(Host):
                 keep_processed=keep_processed,
                 is_argmax=is_argmax,
             )
-        if logits.dtype in SERVED and is_argmax():
+        if logits.dtype in GREEDY_DTYPES and is_argmax():
             accept_greedily(logits, *walk)
             return logits
         if not keep_processed:

@@ -32,7 +32,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from bastion_kernels import gather_rows, kept_rows
+from bastion_kernels import context_rows, gather_rows
 from vllm_bastion.config import bastion_config, chain_view_of
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
@@ -310,7 +310,7 @@ class BastionSpeculator(DFlashSpeculator):
         on_device = async_tensor_h2d(layout, out=self._context_layout[: len(layout)])
         starts, source = on_device[: num_reqs + 1], self._context_source[:total]
         positions, rejected = self._accepted_positions[:total], self._context_rejected[:num_reqs]
-        kept_rows(
+        context_rows(
             starts,
             on_device[num_reqs + 1 :],
             batch.query_start_loc[: num_reqs + 1],
@@ -344,8 +344,8 @@ class BastionSpeculator(DFlashSpeculator):
         one = self._context_layout[:1].zero_()
         two = torch.zeros(2, dtype=torch.int32, device=self.device)
         positions, rejected = self._accepted_positions, self._context_rejected[:1]
-        kept_rows(two, one, two, two, self.trees.path, positions, one, one, self._context_source,
-                  positions, rejected, 1)  # fmt: skip
+        context_rows(two, one, two, two, self.trees.path, positions, one, one, self._context_source,
+                     positions, rejected, 1)  # fmt: skip
         rows = self._context_source[:1].fill_(-1)
         gather_rows(
             self._context_hidden, rows, [torch.empty_like(h[:1]) for h in self._context_hidden]

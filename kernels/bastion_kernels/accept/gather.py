@@ -3,34 +3,24 @@
 
     outs[i][m] = sources[i][rows[m]]      for every source i and every m with rows[m] >= 0
 
-After acceptance the drafter must read the target's hidden states along the accepted path, not the
-first rows of the tail: row d of its context is the node at depth d. The hidden states of several
-layers share the same rows, so one launch moves them all: 2 * M * H bytes per source and byte of
-its dtype, read once and written once.
+After acceptance the drafter reads the target's hidden states along the accepted path, not the first
+rows of the tail: row d of its context is the node at depth d. The hidden states of several layers
+share the same rows, so one launch moves them all. Every row is read once and written once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, version_for
-from bastion_kernels.cpu.accept import gather_rows_cpu
+from bastion_kernels.checks import check
+from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["gather_rows", "gather_rows_reference", "gather_rows_triton"]
-
 _BLOCK = 1024  # columns per program
-
-
-def gather_rows_reference(sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor]) -> None:
-    """One index per matrix; see `gather_rows`."""
-    live = rows >= 0
-    index = rows[live]
-    for source, out in zip(sources, outs, strict=True):
-        out[: rows.shape[0]][live] = source[index]
 
 
 @triton.jit
@@ -56,43 +46,56 @@ def _gather_kernel(
             tl.store(outs[i] + place * out_strides[i] + column, values, mask=mask)
 
 
-def gather_rows_triton(sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor]) -> None:
-    """The Triton kernel; see `gather_rows`."""
-    widths = tuple(source.shape[1] for source in sources)
-    _gather_kernel[(rows.shape[0], triton.cdiv(max(widths), _BLOCK), len(widths))](
-        tuple(sources),
-        tuple(outs),
-        rows,
-        tuple(source.stride(0) for source in sources),
-        tuple(out.stride(0) for out in outs),
-        widths,
-        BLOCK=_BLOCK,
-    )
-
-
-def gather_rows(sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor]) -> None:
+@dataclass(slots=True)
+class GatherRows(Op):
     """Write `outs[i][m] = sources[i][rows[m]]`; a row of -1 leaves its output row as it is.
-
-    Args:
-        sources: matrices `[T, H_i]`, any dtype, contiguous rows.
-        rows: `[M]` int64, row numbers into the sources, or -1.
-        outs: matrices `[>= M, H_i]` of the sources' dtypes, contiguous rows; must not overlap
-            the sources.
 
     Raises:
         ValueError: shapes or strides do not fit together.
         TypeError: dtypes do not fit together.
     """
-    op = "gather_rows"
-    check(op, "rows", rows, (None,), torch.int64)
-    if len(sources) != len(outs):
-        raise ValueError(f"{op}: {len(sources)} sources but {len(outs)} outs")
-    for source, out in zip(sources, outs, strict=True):
-        check(op, "a source", source, (None, None), source.dtype)
-        check(op, "its output", out, (None, source.shape[1]), source.dtype)
-        if out.shape[0] < rows.shape[0]:
-            raise ValueError(f"{op}: {rows.shape[0]} rows do not fit an output of {out.shape[0]}")
-    if not sources or rows.shape[0] == 0:
-        return
-    launch = version_for(rows, gather_rows_triton, gather_rows_cpu, gather_rows_reference)
-    launch(sources, rows, outs)
+
+    sources: Sequence[Tensor]
+    """Matrices `[T, H_i]`, any dtype, contiguous rows."""
+    rows: Tensor
+    """`[M]` int64, row numbers into the sources, or -1."""
+    outs: Sequence[Tensor]
+    """Matrices `[>= M, H_i]` of the sources' dtypes, contiguous rows; must not overlap the
+    sources."""
+
+    def check(self) -> None:
+        self.expect("rows", (None,), torch.int64)
+        count = self.rows.shape[0]
+        if len(self.sources) != len(self.outs):
+            raise ValueError(f"{self.name}: {len(self.sources)} sources but {len(self.outs)} outs")
+        for source, out in zip(self.sources, self.outs, strict=True):
+            check(self.name, "a source", source, (None, None), source.dtype)
+            check(self.name, "its output", out, (None, source.shape[1]), source.dtype)
+            if out.shape[0] < count:
+                raise ValueError(
+                    f"{self.name}: {count} rows do not fit an output of {out.shape[0]}"
+                )
+
+    def reference(self) -> None:
+        """One index per matrix."""
+        live = self.rows >= 0
+        index = self.rows[live]
+        for source, out in zip(self.sources, self.outs, strict=True):
+            out[: self.rows.shape[0]][live] = source[index]
+
+    def triton(self) -> None:
+        widths = tuple(source.shape[1] for source in self.sources)
+        if not widths or self.rows.shape[0] == 0:
+            return
+        _gather_kernel[(self.rows.shape[0], triton.cdiv(max(widths), _BLOCK), len(widths))](
+            tuple(self.sources),
+            tuple(self.outs),
+            self.rows,
+            tuple(source.stride(0) for source in self.sources),
+            tuple(out.stride(0) for out in self.outs),
+            widths,
+            BLOCK=_BLOCK,
+        )
+
+
+gather_rows = public(GatherRows, cpu="bastion_kernels.cpu.accept", device_of="rows")

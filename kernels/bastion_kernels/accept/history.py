@@ -1,57 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands before a node: its ancestors' tokens, and what processors of logits make of them.
+"""A node's history, for the logits processors that read it.
 
-Penalties and bad words look at the tokens before a position. For a node these are the tokens that
-were emitted and then those of its ancestors, itself included. `ancestor_tokens` lists the latter
-for every logits row; the other two ops do for them what vLLM's processors do for emitted ones:
+Penalties and bad words look at the tokens before a position. For a node these are the emitted
+tokens, then those of its ancestors and its own. `ancestor_tokens` lists the latter for every logits
+row; the other two ops do for them what vLLM's processors do for emitted tokens:
 
-    penalise_ancestors   the logits of the ancestors, at most D: no other token's count changes
-    mask_bad_words       a word's last token, where emitted tokens and ancestors end in the rest
+    penalise_ancestors   corrects the logits of the ancestors, at most D: no other count changes
+    mask_bad_words       masks a word's last token where the history ends in the rest of the word
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, version_for
-from bastion_kernels.cpu.history import (
-    ancestor_tokens_cpu,
-    mask_bad_words_cpu,
-    penalise_ancestors_cpu,
-)
+from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = [
-    "ancestor_tokens",
-    "ancestor_tokens_reference",
-    "mask_bad_words",
-    "mask_bad_words_reference",
-    "penalise_ancestors",
-    "penalise_ancestors_reference",
-]
-
 _BLOCK = 64
-
-
-def ancestor_tokens_reference(
-    node_ids: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    nodes: Tensor,
-    out_tokens: Tensor,
-    out_depths: Tensor,
-) -> None:
-    """Row by row; see `ancestor_tokens`."""
-    fed, width = node_ids.tolist(), out_tokens.shape[1]
-    out_tokens.fill_(-1)
-    for row, (slot, node) in enumerate(zip(slots.tolist(), nodes.tolist(), strict=True)):
-        root, path = row - node, list[int]()
-        while 0 < node <= parents.shape[1] and len(path) < width:
-            path.append(fed[root + node])
-            node = int(parents[slot, node - 1])
-        out_tokens[row, : len(path)] = torch.tensor(path[::-1])
-        out_depths[row] = len(path)
 
 
 # Slices of a batch that start at any row (chunked verification): no variant by alignment.
@@ -101,81 +69,65 @@ def _ancestors_kernel(
         node = tl.load(parents_row_ptr + node, mask=inside, other=0)
 
 
-def ancestor_tokens_triton(
-    node_ids: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    nodes: Tensor,
-    out_tokens: Tensor,
-    out_depths: Tensor,
-) -> None:
-    """A thread a row; see `ancestor_tokens`."""
-    rows, width = out_tokens.shape
-    if rows:
-        _ancestors_kernel[(triton.cdiv(rows, _BLOCK),)](
-            node_ids, parents, slots, nodes, out_tokens, out_depths, rows, parents.stride(0),
-            N=parents.shape[1], D=width, BLOCK=_BLOCK, num_warps=2,
-        )  # fmt: skip
-
-
-def ancestor_tokens(
-    node_ids: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    nodes: Tensor,
-    out_tokens: Tensor,
-    out_depths: Tensor,
-) -> None:
+@dataclass(slots=True)
+class AncestorTokens(Op):
     """List the tokens between the root of each logits row and itself.
 
     The rows of a request are consecutive, its root first.
 
-    Args:
-        node_ids: `[L]` integer, token that every logits row feeds.
-        parents: `[S, N]` int32, node number of each column's parent.
-        slots: `[L]` integer, request slot of each row.
-        nodes: `[L]` integer, node number of each row, 0 = root.
-        out_tokens: `[L, D]` int64 contiguous, written: tokens at depth 1, 2, .., the row's own
-            last; -1 past it.
-        out_depths: `[L]` int32, written: how many.
-
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
-    op, integers, rows = "ancestor_tokens", (torch.int32, torch.int64), out_tokens.shape[0]
-    check(op, "node_ids", node_ids, (rows,), *integers)
-    check(op, "parents", parents, (None, None), torch.int32)
-    check(op, "slots", slots, (rows,), *integers)
-    check(op, "nodes", nodes, (rows,), *integers)
-    check(op, "out_tokens", out_tokens, (rows, None), torch.int64)
-    check(op, "out_depths", out_depths, (rows,), torch.int32)
-    run = version_for(
-        node_ids, ancestor_tokens_triton, ancestor_tokens_cpu, ancestor_tokens_reference
-    )
-    run(node_ids, parents, slots, nodes, out_tokens, out_depths)
+
+    node_ids: Tensor
+    """`[L]` integer, token that every logits row feeds."""
+    parents: Tensor
+    """`[S, N]` int32, node number of each column's parent."""
+    slots: Tensor
+    """`[L]` integer, request slot of each row."""
+    nodes: Tensor
+    """`[L]` integer, node number of each row, 0 = root."""
+    out_tokens: Tensor
+    """`[L, D]` int64 contiguous, written: tokens at depth 1, 2, .., the row's own last; -1 past
+    it."""
+    out_depths: Tensor
+    """`[L]` int32, written: how many."""
+
+    def check(self) -> None:
+        integers, rows = (torch.int32, torch.int64), self.out_tokens.shape[0]
+        self.expect("node_ids", (rows,), *integers)
+        self.expect("parents", (None, None), torch.int32)
+        self.expect("slots", (rows,), *integers)
+        self.expect("nodes", (rows,), *integers)
+        self.expect("out_tokens", (rows, None), torch.int64)
+        self.expect("out_depths", (rows,), torch.int32)
+
+    def reference(self) -> None:
+        """Row by row."""
+        fed, width = self.node_ids.tolist(), self.out_tokens.shape[1]
+        self.out_tokens.fill_(-1)
+        for row, (slot, node) in enumerate(
+            zip(self.slots.tolist(), self.nodes.tolist(), strict=True)
+        ):
+            root, path = row - node, list[int]()
+            while 0 < node <= self.parents.shape[1] and len(path) < width:
+                path.append(fed[root + node])
+                node = int(self.parents[slot, node - 1])
+            self.out_tokens[row, : len(path)] = torch.tensor(path[::-1])
+            self.out_depths[row] = len(path)
+
+    def triton(self) -> None:
+        """A thread a row."""
+        rows, width = self.out_tokens.shape
+        if rows:
+            _ancestors_kernel[(triton.cdiv(rows, _BLOCK),)](
+                self.node_ids, self.parents, self.slots, self.nodes, self.out_tokens,
+                self.out_depths, rows, self.parents.stride(0), N=self.parents.shape[1], D=width,
+                BLOCK=_BLOCK, num_warps=2,
+            )  # fmt: skip
 
 
-def penalise_ancestors_reference(
-    logits: Tensor,
-    before: Tensor,
-    tokens: Tensor,
-    slots: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-    counts: Tensor,
-) -> None:
-    """All rows at once; see `penalise_ancestors`."""
-    slots, live, safe = slots.long()[:, None], tokens >= 0, tokens.clamp(min=0)
-    here = (tokens[:, :, None] == tokens[:, None, :]).sum(-1)
-    scale = repetition[slots]
-    value = before * torch.where(before > 0, 1.0 / scale, scale)
-    value -= frequency[slots] * (counts[slots, safe] + here)
-    value -= presence[slots]
-    off = (scale == 1) & (frequency[slots] == 0) & (presence[slots] == 0)
-    live &= ~off
-    rows = torch.arange(len(logits), device=logits.device)[:, None].expand_as(tokens)
-    logits[rows[live], tokens[live]] = value[live]
+ancestor_tokens = public(AncestorTokens, cpu="bastion_kernels.cpu.history")
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "slots_ptr"])
@@ -213,93 +165,76 @@ def _penalise_kernel(
         tl.store(logits_ptr + row * logits_s + token, value, mask=live)
 
 
-def penalise_ancestors_triton(
-    logits: Tensor,
-    before: Tensor,
-    tokens: Tensor,
-    slots: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-    counts: Tensor,
-) -> None:
-    """One warp a row; see `penalise_ancestors`."""
-    rows, width = tokens.shape
-    if rows:
-        _penalise_kernel[(rows,)](
-            logits, before, tokens, slots, repetition, frequency, presence, counts,
-            logits.stride(0), counts.stride(0),
-            D=width, BLOCK=triton.next_power_of_2(width), num_warps=1,
-        )  # fmt: skip
-
-
-def penalise_ancestors(
-    logits: Tensor,
-    before: Tensor,
-    tokens: Tensor,
-    slots: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-    counts: Tensor,
-) -> None:
+@dataclass(slots=True)
+class PenaliseAncestors(Op):
     """Count the ancestors of each row as output: correct their logits, and no others.
 
     Everything else about penalties is vLLM's kernel's, which must have run on these rows without
     their drafts. Rows of slots without a penalty are left alone.
 
-    Args:
-        logits: `[L, V]` fp32, written at `tokens`.
-        before: `[L, D]` fp32 contiguous, the logits of `tokens` before any penalty; anything where
-            there is none.
-        tokens: `[L, D]` int64 contiguous, see `ancestor_tokens`.
-        slots: `[L]` integer, request slot of each row.
-        repetition, frequency, presence: `[S]` fp32.
-        counts: `[S, V]` int32, how often each token was emitted.
-
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
-    op, (rows, width) = "penalise_ancestors", tokens.shape
-    check(op, "logits", logits, (rows, None), torch.float32)
-    check(op, "before", before, (rows, width), torch.float32)
-    check(op, "tokens", tokens, (rows, width), torch.int64)
-    check(op, "slots", slots, (rows,), torch.int32, torch.int64)
-    for name, tensor in (
-        ("repetition", repetition),
-        ("frequency", frequency),
-        ("presence", presence),
-    ):
-        check(op, name, tensor, (None,), torch.float32)
-    check(op, "counts", counts, (None, logits.shape[1]), torch.int32)
-    run = version_for(
-        logits, penalise_ancestors_triton, penalise_ancestors_cpu, penalise_ancestors_reference
-    )
-    run(logits, before, tokens, slots, repetition, frequency, presence, counts)
+
+    logits: Tensor
+    """`[L, V]` fp32, written at `tokens`."""
+    before: Tensor
+    """`[L, D]` fp32 contiguous, the logits of `tokens` before any penalty; anything where there is
+    none."""
+    tokens: Tensor
+    """`[L, D]` int64 contiguous, see `ancestor_tokens`."""
+    slots: Tensor
+    """`[L]` integer, request slot of each row."""
+    repetition: Tensor
+    """`[S]` fp32."""
+    frequency: Tensor
+    """`[S]` fp32."""
+    presence: Tensor
+    """`[S]` fp32."""
+    counts: Tensor
+    """`[S, V]` int32, how often each token was emitted."""
+
+    def check(self) -> None:
+        (rows, width) = self.tokens.shape
+        self.expect("logits", (rows, None), torch.float32)
+        self.expect("before", (rows, width), torch.float32)
+        self.expect("tokens", (rows, width), torch.int64)
+        self.expect("slots", (rows,), torch.int32, torch.int64)
+        for name in ("repetition", "frequency", "presence"):
+            self.expect(name, (None,), torch.float32)
+        self.expect("counts", (None, self.logits.shape[1]), torch.int32)
+
+    def reference(self) -> None:
+        """All rows at once."""
+        row_slots, live, safe = (
+            self.slots.long()[:, None],
+            self.tokens >= 0,
+            self.tokens.clamp(min=0),
+        )
+        here = (self.tokens[:, :, None] == self.tokens[:, None, :]).sum(-1)
+        scale = self.repetition[row_slots]
+        value = self.before * torch.where(self.before > 0, 1.0 / scale, scale)
+        value -= self.frequency[row_slots] * (self.counts[row_slots, safe] + here)
+        value -= self.presence[row_slots]
+        off = (scale == 1) & (self.frequency[row_slots] == 0) & (self.presence[row_slots] == 0)
+        live &= ~off
+        rows = torch.arange(len(self.logits), device=self.logits.device)[:, None].expand_as(
+            self.tokens
+        )
+        self.logits[rows[live], self.tokens[live]] = value[live]
+
+    def triton(self) -> None:
+        """One warp a row."""
+        rows, width = self.tokens.shape
+        if rows:
+            _penalise_kernel[(rows,)](
+                self.logits, self.before, self.tokens, self.slots, self.repetition, self.frequency,
+                self.presence, self.counts, self.logits.stride(0), self.counts.stride(0), D=width,
+                BLOCK=triton.next_power_of_2(width), num_warps=1,
+            )  # fmt: skip
 
 
-def mask_bad_words_reference(
-    logits: Tensor,
-    tokens: Tensor,
-    depths: Tensor,
-    slots: Tensor,
-    word_tokens: Tensor,
-    word_offsets: Tensor,
-    num_words: Tensor,
-    emitted: Tensor,
-    prompt_len: Tensor,
-    total_len: Tensor,
-    max_words: int,
-) -> None:
-    """Row by row; see `mask_bad_words`."""
-    for row, slot in enumerate(slots.tolist()):
-        output = emitted[slot, int(prompt_len[slot]) : int(total_len[slot])].tolist()
-        output += tokens[row, : int(depths[row])].tolist()
-        for word in range(min(max_words, int(num_words[slot]))):
-            start, end = word_offsets[slot, word : word + 2].tolist()
-            *rest, last = word_tokens[slot, start:end].tolist()
-            if output[len(output) - len(rest) :] == rest and len(rest) <= len(output):
-                logits[row, last] = -torch.inf
+penalise_ancestors = public(PenaliseAncestors, cpu="bastion_kernels.cpu.history")
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "depths_ptr", "slots_ptr"])
@@ -343,77 +278,71 @@ def _bad_words_kernel(
             tl.store(logits_ptr + row * logits_s + tl.load(word_ptr + last), -float("inf"))
 
 
-def mask_bad_words_triton(
-    logits: Tensor,
-    tokens: Tensor,
-    depths: Tensor,
-    slots: Tensor,
-    word_tokens: Tensor,
-    word_offsets: Tensor,
-    num_words: Tensor,
-    emitted: Tensor,
-    prompt_len: Tensor,
-    total_len: Tensor,
-    max_words: int,
-) -> None:
-    """One warp a row and word; see `mask_bad_words`."""
-    rows, width = tokens.shape
-    if rows and max_words:
-        _bad_words_kernel[(rows, max_words)](
-            logits, tokens, depths, slots, word_tokens, word_offsets, num_words, emitted,
-            prompt_len, total_len, logits.stride(0), word_tokens.stride(0),
-            word_offsets.stride(0), emitted.stride(0), D=width, num_warps=1,
-        )  # fmt: skip
-
-
-def mask_bad_words(
-    logits: Tensor,
-    tokens: Tensor,
-    depths: Tensor,
-    slots: Tensor,
-    word_tokens: Tensor,
-    word_offsets: Tensor,
-    num_words: Tensor,
-    emitted: Tensor,
-    prompt_len: Tensor,
-    total_len: Tensor,
-    max_words: int,
-) -> None:
+@dataclass(slots=True)
+class MaskBadWords(Op):
     """Set a bad word's last token to -inf where output and ancestors end in its other tokens.
-
-    Args:
-        logits: `[L, V]` fp32, written.
-        tokens, depths: `[L, D]` int64 and `[L]` int32, see `ancestor_tokens`.
-        slots: `[L]` integer, request slot of each row.
-        word_tokens: `[S, X]` int32, the words of a slot strung together.
-        word_offsets: `[S, Y + 1]` int32, where each begins and the last one ends.
-        num_words: `[S]` int32.
-        emitted: `[S, M]` int32, prompt and output.
-        prompt_len, total_len: `[S]` int32, where the output begins and ends.
-        max_words: most words of any slot here.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
-    op, (rows, width) = "mask_bad_words", tokens.shape
-    check(op, "logits", logits, (rows, None), torch.float32)
-    check(op, "tokens", tokens, (rows, width), torch.int64)
-    check(op, "depths", depths, (rows,), torch.int32)
-    check(op, "slots", slots, (rows,), torch.int32, torch.int64)
-    for name, tensor in (
-        ("word_tokens", word_tokens),
-        ("word_offsets", word_offsets),
-        ("emitted", emitted),
-    ):
-        check(op, name, tensor, (None, None), torch.int32)
-    for name, tensor in (
-        ("num_words", num_words),
-        ("prompt_len", prompt_len),
-        ("total_len", total_len),
-    ):
-        check(op, name, tensor, (None,), torch.int32)
-    run = version_for(logits, mask_bad_words_triton, mask_bad_words_cpu, mask_bad_words_reference)
-    run(
-        logits, tokens, depths, slots, word_tokens, word_offsets, num_words, emitted, prompt_len,
-        total_len, max_words,
-    )  # fmt: skip
+
+    logits: Tensor
+    """`[L, V]` fp32, written."""
+    tokens: Tensor
+    """`[L, D]` int64 contiguous, `out_tokens` of `ancestor_tokens`."""
+    depths: Tensor
+    """`[L]` int32, `out_depths` of `ancestor_tokens`."""
+    slots: Tensor
+    """`[L]` integer, request slot of each row."""
+    word_tokens: Tensor
+    """`[S, X]` int32, the words of a slot strung together."""
+    word_offsets: Tensor
+    """`[S, Y + 1]` int32, where each begins and the last one ends."""
+    num_words: Tensor
+    """`[S]` int32."""
+    emitted: Tensor
+    """`[S, M]` int32, prompt and output."""
+    prompt_len: Tensor
+    """`[S]` int32, where the output begins and ends."""
+    total_len: Tensor
+    """`[S]` int32, where the output begins and ends."""
+    max_words: int
+    """Most words of any slot here."""
+
+    def check(self) -> None:
+        (rows, width) = self.tokens.shape
+        self.expect("logits", (rows, None), torch.float32)
+        self.expect("tokens", (rows, width), torch.int64)
+        self.expect("depths", (rows,), torch.int32)
+        self.expect("slots", (rows,), torch.int32, torch.int64)
+        for name in ("word_tokens", "word_offsets", "emitted"):
+            self.expect(name, (None, None), torch.int32)
+        for name in ("num_words", "prompt_len", "total_len"):
+            self.expect(name, (None,), torch.int32)
+
+    def reference(self) -> None:
+        """Row by row."""
+        for row, slot in enumerate(self.slots.tolist()):
+            output = self.emitted[
+                slot, int(self.prompt_len[slot]) : int(self.total_len[slot])
+            ].tolist()
+            output += self.tokens[row, : int(self.depths[row])].tolist()
+            for word in range(min(self.max_words, int(self.num_words[slot]))):
+                start, end = self.word_offsets[slot, word : word + 2].tolist()
+                *rest, last = self.word_tokens[slot, start:end].tolist()
+                if output[len(output) - len(rest) :] == rest and len(rest) <= len(output):
+                    self.logits[row, last] = -torch.inf
+
+    def triton(self) -> None:
+        """One warp a row and word."""
+        rows, width = self.tokens.shape
+        if rows and self.max_words:
+            _bad_words_kernel[(rows, self.max_words)](
+                self.logits, self.tokens, self.depths, self.slots, self.word_tokens,
+                self.word_offsets, self.num_words, self.emitted, self.prompt_len, self.total_len,
+                self.logits.stride(0), self.word_tokens.stride(0), self.word_offsets.stride(0),
+                self.emitted.stride(0), D=width, num_warps=1,
+            )  # fmt: skip
+
+
+mask_bad_words = public(MaskBadWords, cpu="bastion_kernels.cpu.history")

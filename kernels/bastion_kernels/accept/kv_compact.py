@@ -6,14 +6,14 @@ With root row t0 = query_start_loc[r+1] - (cu[r+1] - cu[r]) and slots m_g of KV-
     cache[m_g[t0 + i]] = cache[m_g[t0 + path[r, i]]]     for i >= 1 while path[r, i] >= 0
 
 in one launch for all caches of one layout, in whatever groups: a table in device memory says where
-each cache is. A model has one layout, or a few if its layers differ; being constants, they make
-index arithmetic cheap and show the compiler where 16 bytes can move at once. Nodes are numbered
-parents first, so path[i] >= i; but a destination can be the source of another entry, so a program
-holds all source rows of its columns before it writes one. Entries with path[i] = i are where they
-belong already and cost no memory traffic.
+each cache is. A model has one layout, or a few if its layers differ. Layouts are compile-time
+constants: index arithmetic is cheap, and the compiler sees where 16 bytes can move at once. Nodes
+are numbered parents first, so path[i] >= i. A destination can be the source of another entry, so a
+program loads all source rows of its columns before it stores any. Entries with path[i] = i are
+already in place and cost no memory traffic.
 
-Moving rows is independent of what they hold: caches of any dtype are moved as the widest integers
-that their layout allows. Bytes moved: 2 * rows * heads * C * itemsize for each cache.
+Caches of any dtype are moved as the widest integers that their layout allows. Bytes
+moved: 2 * rows * heads * C * itemsize for each cache.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.attention.kv_layout import KVLayout
-from bastion_kernels.checks import check, on_gpu, version_for
-from bastion_kernels.cpu.accept import CompactPlan, compact_cpu
+from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.op import load
 from bastion_kernels.triton_or_none import tl, triton
-
-__all__ = ["KVCompactor"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TRITON_INTEGERS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -40,7 +38,7 @@ _TILE = 4096  # integers in one program: 32 of each thread, or registers run out
 
 @triton.jit
 def _second(first, second):
-    """A scan with this gives back its input; see where it is used."""
+    """As a scan's operator this returns the input unchanged; `_compact_kernel` says why."""
     return second
 
 
@@ -109,8 +107,8 @@ def _compact_kernel(
         source = tl.load(group_slots_ptr + node, mask=live, other=-1)
         target = tl.load(group_slots_ptr + depth, mask=live, other=-1)
         live &= (source >= 0) & (target >= 0)
-        # A slot fits 31 bits (checked). The scan changes nothing, but the compiler cannot repeat
-        # it: otherwise every thread would load all slots itself, by some 500 instructions.
+        # A slot fits in 31 bits (checked). The scan changes nothing, but the compiler cannot
+        # recompute it: without it every thread loads all slots itself, some 500 instructions.
         move = tl.where(live, (source << 32) | target, -1)
         move = tl.associative_scan(move, 0, _second)
         live = move >= 0
@@ -194,9 +192,11 @@ class KVCompactor:
             unique.setdefault(key, (integers, group, layout))
         self.entries = [(cache, group) for cache, group, _ in unique.values()]
         self.layouts = [layout for _, _, layout in unique.values()]
-        on_host = not on_gpu(self.entries[0][0])
-        self._plan = CompactPlan(self.entries, self.layouts) if on_host else None
+        self._on_gpu = on_gpu(self.entries[0][0])
         self._launches = self._make_launches()
+        if not self._on_gpu:
+            plan = load("bastion_kernels.cpu.accept", "CompactPlan")
+            self.compact_cpu = plan(self.entries, self.layouts).compact
 
     def _make_launches(self) -> list[_Launch]:
         tables: dict[_Layout, list[tuple[int, int]]] = {}
@@ -235,13 +235,6 @@ class KVCompactor:
             blocks = cache.flatten(2)
             held = blocks[(source // page)[:, None, None], heads, places[source % page][:, None]]
             blocks[(target // page)[:, None, None], heads, places[target % page][:, None]] = held
-
-    def compact_cpu(
-        self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
-    ) -> None:
-        """Numba; see `compact`."""
-        assert self._plan is not None
-        compact_cpu(self._plan, slot_mappings, query_start_loc, cu_num_logits, path)
 
     def compact_triton(
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
@@ -293,5 +286,5 @@ class KVCompactor:
         check(op, "path", path, (num_reqs, None), torch.int32)
         if num_reqs == 0:
             return
-        run = version_for(path, self.compact_triton, self.compact_cpu, self.compact_reference)
+        run = self.compact_triton if self._on_gpu else self.compact_cpu
         run(slot_mappings, query_start_loc, cu_num_logits, path)

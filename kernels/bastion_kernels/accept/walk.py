@@ -13,47 +13,13 @@ drawn at the node) and one minimum over the columns (the first child that carrie
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, version_for
-from bastion_kernels.cpu.accept import accept_path_cpu
+from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
-
-__all__ = ["accept_path", "accept_path_reference", "accept_path_triton"]
-
-_OP = "accept_path"
-
-
-def accept_path_reference(
-    sampled: Tensor,
-    node_ids: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    cu_num_logits: Tensor,
-    out_path: Tensor,
-    out_tokens: Tensor,
-    num_sampled: Tensor,
-) -> None:
-    """The walk, request by request; see `accept_path`."""
-    drawn, fed, starts = sampled.tolist(), node_ids.tolist(), cu_num_logits.tolist()
-    longest = out_path.shape[1]
-    for r, slot in enumerate(slots.tolist()):
-        start, rows = starts[r], starts[r + 1] - starts[r]
-        path: list[int] = []
-        if slot >= 0 and rows > 0:
-            children: dict[tuple[int, int], int] = {}
-            for column, parent in enumerate(parents[slot, : rows - 1].tolist()):
-                children.setdefault((parent, fed[start + column + 1]), column + 1)
-            node: int | None = 0
-            while node is not None and len(path) < longest:
-                path.append(node)
-                node = children.get((node, drawn[start + node]))
-        padding = longest - len(path)
-        out_path[r] = torch.tensor(path + [-1] * padding)
-        out_tokens[r] = torch.tensor([drawn[start + node] for node in path] + [0] * padding)
-        num_sampled[r] = len(path)
-
 
 # All of these may be slices that start at any row of a batch (chunked verification): a variant by
 # alignment would be compiled while serving.
@@ -115,51 +81,8 @@ def _accept_kernel(
     tl.store(num_sampled_ptr + row, count)
 
 
-def accept_path_triton(
-    sampled: Tensor,
-    node_ids: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    cu_num_logits: Tensor,
-    out_path: Tensor,
-    out_tokens: Tensor,
-    num_sampled: Tensor,
-) -> None:
-    """One warp per request; see `accept_path`."""
-    reqs, length = out_path.shape
-    limit = parents.shape[1]
-    if reqs == 0:
-        return
-    _accept_kernel[(reqs,)](
-        sampled,
-        node_ids,
-        parents,
-        slots,
-        cu_num_logits,
-        out_path,
-        out_tokens,
-        num_sampled,
-        parents.stride(0),
-        out_path.stride(0),
-        out_tokens.stride(0),
-        N=limit,
-        LENGTH=length,
-        BLOCK=max(32, triton.next_power_of_2(limit)),
-        LENGTH_PAD=triton.next_power_of_2(length),
-        num_warps=1,
-    )
-
-
-def accept_path(
-    sampled: Tensor,
-    node_ids: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    cu_num_logits: Tensor,
-    out_path: Tensor,
-    out_tokens: Tensor,
-    num_sampled: Tensor,
-) -> None:
+@dataclass(slots=True)
+class AcceptPath(Op):
     """Write the accepted path of every request and the tokens it emits.
 
     The logits rows cu_num_logits[r] .. cu_num_logits[r+1] - 1 of request r are its root and nodes
@@ -167,27 +90,88 @@ def accept_path(
     the lower column is taken. An inert request (slot -1) or one without logits rows emits nothing:
     path -1, tokens 0, count 0.
 
-    Args:
-        sampled: `[L]` int64, token drawn at every logits row.
-        node_ids: `[L]` int64, token that every logits row feeds.
-        parents: `[S, N]` int32, node number of each column's parent; -1 unused.
-        slots: `[R]` int64, request slot of each row, or -1.
-        cu_num_logits: `[R+1]` int32, first logits row of each request.
-        out_path: `[R, D+1]` int32, node number at depth 0, 1, ..; -1 past the end, written.
-        out_tokens: `[R, D+1]` int64, accepted tokens and the bonus token; 0 past the end, written.
-        num_sampled: `[R]` int32, tokens emitted, written.
-
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
-    reqs, longest = out_path.shape
-    check(_OP, "sampled", sampled, (None,), torch.int64)
-    check(_OP, "node_ids", node_ids, (sampled.shape[0],), torch.int64)
-    check(_OP, "parents", parents, (None, None), torch.int32)
-    check(_OP, "slots", slots, (reqs,), torch.int64)
-    check(_OP, "cu_num_logits", cu_num_logits, (reqs + 1,), torch.int32)
-    check(_OP, "out_path", out_path, (reqs, longest), torch.int32)
-    check(_OP, "out_tokens", out_tokens, (reqs, longest), torch.int64)
-    check(_OP, "num_sampled", num_sampled, (reqs,), torch.int32)
-    run = version_for(sampled, accept_path_triton, accept_path_cpu, accept_path_reference)
-    run(sampled, node_ids, parents, slots, cu_num_logits, out_path, out_tokens, num_sampled)
+
+    sampled: Tensor
+    """`[L]` int64, token drawn at every logits row."""
+    node_ids: Tensor
+    """`[L]` int64, token that every logits row feeds."""
+    parents: Tensor
+    """`[S, N]` int32, node number of each column's parent; -1 unused."""
+    slots: Tensor
+    """`[R]` int64, request slot of each row, or -1."""
+    cu_num_logits: Tensor
+    """`[R+1]` int32, first logits row of each request."""
+    out_path: Tensor
+    """`[R, D+1]` int32, node number at depth 0, 1, ..; -1 past the end, written."""
+    out_tokens: Tensor
+    """`[R, D+1]` int64, accepted tokens and the bonus token; 0 past the end, written."""
+    num_sampled: Tensor
+    """`[R]` int32, tokens emitted, written."""
+
+    def check(self) -> None:
+        reqs, longest = self.out_path.shape
+        self.expect("sampled", (None,), torch.int64)
+        self.expect("node_ids", (self.sampled.shape[0],), torch.int64)
+        self.expect("parents", (None, None), torch.int32)
+        self.expect("slots", (reqs,), torch.int64)
+        self.expect("cu_num_logits", (reqs + 1,), torch.int32)
+        self.expect("out_path", (reqs, longest), torch.int32)
+        self.expect("out_tokens", (reqs, longest), torch.int64)
+        self.expect("num_sampled", (reqs,), torch.int32)
+
+    def reference(self) -> None:
+        """The walk, request by request."""
+        drawn, fed, starts = (
+            self.sampled.tolist(),
+            self.node_ids.tolist(),
+            self.cu_num_logits.tolist(),
+        )
+        longest = self.out_path.shape[1]
+        for r, slot in enumerate(self.slots.tolist()):
+            start, rows = starts[r], starts[r + 1] - starts[r]
+            path: list[int] = []
+            if slot >= 0 and rows > 0:
+                children: dict[tuple[int, int], int] = {}
+                for column, parent in enumerate(self.parents[slot, : rows - 1].tolist()):
+                    children.setdefault((parent, fed[start + column + 1]), column + 1)
+                node: int | None = 0
+                while node is not None and len(path) < longest:
+                    path.append(node)
+                    node = children.get((node, drawn[start + node]))
+            padding = longest - len(path)
+            self.out_path[r] = torch.tensor(path + [-1] * padding)
+            self.out_tokens[r] = torch.tensor(
+                [drawn[start + node] for node in path] + [0] * padding
+            )
+            self.num_sampled[r] = len(path)
+
+    def triton(self) -> None:
+        """One warp per request."""
+        reqs, length = self.out_path.shape
+        limit = self.parents.shape[1]
+        if reqs == 0:
+            return
+        _accept_kernel[(reqs,)](
+            self.sampled,
+            self.node_ids,
+            self.parents,
+            self.slots,
+            self.cu_num_logits,
+            self.out_path,
+            self.out_tokens,
+            self.num_sampled,
+            self.parents.stride(0),
+            self.out_path.stride(0),
+            self.out_tokens.stride(0),
+            N=limit,
+            LENGTH=length,
+            BLOCK=max(32, triton.next_power_of_2(limit)),
+            LENGTH_PAD=triton.next_power_of_2(length),
+            num_warps=1,
+        )
+
+
+accept_path = public(AcceptPath, cpu="bastion_kernels.cpu.walk")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops after the target's samples on a CPU, equal to the references."""
+"""Gathering rows and compacting KV caches on a CPU, equal to the references."""
 
 from __future__ import annotations
 
@@ -9,61 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bastion_kernels.accept.gather import GatherRows
 from bastion_kernels.attention.kv_layout import KVLayout
 from bastion_kernels.cpu.cache import njit
 
-__all__ = ["CompactPlan", "accept_path_cpu", "compact_cpu", "gather_rows_cpu"]
 
-
-@njit
-def _accept(sampled, fed, parents, slots, starts, out_path, out_tokens, num_sampled):
-    longest = out_path.shape[1]
-    for r in range(slots.shape[0]):
-        slot, start = slots[r], starts[r]
-        rows = min(starts[r + 1] - start, parents.shape[1] + 1)
-        count, node = 0, 0 if slot >= 0 and rows > 0 else -1
-        while node >= 0 and count < longest:
-            drawn = sampled[start + node]
-            out_path[r, count] = node
-            out_tokens[r, count] = drawn
-            count += 1
-            at, node = node, -1
-            for column in range(rows - 1):
-                if parents[slot, column] == at and fed[start + 1 + column] == drawn:
-                    node = column + 1
-                    break
-        num_sampled[r] = count
-        out_path[r, count:] = -1
-        out_tokens[r, count:] = 0
-
-
-def accept_path_cpu(
-    sampled: Tensor,
-    node_ids: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    cu_num_logits: Tensor,
-    out_path: Tensor,
-    out_tokens: Tensor,
-    num_sampled: Tensor,
-) -> None:
-    """The walk; see `accept_path`."""
-    _accept(
-        sampled.numpy(), node_ids.numpy(), parents.numpy(), slots.numpy(), cu_num_logits.numpy(),
-        out_path.numpy(), out_tokens.numpy(), num_sampled.numpy(),
-    )  # fmt: skip
-
-
-def gather_rows_cpu(sources: Sequence[Tensor], rows: Tensor, outs: Sequence[Tensor]) -> None:
-    """One index per matrix; see `gather_rows`."""
-    count = rows.shape[0]
-    whole = bool(rows.min() >= 0)
-    live = None if whole else rows >= 0
-    for source, out in zip(sources, outs, strict=True):
+def gather_rows(op: GatherRows) -> None:
+    """One index per matrix."""
+    count = op.rows.shape[0]
+    if count == 0:
+        return
+    whole = bool(op.rows.min() >= 0)
+    live = None if whole else op.rows >= 0
+    for source, out in zip(op.sources, op.outs, strict=True):
         if whole:
-            torch.index_select(source, 0, rows, out=out[:count])
+            torch.index_select(source, 0, op.rows, out=out[:count])
         else:
-            out[:count][live] = source[rows[live]]
+            out[:count][live] = source[op.rows[live]]
 
 
 @njit
@@ -138,18 +100,13 @@ class CompactPlan:
             groups.append(group)
         self.kinds = [(tuple(c), np.array(g), layout) for c, g, layout in kinds.values()]
 
-
-def compact_cpu(
-    plan: CompactPlan,
-    slot_mappings: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    path: Tensor,
-) -> None:
-    """Row by row; see `KVCompactor.compact`."""
-    step = [x.numpy() for x in (slot_mappings, query_start_loc, cu_num_logits, path)]
-    for caches, groups, layout in plan.kinds:
-        if layout is None:
-            _compact(caches, groups, *step)
-        else:
-            _compact_packed(caches, groups, layout.places.numpy(), *step)
+    def compact(
+        self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
+    ) -> None:
+        """Row by row; see `KVCompactor.compact`."""
+        step = [x.numpy() for x in (slot_mappings, query_start_loc, cu_num_logits, path)]
+        for caches, groups, layout in self.kinds:
+            if layout is None:
+                _compact(caches, groups, *step)
+            else:
+                _compact_packed(caches, groups, layout.places.numpy(), *step)

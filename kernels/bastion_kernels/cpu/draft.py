@@ -10,18 +10,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from torch import Tensor
 
 from bastion_kernels.cpu.cache import njit
 from bastion_kernels.cpu.topk import topk_logprobs_cpu
-
-__all__ = [
-    "choose_budget_cpu",
-    "expand_best_first_cpu",
-    "expand_transitions_cpu",
-    "take_best_cpu",
-    "topk_logprobs_cpu",
-]
+from bastion_kernels.draft.best_first import ExpandBestFirst
+from bastion_kernels.draft.budget import ChooseBudget, TakeBest
+from bastion_kernels.draft.topk_logprobs import TopkLogprobs
+from bastion_kernels.draft.transitions import ExpandTransitions
 
 _UNIT = 2**40  # units of rho = 1, as in `budget`
 _INFINITE = 0x7F800000  # bits of the fp32 +inf
@@ -30,38 +25,38 @@ _INFINITE = 0x7F800000  # bits of the fp32 +inf
 @njit
 def _push(heap, size, key):
     """Add `key` to the binary min-heap heap[:size]."""
-    at = size
-    while at > 0:
-        up = (at - 1) >> 1
-        if heap[up] <= key:
+    index = size
+    while index > 0:
+        above = (index - 1) >> 1
+        if heap[above] <= key:
             break
-        heap[at] = heap[up]
-        at = up
-    heap[at] = key
+        heap[index] = heap[above]
+        index = above
+    heap[index] = key
 
 
 @njit
 def _replace_top(heap, size, key):
-    """Put `key` in the place of the smallest of heap[:size]."""
-    at = 0
+    """Replace the smallest of heap[:size] by `key`."""
+    index = 0
     while True:
-        down = 2 * at + 1
-        if down >= size:
+        below = 2 * index + 1
+        if below >= size:
             break
-        if down + 1 < size and heap[down + 1] < heap[down]:
-            down += 1
-        if heap[down] >= key:
+        if below + 1 < size and heap[below + 1] < heap[below]:
+            below += 1
+        if heap[below] >= key:
             break
-        heap[at] = heap[down]
-        at = down
-    heap[at] = key
+        heap[index] = heap[below]
+        index = below
+    heap[index] = key
 
 
 @njit
 def _next_candidate(logprobs, r, depth, own, after):
-    """The one that follows candidate `after` in the row [r, depth, own], best first.
+    """The candidate after `after` in the row [r, depth, own], best first; -1 if none is left.
 
-    after: -1 for the first. Ties go to the lower candidate; -1 where no possible one is left.
+    after: -1 for the first. Ties go to the lower candidate.
     """
     least, found = np.float32(np.inf), -1
     floor = np.float32(-1.0)
@@ -82,11 +77,11 @@ def _expand(
     tokens, logprobs, children, sorted_rows, slots,
     out_tokens, parents, depths, log_rho, num_nodes,
 ):  # fmt: skip
-    """logprobs: [R, D, P, K], the row P of a child by its parent's candidate, or by none (P = 1);
-    sorted_rows: whether a candidate's place in its row is its rank."""
+    """logprobs: [R, D, P, K]; a child's row P is its parent's candidate, or P = 1 for all parents.
+    sorted_rows: whether a candidate's column in its row is its rank."""
     depth_limit, limit, by_parent = tokens.shape[1], out_tokens.shape[1], logprobs.shape[2] > 1
     heap = np.empty(2 * limit + 2, np.int64)
-    held = np.zeros(limit + 1, np.int64)  # every node's candidate
+    candidates = np.zeros(limit + 1, np.int64)  # of each node
     cost = np.empty(1, np.float32)
     bits = cost.view(np.int32)
     for r in range(slots.shape[0]):
@@ -107,7 +102,7 @@ def _expand(
                     else (parent_b, rank_b, before_b, depth_b, above_b)
                 )
                 if depth < depth_limit and rank < children:
-                    own = held[parent] if by_parent else 0
+                    own = candidates[parent] if by_parent else 0
                     candidate = rank
                     if not sorted_rows:
                         candidate = _next_candidate(logprobs, r, depth, own, before)
@@ -135,7 +130,7 @@ def _expand(
             depths[slot, count] = depth + 1
             log_rho[slot, count] = np.float32(0.0) - cost[0]
             count += 1
-            held[count] = candidate
+            candidates[count] = candidate
             offers = 2
             parent_a, rank_a, before_a, depth_a, above_a = count, 0, -1, depth + 1, cost[0]
             parent_b, rank_b, before_b, depth_b, above_b = parent, rank + 1, candidate, depth, above
@@ -146,40 +141,21 @@ def _expand(
         log_rho[slot, count:] = -np.inf
 
 
-def expand_best_first_cpu(
-    topk_tokens: Tensor,
-    topk_logprobs: Tensor,
-    slots: Tensor,
-    out_tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    log_rho: Tensor,
-    num_nodes: Tensor,
-) -> None:
-    """Algorithm 1 with a heap; see `expand_best_first`."""
+def expand_best_first(op: ExpandBestFirst) -> None:
+    """Algorithm 1 with a heap."""
     _expand(
-        topk_tokens.numpy(), topk_logprobs.numpy()[:, :, None], topk_tokens.shape[2], True,
-        slots.numpy(), out_tokens.numpy(), parents.numpy(), depths.numpy(),
-        log_rho.numpy(), num_nodes.numpy(),
+        op.topk_tokens.numpy(), op.topk_logprobs.numpy()[:, :, None], op.topk_tokens.shape[2], True,
+        op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(), op.depths.numpy(),
+        op.log_rho.numpy(), op.num_nodes.numpy(),
     )  # fmt: skip
 
 
-def expand_transitions_cpu(
-    candidates: Tensor,
-    logprobs: Tensor,
-    top_k: int,
-    slots: Tensor,
-    out_tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    log_rho: Tensor,
-    num_nodes: Tensor,
-) -> None:
-    """The same with a look through the parent's row for every child; see `expand_transitions`."""
+def expand_transitions(op: ExpandTransitions) -> None:
+    """The same with a look through the parent's row for every child."""
     _expand(
-        candidates.numpy(), logprobs.numpy(), top_k, False,
-        slots.numpy(), out_tokens.numpy(), parents.numpy(), depths.numpy(),
-        log_rho.numpy(), num_nodes.numpy(),
+        op.candidates.numpy(), op.logprobs.numpy(), op.top_k, False,
+        op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(), op.depths.numpy(),
+        op.log_rho.numpy(), op.num_nodes.numpy(),
     )  # fmt: skip
 
 
@@ -255,42 +231,30 @@ def _merge(log_rho, slots, limits, floor, cost_ms, base, total, num_verify, prom
 _NO_COST, _NO_PROMISE = np.ones(1, np.float32), np.empty(0, np.float32)
 
 
-def choose_budget_cpu(
-    log_rho: Tensor,
-    slots: Tensor,
-    limits: Tensor,
-    cost_ms: Tensor,
-    base_rows: int | Tensor,
-    num_verify: Tensor,
-    promised: Tensor | None = None,
-) -> None:
-    """Merge the sorted lists, keep the best S; see `choose_budget`."""
-    promise = _NO_PROMISE if promised is None else promised.numpy()
+def choose_budget(op: ChooseBudget) -> None:
+    """Merge the sorted lists, keep the best S."""
+    promise = _NO_PROMISE if op.promised is None else op.promised.numpy()
     _merge(
-        log_rho.numpy(), slots.numpy(), limits.numpy(), np.finfo(np.float32).min, cost_ms.numpy(),
-        int(base_rows), -1, num_verify.numpy(), promise,
+        op.log_rho.numpy(), op.slots.numpy(), op.limits.numpy(), np.finfo(np.float32).min,
+        op.cost_ms.numpy(), int(op.base_rows), -1, op.num_verify.numpy(), promise,
     )  # fmt: skip
 
 
-def take_best_cpu(
-    log_rho: Tensor,
-    slots: Tensor,
-    limits: Tensor,
-    rest: Tensor,
-    total: int,
-    logits_start: Tensor,
-    rows_start: Tensor,
-    scratch: Tensor,
-) -> None:
-    """Merge the sorted lists as far as needed; see `take_best`."""
-    of, reqs = slots.numpy(), slots.shape[0]
-    counts = np.zeros(log_rho.shape[0], np.int32)
+def take_best(op: TakeBest) -> None:
+    """Merge the sorted lists as far as needed."""
+    slots, reqs = op.slots.numpy(), op.slots.shape[0]
+    counts = np.zeros(op.log_rho.shape[0], np.int32)
     _merge(
-        log_rho.numpy(), of, limits.numpy(), np.float32(-np.inf), _NO_COST, 0,
-        min(total, log_rho.numel()), counts, _NO_PROMISE,
+        op.log_rho.numpy(), slots, op.limits.numpy(), np.float32(-np.inf), _NO_COST, 0,
+        min(op.total, op.log_rho.numel()), counts, _NO_PROMISE,
     )  # fmt: skip
-    active = of >= 0
-    for start, more in ((logits_start, np.ones_like(counts)), (rows_start, rest.numpy())):
+    active, root = slots >= 0, np.ones_like(counts)
+    for start, others in ((op.logits_start, root), (op.rows_start, op.rest.numpy())):
         ends = start.numpy()[: reqs + 1]
         ends[0] = 0
-        np.cumsum(np.where(active, (counts + more)[of], 0), out=ends[1:])
+        np.cumsum(np.where(active, (counts + others)[slots], 0), out=ends[1:])
+
+
+def topk_logprobs(op: TopkLogprobs) -> None:
+    """A row at a time on all threads."""
+    topk_logprobs_cpu(op.logits, op.k, op.out_tokens, op.out_logprobs)

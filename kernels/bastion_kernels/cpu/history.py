@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
+from bastion_kernels.accept.history import AncestorTokens, MaskBadWords, PenaliseAncestors
 from bastion_kernels.cpu.cache import njit
-
-__all__ = ["ancestor_tokens_cpu", "mask_bad_words_cpu", "penalise_ancestors_cpu"]
 
 
 @njit
@@ -28,16 +26,14 @@ def _ancestors(fed, parents, slots, nodes, out_tokens, out_depths):
         out_tokens[row, depth:] = -1
 
 
-def ancestor_tokens_cpu(
-    node_ids: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    nodes: Tensor,
-    out_tokens: Tensor,
-    out_depths: Tensor,
-) -> None:
-    """Row by row; see `ancestor_tokens`."""
-    _ancestors(*(x.numpy() for x in (node_ids, parents, slots, nodes, out_tokens, out_depths)))
+def ancestor_tokens(op: AncestorTokens) -> None:
+    """Row by row."""
+    _ancestors(
+        *(
+            x.numpy()
+            for x in (op.node_ids, op.parents, op.slots, op.nodes, op.out_tokens, op.out_depths)
+        )
+    )
 
 
 @njit
@@ -61,18 +57,18 @@ def _penalise(logits, before, tokens, slots, repetition, frequency, presence, co
             logits[row, token] = value - once
 
 
-def penalise_ancestors_cpu(
-    logits: Tensor,
-    before: Tensor,
-    tokens: Tensor,
-    slots: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-    counts: Tensor,
-) -> None:
-    """Row by row; see `penalise_ancestors`."""
-    given = (logits, before, tokens, slots, repetition, frequency, presence, counts)
+def penalise_ancestors(op: PenaliseAncestors) -> None:
+    """Row by row."""
+    given = (
+        op.logits,
+        op.before,
+        op.tokens,
+        op.slots,
+        op.repetition,
+        op.frequency,
+        op.presence,
+        op.counts,
+    )
     _penalise(*(x.numpy() for x in given))
 
 
@@ -98,22 +94,10 @@ def _bad_words(
                 logits[row, word_tokens[slot, last]] = -np.inf
 
 
-def mask_bad_words_cpu(
-    logits: Tensor,
-    tokens: Tensor,
-    depths: Tensor,
-    slots: Tensor,
-    word_tokens: Tensor,
-    word_offsets: Tensor,
-    num_words: Tensor,
-    emitted: Tensor,
-    prompt_len: Tensor,
-    total_len: Tensor,
-    max_words: int,
-) -> None:
-    """Row by row; see `mask_bad_words`."""
+def mask_bad_words(op: MaskBadWords) -> None:
+    """Row by row."""
     given = (
-        logits, tokens, depths, slots, word_tokens, word_offsets, num_words, emitted, prompt_len,
-        total_len,
+        op.logits, op.tokens, op.depths, op.slots, op.word_tokens, op.word_offsets, op.num_words,
+        op.emitted, op.prompt_len, op.total_len,
     )  # fmt: skip
-    _bad_words(*(x.numpy() for x in given), max_words)
+    _bad_words(*(x.numpy() for x in given), op.max_words)

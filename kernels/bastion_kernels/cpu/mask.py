@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
+from bastion_kernels.attention.mask import AncestorBits, TreePositions
 from bastion_kernels.cpu.cache import njit
-
-__all__ = ["ancestor_bits_cpu", "tree_positions_cpu"]
 
 
 @njit
@@ -28,9 +26,9 @@ def _bits(parents, slots, out):
                 out[slot, node, :] = 0
 
 
-def ancestor_bits_cpu(parents: Tensor, slots: Tensor, out: Tensor) -> None:
-    """A node's bits are its parent's and its own; see `ancestor_bits`."""
-    _bits(parents.numpy(), slots.numpy(), out.numpy().view(np.uint32))
+def ancestor_bits(op: AncestorBits) -> None:
+    """A node's bits are its parent's and its own."""
+    _bits(op.parents.numpy(), op.slots.numpy(), op.out.numpy().view(np.uint32))
 
 
 @njit
@@ -43,17 +41,14 @@ def _positions(depths, slots, query_start_loc, cu_num_logits, out):
                 out[root + node] = out[root] + depths[slot, node - 1]
 
 
-def tree_positions_cpu(
-    positions: Tensor,
-    depths: Tensor,
-    slots: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    out: Tensor,
-) -> None:
-    """Linear positions, then the tails on top; see `tree_positions`."""
-    if out.data_ptr() != positions.data_ptr():
-        out.copy_(positions)
+def tree_positions(op: TreePositions) -> None:
+    """Linear positions, then the tails on top."""
+    if op.out.data_ptr() != op.positions.data_ptr():
+        op.out.copy_(op.positions)
     _positions(
-        depths.numpy(), slots.numpy(), query_start_loc.numpy(), cu_num_logits.numpy(), out.numpy()
+        op.depths.numpy(),
+        op.slots.numpy(),
+        op.query_start_loc.numpy(),
+        op.cu_num_logits.numpy(),
+        op.out.numpy(),
     )

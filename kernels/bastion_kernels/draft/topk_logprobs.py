@@ -25,58 +25,24 @@ sm_90. Memory traffic is that of the logits, M * V * itemsize bytes, and some 2%
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu, version_for
-from bastion_kernels.cpu.draft import topk_logprobs_cpu
 from bastion_kernels.draft.topk_merge import (
     MAX_TOKEN,
     NO_KEY,
     check_k,
-    merge_topk_reference,
+    merge_topk,
     shift_of,
     unorder,
 )
+from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
-
-__all__ = [
-    "topk_logprobs",
-    "topk_logprobs_reference",
-    "topk_logprobs_triton",
-    "topk_partial",
-    "topk_partial_reference",
-    "topk_partial_triton",
-]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SEGMENTS, _SEGMENT = 32, 64  # segments of a chunk, logits of a segment
-
-
-def topk_partial_reference(
-    logits: Tensor, k: int, vocab_start: int, out_keys: Tensor, out_mass: Tensor
-) -> None:
-    """Keys of the `k` best of one vocabulary slice; see `topk_partial`."""
-    values = logits.float()
-    # -0.0 becomes 0.0: equal logits must have equal keys
-    bits = (torch.where(values.isnan(), -torch.inf, values) + 0.0).view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    token = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
-    best = ((ordered << 32) | (MAX_TOKEN - token)).topk(min(k, logits.shape[1]), dim=1).values
-    out_keys.fill_(NO_KEY)
-    out_keys[:, : best.shape[1]] = best
-    largest = values.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    out_mass.copy_((values - largest).logsumexp(1))
-
-
-def topk_logprobs_reference(
-    logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tensor
-) -> None:
-    """One slice that is the whole vocabulary; see `topk_logprobs`."""
-    keys = torch.empty((logits.shape[0], 1, k), dtype=torch.int64, device=logits.device)
-    mass = torch.empty((logits.shape[0], 1), dtype=torch.float32, device=logits.device)
-    topk_partial_reference(logits, k, 0, keys[:, 0], mass[:, 0])
-    merge_topk_reference(keys, mass, out_tokens, out_logprobs)
 
 
 @triton.jit
@@ -260,61 +226,94 @@ def _pop(
     )
 
 
-def topk_partial_triton(
-    logits: Tensor, k: int, vocab_start: int, out_keys: Tensor, out_mass: Tensor
-) -> None:
-    """Two launches; see `topk_partial`."""
-    _pop(logits, k, vocab_start, partial=(out_keys, out_mass))
-
-
-def topk_logprobs_triton(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """Two launches; see `topk_logprobs`."""
-    _pop(logits, k, 0, final=(out_tokens, out_logprobs))
-
-
-def topk_partial(
-    logits: Tensor, k: int, vocab_start: int, out_keys: Tensor, out_mass: Tensor
-) -> None:
+@dataclass(slots=True)
+class TopkPartial(Op):
     """Reduce one slice of the vocabulary to what `merge_topk` needs of it.
-
-    Args:
-        logits: `[M, V]` fp32, bf16 or fp16, any strides: tokens vocab_start .. vocab_start + V - 1.
-            A slice padded for even sharding must be cut to its real tokens.
-        k: candidates to keep; a slice of fewer tokens fills up with keys that never win.
-        vocab_start: global id of the slice's first token.
-        out_keys: `[M, K]` int64, written, best first.
-        out_mass: `[M]` fp32, log sum exp(logit - largest logit) over the slice, written.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
-    op = "topk_partial"
-    check(op, "logits", logits, (None, None), *_FLOATS, strided=True)
-    check(op, "out_keys", out_keys, (logits.shape[0], k), torch.int64)
-    check(op, "out_mass", out_mass, (logits.shape[0],), torch.float32)
-    check_k(op, k)
-    run = topk_partial_triton if on_gpu(logits) else topk_partial_reference
-    run(logits, k, vocab_start, out_keys, out_mass)
+
+    logits: Tensor
+    """`[M, V]` fp32, bf16 or fp16, any strides: tokens vocab_start .. vocab_start + V - 1. A slice
+    padded for even sharding must be cut to its real tokens."""
+    k: int
+    """Candidates to keep; a slice of fewer tokens fills up with keys that never win."""
+    vocab_start: int
+    """Global id of the slice's first token."""
+    out_keys: Tensor
+    """`[M, K]` int64, written, best first."""
+    out_mass: Tensor
+    """`[M]` fp32, log sum exp(logit - largest logit) over the slice, written."""
+
+    def check(self) -> None:
+        self.expect("logits", (None, None), *_FLOATS, strided=True)
+        self.expect("out_keys", (self.logits.shape[0], self.k), torch.int64)
+        self.expect("out_mass", (self.logits.shape[0],), torch.float32)
+        check_k(self.name, self.k)
+
+    def reference(self) -> None:
+        """Keys of the `k` best of one vocabulary slice."""
+        values = self.logits.float()
+        # -0.0 becomes 0.0: equal logits must have equal keys
+        bits = (torch.where(values.isnan(), -torch.inf, values) + 0.0).view(torch.int32)
+        ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+        vocab = self.logits.shape[1]
+        token = self.vocab_start + torch.arange(vocab, device=self.logits.device)
+        keys = (ordered << 32) | (MAX_TOKEN - token)
+        best = keys.topk(min(self.k, vocab), dim=1).values
+        self.out_keys.fill_(NO_KEY)
+        self.out_keys[:, : best.shape[1]] = best
+        largest = values.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        self.out_mass.copy_((values - largest).logsumexp(1))
+
+    def triton(self) -> None:
+        """Two launches."""
+        _pop(self.logits, self.k, self.vocab_start, partial=(self.out_keys, self.out_mass))
 
 
-def topk_logprobs(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tensor) -> None:
+topk_partial = public(TopkPartial)
+
+
+@dataclass(slots=True)
+class TopkLogprobs(Op):
     """Write the K likeliest tokens of every row and their log-probabilities.
-
-    Args:
-        logits: `[M, V]` fp32, bf16 or fp16, any strides; sums are taken in fp32.
-        k: how many to keep, at most V.
-        out_tokens: `[M, K]` int32, by descending logit, then ascending id, written.
-        out_logprobs: `[M, K]` fp32, their log-softmax over V, written.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together, or k > V.
     """
-    op = "topk_logprobs"
-    check(op, "logits", logits, (None, None), *_FLOATS, strided=True)
-    check_k(op, k)
-    if k > logits.shape[1]:
-        raise ValueError(f"{op}: k must be at most {logits.shape[1]} (the vocabulary), got {k}")
-    check(op, "out_tokens", out_tokens, (logits.shape[0], k), torch.int32)
-    check(op, "out_logprobs", out_logprobs, (logits.shape[0], k), torch.float32)
-    run = version_for(logits, topk_logprobs_triton, topk_logprobs_cpu, topk_logprobs_reference)
-    run(logits, k, out_tokens, out_logprobs)
+
+    logits: Tensor
+    """`[M, V]` fp32, bf16 or fp16, any strides; sums are taken in fp32."""
+    k: int
+    """How many to keep, at most V."""
+    out_tokens: Tensor
+    """`[M, K]` int32, by descending logit, then ascending id, written."""
+    out_logprobs: Tensor
+    """`[M, K]` fp32, their log-softmax over V, written."""
+
+    def check(self) -> None:
+        self.expect("logits", (None, None), *_FLOATS, strided=True)
+        check_k(self.name, self.k)
+        rows, vocab = self.logits.shape
+        if self.k > vocab:
+            raise ValueError(
+                f"{self.name}: k must be at most {vocab} (the vocabulary), got {self.k}"
+            )
+        self.expect("out_tokens", (rows, self.k), torch.int32)
+        self.expect("out_logprobs", (rows, self.k), torch.float32)
+
+    def reference(self) -> None:
+        """One slice that is the whole vocabulary."""
+        rows, device = self.logits.shape[0], self.logits.device
+        keys = torch.empty((rows, 1, self.k), dtype=torch.int64, device=device)
+        mass = torch.empty((rows, 1), dtype=torch.float32, device=device)
+        topk_partial.reference(self.logits, self.k, 0, keys[:, 0], mass[:, 0])
+        merge_topk.reference(keys, mass, self.out_tokens, self.out_logprobs)
+
+    def triton(self) -> None:
+        """Two launches."""
+        _pop(self.logits, self.k, 0, final=(self.out_tokens, self.out_logprobs))
+
+
+topk_logprobs = public(TopkLogprobs, cpu="bastion_kernels.cpu.draft")

@@ -8,22 +8,13 @@ A slice's mass is log sum exp(logit - its largest logit).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
-
-__all__ = [
-    "MAX_TOKEN",
-    "NO_KEY",
-    "check_k",
-    "merge_topk",
-    "merge_topk_reference",
-    "merge_topk_triton",
-    "shift_of",
-    "unorder",
-]
 
 MAX_TOKEN = 2**31 - 1
 NO_KEY = -(2**63)  # below every real key
@@ -34,17 +25,6 @@ def _value(keys: Tensor) -> Tensor:
     """The fp32 logit of every key."""
     ordered = (keys >> 32).int()
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
-
-
-def merge_topk_reference(
-    keys: Tensor, mass: Tensor, out_tokens: Tensor, out_logprobs: Tensor
-) -> None:
-    """The best of several slices' keys, normalised; see `merge_topk`."""
-    best = keys.flatten(1).topk(out_tokens.shape[1], dim=1).values
-    largest = _value(best[:, :1])
-    total = (_value(keys[:, :, 0]) - largest + mass).logsumexp(1, keepdim=True)
-    out_tokens.copy_(MAX_TOKEN - (best & MAX_TOKEN))
-    out_logprobs.copy_(_value(best) - largest - total)
 
 
 @triton.jit
@@ -99,50 +79,64 @@ def _merge_kernel(
         key = tl.where(won, tl.load(keys_ptr + head, mask=left, other=NO_KEY), key)
 
 
-def merge_topk_triton(keys: Tensor, mass: Tensor, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """One program per row; see `merge_topk`."""
-    rows, parts, _ = keys.shape
-    _merge_kernel[(rows,)](
-        keys,
-        mass,
-        out_tokens,
-        out_logprobs,
-        parts,
-        keys.stride(0),
-        keys.stride(1),
-        mass.stride(0),
-        out_tokens.stride(0),
-        out_logprobs.stride(0),
-        K=out_tokens.shape[1],
-        NO_KEY=NO_KEY,
-        BLOCK=max(32, triton.next_power_of_2(parts)),
-        num_warps=1,
-    )
-
-
 def check_k(op: str, k: int) -> None:
+    """Raise unless `k` tokens can be taken, one in each round of the kernel."""
     if not 1 <= k <= _MAX_K:
         raise ValueError(f"{op}: k must be in 1..{_MAX_K}, got {k}")
 
 
-def merge_topk(keys: Tensor, mass: Tensor, out_tokens: Tensor, out_logprobs: Tensor) -> None:
+@dataclass(slots=True)
+class MergeTopk(Op):
     """Merge the slices' keys into the K best tokens of the whole vocabulary.
-
-    Args:
-        keys: `[M, P, K]` int64, from `topk_partial` of P slices, with one K at least the number
-            wanted.
-        mass: `[M, P]` fp32, theirs.
-        out_tokens: `[M, K]` int32, global token ids, written.
-        out_logprobs: `[M, K]` fp32, over the whole vocabulary, written.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
-    op, (rows, parts, _), k = "merge_topk", keys.shape, out_tokens.shape[1]
-    check(op, "keys", keys, (rows, parts, k), torch.int64)
-    check(op, "mass", mass, (rows, parts), torch.float32)
-    check(op, "out_tokens", out_tokens, (rows, k), torch.int32)
-    check(op, "out_logprobs", out_logprobs, (rows, k), torch.float32)
-    check_k(op, k)
-    run = merge_topk_triton if on_gpu(keys) else merge_topk_reference
-    run(keys, mass, out_tokens, out_logprobs)
+
+    keys: Tensor
+    """`[M, P, K]` int64, from `topk_partial` of P slices, with one K at least the number wanted."""
+    mass: Tensor
+    """`[M, P]` fp32, theirs."""
+    out_tokens: Tensor
+    """`[M, K]` int32, global token ids, written."""
+    out_logprobs: Tensor
+    """`[M, K]` fp32, over the whole vocabulary, written."""
+
+    def check(self) -> None:
+        (rows, parts, _), k = self.keys.shape, self.out_tokens.shape[1]
+        self.expect("keys", (rows, parts, k), torch.int64)
+        self.expect("mass", (rows, parts), torch.float32)
+        self.expect("out_tokens", (rows, k), torch.int32)
+        self.expect("out_logprobs", (rows, k), torch.float32)
+        check_k(self.name, k)
+
+    def reference(self) -> None:
+        """The best of several slices' keys, normalised."""
+        best = self.keys.flatten(1).topk(self.out_tokens.shape[1], dim=1).values
+        largest = _value(best[:, :1])
+        total = (_value(self.keys[:, :, 0]) - largest + self.mass).logsumexp(1, keepdim=True)
+        self.out_tokens.copy_(MAX_TOKEN - (best & MAX_TOKEN))
+        self.out_logprobs.copy_(_value(best) - largest - total)
+
+    def triton(self) -> None:
+        """One program per row."""
+        rows, parts, _ = self.keys.shape
+        _merge_kernel[(rows,)](
+            self.keys,
+            self.mass,
+            self.out_tokens,
+            self.out_logprobs,
+            parts,
+            self.keys.stride(0),
+            self.keys.stride(1),
+            self.mass.stride(0),
+            self.out_tokens.stride(0),
+            self.out_logprobs.stride(0),
+            K=self.out_tokens.shape[1],
+            NO_KEY=NO_KEY,
+            BLOCK=max(32, triton.next_power_of_2(parts)),
+            num_warps=1,
+        )
+
+
+merge_topk = public(MergeTopk)

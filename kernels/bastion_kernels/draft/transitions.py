@@ -5,30 +5,26 @@ A drafter with a head over its candidates scores transitions: log q_d(x | x'), f
 candidates of a depth to each of the next one. A path score is the product along the path, as in
 `best_first`, and every argument there still holds, because it needs only that a child does not beat
 its parent: the frontier has one entry per node, the nodes come out in non-increasing rho, and every
-prefix of them is the optimal prefix-closed tree of its size. What changes is whose order decides:
-first child and next sibling are those of the parent's own row.
+prefix of them is the optimal prefix-closed tree of its size. Only the order of siblings differs: it
+is that of the parent's own row.
 
-Rows come unsorted. Of D * M rows a tree of N nodes reads at most N + 1, so they are searched when
-they are read: the best of what is left of a row is two minima over its M columns. An entry of the
+Rows are not sorted in advance: a tree of N nodes reads at most N + 1 of the D * M rows. The next
+best candidate of a row is two minima over its M columns. An entry of the
 frontier holds a candidate and its rank among its siblings, a node its own candidate, which names
 the row of its children.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, version_for
-from bastion_kernels.cpu.draft import expand_transitions_cpu
-from bastion_kernels.draft.best_first import Child, check_trees, cost_of, expand_one, store_nodes
+from bastion_kernels.draft.best_first import Child, GrowsTrees, cost_of, expand_one, store_nodes
+from bastion_kernels.op import public
 from bastion_kernels.triton_or_none import tl, triton
-
-__all__ = ["expand_transitions", "expand_transitions_reference", "expand_transitions_triton"]
-
-_OP = "expand_transitions"
 
 
 def _ranked(logprobs: list[float], tokens: list[int], ranks: int) -> list[Child]:
@@ -40,31 +36,8 @@ def _ranked(logprobs: list[float], tokens: list[int], ranks: int) -> list[Child]
     return [(logprobs[i], tokens[i], i) for i in order[:ranks]]
 
 
-def _of_parent(levels: list[list[list[Child]]], depth: int, candidate: int) -> list[Child]:
+def _children_of_parent(levels: list[list[list[Child]]], depth: int, candidate: int) -> list[Child]:
     return levels[depth][candidate]
-
-
-def expand_transitions_reference(
-    candidates: Tensor,
-    logprobs: Tensor,
-    top_k: int,
-    slots: Tensor,
-    out_tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    log_rho: Tensor,
-    num_nodes: Tensor,
-) -> None:
-    """Algorithm 1 over sorted rows; see `expand_transitions`."""
-    for r, slot in enumerate(slots.tolist()):
-        if slot < 0:
-            continue
-        lists = zip(logprobs[r].tolist(), candidates[r].tolist(), strict=True)
-        levels = [[_ranked(row, tokens, top_k) for row in rows] for rows, tokens in lists]
-        levels.append([[]] * candidates.shape[2])
-        nodes = expand_one(partial(_of_parent, levels), out_tokens.shape[1])
-        rows = (out_tokens[r], parents[slot], depths[slot], log_rho[slot])
-        store_nodes(nodes, num_nodes[slot], *rows)
 
 
 @triton.jit
@@ -126,8 +99,8 @@ def _expand_transitions_kernel(
         logprobs_ptr += row * logprobs_r
         none = tl.full([], float("inf"), tl.float32).to(tl.int32, bitcast=True)
 
-        place = tl.arange(0, BLOCK)
-        owner = (place + 1) % BLOCK
+        column = tl.arange(0, BLOCK)
+        owner = (column + 1) % BLOCK
         first, candidate = _next(logprobs_ptr, logprobs_m, M, -1, -1, BLOCK_M)
         cost = tl.where(owner == 0, first, float("inf")).to(tl.int32, bitcast=True)
         entry = tl.where(owner == 0, candidate << 8, 0)
@@ -139,14 +112,14 @@ def _expand_transitions_kernel(
         while (count < N) & (best < none):
             winner = tl.min(tl.where(cost == best, entry, 0x7FFFFFFF), 0)
             parent, candidate, rank = winner >> 16, (winner >> 8) & 0xFF, winner & 0xFF
-            moved, opened = owner == parent, place == count
-            of_parent = tl.sum(tl.where(moved, own, 0), 0)
-            depth, column = of_parent >> 8, of_parent & 0xFF
+            moved, opened = owner == parent, column == count
+            parent_own = tl.sum(tl.where(moved, own, 0), 0)
+            depth, row_candidate = parent_own >> 8, parent_own & 0xFF
             # the winner's entry moves on to the next sibling, the new node opens its own
-            row_ptr = logprobs_ptr + depth * logprobs_d + column * logprobs_p
-            at = cost_of(tl.load(row_ptr + candidate * logprobs_m)).to(tl.int32, bitcast=True)
+            row_ptr = logprobs_ptr + depth * logprobs_d + row_candidate * logprobs_p
+            taken = cost_of(tl.load(row_ptr + candidate * logprobs_m)).to(tl.int32, bitcast=True)
             size = tl.where(rank + 1 < TOP_K, M, 0)
-            sibling_cost, sibling = _next(row_ptr, logprobs_m, size, at, candidate, BLOCK_M)
+            sibling_cost, sibling = _next(row_ptr, logprobs_m, size, taken, candidate, BLOCK_M)
             row_ptr = logprobs_ptr + (depth + 1) * logprobs_d + candidate * logprobs_p
             size = tl.where(depth + 1 < D, M, 0)
             child_cost, child = _next(row_ptr, logprobs_m, size, -1, -1, BLOCK_M)
@@ -161,70 +134,20 @@ def _expand_transitions_kernel(
             own = tl.where(opened, ((depth + 1) << 8) | candidate, own)
             best = tl.min(cost, 0)
 
-        used, real = place < count, place < N
+        used, real = column < count, column < N
         depth, candidate = own >> 8, own & 0xFF
         token_ptr = tokens_ptr + (depth - 1) * tokens_d + candidate * tokens_m
         token = tl.load(token_ptr, mask=used, other=0).to(tl.int64)
-        tl.store(out_tokens_ptr + row * out_tokens_r + place, token, mask=real)
-        tl.store(parents_ptr + slot * parents_s + place, tl.where(used, above, -1), mask=real)
-        tl.store(depths_ptr + slot * depths_s + place, tl.where(used, depth, 0), mask=real)
+        tl.store(out_tokens_ptr + row * out_tokens_r + column, token, mask=real)
+        tl.store(parents_ptr + slot * parents_s + column, tl.where(used, above, -1), mask=real)
+        tl.store(depths_ptr + slot * depths_s + column, tl.where(used, depth, 0), mask=real)
         score = tl.where(used, 0.0 - score, float("-inf"))
-        tl.store(log_rho_ptr + slot * log_rho_s + place, score, mask=real)
+        tl.store(log_rho_ptr + slot * log_rho_s + column, score, mask=real)
         tl.store(num_nodes_ptr + slot, count)
 
 
-def expand_transitions_triton(
-    candidates: Tensor,
-    logprobs: Tensor,
-    top_k: int,
-    slots: Tensor,
-    out_tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    log_rho: Tensor,
-    num_nodes: Tensor,
-) -> None:
-    """One warp per request, one node per round; see `expand_transitions`."""
-    reqs, depth, width = candidates.shape
-    limit = out_tokens.shape[1]
-    if reqs == 0:
-        return
-    _expand_transitions_kernel[(reqs,)](
-        candidates,
-        logprobs,
-        slots,
-        out_tokens,
-        parents,
-        depths,
-        log_rho,
-        num_nodes,
-        *candidates.stride(),
-        *logprobs.stride(),
-        out_tokens.stride(0),
-        parents.stride(0),
-        depths.stride(0),
-        log_rho.stride(0),
-        D=depth,
-        M=width,
-        N=limit,
-        TOP_K=top_k,
-        BLOCK=max(32, triton.next_power_of_2(limit)),
-        BLOCK_M=triton.next_power_of_2(width),
-        num_warps=1,
-    )
-
-
-def expand_transitions(
-    candidates: Tensor,
-    logprobs: Tensor,
-    top_k: int,
-    slots: Tensor,
-    out_tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    log_rho: Tensor,
-    num_nodes: Tensor,
-) -> None:
+@dataclass(slots=True)
+class ExpandTransitions(GrowsTrees):
     """Write the first N nodes of every request's best-first tree over transition scores.
 
     The outputs are those of `expand_best_first`, and so is the tree where all rows of a depth are
@@ -232,41 +155,83 @@ def expand_transitions(
     node's row, at most `top_k` of them, ties to the lower candidate; those of -inf or NaN are left
     out.
 
-    Args:
-        candidates: `[R, D, M]` int32, tokens of each depth.
-        logprobs: `[R, D, M, M]` fp32, log q of candidate [.., m] after candidate [.., p, ..] of the
-            depth above; at the first depth only row 0 is read, the root's. A value above 0 is read
-            as 0.
-        top_k: most children of a node; 1 gives a chain of min(D, N) nodes.
-        slots: `[R]` int64, request slot of each row, or -1.
-        out_tokens: `[R, N]` int64, written.
-        parents: `[S, N]` int32, node number of the parent, written.
-        depths: `[S, N]` int32, 1..D, written.
-        log_rho: `[S, N]` fp32, path scores, written.
-        num_nodes: `[S]` int32, columns in use, written.
-
     Raises:
         ValueError, TypeError: shapes, strides or dtypes do not fit together, or sizes beyond what
             an entry of the frontier can hold (N 4096, D and M 255).
     """
-    reqs, depth, width = candidates.shape
-    check(_OP, "candidates", candidates, (reqs, depth, width), torch.int32, strided=True)
-    shape = (reqs, depth, width, width)
-    check(_OP, "logprobs", logprobs, shape, torch.float32, strided=True)
-    check_trees(_OP, reqs, slots, out_tokens, parents, depths, log_rho, num_nodes)
-    if depth > 255 or width > 255 or top_k < 1:
-        raise ValueError(f"{_OP}: D <= 255, M <= 255, top_k >= 1, got {depth}, {width}, {top_k}")
-    run = version_for(
-        candidates, expand_transitions_triton, expand_transitions_cpu, expand_transitions_reference
-    )
-    run(
-        candidates,
-        logprobs,
-        top_k,
-        slots,
-        out_tokens,
-        parents,
-        depths,
-        log_rho,
-        num_nodes,
-    )
+
+    candidates: Tensor
+    """`[R, D, M]` int32, tokens of each depth."""
+    logprobs: Tensor
+    """`[R, D, M, M]` fp32, log q of candidate [.., m] after candidate [.., p, ..] of the depth
+    above; at the first depth only row 0 is read, the root's. A value above 0 is read as 0."""
+    top_k: int
+    """Most children of a node; 1 gives a chain of min(D, N) nodes."""
+    slots: Tensor
+    """`[R]` int64, request slot of each row, or -1."""
+    out_tokens: Tensor
+    """`[R, N]` int64, written."""
+    parents: Tensor
+    """`[S, N]` int32, node number of the parent, written."""
+    depths: Tensor
+    """`[S, N]` int32, 1..D, written."""
+    log_rho: Tensor
+    """`[S, N]` fp32, path scores, written."""
+    num_nodes: Tensor
+    """`[S]` int32, columns in use, written."""
+
+    def check(self) -> None:
+        reqs, depth, width = self.candidates.shape
+        self.expect("candidates", (reqs, depth, width), torch.int32, strided=True)
+        shape = (reqs, depth, width, width)
+        self.expect("logprobs", shape, torch.float32, strided=True)
+        self.check_trees(reqs)
+        if depth > 255 or width > 255 or self.top_k < 1:
+            raise ValueError(
+                f"{self.name}: D <= 255, M <= 255, top_k >= 1, got {depth}, {width}, {self.top_k}"
+            )
+
+    def reference(self) -> None:
+        """Algorithm 1 over sorted rows."""
+        for r, slot in enumerate(self.slots.tolist()):
+            if slot < 0:
+                continue
+            lists = zip(self.logprobs[r].tolist(), self.candidates[r].tolist(), strict=True)
+            levels = [[_ranked(row, tokens, self.top_k) for row in rows] for rows, tokens in lists]
+            levels.append([[]] * self.candidates.shape[2])
+            nodes = expand_one(partial(_children_of_parent, levels), self.out_tokens.shape[1])
+            rows = (self.out_tokens[r], self.parents[slot], self.depths[slot], self.log_rho[slot])
+            store_nodes(nodes, self.num_nodes[slot], *rows)
+
+    def triton(self) -> None:
+        """One warp per request, one node per round."""
+        reqs, depth, width = self.candidates.shape
+        limit = self.out_tokens.shape[1]
+        if reqs == 0:
+            return
+        _expand_transitions_kernel[(reqs,)](
+            self.candidates,
+            self.logprobs,
+            self.slots,
+            self.out_tokens,
+            self.parents,
+            self.depths,
+            self.log_rho,
+            self.num_nodes,
+            *self.candidates.stride(),
+            *self.logprobs.stride(),
+            self.out_tokens.stride(0),
+            self.parents.stride(0),
+            self.depths.stride(0),
+            self.log_rho.stride(0),
+            D=depth,
+            M=width,
+            N=limit,
+            TOP_K=self.top_k,
+            BLOCK=max(32, triton.next_power_of_2(limit)),
+            BLOCK_M=triton.next_power_of_2(width),
+            num_warps=1,
+        )
+
+
+expand_transitions = public(ExpandTransitions, cpu="bastion_kernels.cpu.draft")

@@ -12,58 +12,17 @@ last W - 1 inputs of the accepted text.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
 from bastion_kernels.gated_delta.states import LayerStates, accepted_rows
+from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = [
-    "short_conv_commit",
-    "short_conv_commit_reference",
-    "short_conv_commit_triton",
-    "short_conv_tree",
-    "short_conv_tree_reference",
-    "short_conv_tree_triton",
-]
-
 _BLOCK, _BLOCK_C = 16, 128
-
-
-def short_conv_tree_reference(
-    x: Tensor,
-    weight: Tensor,
-    state: Tensor,
-    state_rows: Tensor,
-    query_start_loc: Tensor,
-    tail_lens: Tensor,
-    slots: Tensor,
-    parents: Tensor,
-    out: Tensor,
-) -> None:
-    """One gather of the rows above each row; what a CPU runs. See `short_conv_tree`."""
-    taps = weight.shape[1]
-    places, tails, of_slot = state_rows.tolist(), tail_lens.tolist(), slots.tolist()
-    for r, (first, last) in enumerate(pairwise(query_start_loc.tolist())):
-        if first == last or places[r] < 0:
-            continue
-        # the state's columns come first: row i of the step is at taps - 1 + i
-        above = torch.arange(taps - 2, taps - 2 + last - first, device=x.device)
-        tail = tails[r] if of_slot[r] >= 0 else 0
-        if tail > 1:
-            root = last - first - tail
-            above[root + 1 :] = taps - 1 + root + parents[of_slot[r], : tail - 1].clamp(min=0)
-        above = torch.cat([torch.arange(-1, taps - 2, device=x.device), above])
-        inputs = torch.cat([state[places[r]].float().T, x[first:last].float()])
-        row = torch.arange(taps - 1, taps - 1 + last - first, device=x.device)
-        total = torch.zeros_like(inputs[taps - 1 :])
-        for tap in range(taps - 1, -1, -1):
-            total += inputs[row] * weight[:, tap].float()
-            row = above[row]
-        out[first:last] = torch.nn.functional.silu(total).to(out.dtype)
 
 
 @triton.jit
@@ -144,74 +103,80 @@ def _conv_kernel(
             )
 
 
-def short_conv_tree_triton(
-    x: Tensor,
-    weight: Tensor,
-    state: Tensor,
-    state_rows: Tensor,
-    query_start_loc: Tensor,
-    tail_lens: Tensor,
-    slots: Tensor,
-    parents: Tensor,
-    out: Tensor,
-) -> None:
-    """Requests and channels in parallel; see `short_conv_tree`."""
-    channels, taps = weight.shape
-    _conv_kernel[(state_rows.shape[0], triton.cdiv(channels, _BLOCK_C))](
-        x, weight, state, state_rows, query_start_loc, tail_lens, slots, parents, out, channels,
-        x.stride(0), weight.stride(0), *state.stride(), parents.stride(0), out.stride(0),
-        TAPS=taps, BLOCK=_BLOCK, BLOCK_C=_BLOCK_C,
-    )  # fmt: skip
-
-
-def short_conv_tree(
-    x: Tensor,
-    weight: Tensor,
-    state: Tensor,
-    state_rows: Tensor,
-    query_start_loc: Tensor,
-    tail_lens: Tensor,
-    slots: Tensor,
-    parents: Tensor,
-    out: Tensor,
-) -> None:
+@dataclass(slots=True)
+class ShortConvTree(Op):
     """Convolve every row of the step with the rows above it. The state is only read.
-
-    Args:
-        x: `[T, C]`, contiguous in its last dimension.
-        weight: `[C, W]`.
-        state: `[B, C, W - 1]`, any strides, the last inputs of each request, oldest first.
-        state_rows: `[R]`, the request's row of `state`; -1 = this request is left alone.
-        query_start_loc, tail_lens, slots: as of `gated_delta_tree`.
-        parents: `[S, N]` int32, node number of each column's parent.
-        out: `[T, C]`, written.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
-    op, (rows, channels) = "short_conv_tree", x.shape
-    check(op, "weight", weight, (channels, None), weight.dtype)
-    check(op, "state", state, (None, channels, weight.shape[1] - 1), state.dtype, strided=True)
-    check(op, "x", x, (rows, channels), x.dtype)
-    check(op, "parents", parents, (None, None), torch.int32)
-    check(op, "out", out, (rows, channels), out.dtype)
-    run = short_conv_tree_triton if on_gpu(x) else short_conv_tree_reference
-    run(x, weight, state, state_rows, query_start_loc, tail_lens, slots, parents, out)
+
+    x: Tensor
+    """`[T, C]`, contiguous in its last dimension."""
+    weight: Tensor
+    """`[C, W]`."""
+    state: Tensor
+    """`[B, C, W - 1]`, any strides, the last inputs of each request, oldest first."""
+    state_rows: Tensor
+    """`[R]`, the request's row of `state`; -1 = this request is left alone."""
+    query_start_loc: Tensor
+    """`[R+1]` int32, first row of each request."""
+    tail_lens: Tensor
+    """`[R]` int32, rows of the request's tail (root and nodes); 0 = causal only."""
+    slots: Tensor
+    """`[R]` int64, the request's row of `parents`; -1 = causal only."""
+    parents: Tensor
+    """`[S, N]` int32, node number of each column's parent."""
+    out: Tensor
+    """`[T, C]`, written."""
+
+    def check(self) -> None:
+        rows, channels = self.x.shape
+        self.expect("weight", (channels, None), self.weight.dtype)
+        self.expect(
+            "state", (None, channels, self.weight.shape[1] - 1), self.state.dtype, strided=True
+        )
+        self.expect("x", (rows, channels), self.x.dtype)
+        self.expect("parents", (None, None), torch.int32)
+        self.expect("out", (rows, channels), self.out.dtype)
+
+    def reference(self) -> None:
+        """One gather of the rows above each row."""
+        taps = self.weight.shape[1]
+        state_rows, tails = self.state_rows.tolist(), self.tail_lens.tolist()
+        slots = self.slots.tolist()
+        for r, (first, last) in enumerate(pairwise(self.query_start_loc.tolist())):
+            if first == last or state_rows[r] < 0:
+                continue
+            # the state's columns come first: row i of the step is at taps - 1 + i
+            above = torch.arange(taps - 2, taps - 2 + last - first, device=self.x.device)
+            tail = tails[r] if slots[r] >= 0 else 0
+            if tail > 1:
+                root = last - first - tail
+                above[root + 1 :] = (
+                    taps - 1 + root + self.parents[slots[r], : tail - 1].clamp(min=0)
+                )
+            above = torch.cat([torch.arange(-1, taps - 2, device=self.x.device), above])
+            inputs = torch.cat([self.state[state_rows[r]].float().T, self.x[first:last].float()])
+            row = torch.arange(taps - 1, taps - 1 + last - first, device=self.x.device)
+            total = torch.zeros_like(inputs[taps - 1 :])
+            for tap in range(taps - 1, -1, -1):
+                total += inputs[row] * self.weight[:, tap].float()
+                row = above[row]
+            self.out[first:last] = torch.nn.functional.silu(total).to(self.out.dtype)
+
+    def triton(self) -> None:
+        """Requests and channels in parallel."""
+        channels, taps = self.weight.shape
+        _conv_kernel[(self.state_rows.shape[0], triton.cdiv(channels, _BLOCK_C))](
+            self.x, self.weight, self.state, self.state_rows, self.query_start_loc, self.tail_lens,
+            self.slots, self.parents, self.out, channels, self.x.stride(0), self.weight.stride(0),
+            *self.state.stride(), self.parents.stride(0), self.out.stride(0), TAPS=taps,
+            BLOCK=_BLOCK, BLOCK_C=_BLOCK_C,
+        )  # fmt: skip
 
 
-def short_conv_commit_reference(
-    x: Tensor,
-    states: LayerStates,
-    state_rows: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    path: Tensor,
-) -> None:
-    """Request by request; what a CPU runs. See `short_conv_commit`."""
-    where = (query_start_loc, cu_num_logits, path)
-    for layer, state, rows in accepted_rows(states, state_rows, *where):
-        inputs = torch.cat([state.T, x[layer, rows].to(state.dtype)])
-        state.copy_(inputs[-state.shape[1] :].T)
+short_conv_tree = public(ShortConvTree)
 
 
 @triton.jit
@@ -280,50 +245,57 @@ def _commit_kernel(
         tl.store(into_ptr + (column * stride_state_col)[None, :], kept, mask=live)
 
 
-def short_conv_commit_triton(
-    x: Tensor,
-    states: LayerStates,
-    state_rows: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    path: Tensor,
-) -> None:
-    """Requests and channels in parallel; see `short_conv_commit`."""
-    _, channels, kept = states.first.shape
-    _commit_kernel[(path.shape[0], len(states.states), triton.cdiv(channels, _BLOCK_C))](
-        x, states.table, state_rows, query_start_loc, cu_num_logits, path, channels,
-        *x.stride()[:2], *states.first.stride(), state_rows.stride(0), path.stride(0),
-        **states.arguments(), PATH=path.shape[1],
-        PATHS=triton.next_power_of_2(path.shape[1]), KEPT=kept,
-        KEPT_PAD=triton.next_power_of_2(kept), BLOCK_C=_BLOCK_C,
-    )  # fmt: skip
-
-
-def short_conv_commit(
-    x: Tensor,
-    states: LayerStates,
-    state_rows: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    path: Tensor,
-) -> None:
+@dataclass(slots=True)
+class ShortConvCommit(Op):
     """Keep the last inputs of the accepted text in all layers, in place.
-
-    Args:
-        x: `[L, T, C]`, of `short_conv_tree` for the same step, by layer.
-        states: of L layers, each as there.
-        state_rows, query_start_loc, cu_num_logits, path: as of `gated_delta_commit`.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
     """
-    op, reqs = "short_conv_commit", path.shape[0]
-    check(op, "x", x, (len(states.states), None, states.first.shape[1]), x.dtype)
-    check(op, "state_rows", state_rows, (None, reqs), torch.int32, torch.int64)
-    check(op, "query_start_loc", query_start_loc, (reqs + 1,), torch.int32)
-    check(op, "cu_num_logits", cu_num_logits, (reqs + 1,), torch.int32)
-    check(op, "path", path, (reqs, None), torch.int32)
-    if reqs == 0:
-        return
-    run = short_conv_commit_triton if on_gpu(x) else short_conv_commit_reference
-    run(x, states, state_rows, query_start_loc, cu_num_logits, path)
+
+    x: Tensor
+    """`[L, T, C]`, the inputs of `short_conv_tree` in the same step, by layer."""
+    states: LayerStates
+    """The states `[B, C, W - 1]` of the L layers, written."""
+    state_rows: Tensor
+    """`[G, R]` integer, the request's row of the states in each group of layers; -1 = none."""
+    query_start_loc: Tensor
+    """`[R+1]` int32, first row of each request."""
+    cu_num_logits: Tensor
+    """`[R+1]` int32, first logits row of each request; its last `cu[r+1] - cu[r]` rows are its
+    tail."""
+    path: Tensor
+    """`[R, D+1]` int32, node numbers of the accepted path, -1 past its end; a request whose path is
+    empty keeps its state."""
+
+    def check(self) -> None:
+        reqs = self.path.shape[0]
+        self.expect("x", (len(self.states.states), None, self.states.first.shape[1]), self.x.dtype)
+        self.expect("state_rows", (None, reqs), torch.int32, torch.int64)
+        self.expect("query_start_loc", (reqs + 1,), torch.int32)
+        self.expect("cu_num_logits", (reqs + 1,), torch.int32)
+        self.expect("path", (reqs, None), torch.int32)
+
+    def reference(self) -> None:
+        """Request by request."""
+        where = (self.query_start_loc, self.cu_num_logits, self.path)
+        for layer, state, rows in accepted_rows(self.states, self.state_rows, *where):
+            inputs = torch.cat([state.T, self.x[layer, rows].to(state.dtype)])
+            state.copy_(inputs[-state.shape[1] :].T)
+
+    def triton(self) -> None:
+        """Requests and channels in parallel."""
+        _, channels, kept = self.states.first.shape
+        reqs, layers = self.path.shape[0], len(self.states.states)
+        if reqs == 0:
+            return
+        _commit_kernel[(reqs, layers, triton.cdiv(channels, _BLOCK_C))](
+            self.x, self.states.table, self.state_rows, self.query_start_loc, self.cu_num_logits,
+            self.path, channels, *self.x.stride()[:2], *self.states.first.stride(),
+            self.state_rows.stride(0), self.path.stride(0), **self.states.arguments(),
+            PATH=self.path.shape[1], PATHS=triton.next_power_of_2(self.path.shape[1]), KEPT=kept,
+            KEPT_PAD=triton.next_power_of_2(kept), BLOCK_C=_BLOCK_C,
+        )  # fmt: skip
+
+
+short_conv_commit = public(ShortConvCommit)

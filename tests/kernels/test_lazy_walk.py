@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bastion_kernels import accept_path_reference
-from bastion_kernels.cpu.lazy_walk import accept_lazily
+from bastion_kernels import accept_path
+from bastion_kernels.cpu.walk import accept_lazily
 
 SLOTS, NODES, DEPTH = 7, 12, 5
 
@@ -34,7 +34,7 @@ def test_it_walks_as_the_eager_one_and_draws_only_on_its_way(seed: int) -> None:
         return torch.full(shape, 9).int(), torch.full(shape, 9), torch.full((reqs,), 9).int()
 
     eager, lazy = outputs(), outputs()
-    accept_path_reference(sampled, fed, parents, slots, starts, *eager)
+    accept_path.reference(sampled, fed, parents, slots, starts, *eager)
     asked: list[int] = []
 
     def draw(rows: torch.Tensor) -> torch.Tensor:

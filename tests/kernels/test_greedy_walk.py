@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bastion_kernels import accept_path_reference
-from bastion_kernels.cpu.greedy_walk import SERVED, accept_greedily
+from bastion_kernels import accept_path
+from bastion_kernels.cpu.walk import GREEDY_DTYPES, accept_greedily
 
 SLOTS, NODES, DEPTH = 7, 12, 5
 
 
-@pytest.mark.parametrize("dtype", SERVED)
+@pytest.mark.parametrize("dtype", GREEDY_DTYPES)
 @pytest.mark.parametrize("seed", range(30))
 def test_it_walks_as_the_eager_one(seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ def test_it_walks_as_the_eager_one(seed: int, dtype: torch.dtype) -> None:
         return torch.full(shape, 9).int(), torch.full(shape, 9), torch.full((reqs,), 9).int()
 
     eager, greedy = outputs(), outputs()
-    accept_path_reference(sampled, fed, parents, slots, starts, *eager)
+    accept_path.reference(sampled, fed, parents, slots, starts, *eager)
     accept_greedily(logits, fed, parents, slots, starts, *greedy)
     for left, right in zip(eager, greedy, strict=True):
         assert torch.equal(left, right)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place of every node in the list of all requests' nodes, by path score, best first.
+"""The rank of every node in the list of all requests' nodes by path score, best first.
 
-Each request's list is sorted, so no sort is needed: a node's place is its own column plus, by
-binary search, the number of better nodes in every other request. Equal scores go to the lower row,
-so places are a permutation of 0, 1, .. and the same on every rank. A search is a chain of
-log2(N) loads; many requests are searched side by side to have many chains under way.
+Each request's list is sorted, so no sort is needed: a node's rank is its own column plus, by binary
+search, the number of better nodes in every other request. Equal scores go to the lower row, so the
+ranks are a permutation of 0, 1, .. and the same on every rank of a tensor-parallel group. A search
+is a chain of log2(N) loads; many requests are searched side by side to overlap the chains.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["place_constants", "places", "sorted_nodes"]
+__all__ = ["rank_constants", "ranks", "sorted_nodes"]
 
 
 def sorted_nodes(
@@ -29,7 +29,7 @@ def sorted_nodes(
 
 
 @triton.jit
-def places(
+def ranks(
     log_rho_ptr,
     slots_ptr,
     limits_ptr,
@@ -43,10 +43,10 @@ def places(
     RIVALS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Of one request's columns, each `[BLOCK]`: score, is it a node, its place.
+    """Score, whether it is a node, and rank of each column of one request, each `[BLOCK]`.
 
     The request is `row` of the batch, in `slot`. Columns of score -inf are nodes only if EMPTY;
-    the place of a column that is no node means nothing.
+    the rank of a column that is no node is undefined.
     """
     column = tl.arange(0, BLOCK)
     mine = column < tl.minimum(tl.load(limits_ptr + slot), N)
@@ -65,19 +65,19 @@ def places(
         # how many nodes of the other request come before this one, from the highest bit down
         found = tl.zeros([RIVALS, BLOCK], tl.int32)
         for step in range(STEPS):
-            more = found + (1 << (STEPS - 1 - step))
+            candidate = found + (1 << (STEPS - 1 - step))
             # past the end there is NaN, which is before nothing
-            theirs = tl.load(list_ptr + more, mask=more <= nodes, other=float("nan"))
+            theirs = tl.load(list_ptr + candidate, mask=candidate <= nodes, other=float("nan"))
             before = (theirs > score[None, :]) | ((theirs == score[None, :]) & wins_ties)
-            found = tl.where(before, more, found)
+            found = tl.where(before, candidate, found)
         ahead += found
     return score, mine, column + tl.sum(ahead, 0)
 
 
-def place_constants(limit: int) -> dict[str, int]:
-    """Constants and warps of a kernel with `places` in it: by N alone, never by R.
+def rank_constants(limit: int) -> dict[str, int]:
+    """Constants and warps of a kernel that calls `ranks`. They depend on N, never on R.
 
-    Each thread follows at most 8 searches: more would be short of registers.
+    Each thread follows at most 8 searches: candidate would be short of registers.
     """
     block = triton.next_power_of_2(limit)
     return {

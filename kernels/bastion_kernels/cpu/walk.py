@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acceptance walk on a CPU: over tokens drawn beforehand, or drawn where the walk comes by.
+
+On a GPU all rows are drawn in one launch and then walked. A CPU pays for every row of a large
+vocabulary, and the walk visits one row a depth. `accept_greedily` takes the argmax of a row when it
+gets there; `accept_lazily` draws a depth of all requests at a time. The noise of a draw is keyed by
+(seed, position), not by what else is drawn, so the tokens are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bastion_kernels.accept.walk import AcceptPath
+from bastion_kernels.cpu.cache import njit
+
+_BLOCK = 512  # logits whose largest is found before it is located
+
+
+@njit
+def _order(bits, magnitude):
+    """An integer that sorts as the float does; -0.0 is 0.0."""
+    positive = bits if bits & magnitude else bits & magnitude
+    return positive ^ magnitude if positive < 0 else positive
+
+
+@njit
+def _argmax(row, magnitude, infinity):
+    """The first of the largest; a NaN is larger than any.
+
+    row: [V] floats as signed integers of their size; magnitude: all bits but the sign; infinity:
+    the bits of +inf, beyond which there are NaNs only.
+    """
+    integer = row.dtype.type
+    best, found = ~magnitude, 0
+    for start in range(0, row.shape[0], _BLOCK):
+        end = min(start + _BLOCK, row.shape[0])
+        top, size = integer(~magnitude), integer(0)
+        for i in range(start, end):
+            top = max(top, integer(_order(row[i], magnitude)))
+            size = max(size, integer(row[i] & magnitude))
+        if size > infinity:
+            for i in range(start, end):
+                if row[i] & magnitude > infinity:
+                    return i
+        if top > best:
+            best = top
+            for i in range(start, end):
+                if _order(row[i], magnitude) == top:
+                    found = i
+                    break
+    return found
+
+
+@njit
+def _child(parents, fed, start, rows, node, token):
+    """The first child of `node` that carries `token`, -1 if there is none.
+
+    parents: [N] of the request's slot; its root is row `start` of `fed`, and it has `rows` rows.
+    """
+    # A child comes after its parent, so the columns before need no look.
+    for column in range(node, min(rows - 1, parents.shape[0])):
+        if parents[column] == node and fed[start + 1 + column] == token:
+            return column + 1
+    return -1
+
+
+@njit
+def _walk(
+    source, magnitude, infinity, fed, parents, slots, starts, out_path, out_tokens, num_sampled
+):
+    """source: [L] the tokens of the rows, or [L, V] logits for `_argmax`."""
+    out_path[:] = -1
+    out_tokens[:] = 0
+    for r in range(slots.shape[0]):
+        slot, start, rows = slots[r], starts[r], starts[r + 1] - starts[r]
+        count, node = 0, 0 if slot >= 0 and rows > 0 else -1
+        while node >= 0 and count < out_path.shape[1]:
+            if source.ndim == 1:  # settled when Numba compiles
+                token = source[start + node]
+            else:
+                token = _argmax(source[start + node], magnitude, infinity)
+            out_path[r, count], out_tokens[r, count] = node, token
+            count += 1
+            node = _child(parents[slot], fed, start, rows, node, token)
+        num_sampled[r] = count
+
+
+def accept_path(op: AcceptPath) -> None:
+    """The walk over tokens that were drawn at every row."""
+    nothing = np.int32(0)
+    _walk(
+        op.sampled.numpy(), nothing, nothing, op.node_ids.numpy(), op.parents.numpy(),
+        op.slots.numpy(), op.cu_num_logits.numpy(), op.out_path.numpy(), op.out_tokens.numpy(),
+        op.num_sampled.numpy(),
+    )  # fmt: skip
+
+
+# dtype of logits -> integers of its size, and as these: all bits but the sign, +inf
+_BITS = {
+    torch.float32: (torch.int32, np.int32(0x7FFFFFFF), np.int32(0x7F800000)),
+    torch.bfloat16: (torch.int16, np.int16(0x7FFF), np.int16(0x7F80)),
+}
+GREEDY_DTYPES = tuple(_BITS)
+"""dtypes of logits that `accept_greedily` reads"""
+
+
+def accept_greedily(
+    logits: Tensor,
+    node_ids: Tensor,
+    parents: Tensor,
+    slots: Tensor,
+    cu_num_logits: Tensor,
+    out_path: Tensor,
+    out_tokens: Tensor,
+    num_sampled: Tensor,
+) -> None:
+    """`bastion_kernels.accept_path` with the argmax of every visited row as its token.
+
+    Args:
+        logits: `[L, V]` of one of `GREEDY_DTYPES`, rows contiguous, on the CPU.
+        node_ids, parents, slots, cu_num_logits, out_path, out_tokens, num_sampled: as in
+            `accept_path`.
+    """
+    integers, magnitude, infinity = _BITS[logits.dtype]
+    _walk(
+        logits.view(integers).numpy(), magnitude, infinity, node_ids.numpy(), parents.numpy(),
+        slots.numpy(), cu_num_logits.numpy(), out_path.numpy(), out_tokens.numpy(),
+        num_sampled.numpy(),
+    )  # fmt: skip
+
+
+@njit
+def _advance(drawn, active, node, fed, parents, slots, starts):
+    """Move every active request to the child that carries its token; -1 where there is none."""
+    for i in range(active.shape[0]):
+        r = active[i]
+        rows = starts[r + 1] - starts[r]
+        node[r] = _child(parents[slots[r]], fed, starts[r], rows, node[r], drawn[i])
+
+
+def accept_lazily(
+    draw: Callable[[Tensor], Tensor],
+    node_ids: Tensor,
+    parents: Tensor,
+    slots: Tensor,
+    cu_num_logits: Tensor,
+    out_path: Tensor,
+    out_tokens: Tensor,
+    num_sampled: Tensor,
+) -> None:
+    """`bastion_kernels.accept_path` with tokens drawn on demand, all requests a depth at a time.
+
+    Args:
+        draw: rows `[A]` int64 of the step's logits, ascending, at most one a request -> their
+            tokens `[A]` int64.
+        node_ids, parents, slots, cu_num_logits, out_path, out_tokens, num_sampled: as in
+            `accept_path`, on the CPU.
+    """
+    out_path.fill_(-1)
+    out_tokens.zero_()
+    num_sampled.zero_()
+    path, tokens, counts = out_path.numpy(), out_tokens.numpy(), num_sampled.numpy()
+    tree = node_ids.numpy(), parents.numpy(), slots.numpy(), cu_num_logits.numpy()
+    starts = tree[3]
+    node = np.zeros(len(slots), dtype=np.int64)
+    active = np.flatnonzero((tree[2] >= 0) & (np.diff(starts) > 0))
+    for depth in range(path.shape[1]):
+        if not len(active):
+            break
+        drawn = draw(torch.from_numpy(starts[active] + node[active])).numpy()
+        path[active, depth] = node[active]
+        tokens[active, depth] = drawn
+        counts[active] = depth + 1
+        _advance(drawn, active, node, *tree)
+        active = active[node[active] >= 0]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An op: its arguments, declared once, and the versions that take them.
+
+    @dataclass(slots=True)
+    class Double(Op):
+        x: Tensor                        # fields are the arguments
+        def check(self): ...             # raises if they do not fit together
+        def reference(self): ...         # plain PyTorch: the definition, what tests compare with
+        def triton(self): ...            # on a GPU
+
+    double = public(Double, cpu="package.module")
+
+`double(x)` checks its arguments and runs the version for their device. `double.reference(x)`,
+`double.triton(x)` and `double.cpu(x)` run one version, unchecked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, ClassVar, Generic, ParamSpec
+
+import torch
+from torch import Tensor
+
+from bastion_kernels.checks import check, on_gpu
+
+_P = ParamSpec("_P")
+
+
+class Op:
+    """The arguments of one call. Subclasses are dataclasses with slots."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    def expect(
+        self,
+        argument: str,
+        shape: tuple[int | None, ...],
+        *dtypes: torch.dtype,
+        strided: bool = False,
+    ) -> None:
+        """Raise unless this tensor argument has the shape and one of the dtypes; see `check`."""
+        check(self.name, argument, getattr(self, argument), shape, *dtypes, strided=strided)
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError if the arguments do not fit together."""
+        raise NotImplementedError
+
+    def reference(self) -> None:
+        """The definition, in plain PyTorch on any device."""
+        raise NotImplementedError
+
+    def triton(self) -> None:
+        """Launch the Triton kernel."""
+        raise NotImplementedError
+
+
+def load(module: str, name: str) -> Any:
+    """A name of a module that a GPU process must not import."""
+    return getattr(import_module(module), name)
+
+
+class PublicOp(Generic[_P]):
+    """An op as its callers see it; see `public`."""
+
+    def __init__(
+        self, arguments: Callable[_P, Op], name: str, cpu: str | None, device_of: str
+    ) -> None:
+        self.__name__, self.__doc__ = name, arguments.__doc__
+        self._arguments, self._cpu, self._device_of = arguments, cpu, device_of
+        self._loaded: Callable[[Op], None] | None = None
+
+        def reference(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            arguments(*args, **kwargs).reference()
+
+        def triton(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            arguments(*args, **kwargs).triton()
+
+        def cpu_version(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            self._run_on_cpu(arguments(*args, **kwargs))
+
+        self.reference, self.triton, self.cpu = reference, triton, cpu_version
+        for version, run in (("reference", reference), ("triton", triton), ("cpu", cpu_version)):
+            run.__name__ = f"{name}_{version}"
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        call = self._arguments(*args, **kwargs)
+        call.check()
+        tensor: Tensor = getattr(call, self._device_of)
+        if on_gpu(tensor):
+            call.triton()
+        else:
+            self._run_on_cpu(call)
+
+    def _run_on_cpu(self, call: Op) -> None:
+        if self._loaded is None:
+            cpu = self._cpu
+            self._loaded = type(call).reference if cpu is None else load(cpu, self.__name__)
+        self._loaded(call)
+
+
+def public(
+    arguments: Callable[_P, Op], *, cpu: str | None = None, device_of: str | None = None
+) -> PublicOp[_P]:
+    """Make the callable of an op. Its name is the class's: `AcceptPath` makes `accept_path`.
+
+    Args:
+        arguments: the op's class.
+        cpu: module with a function of that name that takes the arguments on a CPU. It is imported
+            by the op's first call there. None: the reference runs.
+        device_of: the argument whose device decides; None: the first.
+    """
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", arguments.__name__).lower()
+    arguments.name = name  # type: ignore[attr-defined]
+    return PublicOp(arguments, name, cpu, device_of or next(iter(arguments.__annotations__)))
