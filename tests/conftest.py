@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import interpreter
 from tests.e2e.report import (  # noqa: F401
     pytest_collection_finish,
     pytest_configure,
@@ -30,8 +31,7 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 _ON_CPU = {
-    # Run vLLM's Triton kernels, and ours where a test calls them, in Triton's interpreter.
-    "VLLM_BASTION_TRITON_INTERPRETER": "1",
+    # Read by Triton when it is imported, see tests/interpreter.py.
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -39,6 +39,7 @@ for _name, _value in (_ENVIRONMENT | ({} if ON_GPU else _ON_CPU)).items():
     os.environ.setdefault(_name, _value)
 if not ON_GPU:
     torch.set_num_threads(1)
+    interpreter.enable()
 
 
 @pytest.fixture(scope="session", autouse=not ON_GPU)

@@ -36,7 +36,6 @@ from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.hooks import HookError, scheduler, wrap
 from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
 from vllm_bastion.hooks.runner import RUNNER_HOOKS, execute_model
-from vllm_bastion.hooks.worker import TOP_K_TOP_P
 from vllm_bastion.versions import capabilities_of
 
 GAMMA, NODES = 7, 64
@@ -49,7 +48,7 @@ def _registered() -> None:
 
 # --- the contract -----------------------------------------------------------------------------
 
-LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *GATED_DELTA_HOOKS, TOP_K_TOP_P)
+LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *GATED_DELTA_HOOKS)
 VERSIONS = [capabilities_of(version) for version in ("0.32", "0.33")]
 
 

@@ -51,8 +51,8 @@ with host.loading_compiled():
     pass
 loaded = {name.partition(".")[0] for name in sys.modules}
 assert not loaded & {"numba", "llvmlite"}
-# Which build of vLLM this is, and the tests' interpreter, are asked everywhere.
-expected = {"vllm_bastion.cpu", "vllm_bastion.cpu.build", "vllm_bastion.cpu.interpreter"}
+# Which build of vLLM this is, is asked everywhere.
+expected = {"vllm_bastion.cpu", "vllm_bastion.cpu.build"}
 found = {name for name in sys.modules if name.startswith("vllm_bastion.cpu")}
 assert found <= expected, found - expected
 """
@@ -65,7 +65,6 @@ def test_the_cuda_path_needs_no_numba_and_writes_nothing(tmp_path: Path) -> None
         "XDG_CACHE_HOME": str(cache / "xdg"),
         "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
     }
-    environment.pop("VLLM_BASTION_TRITON_INTERPRETER", None)
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True
     )
@@ -76,8 +75,8 @@ def test_the_cuda_path_needs_no_numba_and_writes_nothing(tmp_path: Path) -> None
 
 # The seam and the CPU's side of it, and the policy, which knows no vLLM and is given a device.
 _SEAM = ("host.py", "platform.py", "cpu/", "policy/")
-# The tests' interpreter and vLLM's own version lookup come before there is a platform to ask.
-_IMPORTS_CPU = ("plugin.py", "hooks/worker.py")
+# vLLM's own version lookup comes before there is a platform to ask.
+_IMPORTS_CPU = ("plugin.py",)
 _ASKS = re.compile(
     r"device\.type|\bis_cuda\b|\bis_cpu\(|^\s*(from|import) (vllm_bastion|bastion_kernels)\.cpu\b"
 )

@@ -13,7 +13,7 @@ import pytest
 from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from helpers import run_python, write_checkpoint
+from helpers import ROOT, run_python, write_checkpoint
 from vllm_bastion import compat, hooks, plugin
 from vllm_bastion.cpu.build import is_cpu_build
 
@@ -52,12 +52,11 @@ def test_registering_touches_no_device_and_loads_no_kernels() -> None:
         "print([m for m in heavy if m in sys.modules], torch.cuda.is_initialized())\n"
         "from vllm.triton_utils import HAS_TRITON\n"
         "print(HAS_TRITON)",
-        VLLM_BASTION_TRITON_INTERPRETER=None,
         TRITON_INTERPRET=None,
     )
     looked, has_triton = result.stdout.strip().splitlines()[-2:]
     assert looked == "[] False", result.stderr
-    # Without the request vLLM stays as it is, Triton's interpreter off.
+    # vLLM stays as it is, without Triton.
     assert has_triton == "False" or not is_cpu_build()
 
 
@@ -126,23 +125,25 @@ def test_other_methods_get_what_they_get_without_the_plugin(
         assert hooked.compute_hash() == plain.compute_hash()
 
 
-def test_the_cpu_platform_answers_none_and_waits_to_be_asked() -> None:
+def test_the_cpu_platform_answers_none_and_leaves_triton_alone() -> None:
     code = (
         "import os, sys\n"
         "from vllm_bastion.plugin import cpu_platform\n"
         "print(cpu_platform(), os.environ.get('TRITON_INTERPRET'), 'triton' in sys.modules)"
     )
-    result = run_python(code, VLLM_BASTION_TRITON_INTERPRETER=None, TRITON_INTERPRET=None)
+    result = run_python(code, TRITON_INTERPRET=None)
     assert result.stdout.strip() == "None None False", result.stderr
 
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not is_cpu_build(), reason="needs a CPU build of vLLM")
-def test_on_request_vllm_runs_its_kernels_in_the_interpreter() -> None:
-    # PyTorch has imported Triton by then, bound to the compiler: tl.sum must work all the same, and
-    # a scalar comparison must do as a mask.
+def test_the_tests_run_vllms_kernels_in_the_interpreter() -> None:
+    # PyTorch has imported Triton by then, bound to the compiler: tl.sum must still work, and a
+    # scalar comparison must be usable as a mask.
     code = (
         "import torch._inductor.runtime.triton_heuristics\n"
+        "from tests import interpreter\n"
+        "interpreter.enable()\n"
         "from vllm.triton_utils import HAS_TRITON, tl, triton\n"
         "import torch\n"
         "@triton.jit\n"
@@ -162,7 +163,7 @@ def test_on_request_vllm_runs_its_kernels_in_the_interpreter() -> None:
         script.write_text(code)
         result = run_python(
             f"import runpy; runpy.run_path({str(script)!r})",
-            VLLM_BASTION_TRITON_INTERPRETER="1",
+            cwd=ROOT,
             TRITON_INTERPRET=None,
         )
     assert result.stdout.strip().splitlines()[-1] == "True [6.0, 6.0, 0.0, 0.0]", result.stderr
@@ -180,5 +181,5 @@ def test_the_name_vllm_leads_to_the_cpu_build() -> None:
     )
     found = compat.vllm_version()
     assert found is not None
-    version, same = run_python(code, VLLM_BASTION_TRITON_INTERPRETER=None).stdout.split()
+    version, same = run_python(code).stdout.split()
     assert version == f"{found.removesuffix('+cpu')}+cpu" and same == "True"

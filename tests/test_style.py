@@ -21,7 +21,6 @@ PACKAGE = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in FOLDER
 
 READS_ENVIRONMENT = (
     "vllm_bastion/envs.py",
-    "vllm_bastion/cpu/interpreter.py",
     "kernels/bastion_kernels/cpu/cache.py",  # the ops do not import vllm_bastion
     "kernels/bastion_kernels/cpu/library.py",  # CXX, which is not ours
 )

@@ -15,26 +15,16 @@ from pathlib import Path
 
 # Name -> one line of help. A test checks that the README names them all.
 VARIABLES: dict[str, str] = {
-    "VLLM_BASTION_TRITON_INTERPRETER": (
-        "for tests: `1` runs vLLM's own kernels on a CPU host, in Triton's interpreter; very slow"
-    ),
     "VLLM_BASTION_CACHE": (
         "folder of measured latency profiles and compiled functions "
         "(default `$XDG_CACHE_HOME/vllm-bastion`)"
     ),
 }
 
-INTERPRETER = "VLLM_BASTION_TRITON_INTERPRETER"
-
 
 def set_variables() -> dict[str, Callable[[], str | None]]:
     """The variables that are set, each with a function that reads its value."""
     return {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
-
-
-def interpreter_requested() -> bool:
-    """Whether the user asked for Triton's interpreter on a host without a Triton back end."""
-    return os.environ.get(INTERPRETER, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def cache_dir() -> Path:

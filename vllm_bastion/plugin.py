@@ -30,23 +30,16 @@ def register() -> None:
 
 
 def cpu_platform() -> None:
-    """`vllm.platform_plugins`: switch Triton's interpreter on before vLLM looks for Triton.
+    """`vllm.platform_plugins`: let vLLM's command line find the version of a CPU build.
 
-    vLLM calls this in every process before `vllm.triton_utils` decides whether Triton works, which
-    is why it is done here. It is no platform: the answer is always None.
+    vLLM calls this before its command line asks. It is no platform: the answer is always None.
     """
     try:
         from vllm_bastion.cpu import build as cpu_build
 
         cpu_build.answer_to_vllm()
-        if envs.interpreter_requested():
-            from vllm_bastion.cpu import interpreter
-
-            interpreter.enable()
     except Exception as error:
-        compat.disable(
-            f"Triton's interpreter could not be switched on ({type(error).__name__}: {error})"
-        )
+        compat.disable(f"its CPU build could not be found ({type(error).__name__}: {error})")
 
 
 def _announce_variables() -> None:

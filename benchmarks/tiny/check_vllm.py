@@ -3,8 +3,8 @@
 
 Runs vLLM's `method: dflash` (`dspark` for such a drafter) for some prompts, records what its
 speculator proposes at every step, and compares each proposal with the offline drafter at the same
-position. Prints the counts. Without a GPU it needs vllm-bastion, whose Triton interpreter switch
-makes vLLM's Model Runner V2 run on a CPU; one prompt then takes seconds.
+position. Prints the counts. Without a GPU it needs vllm-bastion, whose native kernels let vLLM's
+Model Runner V2 run on a CPU.
 """
 
 from __future__ import annotations

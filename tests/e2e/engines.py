@@ -43,7 +43,6 @@ _ON_CPU = {
     # Plain decoding and dflash use Model Runner V2 as well, which has the same seeded draws as
     # bastion. Only the tests' own process uses Triton's interpreter.
     "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_BASTION_TRITON_INTERPRETER": "0",
     "TRITON_INTERPRET": "0",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -55,7 +54,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     **({} if ON_GPU else _ON_CPU),
 }
-_INTERPRETED = {"VLLM_BASTION_TRITON_INTERPRETER": "1", "TRITON_INTERPRET": "1"}
+_INTERPRETED = {"TRITON_INTERPRET": "1"}
 # Compiled kernels and FULL graphs; a model this small is not worth torch.compile's time.
 _GPU_ARGUMENTS = {
     "dtype": "bfloat16",

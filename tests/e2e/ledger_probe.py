@@ -16,6 +16,7 @@ import functools
 import gc
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+
+from tests import interpreter
 
 OURS = ("vllm_bastion", "bastion_kernels")
 THEIRS = ("vllm", "torch", "triton", "sys", "importlib")
@@ -164,6 +167,9 @@ def survey() -> dict[str, Any]:
 
 def main(spec: dict[str, Any], out: Path) -> None:
     """Start the engine, decode, look."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.enable()
+        interpreter.sample_without_triton()
     for name in spec.get("setup", ()):
         resolve_name(name)()
     from vllm import LLM, SamplingParams

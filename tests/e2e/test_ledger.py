@@ -23,7 +23,6 @@ from vllm_bastion.hooks.assigned import every_change
 from vllm_bastion.hooks.ledger import (
     BASTION_WORKER,
     EVERY_PROCESS,
-    INTERPRETER,
     NATIVE_WORKER,
     Change,
 )
@@ -46,7 +45,7 @@ ENGINES: dict[str, tuple[Engine, Engine, list[str], dict[str, str], dict[str, st
     ),
 }  # fmt: skip
 # Rows that one of the two engines must show. Any other `when` is a condition of its own.
-SHOWN = (EVERY_PROCESS, BASTION_WORKER, NATIVE_WORKER, INTERPRETER)
+SHOWN = (EVERY_PROCESS, BASTION_WORKER, NATIVE_WORKER)
 
 
 def _survey(engine: Engine, setup: list[str], variables: dict[str, str], out: Path) -> Any:

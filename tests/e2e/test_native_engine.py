@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from helpers import run_python
+from tests import interpreter
 from tests.e2e.engines import DRAFTER, ROOT, TARGET, Runner
-from vllm_bastion.cpu import build, interpreter
+from vllm_bastion.cpu import build
 
 pytestmark = [
     pytest.mark.e2e,
@@ -28,7 +29,6 @@ pytestmark = [
 ]
 
 _OURS = (
-    "VLLM_BASTION_TRITON_INTERPRETER",
     "TRITON_INTERPRET",
     "VLLM_USE_V2_MODEL_RUNNER",
     "VLLM_ENABLE_V1_MULTIPROCESSING",

@@ -51,7 +51,6 @@ def test_engines_start_one_after_another_in_one_process(runner: Runner) -> None:
         cwd=ROOT,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         TRITON_INTERPRET=None,
-        VLLM_BASTION_TRITON_INTERPRETER=None,
         VLLM_USE_V2_MODEL_RUNNER=None,
         **runner.caches,
     )

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import interpreter
+
 
 def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
     """Run one engine.
@@ -24,6 +26,9 @@ def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
         the CPU seconds of this process and its children.
     """
     before = _cpu_s()
+    if spec.get("interpreted"):
+        interpreter.enable()
+        interpreter.sample_without_triton()
     answer = _run(spec) if "command" not in spec else _command(spec["command"], Path(log))
     return {**answer, "cpu_s": _cpu_s() - before}
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a CPU host needs: its build of vLLM, Triton's interpreter, the noise of a draw."""
+"""What a CPU host needs: its build of vLLM, native twins, attention and products."""

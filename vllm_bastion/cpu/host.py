@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_bastion import envs
 from vllm_bastion.host import Draw, Host, HostChoices
 
 
@@ -20,20 +19,14 @@ class CpuHost(Host):
     runs_ahead = False
 
     def compiles_on_first_use(self) -> bool:
-        return not envs.interpreter_requested()
+        from vllm.triton_utils import HAS_TRITON
+
+        return not HAS_TRITON  # Numba compiles the native twins
 
     # ---- what the host can serve --------------------------------------------------------
 
     def refusal(self) -> str | None:
-        from vllm.triton_utils import HAS_TRITON
-
-        if HAS_TRITON or not envs.interpreter_requested():
-            return None
-        return (
-            f"{envs.INTERPRETER}=1 came too late or was not seen: unset it to run native kernels, "
-            "or set it before Python starts, leave VLLM_TARGET_DEVICE unset, and let VLLM_PLUGINS "
-            '(if set) contain "bastion_cpu"'
-        )
+        return None  # native twins stand in for Triton
 
     def serves_gated_delta(self) -> bool:
         return True

@@ -13,12 +13,10 @@ from vllm_bastion.hooks import HOOKS
 from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
 from vllm_bastion.hooks.ledger import (
     BASTION_WORKER,
-    INTERPRETER,
     NATIVE_WORKER,
     Change,
 )
 from vllm_bastion.hooks.runner import RUNNER_HOOKS
-from vllm_bastion.hooks.worker import TOP_K_TOP_P
 
 _DRAFTER = "vllm.model_executor.models.qwen3_dflash"
 _SAMPLE = "vllm.v1.worker.gpu.sample"
@@ -70,35 +68,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`cpu.linear` registers its matrix products",
         upstream="a product for few rows in vLLM",
         when=_CPU_DRAFTER,
-    ),
-    Change(
-        target="triton.backends:Backend.driver",
-        why="vLLM uses Triton on a CPU only with a back end named cpu",
-        what="`cpu.interpreter` adds one to `triton.backends.backends`; its driver is never active",
-        upstream="vLLM accepts the interpreter",
-        when=INTERPRETER,
-        on_instance=True,
-    ),
-    Change(
-        target="vllm.triton_utils.importing:active_drivers",
-        why="as above",
-        what="vLLM itself lists that driver here",
-        upstream="as above",
-        when=INTERPRETER,
-    ),
-    Change(
-        target="triton.runtime.interpreter:InterpreterBuilder.create_splat",
-        why="Triton 3.9's interpreter gives a scalar comparison the type of its operands",
-        what="`cpu.interpreter` labels a scalar truth value as one bit",
-        upstream="a fixed interpreter",
-        when=INTERPRETER,
-    ),
-    Change(
-        target="triton.language.standard:*",
-        why="PyTorch imports Triton before us, which binds its library to the compiler",
-        what="`cpu.interpreter` decorates Triton's library functions again, in all its modules",
-        upstream="Triton decides at the call",
-        when="with VLLM_BASTION_TRITON_INTERPRETER=1, where Triton was imported before",
     ),
     # objects
     *(
@@ -275,5 +244,5 @@ def native_kernels() -> Iterator[Change]:
 
 def every_change() -> tuple[Change, ...]:
     """The whole ledger."""
-    hooks = (*HOOKS, *RUNNER_HOOKS, *GATED_DELTA_HOOKS, TOP_K_TOP_P)
+    hooks = (*HOOKS, *RUNNER_HOOKS, *GATED_DELTA_HOOKS)
     return (*hooks, *ASSIGNED, *native_kernels())

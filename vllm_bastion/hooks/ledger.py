@@ -15,7 +15,6 @@ from vllm_bastion.versions import capabilities
 EVERY_PROCESS = "every process that loads vLLM's plugins"
 BASTION_WORKER = 'every worker of an engine with method "bastion"'
 NATIVE_WORKER = "every worker that runs Model Runner V2 on a CPU host without Triton"
-INTERPRETER = "every process with VLLM_BASTION_TRITON_INTERPRETER=1"
 
 
 @dataclass(frozen=True, kw_only=True)

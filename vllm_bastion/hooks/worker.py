@@ -12,39 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_bastion.config import bastion_config
-from vllm_bastion.cpu import interpreter
 from vllm_bastion.hooks.engine_args import runs_on_twins
-from vllm_bastion.hooks.ledger import INTERPRETER, Hook
 from vllm_bastion.platform import current_host
 
 _CPU_WORKER = "vllm.v1.worker.cpu_worker"
-TOP_K_TOP_P = Hook(
-    target="vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_triton",
-    wrapper="worker:apply_top_k_top_p",
-    expects="(logits, k, p, mask_value=, has_topp_only_rows=)",
-    why="the interpreter cannot run the Triton kernel",
-    what="runs vLLM's PyTorch version",
-    upstream="a kernel that Triton's interpreter can run",
-    when=INTERPRETER,
-)
-
-
-def apply_top_k_top_p(
-    original: Callable[..., Any], logits: Any, k: Any, p: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """vLLM's PyTorch version, while the interpreter is on."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
-
-    if not interpreter.active():
-        return original(logits, k, p, *args, **kwargs)
-    return apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
 
 def init_device(original: Callable[..., Any], self: Any) -> None:
     """Install native kernels where they are needed, and the adapters of method "bastion"."""
-    if interpreter.active():
-        # For every method: plain decoding in the interpreter needs it as well.
-        TOP_K_TOP_P.install()
     if runs_on_twins(self.vllm_config):
         current_host().install_twins()
     if bastion_config(self.vllm_config) is not None:

@@ -45,9 +45,6 @@ CAPABILITIES = Capabilities(
         f"{_GPU}.model_runner:StructuredOutputsWorker": (
             "(max_num_logits, vocab_size, device, mask_stride, num_bonus_tokens)"
         ),
-        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_triton": (
-            "(logits, k, p, mask_value=)"
-        ),
     },
     fingerprints={
         "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting": "437e6c68",

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V2 on a CPU host: vLLM's Triton kernels in Triton's interpreter.
+"""Run vLLM's own Triton kernels, and ours, in Triton's interpreter on a host without a GPU.
 
-vLLM's CPU build uses Triton only where `triton.backends` has an entry `cpu`, and without Triton it
-falls back to the V1 runner, which has none of the hooks we need. An entry with an inactive driver
-is enough for vLLM, and Triton's own choice of a driver does not see it; TRITON_INTERPRET makes
-every kernel run as Python. Exact and slow, hence only on request
-(VLLM_BASTION_TRITON_INTERPRETER=1).
+vLLM's CPU build uses Triton only if `triton.backends` has an entry `cpu`. An entry with an inactive
+driver is enough for vLLM, and Triton ignores it when it chooses a driver. TRITON_INTERPRET makes
+every kernel run as Python, which is exact and slow.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from vllm_bastion.cpu.build import is_cpu_build
 
 
 class _InterpreterDriver:
-    """Stands where Triton keeps a back end's driver; never active."""
+    """Stands for the driver of a Triton back end; never active."""
 
     @staticmethod
     def is_active() -> bool:
@@ -32,17 +30,15 @@ def has_cpu_backend() -> bool:
     return any(ep.name == "cpu" for ep in metadata.entry_points(group="triton.backends"))
 
 
-def enable() -> bool:
-    """Prepare this process, and its children, for the interpreter.
+def enable() -> None:
+    """Switch the interpreter on in this process, before vLLM looks for Triton.
 
-    Returns:
-        True where it is on now; False where the host needs none (a CUDA build of vLLM, or a real
-        CPU back end of Triton).
+    Does nothing if the host needs no interpreter: with a CUDA build of vLLM, or a real CPU back end
+    of Triton.
     """
     if not is_cpu_build() or has_cpu_backend():
-        return False
-    # Functions choose between compiler and interpreter when they are decorated, from here on: the
-    # variable first, for a Triton that has not been imported yet and for child processes.
+        return
+    # A kernel is bound to the compiler or the interpreter when it is decorated.
     os.environ["TRITON_INTERPRET"] = "1"
     _interpret_triton_library()
     _keep_masks_boolean()
@@ -51,14 +47,22 @@ def enable() -> bool:
     compiler: Any = None
     driver: Any = _InterpreterDriver
     backends.setdefault("cpu", Backend(compiler, driver))
-    return True
+
+
+def sample_without_triton() -> None:
+    """Let vLLM apply top-k and top-p in PyTorch: the interpreter cannot run that kernel."""
+    from vllm.v1.sample.ops import topk_topp_sampler as module
+
+    def in_pytorch(logits: Any, k: Any, p: Any) -> Any:
+        return module.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
+
+    module.apply_top_k_top_p_triton = in_pytorch
 
 
 def _interpret_triton_library() -> None:
-    """Decorate Triton's own functions (tl.sum, tl.max, ...) again if they were imported too early.
+    """Decorate Triton's own functions (tl.sum, tl.max, ...) again if they were imported earlier.
 
-    PyTorch imports Triton before vLLM asks for its platform, so that they are bound to the compiler
-    by then, and an interpreted kernel cannot call them.
+    They are bound to the compiler then, and an interpreted kernel cannot call them.
     """
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -69,17 +73,17 @@ def _interpret_triton_library() -> None:
             continue
         for attribute, value in list(vars(module).items()):
             if type(value) is JITFunction:
-                # One object for every name it is re-exported under.
+                # One object for all the names that it is exported under.
                 if id(value) not in interpreted:
                     interpreted[id(value)] = InterpretedFunction(value.fn)
                 setattr(module, attribute, interpreted[id(value)])
 
 
 def _keep_masks_boolean() -> None:
-    """Let a scalar comparison be used as a mask, as vLLM's grammar kernel does.
+    """Let a scalar comparison be a mask, as in vLLM's grammar kernel.
 
-    Triton 3.9's interpreter labels the result of a comparison with the type of what was compared,
-    and so spreads a scalar truth value as integers, which its store then refuses.
+    Triton 3.9's interpreter gives the result of a comparison the type of its operands, so a scalar
+    truth value is spread as integers, which its store refuses.
     """
     import numpy as np
     import triton.language as tl
@@ -96,10 +100,3 @@ def _keep_masks_boolean() -> None:
         return original(self, ret_ty, arg)
 
     InterpreterBuilder.create_splat = create_splat
-
-
-def active() -> bool:
-    """Whether this process runs vLLM's kernels in the interpreter through this module."""
-    module = sys.modules.get("triton.backends")
-    backend = getattr(module, "backends", {}).get("cpu")
-    return backend is not None and backend.driver is _InterpreterDriver
