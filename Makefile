@@ -56,10 +56,11 @@ test-033: $(VENV033)/.ready  ## What `make test` runs, on vLLM 0.33 (its Python 
 test-033-full: $(VENV033)/.ready  ## What `make test-full` runs, on vLLM 0.33
 	@$(VENV033)/bin/python -m pytest $(PARALLEL) --durations=20
 
-check: $(VENV)/.ready  ## Lint, format, types and the fast tests
+check: $(VENV)/.ready  ## Lint, format, types, the floors of imports and the fast tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@PYTHONPATH=.:kernels $(BIN)/lint-imports --no-logo
 	@$(BIN)/python -m pytest -m "$(FAST)" -n auto
 
 # Two stamps: vLLM for CUDA is installed once; a changed driver is only compiled again.
