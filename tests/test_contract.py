@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package relies on in vLLM, against the installed one; see `hooks.contract`.
+"""What this package relies on in vLLM, against the installed one; see `tests.contract`.
 
 On a vLLM where something is gone the test names it, and the file to look at, instead of an engine
 failing somewhere inside a step.
@@ -28,9 +28,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 import vllm_bastion
+from tests.contract import CONTRACT, UNUSED_OF_MANAGER, Reliance
 from vllm_bastion import compat
 from vllm_bastion.hooks import resolve
-from vllm_bastion.hooks.contract import CONTRACT, UNUSED_OF_MANAGER, Reliance
 from vllm_bastion.versions import capabilities, capabilities_of
 
 PACKAGE = Path(vllm_bastion.__file__).parent
@@ -134,7 +134,7 @@ def test_every_private_name_of_vllm_has_its_row() -> None:
                 used.setdefault(node.attr, set()).add(str(path.relative_to(PACKAGE)))
     known = " ".join(" ".join([row.names, *row.methods, *row.body]) for row in CONTRACT)
     unknown = {name: used[name] for name in used.keys() - defined - set(re.findall(r"\w+", known))}
-    assert not unknown, f"add rows to hooks/contract: {unknown}"
+    assert not unknown, f"add rows to tests/contract: {unknown}"
 
 
 def fingerprint(function: object) -> str:

@@ -7,9 +7,9 @@ and the file to look at, instead of an engine failing inside a step.
 
 from __future__ import annotations
 
-from vllm_bastion.hooks.contract.adapters import ADAPTERS
-from vllm_bastion.hooks.contract.others import OTHERS
-from vllm_bastion.hooks.contract.reliance import Reliance
+from tests.contract.adapters import ADAPTERS
+from tests.contract.others import OTHERS
+from tests.contract.reliance import Reliance
 
 __all__ = ["CONTRACT", "UNUSED_OF_MANAGER", "Reliance"]
 

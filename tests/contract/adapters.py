@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_bastion.hooks.contract.reliance import Reliance
+from tests.contract.reliance import Reliance
 
 _DFLASH = "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
 _SPEC = "vllm.v1.worker.gpu.spec_decode"

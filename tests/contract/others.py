@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_bastion.hooks.contract.reliance import Reliance
+from tests.contract.reliance import Reliance
 
 _SPEC = "vllm.v1.worker.gpu.spec_decode"
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
