@@ -24,7 +24,7 @@ import bastion_kernels as k
 for module in pkgutil.walk_packages(k.__path__, "bastion_kernels."):
     if not module.name.startswith("bastion_kernels.cpu"):
         __import__(module.name)
-assert not [name for name in sys.modules if name.startswith("bastion_kernels.cpu")]
+assert not [name for name in sys.modules if name.startswith("bastion_kernels.cpu.")]
 print("imported", flush=True)
 """
 
