@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
-from bastion_kernels.cpu import native
+from bastion_kernels.cpu import library
 from vllm_bastion.calibration.summary import FIXED_BUDGET, EngineSummary, loaded, measured
 from vllm_bastion.cpu.host import CpuHost
 
@@ -72,9 +72,9 @@ def test_a_profile_without_a_date_is_no_error() -> None:
 def test_ops_on_one_thread_beside_more_of_pytorch_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    monkeypatch.setattr(native, "_parallel", None)
+    monkeypatch.setattr(library, "_load", lambda: (None, False))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     warning = CpuHost().warning()
     lines = [] if warning is None else [warning]
     assert len(lines) == threads - 1
-    assert all("set OMP_NUM_THREADS=2" in line for line in lines)
+    assert all("run on one thread" in line and "use g++" in line for line in lines)

@@ -156,4 +156,4 @@ class CpuHost(Host):
     def warning(self) -> str | None:
         from bastion_kernels.cpu.library import threads_problem
 
-        return threads_problem()
+        return threads_problem() if torch.get_num_threads() > 1 else None
