@@ -176,7 +176,7 @@ def test_a_layout_is_learned_from_what_writes_it(dtype: torch.dtype, page: int, 
         cache.copy_(layout.write(rows[:, :, slots]))
 
     learned = learn_layout(write, page, dim, dtype)
-    assert torch.equal(learned.places, layout.places)
+    assert torch.equal(learned.offsets, layout.offsets)
     rows = torch.randn(3, 2, page, 2 * dim).to(dtype)
     assert torch.equal(learned.read(learned.write(rows)), rows)
 

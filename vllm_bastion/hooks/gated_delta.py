@@ -11,7 +11,7 @@ from typing import Any
 from vllm_bastion.config import bastion_config
 from vllm_bastion.hooks.ledger import Hook
 
-_HYBRID_WORKER = 'a worker of method "bastion" whose target has gated delta layers'
+_GATED_DELTA_WORKER = 'a worker of method "bastion" whose target has gated delta layers'
 _CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 _LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
 
@@ -23,7 +23,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="it allocates a state for each of N draft tokens, and N more inputs of the convolution",
         what="allocates one state per request",
         upstream="speculative methods say how many states they need",
-        when=_HYBRID_WORKER,
+        when=_GATED_DELTA_WORKER,
     ),
     Hook(
         target="vllm.platforms.interface:Platform._align_hybrid_block_size",
@@ -32,7 +32,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="it makes attention's pages as large as a state with N more inputs",
         what="counts the state as it is",
         upstream="as above",
-        when=_HYBRID_WORKER,
+        when=_GATED_DELTA_WORKER,
     ),
     Hook(
         target=f"{_CPU}:_cpu_gdn_attention_nonspec",
@@ -41,7 +41,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="with one state per request it only serves rows without drafts",
         what="runs trees and chains on our op, and leaves it the prompts",
         upstream="a tree-capable recurrence",
-        when=_HYBRID_WORKER,
+        when=_GATED_DELTA_WORKER,
     ),
     Hook(
         target=f"{_LAYER}._forward_core",
@@ -50,7 +50,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="it takes drafts for a chain, and stores a state after each of them",
         what="runs trees and chains on our op, and leaves it the prompts",
         upstream="a tree-capable recurrence",
-        when=_HYBRID_WORKER,
+        when=_GATED_DELTA_WORKER,
     ),
     Hook(
         target=f"{_LAYER}._can_use_fused_gdn_mtp_decode",
@@ -59,7 +59,7 @@ GATED_DELTA_HOOKS: tuple[Hook, ...] = (
         why="it selects a kernel for up to 8 states per request that bypasses _forward_core",
         what="refuses it for a step with rows of trees or chains",
         upstream="a tree-capable recurrence",
-        when=_HYBRID_WORKER,
+        when=_GATED_DELTA_WORKER,
     ),
 )
 

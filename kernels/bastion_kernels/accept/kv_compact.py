@@ -118,10 +118,10 @@ def _compact_kernel(
         moved = live[:, None] & (unit < ROW_UNITS)[None, :]
         source_row = _row_offset(source, PAGE, STRIDE_BLOCK, STRIDE_ROW)
         target_row = _row_offset(target, PAGE, STRIDE_BLOCK, STRIDE_ROW)
-        held = tl.load(cache_ptr + source_row[:, None] + column[None, :], mask=moved, other=0)
+        stored = tl.load(cache_ptr + source_row[:, None] + column[None, :], mask=moved, other=0)
         # every thread's reads come before any thread's writes
         tl.debug_barrier()
-        tl.store(cache_ptr + target_row[:, None] + column[None, :], held, mask=moved)
+        tl.store(cache_ptr + target_row[:, None] + column[None, :], stored, mask=moved)
 
 
 class _Layout(NamedTuple):
@@ -186,7 +186,7 @@ class KVCompactor:
             if cache.shape[0] * cache.shape[2] >= 2**31:
                 raise ValueError(f"KVCompactor: {cache.shape[0]} blocks have too many slots")
             key = (group, cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
-            if layout is not None and (on_gpu(cache) or layout.places.shape != cache.shape[2:]):
+            if layout is not None and (on_gpu(cache) or layout.offsets.shape != cache.shape[2:]):
                 raise ValueError("KVCompactor: a layout that is not of this cache")
             integers = cache.view(_INTEGERS[cache.element_size()])
             unique.setdefault(key, (integers, group, layout))
@@ -231,10 +231,10 @@ class KVCompactor:
             if layout is None:
                 cache[target // page, :, target % page] = cache[source // page, :, source % page]
                 continue
-            heads, places = torch.arange(cache.shape[1])[:, None], layout.places.long()
+            heads, offsets = torch.arange(cache.shape[1])[:, None], layout.offsets.long()
             blocks = cache.flatten(2)
-            held = blocks[(source // page)[:, None, None], heads, places[source % page][:, None]]
-            blocks[(target // page)[:, None, None], heads, places[target % page][:, None]] = held
+            stored = blocks[(source // page)[:, None, None], heads, offsets[source % page][:, None]]
+            blocks[(target // page)[:, None, None], heads, offsets[target % page][:, None]] = stored
 
     def compact_triton(
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor

@@ -49,19 +49,19 @@ def _by_tiles(page: int, dim: int) -> Tensor:
 class KVLayout:
     """How one head's part of a block is arranged.
 
-    places: `[block_size, 2d]` int32: where, counted in elements from the part's beginning, a token
+    offsets: `[block_size, 2d]` int32: where, counted in elements from the part's beginning, a token
     has its key's (first d columns) and its value's channels.
     """
 
-    places: Tensor
+    offsets: Tensor
 
     @property
     def page(self) -> int:
-        return self.places.shape[0]
+        return self.offsets.shape[0]
 
     @property
     def head_dim(self) -> int:
-        return self.places.shape[1] // 2
+        return self.offsets.shape[1] // 2
 
     @cached_property
     def kind(self) -> int:
@@ -69,9 +69,9 @@ class KVLayout:
         page, dim = self.page, self.head_dim
         if page % 32 or dim % 32:
             return OTHER
-        if torch.equal(self.places, _by_vectors(page, dim)):
+        if torch.equal(self.offsets, _by_vectors(page, dim)):
             return VECTOR
-        return AMX if torch.equal(self.places, _by_tiles(page, dim)) else OTHER
+        return AMX if torch.equal(self.offsets, _by_tiles(page, dim)) else OTHER
 
     @classmethod
     def rows(cls, page: int, dim: int, stride: int | None = None) -> KVLayout:
@@ -82,12 +82,12 @@ class KVLayout:
 
     def read(self, kv_cache: Tensor) -> Tensor:
         """A packed cache `[blocks, Hkv, block_size, 2d]` as rows, a copy of the same shape."""
-        return kv_cache.flatten(2)[:, :, self.places.long()]
+        return kv_cache.flatten(2)[:, :, self.offsets.long()]
 
     def write(self, rows: Tensor) -> Tensor:
         """The inverse of `read`."""
         packed = torch.empty_like(rows)
-        packed.view(*rows.shape[:2], -1)[:, :, self.places.long()] = rows
+        packed.view(*rows.shape[:2], -1)[:, :, self.offsets.long()] = rows
         return packed
 
 
@@ -113,11 +113,11 @@ def learn_layout(
         digits = (number.to(dtype) if kind is None else number.to(kind).view(dtype))[:, None]
         cache = torch.zeros(1, 1, page, 2 * dim, dtype=dtype)
         write(digits[..., :dim], digits[..., dim:], cache, torch.arange(page))
-        held = cache.float() if kind is None else cache.view(kind)
-        found |= held.flatten().long() << shift
-    places = torch.empty(page * 2 * dim, dtype=torch.int64)
+        stored = cache.float() if kind is None else cache.view(kind)
+        found |= stored.flatten().long() << shift
+    offsets = torch.empty(page * 2 * dim, dtype=torch.int64)
     numbers = torch.arange(1, found.numel() + 1)
     if not torch.equal(found.sort().values, numbers):
         raise ValueError("the KV cache does not hold keys and values as they are")
-    places[found - 1] = numbers - 1
-    return KVLayout(places.view(page, 2 * dim).int())
+    offsets[found - 1] = numbers - 1
+    return KVLayout(offsets.view(page, 2 * dim).int())

@@ -56,9 +56,9 @@ def _compact(caches, groups, slot_mappings, query_start_loc, cu_num_logits, path
 
 
 @njit
-def _compact_packed(caches, groups, places, slot_mappings, query_start_loc, cu_num_logits, path):
-    """Caches: equal views [blocks, heads, page * columns]; places: [page, columns]."""
-    page, columns = places.shape
+def _compact_packed(caches, groups, offsets, slot_mappings, query_start_loc, cu_num_logits, path):
+    """Caches: equal views [blocks, heads, page * columns]; offsets: [page, columns]."""
+    page, columns = offsets.shape
     for r in range(path.shape[0]):
         tail = cu_num_logits[r + 1] - cu_num_logits[r]
         root = query_start_loc[r + 1] - tail
@@ -75,9 +75,11 @@ def _compact_packed(caches, groups, places, slot_mappings, query_start_loc, cu_n
                     from_block, from_row = divmod(source, page)
                     to_block, to_row = divmod(target, page)
                     for head in range(cache.shape[1]):
-                        taken, given = cache[from_block, head], cache[to_block, head]
+                        source_head, target_head = cache[from_block, head], cache[to_block, head]
                         for column in range(columns):
-                            given[places[to_row, column]] = taken[places[from_row, column]]
+                            target_head[offsets[to_row, column]] = source_head[
+                                offsets[from_row, column]
+                            ]
 
 
 class CompactPlan:
@@ -109,4 +111,4 @@ class CompactPlan:
             if layout is None:
                 _compact(caches, groups, *step)
             else:
-                _compact_packed(caches, groups, layout.places.numpy(), *step)
+                _compact_packed(caches, groups, layout.offsets.numpy(), *step)

@@ -35,7 +35,7 @@ class LayerArgs(ctypes.Structure):
         ("heads", _int), ("kv_heads", _int), ("dim", _int), ("query_format", _int),
         ("cache", _address), ("cache_format", _int), ("blocks", _int), ("page", _int),
         ("cache_block", _int), ("cache_head", _int), ("layout", _int), ("tiles", _int),
-        ("places", _address), ("window", _int), ("sinks", _address), ("scale", _float),
+        ("offsets", _address), ("window", _int), ("sinks", _address), ("scale", _float),
         ("softcap", _float), ("value_scale", _float),
     )  # fmt: skip
 
@@ -140,11 +140,11 @@ class AttentionLayer:
         if layout is None:
             layout = _rows(page, dim, kv_cache.stride(2))
         # The arguments hold addresses only.
-        self.kv_cache, self._tensors = kv_cache, (layout.places, sinks)
+        self.kv_cache, self._tensors = kv_cache, (layout.offsets, sinks)
         tiles = layout.kind == AMX and kv_cache.dtype == torch.bfloat16 and _has_tiles()
         self._args = LayerArgs(
             heads, kv_heads, dim, FORMATS[dtype], kv_cache.data_ptr(), cache_format, blocks, page,
-            *kv_cache.stride()[:2], layout.kind, tiles, layout.places.data_ptr(), window,
+            *kv_cache.stride()[:2], layout.kind, tiles, layout.offsets.data_ptr(), window,
             None if sinks is None else sinks.data_ptr(), scale * k_scale * factor, softcap,
             v_scale * factor,
         )  # fmt: skip

@@ -59,7 +59,7 @@ def _penalise(logits, before, tokens, slots, repetition, frequency, presence, co
 
 def penalise_ancestors(op: PenaliseAncestors) -> None:
     """Row by row."""
-    given = (
+    arguments = (
         op.logits,
         op.before,
         op.tokens,
@@ -69,7 +69,7 @@ def penalise_ancestors(op: PenaliseAncestors) -> None:
         op.presence,
         op.counts,
     )
-    _penalise(*(x.numpy() for x in given))
+    _penalise(*(x.numpy() for x in arguments))
 
 
 @njit
@@ -96,8 +96,8 @@ def _bad_words(
 
 def mask_bad_words(op: MaskBadWords) -> None:
     """Row by row."""
-    given = (
+    arguments = (
         op.logits, op.tokens, op.depths, op.slots, op.word_tokens, op.word_offsets, op.num_words,
         op.emitted, op.prompt_len, op.total_len,
     )  # fmt: skip
-    _bad_words(*(x.numpy() for x in given), op.max_words)
+    _bad_words(*(x.numpy() for x in arguments), op.max_words)

@@ -127,11 +127,11 @@ def gated_delta_tree_kernel(
                 other=0.0,
             ).to(tl.float32)
             beta = tl.load(beta_ptr + row * stride_beta, mask=live, other=0.0)
-            # in parts of the dimension: all of it would not fit the registers
-            told = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+            # In parts of the dimension, because all of it would not fit the registers.
+            retrieved = tl.zeros([BLOCK, BLOCK_V], tl.float32)
             mixed = tl.zeros([BLOCK, BLOCK_V], tl.float32)
-            system = tl.zeros([BLOCK, BLOCK], tl.float32)
-            asked = tl.zeros([BLOCK, BLOCK], tl.float32)
+            key_key = tl.zeros([BLOCK, BLOCK], tl.float32)
+            query_key = tl.zeros([BLOCK, BLOCK], tl.float32)
             for part in range(0, DIM, BLOCK_D):
                 query = _rows(query_ptr, row, stride_query_row, live, part, DIM, BLOCK_D)
                 key = _rows(key_ptr, row, stride_key_row, live, part, DIM, BLOCK_D)
@@ -144,12 +144,12 @@ def gated_delta_tree_kernel(
                     other=0.0,
                 ).to(tl.float32)
                 mixed = tl.dot(query, state, mixed, input_precision="ieee")
-                told = tl.dot(key, state, told, input_precision="ieee")
-                system = tl.dot(key, tl.trans(key), system, input_precision="ieee")
-                asked = tl.dot(query, tl.trans(key), asked, input_precision="ieee")
+                retrieved = tl.dot(key, state, retrieved, input_precision="ieee")
+                key_key = tl.dot(key, tl.trans(key), key_key, input_precision="ieee")
+                query_key = tl.dot(query, tl.trans(key), query_key, input_precision="ieee")
             own = tl.exp(decay.to(tl.float32))[:, None]
             mixed *= own
-            update = beta[:, None] * (value - own * told)
+            update = beta[:, None] * (value - own * retrieved)
             for begin in range(0, start, BLOCK):
                 seen = _seen(
                     row, begin, rows, tail, tail_row, bits_row_ptr, stride_bits_word, words, BLOCK
@@ -179,14 +179,14 @@ def gated_delta_tree_kernel(
             )
             between = tl.where(seen, decay[:, None] - decay[None, :], float("-inf"))
             between = tl.exp(between.to(tl.float32))
-            system *= between * beta[:, None]
-            system = tl.where(lane[None, :] < lane[:, None], system, 0.0)
+            key_key *= between * beta[:, None]
+            key_key = tl.where(lane[None, :] < lane[:, None], key_key, 0.0)
             # forward: row i has all terms once the rows before it are done
             for i in range(1, BLOCK):
-                terms = tl.sum(tl.where((lane == i)[:, None], system, 0.0), 0)
+                terms = tl.sum(tl.where((lane == i)[:, None], key_key, 0.0), 0)
                 known = tl.sum(terms[:, None] * update, 0)
                 update -= tl.where((lane == i)[:, None], known[None, :], 0.0)
-            mixed = tl.dot(asked * between, update, mixed, input_precision="ieee")
+            mixed = tl.dot(query_key * between, update, mixed, input_precision="ieee")
             tl.store(
                 updates_ptr + (row * HEADS * WIDTH)[:, None] + column[None, :],
                 update,
@@ -250,12 +250,12 @@ def gated_delta_commit_kernel(
     path_ptr += request.to(tl.int64) * stride_path
     depth = tl.arange(0, PATHS)
     node = tl.load(path_ptr + depth, mask=depth < PATH, other=-1)
-    # an entry counts only while all before it do
+    # The path ends at the first entry that is no node.
     length = tl.min(tl.where((node >= 0) & (node < tail), PATHS, depth), 0)
     if (place >= 0) & (length > 0):
         dim = tl.arange(0, BLOCK_D)
         column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-        held = (dim < DIM)[:, None] & (column < WIDTH)[None, :]
+        in_state = (dim < DIM)[:, None] & (column < WIDTH)[None, :]
         state_ptr = tl.load(table_ptr + layer * 2).to(tl.pointer_type(ELEMENT))
         state_ptr = tl.multiple_of(state_ptr, ALIGNMENT)
         into_ptr = state_ptr + place * stride_state + head * stride_state_head
@@ -266,7 +266,7 @@ def gated_delta_commit_kernel(
         updates_ptr += layer * stride_updates_layer + (first * HEADS + head) * WIDTH
         decays_ptr += layer * stride_decays_layer + first * HEADS + head
         final = tl.load(decays_ptr + (root + tl.load(path_ptr + length - 1)) * HEADS)
-        state = tl.load(into_ptr, mask=held, other=0.0).to(tl.float32)
+        state = tl.load(into_ptr, mask=in_state, other=0.0).to(tl.float32)
         state *= tl.exp(final.to(tl.float32))
         for start in range(0, root + length, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -286,4 +286,4 @@ def gated_delta_commit_kernel(
             decay = tl.load(decays_ptr + row * HEADS, mask=live, other=0.0)
             weight = tl.where(live, tl.exp((final - decay).to(tl.float32)), 0.0)
             state += tl.dot(tl.trans(key), update * weight[:, None], input_precision="ieee")
-        tl.store(into_ptr, state.to(ELEMENT), mask=held)
+        tl.store(into_ptr, state.to(ELEMENT), mask=in_state)

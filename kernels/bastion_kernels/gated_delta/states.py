@@ -45,7 +45,7 @@ class LayerStates:
         self._alignment = math.gcd(16, *addresses)
 
     def arguments(self) -> dict[str, Any]:
-        """What a kernel is told of them at compile time."""
+        """Compile-time arguments of the kernels that read them."""
         return {"ELEMENT": _ELEMENTS[self.first.dtype], "ALIGNMENT": self._alignment}
 
 
@@ -69,8 +69,8 @@ def accepted_rows(
         root = max(first, last - tail)
         before = torch.arange(first, root if live.any() else first, device=path.device)
         rows.append(torch.cat([before, root + path[r][live].long()]))
-    places = state_rows.tolist()
+    state_slots = state_rows.tolist()
     for layer, (state, group) in enumerate(zip(states.states, states.groups, strict=True)):
-        for place, accepted in zip(places[group], rows, strict=False):
-            if place >= 0 and len(accepted):
-                yield layer, state[place], accepted
+        for slot, accepted in zip(state_slots[group], rows, strict=False):
+            if slot >= 0 and len(accepted):
+                yield layer, state[slot], accepted
