@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from bastion_kernels.cpu.cache import njit
-from bastion_kernels.cpu.native import scratch
+from bastion_kernels.cpu.scratch import scratch
 
 _U32 = np.uint32
 # Makes a drafter's noise independent of the target's; vLLM's `_DRAFT_NOISE_SALT`.

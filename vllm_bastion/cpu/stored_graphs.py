@@ -39,11 +39,7 @@ def complete_when_read() -> Iterator[None]:
 @lru_cache
 def host_instructions() -> str:
     """A digest of the CPU's instruction sets, on which a compiled function depends."""
-    # Here, so that the rest is there for processes that are not to import Numba.
-    from bastion_kernels.cpu.native import HAVE_NUMBA
-
-    if not HAVE_NUMBA:
-        return ""
+    # Imported late: this module also loads in processes that must not import llvmlite.
     from llvmlite.binding import get_host_cpu_features
 
     features = f"{get_host_cpu_features().flatten()} {torch.backends.cpu.get_cpu_capability()}"

@@ -48,11 +48,9 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def njit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call with each combination of types; unchanged without Numba."""
-    try:
-        import numba
-    except ImportError:
-        return function
+    """Compile at the first call with each combination of types."""
+    import numba
+
     dispatcher = numba.njit(function, **_OPTIONS)
     dispatcher._cache = _cache_class()(function)
     return dispatcher

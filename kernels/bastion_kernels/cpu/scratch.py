@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU versions share: whether there is Numba, and scratch memory."""
+"""Memory that a thread reuses from call to call."""
 
 from __future__ import annotations
 
 import math
 import threading
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-__all__ = ["HAVE_NUMBA", "scratch"]
-
-HAVE_NUMBA = find_spec("numba") is not None
+__all__ = ["scratch"]
 
 _local = threading.local()
 
