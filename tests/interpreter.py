@@ -53,7 +53,7 @@ def sample_without_triton() -> None:
     """Let vLLM apply top-k and top-p in PyTorch: the interpreter cannot run that kernel."""
     from vllm.v1.sample.ops import topk_topp_sampler as module
 
-    def in_pytorch(logits: Any, k: Any, p: Any) -> Any:
+    def in_pytorch(logits: Any, k: Any, p: Any, **of_the_kernel: Any) -> Any:
         return module.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
     module.apply_top_k_top_p_triton = in_pytorch

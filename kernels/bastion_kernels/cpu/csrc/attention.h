@@ -29,7 +29,7 @@ struct LayerArgs {
   int64_t cache_head;
   int64_t layout;
   int64_t tiles;          // layout AMX is read by tile registers
-  const int32_t* places;  // [page, 2d]: where a token's key and value lie in a head's block
+  const int32_t* offsets;  // [page, 2d]: where a token's key and value lie in a head's block
   int64_t window;         // depths that a row sees, itself included; 0 = all
   const float* sinks;     // [Hq] or null
   float scale;            // of scores

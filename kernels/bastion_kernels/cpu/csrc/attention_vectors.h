@@ -94,8 +94,8 @@ class VectorReader {
       for (int64_t c = 0; c < dim; c += kLanes) store(out + c, widen(from + c));
       return;
     }
-    const int32_t* places = layer_.places + (2 * offset + 1) * dim;
-    for (int64_t c = 0; c < dim; ++c) out[c] = to_float(blocks.cache[begin + places[c]]);
+    const int32_t* offsets = layer_.offsets + (2 * offset + 1) * dim;
+    for (int64_t c = 0; c < dim; ++c) out[c] = to_float(blocks.cache[begin + offsets[c]]);
   }
 
  private:
@@ -138,12 +138,12 @@ class VectorReader {
     float *keys = panel_keys(group), *values = panel_values(group);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t begin = blocks.begin(first + i);
-      const int32_t* places = layer_.places + (first + i) % layer_.page * 2 * dim;
+      const int32_t* offsets = layer_.offsets + (first + i) % layer_.page * 2 * dim;
       for (int64_t c = 0; c < dim; ++c) {
-        keys[kGroup * c + i] = to_float(blocks.cache[begin + places[c]]);
+        keys[kGroup * c + i] = to_float(blocks.cache[begin + offsets[c]]);
       }
       for (int64_t c = 0; c < (with_values ? dim : 0); ++c) {
-        values[wide_ * i + c] = to_float(blocks.cache[begin + places[dim + c]]);
+        values[wide_ * i + c] = to_float(blocks.cache[begin + offsets[dim + c]]);
       }
     }
   }
