@@ -2,7 +2,9 @@
 # Everything but `bench` needs only Python 3.11 and no GPU; `rehearse` also needs gcc and g++.
 
 SHELL := /bin/bash
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13)
+# The first that runs: a version manager's shim may be found and fail.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13; do \
+	"$$name" -c pass >/dev/null 2>&1 && command -v "$$name" && break; done)
 VENV ?= .venv
 VENV033 ?= .venv-033
 REHEARSAL ?= .venv-rehearsal

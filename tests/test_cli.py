@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_bastion import cli
+from vllm_bastion import __version__, cli
 from vllm_bastion.policy.cost.devices import DeviceSpec
 from vllm_bastion.policy.cost.fit import calibrate_and_report
 from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
@@ -100,6 +100,42 @@ def test_calibrate_hands_vllms_options_on(monkeypatch, capsys):
     assert cli.main(["calibrate", "T", "D", "--max-num-seqs", "4"]) == 0
     assert calls == [("T", "D", None, ["--max-num-seqs", "4"])]
     assert "NVIDIA H200" in capsys.readouterr().out
+
+
+def test_calibrate_names_a_folder_that_is_not_there(capsys):
+    assert cli.main(["calibrate", "/nope", "D"]) == 1
+    assert capsys.readouterr().err == (
+        "vllm-bastion calibrate: target: there is no folder /nope; give a model's folder or its "
+        "Hugging Face name\n"
+    )
+    assert cli.main(["calibrate", "T", "./models/nope"]) == 1
+    assert "drafter: there is no folder ./models/nope" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["torch", "vllm"])
+def test_calibrate_without_torch_or_vllm_is_one_sentence(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; from vllm_bastion.cli import main; "
+    code += "raise SystemExit(main(['calibrate', 'T', 'D']))"
+    done = _python("-c", code)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("vllm-bastion calibrate: vLLM cannot be imported here (")
+
+
+def test_the_module_is_the_command():
+    done = _python("-m", "vllm_bastion", "--version")
+    assert (done.returncode, done.stdout) == (0, f"vllm-bastion {__version__}\n")
+
+
+def _python(*arguments):
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
+    )
 
 
 def test_unknown_options_of_the_other_commands_are_refused(cache, capsys):

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -18,16 +21,22 @@ PACKAGES = {"vllm_bastion", "bastion_kernels"}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the sources, so that nothing is left behind here."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that builds leave nothing behind here."""
     source = tmp_path_factory.mktemp("source") / "project"
     source.mkdir()
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "results", "*.safetensors")
     for name in ("vllm_bastion", "kernels", "tests", "benchmarks"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, source / name, ignore=skip)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel of the sources."""
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     command += ["--disable-pip-version-check", "-w", str(out), str(source)]
@@ -74,6 +83,49 @@ def test_the_wheel_names_license_entry_points_and_no_vllm(wheel: zipfile.ZipFile
     ):
         assert line in entry_points
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def test_the_source_archive_holds_the_changelog_and_no_tests(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import setuptools.build_meta as b; b.build_sdist('out')"]
+    (source / "out").mkdir()
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = (source / "out").glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml"} <= names
+    assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
+
+
+def test_readme_links_work_without_the_repository() -> None:
+    # A package index shows the README alone.
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert not [link for link in links if not link.startswith(("https://", "#"))]
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:docs|benchmarks)/[\w./-]*)`", text)
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        ("echo 3.10", "is Python 3.10, not 3.11 to 3.13"),
+        ("echo 'pyenv: python3.11: command not found' >&2; exit 127", "does not run (pyenv: "),
+    ],
+)
+def test_setup_checks_the_interpreter_first(tmp_path: Path, python: str, said: str) -> None:
+    shim = tmp_path / "python3.11"
+    shim.write_text(f"#!/bin/sh\n{python}\n")
+    shim.chmod(0o755)
+    command = [str(ROOT / ".ci" / "setup"), "vllm", str(shim), str(tmp_path / "venv")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and said in line and "make setup PYTHON=" in line
+    assert not (tmp_path / "venv").exists()
 
 
 def test_declared_packages_are_those_that_exist() -> None:

@@ -27,6 +27,7 @@ READS_ENVIRONMENT = (
 TOP_LEVEL = {
     "CHANGELOG.md",
     "LICENSE",
+    "MANIFEST.in",
     "Makefile",
     "README.md",
     "benchmarks",

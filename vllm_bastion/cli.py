@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-bastion calibrate | show`: measure the step times of an engine, and print them.
 
-`show` needs neither vLLM nor a GPU.
+`show` needs neither vLLM nor a GPU. `python -m vllm_bastion` is the same command.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_bastion import __version__, compat
 from vllm_bastion.envs import cache_dir
 from vllm_bastion.policy.cost.store import Profile, read_profile
+
+
+_DESCRIPTION = "Measure the step times of an engine, and print them."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vllm-bastion", description=__doc__)
+    parser = argparse.ArgumentParser(prog="vllm-bastion", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     calibrate = commands.add_parser(
         "calibrate",
@@ -49,13 +54,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
-    from vllm_bastion.calibration.engine import main as calibrate
+    for role in ("target", "drafter"):
+        _check_folder(role, getattr(arguments, role))
+    problem = compat.version_problem(compat.vllm_version())
+    if problem is not None:
+        raise RuntimeError(problem)
+    try:
+        from vllm_bastion.calibration.engine import main as calibrate
+    except ImportError as error:
+        raise RuntimeError(
+            f"vLLM cannot be imported here ({error}): repair its installation, or run this command "
+            "in the environment that serves"
+        ) from error
 
     profile = calibrate(
         arguments.target, arguments.drafter, output=arguments.out, engine_args=engine_args
     )
     print(profile_text(profile))
     return 0
+
+
+def _check_folder(role: str, name: str) -> None:
+    """Refuse what can only be a folder and is none; vLLM would ask Hugging Face for it."""
+    looks_like_folder = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    if looks_like_folder and not Path(name).is_dir():
+        raise FileNotFoundError(
+            f"{role}: there is no folder {name}; give a model's folder or its Hugging Face name"
+        )
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m vllm_bastion`: the command `vllm-bastion`."""
+
+from vllm_bastion.cli import main
+
+raise SystemExit(main())
