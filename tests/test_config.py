@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
@@ -55,6 +57,27 @@ def test_the_chain_view_counts_in_depths_and_leaves_the_original_alone(
     assert view.speculative_config.bastion_gamma == 7
     plain = SimpleNamespace(speculative_config=None)
     assert config.chain_view_of(plain) is plain  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [-1, 33, 2.0, True, "8", [1]])
+def test_a_request_with_a_wrong_budget_is_refused(pair: tuple[str, str], budget: Any) -> None:
+    engine = engine_config(pair)
+    params = SamplingParams(extra_args={"bastion_budget": budget})
+    with pytest.raises(VLLMValidationError, match='"bastion_budget" in extra_args') as refused:
+        params.verify(engine.model_config, engine.speculative_config, None, None)
+    is_one_sentence(str(refused.value), "from 0, plain decoding, to 32", repr(budget))
+
+
+def test_a_requests_own_budget_is_read_by_this_method_only(pair: tuple[str, str]) -> None:
+    engine = engine_config(pair)
+    for given in (None, {}, {"other": "x"}, {"bastion_budget": 0}, {"bastion_budget": 32}):
+        params = SamplingParams(extra_args=given)
+        params.verify(engine.model_config, engine.speculative_config, None, None)
+        expected = (given or {}).get("bastion_budget", 32)
+        assert config.request_budget(params, 32) == expected
+    SamplingParams(extra_args={"bastion_budget": "many"}).verify(
+        engine.model_config, None, None, None
+    )
 
 
 COMMAND_LINES = {

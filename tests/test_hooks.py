@@ -357,6 +357,7 @@ def test_records_survive_the_way_between_processes() -> None:
 
 def _request(grammar: bool = False, drafts: int = 0, **more: int) -> Any:
     given = {"num_tokens": 30, "num_computed_tokens": 29, "num_output_placeholders": 0, **more}
+    given = {"sampling_params": None, **given}
     return SimpleNamespace(use_structured_output=grammar, spec_token_ids=[-1] * drafts, **given)
 
 

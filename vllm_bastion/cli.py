@@ -15,7 +15,6 @@ from vllm_bastion import __version__, compat
 from vllm_bastion.envs import cache_dir
 from vllm_bastion.policy.cost.store import Profile, read_profile
 
-
 _DESCRIPTION = "Measure the step times of an engine, and print them."
 
 

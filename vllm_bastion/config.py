@@ -28,6 +28,8 @@ from vllm_bastion.drafter_kinds import candidates_of, gamma_of, restore_block_si
 from vllm_bastion.platform import current_host
 
 PREFIX = "bastion_"
+# In a request's `extra_args`: the most nodes of its tree verified in a step.
+REQUEST_BUDGET = "bastion_budget"
 
 # Rotary embeddings (`rope_type`) whose max_position_embeddings only sets the length of a cache.
 _CACHE_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
@@ -119,6 +121,17 @@ def bastion_config(vllm_config: Any) -> BastionSpeculativeConfig | None:
     """The settings of an engine, or None where it does not use method "bastion"."""
     spec_config = getattr(vllm_config, "speculative_config", None)
     return spec_config if isinstance(spec_config, BastionSpeculativeConfig) else None
+
+
+def request_budget(sampling_params: Any, most: int) -> int:
+    """Most nodes of a request verified in a step: its own limit, `most` without one.
+
+    Args:
+        sampling_params: vLLM's SamplingParams of the request, or None.
+        most: `num_speculative_tokens`.
+    """
+    given = (getattr(sampling_params, "extra_args", None) or {}).get(REQUEST_BUDGET)
+    return most if given is None else int(given)
 
 
 def chain_view(

@@ -70,6 +70,38 @@ def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
     assert sum(max(share) - min(share) > 1 for share in shares) > 10
 
 
+@pytest.mark.parametrize("timing", ["exact", "lagged"])
+def test_requests_with_their_own_budgets(
+    runner: Runner, compare: Comparison, tmp_path: Path, timing: str
+) -> None:
+    """Plain decoding, small trees and full ones in the same steps."""
+    profile = tmp_path / "profile.json"
+    table = StepCostTable.linear(10.0, 0.05, max_rows=128)
+    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
+    limits, bare = [0, 3, None, 0, 16], Batch("requests with their own budgets")
+    mixed, most = Batch(bare.case), {}
+    for at, (name, text) in enumerate(cases.some(4)):
+        limit, drawn = limits[at % 5], {"temperature": 0.8, "seed": at} if at % 2 else {}
+        params = {"temperature": 0, "max_tokens": 40, **drawn}
+        bare.add(name, text, **params)
+        own = {} if limit is None else {"extra_args": {"bastion_budget": limit}}
+        mixed.add(name, text, **params, **own)
+        most[name] = 16 if limit is None else limit
+    engine = Engine(eager=True).with_async() if timing == "lagged" else Engine(eager=True)
+    costs = {"calibration": str(profile), "latency_model": "table", "budget_timing": timing}
+    expected = runner.run(engine, [bare])
+    run = runner.run(engine.with_bastion(16, **costs), [mixed])
+    compare.same(f"own budgets, {timing}", [bare], expected, run)
+    outcome = run["batches"][0]
+    assert outcome["reported"] == outcome["counted"]
+    seen = dict.fromkeys(most, 0)
+    for step in outcome["counted"]:
+        for name, nodes in step.items():
+            seen[name] = max(seen[name], nodes)
+    assert all(nodes <= most[name] for name, nodes in seen.items())
+    assert all((nodes > 0) == (most[name] > 0) for name, nodes in seen.items()), seen
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("label", "engine"), _BUDGETS, ids=[label for label, _ in _BUDGETS])

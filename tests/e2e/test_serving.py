@@ -235,6 +235,21 @@ def test_requests_with_grammar_and_penalties(server: Server) -> None:
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"]
 
 
+def test_a_requests_own_budget(server: Server) -> None:
+    """0 is plain decoding with the same text; a wrong one gets status 400, and the server lives."""
+    given = {"prompt": "def add(a, b):", "temperature": 0, "max_tokens": 12}
+    text = server.post("/v1/completions", **given)["choices"][0]["text"]
+    before = server.counters()["draft_tokens"]
+    plain = server.post("/v1/completions", **given, vllm_xargs={"bastion_budget": 0})
+    assert plain["choices"][0]["text"] == text
+    assert server.counters()["draft_tokens"] == before
+    with pytest.raises(HTTPError) as refused:
+        server.post("/v1/completions", **given, vllm_xargs={"bastion_budget": -1})
+    assert refused.value.code == 400
+    assert '"bastion_budget" in extra_args' in json.loads(refused.value.read())["error"]["message"]
+    assert server.post("/v1/completions", **given)["choices"][0]["text"] == text
+
+
 def test_bench_serve(server: Server, runner: Runner) -> None:
     """`vllm bench serve` runs and reads the counters."""
     printed = runner.command(

@@ -64,20 +64,25 @@ class Steps:
         # Of every step: N* and the promise of the trees grown at its end, tokens emitted in it.
         self.asked: list[tuple[list[int], float, list[int]]] = []
 
-    def run(self) -> dict[str, int]:
-        """One step; the nodes that its output reports."""
+    def run(self, limits: dict[str, int] | None = None) -> dict[str, int]:
+        """One step; the nodes that its output reports. The scheduler cuts drafts to `limits`."""
         count = len(self.slots)
-        drafts = {name: [-1] * NODES for name in self.names}
-        rows = self.manager.get_num_tokens(dict.fromkeys(self.names, 1 + NODES), drafts)
+        drafts = {name: [-1] * (limits or {}).get(name, NODES) for name in self.names}
+        scheduled = {name: 1 + len(tokens) for name, tokens in drafts.items()}
+        rows = self.manager.get_num_tokens(scheduled, drafts)
         self.manager.compact_batch(None, None, np.zeros(count + 1, dtype=np.int32))
+        # Requests with fewer rows may come in another order.
+        order = list(self.manager._req_ids)
         cu, _, total, *_ = self.manager.reallocate_drafts(
-            list(self.names), torch.tensor(self.slots)
+            order, torch.tensor([self.names[name] for name in order])
         )
         assert rows == count + total == int(cu[-1])
         output: Any = SimpleNamespace(get_output=SimpleNamespace)
         reported = StepReport.of(self.manager.counted(output).get_output()).num_verified
         assert list(reported.values()) == (cu.diff() - 1).tolist()
-        if isinstance(self.manager, LaggedVerificationManager) and 0 < total < count * NODES:
+        if isinstance(self.manager, LaggedVerificationManager) and 0 < total < sum(
+            map(len, drafts.values())
+        ):
             assert self.starts[: count + 1].tolist() == cu.tolist()
         assert self.manager.draft_next(self.slots, 0.0)
         emitted = [1 + (self.step * 3 + i) % 4 for i in range(count)]
@@ -173,3 +178,27 @@ def test_a_budget_that_is_a_number_asks_nobody(monkeypatch: pytest.MonkeyPatch) 
     assert steps.run() == {"r4": 6, "r2": 6}
     steps.trees.use_chains()
     assert steps.run() == {"r4": DEPTH, "r2": DEPTH}
+
+
+@pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
+def test_a_requests_own_budget_leaves_the_other_trees_what_they_ask_for(kind: Any) -> None:
+    """The same steps, drafted from the same logits, with and without the limited requests."""
+    limited, limits = Steps(kind, [0, 1, 2, 3]), {0: 0, 2: 2}
+    for slot, nodes in limits.items():
+        limited.trees.set_node_limit(slot, nodes)
+    asked: list[list[int]] = []
+    for _ in range(6):
+        limited.run({f"r{slot}": nodes for slot, nodes in limits.items()})
+        trees, slots = limited.trees, limited.slots
+        most = [limits.get(int(slot), NODES) for slot in slots]
+        rho = trees.log_rho[slots].double().exp().numpy()
+        best = choose_budget_on_host(rho, most, COST, len(slots))
+        asked.append(trees.num_verify[slots].tolist())
+        assert asked[-1] == best.counts.tolist()
+    shares = limited.run({f"r{slot}": nodes for slot, nodes in limits.items()})
+    assert shares["r0"] == 0 and shares["r2"] <= 2
+    if kind is LaggedVerificationManager:
+        # An average over all four would leave the others a quarter less.
+        assert sum(shares.values()) == sum(asked[-2])
+    assert limited.manager.draft_next(limited.slots, 0.0)
+    assert not limited.manager.draft_next(np.array([0]), 0.0), "nobody there wants a tree"

@@ -178,3 +178,19 @@ def test_the_cost_is_that_of_the_rows():
     gate.observe_trees([0, 1, 2, 3], [2.0] * 4, [16] * 4)
     assert gate.draft([0, 1], cost, PLAIN_MS)
     assert not gate.draft([0, 1, 2, 3], cost, PLAIN_MS)
+
+
+def test_a_request_without_trees_of_its_own_only_makes_the_others_pay_more():
+    cost = (10.0 + 0.5 * np.arange(100)).astype(np.float32)
+
+    def gate(tokens):
+        gate = DraftGate()
+        gate.observe_trees([0], [tokens], [8])
+        gate.exclude(1)
+        return gate
+
+    # A step with trees takes 1.5 plain steps: 2 tokens more must come from the one tree.
+    plain = float(cost[10]) / 1.5
+    assert gate(0.7).draft([0], cost, plain)
+    assert not gate(0.7).draft([0, 1], cost, plain)
+    assert gate(1.4).draft([0, 1], cost, plain)

@@ -55,7 +55,10 @@ class LaggedVerificationManager(BastionVerificationManager):
     def _observe(self, published: Published) -> None:
         super()._observe(published)
         if published.grown_for is not None:
-            self._per_request = float(published.num_verify[published.grown_for].mean())
+            slots = published.grown_for
+            slots = slots[self.trees.node_limits_host[slots] > 0]
+            if len(slots):
+                self._per_request = float(published.num_verify[slots].mean())
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         total = int(self._num_verify.sum())

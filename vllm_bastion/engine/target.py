@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's forward pass over trees: positions by depth, the mask, the KV cache.
 
-``BastionModelState`` is vLLM's ``DefaultModelState`` with four of its methods extended:
+``BastionModelState`` is vLLM's ``DefaultModelState`` with five of its methods extended:
 
 * ``prepare_inputs`` / ``prepare_dummy_inputs``: rotary positions are root + depth, in a buffer of
   their own. ``input_batch.positions`` stays linear, because slot mappings, the drafter's context
   and vLLM's bookkeeping read cache positions from it.
 * ``prepare_attn``: builds the attention metadata of the target's layers only, and adds the trees.
   The drafter builds its own.
+* ``add_request``: a request's own limit on its tree.
 * ``custom_sampler``: the acceptance walk.
 * ``postprocess_state``: compaction. It runs after sampling and before ``propose`` overwrites the
   slot mappings.
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -32,6 +34,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from bastion_kernels import KVCompactor
 from vllm_bastion.attention.kv_cache import block_layout
 from vllm_bastion.attention.metadata import TreeMetadata
+from vllm_bastion.config import request_budget
 from vllm_bastion.engine.processors import has_unknown
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
@@ -48,6 +51,13 @@ class BastionModelState(DefaultModelState):
         self._target_layers: dict[str, tuple[Attention, int]] = {}
         self._compactor: KVCompactor | None = None
         self._block_tables: BlockTables | None = None
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        super().add_request(req_index, new_req_data)
+        nodes = request_budget(new_req_data.sampling_params, self.trees.num_nodes)
+        self.trees.set_node_limit(req_index, nodes)
+        if nodes == 0 and self.runtime.gate is not None:
+            self.runtime.gate.exclude(req_index)
 
     # ---- the target's forward -----------------------------------------------------------
 

@@ -88,6 +88,15 @@ HOOKS: tuple[Hook, ...] = (
         when=EVERY_PROCESS,
     ),
     Hook(
+        target="vllm.sampling_params:SamplingParams.verify",
+        wrapper="sampling_params:verify",
+        expects="(self, model_config, speculative_config, structured_outputs_config, tokenizer)",
+        why="vLLM does not look into `extra_args`",
+        what='refuses a "bastion_budget" that is no number from 0 to N',
+        upstream="a per-request number of speculative tokens",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
         target=f"{_SCHEDULER}.update_from_output",
         wrapper="scheduler:update_from_output",
         expects="(self, scheduler_output, model_runner_output)",

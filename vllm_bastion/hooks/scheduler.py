@@ -22,6 +22,7 @@ from vllm_bastion.config import (
     bastion_config,
     chain_view,
     chain_view_of,
+    request_budget,
 )
 from vllm_bastion.hooks.grammar import attach_plan
 
@@ -149,7 +150,11 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
     max_with_grammar = min(max_drafts, spec_config.max_grammar_tokens)
     limits = np.array(
         [
-            min(len(r.spec_token_ids), max_with_grammar if r.use_structured_output else max_drafts)
+            min(
+                len(r.spec_token_ids),
+                max_with_grammar if r.use_structured_output else max_drafts,
+                request_budget(r.sampling_params, max_drafts),
+            )
             for r in decodes
         ],
         dtype=np.int32,

@@ -100,6 +100,10 @@ class DraftGate:
         for awaited in self._awaited:
             awaited.discard(request)
 
+    def exclude(self, request: int) -> None:
+        """`request` never has a tree: it is a root in every step, and gains nothing."""
+        self._requests[request] = _TreeAverages(trees=_RECENT)
+
     def observe_trees(self, requests: Sequence[int], tokens: ArrayLike, nodes: ArrayLike) -> None:
         """Add trees that were verified, or are about to be, to their requests' averages.
 

@@ -90,6 +90,9 @@ class Trees:
         self.depths = zeros(slots, num_nodes)
         self.log_rho = torch.full((slots, num_nodes), -torch.inf, device=device)
         self.size = zeros(slots)  # nodes of the tree
+        # Most nodes of each request, as the request itself has asked; a copy on the host.
+        self.node_limits = torch.full((slots,), num_nodes, dtype=torch.int32, device=device)
+        self.node_limits_host = np.full(slots, num_nodes, dtype=np.int32)
         self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
         # N* of the next step, the accepted tokens expected of that many nodes (the sum of their
         # path scores), and the tokens that the last step emitted. They share a buffer, so that one
@@ -136,6 +139,12 @@ class Trees:
         shape = (len(self.row_slots), self.depth, top_k)
         self.top_tokens = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.top_logprobs = torch.zeros(shape, device=self.device)
+
+    def set_node_limit(self, slot: int, nodes: int) -> None:
+        """Grow no more than `nodes` nodes for the request that takes `slot`."""
+        if self.node_limits_host[slot] != nodes:
+            self.node_limits_host[slot] = nodes
+            self.node_limits[slot] = nodes
 
     # ---- end of step t: the drafter's logits become trees -------------------------------
 
@@ -205,6 +214,7 @@ class Trees:
 
     def _mask_and_choose(self, slots: torch.Tensor) -> None:
         """Write the masks of new trees, and choose their N*."""
+        torch.minimum(self.size, self.node_limits, out=self.size)
         ancestor_bits(self.parents, slots, self.bits)
         if self.budget is not None:
             torch.clamp(self.size, max=self.budget, out=self.num_verify)
