@@ -123,6 +123,33 @@ def bastion_config(vllm_config: Any) -> BastionSpeculativeConfig | None:
     return spec_config if isinstance(spec_config, BastionSpeculativeConfig) else None
 
 
+def default_nodes(keys: dict[str, Any], drafter: Any, limit: int | None) -> int:
+    """N for a user who names none: the host's, or fewer where no step can use so many.
+
+    vLLM sizes its buffers by N before any step has been timed, so N does not follow from the costs.
+    They choose N* below it.
+
+    Args:
+        keys: the user's keys, checked.
+        drafter: the drafter's Hugging Face config, checked.
+        limit: the user's `max_num_batched_tokens`, or None.
+    """
+    defaults = BastionSpeculativeConfig
+    budget = keys.get("bastion_budget", defaults.bastion_budget)
+    if budget != "adaptive":
+        return max(int(budget), 1)
+    gamma = gamma_of(drafter)
+    assert gamma is not None
+    top_k = keys.get("bastion_top_k", defaults.bastion_top_k)
+    top_k = min(top_k, candidates_of(drafter) or top_k)
+    nodes = current_host().default_nodes
+    if top_k == 1:
+        nodes = min(nodes, gamma)  # a chain has no more
+    if limit is not None:
+        nodes = min(nodes, limit - 1 - gamma)
+    return max(nodes, 1)
+
+
 def request_budget(sampling_params: Any, most: int) -> int:
     """Most nodes of a request verified in a step: its own limit, `most` without one.
 

@@ -153,7 +153,6 @@ def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequenc
         fresh = Path(folder) / "profile.json"
         given = dict(args.speculative_config or {})
         args.speculative_config = {
-            "num_speculative_tokens": 63,
             **given,
             "method": "bastion",
             "model": drafter,

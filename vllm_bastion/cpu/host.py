@@ -17,6 +17,7 @@ class CpuHost(Host):
     """An engine on a CPU."""
 
     runs_ahead = False
+    default_nodes = 63  # rows have a price from the first one on
 
     def compiles_on_first_use(self) -> bool:
         from vllm.triton_utils import HAS_TRITON

@@ -57,7 +57,7 @@ def create_speculative_config(
     compat.require()
     # Imported late: these modules may not import on an unsupported vLLM.
     from vllm_bastion import hooks, validation
-    from vllm_bastion.config import BastionSpeculativeConfig
+    from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
     from vllm_bastion.drafter_kinds import gamma_of, kind_of
 
     hooks.require_all()
@@ -70,6 +70,8 @@ def create_speculative_config(
     validation.check_drafter(drafter, keys["model"], target_model_config)
     kind, gamma = kind_of(drafter.architectures), gamma_of(drafter)
     assert kind is not None and gamma is not None
+    if keys.get("num_speculative_tokens") is None:
+        keys["num_speculative_tokens"] = default_nodes(keys, drafter, self.max_num_batched_tokens)
     validation.check_token_limit(keys["num_speculative_tokens"], gamma, self.max_num_batched_tokens)
     keys["method"] = kind.method
     return BastionSpeculativeConfig(
