@@ -7,7 +7,8 @@
 All requests arrive together, T=0, and decode to `max_tokens`. A *forward* is one step of the
 engine, prompts included, with all the requests that the scheduler put into it. Trees have up to 63
 nodes, with budgets from given costs: with the paper's A100, drafting pays in every batch here; with
-"never", no draft pays; "this CPU" is `results/cpu-profile.json`.
+"never", no draft pays; "this CPU" is `results/cpu-profile.json`. The *time* is what all forwards
+and drafts take by these costs.
 """
 
 from __future__ import annotations
@@ -34,18 +35,33 @@ TOKEN_LIMIT = 512
 PLAIN = "plain"
 
 
-def steps(llm: Any) -> Callable[[], list[int]]:
-    """Probe: the number of requests in every forward."""
+def steps(llm: Any) -> Callable[[], list[list[float]]]:
+    """Probe: the requests, rows, mean context length and draft (0 or 1) of every forward."""
     runner = model_runner(llm)
-    execute, seen = runner.execute_model, []
+    sample, seen = runner.sample_tokens, []
 
-    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        if scheduled.total_num_scheduled_tokens:
-            seen.append(len(scheduled.num_scheduled_tokens))
-        return execute(scheduled, *args, **kwargs)
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        state = runner.execute_model_state
+        output = sample(*args, **kwargs)
+        if state is not None:
+            batch, speculator = state.input_batch, getattr(runner, "speculator", None)
+            drafted = speculator is not None and speculator.runtime.drafted
+            context = float(batch.num_computed_tokens_np.mean())
+            seen.append([batch.num_reqs, batch.num_tokens, context, float(drafted)])
+        return output
 
-    runner.execute_model = execute_model
+    runner.sample_tokens = sample_tokens
     return lambda: seen
+
+
+def time_ms(table: StepCostTable, done: Run) -> float:
+    """What the forwards and drafts of a run take."""
+    total = 0.0
+    for num_reqs, rows, context, drafted in done.probed:
+        forward = table.forward_ms(int(num_reqs), context)[min(int(rows), table.max_rows)]
+        beyond = table.drafter_ms(int(num_reqs)) + table.aux_ms if drafted else table.plain_aux_ms
+        total += float(forward) + beyond
+    return total
 
 
 def sources(limit: int, profile: Path) -> list[CostSource]:
@@ -58,16 +74,22 @@ def sources(limit: int, profile: Path) -> list[CostSource]:
     ]
 
 
-def summary(done: Run, reference: Run) -> dict[str, float | int]:
+def summary(
+    done: Run, reference: Run, table: StepCostTable | None = None
+) -> dict[str, float | int]:
     """A row of the table."""
+    requests = [step[0] for step in done.probed]
     tokens = sum(len(c.token_ids) for c in done.completions)
     pairs = zip(done.completions, reference.completions, strict=True)
     return {
         "forwards": len(done.probed),
         "tokens": tokens,
         "tokens_per_forward": round(tokens / len(done.probed), 2),
-        "requests_per_forward": round(sum(done.probed) / len(done.probed), 2),
-        "most_requests": max(done.probed),
+        "requests_per_forward": round(sum(requests) / len(requests), 2),
+        "most_requests": int(max(requests)),
+        "time_of_plain": 1.0
+        if table is None
+        else round(time_ms(table, done) / time_ms(table, reference), 3),
         "identical_to_plain": sum(a.token_ids == b.token_ids for a, b in pairs),
         "requests": len(done.completions),
     }
@@ -81,15 +103,16 @@ def markdown(results: dict[str, Any], settings: dict[str, Any], command: str) ->
         f"{settings['new_tokens']} new tokens a request, T=0, max_num_batched_tokens "
         f"{settings['token_limit']}, trees of up to {settings['nodes']} nodes.",
         "",
-        "| requests | costs | forwards | of plain's | tokens per forward | requests per forward, "
-        "mean and most | same tokens as plain |",
-        "|---:|---|---:|---:|---:|---:|---:|",
+        "| requests | costs | forwards | of plain's | time of plain's | tokens per forward "
+        "| requests per forward, mean and most | same tokens as plain |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for count, rows in results.items():
         for name, row in rows.items():
             of_plain = row["forwards"] / rows[PLAIN]["forwards"]
             lines.append(
                 f"| {count} | {name} | {row['forwards']} | {of_plain:.2f} "
+                f"| {row['time_of_plain']:.2f} "
                 f"| {row['tokens_per_forward']:.2f} "
                 f"| {row['requests_per_forward']:.1f}, {row['most_requests']} "
                 f"| {row['identical_to_plain']}/{row['requests']} |"
@@ -113,8 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         speculative: dict[str, Any] = {PLAIN: None}
+        tables: dict[str, StepCostTable] = {}
         for costs in sources(given.limit, given.profile):
             path = write_costs(costs, Path(folder) / f"{len(speculative)}.json")
+            tables[costs.name] = costs.table
             keys = {"calibration": path, "latency_model": "table"}
             speculative[costs.name] = bastion(TINY / "drafter", NODES, "adaptive", **keys)
         for count in given.requests:
@@ -135,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 progress = Progress(f"{count} requests, {name}")
                 done = run_engine(engine, requests, progress)
                 reference = reference or done
-                rows[name] = summary(done, reference)
+                rows[name] = summary(done, reference, tables.get(name))
                 progress.done(f"{rows[name]['forwards']} forwards in {progress.seconds:.0f} s")
     report_settings = {
         "new_tokens": given.tokens,

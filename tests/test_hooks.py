@@ -33,6 +33,7 @@ from vllm_bastion.carriers import (
     StepReport,
 )
 from vllm_bastion.config import BastionSpeculativeConfig
+from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks import HookError, scheduler, wrap
 from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
 from vllm_bastion.hooks.runner import RUNNER_HOOKS, execute_model
@@ -198,6 +199,7 @@ class Core:
         self.waiting: list[Any] = []
         self.max_num_scheduled_tokens = 2048
         self.max_num_running_reqs = self.max_num_active_reqs = 4096
+        self.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
         self.dynamic_sd_lookup: list[int] | None = None
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -324,6 +326,7 @@ def test_a_step_with_drafts_must_say_what_it_verified() -> None:
 @pytest.mark.parametrize("plan", [False, True])
 def test_a_step_with_a_grammar_must_say_which_nodes_it_verifies(plan: bool) -> None:
     runner = SimpleNamespace(vllm_config=_engine_with(_settings()))
+    runner.vllm_config.speculative_config.worker_runtime = Runtime(SimpleNamespace())
     output, ran = _scheduled(a=5), []
     output.has_structured_output_requests = True
     if plan:
@@ -430,21 +433,22 @@ def test_what_was_verified_says_how_many_are_wanted() -> None:
     assert RequestState.of(core.requests["b"]).wanted_placeholders == 2 + GAMMA
 
 
-def test_prompts_get_half_of_what_trees_want_too() -> None:
-    prompt = _request(num_computed_tokens=0, num_tokens=500)
-    core = Core(_settings(), a=_request(drafts=NODES), p=prompt)
-    core.max_num_scheduled_tokens = 101
-    assert _step(core) == {"a": 50, "p": 0}
-    # One that waits is a prompt as well, where it may come in.
-    for seats, expected in ((1, NODES), (2, 50)):
-        core = Core(_settings(), a=_request(drafts=NODES))
-        core.max_num_scheduled_tokens, core.waiting = 101, [prompt]
-        core.max_num_active_reqs = seats
-        assert _step(core, tokens=101) == {"a": expected}
+def test_prompts_come_before_nodes() -> None:
+    for prompt_tokens, expected in ((500, 0), (60, 40)):
+        prompt = _request(num_computed_tokens=0, num_tokens=prompt_tokens)
+        core = Core(_settings(), a=_request(drafts=NODES), p=prompt)
+        core.max_num_scheduled_tokens = 101
+        assert _step(core) == {"a": expected, "p": 0}
+        # One that waits is a prompt as well, where it may come in.
+        for seats, share in ((1, NODES), (2, expected)):
+            core = Core(_settings(), a=_request(drafts=NODES))
+            core.max_num_scheduled_tokens, core.waiting = 101, [prompt]
+            core.max_num_active_reqs = seats
+            assert _step(core, tokens=101) == {"a": share}
     # All tokens are used up: it waits for its turn. There are some left and still it does not come
     # in: the cache is full, until another request leaves.
     core.requests["a"].spec_token_ids = [-1] * NODES
-    assert _step(core, tokens=80) == {"a": 50}
+    assert _step(core, tokens=80) == {"a": 40}
     core.requests["a"].spec_token_ids = [-1] * NODES
     assert _step(core, tokens=80) == {"a": NODES}
     core.running, core.requests["a"].spec_token_ids = [], [-1] * NODES

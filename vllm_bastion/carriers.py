@@ -67,6 +67,8 @@ class StepPlan(Carrier):
     grammar_columns: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     """Request id -> columns of its tree to verify, ascending, and the node numbers that their
     parents have then. Only requests whose tree a grammar has pruned."""
+    backlog: bool = False
+    """Whether prompts can fill the step after this one, so that it has no room for drafts."""
 
 
 @dataclass

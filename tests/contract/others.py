@@ -244,7 +244,7 @@ OTHERS: tuple[Reliance, ...] = (
         files="hooks/scheduler.py",
         names=(
             "dynamic_sd_lookup log_stats max_num_active_reqs max_num_running_reqs "
-            "max_num_scheduled_tokens num_spec_tokens requests running "
+            "max_num_scheduled_tokens num_spec_tokens requests running scheduler_config "
             "structured_output_manager vllm_config waiting"
         ),
     ),

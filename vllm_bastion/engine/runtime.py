@@ -43,6 +43,8 @@ class Runtime:
     drafted: bool = True
     # Whether steps scheduled from now on get placeholders.
     drafting: bool = True
+    # Whether prompts can fill the next step, see `StepPlan`.
+    backlog: bool = False
 
     @property
     def timer(self) -> StepTimer | None:

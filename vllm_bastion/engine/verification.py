@@ -223,7 +223,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         if gate is None or costs is None:
             return True
         self._observe_past_step()
-        if not self.trees.node_limits_host[slots].any():
+        if self.runtime.backlog or not self.trees.node_limits_host[slots].any():
             return False
         plain_ms = costs.plain_ms(len(slots), context_len)
         return gate.draft(slots.tolist(), self.trees.cost_ms_host, plain_ms)

@@ -314,8 +314,15 @@ def draft_tokens_handler(original: Callable[..., Any], device: Any = None) -> An
 def execute_model(
     original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Remove the nodes that a grammar rejected from their trees."""
-    if bastion_config(self.vllm_config) is None or not (
+    """Pass on what the scheduler knows: nodes that a grammar rejected, and waiting prompts."""
+    if bastion_config(self.vllm_config) is None:
+        return original(self, scheduler_output, *args, **kwargs)
+    from vllm_bastion.engine.runtime import runtime_of
+
+    # Steps of warm-up and calibration have no plan.
+    plan = StepPlan.find(scheduler_output)
+    runtime_of(self.vllm_config).backlog = plan is not None and plan.backlog
+    if not (
         scheduler_output.has_structured_output_requests
         and scheduler_output.scheduled_spec_decode_tokens
     ):
@@ -324,7 +331,6 @@ def execute_model(
     columns = StepPlan.of(scheduler_output).grammar_columns
     if columns:
         from vllm_bastion.engine.draft_tokens import select_columns
-        from vllm_bastion.engine.runtime import runtime_of
 
         select_columns(runtime_of(self.vllm_config), self.req_states, columns)
     return original(self, scheduler_output, *args, **kwargs)

@@ -4,7 +4,8 @@
 vLLM schedules N placeholders for every request. The worker verifies fewer nodes, and reports how
 many with the step's output. Placeholders count against the step's token limit: with N for each of
 many requests, some requests and all prompts would have to wait. So every request gets a share of
-the placeholders, and none while nothing is drafted. Grammars are in `hooks.grammar`.
+what roots and prompts leave, and none while nothing is drafted. While prompts can fill the next
+step, the worker is told not to draft. Grammars are in `hooks.grammar`.
 """
 
 from __future__ import annotations
@@ -124,7 +125,6 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     _share_out(self, spec_config)
     waited = bool(self.waiting)
     output = original(self, *args, **kwargs)
-    attach_plan(self, output)
     state = SchedulerState.ensure(self)
     if waited and not output.scheduled_new_reqs:
         if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
@@ -132,6 +132,8 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
             state.blocked_at = len(self.running)
     elif output.scheduled_new_reqs:
         state.blocked_at = None
+    room = self.max_num_scheduled_tokens - len(self.running)
+    attach_plan(self, output, backlog=room <= 0 or _prompt_tokens(self, room) >= room)
     return output
 
 
@@ -176,11 +178,14 @@ def _wanted(request: Any, max_drafts: int) -> int:
 
 def _prompt_tokens(scheduler: Any, limit: int) -> int:
     """Tokens that requests without placeholders could use next, counted up to `limit`."""
-    tokens = sum(
+    most = scheduler.scheduler_config.long_prefill_token_threshold or limit
+    left = (
         request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
         for request in scheduler.running
         if not request.spec_token_ids
     )
+    # Below zero for a step that is on its way with drafts.
+    tokens = sum(min(max(tokens, 0), most) for tokens in left)
     free = scheduler.max_num_active_reqs - len(scheduler.running)
     blocked_at = SchedulerState.ensure(scheduler).blocked_at
     if blocked_at is not None and len(scheduler.running) >= blocked_at:
@@ -188,5 +193,5 @@ def _prompt_tokens(scheduler: Any, limit: int) -> int:
     for request in islice(scheduler.waiting, max(free, 0)):
         if tokens >= limit:
             break
-        tokens += request.num_tokens - request.num_computed_tokens
+        tokens += min(request.num_tokens - request.num_computed_tokens, most)
     return tokens

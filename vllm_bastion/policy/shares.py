@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the placeholders of a step are shared out: pure arithmetic, without vLLM.
 
-A step has a token budget. Each decoding request needs one token, its root; the rest is for draft
-nodes and for prompts. Neither may starve the other, and no request may occupy placeholders that its
-own trees do not use and another request's would.
+A step has a token limit. Each decoding request needs one token, its root. Prompts come next, and
+draft nodes get the rest. While prompts fill every step, a step takes C(limit) whatever its rows
+are, so each row costs C(limit) / limit. A node saves the root of a later step with its path score
+as probability: it is worth at most one row, and it takes one. So no node is worth a prompt's token.
+No request may occupy placeholders that its own trees do not use and another request's would.
 """
 
 from __future__ import annotations
@@ -41,16 +43,14 @@ def share_placeholders(
         tokens: tokens of the step that remain after a root for each decoding request.
         wanted: [R] placeholders that each request can use, see `next_wanted`.
         limits: [R] most placeholders of each request.
-        prompt_tokens: prompt tokens that wait to be computed. They get the tokens that trees do not
-            want, and half of `tokens` if both want more.
+        prompt_tokens: prompt tokens that the step could compute. They come first.
 
     Returns:
         [R] integers, shared out evenly. A request gets more than it wanted only of tokens that
         nothing else wants.
     """
-    tokens = max(tokens, 0)
     first = np.minimum(wanted, limits)
-    for_trees = tokens - min(prompt_tokens, max(tokens - int(first.sum()), (tokens + 1) // 2))
+    for_trees = max(tokens - prompt_tokens, 0)
     shares = even_split(for_trees, first)
     left = for_trees - int(shares.sum())
     return shares + even_split(left, limits - shares) if left else shares
