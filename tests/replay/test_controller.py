@@ -9,7 +9,12 @@ import torch
 
 from bastion_kernels import choose_budget as choose_budget_op
 from benchmarks.replay.controller import best_size, choose_budget
+from benchmarks.replay.recording import load_recording
+from benchmarks.replay.steps import best_first, target_ranks
+from helpers import ROOT
 from vllm_bastion.policy.cost.table import StepCostTable
+
+RECORDING = ROOT / "benchmarks" / "results" / "recordings" / "tiny.npz"
 
 
 def _scores(rng, reqs, columns):
@@ -106,3 +111,41 @@ def test_no_requests_nodes_and_short_tables():
     assert choose_budget(np.full((3, 5), 0.5), [5, 5, 5], cost, 3).num_nodes == 0
     beyond = choose_budget(np.full((3, 5), 0.5), [5, 5, 5], cost, 100)
     assert beyond.num_nodes == 0 and beyond.cost_ms == 1.0
+
+
+def _algorithm_1(rho, cost, root_rows):
+    """The paper's Algorithm 1: nodes are added until one no longer improves S."""
+    accepted, best, chosen = 1.0, -np.inf, 0
+    for n, score in enumerate(rho, start=1):
+        accepted += score
+        speed = accepted / cost[root_rows + n]
+        if speed <= best:
+            break
+        best, chosen = speed, n
+    return chosen
+
+
+def test_recorded_steps_get_algorithm_1s_nodes():
+    """Equal but for ties within the costs' float32; a row more in C is a node more, seldom."""
+    recording = load_recording(RECORDING)
+    ranks = target_ranks(recording)
+    exact = 24.0 + 0.034 * np.arange(72)
+    cost = torch.tensor(exact, dtype=torch.float32)
+    slots, limits = torch.tensor([0]), torch.tensor([64], dtype=torch.int32)
+    below, further = 0, []
+    steps = range(0, recording.num_steps, 8)
+    for step in steps:
+        rho = best_first(recording.scores[step], ranks[step], 64).rho
+        counts = torch.zeros(1, dtype=torch.int32)
+        log_rho = torch.tensor(np.log(rho), dtype=torch.float32)[None]
+        choose_budget_op(log_rho, slots, limits, cost, 1, counts)
+        ours, papers = int(counts), _algorithm_1(rho, exact, 1)
+        if ours != papers:
+            expected = 1 + np.cumsum(rho)
+            speeds = [expected[n - 1] / exact[1 + n] for n in (ours, papers)]
+            assert speeds[0] == pytest.approx(speeds[1], rel=1e-6)
+        below += papers < 64
+        further.append(_algorithm_1(rho, exact, 2) - papers)
+    assert below > 100, "the costs bind"
+    assert set(further) == {0, 1}
+    assert 0.005 < np.mean(further) < 0.03

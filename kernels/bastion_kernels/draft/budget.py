@@ -9,6 +9,8 @@ draft nodes (roots and prefill tokens) and a cost C of the total rows, the n bes
 which for one request is the paper's S(N) without its constant L_AR. The budget is the smallest n
 that maximises S, n = 0 (plain decoding) included; the paper's Algorithm 1, which stops at the first
 n whose successor does not improve S, finds the same on a convex cost, not on a staircase.
+C is read at all rows of the step, the root's included. The paper's pseudocode counts nodes only;
+at the slope of its A100 costs, one row further is one node more in a step of 80 (tests/replay).
 `take_best` shares out an n that is already settled.
 
 rho is summed as a multiple of 2^-40, so that the sum does not depend on the order of additions:
