@@ -65,6 +65,7 @@ ADAPTERS: tuple[Reliance, ...] = (
             ),
             "_run_model(self, num_tokens, attn_metadata, slot_mappings)",
             "_build_uniform_attn_metadata(self)",
+            "_precompute_context_kv(self, start, end, dummy_run)",
             "compute_draft_logits(self, hidden_states, spec_step_idx)",
             "capture(self)",
             (
@@ -76,7 +77,8 @@ ADAPTERS: tuple[Reliance, ...] = (
             "load_draft_model(self, target_model, target_attn_layer_names)",
         ),
         names=(
-            "device draft_model_config hidden_states input_buffers max_num_reqs "
+            "_context_slot_mappings context_positions device draft_kv_cache_group_ids "
+            "draft_model_config hidden_states input_buffers max_num_reqs "
             "max_num_tokens model num_query_per_req num_speculative_steps sample_indices "
             "seeds set_attn target_input_buffers temperature use_acceptance_estimator "
             "vllm_config"

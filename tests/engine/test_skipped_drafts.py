@@ -75,6 +75,8 @@ class Engine:
             num_computed_tokens_np=np.full(count, 20),
             num_scheduled_tokens=np.ones(count, dtype=np.int32),
             prefill_len_np=np.full(count, 20),
+            num_tokens=count,
+            positions=torch.full((count,), 20),
         )
         hidden, counts = torch.zeros(count, 8), torch.ones(count, dtype=torch.int32)
         drafts = self.speculator.propose(

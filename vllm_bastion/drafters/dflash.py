@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import context_rows, gather_rows
 from vllm_bastion.config import bastion_config, chain_view_of
+from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
 
@@ -66,6 +67,8 @@ class BastionSpeculator(DFlashSpeculator):
     # Whether vLLM's `propose` is to store the context's keys and values and run no block. It calls
     # the methods that ask for this without a free argument; see `_storing_context_only`.
     _context_only = False
+    # Whether the drafter's blocks stay the request's while its rows wait; false before `set_attn`.
+    _may_defer = False
 
     def __init__(
         self,
@@ -93,6 +96,10 @@ class BastionSpeculator(DFlashSpeculator):
             2 * self.max_num_reqs + 1, dtype=torch.int32, device=device
         )
         self._context_hidden: list[torch.Tensor] = []
+        # Whether the drafter combines hidden states of several layers of the target.
+        self._combines_hidden = False
+        # A layer of each of the drafter's KV cache groups.
+        self._context_layers: list[str] = []
 
     # ---- buffers for more rows than a step has ------------------------------------------
 
@@ -145,6 +152,37 @@ class BastionSpeculator(DFlashSpeculator):
                 groups, self.max_num_tokens
             )
         super().set_attn(model_state, kv_cache_config, block_tables, *args, **kwargs)
+        groups = [kv_cache_config.kv_cache_groups[gid] for gid in self.draft_kv_cache_group_ids]
+        self._context_layers = [group.layer_names[0] for group in groups]
+        self._may_defer = all(may_defer(group.kv_cache_spec) for group in groups)
+        self.runtime.deferred = None
+
+    def _deferred(self) -> DeferredContext | None:
+        """Rows of plain steps, in the buffers that accepted paths use too; None: none may wait."""
+        if self.runtime.deferred is None and self._may_defer and self._context_hidden:
+            rows = min(len(self._context_source), self.max_num_tokens)
+            self._deferred_slots = torch.zeros(
+                len(self._context_layers), rows, dtype=torch.int64, device=self.device
+            )
+            self.runtime.deferred = DeferredContext(
+                self._context_hidden,
+                self._accepted_positions[:rows],
+                self._deferred_slots,
+                self.max_num_reqs,
+                self._store_deferred,
+            )
+        return self.runtime.deferred
+
+    def _store_deferred(self, count: int) -> None:
+        hidden = [rows[:count] for rows in self._context_hidden]
+        self.hidden_states[:count].copy_(
+            self.model.combine_hidden_states(torch.cat(hidden, dim=-1))
+            if self._combines_hidden
+            else hidden[0]
+        )
+        self.context_positions[:count].copy_(self._accepted_positions[:count])
+        self._context_slot_mappings[:, :count].copy_(self._deferred_slots[:, :count])
+        self._precompute_context_kv(0, count)
 
     # ---- the drafter's forward and the trees --------------------------------------------
 
@@ -246,12 +284,20 @@ class BastionSpeculator(DFlashSpeculator):
                 if not runtime.drafted:
                     kwargs |= _WITHOUT_GRAPH  # the graph would run the block
         hidden = aux_hidden_states or [last_hidden_states]
-        if not self._context_hidden and not self.trees.chains:
+        self._combines_hidden = bool(aux_hidden_states)
+        if not self._context_hidden and not (self.trees.chains and self.trees.budget is not None):
             # In the profiling run, so that vLLM counts it before it sizes the KV cache.
             self._context_hidden = [
                 torch.zeros(len(self._context_source), h.shape[1], dtype=h.dtype, device=h.device)
                 for h in hidden
             ]
+        deferred = None if dummy_run else self._deferred()
+        if deferred is not None and not runtime.drafted and self._is_plain(input_batch):
+            slots = [slot_mappings[layer] for layer in self._context_layers]
+            deferred.add(hidden, input_batch.positions, slots, num_reqs)
+            return self._proposed(num_reqs, skipped, dummy_run)
+        if deferred is not None:
+            deferred.flush()
         if self.trees.verifying and not dummy_run:
             input_batch, hidden, num_rejected = self._accepted_context(
                 input_batch, hidden, num_sampled, num_rejected
@@ -274,8 +320,16 @@ class BastionSpeculator(DFlashSpeculator):
                 num_speculative_tokens=num_speculative_tokens,
                 **kwargs,
             )
-        if not dummy_run and runtime.timer is not None:
-            runtime.timer.step_done(runtime.drafted)
+        return self._proposed(num_reqs, skipped, dummy_run)
+
+    def _is_plain(self, batch: InputBatch) -> bool:
+        """Whether the step had one row for each request, and verified nothing."""
+        return batch.num_tokens == batch.num_reqs and not self.trees.verifying
+
+    def _proposed(self, num_reqs: int, skipped: bool, dummy_run: bool) -> torch.Tensor:
+        """End the step: the nodes' tokens, [R, N] int64."""
+        if not dummy_run and self.runtime.timer is not None:
+            self.runtime.timer.step_done(self.runtime.drafted)
         tokens = self.trees.tokens[:num_reqs]
         # vLLM overwrites the result with -1; `trees.tokens` must keep its tokens.
         return torch.full_like(tokens, -1) if skipped else tokens

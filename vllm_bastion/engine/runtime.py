@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_bastion.config import bastion_config
+from vllm_bastion.engine.deferred import DeferredContext
 from vllm_bastion.policy.cost.timing import StepTimer
 from vllm_bastion.policy.gate import DraftGate
 from vllm_bastion.policy.step_costs import StepCosts
@@ -37,6 +38,8 @@ class Runtime:
     costs: StepCosts | None = None
     # None if every step drafts: with a fixed budget, or with data parallelism.
     gate: DraftGate | None = None
+    # None until the first step, and if the drafter's context cannot wait.
+    deferred: DeferredContext | None = None
     # None until the KV cache exists.
     manager: DraftPlanner | None = None
     # Whether the last ``propose`` grew trees; set by it, for the adapters that run after it.

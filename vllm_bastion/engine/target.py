@@ -150,6 +150,12 @@ class BastionModelState(DefaultModelState):
         masked = not trees.chains and drafts.any()
         trees.begin_step(batch.idx_mapping, batch.cu_num_logits if masked else None)
 
+    def remove_request(self, req_id: str) -> None:
+        """The request ends, or is preempted. From here on its blocks may belong to another one."""
+        if self.runtime.deferred is not None:
+            self.runtime.deferred.flush()
+        super().remove_request(req_id)
+
     # ---- after the target's forward -----------------------------------------------------
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:

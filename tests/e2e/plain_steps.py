@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that drafts and decodes plainly in turns: for `test_deferred`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+
+# Steps with drafts, then plain ones: more than the rows of a request may wait.
+DRAFTED, PLAIN = 5, 70
+
+
+def in_turns() -> None:
+    """Let the gate follow this plan, whatever drafts are worth."""
+    from vllm_bastion.policy.gate import DraftGate
+
+    decisions = [0]
+
+    def draft(self: DraftGate, *args: Any) -> bool:
+        decisions[0] += 1
+        return decisions[0] % (DRAFTED + PLAIN) < DRAFTED
+
+    DraftGate.draft = draft  # type: ignore[method-assign]
+
+
+def at_once() -> None:
+    """Store the drafter's context in every step."""
+    from vllm_bastion.drafters.dflash import BastionSpeculator
+
+    BastionSpeculator._deferred = lambda *_: None  # type: ignore[method-assign]
+
+
+def context(session: Any) -> list[dict[str, Any]]:
+    """Sums over every block of the drafter's cache that holds only computed tokens.
+
+    A step in which rows wait is left out: those of the next one are compared.
+    """
+    runner = session.runner
+    deferred = runner.speculator.runtime.deferred
+    waiting = 0 if deferred is None else deferred._num_rows
+    layers = get_layers_from_vllm_config(runner.vllm_config, Attention)
+    size = session.scheduler.cache_config.block_size
+    out = []
+    for request in session.scheduler.running:
+        ids = session.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        full = request.num_computed_tokens // size
+        sums = []
+        for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
+            for name in spec.layer_names:
+                if name in layers and getattr(layers[name], "is_draft_layer", False):
+                    blocks = layers[name].kv_cache[torch.tensor(ids[group][:full])].double()
+                    weights = torch.cos(torch.arange(blocks[0].numel(), dtype=torch.float64))
+                    sums.append((blocks.reshape(full, -1) @ weights).tolist())
+        out.append(
+            {
+                "request": request.request_id.rsplit("-", 1)[0],
+                "computed": request.num_computed_tokens,
+                "emitted": request.num_output_tokens,
+                "waiting": waiting,
+                "sums": sums,
+            }
+        )
+    return out

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""While nothing is drafted, the drafter's context waits, and nothing is lost by it.
+
+Two engines draft and decode plainly in turns. One stores the drafter's keys and values in every
+step, the other when drafting resumes. Both must take the same steps, accept the same drafts and
+hold the same keys and values, up to the rounding of a product over more rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.compare import Comparison
+from tests.e2e.engines import Batch, Engine, Runner
+
+pytestmark = pytest.mark.e2e
+
+PLAN = "tests.e2e.plain_steps:in_turns"
+PROBE = "tests.e2e.plain_steps:context"
+
+
+@pytest.mark.parametrize("top_k", [16, 1])
+def test_context_waits_without_loss(runner: Runner, compare: Comparison, top_k: int) -> None:
+    plain = Engine(max_num_seqs=2, eager=True)
+    batch = Batch("drafts in turns")
+    # The last one starts while others decode, and short ones end while their rows wait.
+    for i, (name, text) in enumerate(cases.some(2, first=5)):
+        tokens = 120 if i % 2 else 40
+        batch.add(f"turns-{name}", text, temperature=0, max_tokens=tokens, ignore_eos=True)
+    first = runner.run(plain, [batch])
+    engine = plain.with_bastion(15, top_k=top_k, latency_model="table")
+    runs = {
+        "deferred": runner.submit(engine, [batch], setup=[PLAN], probe=PROBE),
+        "at once": runner.submit(
+            engine, [batch], setup=[PLAN, "tests.e2e.plain_steps:at_once"], probe=PROBE
+        ),
+    }
+    for name, run in runs.items():
+        compare.same(f"{name}, K = {top_k}", [batch], first, run.result(), plain)
+    deferred, at_once = (run.result()["batches"][0]["probed"] for run in runs.values())
+    assert len(deferred) == len(at_once)
+    waited = 0
+    for mine, other in zip(deferred, at_once, strict=True):
+        assert _key(mine) == _key(other)
+        waited = max(waited, mine["waiting"])
+        if mine["waiting"] == 0:
+            for sums, expected in zip(mine["sums"], other["sums"], strict=True):
+                assert sums == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert waited > 30  # several rows of both requests
+    assert any(one["computed"] > 64 and not one["waiting"] for one in deferred)
+
+
+def _key(one: dict[str, Any]) -> tuple[Any, ...]:
+    return one["request"], one["computed"], one["emitted"]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's context while nothing is drafted: kept, and stored in one go.
+
+A drafter reads the keys and values that it computes from the target's hidden states. A plain step
+only keeps the hidden states of its rows. They are turned into keys and values when drafting
+resumes, when a request leaves, because its blocks may then be cached or belong to another request,
+and after a limited number of steps, before a sliding window lets go of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+# Storing this many rows of a request takes about as long as storing one.
+_MAX_STEPS = 64
+# With a shorter sliding window, a block may be freed before its rows are stored.
+_MIN_WINDOW = 2 * _MAX_STEPS
+
+
+class DeferredContext:
+    """Rows of plain steps that the drafter has not stored yet.
+
+    Args:
+        hidden: the target's hidden states, tensors [M, H].
+        positions: [M] int64.
+        slots: [G, M] int64, slots in each of the drafter's KV cache groups.
+        max_num_reqs: most rows of a plain step.
+        store: computes and stores keys and values of the first `count` rows of these buffers.
+    """
+
+    def __init__(
+        self,
+        hidden: Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        max_num_reqs: int,
+        store: Callable[[int], None],
+    ) -> None:
+        self._hidden, self._positions, self._slots = hidden, positions, slots
+        self._max_num_reqs, self._store = max_num_reqs, store
+        self._num_rows = self._num_steps = 0
+
+    def add(
+        self,
+        hidden: Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        count: int,
+    ) -> None:
+        """Keep the first `count` rows of a step: one accepted row of each of its requests."""
+        begin, end = self._num_rows, self._num_rows + count
+        for kept, rows in zip(self._hidden, hidden, strict=True):
+            kept[begin:end].copy_(rows[:count])
+        self._positions[begin:end].copy_(positions[:count])
+        for kept, rows in zip(self._slots, slots, strict=True):
+            kept[begin:end].copy_(rows[:count])
+        self._num_rows = end
+        self._num_steps += 1
+        if self._num_steps == _MAX_STEPS or end + self._max_num_reqs > len(self._positions):
+            self.flush()
+
+    def flush(self) -> None:
+        """Store the rows that were kept."""
+        count, self._num_rows, self._num_steps = self._num_rows, 0, 0
+        if count:
+            self._store(count)
+
+
+def may_defer(spec: KVCacheSpec) -> bool:
+    """Whether a row may wait: whether its block stays the request's until it is stored."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(may_defer(inner) for inner in spec.kv_cache_specs.values())
+    if isinstance(spec, SlidingWindowSpec):
+        return bool(spec.sliding_window >= _MIN_WINDOW)
+    return isinstance(spec, FullAttentionSpec)
