@@ -341,4 +341,12 @@ OTHERS: tuple[Reliance, ...] = (
             "layer._v_scale_float = 1.0",
         ),
     ),
+    Reliance(
+        "vllm.sampling_params:SamplingParams",
+        files="hooks/requests.py",
+        names=(
+            "all_stop_token_ids allowed_token_ids bad_words_token_ids logit_bias max_tokens "
+            "min_tokens seed"
+        ),
+    ),
 )

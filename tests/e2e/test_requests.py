@@ -29,6 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "min-tokens": {"min_tokens": 20, "stop": ["e"], "stop_token_ids": list(range(2, 30))},
     "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
     "allowed": {"allowed_token_ids": list(range(2, 600)), "logprobs": 0},
+    "bias": {"logit_bias": {str(token): 2.0 for token in range(60, 90)}},
+    "min-p": {"min_p": 0.2, "logprobs": 1},
     "everything": {
         "repetition_penalty": 1.1,
         "presence_penalty": 0.5,
@@ -36,6 +38,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "min_tokens": 12,
         "logprobs": 1,
         "top_p": 0.9,
+        "min_p": 0.05,
+        "logit_bias": {"70": 1.5, "300": -4.0},
     },
 }
 

@@ -250,6 +250,26 @@ def test_a_requests_own_budget(server: Server) -> None:
     assert server.post("/v1/completions", **given)["choices"][0]["text"] == text
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"allowed_token_ids": [65] * 1025}, "allowed_token_ids has 1025 entries"),
+        ({"stop_token_ids": list(range(2, 140)), "min_tokens": 2}, "stop_token_ids has 13"),
+        ({"bad_words": ["a long bad word " * 30 + str(i) for i in range(20)]}, "bad_words have"),
+    ],
+)
+def test_a_request_beyond_the_workers_tables(
+    given: dict[str, Any], named: str, server: Server
+) -> None:
+    """It gets status 400 with the reason, and the server goes on."""
+    with pytest.raises(HTTPError) as refused:
+        server.post("/v1/completions", prompt="x = ", max_tokens=8, temperature=0, **given)
+    assert refused.value.code == 400
+    assert named in json.loads(refused.value.read())["error"]["message"]
+    answer = server.post("/v1/completions", prompt="x = ", max_tokens=8, temperature=0)
+    assert answer["usage"]["completion_tokens"] > 0
+
+
 def test_bench_serve(server: Server, runner: Runner) -> None:
     """`vllm bench serve` runs and reads the counters."""
     printed = runner.command(

@@ -63,6 +63,10 @@ KINDS: dict[str, SamplingParams] = {
     "no thinking": _params(thinking_token_budget=0),
     "min tokens": _params(min_tokens=4, stop_token_ids=[0, 2, 3]),
     "bias": _params(logit_bias={1: 2.0, 5: -3.0}, logprobs=1),
+    "min p": _params(min_p=0.2, logprobs=1),
+    "bias, min p and penalties": _params(
+        logit_bias={1: 2.0, 5: -3.0}, min_p=0.1, presence_penalty=0.6, top_p=0.9
+    ),
     "allowed": _params(allowed_token_ids=list(range(8)), top_k=5),
     "everything": _params(
         temperature=1.1,

@@ -97,6 +97,28 @@ HOOKS: tuple[Hook, ...] = (
         when=EVERY_PROCESS,
     ),
     Hook(
+        target="vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        wrapper="requests:process_inputs",
+        expects=(
+            "(self, request_id, prompt, params, supported_tasks, arrival_time=, lora_request=, "
+            "tokenization_kwargs=, trace_headers=, priority=, data_parallel_rank=, resumable=, "
+            "session_id=, kv_hints=)"
+        ),
+        why="V2's worker raises on sampling parameters that exceed its tables, and the engine ends",
+        what="refuses such a request before it reaches the engine core",
+        upstream="the same limits in SamplingParams.verify",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
+        target="vllm.sampling_params:SamplingParams._validate_spec_decode",
+        wrapper="requests:validate_spec_decode",
+        expects="(self, speculative_config)",
+        why="it refuses min_p and logit_bias with any speculative decoding",
+        what="accepts them: a tree's rows are processed as plain decoding's are",
+        upstream="a property of the speculative method",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
         target=f"{_SCHEDULER}.update_from_output",
         wrapper="scheduler:update_from_output",
         expects="(self, scheduler_output, model_runner_output)",

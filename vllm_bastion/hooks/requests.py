@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on a request's sampling parameters in the front end.
+
+Model Runner V2 keeps some parameters in tables of fixed size. Its worker raises when a request does
+not fit, which ends the engine with all its other requests. Here such a request is refused before
+it reaches the engine core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from vllm import envs
+from vllm.exceptions import VLLMValidationError
+
+from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
+
+_INT32, _INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
+# Of `vllm.v1.worker.gpu.sample.logit_bias`. The front end must not import the worker's modules.
+MAX_NUM_ALLOWED_TOKEN_IDS = 1024
+MAX_NUM_LOGIT_BIAS_TOKENS = 1024
+MAX_NUM_STOP_TOKEN_IDS = 128
+
+
+def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a request that the worker's tables cannot hold."""
+    request = original(self, *args, **kwargs)
+    params = request.sampling_params
+    if params is not None and bastion_config(self.vllm_config) is not None:
+        check_tables(params, len(request.prompt_token_ids or ()))
+    return request
+
+
+def check_tables(params: Any, prompt_len: int) -> None:
+    """Check a request that is ready to be sent: with its stop tokens and tokenized bad words.
+
+    Raises:
+        VLLMValidationError: a `ValueError`, answered with status 400.
+    """
+    bad_words = params.bad_words_token_ids or ()
+    sizes = (
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_NUM_ALLOWED_TOKEN_IDS, ""),
+        ("logit_bias", len(params.logit_bias or ()), MAX_NUM_LOGIT_BIAS_TOKENS, ""),
+        (
+            "stop_token_ids",
+            len(params.all_stop_token_ids) if params.min_tokens > 0 else 0,
+            MAX_NUM_STOP_TOKEN_IDS,
+            " with min_tokens, the model's own stop tokens included",
+        ),
+        ("bad_words", len(bad_words), envs.VLLM_MAX_NUM_BAD_WORDS, " once tokenized"),
+    )
+    for name, size, limit, condition in sizes:
+        if size > limit:
+            raise VLLMValidationError(
+                f"{name} has {size} entries{condition}; at most {limit} are possible.",
+                parameter=name,
+                value=size,
+            )
+    tokens, limit = sum(map(len, bad_words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    if tokens > limit:
+        raise VLLMValidationError(
+            f"bad_words have {tokens} tokens in all; at most {limit} are possible.",
+            parameter="bad_words",
+            value=tokens,
+        )
+    if params.seed is not None and not _INT64.min <= params.seed <= _INT64.max:
+        raise VLLMValidationError(
+            f"seed must be between -2**63 and 2**63 - 1, got {params.seed}.",
+            parameter="seed",
+            value=params.seed,
+        )
+    if prompt_len + params.max_tokens > _INT32.max:
+        raise VLLMValidationError(
+            "max_tokens must be below 2**31 less the prompt's tokens, got "
+            f"{params.max_tokens}; leave it out for as many as the model's context allows.",
+            parameter="max_tokens",
+            value=params.max_tokens,
+        )
+
+
+def validate_spec_decode(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
+    """Accept `min_p` and `logit_bias`: trees are sampled row by row, as plain decoding is."""
+    if not isinstance(speculative_config, BastionSpeculativeConfig):
+        original(self, speculative_config)
