@@ -28,7 +28,6 @@ from vllm_bastion.carriers import (
     GrammarLimits,
     MissingCarrierError,
     RequestState,
-    SchedulerState,
     StepPlan,
     StepReport,
 )
@@ -201,6 +200,14 @@ class Core:
         self.max_num_running_reqs = self.max_num_active_reqs = 4096
         self.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
         self.dynamic_sd_lookup: list[int] | None = None
+        self.num_lookahead_tokens, self.max_model_len = GAMMA + 1, 4096
+        self.blocks: dict[str, list[int]] = {}
+        self.free = 1 << 20
+        group = SimpleNamespace(block_size=16, req_to_blocks=self.blocks)
+        self.kv_cache_manager = SimpleNamespace(
+            coordinator=SimpleNamespace(single_type_managers=[group]),
+            block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free),
+        )
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
         return Scheduler.make_spec_decoding_stats(self, *args, **kwargs)  # type: ignore[arg-type]
@@ -431,28 +438,6 @@ def test_what_was_verified_says_how_many_are_wanted() -> None:
     scheduler.update_from_output(lambda *_: None, core, output, said)
     assert RequestState.of(core.requests["a"]).wanted_placeholders == 80
     assert RequestState.of(core.requests["b"]).wanted_placeholders == 2 + GAMMA
-
-
-def test_prompts_come_before_nodes() -> None:
-    for prompt_tokens, expected in ((500, 0), (60, 40)):
-        prompt = _request(num_computed_tokens=0, num_tokens=prompt_tokens)
-        core = Core(_settings(), a=_request(drafts=NODES), p=prompt)
-        core.max_num_scheduled_tokens = 101
-        assert _step(core) == {"a": expected, "p": 0}
-        # One that waits is a prompt as well, where it may come in.
-        for seats, share in ((1, NODES), (2, expected)):
-            core = Core(_settings(), a=_request(drafts=NODES))
-            core.max_num_scheduled_tokens, core.waiting = 101, [prompt]
-            core.max_num_active_reqs = seats
-            assert _step(core, tokens=101) == {"a": share}
-    # All tokens are used up: it waits for its turn. There are some left and still it does not come
-    # in: the cache is full, until another request leaves.
-    core.requests["a"].spec_token_ids = [-1] * NODES
-    assert _step(core, tokens=80) == {"a": 40}
-    core.requests["a"].spec_token_ids = [-1] * NODES
-    assert _step(core, tokens=80) == {"a": NODES}
-    core.running, core.requests["a"].spec_token_ids = [], [-1] * NODES
-    assert _step(core, admitted=1) and SchedulerState.of(core).blocked_at is None
 
 
 def test_a_request_with_a_grammar_gets_63_placeholders_at_most() -> None:

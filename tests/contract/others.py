@@ -349,4 +349,14 @@ OTHERS: tuple[Reliance, ...] = (
             "min_tokens seed"
         ),
     ),
+    Reliance(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
+        files="hooks/scheduler.py",
+        names="block_size req_to_blocks",
+    ),
+    Reliance(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        files="hooks/scheduler.py",
+        names="block_pool coordinator",
+    ),
 )

@@ -33,8 +33,13 @@ def test_preemption(runner: Runner, compare: Comparison) -> None:
     known = {"answers": answers(plain.result())}
     oracle = runner.run(sync.with_async().with_bastion(16, 16), [batch], oracle=known)
     compare.same("batch 4, async, oracle", [batch], plain_async.result(), oracle)
-    for run in (tree.result(), oracle):
-        assert run["batches"][0]["metrics"]["num_preemptions"] > 0
+    counts = [
+        run["batches"][0]["metrics"]["num_preemptions"] for run in (plain.result(), tree.result())
+    ]
+    assert oracle["batches"][0]["metrics"]["num_preemptions"] > 0
+    # Nodes preempt nobody. The drafter's own gamma + 1 slots may.
+    print("preemptions, plain and trees:", counts)
+    assert 0 < counts[1] <= 2 * counts[0], counts
 
 
 def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:

@@ -123,6 +123,7 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         # it wait until there is room for them.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
     _share_out(self, spec_config)
+    _leave_blocks(self)
     waited = bool(self.waiting)
     output = original(self, *args, **kwargs)
     state = SchedulerState.ensure(self)
@@ -168,6 +169,40 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
         if share < len(request.spec_token_ids):
             # Make a new list: with async scheduling all requests share one list of placeholders.
             request.spec_token_ids = request.spec_token_ids[:share]
+
+
+def _leave_blocks(scheduler: Any) -> None:
+    """Cut placeholders whose KV blocks another running request needs for its own next tokens.
+
+    vLLM would preempt a request for them. A request keeps the placeholders that fit into the blocks
+    it has.
+    """
+    manager = scheduler.kv_cache_manager
+    groups = manager.coordinator.single_type_managers
+    lookahead, limit = scheduler.num_lookahead_tokens, scheduler.max_num_scheduled_tokens
+    free, running = manager.block_pool.get_num_free_blocks(), len(scheduler.running)
+    most = limit + running * lookahead
+    if free >= sum(most // group.block_size + 2 * running for group in groups):
+        return
+
+    def missing(request: Any, drafts: int) -> int:
+        """Blocks that the request's next step lacks with so many placeholders."""
+        tokens = request.num_tokens + request.num_output_placeholders
+        tokens = min(tokens, request.num_computed_tokens + limit) + drafts + lookahead
+        tokens, name = min(tokens, scheduler.max_model_len), request.request_id
+        lacks = (-(-tokens // g.block_size) - len(g.req_to_blocks.get(name, ())) for g in groups)
+        return sum(max(lack, 0) for lack in lacks)
+
+    free -= sum(missing(request, 0) for request in scheduler.running)
+    for request in scheduler.running:
+        drafts, without = len(request.spec_token_ids), missing(request, 0)
+        if not drafts:
+            continue
+        while drafts and missing(request, drafts) - without > max(free, 0):
+            drafts -= 1
+        free -= missing(request, drafts) - without
+        if drafts < len(request.spec_token_ids):
+            request.spec_token_ids = request.spec_token_ids[:drafts]
 
 
 def _wanted(request: Any, max_drafts: int) -> int:
