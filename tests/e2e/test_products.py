@@ -33,6 +33,13 @@ def products(session: Any) -> list[dict[str, str]]:
     ]
 
 
+def of_every_size() -> None:
+    """Setup: use our product for the pair's small weights too."""
+    from vllm_bastion.cpu import linear
+
+    linear.MIN_WEIGHT_BYTES = 0
+
+
 @pytest.mark.parametrize(
     ("weights", "eager"),
     [
@@ -51,6 +58,7 @@ def test_which_products_are_used(runner: Runner, weights: str, eager: bool) -> N
         batch.add(name, text, max_tokens=32, ignore_eos=True)
     result = runner.run(
         replace(engine, extra=(("dtype", "bfloat16"),)), [batch],
+        setup=["tests.e2e.test_products:of_every_size"],
         probe="tests.e2e.test_products:products",
     )["batches"][0]  # fmt: skip
     target, drafter = result["probed"][:2]
@@ -66,3 +74,14 @@ def test_which_products_are_used(runner: Runner, weights: str, eager: bool) -> N
         assert len(request["token_ids"]) == 32
     # The drafts are as good as this drafter's usually are: about three tokens a step.
     assert sum(map(len, result["paths"])) / len(result["paths"]) > 2
+
+
+def test_small_weights_keep_vllms_product(runner: Runner) -> None:
+    engine = Engine(max_num_seqs=2, eager=True).with_bastion(GAMMA, GAMMA, drafter_weights="auto")
+    result = runner.run(
+        replace(engine, extra=(("dtype", "bfloat16"),)), [cases.greedy(1, tokens=4)],
+        probe="tests.e2e.test_products:products",
+    )["batches"][0]  # fmt: skip
+    target, drafter = result["probed"][:2]
+    assert set(target.values()) == {"vllm.model_executor.layers.utils"}
+    assert "int8" in drafter.values()

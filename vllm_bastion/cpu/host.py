@@ -55,10 +55,11 @@ class CpuHost(Host):
         twins.install()
 
     def compile_factors(self, drafter_weights: str) -> tuple[str, ...]:
-        from vllm_bastion.cpu.linear import has_linear
+        from vllm_bastion.cpu.linear import MIN_WEIGHT_BYTES, has_linear
         from vllm_bastion.cpu.stored_graphs import host_instructions
 
-        return drafter_weights, str(has_linear()), host_instructions()
+        products = str(MIN_WEIGHT_BYTES if has_linear() else None)
+        return drafter_weights, products, host_instructions()
 
     def loading_compiled(self) -> AbstractContextManager[None]:
         from vllm_bastion.cpu.stored_graphs import complete_when_read
