@@ -98,6 +98,13 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         """
         return 0
 
+    def use_eagle_block_drop(self) -> bool:
+        """Whether the last block of a prefix is computed again: never, as in vLLM 0.33.
+
+        A drafter's keys and values follow from the target's hidden state at their own position.
+        """
+        return False
+
     @property
     def max_chain_tokens(self) -> int:
         """Most draft tokens on one path of a tree."""

@@ -272,12 +272,6 @@ def check_engine(vllm_config: Any) -> None:
         raise BastionConfigError(
             f'kv_cache_dtype "{cache_dtype}" {_DOES_NOT_WORK}: use "auto" or "fp8"'
         )
-    mode = vllm_config.cache_config.mamba_cache_mode
-    if vllm_config.model_config.is_hybrid and mode != "none":
-        raise BastionConfigError(
-            f'prefix caching of recurrent states (mamba_cache_mode "{mode}") {_DOES_NOT_WORK}: set '
-            "enable_prefix_caching to False"
-        )
     if vllm_envs.VLLM_BATCH_INVARIANT:
         raise BastionConfigError(
             f"VLLM_BATCH_INVARIANT=1 {_DOES_NOT_WORK}, because how tree attention sums depends on "

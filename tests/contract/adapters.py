@@ -278,6 +278,23 @@ ADAPTERS: tuple[Reliance, ...] = (
         ),
     ),
     Reliance(
+        f"{_GPU}.model_states.mamba_hybrid:MambaHybridModelState",
+        files="engine/gated_delta.py",
+        methods=(
+            "preprocess_state(self, input_batch, block_tables, kv_cache_config, "
+            "num_computed_tokens)",
+        ),
+        names=("_align_mode _mamba_ctx _mamba_src_col_gpu _mamba_src_off_gpu _mamba_state_idx_gpu"),
+    ),
+    Reliance(
+        "vllm.v1.worker.mamba_utils:MambaSpecDecodeGPUContext",
+        files="engine/gated_delta.py",
+        methods=(
+            "run_fused_precopy(self, num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu, "
+            "idx_mapping)",
+        ),
+    ),
+    Reliance(
         f"{_SAMPLE}.sampler:Sampler.__init__",
         files="engine/target.py",
         why="processors that keep state are found in this list",

@@ -81,7 +81,7 @@ def test_twin_equals_the_kernel(name: str, hostile: bool) -> None:
         for (argument, a), (_, b), (_, was) in zip(
             theirs.tensors(), ours.tensors(), before.tensors(), strict=True
         ):
-            if a.dtype == torch.uint64:
+            if a.dtype == torch.uint64 or argument.endswith(("ptrs_ptr", "addrs_ptr")):
                 continue  # addresses: kernel and twin have their own tables
             assert torch.equal(_bits(a), _bits(b)), f"{argument}, seed {seed}: {a} and {b}"
             changed |= not torch.equal(_bits(a), _bits(was))
@@ -104,14 +104,15 @@ def test_every_kernel_that_v2_launches_has_a_twin_or_a_reason() -> None:
 
     launched = set()
     root = Path(package.__path__[0])
-    for path in [*root.rglob("*.py"), root.parent / "utils.py"]:
+    files = [*root.rglob("*.py"), root.parent / "utils.py", root.parent / "mamba_utils.py"]
+    texts = {path: path.read_text() for path in files}
+    for path, text in texts.items():
         name = ".".join(path.relative_to(root.parents[3]).with_suffix("").parts)
-        text = path.read_text()
         for node in ast.walk(ast.parse(text)):
             jitted = isinstance(node, ast.FunctionDef) and any(
                 ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list
             )
-            if jitted and f"{node.name}[" in text:
+            if jitted and any(f"{node.name}[" in other for other in texts.values()):
                 launched.add(f"{name}:{node.name}")
     without = {f"{module}:{name}" for module, names in WITHOUT.items() for name in names}
     assert not without & set(TWINS)

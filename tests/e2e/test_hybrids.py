@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with recurrent states in the scheduler: preemption, and the blocks they occupy."""
+"""Recurrent states in the scheduler: preemption, prefix caching, and the blocks they occupy."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,6 @@ from tests.e2e.targets import ARGUMENTS, HYBRID, SPEC, make_target
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow,
     pytest.mark.skipif(ON_GPU, reason="made for vLLM's kernels on a CPU"),
 ]
 
@@ -27,6 +29,7 @@ def crowded() -> Batch:
     return batch
 
 
+@pytest.mark.slow
 def test_a_preempted_request_of_a_hybrid_target(
     runner: Runner, compare: Comparison, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -51,6 +54,7 @@ def test_a_preempted_request_of_a_hybrid_target(
     assert max(map(len, oracle["batches"][0]["paths"])) > 4
 
 
+@pytest.mark.slow
 def test_state_blocks_do_not_grow_with_the_tree(runner: Runner) -> None:
     """With 63 nodes a request occupies one state block per group; vLLM's chain of 15 takes 16."""
     batch = Batch("blocks of recurrent states")
@@ -75,3 +79,79 @@ def test_state_blocks_do_not_grow_with_the_tree(runner: Runner) -> None:
     assert blocks == {"dflash": {1 + GAMMA}, "bastion": {1}}
     # Its blocks are no larger either: the convolution stores no input per draft token.
     assert size["bastion"] * (1 + GAMMA) <= size["dflash"]
+
+
+# Prefix caching, as vLLM has it by default
+CACHED = (("enable_prefix_caching", True), ("max_num_batched_tokens", 256))
+
+
+def conversations() -> list[Batch]:
+    """Turns that continue earlier ones, and forks of one prefix: hits on blocks that were decoded.
+
+    Sampled and greedy requests; their prompts end anywhere in a block.
+    """
+    first, second, forks = (Batch(f"a hybrid's prefix cache, {x}") for x in ("1", "2", "forks"))
+    for i, domain in enumerate((*cases.DOMAINS, "code")):
+        extra = {"temperature": 0.8, "seed": i} if i % 2 else {"temperature": 0}
+        prompt = cases.long_prompt(domain, 61 + 23 * i)
+        first.add(f"turn-{i}", prompt, max_tokens=90, ignore_eos=True, **extra)
+        earlier = {"id": f"turn-{i}", "tokens": 80 + i}
+        second.add(f"next-{i}", "", max_tokens=60, follow=earlier, ignore_eos=True, **extra)
+    for i in range(4):
+        earlier = {"id": f"turn-{i % 2}", "tokens": 50 + 9 * i}
+        forks.add(f"fork-{i}", "", max_tokens=40, follow=earlier, ignore_eos=True, temperature=0)
+    return [first, second, forks]
+
+
+def hits(run: dict[str, Any]) -> dict[str, int]:
+    """Tokens of every request that came from the cache."""
+    return {
+        name: result["cached_tokens"]
+        for batch in run["batches"]
+        for name, result in batch["requests"].items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_prefix_caching_of_recurrent_states(
+    kind: str, runner: Runner, compare: Comparison, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A fresh engine's tokens and plain decoding's hits, with block ends inside paths."""
+    name, batches = "qwen3-next", conversations()
+    folder = make_target(name, tmp_path_factory.getbasetemp() / "cached")
+    fresh = Engine(
+        eager=True,
+        max_model_len=384,
+        extra=(("model", folder), ("max_num_batched_tokens", 256), *ARGUMENTS[name].items()),
+    )
+    plain = replace(fresh, extra=(("model", folder), *CACHED))
+    expected = runner.run(fresh, batches, **SPEC[name])
+    cached = runner.run(plain, batches, **SPEC[name])
+    compare.same("plain, cached", batches, expected, cached, fresh, **SPEC[name])
+    tree = plain.with_bastion(24, 24)
+    tree = tree.with_async() if kind == "async" else tree
+    known = {"answers": answers(expected)}
+    run = runner.run(tree, batches, oracle=known, **SPEC[name])
+    compare.same(f"cached, oracle, {kind}", batches, expected, run, fresh, **SPEC[name])
+    print(f"cached tokens: {hits(run)}")
+    assert hits(run) == hits(cached)
+    assert sum(hits(run).values()) > 0
+    assert max(map(len, run["batches"][0]["paths"])) > 4
+
+
+@pytest.mark.slow
+def test_preemption_with_prefix_caching(
+    runner: Runner, compare: Comparison, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A preempted request resumes from the states that its blocks still hold."""
+    name, batch = "qwen3-next", crowded()
+    folder = make_target(name, tmp_path_factory.getbasetemp() / "crowded")
+    fresh = Engine(
+        eager=True, max_model_len=224, extra=(("model", folder), *ARGUMENTS[name].items())
+    )
+    expected = runner.run(fresh, [batch], **SPEC[name])
+    small = replace(fresh, num_blocks=15, extra=(("model", folder), CACHED[0]))
+    known = {"answers": answers(expected)}
+    run = runner.run(small.with_bastion(24, 24), [batch], oracle=known, **SPEC[name])
+    compare.same(f"{name}, preempted, cached", [batch], expected, run, fresh, **SPEC[name])
+    assert run["batches"][0]["metrics"]["num_preemptions"] > 0

@@ -175,7 +175,8 @@ def test_requests_past_the_kept_rows_are_left_alone() -> None:
     state.trees, state._max_rows, state._commit_inputs_by_layer = None, 5, {}
     state._no_state = torch.tensor(-1, dtype=torch.int32)
     state._starts = torch.zeros(4, dtype=torch.int32)
-    table = torch.tensor([[7], [8], [9]], dtype=torch.int32)
+    state._tables = {0: torch.tensor([[7], [8], [9]], dtype=torch.int32)}
+    state._block_size = 64
     decode, places = torch.tensor([True, False, True]), torch.tensor([0, 1, 2, 6, 7, 8])
     for prompts, lengths, expected in (
         (0, [3, 0, 3], [7, -1, -1]),
@@ -187,8 +188,10 @@ def test_requests_past_the_kept_rows_are_left_alone() -> None:
             spec_sequence_masks=decode, num_prefills=prompts, spec_token_indx=places
         )
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
-        batch = SimpleNamespace(query_start_loc=starts, num_tokens=sum(lengths))
-        rows = state._tree_rows(metadata, batch, table, torch.zeros(3, dtype=torch.int32))
+        batch = SimpleNamespace(
+            query_start_loc=starts, num_tokens=sum(lengths), seq_lens=starts.diff() + 20
+        )
+        rows = state._tree_rows(metadata, batch, 0, torch.zeros(3, dtype=torch.int32))
         assert rows.state_rows.tolist() == expected
 
 

@@ -114,11 +114,12 @@ def launch_recurrent(dtype: torch.dtype) -> None:
         decays,
     )  # fmt: skip
     kept, layers = (x[None] for x in (query, updates, decays)), LayerStates([states], [0])
-    gated_delta_commit.triton(*kept, layers, one[None], ints, ints, path)
+    gated_delta_commit.triton(*kept, layers, one[None], one[None], ints, ints, path)
     x, weight = torch.zeros(rows, channels, dtype=dtype), torch.zeros(channels, 4, dtype=dtype)
     inputs = torch.zeros(4, 3, channels, dtype=dtype).mT
     short_conv_tree.triton(x, weight, inputs, one, ints, one, slots, parents, x)
-    short_conv_commit.triton(x[None], LayerStates([inputs], [0]), one[None], ints, ints, path)
+    layers = LayerStates([inputs], [0])
+    short_conv_commit.triton(x[None], layers, one[None], one[None], ints, ints, path)
 
 
 def history(rows: torch.Tensor, slots_total: int, parents: torch.Tensor, start: int) -> None:

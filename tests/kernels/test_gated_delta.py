@@ -195,7 +195,7 @@ def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtyp
     kept = (torch.stack([0 * x, x]).to(DEVICE) for x in (step.key, updates, decays))
     places = torch.stack([step.places, step.places.flip(0)])
     function = getattr(recurrence.gated_delta_commit, version)
-    function(*kept, states, *(x.to(DEVICE) for x in (places, step.starts, logits, path)))
+    function(*kept, states, *(x.to(DEVICE) for x in (places, places, step.starts, logits, path)))
     assert torch.equal(first, before)
     step.state = before.float().cpu()
     touched = set()
@@ -211,6 +211,35 @@ def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtyp
     for place in range(len(state)):
         if place not in touched:
             assert torch.equal(state[place], before[place])
+
+
+@versions
+def test_the_state_after_any_part_of_a_path(version: str) -> None:
+    """A block may end at every offset: its state goes where the step's state was, or elsewhere."""
+    step = Step([Request(3, parents=chain(7))], seed=9, padded=0)
+    _, updates, decays = step.run("reference")
+    starts, place = step.starts, int(step.places[0])
+    kept = [x[None].to(DEVICE) for x in (step.key, updates, decays)]
+    function = getattr(recurrence.gated_delta_commit, version)
+    other = next(i for i in range(len(step.state)) if i != place)
+    rows = int(starts[1])
+
+    def commit(state: Tensor, into: int, length: int) -> None:
+        path = torch.full((1, 9), -1, dtype=torch.int32)
+        path[0, :length] = torch.arange(length)
+        own, to = (torch.tensor([[x]], dtype=torch.int32) for x in (place, into))
+        given = (own, to, starts[:2], starts[:2], path)
+        function(*kept, LayerStates([state], [0]), *(x.to(DEVICE) for x in given))
+
+    for offset in range(1, rows):
+        state = step.state.to(DEVICE, copy=True)
+        commit(state, other, rows)
+        commit(state, place, offset)
+        for at, length in ((other, rows), (place, offset)):
+            _, truth = step.along(0, list(range(length)))
+            torch.testing.assert_close(state[at].cpu().double(), truth, rtol=1e-4, atol=1e-5)
+        untouched = [i for i in range(len(state)) if i not in (place, other)]
+        assert torch.equal(state.cpu()[untouched], step.state[untouched])
 
 
 def test_refusals_name_the_argument() -> None:
@@ -229,6 +258,6 @@ def test_refusals_name_the_argument() -> None:
     path = torch.zeros(2, 3, dtype=torch.int32)
     states, kept = LayerStates([step.state], [0]), (x[None] for x in (step.key, made[0], decays))
     with pytest.raises(ValueError, match="state_rows must have shape"):
-        gated_delta_commit(*kept, states, step.places[None], step.starts, step.starts, path)
+        gated_delta_commit(*kept, states, *[step.places[None]] * 2, step.starts, step.starts, path)
     with pytest.raises(ValueError, match="2 states of 2 layouts"):
         LayerStates([step.state, step.state[1:]], [0, 0])

@@ -6,6 +6,11 @@ has one state. A forward pass reads it and saves what the commit needs (`CommitI
 acceptance walk `postprocess_state` moves the state along the accepted path. Prompts stay on vLLM's
 own kernels, which write the state in place.
 
+With prefix caching (vLLM's mode "align") a block's state is the one after the block's last token,
+and the state after c tokens is always in the block of token c. A prompt's chunk copies it there
+first and runs in place. A step with trees reads it where it is. It then commits the end of the path
+and, if the path crosses a block's end, that too, from the same rows.
+
 A FULL graph is replayed for every step, so the buffers of a forward pass live as long as the
 engine.
 """
@@ -17,6 +22,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -71,8 +77,13 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         self._states: tuple[LayerStates, LayerStates] | None = None
         # The step's tree rows by KV-cache group; None in a step with prompts only.
         self._rows: dict[int, TreeRows | None] = {}
-        # [G, max_num_reqs]
+        # [G, max_num_reqs] each: the states that a step reads, and writes
         self._state_rows = torch.empty(0, dtype=torch.int32, device=self.device)
+        self._into_rows = self._state_rows
+        # The step's block tables by KV-cache group, and tokens before the step, [R].
+        self._tables: dict[int, torch.Tensor] = {}
+        self._computed = self._state_rows
+        self._block_size = 0
         self._no_state = torch.tensor(-1, dtype=torch.int32, device=self.device)
         self._starts = torch.zeros(self.max_num_reqs + 1, dtype=torch.int32, device=self.device)
 
@@ -111,6 +122,65 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         }
         self._states = None
         self._state_rows = torch.full_like(self._starts[1:], -1).repeat(len(groups), 1)
+        self._into_rows = self._state_rows.clone()
+        # All such layers have one block size; without prefix caching it is max_model_len.
+        self._block_size = next(
+            groups[group].kv_cache_spec.block_size for group in self._groups.values()
+        )
+        self._check_block_size()
+
+    def _check_block_size(self) -> None:
+        """Refuse trees that may end beyond the next block: vLLM allocates one a step."""
+        spec_config = self.vllm_config.speculative_config
+        assert spec_config is not None
+        nodes = spec_config.num_speculative_tokens
+        if self._align_mode and 1 + nodes > self._block_size:
+            raise ValueError(
+                f'"num_speculative_tokens": {nodes} is too large for prefix caching of recurrent '
+                f"states in blocks of {self._block_size} tokens: lower it to "
+                f"{self._block_size - 1}, raise block_size, or set enable_prefix_caching to False"
+            )
+
+    def preprocess_state(
+        self,
+        input_batch: Any,
+        block_tables: Any,
+        kv_cache_config: KVCacheConfig,
+        num_computed_tokens: torch.Tensor,
+    ) -> None:
+        """Copy the states of prompts to the blocks where their chunks end.
+
+        vLLM does this for decoding requests too. Their states stay until the path is known.
+        """
+        count = input_batch.num_reqs
+        prompts = input_batch.is_prefilling_np[:count]
+        if not self._align_mode or not prompts.any():
+            return
+        slots = input_batch.idx_mapping[:count].long()
+        is_prompt = async_tensor_h2d(torch.from_numpy(prompts.copy()), device=self.device)
+        source = self._column(num_computed_tokens[slots])
+        end = self._column(input_batch.seq_lens[:count])
+        self._mamba_src_col_gpu[slots] = source.int()
+        self._mamba_state_idx_gpu[slots] = torch.where(is_prompt, end, source).int()
+        assert self._mamba_ctx is not None
+        self._mamba_ctx.run_fused_precopy(
+            count,
+            self._mamba_state_idx_gpu,
+            self._mamba_src_col_gpu,
+            self._mamba_src_off_gpu,  # always 0: a block has one state
+            input_batch.idx_mapping,
+        )
+
+    def _column(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The block table's column of the state after `tokens` tokens, -1 = no state."""
+        return (tokens + self._block_size - 1) // self._block_size - 1
+
+    def _blocks(self, group: int, tokens: torch.Tensor) -> torch.Tensor:
+        """The blocks of the states after `tokens` [R] tokens."""
+        table = self._tables[group][: len(tokens)]
+        # A dummy batch has any number of tokens.
+        columns = self._column(tokens).clamp(0, table.shape[1] - 1)
+        return table.gather(1, columns.long()[:, None])[:, 0]
 
     def _is_target(self, group: AttentionGroup) -> bool:
         return group.layer_names[0] in self._groups or super()._is_target(group)
@@ -119,7 +189,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         self, input_batch: Any, cudagraph_mode: Any, block_tables: Any, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         metadata = super().prepare_attn(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
-        self._rows = {}
+        self._rows, self._tables = {}, dict(enumerate(block_tables))
         with_rows: dict[int, GatedDeltaTreeMetadata] = {}
         for name, group in self._groups.items():
             layer_metadata = metadata.get(name)
@@ -128,7 +198,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
             if group not in self._rows:
                 # All layers of a group have the same metadata.
                 rows = self._rows[group] = self._tree_rows(
-                    layer_metadata, input_batch, block_tables[group], self._state_rows[group]
+                    layer_metadata, input_batch, group, self._state_rows[group]
                 )
                 if rows is not None:
                     with_rows[group] = GatedDeltaTreeMetadata(
@@ -138,7 +208,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         return metadata
 
     def _tree_rows(
-        self, metadata: Any, batch: Any, block_table: torch.Tensor, state_rows: torch.Tensor
+        self, metadata: Any, batch: Any, group: int, state_rows: torch.Tensor
     ) -> TreeRows | None:
         """The rows of decoding requests; vLLM calls them speculative, with drafts or without."""
         decode = metadata.spec_sequence_masks
@@ -147,8 +217,10 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         # The graph's padding included: a graph reads all of its requests.
         count = len(decode)
         state_rows = state_rows[:count]
-        torch.where(decode, block_table[:count, 0], self._no_state, out=state_rows)
         starts, step_rows = batch.query_start_loc[: count + 1], None
+        self._computed = batch.seq_lens[:count] - starts.diff()
+        blocks = self._blocks(group, self._computed)
+        torch.where(decode, blocks, self._no_state, out=state_rows)
         if metadata.num_prefills:
             rows = starts.diff() * decode
             starts, step_rows = self._starts[: count + 1], metadata.spec_token_indx
@@ -162,7 +234,8 @@ class GatedDeltaModelState(BastionModelState, _OneState):
     def warm_up(self) -> None:
         super().warm_up()
         nothing = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self._commit(self._state_rows[:, :1].fill_(-1), nothing, nothing, self.trees.path[:1])
+        no_rows = self._state_rows[:, :1].fill_(-1)
+        self._commit(no_rows, no_rows, nothing, nothing, self.trees.path[:1])
 
     def _commit(self, *where: torch.Tensor) -> None:
         """Move the states of all layers along accepted paths.
@@ -199,5 +272,19 @@ class GatedDeltaModelState(BastionModelState, _OneState):
             # The step had no drafts: the accepted path is the root.
             path.fill_(-1)
             path[:, 0] = 0
-        starts = rows.query_start_loc[: count + 1]
-        self._commit(self._state_rows[:, :count], starts, batch.cu_num_logits, path)
+        starts, computed = rows.query_start_loc[: count + 1], self._computed[:count]
+        state_rows, into_rows = self._state_rows[:, :count], self._into_rows[:, :count]
+        end = computed + (path >= 0).sum(1, dtype=torch.int32)
+        for group in by_group:
+            into_rows[group] = self._blocks(group, end)
+        # The end comes first: the block's end may be written where the state is read.
+        self._commit(state_rows, into_rows, starts, batch.cu_num_logits, path)
+        if not self._align_mode:
+            return
+        boundary = end // self._block_size * self._block_size
+        inside = (boundary > computed) & (boundary < end)
+        for group in by_group:
+            into_rows[group] = torch.where(inside, self._blocks(group, boundary), self._no_state)
+        depth = torch.arange(path.shape[1], dtype=torch.int32, device=self.device)
+        to_boundary = path.masked_fill(depth >= (boundary - computed)[:, None], -1)
+        self._commit(state_rows, into_rows, starts, batch.cu_num_logits, to_boundary)

@@ -128,6 +128,15 @@ HOOKS: tuple[Hook, ...] = (
         when=EVERY_PROCESS,
     ),
     Hook(
+        target=f"{_SCHEDULER}._update_request_with_output",
+        wrapper="scheduler:update_request_with_output",
+        expects="(self, request, new_token_ids, is_stale=)",
+        why="a path may cross a block's end, and vLLM frees that block's recurrent state unseen",
+        what="caches blocks once their tokens are known",
+        upstream="the synchronous scheduler caches emitted tokens as the asynchronous one does",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
         target=f"{_SCHEDULER}.make_spec_decoding_stats",
         wrapper="scheduler:make_spec_decoding_stats",
         expects=(

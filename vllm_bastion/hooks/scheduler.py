@@ -93,6 +93,25 @@ def update_from_output(
     return original(self, scheduler_output, model_runner_output)
 
 
+def update_request_with_output(
+    original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Cache the blocks that the emitted tokens fill, before vLLM frees any of them.
+
+    vLLM's synchronous scheduler caches in the next step, after freeing the recurrent states that
+    this step left behind, and not at all when the request ends.
+    """
+    from vllm.v1.request import RequestStatus
+
+    running = request.status == RequestStatus.RUNNING
+    result = original(self, request, *args, **kwargs)
+    if running and bastion_config(self.vllm_config) is not None:
+        # The last token is computed in the next step.
+        known = min(request.num_tokens - 1, request.num_computed_tokens)
+        self.kv_cache_manager.cache_blocks(request, known)
+    return result
+
+
 def prometheus_init(
     original: Callable[..., Any], self: Any, speculative_config: Any, *args: Any, **kwargs: Any
 ) -> None:

@@ -209,8 +209,9 @@ def gated_delta_commit_kernel(
     decays_ptr,
     # [L, 2] int64: address of each layer's [B, HEADS, DIM, WIDTH] (written), and its group
     table_ptr,
-    # [G, R], [R+1] int32 each, [R, PATH] int32
+    # [G, R] each, [R+1] int32 each, [R, PATH] int32
     state_rows_ptr,
+    into_rows_ptr,
     query_start_loc_ptr,
     cu_num_logits_ptr,
     path_ptr,
@@ -224,6 +225,7 @@ def gated_delta_commit_kernel(
     stride_state_dim,
     stride_state_col,
     stride_state_rows,
+    stride_into_rows,
     stride_path,
     ELEMENT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -242,6 +244,7 @@ def gated_delta_commit_kernel(
     layer = (tl.program_id(1) // HEADS).to(tl.int64)
     group = tl.load(table_ptr + layer * 2 + 1)
     place = tl.load(state_rows_ptr + group * stride_state_rows + request).to(tl.int64)
+    into = tl.load(into_rows_ptr + group * stride_into_rows + request).to(tl.int64)
     end = tl.load(cu_num_logits_ptr + request + 1)
     tail = end - tl.load(cu_num_logits_ptr + request)
     first = tl.load(query_start_loc_ptr + request).to(tl.int64)
@@ -252,21 +255,21 @@ def gated_delta_commit_kernel(
     node = tl.load(path_ptr + depth, mask=depth < PATH, other=-1)
     # The path ends at the first entry that is no node.
     length = tl.min(tl.where((node >= 0) & (node < tail), PATHS, depth), 0)
-    if (place >= 0) & (length > 0):
+    if (place >= 0) & (into >= 0) & (length > 0):
         dim = tl.arange(0, BLOCK_D)
         column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         in_state = (dim < DIM)[:, None] & (column < WIDTH)[None, :]
         state_ptr = tl.load(table_ptr + layer * 2).to(tl.pointer_type(ELEMENT))
         state_ptr = tl.multiple_of(state_ptr, ALIGNMENT)
-        into_ptr = state_ptr + place * stride_state + head * stride_state_head
-        into_ptr += dim[:, None] * stride_state_dim + column[None, :] * stride_state_col
+        state_ptr += head * stride_state_head
+        state_ptr += dim[:, None] * stride_state_dim + column[None, :] * stride_state_col
         key_ptr += (
             layer * stride_key_layer + first * stride_key_row + head // GROUP * stride_key_head
         )
         updates_ptr += layer * stride_updates_layer + (first * HEADS + head) * WIDTH
         decays_ptr += layer * stride_decays_layer + first * HEADS + head
         final = tl.load(decays_ptr + (root + tl.load(path_ptr + length - 1)) * HEADS)
-        state = tl.load(into_ptr, mask=in_state, other=0.0).to(tl.float32)
+        state = tl.load(state_ptr + place * stride_state, mask=in_state, other=0.0).to(tl.float32)
         state *= tl.exp(final.to(tl.float32))
         for start in range(0, root + length, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -286,4 +289,4 @@ def gated_delta_commit_kernel(
             decay = tl.load(decays_ptr + row * HEADS, mask=live, other=0.0)
             weight = tl.where(live, tl.exp((final - decay).to(tl.float32)), 0.0)
             state += tl.dot(tl.trans(key), update * weight[:, None], input_precision="ieee")
-        tl.store(into_ptr, state.to(ELEMENT), mask=in_state)
+        tl.store(state_ptr + into * stride_state, state.to(ELEMENT), mask=in_state)

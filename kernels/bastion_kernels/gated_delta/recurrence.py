@@ -17,6 +17,9 @@ its step is what it sees in `tree_attention`: chains, a chain in front of a tree
 same path. `gated_delta_commit` moves the state along the accepted rows, the last of them a:
 
     S <- e^{G_a} S + sum_{j accepted} e^{G_a - G_j} k_j u_j^T
+
+For any part of the path from its root this gives the state after that part, so a step can commit
+twice: to a block's end inside the path, and to the path's end.
 """
 
 from __future__ import annotations
@@ -182,7 +185,7 @@ gated_delta_tree = public(GatedDeltaTree)
 
 @dataclass(slots=True)
 class GatedDeltaCommit(Op):
-    """Move the states of all layers along the accepted rows, in place.
+    """Move the states of all layers along the accepted rows.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
@@ -198,6 +201,8 @@ class GatedDeltaCommit(Op):
     """The states `[B, H, K, V]` of the L layers, written."""
     state_rows: Tensor
     """`[G, R]` integer, the request's row of the states in each group of layers; -1 = none."""
+    into_rows: Tensor
+    """`[G, R]` integer, the row to write; -1 = none. It may be the row that is read."""
     query_start_loc: Tensor
     """`[R+1]` int32, first row of each request."""
     cu_num_logits: Tensor
@@ -213,7 +218,8 @@ class GatedDeltaCommit(Op):
         self.expect("key", (layers, None, None, dim), self.key.dtype)
         self.expect("updates", (layers, None, heads, width), torch.float32)
         self.expect("decays", (layers, None, heads), torch.float64)
-        self.expect("state_rows", (None, reqs), torch.int32, torch.int64)
+        for name in ("state_rows", "into_rows"):
+            self.expect(name, (None, reqs), torch.int32, torch.int64)
         self.expect("query_start_loc", (reqs + 1,), torch.int32)
         self.expect("cu_num_logits", (reqs + 1,), torch.int32)
         self.expect("path", (reqs, None), torch.int32)
@@ -221,14 +227,14 @@ class GatedDeltaCommit(Op):
     def reference(self) -> None:
         """Request by request, in fp32."""
         group = self.updates.shape[2] // self.key.shape[2]
-        where = self.query_start_loc, self.cu_num_logits, self.path
-        for layer, state, rows in accepted_rows(self.states, self.state_rows, *where):
+        where = self.into_rows, self.query_start_loc, self.cu_num_logits, self.path
+        for layer, state, into, rows in accepted_rows(self.states, self.state_rows, *where):
             decay = self.decays[layer, rows]  # [n, H]
             weight = (decay[-1] - decay).float().exp()[..., None]
             k = self.key[layer, rows].float().repeat_interleave(group, 1) * weight
             moved = torch.einsum("nhk,nhv->hkv", k, self.updates[layer, rows])
             carried = state.float() * decay[-1].float().exp()[:, None, None]
-            state.copy_(carried + moved)
+            into.copy_(carried + moved)
 
     def triton(self) -> None:
         """Accepted rows in blocks, as one product."""
@@ -242,6 +248,7 @@ class GatedDeltaCommit(Op):
             self.decays,
             self.states.table,
             self.state_rows,
+            self.into_rows,
             self.query_start_loc,
             self.cu_num_logits,
             self.path,
@@ -250,6 +257,7 @@ class GatedDeltaCommit(Op):
             self.decays.stride(0),
             *self.states.first.stride(),
             self.state_rows.stride(0),
+            self.into_rows.stride(0),
             self.path.stride(0),
             **self.states.arguments(),
             PATH=self.path.shape[1],

@@ -185,8 +185,9 @@ def _commit_kernel(
     x_ptr,
     # [L, 2] int64: address of each layer's [B, C, KEPT] (written), and its group
     table_ptr,
-    # [G, R], [R+1] int32 each, [R, PATH] int32
+    # [G, R] each, [R+1] int32 each, [R, PATH] int32
     state_rows_ptr,
+    into_rows_ptr,
     query_start_loc_ptr,
     cu_num_logits_ptr,
     path_ptr,
@@ -197,6 +198,7 @@ def _commit_kernel(
     stride_state_channel,
     stride_state_col,
     stride_state_rows,
+    stride_into_rows,
     stride_path,
     ELEMENT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -210,6 +212,7 @@ def _commit_kernel(
     request, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     group = tl.load(table_ptr + layer * 2 + 1)
     place = tl.load(state_rows_ptr + group * stride_state_rows + request).to(tl.int64)
+    into = tl.load(into_rows_ptr + group * stride_into_rows + request).to(tl.int64)
     tail = tl.load(cu_num_logits_ptr + request + 1) - tl.load(cu_num_logits_ptr + request)
     first = tl.load(query_start_loc_ptr + request).to(tl.int64)
     root = (tl.load(query_start_loc_ptr + request + 1) - first).to(tl.int32) - tail
@@ -217,7 +220,7 @@ def _commit_kernel(
     depth = tl.arange(0, PATHS)
     node = tl.load(path_ptr + depth, mask=depth < PATH, other=-1)
     length = tl.min(tl.where((node >= 0) & (node < tail), PATHS, depth), 0)
-    if (place >= 0) & (length > 0):
+    if (place >= 0) & (into >= 0) & (length > 0):
         channel = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
         column = tl.arange(0, KEPT_PAD)
         live = (column < KEPT)[None, :] & (channel < channels)[:, None]
@@ -228,26 +231,27 @@ def _commit_kernel(
         state_ptr = tl.load(table_ptr + layer * 2).to(tl.pointer_type(ELEMENT))
         state_ptr = tl.multiple_of(state_ptr, ALIGNMENT)
         x_ptr += layer * stride_x_layer
-        into_ptr = state_ptr + place * stride_state + channel[:, None] * stride_state_channel
+        state_ptr += channel[:, None] * stride_state_channel
         x = tl.load(
             x_ptr + first * stride_x + (row * stride_x)[None, :] + channel[:, None],
             mask=live & (at >= 0)[None, :],
             other=0.0,
         ).to(ELEMENT)
         old = tl.load(
-            into_ptr + ((KEPT + at) * stride_state_col)[None, :],
+            state_ptr + place * stride_state + ((KEPT + at) * stride_state_col)[None, :],
             mask=live & (at < 0)[None, :],
             other=0.0,
         )
         # every thread's reads come before any thread's writes
         tl.debug_barrier()
         kept = tl.where((at >= 0)[None, :], x, old)
+        into_ptr = state_ptr + into * stride_state
         tl.store(into_ptr + (column * stride_state_col)[None, :], kept, mask=live)
 
 
 @dataclass(slots=True)
 class ShortConvCommit(Op):
-    """Keep the last inputs of the accepted text in all layers, in place.
+    """Keep the last inputs of the accepted text in all layers.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together.
@@ -259,6 +263,8 @@ class ShortConvCommit(Op):
     """The states `[B, C, W - 1]` of the L layers, written."""
     state_rows: Tensor
     """`[G, R]` integer, the request's row of the states in each group of layers; -1 = none."""
+    into_rows: Tensor
+    """`[G, R]` integer, the row to write; -1 = none. It may be the row that is read."""
     query_start_loc: Tensor
     """`[R+1]` int32, first row of each request."""
     cu_num_logits: Tensor
@@ -271,17 +277,18 @@ class ShortConvCommit(Op):
     def check(self) -> None:
         reqs = self.path.shape[0]
         self.expect("x", (len(self.states.states), None, self.states.first.shape[1]), self.x.dtype)
-        self.expect("state_rows", (None, reqs), torch.int32, torch.int64)
+        for name in ("state_rows", "into_rows"):
+            self.expect(name, (None, reqs), torch.int32, torch.int64)
         self.expect("query_start_loc", (reqs + 1,), torch.int32)
         self.expect("cu_num_logits", (reqs + 1,), torch.int32)
         self.expect("path", (reqs, None), torch.int32)
 
     def reference(self) -> None:
         """Request by request."""
-        where = (self.query_start_loc, self.cu_num_logits, self.path)
-        for layer, state, rows in accepted_rows(self.states, self.state_rows, *where):
+        where = (self.into_rows, self.query_start_loc, self.cu_num_logits, self.path)
+        for layer, state, into, rows in accepted_rows(self.states, self.state_rows, *where):
             inputs = torch.cat([state.T, self.x[layer, rows].to(state.dtype)])
-            state.copy_(inputs[-state.shape[1] :].T)
+            into.copy_(inputs[-state.shape[1] :].T)
 
     def triton(self) -> None:
         """Requests and channels in parallel."""
@@ -290,9 +297,10 @@ class ShortConvCommit(Op):
         if reqs == 0:
             return
         _commit_kernel[(reqs, layers, triton.cdiv(channels, _BLOCK_C))](
-            self.x, self.states.table, self.state_rows, self.query_start_loc, self.cu_num_logits,
-            self.path, channels, *self.x.stride()[:2], *self.states.first.stride(),
-            self.state_rows.stride(0), self.path.stride(0), **self.states.arguments(),
+            self.x, self.states.table, self.state_rows, self.into_rows, self.query_start_loc,
+            self.cu_num_logits, self.path, channels, *self.x.stride()[:2],
+            *self.states.first.stride(), self.state_rows.stride(0), self.into_rows.stride(0),
+            self.path.stride(0), **self.states.arguments(),
             PATH=self.path.shape[1], PATHS=triton.next_power_of_2(self.path.shape[1]), KEPT=kept,
             KEPT_PAD=triton.next_power_of_2(kept), BLOCK_C=_BLOCK_C,
         )  # fmt: skip

@@ -52,11 +52,12 @@ class LayerStates:
 def accepted_rows(
     states: LayerStates,
     state_rows: Tensor,
+    into_rows: Tensor,
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     path: Tensor,
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of every layer and request with a state: the layer's number, the state, its accepted rows.
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Of every layer and request: the layer's number, the state, where it moves, accepted rows.
 
     These are the rows in front of the root, the root and the path's nodes, as many as it has.
     """
@@ -69,8 +70,8 @@ def accepted_rows(
         root = max(first, last - tail)
         before = torch.arange(first, root if live.any() else first, device=path.device)
         rows.append(torch.cat([before, root + path[r][live].long()]))
-    state_slots = state_rows.tolist()
+    from_rows, to_rows = state_rows.tolist(), into_rows.tolist()
     for layer, (state, group) in enumerate(zip(states.states, states.groups, strict=True)):
-        for slot, accepted in zip(state_slots[group], rows, strict=False):
-            if slot >= 0 and len(accepted):
-                yield layer, state[slot], accepted
+        for own, into, accepted in zip(from_rows[group], to_rows[group], rows, strict=False):
+            if own >= 0 and into >= 0 and len(accepted):
+                yield layer, state[own], state[into], accepted

@@ -81,7 +81,12 @@ WITHOUT: dict[str, tuple[str, ...]] = {
     ),
     # decode context parallelism, which vLLM's attention for CPUs does not support
     f"{_GPU}.cp_utils": ("_dcp_local_seq_lens_kernel",),
-    # Mamba layers with prefix caching
+    # a CUDA device's alone, and Model Runner V1's
+    "vllm.v1.worker.mamba_utils": (
+        "get_aligned_state_indices_multi_group_kernel",
+        "batch_memcpy_kernel",
+    ),
+    # other recurrent layers with prefix caching
     f"{_GPU}.model_states.recoverssm": ("_postprocess_recoverssm_align_kernel",),
 }
 """Module -> the kernels that it launches and that have no twin"""

@@ -28,6 +28,24 @@ def int32_at(address, size):
     return carray(_pointer(address), (size,))
 
 
+@intrinsic
+def _byte_pointer(typing_context, address):
+    """Turn an int64 into a pointer to uint8."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.uint8)(types.int64), generate
+
+
+@njit
+def copy_bytes(source, target, size):
+    """Copy in ascending order, so that overlapping bytes may move to a lower address."""
+    given, out = carray(_byte_pointer(source), (size,)), carray(_byte_pointer(target), (size,))
+    for i in range(size):
+        out[i] = given[i]
+
+
 @twin(
     f"{_BLOCKS}:_gather_block_tables_kernel",
 )

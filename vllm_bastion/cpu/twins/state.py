@@ -7,10 +7,12 @@ import ctypes
 
 import numpy as np
 
-from vllm_bastion.cpu.twins.blocks import int32_at
+from bastion_kernels.cpu.cache import njit
+from vllm_bastion.cpu.twins.blocks import copy_bytes, int32_at
 from vllm_bastion.cpu.twins.launch import twin
 
 _STATES = "vllm.v1.worker.gpu.model_states"
+_MAMBA = "vllm.v1.worker.mamba_utils"
 
 
 @twin(f"{_STATES}.mamba_hybrid:_scatter_num_accepted_kernel")
@@ -25,6 +27,161 @@ def _fill_num_accepted(grid0, idx_mapping_ptr, num_accepted_ptr, num_sampled):
     for i in range(grid0):
         if idx_mapping_ptr[i] >= 0:
             num_accepted_ptr[idx_mapping_ptr[i]] = num_sampled
+
+
+@twin(f"{_MAMBA}:preprocess_mamba_align_fused_kernel")
+def _preprocess_mamba_align(
+    grid0,
+    idx_mapping_ptr,
+    state_idx_ptr,
+    num_computed_tokens_ptr,
+    query_start_loc_ptr,
+    num_accepted_tokens_ptr,
+    src_col_ptr,
+    src_off_ptr,
+    num_reqs,
+    BLOCK_SIZE,
+    MAMBA_BLOCK_SIZE,
+):
+    for i in range(num_reqs):
+        slot = idx_mapping_ptr[i]
+        column = state_idx_ptr[slot]
+        src_col_ptr[slot] = column
+        src_off_ptr[slot] = max(num_accepted_tokens_ptr[slot] - 1, 0)
+        rows = query_start_loc_ptr[i + 1] - query_start_loc_ptr[i]
+        after = num_computed_tokens_ptr[slot] + rows
+        last = (after + MAMBA_BLOCK_SIZE - 1) // MAMBA_BLOCK_SIZE - 1
+        state_idx_ptr[slot] = last
+        if column >= 0 and column != last:
+            num_accepted_tokens_ptr[slot] = 1
+
+
+@njit
+def _copy_state(base, block_stride, element, inner, width, dims, dim_stride, row, src, dst, bias):
+    """Copy one layer's state between two columns of a request's row of the block table."""
+    target = base + row[dst] * block_stride
+    if width == 0:  # of the recurrence: each accepted token has a block
+        copy_bytes(base + row[src + bias] * block_stride, target, inner * element)
+        return
+    source = base + row[src] * block_stride
+    if dims == 0:
+        token = inner * element
+        copy_bytes(source + bias * token, target, (width - bias) * token)
+    else:
+        for dim in range(dims):
+            at = dim * dim_stride
+            copy_bytes(source + at + bias * element, target + at, (width - bias) * element)
+
+
+@twin(f"{_MAMBA}:precopy_mamba_align_fused_kernel")
+def _precopy_mamba_align(
+    grid0,
+    grid1,
+    grid2,
+    mamba_state_idx_ptr,
+    src_col_ptr,
+    token_bias_ptr,
+    block_table_ptrs_ptr,
+    block_table_stride_req,
+    state_base_addrs_ptr,
+    state_block_strides_ptr,
+    state_elem_sizes_ptr,
+    state_inner_sizes_ptr,
+    state_conv_widths_ptr,
+    state_group_indices_ptr,
+    state_dim_row_count_ptr,
+    state_dim_row_stride_ptr,
+    idx_mapping_ptr,
+    num_reqs,
+    COPY_BLOCK_SIZE,
+    CONV_STATE_DIM_FIRST,
+    HAS_IDX_MAPPING=True,
+    TEMPORAL_TILES=1,
+):
+    for i in range(num_reqs):
+        slot = idx_mapping_ptr[i]
+        if slot < 0 or src_col_ptr[slot] < 0 or src_col_ptr[slot] == mamba_state_idx_ptr[slot]:
+            continue
+        for s in range(grid1):
+            table = np.uint64(block_table_ptrs_ptr[state_group_indices_ptr[s]])
+            row = int32_at(table, (slot + 1) * block_table_stride_req)
+            _copy_state(
+                state_base_addrs_ptr[s],
+                state_block_strides_ptr[s],
+                state_elem_sizes_ptr[s],
+                state_inner_sizes_ptr[s],
+                state_conv_widths_ptr[s],
+                state_dim_row_count_ptr[s] if CONV_STATE_DIM_FIRST else 0,
+                state_dim_row_stride_ptr[s],
+                row[slot * block_table_stride_req :],
+                src_col_ptr[slot],
+                mamba_state_idx_ptr[slot],
+                token_bias_ptr[slot],
+            )
+
+
+@twin(f"{_MAMBA}:postprocess_mamba_fused_kernel")
+def _postprocess_mamba(
+    grid0,
+    grid1,
+    grid2,
+    num_accepted_tokens_ptr,
+    mamba_state_idx_ptr,
+    num_scheduled_tokens_ptr,
+    num_computed_tokens_ptr,
+    num_draft_tokens_ptr,
+    block_table_ptrs_ptr,
+    block_table_stride_req,
+    state_base_addrs_ptr,
+    state_block_strides_ptr,
+    state_elem_sizes_ptr,
+    state_inner_sizes_ptr,
+    state_conv_widths_ptr,
+    state_group_indices_ptr,
+    state_dim_row_count_ptr,
+    state_dim_row_stride_ptr,
+    num_accepted_tokens_out_ptr,
+    idx_mapping_ptr,
+    num_reqs,
+    block_size,
+    COPY_BLOCK_SIZE,
+    CONV_STATE_DIM_FIRST,
+    HAS_IDX_MAPPING=False,
+    PRECOMPUTED_NEW_COMPUTED=False,
+    TEMPORAL_TILES=1,
+):
+    # V2 passes request slots and the new number of computed tokens.
+    assert HAS_IDX_MAPPING and PRECOMPUTED_NEW_COMPUTED
+    for i in range(num_reqs):
+        slot = idx_mapping_ptr[i]
+        if slot < 0:
+            continue
+        source, computed = mamba_state_idx_ptr[slot], num_computed_tokens_ptr[slot]
+        running = computed - num_accepted_tokens_ptr[slot] + 1
+        aligned = computed // block_size * block_size
+        if aligned < running:
+            continue
+        target, bias = aligned // block_size - 1, aligned - running
+        if source == target:
+            num_accepted_tokens_out_ptr[slot] = 1
+            if bias == 0:
+                continue
+        for s in range(grid1):
+            table = np.uint64(block_table_ptrs_ptr[state_group_indices_ptr[s]])
+            row = int32_at(table, (slot + 1) * block_table_stride_req)
+            _copy_state(
+                state_base_addrs_ptr[s],
+                state_block_strides_ptr[s],
+                state_elem_sizes_ptr[s],
+                state_inner_sizes_ptr[s],
+                state_conv_widths_ptr[s],
+                state_dim_row_count_ptr[s] if CONV_STATE_DIM_FIRST else 0,
+                state_dim_row_stride_ptr[s],
+                row[slot * block_table_stride_req :],
+                source,
+                target,
+                bias,
+            )
 
 
 @twin("vllm.v1.worker.utils:_zero_kv_blocks_kernel")
