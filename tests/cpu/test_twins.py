@@ -25,6 +25,7 @@ from tests.cpu import (  # noqa: F401  (each registers its cases)
     other_method_cases,
     report_cases,
     sampler_cases,
+    state_cases,
 )
 from tests.cpu.twin_cases import CASES, Draw, Launch
 from vllm_bastion.cpu.twins import TWINS, WITHOUT, Twin, TwinError, install, parameters

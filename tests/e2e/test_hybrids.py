@@ -100,6 +100,9 @@ def conversations() -> list[Batch]:
     for i in range(4):
         earlier = {"id": f"turn-{i % 2}", "tokens": 50 + 9 * i}
         forks.add(f"fork-{i}", "", max_tokens=40, follow=earlier, ignore_eos=True, temperature=0)
+    # one token behind the cached block, while others decode
+    one = {"id": "turn-0", "tokens": 36}
+    forks.add("fork-one", "", arrive=3, max_tokens=20, follow=one, ignore_eos=True, temperature=0)
     return [first, second, forks]
 
 
@@ -135,7 +138,10 @@ def test_prefix_caching_of_recurrent_states(
     compare.same(f"cached, oracle, {kind}", batches, expected, run, fresh, **SPEC[name])
     print(f"cached tokens: {hits(run)}")
     assert hits(run) == hits(cached)
-    assert sum(hits(run).values()) > 0
+    assert (
+        hits(run)["fork-one"]
+        == len(run["batches"][2]["requests"]["fork-one"]["prompt_token_ids"]) - 1
+    )
     assert max(map(len, run["batches"][0]["paths"])) > 4
 
 

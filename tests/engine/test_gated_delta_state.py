@@ -195,6 +195,22 @@ def test_requests_past_the_kept_rows_are_left_alone() -> None:
         assert rows.state_rows.tolist() == expected
 
 
+def test_a_tree_larger_than_a_cached_block_is_refused() -> None:
+    from vllm_bastion.engine.gated_delta import GatedDeltaModelState
+
+    state: Any = object.__new__(GatedDeltaModelState)
+    state.vllm_config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=64)
+    )
+    state._align_mode, state._block_size = True, 64
+    with pytest.raises(ValueError, match="lower it to 63, raise block_size, or set"):
+        state._check_block_size()
+    state._block_size = 65
+    state._check_block_size()
+    state._align_mode, state._block_size = False, 64
+    state._check_block_size()
+
+
 def test_what_layers_leave_is_side_by_side() -> None:
     layers = [make_layer(False) for _ in range(2)]
     saved = allocate(layers, 4, torch.bfloat16, torch.device("cpu"))
