@@ -81,8 +81,12 @@ def test_state_blocks_do_not_grow_with_the_tree(runner: Runner) -> None:
     assert size["bastion"] * (1 + GAMMA) <= size["dflash"]
 
 
-# Prefix caching, as vLLM has it by default
-CACHED = (("enable_prefix_caching", True), ("max_num_batched_tokens", 256))
+# By default vLLM keeps a prompt's last state alone; with no interval also those of decoding.
+CACHED = (
+    ("enable_prefix_caching", True),
+    ("max_num_batched_tokens", 256),
+    ("prefix_cache_retention_interval", None),
+)
 
 
 def conversations() -> list[Batch]:
@@ -142,6 +146,8 @@ def test_prefix_caching_of_recurrent_states(
         hits(run)["fork-one"]
         == len(run["batches"][2]["requests"]["fork-one"]["prompt_token_ids"]) - 1
     )
+    # blocks that decoding filled, as the prompts of these turns are shorter than one
+    assert hits(run)["next-0"] == hits(run)["next-1"] == hits(run)["fork-0"] > 0
     assert max(map(len, run["batches"][0]["paths"])) > 4
 
 
