@@ -74,7 +74,6 @@ _HYBRID: dict[str, Any] = {
     "arguments": {
         # In float32 it does not matter how often a state is rounded.
         "mamba_ssm_cache_dtype": "float32",
-        "enable_prefix_caching": False,
         # FlashInfer's kernel for prompts would be compiled first.
         "additional_config": {"gdn_prefill_backend": "triton"},
     },
