@@ -32,9 +32,10 @@ def drafter(dtype: torch.dtype) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_context(dtype: torch.dtype) -> None:
+def test_context(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
+    monkeypatch.setattr(context_kv, "MIN_WEIGHT_BYTES", 0)
     model, states = drafter(dtype), torch.randn(5, HIDDEN).to(dtype)
     sizes = (states, len(states), LAYERS, HEADS, DIM)
     expected = DFlashQwen3Model._project_context_kv(model, *sizes)

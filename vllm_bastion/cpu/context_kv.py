@@ -20,7 +20,7 @@ from vllm_bastion.cpu.linear import MIN_WEIGHT_BYTES, has_linear
 
 
 def install(model: Any) -> None:
-    """Replace `_normalize_context_k`, and `_project_context_kv` if the host has our product.
+    """Replace `_normalize_context_k`, and `_project_context_kv` where our product is used.
 
     model: vLLM's DFlashQwen3Model or a similar one, with its weights loaded.
     """
