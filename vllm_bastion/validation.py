@@ -102,14 +102,16 @@ def check_user_keys(given: dict[str, Any]) -> None:
             "name of a DFlash drafter trained for the target"
         )
     nodes = given.get("num_speculative_tokens")
-    if nodes is None:  # `config.default_nodes` chooses
-        return
+    if nodes is not None:  # otherwise `config.default_nodes` chooses
+        _check_nodes(nodes, given.get("bastion_budget", "adaptive"))
+
+
+def _check_nodes(nodes: Any, budget: Any) -> None:
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise BastionConfigError(
             '"num_speculative_tokens" must be a whole number of at least 1, the most draft nodes '
             f"verified per step, or left out; got {nodes!r}"
         )
-    budget = given.get("bastion_budget", "adaptive")
     if isinstance(budget, int) and budget > nodes:
         raise BastionConfigError(
             f'"bastion_budget": {budget} is more than "num_speculative_tokens": {nodes}: lower the '

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bastion_kernels.cpu.linear import can_multiply
-from vllm_bastion.cpu import context_kv
+from vllm_bastion.cpu import context_kv, linear
 
 LAYERS, HEADS, DIM, HIDDEN = 3, 2, 16, 64
 
@@ -35,7 +35,7 @@ def drafter(dtype: torch.dtype) -> SimpleNamespace:
 def test_context(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
-    monkeypatch.setattr(context_kv, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(linear, "MIN_WEIGHT_BYTES", 0)
     model, states = drafter(dtype), torch.randn(5, HIDDEN).to(dtype)
     sizes = (states, len(states), LAYERS, HEADS, DIM)
     expected = DFlashQwen3Model._project_context_kv(model, *sizes)

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 
 from bastion_kernels.cpu.linear import pack_weight
-from vllm_bastion.cpu.linear import MIN_WEIGHT_BYTES, has_linear
+from vllm_bastion.cpu.linear import takes_weight
 
 
 def install(model: Any) -> None:
@@ -29,9 +29,7 @@ def install(model: Any) -> None:
     if cache is not None:  # vLLM would convert all positions in every step
         model._rope_cos_sin_cache = cache.to(model._hidden_norm_weight.dtype)
     weight = getattr(model, "_fused_kv_weight", None)
-    if weight is None or weight.dtype != torch.bfloat16 or not has_linear():
-        return
-    if weight.nbytes < MIN_WEIGHT_BYTES:
+    if weight is None or not takes_weight(weight):
         return
     packed = pack_weight(weight)
     if packed is not None:

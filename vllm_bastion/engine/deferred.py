@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-# Storing this many rows of a request takes about as long as storing one.
 _MAX_STEPS = 64
 # With a shorter sliding window, a block may be freed before its rows are stored.
 _MIN_WINDOW = 2 * _MAX_STEPS
@@ -57,11 +56,11 @@ class DeferredContext:
     ) -> None:
         """Keep the first `count` rows of a step: one accepted row of each of its requests."""
         begin, end = self._num_rows, self._num_rows + count
-        for kept, rows in zip(self._hidden, hidden, strict=True):
-            kept[begin:end].copy_(rows[:count])
+        for buffer, rows in zip(self._hidden, hidden, strict=True):
+            buffer[begin:end].copy_(rows[:count])
         self._positions[begin:end].copy_(positions[:count])
-        for kept, rows in zip(self._slots, slots, strict=True):
-            kept[begin:end].copy_(rows[:count])
+        for buffer, rows in zip(self._slots, slots, strict=True):
+            buffer[begin:end].copy_(rows[:count])
         self._num_rows = end
         self._num_steps += 1
         if self._num_steps == _MAX_STEPS or end + self._max_num_reqs > len(self._positions):

@@ -85,6 +85,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         self._computed = self._state_rows
         self._block_size = 0
         self._no_state = torch.tensor(-1, dtype=torch.int32, device=self.device)
+        self._depths = torch.arange(self.trees.path.shape[1], dtype=torch.int32, device=self.device)
         self._starts = torch.zeros(self.max_num_reqs + 1, dtype=torch.int32, device=self.device)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
@@ -285,6 +286,5 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         inside = (boundary > computed) & (boundary < end)
         for group in by_group:
             into_rows[group] = torch.where(inside, self._blocks(group, boundary), self._no_state)
-        depth = torch.arange(path.shape[1], dtype=torch.int32, device=self.device)
-        to_boundary = path.masked_fill(depth >= (boundary - computed)[:, None], -1)
+        to_boundary = path.masked_fill(self._depths >= (boundary - computed)[:, None], -1)
         self._commit(state_rows, into_rows, starts, batch.cu_num_logits, to_boundary)

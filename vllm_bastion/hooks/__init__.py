@@ -89,7 +89,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         target="vllm.sampling_params:SamplingParams.verify",
-        wrapper="sampling_params:verify",
+        wrapper="requests:verify",
         expects="(self, model_config, speculative_config, structured_outputs_config, tokenizer)",
         why="vLLM does not look into `extra_args`",
         what='refuses a "bastion_budget" that is no number from 0 to N',

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on a request's sampling parameters in the front end.
 
+vLLM does not read a request's own budget, so it is checked here.
+
 Model Runner V2 keeps some parameters in tables of fixed size. Its worker raises when a request does
 not fit, which ends the engine with all its other requests. Here such a request is refused before
 it reaches the engine core.
@@ -15,7 +17,7 @@ import numpy as np
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 
-from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
+from vllm_bastion.config import REQUEST_BUDGET, BastionSpeculativeConfig, bastion_config
 
 _INT32, _INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 # Of `vllm.v1.worker.gpu.sample.logit_bias`. The front end must not import the worker's modules.
@@ -37,7 +39,7 @@ def check_tables(params: Any, prompt_len: int) -> None:
     """Check a request that is ready to be sent: with its stop tokens and tokenized bad words.
 
     Raises:
-        VLLMValidationError: a `ValueError`, answered with status 400.
+        VLLMValidationError: naming the parameter; the server answers with status 400.
     """
     bad_words = params.bad_words_token_ids or ()
     sizes = (
@@ -84,3 +86,31 @@ def validate_spec_decode(original: Callable[..., None], self: Any, speculative_c
     """Accept `min_p` and `logit_bias`: trees are sampled row by row, as plain decoding is."""
     if not isinstance(speculative_config, BastionSpeculativeConfig):
         original(self, speculative_config)
+
+
+def verify(
+    original: Callable[..., None],
+    self: Any,
+    model_config: Any,
+    speculative_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Check the request's own budget."""
+    original(self, model_config, speculative_config, *args, **kwargs)
+    if isinstance(speculative_config, BastionSpeculativeConfig):
+        check_budget(self.extra_args or {}, speculative_config.num_speculative_tokens)
+
+
+def check_budget(extra_args: dict[str, Any], most: int) -> None:
+    """Refuse a budget that is no whole number from 0 to `most`.
+
+    Raises:
+        VLLMValidationError: naming the key and the range; the server answers with status 400.
+    """
+    budget = extra_args.get(REQUEST_BUDGET, 0)
+    if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget <= most:
+        raise VLLMValidationError(
+            f'"{REQUEST_BUDGET}" in extra_args (vllm_xargs) must be a whole number from 0, plain '
+            f'decoding, to {most}, the engine\'s "num_speculative_tokens"; got {budget!r}'
+        )

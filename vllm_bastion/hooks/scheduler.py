@@ -101,11 +101,13 @@ def update_request_with_output(
     vLLM's synchronous scheduler caches in the next step, after freeing the recurrent states that
     this step left behind, and not at all when the request ends.
     """
+    if bastion_config(self.vllm_config) is None:
+        return original(self, request, *args, **kwargs)
     from vllm.v1.request import RequestStatus
 
     running = request.status == RequestStatus.RUNNING
     result = original(self, request, *args, **kwargs)
-    if running and bastion_config(self.vllm_config) is not None:
+    if running:
         # The last token is computed in the next step.
         known = min(request.num_tokens - 1, request.num_computed_tokens)
         self.kv_cache_manager.cache_blocks(request, known)
@@ -212,9 +214,10 @@ def _leave_blocks(scheduler: Any) -> None:
         lacks = (-(-tokens // g.block_size) - len(g.req_to_blocks.get(name, ())) for g in groups)
         return sum(max(lack, 0) for lack in lacks)
 
-    free -= sum(missing(request, 0) for request in scheduler.running)
-    for request in scheduler.running:
-        drafts, without = len(request.spec_token_ids), missing(request, 0)
+    lacking = [missing(request, 0) for request in scheduler.running]
+    free -= sum(lacking)
+    for request, without in zip(scheduler.running, lacking, strict=True):
+        drafts = len(request.spec_token_ids)
         if not drafts:
             continue
         while drafts and missing(request, drafts) - without > max(free, 0):

@@ -73,6 +73,29 @@ def _copy_state(base, block_stride, element, inner, width, dims, dim_stride, row
             copy_bytes(source + at + bias * element, target + at, (width - bias) * element)
 
 
+@njit
+def _copy_states(
+    count, slot, src, dst, bias, tables, table_stride, bases, block_strides, elements, inners,
+    widths, groups, dim_counts, dim_strides, dim_first,
+):  # fmt: skip
+    """Copy all layers' states of a request between two columns of its rows of the block tables."""
+    for s in range(count):
+        row = int32_at(np.uint64(tables[groups[s]]), (slot + 1) * table_stride)
+        _copy_state(
+            bases[s],
+            block_strides[s],
+            elements[s],
+            inners[s],
+            widths[s],
+            dim_counts[s] if dim_first else 0,
+            dim_strides[s],
+            row[slot * table_stride :],
+            src,
+            dst,
+            bias,
+        )
+
+
 @twin(f"{_MAMBA}:precopy_mamba_align_fused_kernel")
 def _precopy_mamba_align(
     grid0,
@@ -102,22 +125,24 @@ def _precopy_mamba_align(
         slot = idx_mapping_ptr[i]
         if slot < 0 or src_col_ptr[slot] < 0 or src_col_ptr[slot] == mamba_state_idx_ptr[slot]:
             continue
-        for s in range(grid1):
-            table = np.uint64(block_table_ptrs_ptr[state_group_indices_ptr[s]])
-            row = int32_at(table, (slot + 1) * block_table_stride_req)
-            _copy_state(
-                state_base_addrs_ptr[s],
-                state_block_strides_ptr[s],
-                state_elem_sizes_ptr[s],
-                state_inner_sizes_ptr[s],
-                state_conv_widths_ptr[s],
-                state_dim_row_count_ptr[s] if CONV_STATE_DIM_FIRST else 0,
-                state_dim_row_stride_ptr[s],
-                row[slot * block_table_stride_req :],
-                src_col_ptr[slot],
-                mamba_state_idx_ptr[slot],
-                token_bias_ptr[slot],
-            )
+        _copy_states(
+            grid1,
+            slot,
+            src_col_ptr[slot],
+            mamba_state_idx_ptr[slot],
+            token_bias_ptr[slot],
+            block_table_ptrs_ptr,
+            block_table_stride_req,
+            state_base_addrs_ptr,
+            state_block_strides_ptr,
+            state_elem_sizes_ptr,
+            state_inner_sizes_ptr,
+            state_conv_widths_ptr,
+            state_group_indices_ptr,
+            state_dim_row_count_ptr,
+            state_dim_row_stride_ptr,
+            CONV_STATE_DIM_FIRST,
+        )
 
 
 @twin(f"{_MAMBA}:postprocess_mamba_fused_kernel")
@@ -166,22 +191,24 @@ def _postprocess_mamba(
             num_accepted_tokens_out_ptr[slot] = 1
             if bias == 0:
                 continue
-        for s in range(grid1):
-            table = np.uint64(block_table_ptrs_ptr[state_group_indices_ptr[s]])
-            row = int32_at(table, (slot + 1) * block_table_stride_req)
-            _copy_state(
-                state_base_addrs_ptr[s],
-                state_block_strides_ptr[s],
-                state_elem_sizes_ptr[s],
-                state_inner_sizes_ptr[s],
-                state_conv_widths_ptr[s],
-                state_dim_row_count_ptr[s] if CONV_STATE_DIM_FIRST else 0,
-                state_dim_row_stride_ptr[s],
-                row[slot * block_table_stride_req :],
-                source,
-                target,
-                bias,
-            )
+        _copy_states(
+            grid1,
+            slot,
+            source,
+            target,
+            bias,
+            block_table_ptrs_ptr,
+            block_table_stride_req,
+            state_base_addrs_ptr,
+            state_block_strides_ptr,
+            state_elem_sizes_ptr,
+            state_inner_sizes_ptr,
+            state_conv_widths_ptr,
+            state_group_indices_ptr,
+            state_dim_row_count_ptr,
+            state_dim_row_stride_ptr,
+            CONV_STATE_DIM_FIRST,
+        )
 
 
 @twin("vllm.v1.worker.utils:_zero_kv_blocks_kernel")
