@@ -29,6 +29,7 @@ _MODELS = "vllm.model_executor.models"
 # One architecture of each kind -> the speculator of vLLM that ours extends
 EXTENDS = {
     "DFlashDraftModel": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
+    "MuseGlimmerAssistantModel": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
     "DFlash2DraftModel": f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator",
     "LiLiCorrDraftModel": f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator",
     "Qwen3DSparkModel": f"{_SPECULATORS}.dspark.speculator:DSparkSpeculator",
@@ -142,6 +143,38 @@ def test_a_markov_head_is_asked_about_the_best_tokens_of_a_position(
     assert spec.bastion_top_k == 6
 
 
+def test_a_dspark_drafter_of_specforge_is_vllms_qwen3_dspark(
+    pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """It has DeepSeek's name, Qwen3's model type, and its settings as a DFlash drafter has them."""
+    settings = {
+        "mask_token_id": 1,
+        "target_layer_ids": [0, 2],
+        "projector_type": "dspark",
+        "attention_mode": "gqa",
+    }
+    drafter = write_checkpoint(
+        tmp_path / "drafter", "drafter", architectures=["DSparkDraftModel"], markov_rank=4,
+        block_size=7, dflash_config=settings,
+    )  # fmt: skip
+    spec = engine_config((pair[0], drafter)).speculative_config
+    assert (spec.method, spec.bastion_gamma) == ("dspark", 7)
+    assert spec.draft_model_config.architectures == ["Qwen3DSparkModel"]
+
+
+@pytest.mark.parametrize("name", ["MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"])
+def test_muse_glimmers_assistant_is_a_dflash_drafter(
+    name: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    drafter = write_checkpoint(
+        tmp_path / "drafter", "drafter", architectures=[name], dflash_config=None,
+        model_type="muse_glimmer_assistant", mask_token_id=1, target_layer_ids=[0, 2],
+    )  # fmt: skip
+    spec = engine_config((pair[0], drafter)).speculative_config
+    assert (spec.method, spec.bastion_gamma) == ("dflash", 7)
+    assert spec.draft_model_config.architectures == ["DFlashMuseGlimmerAssistantModel"]
+
+
 SPECULATORS: dict[str, dict[str, Any]] = {
     "dflash": {"architectures": ["DFlashSpeculator"]},
     "dflash2": {"selector_top_k": 4, "selector_rank": 2, "draft_vocab_size": None},
@@ -189,8 +222,52 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "Beam": ({"architectures": ["DFlash2BeamDraftModel"]}, (NO_DRAFTER, "DFlash2Beam")),
     "DSpark of DeepSeek": (
+        {"architectures": ["DSparkDraftModel"], "model_type": "llama"},
+        ("DSpark drafter of DeepSeek", "latent attention", "Qwen3DSparkModel"),
+    ),
+    "DSpark of SpecForge without a head": (
         {"architectures": ["DSparkDraftModel"]},
-        (NO_DRAFTER, "DSparkDraftModel", "Qwen3DSparkModel"),
+        ('"markov_rank": None', "complete checkpoint"),
+    ),
+    "DSpark of Gemma 4": (
+        {"architectures": ["Gemma4DSparkModel"]},
+        ("DSpark drafter of Gemma 4", "DFlashDraftModel"),
+    ),
+    "DSpark of Qwen3-Omni": (
+        {"architectures": ["Qwen3OmniDSparkModel"]},
+        ("DSpark drafter of Qwen3-Omni", "num_speculative_tokens", 'method "dspark"'),
+    ),
+    "DSpark of Kimi": (
+        {"architectures": ["K3DSparkModel"]},
+        ("latent attention", "Qwen3DSparkModel"),
+    ),
+    "DFlash of Laguna": (
+        {"architectures": ["DFlashLagunaForCausalLM"]},
+        ("DFlash drafter of Laguna", 'method "dflash"'),
+    ),
+    "latent attention": (
+        {"dflash_config": {"mask_token_id": 1, "attention_mode": "mla"}},
+        ('attention_mode "mla"', '"gqa"'),
+    ),
+    "latent attention in a DSpark drafter": (
+        {
+            "architectures": ["DSparkDraftModel"],
+            "markov_rank": 4,
+            "dflash_config": {"mask_token_id": 1, "attention_mode": "mla"},
+        },
+        ('attention_mode "mla"', '"gqa"'),
+    ),
+    "JetSpec": ({"architectures": ["JetSpecDraftModel"]}, ("JetSpec", "dflash_config.causal")),
+    "MFD": ({"architectures": ["MFDDraftModel"]}, ("an MFD drafter", "DFlashDraftModel")),
+    "UBTree": ({"architectures": ["UBTreeDraftModel"]}, ("UBTree", "DFlashDraftModel")),
+    "DSpine": ({"architectures": ["DSpineDraftModel"]}, ("DSpine", "Qwen3DSparkModel")),
+    "P-EAGLE": (
+        {"architectures": ["LlamaForCausalLMPeagle"]},
+        ("P-EAGLE", 'method "eagle3"'),
+    ),
+    "P-EAGLE by its key": (
+        {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True},
+        ("P-EAGLE", 'method "eagle3"'),
     ),
     "DSpark without a head": (
         {"architectures": ["Qwen3DSparkModel"]},
@@ -253,6 +330,27 @@ def test_a_drafter_that_does_not_fit_is_refused(
     with pytest.raises(BastionConfigError) as caught:
         engine_config((pair[0], drafter))
     is_one_sentence(str(caught.value), drafter, *parts)
+
+
+@pytest.mark.parametrize("method, name", [("jetspec", "JetSpec"), ("peagle", "P-EAGLE")])
+def test_a_drafter_in_the_speculators_librarys_format_is_refused_by_its_family(
+    method: str, name: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """vLLM cannot read the first at all."""
+    layers = json.loads((Path(pair[1]) / "config.json").read_text())
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    written = {
+        "architectures": ["SomeSpeculator"],
+        "speculators_model_type": method,
+        "mask_token_id": 1,
+        "transformer_layer_config": {k: v for k, v in layers.items() if k != "architectures"},
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
+    }
+    (drafter / "config.json").write_text(json.dumps(written))
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config((pair[0], str(drafter)))
+    is_one_sentence(str(caught.value), str(drafter), f"a {name} drafter")
 
 
 def test_a_drafter_that_is_not_there_is_named(pair: tuple[str, str], tmp_path: Path) -> None:

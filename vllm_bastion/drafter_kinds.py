@@ -18,6 +18,7 @@ from typing import Any
 __all__ = [
     "KINDS",
     "Kind",
+    "architectures_of",
     "candidates_of",
     "gamma_of",
     "kind_of",
@@ -163,6 +164,16 @@ def _whole_vocabulary(config: Any, name: str, vocab: int) -> str | None:
     )
 
 
+def _no_latent_attention(config: Any, name: str, vocab: int) -> str | None:
+    if _dflash(config).get("attention_mode") != "mla":
+        return None
+    return (
+        f'drafter "{name}" has multi-head latent attention (dflash_config.attention_mode "mla"), '
+        "which vLLM's DFlash does not have: use a DFlash checkpoint with attention_mode "
+        '"gqa", or without this key'
+    )
+
+
 _NO_ANCHOR = _without("sample_from_anchor", "samples from the anchor position")
 _NO_SELECTOR = _without("selector_rank", "selects candidates with a head of its own")
 
@@ -172,14 +183,27 @@ KINDS = (
         frozenset({"DFlashDraftModel", "DFlashQwen3ForCausalLM"}),
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=_after_anchor,
-        checks=(_has_settings, _NO_ANCHOR, _NO_SELECTOR),
+        checks=(_has_settings, _no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
+    ),
+    # The same model in vLLM. Its settings are not in a dflash_config.
+    Kind(
+        frozenset({"MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"}),
+        f"{_DRAFTERS}.dflash:BastionSpeculator",
+        gamma=_after_anchor,
+        checks=(_no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
     ),
     Kind(
         frozenset({"DFlash2DraftModel"}),
         f"{_DRAFTERS}.candidate_heads:BastionDFlash2",
         gamma=_after_anchor,
         candidates=_from_dflash_config("selector_top_k"),
-        checks=(_has_settings, _has_candidates("selector_top_k"), _NO_ANCHOR, _whole_vocabulary),
+        checks=(
+            _has_settings,
+            _has_candidates("selector_top_k"),
+            _no_latent_attention,
+            _NO_ANCHOR,
+            _whole_vocabulary,
+        ),
     ),
     Kind(
         frozenset({"LiLiCorrDraftModel"}),
@@ -189,6 +213,7 @@ KINDS = (
         checks=(
             _has_settings,
             _has_candidates("lilicorr_candidate_topk"),
+            _no_latent_attention,
             _NO_ANCHOR,
             _whole_vocabulary,
         ),
@@ -198,7 +223,7 @@ KINDS = (
         f"{_DRAFTERS}.dspark:BastionDSpark",
         gamma=_dspark_gamma,
         candidates=_dspark_candidates,
-        checks=(_has_markov_rank, _NO_ANCHOR, _NO_SELECTOR),
+        checks=(_has_markov_rank, _no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
         method="dspark",
     ),
     Kind(
@@ -206,10 +231,22 @@ KINDS = (
         f"{_DRAFTERS}.xpress:BastionXPress",
         gamma=_xpress_gamma,
         candidates=_xpress_candidates,
-        checks=(_NO_ANCHOR, _NO_SELECTOR),
+        checks=(_no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
         needs="has_xpress_drafter",
     ),
 )
+
+
+def architectures_of(config: Any) -> list[str]:
+    """The architectures that vLLM loads a checkpoint as, by its Hugging Face config.
+
+    SpecForge names every DSpark drafter as DeepSeek's is named in vLLM. vLLM tells them apart by
+    the model type.
+    """
+    names = list(getattr(config, "architectures", None) or ())
+    if getattr(config, "model_type", None) == "qwen3":
+        names = ["Qwen3DSparkModel" if name == "DSparkDraftModel" else name for name in names]
+    return names
 
 
 def kind_of(architectures: Sequence[str] | None) -> Kind | None:
@@ -225,13 +262,13 @@ def kind_of(architectures: Sequence[str] | None) -> Kind | None:
 
 def gamma_of(config: Any) -> int | None:
     """Positions that a drafter drafts, by its Hugging Face config; None if it does not say."""
-    kind = kind_of(getattr(config, "architectures", None))
+    kind = kind_of(architectures_of(config))
     return None if kind is None else kind.gamma(config)
 
 
 def candidates_of(config: Any) -> int | None:
     """Candidates of each position that a drafter's head scores; None for one without a head."""
-    kind = kind_of(getattr(config, "architectures", None))
+    kind = kind_of(architectures_of(config))
     return None if kind is None else kind.candidates(config)
 
 

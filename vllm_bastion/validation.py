@@ -25,7 +25,8 @@ from vllm_bastion.config import (
     standard_keys,
     user_keys,
 )
-from vllm_bastion.drafter_kinds import KINDS, kind_of
+from vllm_bastion.drafter_kinds import KINDS, architectures_of, kind_of
+from vllm_bastion.other_drafters import other_family
 from vllm_bastion.platform import current_host
 from vllm_bastion.versions import capabilities, first_version_with
 
@@ -152,9 +153,10 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
         name: what the user gave as "model".
         target: vLLM's ModelConfig of the target.
     """
-    architectures = list(getattr(drafter, "architectures", None) or [])
+    architectures = architectures_of(drafter)
     kind = kind_of(architectures)
     if kind is None:
+        refuse_other_family(drafter, name)
         shown = ", ".join(architectures) or "none named"
         raise BastionConfigError(
             f'"model": "{name}" is no drafter that trees are grown from (architecture: {shown}): '
@@ -196,6 +198,18 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
             f'drafter "{name}" reads target layer {beyond[0]} (target_layer_ids), '
             f"and the target has {layers} layers: use the drafter that was trained for this target"
         )
+
+
+def refuse_other_family(drafter: Any, name: str) -> None:
+    """Refuse a drafter of a family that is known to be none of ours, with what works instead.
+
+    Args:
+        drafter: its config, or what its config.json holds.
+        name: what the user gave as "model".
+    """
+    why = other_family(drafter)
+    if why is not None:
+        raise BastionConfigError(f'"model": "{name}" {why}')
 
 
 def check_target(model: Any) -> None:

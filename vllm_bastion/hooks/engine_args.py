@@ -58,7 +58,7 @@ def create_speculative_config(
     # Imported late: these modules may not import on an unsupported vLLM.
     from vllm_bastion import hooks, validation
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
-    from vllm_bastion.drafter_kinds import gamma_of, kind_of
+    from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
 
     hooks.require_all()
     keys = _merged(self)
@@ -68,7 +68,7 @@ def create_speculative_config(
     validation.check_target(target_model_config)
     drafter = _drafter_config(keys, target_model_config)
     validation.check_drafter(drafter, keys["model"], target_model_config)
-    kind, gamma = kind_of(drafter.architectures), gamma_of(drafter)
+    kind, gamma = kind_of(architectures_of(drafter)), gamma_of(drafter)
     assert kind is not None and gamma is not None
     if keys.get("num_speculative_tokens") is None:
         keys["num_speculative_tokens"] = default_nodes(keys, drafter, self.max_num_batched_tokens)
@@ -97,11 +97,25 @@ def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
         restore_block_size(config, keys["model"], keys.get("revision"))
         return config
     except Exception as error:
+        _refuse_by_file(keys)
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise BastionConfigError(
             f'the drafter "model": "{keys["model"]}" could not be read ({first_line}): give the '
             "path or the Hugging Face name of a DFlash checkpoint"
         ) from error
+
+
+def _refuse_by_file(keys: dict[str, Any]) -> None:
+    """Refuse a drafter that vLLM cannot read by the name that its config.json has, if any."""
+    from transformers import PretrainedConfig
+
+    from vllm_bastion.validation import refuse_other_family
+
+    try:
+        written, _ = PretrainedConfig.get_config_dict(keys["model"], revision=keys.get("revision"))
+    except Exception:  # the first error says more
+        return
+    refuse_other_family(written, keys["model"])
 
 
 def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
