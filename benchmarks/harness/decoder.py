@@ -110,7 +110,7 @@ class Decoder:
         if self._timed:  # touch memory and load code
             report_state("warming up")
             first = Request("warm-up", requests[0].prompt, _WARM_UP_TOKENS)
-            llm.generate([first.prompt], first.sampling_params())
+            llm.generate([first.vllm_prompt()], first.sampling_params())
             llm.request_counter.reset()
         total = sum(request.max_tokens for request in requests)
 
@@ -121,7 +121,8 @@ class Decoder:
         begin = time.perf_counter()
         if requests:
             params = [request.sampling_params() for request in requests]
-            outputs = llm.generate([request.prompt for request in requests], params, use_tqdm=False)
+            prompts = [request.vllm_prompt() for request in requests]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             for completion, output in zip(result.completions, outputs, strict=True):
                 completion.token_ids = list(output.outputs[0].token_ids)
                 completion.text = output.outputs[0].text

@@ -30,10 +30,10 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Request:
-    """What to decode. The completion carries the same `name`."""
+    """What to decode. The completion carries the same `name`. `prompt`: text, or token ids."""
 
     name: str
-    prompt: str
+    prompt: str | list[int]
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int | None = None
@@ -51,6 +51,12 @@ class Request:
                 **self.params,
             }
         )
+
+    def vllm_prompt(self) -> Any:
+        """The prompt as vLLM takes it."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return {"prompt_token_ids": self.prompt}
 
 
 def sampling_params(given: dict[str, Any]) -> Any:

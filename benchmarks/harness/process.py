@@ -49,10 +49,20 @@ def no_progress(state: str) -> None:
     """The default `progress` callback: report nothing."""
 
 
+def no_items(item: Any) -> None:
+    """The default `items` callback: drop what the process sends."""
+
+
 def report_state(state: str) -> None:
     """Send a line such as "decoding, 12 of 192 tokens" to the caller's `progress` callback."""
     if _parent is not None:
         _parent.send(("state", state))
+
+
+def report_item(item: Any) -> None:
+    """Send something to the caller's `items` callback; none is lost, and their order is kept."""
+    if _parent is not None:
+        _parent.send(("item", item))
 
 
 @contextmanager
@@ -104,15 +114,22 @@ class EngineProcess:
         self._send("call", what, args, "decoding")
 
     def answer(
-        self, progress: Callable[[str], None] = no_progress, timeout_s: float = float("inf")
+        self,
+        progress: Callable[[str], None] = no_progress,
+        timeout_s: float = float("inf"),
+        items: Callable[[Any], None] = no_items,
     ) -> Any:
-        """Wait for the answer to the last call. `progress` is called a few times a second.
+        """Wait for the answer to the last call.
+
+        Args:
+            progress: called a few times a second with what the process is doing.
+            items: called with each item of `report_item`.
 
         Raises:
             EngineError: the call failed, the process died, or `timeout_s` passed.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._poll():
+        while not self._poll(items):
             progress(self._state)
             if time.monotonic() > deadline:
                 self.close()
@@ -154,7 +171,7 @@ class EngineProcess:
         except OSError:
             raise self._died() from None
 
-    def _poll(self) -> bool:
+    def _poll(self, items: Callable[[Any], None]) -> bool:
         """Wait a moment for an answer."""
         try:
             if not self._connection.poll(_POLL_S):
@@ -165,7 +182,9 @@ class EngineProcess:
         kind, value = self._answer
         if kind == "state":
             self._state = value
-        return bool(kind != "state")
+        elif kind == "item":
+            items(value)
+        return kind not in ("state", "item")
 
     def _died(self) -> EngineError:
         self._process.join(_EXIT_S)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks import energy
 from benchmarks.harness.decoder import (
     Completion,
     count,
@@ -19,6 +20,38 @@ from benchmarks.harness.decoder import (
     request_index,
 )
 from benchmarks.harness.engine import Engine, Request
+from benchmarks.harness.process import report_item
+
+
+@dataclass
+class Response:
+    """One finished request.
+
+    Moments are seconds of the process's clock, and joules of the machine's counter (None without
+    one). `steps` and its milliseconds are sums over the steps that decoded for this request beside
+    any others, and in which no prompt ended.
+    """
+
+    name: str
+    token_ids: list[int]
+    prompt_len: int
+    begin_s: float
+    first_s: float
+    end_s: float
+    begin_j: float | None
+    end_j: float | None
+    emitted: int
+    forwards: int
+    verified: int
+    steps: int = 0
+    step_ms: float = 0.0
+    verify_ms: float = 0.0
+    draft_ms: float = 0.0
+    attention_ms: float = 0.0
+    # bastion's own predictions of C(N): see `watch_predictions`
+    timed_steps: int = 0
+    predicted_ms: float = 0.0
+    measured_ms: float = 0.0
 
 
 @dataclass
@@ -60,82 +93,143 @@ def start_driver(engine: Engine) -> Driver:
 
 
 class Clock:
-    """Seconds spent in the target and in the drafter; a nested call counts for the outer one."""
+    """Milliseconds spent in watched calls, by part; a nested call counts for the outer one."""
 
     def __init__(self) -> None:
-        self.verify_s = self.draft_s = 0.0
+        self._ms: dict[str, float] = {}
         self._inside = False
 
-    def watch(self, owner: Any, name: str, what: str) -> None:
-        """Add the time of each call of `owner.name` to the field `what`."""
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Add the time of each call of `owner.name` to a part."""
         call = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return call(*args, **kwargs)
             self._inside = True
-            begin = time.perf_counter()
+            begin = self._now()
             try:
                 return call(*args, **kwargs)
             finally:
                 self._inside = False
-                setattr(self, what, getattr(self, what) + time.perf_counter() - begin)
+                self._add(part, begin)
 
         setattr(owner, name, timed)
+
+    def lap(self) -> dict[str, float]:
+        """The milliseconds of each part since the last lap."""
+        done, self._ms = self._ms, {}
+        return done
+
+    def _now(self) -> Any:
+        return time.perf_counter()
+
+    def _add(self, part: str, begin: Any) -> None:
+        self._ms[part] = self._ms.get(part, 0.0) + 1e3 * (time.perf_counter() - begin)
+
+
+class CudaClock(Clock):
+    """The same on a GPU, by events of the current stream. A lap has what has completed by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: deque[tuple[str, Any, Any]] = deque()
+
+    def lap(self) -> dict[str, float]:
+        while self._pending and self._pending[0][2].query():
+            part, begin, end = self._pending.popleft()
+            self._ms[part] = self._ms.get(part, 0.0) + begin.elapsed_time(end)
+        return super().lap()
+
+    def _now(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add(self, part: str, begin: Any) -> None:
+        self._pending.append((part, begin, self._now()))
 
 
 class Driver:
     """Drives one engine, as often as asked."""
 
     def __init__(self, llm: Any) -> None:
+        import torch
+
         self._llm = llm
         self._scheduler = engine_core(llm).scheduler
         self._runner = model_runner(llm)
-        self._clock = Clock()
-        # Only the decoder inside the target is compiled, so its outermost `forward` can be wrapped.
-        self._clock.watch(self._runner.model, "forward", "verify_s")
-        self._clock.watch(self._runner.model, "compute_logits", "verify_s")
+        cuda = torch.cuda.is_available()
+        self._clock = CudaClock() if cuda else Clock()
+        if cuda:
+            # A FULL graph replays without a call of the model.
+            self._clock.watch(self._runner, "execute_model", "verify")
+        else:
+            # Only the decoder inside the target is compiled, so its outermost `forward` can be
+            # wrapped.
+            self._clock.watch(self._runner.model, "forward", "verify")
+        self._clock.watch(self._runner.model, "compute_logits", "verify")
         # V1 has a drafter, Model Runner V2 a speculator; plain decoding has neither.
         for name in ("drafter", "speculator"):
-            if getattr(self._runner, name, None) is not None:
-                self._clock.watch(getattr(self._runner, name), "propose", "draft_s")
+            proposer = getattr(self._runner, name, None)
+            if hasattr(proposer, "propose"):
+                self._clock.watch(proposer, "propose", "draft")
+        self._attention = Clock()
+        if not cuda:
+            for layer in attention_layers(self._runner):
+                self._attention.watch(layer.impl, "forward", "attention")
         self._outcome = Outcome()
-        watch_predictions(self._runner, lambda errors: self._predicted(errors))
+        self._responses: list[Response] = []
+        self._running: set[int] = set()
+        watch_predictions(self._runner, self._predicted)
 
-    def drive(self, requests: list[Request], concurrency: int) -> Outcome:
-        """Decode all requests, `concurrency` at a time."""
+    def drive(self, requests: list[Request], concurrency: int, stream: bool = False) -> Outcome:
+        """Decode all requests, `concurrency` at a time.
+
+        Args:
+            stream: send each `Response` to the caller's `items` as soon as it is finished.
+        """
         engine, outcome = self._llm.llm_engine, Outcome()
         self._outcome = outcome
         completions = [Completion(request.name) for request in requests]
+        self._responses = [
+            Response(request.name, [], 0, 0.0, 0.0, 0.0, None, None, 0, 0, 0)
+            for request in requests
+        ]
         original = self._scheduler.update_from_output
         count_steps(self._llm, completions)
         self._watch_steps(outcome)
         waiting = deque(enumerate(requests))
-        running = 0
-        first = [0.0] * len(requests)
-        last = [0.0] * len(requests)
+        self._running = set()
         begin = time.perf_counter()
-        while waiting or running:
-            while waiting and running < concurrency:
+        while waiting or self._running:
+            while waiting and len(self._running) < concurrency:
                 index, request = waiting.popleft()
-                engine.add_request(str(index), request.prompt, request.sampling_params())
-                running += 1
+                response = self._responses[index]
+                response.begin_s, response.begin_j = time.perf_counter(), energy.joules()
+                engine.add_request(str(index), request.vllm_prompt(), request.sampling_params())
+                self._running.add(index)
             outputs = engine.step()
             now = time.perf_counter()
             for output in outputs:
                 index = request_index(output.request_id)
-                first[index] = first[index] or now
+                response = self._responses[index]
+                response.first_s = response.first_s or now
                 if output.finished:
-                    running -= 1
-                    last[index] = now
+                    self._running.discard(index)
                     completions[index].token_ids = list(output.outputs[0].token_ids)
+                    self._finish(response, completions[index], output, now)
+                    if stream:
+                        report_item(response)
         outcome.seconds = time.perf_counter() - begin
         self._scheduler.update_from_output = original
         outcome.token_ids = [completion.token_ids for completion in completions]
         outcome.tokens = sum(map(len, outcome.token_ids))
         spans = [
-            1e3 * (end - start) / max(1, len(ids) - 1)
-            for start, end, ids in zip(first, last, outcome.token_ids, strict=True)
+            1e3 * (one.end_s - one.first_s) / max(1, len(one.token_ids) - 1)
+            for one in self._responses
         ]
         outcome.tpot_ms = sum(spans) / len(spans)
         total = count(completions)
@@ -143,27 +237,45 @@ class Driver:
         outcome.verified = total.verified
         return outcome
 
+    def _finish(self, response: Response, done: Completion, output: Any, now: float) -> None:
+        total = count([done])
+        response.token_ids = done.token_ids
+        response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
+        response.end_s, response.end_j = now, energy.joules()
+        response.emitted, response.forwards = total.tokens, total.forwards
+        response.verified = total.verified
+
     def _watch_steps(self, outcome: Outcome) -> None:
         """Add up the times of steps, each from the end of the one before to its own end."""
-        update, clock = self._scheduler.update_from_output, self._clock
-        before: tuple[float, float, float] | None = None
+        update = self._scheduler.update_from_output
+        before: float | None = None
 
         def watched(scheduled: Any, output: Any) -> Any:
             nonlocal before
             done = update(scheduled, output)
-            now = time.perf_counter(), clock.verify_s, clock.draft_s
+            now = time.perf_counter()
+            parts = self._clock.lap() | self._attention.lap()
             if before is not None and decodes_only(scheduled):
-                step, verify, draft = (1e3 * (b - a) for a, b in zip(before, now, strict=True))
-                outcome.steps += 1
-                outcome.step_ms += step
-                outcome.verify_ms += verify
-                outcome.draft_ms += draft
+                step_ms = 1e3 * (now - before)
+                sums = [self._responses[request_index(i)] for i in scheduled.num_scheduled_tokens]
+                for one in (outcome, *sums):
+                    one.steps += 1
+                    one.step_ms += step_ms
+                    one.verify_ms += parts.get("verify", 0.0)
+                    one.draft_ms += parts.get("draft", 0.0)
+                for one in sums:
+                    one.attention_ms += parts.get("attention", 0.0)
             before = now
             return done
 
         self._scheduler.update_from_output = watched
 
-    def _predicted(self, errors: dict[str, float]) -> None:
+    def _predicted(self, errors: dict[str, float], measured_ms: float) -> None:
+        for index in self._running:
+            response = self._responses[index]
+            response.timed_steps += 1
+            response.measured_ms += measured_ms
+            response.predicted_ms += measured_ms + errors["C(N)"]
         self._outcome.timed_steps += 1
         for name, error in errors.items():
             sums = self._outcome.squared_ms
@@ -177,8 +289,15 @@ def decodes_only(scheduled: Any) -> bool:
     return all(count == 1 + len(drafts.get(name, ())) for name, count in rows.items())
 
 
-def watch_predictions(runner: Any, note: Callable[[dict[str, float]], None]) -> None:
-    """Call `note` with the errors, in ms, of bastion's predictions for each timed step.
+def attention_layers(runner: Any) -> list[Any]:
+    """The layers with an attention backend, the drafter's too."""
+    config = getattr(getattr(runner, "vllm_config", None), "compilation_config", None)
+    layers = getattr(config, "static_forward_context", {})
+    return [layer for layer in layers.values() if hasattr(getattr(layer, "impl", None), "forward")]
+
+
+def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], None]) -> None:
+    """Call `note` for each timed step: errors of bastion's predictions, and the step's time, ms.
 
     `roofline`, `calibrated` and `table` predict the target's forward pass: the bare roofline, the
     paper's calibrated one, and the measured table. `C(N) at start-up` predicts the whole cycle from
@@ -212,7 +331,8 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float]], None]) -> 
                     errors[name] = curve.predict_ms(rows, context, reqs) - step.forward_ms
                 errors["C(N) at start-up"] = start_up - step.total_ms
                 errors["C(N)"] = trees.cost_ms_host[rows] - step.total_ms
-                note({name: float(error) for name, error in errors.items()})
+                found = {name: float(error) for name, error in errors.items()}
+                note(found, float(step.total_ms))
             yield step
 
     timer.completed = watched

@@ -37,6 +37,14 @@ class SpeedEngine(Engine):
     eager: bool = False
     prefix_caching: bool | None = False  # a repeat must not find the cache of the one before
     environment: dict[str, str] = field(default_factory=dict)
+    cudagraphs: str | None = None  # vLLM's `cudagraph_mode`
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of vLLM's `LLM`."""
+        arguments = super().arguments()
+        if self.cudagraphs is not None:
+            arguments["compilation_config"] = {"cudagraph_mode": self.cudagraphs}
+        return arguments
 
     def variables(self) -> dict[str, str]:
         """Environment variables to add to the user's."""

@@ -130,7 +130,11 @@ def train_tokenizer(texts: list[str], folder: Path) -> PreTrainedTokenizerFast:
 
 def generate_texts(domain: str, count: int) -> list[str]:
     """Training documents of a generated domain; the seed differs from the prompts' seed."""
-    rng = Random(f"{TRAIN_SEED}-{domain}")
+    return generate_documents(domain, count, Random(f"{TRAIN_SEED}-{domain}"))
+
+
+def generate_documents(domain: str, count: int, rng: Random) -> list[str]:
+    """Documents of a generated domain."""
     make = {"code": text_code, "arithmetic": text_arithmetic, "chat": text_chat}[domain].document
     return [make(rng) for _ in range(count)]
 
@@ -172,8 +176,7 @@ def openings(domain: str, count: int, rng: Random) -> list[str]:
     if domain == "stdlib":
         spots = _definitions(stdlib_modules(TRAIN_MODULES))
         return [text[at : at + 600] for text, at in (rng.choice(spots) for _ in range(count))]
-    make = {"code": text_code, "arithmetic": text_arithmetic, "chat": text_chat}[domain].document
-    return [make(rng) for _ in range(count)]
+    return generate_documents(domain, count, rng)
 
 
 def held_out_prompts(tok: PreTrainedTokenizerFast, train_texts: list[str]) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ import torch
 from heads import Markov, Selector
 from torch import nn
 
-_BY_ADAM = ("embed", Selector.name, Markov.name)
+_BY_ADAM = ("embed", "lm_head", Selector.name, Markov.name)
 
 
 def optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:

@@ -4,6 +4,7 @@
   dflash2   a DFlash2 selector on the drafter's frozen backbone
   dspark    a DSpark Markov head, on the same
   causal    the drafter's weights as a causal drafter (JetSpec), on the target's distributions
+  eagle3    an EAGLE-3 head for the target, from scratch
 
 New continuations of the target (`rollouts.py`, fewer than in `train.py`) and the backbone's states
 for the heads are stored in the work folder; delete a file to repeat its stage.
@@ -17,7 +18,9 @@ from pathlib import Path
 import torch
 from checkpoints import load_target
 from drafter import Drafter, load_drafter, save_drafter
+from eagle3 import Eagle3, eagle3_loss, save_eagle3
 from heads import Markov, Selector
+from loop import Log, apply_gradients, steps
 from model import Target
 from rollouts import make_rollouts
 from torch import Tensor
@@ -25,6 +28,7 @@ from train import ANCHORS, HERE, draft_steps, random_blocks
 from transformers import AutoTokenizer
 
 RANK = 96
+EAGLE3_ROWS = 12  # rows of a step of the EAGLE-3 head's training
 HEADS = {"dflash2": Selector, "dspark": Markov}
 
 
@@ -76,12 +80,29 @@ def train_causal(args: argparse.Namespace, target: Target, rolls: dict[str, Tens
     return model
 
 
+def train_eagle3(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor]) -> Eagle3:
+    """Train an EAGLE-3 head on the target's distributions."""
+    torch.manual_seed(4)
+    model = Eagle3(target).to(args.device)
+    log = Log(args.work / "eagle3.jsonl")
+    for step, opts in steps("eagle3", model, args.steps, args.lr, args):
+        torch.manual_seed(step)
+        rows = torch.randint(len(rolls["ids"]), (EAGLE3_ROWS,))
+        batch = {name: values[rows].to(args.device) for name, values in rolls.items()}
+        with torch.autocast(args.device, torch.bfloat16):
+            loss, hit = eagle3_loss(model, target, batch)
+        loss.backward()
+        apply_gradients(model, opts)
+        log(step, loss=loss.item(), hit=hit.item())
+    return model
+
+
 def main() -> None:
     """Train one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("name", choices=(*HEADS, "causal"))
+    parser.add_argument("name", choices=(*HEADS, "causal", "eagle3"))
     parser.add_argument("--out", type=Path, help="folder of the drafter (default: work/NAME)")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="rollouts, checkpoints")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -95,10 +116,12 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     target = load_target(HERE / "target", args.device).requires_grad_(False)
     rolls = load_rollouts(args, target)
-    make = train_head if args.name in HEADS else train_causal
-    model = make(args, target, rolls)
     out = args.out or args.work / args.name
-    save_drafter(model, out, target, eos_id=0)
+    if args.name == "eagle3":
+        save_eagle3(train_eagle3(args, target, rolls), out, eos_id=0)
+        return
+    make = train_head if args.name in HEADS else train_causal
+    save_drafter(make(args, target, rolls), out, target, eos_id=0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's evaluation: its data sets and methods on any target, in one table.
+
+    python -m benchmarks.paper --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16
+    python -m benchmarks.paper --quick                # the tiny pair, in minutes
+    python -m benchmarks.paper --pair 0.6B            # a shape of benchmarks.widen
+    python -m benchmarks.paper report A.jsonl B.jsonl # tables and figures of several machines
+    python -m benchmarks.paper contexts --pair 0.6B   # time per token at 1k to 16k tokens
+
+Each method is an engine in its own process, and one engine runs at a time. Every response is
+appended to a JSONL file, and a command that was interrupted continues with the responses that are
+missing. Plain decoding runs first: its replies continue conversations, and its tokens are what the
+other methods are compared with. A data set or an engine that cannot be had is a line and a gap in
+the table.
+
+- *speed-up*: plain decoding's time per token over the method's. A response's time per token is
+  (end - first token) / (tokens - 1); both sides are means over responses, as in the paper.
+- *tau*: tokens per target forward, over all forwards, and as the mean of the responses' own.
+- *N*: verified draft tokens per forward.
+- *T_verify*, *T_draft*, *T_aux*: target with its head, drafter with the tree, and the rest of a
+  step, over the steps in which no prompt ended. On a GPU the first two are times of the device.
+- *same*: responses with plain decoding's tokens, and how many of the others first differ at a
+  near-tie (`benchmarks.near_ties`), by plain decoding's own log-probabilities.
+- Intervals are 95% bootstrap intervals over prompts.
+"""

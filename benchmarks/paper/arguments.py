@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command's arguments, and the target that they name."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+import benchmarks.paper
+from benchmarks import TINY
+from benchmarks.paper.data import SETS, DataError
+from benchmarks.paper.methods import Target
+from vllm_bastion.drafter_kinds import gamma_of, kind_of
+
+# Of `--quick`; options that were given win.
+_QUICK = {
+    "samples": 3,
+    "tokens": 48,
+    "temperatures": [0.0, 1.0],
+    "methods": [
+        "plain",
+        "dflash 7",
+        "dflash 15",
+        "eagle3 5",
+        "bastion chain",
+        "N=16",
+        "N=32",
+        "N=63",
+        "bastion adaptive",
+        "ngram",
+    ],
+    "replay_prompts": 2,
+}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper",
+        description=benchmarks.paper.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--target", help="a model of the Hub, or a folder")
+    add("--drafter", help="its DFlash drafter")
+    add("--eagle3", help="its EAGLE-3 head")
+    add("--drafters", nargs="+", default=[], help="further drafters: DFlash2, DSpark, causal")
+    add("--pair", help="in place of these: tiny, or a shape of benchmarks.widen")
+    add("--sets", nargs="+", default=[], metavar="SET", help=f"of {', '.join(SETS)}")
+    add("--long", action="store_true", help="the seven sets of LongBench too")
+    add("--data", nargs="+", default=[], metavar="SET=FILE", help="local copies of sets")
+    add("--jsonl", nargs="+", type=Path, default=[], help="own prompts; Spec-Bench's file")
+    add("--speed-bench", type=Path, metavar="FOLDER", help="SPEED-Bench, as vLLM reads it")
+    add("--speed-bench-subset", default="qualitative")
+    add("--samples", type=int, help="prompts per set (default: the paper's)")
+    add("--tokens", type=int, default=2048, help="most new tokens (default 2048)")
+    add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    add("--concurrency", nargs="+", type=int, default=[1], help="1 4 16 64 for the load tables")
+    add("--methods", nargs="+", default=[], help="those whose name has one of these, and plain")
+    add("--budgets", nargs="+", type=int, default=[], help="fixed budgets N")
+    add("--seed", type=int, default=0)
+    add("--dtype", help="default: bfloat16; float32 for the tiny pair")
+    add("--eager", action="store_true", help="without torch.compile and CUDA graphs")
+    add("--cudagraphs", metavar="MODE", help="vLLM's cudagraph_mode, such as FULL_DECODE_ONLY")
+    add("--raw", action="store_true", help="no chat template (--pair: always)")
+    add("--ignore-eos", action="store_true", help="always decode --tokens (--pair: always)")
+    add("--max-model-len", type=int, help="default: as long as the prompts need")
+    add("--replay-prompts", type=int, default=4, help="prompts per set to replay; 0: none")
+    add("--quick", action="store_true", help="minutes on two cores: the tiny pair, own prompts")
+    add("--out", type=Path, help="the JSONL file (default: results/paper/NAME.jsonl)")
+    given = parser.parse_args(argv)
+    if given.quick:
+        given.pair = given.pair or (None if given.target else "tiny")
+        for name, value in _QUICK.items():
+            if getattr(given, name) == parser.get_default(name):
+                setattr(given, name, value)
+    if (given.pair is None) == (given.target is None):
+        parser.error("name --target and --drafter, or --pair")
+    unknown = [name for name in given.sets if name not in SETS]
+    if unknown:
+        parser.error(f"no set {unknown[0]}: choose from {', '.join(SETS)}")
+    for pair in given.data:
+        if pair.partition("=")[0] not in SETS or "=" not in pair:
+            parser.error(f"--data needs SET=FILE, not {pair!r}")
+    return given
+
+
+def target_of(given: argparse.Namespace) -> Target:
+    """The target; fills in what a pair of ours implies."""
+    if given.pair is not None:
+        folder = pair_folder(given.pair)
+        given.raw = given.ignore_eos = True
+        given.dtype = given.dtype or pair_dtype(given.pair)
+        given.jsonl = given.jsonl or ([] if given.sets else [TINY / "prompts.jsonl"])
+        if given.tokens == 2048:
+            given.tokens = 64
+        given.target, given.drafter = str(folder / "target"), str(folder / "drafter")
+        head = TINY / "eagle3"
+        if given.pair == "tiny" and head.is_dir():
+            given.eagle3 = given.eagle3 or str(head)
+    given.dtype = given.dtype or "bfloat16"
+    gamma = 15 if given.drafter is None else gamma_of(config_of(given.drafter)) or 15
+    others = {}
+    for name in given.drafters:
+        kind = kind_of(config_of(name).architectures)
+        if kind is None:
+            raise DataError(f"{Path(name).name} has no drafter that method bastion supports")
+        others[name] = kind.method
+    return Target(given.target, given.drafter, gamma, given.eagle3, others)
+
+
+def pair_folder(name: str) -> Path:
+    """The tiny pair, or a pair of a shape of `benchmarks.widen`."""
+    if name == "tiny":
+        return TINY
+    from benchmarks.widen.pairs import pair_of
+
+    return pair_of(name)
+
+
+def pair_dtype(name: str) -> str:
+    """The type that a pair runs in: the tiny one in float32, so that two runs emit the same."""
+    return "float32" if name == "tiny" else "bfloat16"
+
+
+def config_of(name: str) -> Any:
+    """A checkpoint's config, of a folder or of the Hub."""
+    config, _ = PretrainedConfig.get_config_dict(name)
+    return argparse.Namespace(**{"architectures": None, **config})

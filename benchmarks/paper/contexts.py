@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time per token and tau by the length of the context, on texts that refer far back.
+
+    python -m benchmarks.paper contexts --pair 0.6B          # 1k, 4k, 8k and 16k tokens
+    python -m benchmarks.paper contexts --pair tiny --contexts 512 1024 2048 4000
+
+A prompt is a list of numbered passages by this project's text generators; its end begins one of
+them again, so the continuation stands far above (as in LongBench's passage retrieval). *Copied* is
+the share of the first new tokens that repeat the passage. *Attention* is the time of all attention
+layers in a step, the drafter's too: vLLM's kernel for plain decoding and its chains, this plugin's
+for trees. On a GPU, where FULL graphs hide the layers, it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+import benchmarks.widen  # noqa: F401  makes the tiny pair's scripts importable
+from benchmarks import RESULTS
+from benchmarks.paper.arguments import pair_dtype, pair_folder
+from benchmarks.paper.chat import Renderer
+from benchmarks.paper.data import Prompt
+from benchmarks.paper.methods import Method, Target, methods
+from benchmarks.paper.run import Plan, Runner
+from benchmarks.paper.stats import Cell
+from benchmarks.paper.store import Store
+from benchmarks.provenance import provenance
+from benchmarks.speed.methods import ADAPTIVE, PLAIN, SpeedEngine, chain_name, fixed_name
+
+_METHODS = (PLAIN, chain_name(7), chain_name(15), fixed_name(16), fixed_name(63), ADAPTIVE)
+_DOMAINS = ("arithmetic", "chat", "code")
+_LEAD = 24  # tokens of the passage that a prompt repeats
+_SPARE = 32
+
+
+def passages(tokenizer: Any, length: int, seed: int) -> tuple[list[int], list[int]]:
+    """A prompt of `length` tokens and the continuation that its passage has."""
+    import data
+
+    rng = Random(f"passages-{seed}")
+    texts: list[list[int]] = []
+    total = 0
+    while total < length:
+        text = data.generate_documents(rng.choice(_DOMAINS), 1, rng)[0]
+        ids = tokenizer(f"Passage {len(texts) + 1}:\n{text.strip()}\n\n")["input_ids"]
+        texts.append(ids)
+        total += len(ids)
+    # Of the first quarter, and long enough to go on with.
+    early = [n for n, ids in enumerate(texts[: max(1, len(texts) // 4)]) if len(ids) > 2 * _LEAD]
+    chosen = texts[early[0] if early else 0]
+    end = chosen[:_LEAD]
+    flat = [token for ids in texts for token in ids]
+    return [*flat[: length - len(end)], *end], chosen[_LEAD:]
+
+
+@contextmanager
+def longer(pair: Path, positions: int) -> Iterator[Path]:
+    """The pair with room for that many positions in its configs; weights are linked."""
+    with tempfile.TemporaryDirectory(prefix="bastion-") as name:
+        for kind in ("target", "drafter"):
+            folder = Path(name) / kind
+            folder.mkdir()
+            for path in (pair / kind).iterdir():
+                (folder / path.name).symlink_to(path.resolve())
+            config = json.loads((folder / "config.json").read_text())
+            config["max_position_embeddings"] = max(config["max_position_embeddings"], positions)
+            (folder / "config.json").unlink()
+            (folder / "config.json").write_text(json.dumps(config))
+        yield Path(name)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `python -m benchmarks.paper contexts`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper contexts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--pair", default="0.6B", help="tiny, or a shape of benchmarks.widen")
+    add("--contexts", nargs="+", type=int, default=[1024, 4096, 8192, 16384], help="tokens")
+    add("--prompts", type=int, default=1, help="of each length (default 1)")
+    add("--tokens", type=int, default=48, help="new tokens (default 48)")
+    add("--temperatures", nargs="+", type=float, default=[0.0])
+    add("--methods", nargs="+", default=[], help="those whose name has one of these, and plain")
+    add("--dtype", help="default: bfloat16; float32 for the tiny pair")
+    add("--eager", action="store_true", help="without torch.compile")
+    add("--out", type=Path, help="the JSONL file")
+    given = parser.parse_args(argv)
+    import torch
+    from transformers import AutoTokenizer
+
+    from vllm_bastion.policy.cost.devices import device_name
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    cpu = not torch.cuda.is_available()
+    dtype, source = given.dtype or pair_dtype(given.pair), pair_folder(given.pair)
+    tokenizer = AutoTokenizer.from_pretrained(source / "target")
+    prompts, texts, wanted = [], {}, {}
+    for length in given.contexts:
+        for number in range(given.prompts):
+            prompt = Prompt(f"{length}", f"{length}-{number}", ("",))
+            prompts.append(prompt)
+            texts[prompt.id], wanted[prompt.id] = passages(tokenizer, length, number)
+    longest = max(given.contexts) + given.tokens + _SPARE
+    with longer(source, longest) as pair:
+        what = Target(str(pair / "target"), str(pair / "drafter"), 15)
+        rows = {
+            name: row
+            for name, row in methods(what, cpu=cpu, budgets=(16, 63), nodes=63).items()
+            if name in _METHODS
+            and (name == PLAIN or not given.methods or any(p in name for p in given.methods))
+        }
+
+        def engine(method: Method, concurrency: int) -> SpeedEngine:
+            return method.engine(
+                what.target,
+                cpu,
+                max_num_seqs=concurrency,
+                max_model_len=longest,
+                dtype=dtype,
+                eager=given.eager,
+            )
+
+        settings = {"target": given.pair, "drafter": given.pair, "eagle3": None, "dtype": dtype}
+        settings |= {"tokens": given.tokens, "seed": 0, "raw": True, "ignore_eos": True}
+        settings["samples"] = given.prompts
+        source_row = provenance(["contexts", *argv])
+        source_row["device"] = device_name("cpu" if cpu else "cuda")
+        header = {"name": f"{given.pair}, long contexts", "provenance": source_row}
+        out = given.out or RESULTS / "paper" / f"contexts-{given.pair}.jsonl"
+        plan = Plan(rows, prompts, given.temperatures, [1], given.tokens, 0, True)
+        with Store(out, settings, header) as store:
+            Runner(plan, store, _Fixed(tokenizer, texts), engine).run()
+    return write(out, wanted)
+
+
+class _Fixed(Renderer):
+    """Prompts that are token ids already."""
+
+    def __init__(self, tokenizer: Any, texts: dict[str, list[int]]) -> None:
+        super().__init__(tokenizer, True, 0)
+        self._texts = texts
+
+    def ids(self, prompt: Prompt, replies: Sequence[Sequence[int]]) -> list[int]:
+        return self._texts[prompt.id]
+
+
+def write(path: Path, wanted: dict[str, list[int]]) -> int:
+    """Write the page and figures beside the results file, and print the page."""
+    from benchmarks.paper import report
+
+    (machine,) = report.machines([path])
+    lines = [report.markdown(machine), "## By context", ""]
+    for temperature, _ in machine.situations():
+        lines += [f"T={temperature:g}", ""]
+        lines += by_context(machine.cells(temperature, 1), wanted)
+    page = "\n".join(lines)
+    path.with_suffix(".md").write_text(page)
+    report.figures.draw(machine, path.parent, path.stem)
+    print(page)
+    return 0
+
+
+def by_context(cells: dict[str, dict[str, Cell]], wanted: dict[str, list[int]]) -> list[str]:
+    """A row per method and length."""
+    lines = [
+        "| context | | ms/token | speed-up | tau | N | T_verify | attention | of the step "
+        "| C(N) predicted / measured | copied |",
+        "|---" * 11 + "|",
+    ]
+    plain = cells[PLAIN]
+    for length in plain:
+        for method, sets in cells.items():
+            if length not in sets:
+                continue
+            cell = sets[length]
+            found = cell.numbers()
+            attention, step = cell.rate("attention_ms", "steps"), cell.rate("step_ms", "steps")
+            row = [length, method, f"{found['token_ms']:.2f}"]
+            row.append(f"{plain[length].numbers()['token_ms'] / found['token_ms']:.2f}x")
+            row += [f"{found[key]:.{d}f}" for key, d in (("tau", 2), ("nodes", 1))]
+            row += [f"{found['verify_ms']:.2f}"]
+            row += [f"{attention:.2f}", f"{attention / step:.0%}"] if attention else ["", ""]
+            predicted = cell.rate("predicted_ms", "timed_steps")
+            measured = cell.rate("measured_ms", "timed_steps")
+            known = measured == measured
+            row.append(f"{predicted:.1f} / {measured:.1f} ms" if known else "")
+            row.append(copied(cell, wanted) if method == PLAIN else "")
+            lines.append(f"| {' | '.join(row)} |")
+    return [*lines, ""]
+
+
+def copied(cell: Cell, wanted: dict[str, list[int]]) -> str:
+    """The share of tokens that repeat the passage, before its end."""
+    shares = []
+    for row in cell.rows:
+        pairs = list(zip(row["token_ids"], wanted.get(row["id"], []), strict=False))
+        if pairs:
+            shares.append(fmean(one == other for one, other in pairs))
+    return f"{fmean(shares):.0%}" if shares else ""

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell near-ties from errors, by plain decoding's own log-probabilities.
+
+`benchmarks.near_ties` asks transformers in float32, which a model of billions of parameters makes
+slow. Here plain vLLM scores the two tokens at a response's first difference, in the engine's own
+type. A difference is a near-tie if both are within the bound of the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.near_ties import BOUND
+from benchmarks.paper.store import Key, Row, Store
+
+FLOAT32_BOUND = 1e-4  # as in the end-to-end tests
+_TOKENS = 20  # vLLM's largest default for `logprobs`
+
+
+class Scorer:
+    """A plain engine in this process."""
+
+    def __init__(self, engine: Any) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**engine.arguments())
+
+    def gaps(self, prompt_ids: list[int], tokens: list[int]) -> list[float]:
+        """How far each token's log-probability is below the best one's; infinite beyond 20."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=_TOKENS)
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)
+        (found,) = output.outputs[0].logprobs
+        best = max(entry.logprob for entry in found.values())
+        missing = float("-inf")
+        return [best - (found[t].logprob if t in found else missing) for t in tokens]
+
+
+def to_judge(store: Store) -> list[tuple[Key, Row]]:
+    """Greedy responses that differ from plain decoding's and are not judged yet."""
+    done = {Key.of(row) for row in store.of_kind("judged")}
+    return [
+        (key, row)
+        for key, row in store.responses().items()
+        if key.temperature == 0 and row.get("differs_at") is not None and key not in done
+    ]
+
+
+def judge(
+    store: Store, rows: Iterable[tuple[Key, Row]], process: Any, request_of: Any, dtype: str
+) -> None:
+    """Append a `judged` row for each of `rows`.
+
+    Args:
+        process: an `EngineProcess` with a `Scorer`.
+        request_of: a key -> the token ids of its prompt, and plain decoding's of its reply.
+    """
+    bound = FLOAT32_BOUND if dtype == "float32" else BOUND
+    for key, row in tqdm(list(rows), desc="near-ties", disable=None):
+        prompt, reply = request_of(key)
+        at = row["differs_at"]
+        tokens = [*reply, None][at], row["token"]
+        if None in tokens:  # one text ends where the other goes on; no token to score
+            tied = False
+        else:
+            process.call("gaps", [*prompt, *reply[:at]], list(tokens))
+            tied = max(process.answer()) < bound
+        store.append({"kind": "judged", **key._asdict(), "near_tie": tied})
+
+
+def scoring_engine(engine: Any) -> Any:
+    """The engine that judges: plain decoding, one request at a time."""
+    return replace(engine, speculative=None, max_num_seqs=1)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results files, read back by machine: device and target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.paper.stats import Cell
+from benchmarks.paper.store import Key, Row, read_rows
+
+
+@dataclass
+class Machine:
+    """Everything of one target on one device."""
+
+    name: str
+    device: str
+    commands: list[str] = field(default_factory=list)
+    settings: Row = field(default_factory=dict)
+    commits: dict[str, None] = field(default_factory=dict)
+    # by key, the first row of each
+    responses: dict[Key, Row] = field(default_factory=dict)
+    near_ties: set[Key] = field(default_factory=set)
+    gaps: list[Row] = field(default_factory=list)
+    replayed: list[Row] = field(default_factory=list)
+    scores: list[Row] = field(default_factory=list)
+
+    def cells(self, temperature: float, concurrency: int) -> dict[str, dict[str, Cell]]:
+        """method -> set -> its responses."""
+        found: dict[str, dict[str, list[Row]]] = {}
+        for key, row in self.responses.items():
+            if (key.temperature, key.concurrency) == (temperature, concurrency):
+                found.setdefault(key.method, {}).setdefault(key.set, []).append(row)
+        return {
+            method: {name: Cell(rows) for name, rows in sets.items()}
+            for method, sets in found.items()
+        }
+
+    def situations(self) -> list[tuple[float, int]]:
+        """(temperature, concurrency), sorted."""
+        return sorted({(key.temperature, key.concurrency) for key in self.responses})
+
+
+def machines(files: Iterable[Path]) -> list[Machine]:
+    """Read results files."""
+    found: dict[tuple[str, str], Machine] = {}
+    for path in files:
+        current: Machine | None = None
+        for row in read_rows(path):
+            if row["kind"] == "run":
+                source = row["provenance"]
+                where = row["name"], source["device"]
+                current = found.setdefault(where, Machine(*where))
+                current.settings = current.settings or row["settings"]
+                if source["command"] not in current.commands:
+                    current.commands.append(source["command"])
+                current.commits[str(source["commit"])[:7]] = None
+            assert current is not None, "a results file starts with a run"
+            _add(current, row)
+    return list(found.values())
+
+
+def _add(machine: Machine, row: Row) -> None:
+    kind = row["kind"]
+    if kind == "response":
+        machine.responses.setdefault(Key.of(row), row)
+    elif kind == "judged" and row["near_tie"]:
+        machine.near_ties.add(Key.of(row))
+    elif kind in ("replayed", "scores"):
+        getattr(machine, kind).append(row)
+    elif kind == "gap":
+        machine.gaps.append(row)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command's forms: run, `report` and `contexts`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from benchmarks import RESULTS
+from benchmarks.harness.engine import Request
+from benchmarks.harness.process import EngineError
+from benchmarks.paper import contexts, replayed, report
+from benchmarks.paper.arguments import config_of, parse, target_of
+from benchmarks.paper.chat import Renderer
+from benchmarks.paper.data import (
+    LONG,
+    SHORT,
+    DataError,
+    Prompt,
+    load_jsonl,
+    load_set,
+    load_speed_bench,
+)
+from benchmarks.paper.judge import Scorer, judge, scoring_engine, to_judge
+from benchmarks.paper.methods import PLAIN, REFERENCE, Method, Target, methods
+from benchmarks.paper.run import Plan, Runner, engine_of, short_reason
+from benchmarks.paper.store import Store, StoreError
+from benchmarks.progress import Progress
+from benchmarks.provenance import provenance
+from benchmarks.speed.methods import SpeedEngine
+from vllm_bastion.policy.cost.devices import device_name
+
+OUT = RESULTS / "paper"
+# Tokens of a replayed prompt; a recording of one has 1.5 KB for each.
+_REPLAY_TOKENS = 256
+_ROOM = 32
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    forms = {"report": report.main, "contexts": contexts.main}
+    if given and given[0] in forms:
+        return forms[given[0]](given[1:])
+    try:
+        return _run(parse(given), given)
+    except (DataError, StoreError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _prompts(given: argparse.Namespace) -> tuple[list[Prompt], dict[str, str]]:
+    """All prompts, and why a set could not be had."""
+    local = dict(pair.split("=", 1) for pair in given.data)
+    names = given.sets or ([] if given.jsonl or given.speed_bench else list(SHORT))
+    if given.long:
+        names += [name for name in LONG if name not in names]
+    found: list[Prompt] = []
+    gaps: dict[str, str] = {}
+
+    def add(name: str, load: Any) -> None:
+        try:
+            found.extend(load())
+        except DataError as error:
+            gaps[name] = str(error)
+            print(error, file=sys.stderr)
+
+    for name in names:
+        path = Path(local[name]) if name in local else None
+        add(name, partial(load_set, name, given.samples, given.seed, path))
+    for path in given.jsonl:
+        add(path.stem, partial(load_jsonl, path, given.samples))
+    if given.speed_bench is not None:
+        load = partial(load_speed_bench, given.speed_bench, given.speed_bench_subset, given.samples)
+        add("speed_bench", load)
+    if not found:
+        raise DataError("no set could be had, so there is nothing to decode")
+    return found, gaps
+
+
+def _run(given: argparse.Namespace, argv: list[str]) -> int:
+    cpu = not torch.cuda.is_available()
+    if given.pair is not None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    what = target_of(given)
+    rows = methods(what, cpu=cpu, budgets=given.budgets)
+    chosen = {
+        name: row
+        for name, row in rows.items()
+        if name == PLAIN or not given.methods or any(part in name for part in given.methods)
+    }
+    if 0.0 in given.temperatures and len(given.temperatures) == 1:
+        chosen.pop(REFERENCE, None)
+    prompts, gaps = _prompts(given)
+    tokenizer = AutoTokenizer.from_pretrained(what.target)
+    longest = given.max_model_len or _length(what, prompts, tokenizer, given)
+    renderer = Renderer(tokenizer, given.raw, longest - given.tokens - what.gamma - 1)
+
+    def engine(method: Method, concurrency: int) -> SpeedEngine:
+        return method.engine(
+            what.target,
+            cpu,
+            max_num_seqs=concurrency,
+            max_model_len=longest,
+            dtype=given.dtype,
+            eager=given.eager,
+            cudagraphs=given.cudagraphs,
+        )
+
+    name = given.pair or Path(what.target).name
+    out = given.out or OUT / f"{name}{'-quick' if given.quick else ''}.jsonl"
+    device = device_name("cpu" if cpu else "cuda")
+    header = {"provenance": provenance(argv) | {"device": device}, "name": name}
+    plan = Plan(
+        chosen,
+        prompts,
+        given.temperatures,
+        given.concurrency,
+        given.tokens,
+        given.seed,
+        given.ignore_eos,
+    )
+    with Store(out, _settings(given, what), header) as store:
+        for gap, reason in gaps.items():
+            store.append({"kind": "gap", "set": gap, "reason": reason})
+        runner = Runner(plan, store, renderer, engine)
+        runner.run()
+        open_questions = to_judge(store)
+        if open_questions:
+            scoring = scoring_engine(engine(chosen[PLAIN], 1))
+            with engine_of(scoring, Scorer) as process:
+                judge(store, open_questions, process, runner.prompt_and_reply, given.dtype)
+        if what.drafter is not None and given.replay_prompts:
+            _replay(store, plan, runner, engine(rows["bastion adaptive"], 1), what, given, out)
+    return report.write([out], out.parent, out.stem)
+
+
+def _settings(given: argparse.Namespace, what: Target) -> dict[str, Any]:
+    """What is written beside the responses; folders only by name."""
+    folders = ("target", "drafter", "eagle3")
+    own = {
+        name: value and Path(value).name for name, value in vars(what).items() if name in folders
+    }
+    if given.pair is not None:
+        own |= {"target": given.pair, "drafter": given.pair}
+    keys = ("tokens", "seed", "dtype", "raw", "ignore_eos", "temperatures", "concurrency")
+    own |= {name: getattr(given, name) for name in (*keys, "samples", "eager")}
+    own["omp_num_threads"] = os.environ.get("OMP_NUM_THREADS")
+    own["load"] = os.getloadavg()[0]
+    return own
+
+
+def _length(
+    what: Target, prompts: Sequence[Prompt], tokenizer: Any, given: argparse.Namespace
+) -> int:
+    """Tokens of the longest conversation, at most the model's own limit."""
+    most = 0
+    for prompt in prompts:
+        asked = sum(len(tokenizer(turn)["input_ids"]) + _ROOM for turn in prompt.turns)
+        most = max(most, asked + len(prompt.turns) * given.tokens)
+    limit = getattr(config_of(what.target), "max_position_embeddings", None) or most
+    return int(min(limit, most + what.gamma + _ROOM))
+
+
+def _replay(
+    store: Store,
+    plan: Plan,
+    runner: Runner,
+    engine: SpeedEngine,
+    what: Target,
+    given: argparse.Namespace,
+    out: Path,
+) -> None:
+    """Record drafts and replay beam search on them, unless the file has it."""
+    done = {row["temperature"] for row in store.of_kind("replayed")}
+    missing = [t for t in plan.temperatures if t not in done]
+    if not missing:
+        return
+    assert what.drafter is not None
+    requests = {}
+    length = min(given.tokens, _REPLAY_TOKENS) + what.gamma + 1
+    for temperature in missing:
+        taken: dict[str, int] = {}
+        for prompt in plan.prompts:
+            number = taken[prompt.set] = taken.get(prompt.set, 0) + 1
+            if number > given.replay_prompts:
+                continue
+            name = f"{prompt.set}/{prompt.id}/T{temperature:g}"
+            seed = plan.seeds()[prompt.set, prompt.id]
+            ids = runner.first_prompt(prompt)
+            requests[name] = Request(name, ids, length, temperature, seed), prompt.set
+    progress = Progress("recording drafts")
+    try:
+        costs = out.with_suffix(".profile.json")
+        source = replayed.measure_costs(engine, what.drafter, 4 * what.gamma, costs)
+        recording = replayed.record(engine, what.drafter, requests, progress)
+        for row in replayed.replay(recording, source, missing, 4 * what.gamma):
+            store.append(row)
+        progress.done(f"{recording.num_steps} steps")
+    except EngineError as error:
+        reason = short_reason(str(error))
+        store.append({"kind": "gap", "method": "beam search (replayed)", "reason": reason})
+        tqdm.write(f"beam search (replayed): {reason}", file=sys.stderr)

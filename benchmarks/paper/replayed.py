@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam search, and how well path scores predict, on drafts recorded from the pair itself.
+
+Neither can be had from a running engine: it has no beams, and no list of what each step expected.
+So the drafts of some prompts are recorded (`benchmarks.replay.record`) and replayed with the step
+costs that this machine measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.decoder import run_engine
+from benchmarks.harness.engine import Request, bastion
+from benchmarks.paper.methods import BEAM
+from benchmarks.paper.store import Row
+from benchmarks.replay.costs import CostSource, from_profile
+from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
+from benchmarks.replay.record import collect
+from benchmarks.replay.recording import Recording
+from benchmarks.replay.simulation import Corpus, Truth, simulate
+from benchmarks.speed.methods import SpeedEngine
+
+BEAMS = 4
+_BINS = 10
+_ROWS = 1025
+
+
+def measure_costs(engine: SpeedEngine, drafter: str, nodes: int, path: Path) -> CostSource:
+    """This machine's step costs for the pair; measured where the file is missing."""
+    if not path.exists():
+        speculative = bastion(Path(drafter), nodes, "adaptive", calibration=str(path))
+        run_engine(replace(engine, speculative=speculative), [])
+    return from_profile("this machine", path, _ROWS)
+
+
+def record(
+    engine: SpeedEngine,
+    drafter: str,
+    requests: dict[str, tuple[Request, str]],
+    progress: Any,
+) -> Recording:
+    """The drafts at every position of `requests`: name -> request and its set."""
+    probing = replace(
+        engine,
+        speculative=bastion(Path(drafter), 1, 1),
+        eager=True,
+        probe="benchmarks.probes:drafts",
+    )
+    done = run_engine(probing, [request for request, _ in requests.values()], progress)
+    return collect(done, requests, {}).recording()
+
+
+def replay(
+    recording: Recording, source: CostSource, temperatures: Sequence[float], nodes: int
+) -> list[Row]:
+    """Rows of kind `replayed` and `scores`."""
+    rows: list[Row] = []
+    for temperature in temperatures:
+        corpus = Corpus(recording, max(nodes, BEAMS * recording.depth), temperature)
+        truth = Truth(source.table)
+        plain = simulate(corpus, Plain(), truth)
+        beam = BEAM.format(depth=recording.depth)
+        adaptive = Adaptive(corpus, source.latency("table"), plain=False)
+        best_first = Fixed(corpus, BEAMS * recording.depth)
+        policies = {
+            "chain (replayed)": Chain(corpus),
+            beam: Beam(corpus, BEAMS),
+            f"best-first {BEAMS * recording.depth} (replayed)": best_first,
+            "adaptive (replayed)": adaptive,
+        }
+        for name, policy in policies.items():
+            result = simulate(corpus, policy, truth)
+            for domain in corpus.domains:
+                own = [request for request in corpus.requests if request.domain == domain]
+                part = result.of(own)
+                rows.append(
+                    {
+                        "kind": "replayed",
+                        "policy": name,
+                        "temperature": temperature,
+                        "set": domain,
+                        "prompts": len(own),
+                        "speedup": plain.of(own).ms / part.ms,
+                        "tau": part.tau,
+                        "nodes": part.mean_nodes,
+                    }
+                )
+        rows.append(
+            {"kind": "scores", "temperature": temperature, **validation(adaptive.predictions)}
+        )
+    return rows
+
+
+def validation(predictions: Sequence[tuple[float, float]]) -> Row:
+    """Expected against accepted draft tokens of the chosen trees: bins of equal size, and r."""
+    expected, accepted = np.array(predictions, dtype=float).T
+    order = np.argsort(expected, kind="stable")
+    bins = [part for part in np.array_split(order, _BINS) if len(part)]
+    return {
+        "steps": len(expected),
+        "pearson": float(np.corrcoef(expected, accepted)[0, 1]),
+        "expected": [float(expected[part].mean()) for part in bins],
+        "accepted": [float(accepted[part].mean()) for part in bins],
+    }

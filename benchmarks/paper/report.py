@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and figures from results files, also of several machines.
+
+    python -m benchmarks.paper report A.jsonl B.jsonl --out FOLDER [--readme README.md]
+
+Responses of the same device, target and temperature belong together, whichever file they are in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks import RESULTS
+from benchmarks.paper import figures
+from benchmarks.paper.machines import Machine, machines
+from benchmarks.paper.methods import PLAIN
+from benchmarks.paper.stats import Cell, Ratio, sameness, speedup
+from benchmarks.paper.store import Key, Row
+from benchmarks.speed.methods import ADAPTIVE, CHAINS, chain_name
+
+MARKER = "paper"
+_COLUMNS = (
+    ("tokens/s", "tokens_per_s", 1),
+    ("tau, rounds", "tau", 2),
+    ("tau, responses", "tau_of_responses", 2),
+    ("N", "nodes", 1),
+    ("T_draft", "draft_ms", 2),
+    ("T_verify", "verify_ms", 2),
+    ("T_aux", "aux_ms", 2),
+    ("TTFT ms", "ttft_ms", 1),
+    ("J/token", "joules_per_token", 2),
+)
+
+
+def ratios(cells: dict[str, dict[str, Cell]], method: str) -> dict[str, Ratio]:
+    """Speed-ups of a method by set, and their mean as "mean" if it ran on all of plain's sets."""
+    plain, own = cells.get(PLAIN, {}), cells[method]
+    sets = [name for name in plain if name in own]
+    found = {name: speedup([(plain[name], own[name])]) for name in sets}
+    if plain and len(sets) == len(plain):
+        found["mean"] = speedup([(plain[name], own[name]) for name in sets])
+    return found
+
+
+def summary(machine: Machine) -> Row:
+    """Everything as JSON."""
+    tables = []
+    for temperature, concurrency in machine.situations():
+        cells = machine.cells(temperature, concurrency)
+        rows = {}
+        for method, sets in cells.items():
+            found = {name: vars(ratio) for name, ratio in ratios(cells, method).items()}
+            numbers = {name: cell.numbers() for name, cell in sets.items()}
+            rows[method] = {
+                "speedup": found,
+                "sets": numbers,
+                "same": _same(machine, sets),
+            }
+        tables.append({"temperature": temperature, "concurrency": concurrency, "methods": rows})
+    return {
+        "name": machine.name,
+        "device": machine.device,
+        "commands": machine.commands,
+        "commits": list(machine.commits),
+        "settings": machine.settings,
+        "tables": tables,
+        "replayed": machine.replayed,
+        "gaps": machine.gaps,
+    }
+
+
+def markdown(machine: Machine) -> str:
+    """The tables of one machine."""
+    lines = [f"# {machine.name} on {machine.device}", ""]
+    lines += [f"`{command}`" for command in machine.commands]
+    lines += ["", f"Commits {', '.join(machine.commits)}; {_said(machine.settings)}.", ""]
+    for temperature, concurrency in machine.situations():
+        cells = machine.cells(temperature, concurrency)
+        lines += [f"## T={temperature:g}, concurrency {concurrency}", ""]
+        lines += _wide_table(machine, cells)
+        lines += _set_table(cells)
+        lines += _replayed_table(machine, temperature) if concurrency == 1 else []
+    lines += _load_table(machine)
+    if machine.gaps:
+        lines += ["## Gaps", ""]
+        lines += [f"- {line}" for line in dict.fromkeys(map(_gap, machine.gaps))] + [""]
+    return "\n".join(lines)
+
+
+def _wide_table(machine: Machine, cells: dict[str, dict[str, Cell]]) -> list[str]:
+    names = " | ".join(name for name, *_ in _COLUMNS)
+    lines = [f"| | speed-up [95%] | {names} | same |", "|---" * (len(_COLUMNS) + 3) + "|"]
+    for method, sets in cells.items():
+        numbers = [cell.numbers() for cell in sets.values()]
+        row = [str(ratios(cells, method).get("mean", ""))]
+        row += [_number(fmean(n[key] for n in numbers), digits) for _, key, digits in _COLUMNS]
+        row.append(_same(machine, sets))
+        lines.append(f"| {method} | {' | '.join(row)} |")
+    return [*lines, ""]
+
+
+def _set_table(cells: dict[str, dict[str, Cell]]) -> list[str]:
+    sets = list(dict.fromkeys(name for own in cells.values() for name in own))
+    head = " | ".join(f"{name} | tau" for name in sets)
+    lines = [f"| | {head} | mean | tau |", "|---" * (2 * len(sets) + 3) + "|"]
+    for method, own in cells.items():
+        found = ratios(cells, method)
+        row = []
+        for name in sets:
+            row += (
+                [_times(found.get(name)), _number(own[name].numbers()["tau"], 2)]
+                if (name in own)
+                else ["", ""]
+            )
+        row += [_times(found.get("mean"))]
+        row += [_number(fmean(cell.numbers()["tau"] for cell in own.values()), 2)]
+        lines.append(f"| {method} | {' | '.join(row)} |")
+    return [*lines, ""]
+
+
+def _replayed_table(machine: Machine, temperature: float) -> list[str]:
+    rows = [row for row in machine.replayed if row["temperature"] == temperature]
+    if not rows:
+        return []
+    prompts = sum(row["prompts"] for row in rows if row["policy"] == rows[0]["policy"])
+    lines = [
+        f"On drafts of {prompts} prompts, replayed with this machine's step costs:",
+        "",
+        "| | speed-up | tau | N |",
+        "|---|---|---|---|",
+    ]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        own = [row for row in rows if row["policy"] == policy]
+        means = [fmean(row[key] for row in own) for key in ("speedup", "tau", "nodes")]
+        lines.append(f"| {policy} | {means[0]:.2f}x | {means[1]:.2f} | {means[2]:.1f} |")
+    return [*lines, ""]
+
+
+def _load_table(machine: Machine) -> list[str]:
+    lines = []
+    for temperature in sorted({t for t, _ in machine.situations()}):
+        levels = [c for t, c in machine.situations() if t == temperature]
+        if len(levels) < 2:
+            continue
+        cells = {c: machine.cells(temperature, c) for c in levels}
+        lines += [f"## T={temperature:g}, mean speed-up by concurrency", ""]
+        lines += [f"| | {' | '.join(map(str, levels))} |", "|---" * (len(levels) + 1) + "|"]
+        for method in dict.fromkeys(name for own in cells.values() for name in own):
+            row = [
+                _times(ratios(cells[c], method).get("mean")) if method in cells[c] else ""
+                for c in levels
+            ]
+            lines.append(f"| {method} | {' | '.join(row)} |")
+        lines.append("")
+    return lines
+
+
+def readme_table(found: Sequence[Machine], command: str) -> str:
+    """The README's table between its markers: one row per machine and temperature."""
+    lines = [
+        "| one request at a time | plain | best dflash chain | best fixed N | adaptive "
+        "| tau of both | same as plain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for machine in found:
+        for temperature, concurrency in machine.situations():
+            if concurrency == 1:
+                lines.append(_readme_row(machine, temperature))
+    return "\n".join([*lines, "", f"`{command}`"])
+
+
+def _readme_row(machine: Machine, temperature: float) -> str:
+    cells = machine.cells(temperature, 1)
+    speeds = {name: ratios(cells, name).get("mean") for name in cells}
+    chain = _best(speeds, [chain_name(n) for n in CHAINS])
+    fixed = _best(speeds, [name for name in cells if name.startswith("bastion N=")])
+    plain = fmean(cell.numbers()["tokens_per_s"] for cell in cells[PLAIN].values())
+    row = [f"{machine.name}, {machine.device}, T={temperature:g}", f"{plain:.0f} tokens/s"]
+    for name in (chain, fixed, ADAPTIVE):
+        ratio = speeds.get(name or "")
+        told = "" if name in (ADAPTIVE, None) else f" ({str(name).split()[-1]})"
+        row.append(f"{ratio}{told}" if ratio else "")
+    taus = [
+        fmean(cell.numbers()["tau"] for cell in cells[name].values())
+        for name in (chain, ADAPTIVE)
+        if name in cells
+    ]
+    row.append(", ".join(f"{tau:.2f}" for tau in taus))
+    row.append(_same(machine, cells.get(ADAPTIVE, {})))
+    return f"| {' | '.join(row)} |"
+
+
+def _best(speeds: dict[str, Ratio | None], names: Iterable[str]) -> str | None:
+    ran = [(ratio.mean, name) for name in names if (ratio := speeds.get(name)) is not None]
+    return max(ran)[1] if ran else None
+
+
+def update_between_markers(path: Path, marker: str, text: str) -> None:
+    """Replace what is between `<!-- marker:begin -->` and `<!-- marker:end -->` in a file.
+
+    Raises:
+        ValueError: the file has no such markers.
+    """
+    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
+    page = path.read_text(encoding="utf-8")
+    if begin not in page or end not in page:
+        raise ValueError(f"{path.name} has no lines {begin} and {end}")
+    before, rest = page.split(begin, 1)
+    after = rest.split(end, 1)[1]
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def write(files: Sequence[Path], out: Path, stem: str, readme: Path | None = None) -> int:
+    """Write STEM.md, STEM.json and the figures of all machines; print the page."""
+    found = machines(files)
+    out.mkdir(parents=True, exist_ok=True)
+    page = "\n".join(markdown(machine) for machine in found)
+    (out / f"{stem}.md").write_text(page)
+    data = [summary(machine) for machine in found]
+    (out / f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")
+    for number, machine in enumerate(found):
+        figures.draw(machine, out, stem if number == 0 else f"{stem}-{number + 1}")
+    if readme is not None:
+        names = " ".join(path.name for path in files)
+        table = readme_table(found, f"python -m benchmarks.paper report {names}")
+        update_between_markers(readme, MARKER, table)
+    print(page)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `python -m benchmarks.paper report`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper report", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS / "paper", help="folder")
+    parser.add_argument("--stem", help="name of the files (default: of the first results file)")
+    parser.add_argument("--readme", type=Path, help="a page with paper:begin and paper:end markers")
+    given = parser.parse_args(argv)
+    missing = [path.name for path in given.files if not path.is_file()]
+    if missing:
+        parser.error(f"no file {missing[0]}")
+    return write(given.files, given.out, given.stem or given.files[0].stem, given.readme)
+
+
+def _same(machine: Machine, sets: dict[str, Cell]) -> str:
+    rows = [row for cell in sets.values() for row in cell.rows]
+    return sameness(rows, machine.near_ties, Key.of)
+
+
+def _said(settings: Row) -> str:
+    samples = (
+        "the paper's samples"
+        if settings.get("samples") is None
+        else (f"{settings['samples']} prompts a set")
+    )
+    return f"{samples}, {settings.get('tokens')} new tokens, {settings.get('dtype')}"
+
+
+def _gap(row: Row) -> str:
+    if "set" in row:
+        return str(row["reason"])
+    where = f", concurrency {row['concurrency']}" if "concurrency" in row else ""
+    return f"{row['method']}{where}: {row['reason']}"
+
+
+def _times(ratio: Ratio | None) -> str:
+    return "" if ratio is None else f"{ratio.mean:.2f}x"
+
+
+def _number(value: Any, digits: int) -> str:
+    return "" if value != value else f"{value:.{digits}f}"

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results as JSON lines: one per response, appended as soon as it is finished.
+
+A file has rows of these kinds:
+
+- `run`: the settings and the provenance of a start of the command; later rows belong to it
+- `response`: see `Key` and `benchmarks.speed.driver.Response`
+- `gap`: a set, an engine or an engine on a set that could not be had, and why
+- `judged`: whether the first difference of a response from plain decoding's is a near-tie
+- `replayed`: a policy that was replayed on recorded drafts, by set and temperature
+- `scores`: expected and accepted lengths of recorded steps
+
+The file survives a kill: a last line that was not finished is dropped, and what is there is not
+decoded again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+# Settings that a file's responses must share.
+_SAME = ("target", "drafter", "eagle3", "tokens", "seed", "dtype", "raw", "ignore_eos")
+
+
+class StoreError(RuntimeError):
+    """A results file that does not fit the command; the text is one sentence for the user."""
+
+
+class Key(NamedTuple):
+    """What makes a response unique on a machine."""
+
+    method: str
+    temperature: float
+    concurrency: int
+    set: str
+    id: str
+    turn: int
+
+    @classmethod
+    def of(cls, row: Row) -> Key:
+        """The key of a row."""
+        return cls(*(row[name] for name in cls._fields))
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The finished lines of a file."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+class Store:
+    """A results file that is open for appending, by one process at a time.
+
+    Raises:
+        StoreError: another process writes to the file, or its settings differ.
+    """
+
+    def __init__(self, path: Path, settings: Row, header: Row) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise StoreError(f"another process writes to {path.name}: wait for it") from None
+        self._drop_torn_line()
+        self.rows = list(read_rows(path))
+        for row in self.rows:
+            if row["kind"] == "run":
+                self._compare(path, row["settings"], settings)
+        self.append({"kind": "run", "settings": settings, **header})
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def append(self, row: Row) -> None:
+        """Write a row; it is in the file when this returns."""
+        self.rows.append(row)
+        os.write(self._file.fileno(), (json.dumps(row) + "\n").encode())
+
+    def responses(self) -> dict[Key, Row]:
+        """All responses by key."""
+        return {Key.of(row): row for row in self.rows if row["kind"] == "response"}
+
+    def of_kind(self, kind: str) -> Iterable[Row]:
+        """All rows of a kind."""
+        return (row for row in self.rows if row["kind"] == kind)
+
+    def _drop_torn_line(self) -> None:
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data.rfind(b"\n") + 1
+        if whole < size:
+            os.ftruncate(self._file.fileno(), whole)
+
+    def _compare(self, path: Path, before: Row, now: Row) -> None:
+        for name in _SAME:
+            if before.get(name) != now.get(name):
+                self._file.close()
+                raise StoreError(
+                    f"{path.name} was made with {name}={before.get(name)!r}, not "
+                    f"{now.get(name)!r}: choose another --out"
+                )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic and the pages of `benchmarks.paper`, over responses made up here."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.paper import report
+from benchmarks.paper.data import Prompt
+from benchmarks.paper.methods import PLAIN, REFERENCE, Target, methods, reference_of
+from benchmarks.paper.run import Plan, first_difference, short_reason
+from benchmarks.paper.stats import Cell, speedup, spent
+
+ADAPTIVE = "bastion adaptive"
+
+
+def response(method: str, number: int = 0, ms: float = 10.0, **fields: Any) -> dict[str, Any]:
+    """101 tokens at `ms` each after the first; 25 forwards of 4 tokens and 10 nodes."""
+    key = {"method": method, "temperature": 0.0, "concurrency": 1, "set": "a", "turn": 0}
+    begin = 10.0 * number
+    return {
+        "kind": "response",
+        **key,
+        "id": str(number),
+        "session": method,
+        "prompt_len": 50,
+        "tokens": 101,
+        "begin_s": begin,
+        "first_s": begin + 0.5,
+        "end_s": begin + 0.5 + 100 * ms / 1e3,
+        "begin_j": None,
+        "end_j": None,
+        "emitted": 100,
+        "forwards": 25,
+        "verified": 250,
+        "steps": 20,
+        "step_ms": 200.0,
+        "verify_ms": 120.0,
+        "draft_ms": 50.0,
+        "attention_ms": 30.0,
+        "timed_steps": 0,
+        "predicted_ms": 0.0,
+        "measured_ms": 0.0,
+        **fields,
+    }
+
+
+def test_the_speedup_is_the_ratio_of_mean_times_per_token() -> None:
+    plain = Cell([response(PLAIN, i, ms) for i, ms in enumerate((10.0, 30.0))])
+    own = Cell([response("x", i, ms) for i, ms in enumerate((5.0, 5.0))])
+    ratio = speedup([(plain, own)])
+    assert ratio.mean == pytest.approx(20.0 / 5.0)
+    # Resamples of two prompts: both the first, both the second, or one of each.
+    assert (ratio.low, ratio.high) == (pytest.approx(2.0), pytest.approx(6.0))
+    steady = speedup([(Cell([response(PLAIN)]), Cell([response("x", 0, 4.0)]))] * 2)
+    assert steady.mean == steady.low == steady.high == pytest.approx(2.5)
+
+
+def test_only_prompts_that_both_have_count_and_turns_are_averaged() -> None:
+    turns = [response(PLAIN, 0, 10.0), response(PLAIN, 0, 20.0, turn=1), response(PLAIN, 1, 99.0)]
+    own = [response("x", 0, 5.0), response("x", 0, 5.0, turn=1)]
+    assert speedup([(Cell(turns), Cell(own))]).mean == pytest.approx(3.0)
+    assert math.isnan(speedup([(Cell(turns), Cell([response("x", 7)]))]).mean)
+
+
+def test_tau_is_over_rounds_and_of_responses() -> None:
+    rows = [response("x"), response("x", 1, emitted=20, forwards=20, verified=0)]
+    numbers = Cell(rows).numbers()
+    assert numbers["tau"] == 120 / 45 and numbers["tau_of_responses"] == (4 + 1) / 2
+    assert numbers["nodes"] == 250 / 45
+    assert numbers["verify_ms"] == 6.0 and numbers["draft_ms"] == 2.5
+    assert numbers["aux_ms"] == pytest.approx(1.5) and numbers["ttft_ms"] == pytest.approx(500)
+
+
+def test_throughput_counts_time_that_responses_share_once() -> None:
+    spans = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]
+    rows = [{"session": "a", "b": b, "e": e} for b, e in spans]
+    assert spent(rows, "b", "e") == 4.0
+    assert spent([*rows, {"session": "b", "b": 0.0, "e": 2.5}], "b", "e") == 6.5
+    assert math.isnan(spent([{"session": "a", "b": 5.0, "e": 1.0}], "b", "e"))
+    assert math.isnan(spent([{"session": "a", "b": None, "e": None}], "b", "e"))
+
+
+def write(path: Path, rows: list[dict[str, Any]], device: str = "CPU", name: str = "tiny") -> Path:
+    settings = {"tokens": 101, "dtype": "float32", "samples": 2}
+    source = {"device": device, "command": f"python {path.stem}", "commit": "abcdef0123"}
+    header = {"kind": "run", "name": name, "settings": settings, "provenance": source}
+    path.write_text("".join(json.dumps(row) + "\n" for row in [header, *rows]))
+    return path
+
+
+def example() -> list[dict[str, Any]]:
+    rows = []
+    for method, ms in ((PLAIN, 10.0), ("dflash 7", 5.0), ("bastion N=16", 4.0), (ADAPTIVE, 2.5)):
+        for number in range(2):
+            for name in ("a", "b"):
+                same = {} if method == PLAIN else {"differs_at": None}
+                rows.append(response(method, number, ms, set=name, **same))
+    rows[-1]["differs_at"] = 3
+    key = {k: rows[-1][k] for k in ("method", "temperature", "concurrency", "set", "id", "turn")}
+    return [*rows, {"kind": "judged", **key, "near_tie": True}]
+
+
+def test_a_page_has_every_method_its_interval_and_its_near_ties(tmp_path: Path) -> None:
+    gap = {"kind": "gap", "method": "eagle3 3", "concurrency": 1, "reason": "ValueError: no"}
+    missing = {"kind": "gap", "set": "gsm8k", "reason": 'set "gsm8k" cannot be had'}
+    (machine,) = report.machines([write(tmp_path / "a.jsonl", [*example(), gap, missing])])
+    page = report.markdown(machine)
+    assert f"| {ADAPTIVE} | 4.00x [4.00, 4.00] | " in page
+    assert "| 3/4, 1 near-ties |" in page and "| dflash 7 | 2.00x" in page
+    assert "- eagle3 3, concurrency 1: ValueError: no" in page
+    assert '- set "gsm8k" cannot be had' in page
+    for line in page.splitlines():
+        if line.startswith("|---"):
+            columns = line.count("|")
+        elif line.startswith("| ") and not line.startswith("| |"):
+            assert line.count("|") == columns, line
+
+
+def test_machines_are_joined_by_device_and_target(tmp_path: Path) -> None:
+    rows = example()
+    files = [
+        write(tmp_path / "a.jsonl", rows[:6]),
+        write(tmp_path / "b.jsonl", rows[4:]),  # two of them again
+        write(tmp_path / "c.jsonl", rows, device="GPU"),
+    ]
+    cpu, gpu = report.machines(files)
+    assert (cpu.device, gpu.device) == ("CPU", "GPU")
+    assert len(cpu.responses) == len(gpu.responses) == 16
+    assert cpu.commands == ["python a", "python b"]
+    assert json.dumps(report.summary(cpu)["tables"]) == json.dumps(report.summary(gpu)["tables"])
+
+
+def test_the_command_writes_page_data_figures_and_the_readmes_table(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    score = {"kind": "scores", "temperature": 0.0, "steps": 3, "pearson": 0.5}
+    score |= {"expected": [1.0, 2.0], "accepted": [1.0, 3.0]}
+    more = [response(f"bastion N={n}", i, 3.0, set=s) for n in (32,) for i in (0, 1) for s in "ab"]
+    timed = {"timed_steps": 2, "predicted_ms": 4.0, "measured_ms": 5.0}
+    rows = [row | (timed if row.get("method") == ADAPTIVE else {}) for row in example()]
+    path = write(tmp_path / "a.jsonl", [*rows, *more, score])
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- paper:begin -->\nold\n<!-- paper:end -->\nafter\n")
+    report.main([str(path), "--out", str(tmp_path / "out"), "--readme", str(readme)])
+    written = {one.name for one in (tmp_path / "out").iterdir()}
+    figures = ("a-t0-c1-sets", "a-t0-c1-tradeoff", "a-sweep", "a-costs", "a-scores")
+    assert written == {"a.md", "a.json", *(f"{name}.png" for name in figures)}
+    page = readme.read_text()
+    assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
+    row = "| tiny, CPU, T=0 | 33 tokens/s | 2.00x [2.00, 2.00] (7) | 3.33x"
+    assert row in page or "2.00x [2.00, 2.00] (7)" in page
+    assert "4.00x [4.00, 4.00]" in page and "3/4, 1 near-ties" in page
+    with pytest.raises(ValueError, match="has no lines <!-- other:begin -->"):
+        report.update_between_markers(readme, "other", "")
+
+
+def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
+    what = Target("t", "d", 15, "e", {"x/dspark": "dspark"})
+    on_cpu = methods(what, cpu=True)
+    for method in on_cpu.values():
+        engine = method.engine("t", True, max_model_len=64)
+        hidden = engine.environment.get("VLLM_PLUGINS") == ""
+        assert hidden == (not method.ours and method.name != REFERENCE), method.name
+    on_gpu = methods(what, cpu=False)
+    assert REFERENCE in on_cpu and REFERENCE not in on_gpu
+    names = [PLAIN, "eagle3 3", "eagle3 5", "eagle3 7", "dflash 4", "dflash 7", "dflash 15"]
+    names += [f"dflash {n}, adaptive verification" for n in (4, 7, 15)]
+    names += ["bastion chain", *(f"bastion N={n}" for n in (16, 32, 64, 128, 256))]
+    names += ["bastion static", "bastion ema", "bastion ema_calib", ADAPTIVE]
+    assert list(on_gpu)[: len(names)] == names
+    assert list(on_gpu)[-2:] == ["ngram", "suffix"] and "bastion dspark adaptive" in on_gpu
+    chain = on_gpu["dflash 7, adaptive verification"].speculative
+    assert chain is not None and chain["enable_adaptive_verification"] is True
+    assert "dflash 15" not in methods(Target("t", "d", 7), cpu=True)
+
+
+def test_draws_are_compared_within_one_runner_only() -> None:
+    rows = methods(Target("t", "d", 15), cpu=True)
+    for name, method in rows.items():
+        assert reference_of(method, 0.0, list(rows)) == PLAIN
+        sampled = reference_of(method, 1.0, list(rows))
+        ours = name == REFERENCE or name.startswith("bastion")
+        assert sampled == (REFERENCE if ours else None), name
+    assert reference_of(rows[ADAPTIVE], 1.0, [PLAIN, ADAPTIVE]) == PLAIN
+
+
+def test_a_plan_has_every_turn_after_the_turns_before_it() -> None:
+    prompts = [Prompt("a", "0", ("x", "y")), Prompt("b", "1", ("z",))]
+    plan = Plan({}, prompts, [0.0, 1.0], [1, 4], 8, 5, False)
+    keys = list(plan.keys(PLAIN))
+    assert len(keys) == len(set(keys)) == 3 * 2 * 2
+    assert [(key.set, key.turn) for key in keys[:3]] == [("a", 0), ("b", 0), ("a", 1)]
+    assert plan.seeds() == {("a", "0"): 5, ("b", "1"): 5}
+
+
+def test_first_differences_and_reasons() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    log = "no answer\nINFO x\n(EngineCore) /root/a/b.py ValueError: no /data/x/model here\nend"
+    assert short_reason(log) == "ValueError: no model here"
+    assert short_reason("the engine's process ended with status 9\n") == (
+        "the engine's process ended with status 9"
+    )

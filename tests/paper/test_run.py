@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.paper` with real engines of the tiny pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.paper.store import Key, read_rows
+from helpers import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+TEXTS = ("def add(a, b):\n    return", "Tom has 3 apples and buys 4.", "User: hello\nAssistant:")
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    rows = [{"id": str(i), "domain": "a", "prompt": text} for i, text in enumerate(TEXTS)]
+    rows.append({"id": "talk", "domain": "b", "turns": ["User: hi\nAssistant:", "User: and?"]})
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--pair", "tiny", "--jsonl", str(folder / "own.jsonl"), "--tokens", "24", "--eager"]
+    options += ["--methods", "dflash 7", "N=16", "--replay-prompts", "0"]
+    out = ["--out", str(folder / "run.jsonl")]
+    return [sys.executable, "-m", "benchmarks.paper", *options, *out, *more]
+
+
+def responses(path: Path) -> list[dict[str, Any]]:
+    return [row for row in read_rows(path) if row["kind"] == "response"]
+
+
+def test_killed_in_the_middle_and_started_again_it_decodes_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+    started = command(tmp_path, "--temperatures", "0")
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(started, env=environment, stderr=log, stdout=log)
+        # Plain decoding has 5 responses; the second engine is decoding.
+        while not path.exists() or len(responses(path)) < 6:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with path.open("ab") as file:  # as if the kill had come inside a write
+        file.write(b'{"kind": "resp')
+    before = responses(path)
+    assert 6 <= len(before) < 15
+    done = subprocess.run(started, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    after = responses(path)
+    assert after[: len(before)] == before
+    keys = [Key.of(row) for row in after]
+    assert len(keys) == len(set(keys)) == 3 * 5
+    by_key = dict(zip(keys, after, strict=True))
+    for key, row in by_key.items():
+        assert row["tokens"] == 24 and row["steps"] > 0 and row["verify_ms"] > 0
+        if key.method == "plain":
+            assert row["emitted"] == row["forwards"] == row["tokens"] - 1
+        else:
+            # Greedy decoding in float32 with the same tokens, and drafts that were accepted.
+            assert row["differs_at"] is None, key
+            assert row["emitted"] > row["forwards"] and row["draft_ms"] > 0
+            assert row["verified"] / row["forwards"] == pytest.approx(
+                16 if "bastion" in key.method else 7, rel=0.2
+            )
+    # Both turns of the conversation, the second after plain decoding's reply to the first.
+    talk = {
+        key.turn: row for key, row in by_key.items() if (key.method, key.id) == ("plain", "talk")
+    }
+    assert talk[1]["prompt_len"] > talk[0]["prompt_len"] + 24
+    page = path.with_suffix(".md").read_text()
+    assert "| bastion N=16 |" in page and "5/5" in page
