@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,11 @@ def pair_folder(name: str) -> Path:
 def pair_dtype(name: str) -> str:
     """The type that a pair runs in: the tiny one in float32, so that two runs emit the same."""
     return "float32" if name == "tiny" else "bfloat16"
+
+
+def without_folders(argv: Sequence[str]) -> list[str]:
+    """Arguments as results name them: of an absolute path, the last part."""
+    return [Path(one).name if one.startswith("/") else one for one in argv]
 
 
 def config_of(name: str) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 
 import benchmarks.widen  # noqa: F401  makes the tiny pair's scripts importable
 from benchmarks import RESULTS
-from benchmarks.paper.arguments import pair_dtype, pair_folder
+from benchmarks.paper.arguments import pair_dtype, pair_folder, without_folders
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import Prompt
 from benchmarks.paper.methods import Method, Target, methods
@@ -57,7 +57,7 @@ def passages(tokenizer: Any, length: int, seed: int) -> tuple[list[int], list[in
     # Of the first quarter, and long enough to go on with.
     early = [n for n, ids in enumerate(texts[: max(1, len(texts) // 4)]) if len(ids) > 2 * _LEAD]
     chosen = texts[early[0] if early else 0]
-    end = chosen[:_LEAD]
+    end = [*tokenizer("\n\n")["input_ids"], *chosen[:_LEAD]]
     flat = [token for ids in texts for token in ids]
     return [*flat[: length - len(end)], *end], chosen[_LEAD:]
 
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
         settings = {"target": given.pair, "drafter": given.pair, "eagle3": None, "dtype": dtype}
         settings |= {"tokens": given.tokens, "seed": 0, "raw": True, "ignore_eos": True}
         settings["samples"] = given.prompts
-        source_row = provenance(["contexts", *argv])
+        source_row = provenance(["contexts", *without_folders(argv)])
         source_row["device"] = device_name("cpu" if cpu else "cuda")
         header = {"name": f"{given.pair}, long contexts", "provenance": source_row}
         out = given.out or RESULTS / "paper" / f"contexts-{given.pair}.jsonl"

@@ -19,7 +19,7 @@ from benchmarks import RESULTS
 from benchmarks.harness.engine import Request
 from benchmarks.harness.process import EngineError
 from benchmarks.paper import contexts, replayed, report
-from benchmarks.paper.arguments import config_of, parse, target_of
+from benchmarks.paper.arguments import config_of, parse, target_of, without_folders
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import (
     LONG,
@@ -119,7 +119,7 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
     name = given.pair or Path(what.target).name
     out = given.out or OUT / f"{name}{'-quick' if given.quick else ''}.jsonl"
     device = device_name("cpu" if cpu else "cuda")
-    header = {"provenance": provenance(argv) | {"device": device}, "name": name}
+    header = {"provenance": provenance(without_folders(argv)) | {"device": device}, "name": name}
     plan = Plan(
         chosen,
         prompts,
