@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.replay.costs import CostSource, from_profile, paper_a100
 from benchmarks.replay.figures import sweep_figure, tradeoff_figure
+from benchmarks.replay.gate_study import gate_study
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
 from benchmarks.replay.studies import (
@@ -90,6 +91,9 @@ def _evaluate(
         drift = drift_study(corpus, source)
         print("\nEstimators, speed as a share of a controller that knows the slowdown\n")
         _print_rows(drift)
+        gates = gate_study(corpus, source)
+        print("\nThe gate, as a share of the better of plain decoding and the best fixed budget\n")
+        _print_rows(gates)
         batches = batch_study(corpus, source)
         print("\nBatches, speed-up over plain decoding at the same batch\n")
         _print_rows(batches)
@@ -97,6 +101,7 @@ def _evaluate(
             "budgets": study,
             "scores": scores,
             "drift": drift,
+            "gate": gates,
             "batches": batches,
             "seconds": time.perf_counter() - start,
         }

@@ -23,7 +23,7 @@ from benchmarks.replay.draft_tree import DraftTree, best_first
 from benchmarks.replay.figures import step_figure
 from benchmarks.replay.recording import Recording, load_recording
 from vllm_bastion.cli import newest_profile
-from vllm_bastion.policy.cost.online import LatencyModel, TableLatency
+from vllm_bastion.policy.cost.online import CurveLatency, LatencyModel
 from vllm_bastion.policy.cost.store import read_profile
 from vllm_bastion.policy.cost.table import CostArray
 
@@ -68,7 +68,7 @@ def explain_step(
     tree = tree.prefix(int(tree.num_nodes[0]))
     log_rho = tree.log_rho.double().numpy()
     q, p = int(recording.step_requests[step]), int(recording.step_positions[step])
-    cost = latency.cycle_cost_ms(1, float(recording.context_lens[step]))
+    cost = latency.estimate(1, float(recording.context_lens[step])).tree_ms
     order = order_scores(np.exp(log_rho), [log_rho.shape[1]])
     verified = best_size(speedup_curve(order, cost, 1))
     truth = tuple(recording.continuation(step).tolist())
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         profile = read_profile(arguments.profile or newest_profile())
         recording = load_recording(arguments.recording)
-        latency = TableLatency(profile.table)
+        latency = CurveLatency(profile.table)
         step = explain_step(recording, arguments.step, latency, arguments.nodes)
     except (OSError, ValueError) as error:
         print(f"explain: {error}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from benchmarks.replay.controller import (
 from benchmarks.replay.simulation import Corpus, Outcome
 from benchmarks.replay.steps import StepTree, beam_accepted, chain_accepted
 from vllm_bastion.policy.cost.online import LatencyModel
+from vllm_bastion.policy.cost.timing import StepTimes
 from vllm_bastion.policy.gate import DraftGate
 
 
@@ -34,7 +35,7 @@ class Plain:
         """See `Policy`."""
         return Outcome([0] * len(steps), 0, drafted=False)
 
-    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+    def timed(self, step: StepTimes) -> None:
         """Nothing to learn."""
 
 
@@ -51,7 +52,7 @@ class Chain:
         accepted = [chain_accepted(corpus.scores(s), corpus.ranks[s]) for s in steps]
         return Outcome(accepted, len(steps) * self.corpus.recording.depth)
 
-    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+    def timed(self, step: StepTimes) -> None:
         """Nothing to learn."""
 
 
@@ -76,7 +77,7 @@ class Beam:
         nodes = min(self.width, top_k) + (depth - 1) * self.width
         return Outcome(accepted, len(steps) * nodes)
 
-    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+    def timed(self, step: StepTimes) -> None:
         """Nothing to learn."""
 
 
@@ -98,7 +99,7 @@ class Fixed:
         total = sum(min(self.nodes, len(tree.rho)) for tree in trees)
         return Outcome([tree.accepted(self.nodes) for tree in trees], total)
 
-    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
+    def timed(self, step: StepTimes) -> None:
         """Nothing to learn."""
 
 
@@ -113,8 +114,7 @@ class _Trees:
     # Per request: the nodes that its scores call for, and the tokens expected from them.
     nodes: list[int] = field(default_factory=list)
     promised: list[float] = field(default_factory=list)
-    # Accepted tokens of all requests.
-    accepted: int = 0
+    accepted: list[int] = field(default_factory=list)
 
 
 class Adaptive:
@@ -174,7 +174,7 @@ class Adaptive:
             nodes = wanted.counts.tolist()
             if self.lag:
                 promised = [_promise(tree, n) for tree, n in zip(trees, nodes, strict=True)]
-            self._history[-1] = _Trees(requests, nodes, promised, sum(accepted))
+            self._history[-1] = _Trees(requests, nodes, promised, list(accepted))
             outcome = Outcome(accepted, budget.num_nodes)
         if not self.lag:
             self._observe(requests)
@@ -188,8 +188,7 @@ class Adaptive:
             self._per_request = sum(trees.nodes) / len(trees.nodes)
         if self.gate is None:
             return
-        if before.nodes:
-            self.gate.observe_step(sum(before.promised), before.accepted)
+        self.gate.observe_outcomes(before.requests, before.promised, before.accepted)
         rows = [r for r, name in enumerate(trees.requests) if name in present]
         self.gate.observe_trees(
             [trees.requests[r] for r in rows],
@@ -197,9 +196,9 @@ class Adaptive:
             [trees.nodes[r] for r in rows],
         )
 
-    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
-        """See `Policy`."""
-        self.latency.observe(rows, num_reqs, context_len, forward_ms)
+    def timed(self, step: StepTimes) -> None:
+        """See `Policy`. A recorded step drafts for itself, the engine's for the next one."""
+        self.latency.observe(replace(step, drafted=self._drafted))
 
     def _requests(self, steps: Sequence[int]) -> list[int]:
         return [int(q) for q in self.corpus.recording.step_requests[list(steps)]]
@@ -221,12 +220,7 @@ class Adaptive:
                 self.gate.forget(name)
             if not new:
                 return
-        num_reqs = len(steps)
-        self._drafted = self.gate.draft(
-            requests,
-            self.latency.cycle_cost_ms(num_reqs, context_len),
-            self.latency.plain_ms(num_reqs, context_len),
-        )
+        self._drafted = self.gate.draft(requests, self.latency.estimate(len(steps), context_len))
 
     def _decide(self, trees: list[StepTree], context_len: float) -> tuple[Budget, Budget]:
         """The budget that the step's own scores call for, and the one that is verified."""
@@ -239,7 +233,7 @@ class Adaptive:
         if self.shared:
             num_reqs = len(limits)
             order = order_scores(rho, limits)
-            cost = self.latency.cycle_cost_ms(num_reqs, context_len)
+            cost = self.latency.estimate(num_reqs, context_len).tree_ms
             n = best_size(speedup_curve(order, cost, num_reqs))
             wanted = budget = budget_of(order, n, cost, num_reqs)
             if self.lag:
@@ -250,12 +244,12 @@ class Adaptive:
         return wanted, budget
 
     def _decide_alone(self, rho: np.ndarray, limits: Sequence[int], context_len: float) -> Budget:
-        alone = self.latency.cycle_cost_ms(1, context_len)
+        alone = self.latency.estimate(1, context_len).tree_ms
         parts = [
             choose_budget(rho[r : r + 1], limits[r : r + 1], alone, 1) for r in range(len(limits))
         ]
         counts = np.concatenate([part.counts for part in parts])
-        cost = self.latency.cycle_cost_ms(len(limits), context_len)
+        cost = self.latency.estimate(len(limits), context_len).tree_ms
         rows = min(len(limits) + int(counts.sum()), len(cost) - 1)
         return Budget(counts, sum(part.expected_tokens for part in parts), float(cost[rows]))
 

@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.replay.recording import Recording
 from benchmarks.replay.steps import FloatArray, StepTree, best_first, target_ranks
 from vllm_bastion.policy.cost.table import StepCostTable
+from vllm_bastion.policy.cost.timing import StepTimes
 
 
 @dataclass(frozen=True)
@@ -114,24 +115,27 @@ class Policy(Protocol):
         """One step of the batch whose recorded steps are `steps`."""
         ...
 
-    def timed(self, rows: int, num_reqs: int, context_len: float, forward_ms: float) -> None:
-        """The target's forward time of that step, as the engine measures it."""
+    def timed(self, step: StepTimes) -> None:
+        """The times of that step, as the engine measures them."""
         ...
 
 
 @dataclass
 class Truth:
-    """What steps really cost: the table, a slowdown hidden from the policy, and noise.
+    """What steps really cost: the table, what it does not tell the policy, and noise.
 
     Args:
         table: the undisturbed cost.
         slowdown: factor on the target's forward time by the fraction of tokens already emitted.
-        noise: standard deviation of the forward time, relative.
-        stalls: probability that a step's forward pass takes ten times as long.
+        plain, tree: factors on a whole step of either kind.
+        noise: standard deviation of a step's time, relative.
+        stalls: probability that a step takes ten times as long.
     """
 
     table: StepCostTable
     slowdown: Callable[[float], float] | None = None
+    plain: float = 1.0
+    tree: float = 1.0
     noise: float = 0.0
     stalls: float = 0.0
     seed: int = 0
@@ -142,19 +146,20 @@ class Truth:
 
     def step_ms(
         self, rows: int, num_reqs: int, context_len: float, drafted: bool, progress: float
-    ) -> tuple[float, float]:
-        """(whole step, target's forward pass as measured) in ms."""
+    ) -> tuple[float, StepTimes]:
+        """What a step takes in ms, and what is measured of it."""
         table = self.table
         forward = float(table.forward_ms(num_reqs, context_len)[min(rows, table.max_rows)])
         rest = table.drafter_ms(num_reqs) + table.aux_ms if drafted else table.plain_aux_ms
         forward *= self.slowdown(progress) if self.slowdown else 1.0
-        measured = forward
-        if self.noise:
-            measured *= max(0.1, 1.0 + self.noise * self._rng.standard_normal())
+        factor = self.tree if drafted else self.plain
+        total = factor * (forward + rest)
+        error = max(0.1, 1.0 + self.noise * self._rng.standard_normal()) if self.noise else 1.0
         if self.stalls and self._rng.random() < self.stalls:
-            measured *= 10.0
-        # noise and stalls affect only the measurement, not the time that policies are compared by
-        return forward + rest, measured
+            error *= 10.0
+        # Noise and stalls affect only what is measured, not what policies are compared by.
+        forward, measured = error * factor * forward, error * total
+        return total, StepTimes(rows, num_reqs, context_len, drafted, drafted, forward, measured)
 
 
 @dataclass
@@ -220,10 +225,10 @@ def simulate(
         context = float(np.mean(contexts[steps]))
         outcome = policy.step(steps, context)
         rows = len(active) + outcome.nodes
-        ms, forward = truth.step_ms(
+        ms, measured = truth.step_ms(
             rows, len(active), context, outcome.drafted, result.tokens / total
         )
-        policy.timed(rows, len(active), context, forward)
+        policy.timed(measured)
         result.ms += ms
         result.steps += 1
         result.request_steps += len(active)

@@ -12,7 +12,7 @@ from benchmarks.replay.costs import CostSource
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
 from benchmarks.replay.steps import greedy_chain
-from vllm_bastion.policy.cost.online import LatencyModel, TableLatency
+from vllm_bastion.policy.cost.online import CurveLatency, LatencyModel
 from vllm_bastion.policy.cost.table import StepCostTable
 
 BUDGETS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -109,7 +109,7 @@ def drift_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
     }
     for case, (factor, noise, stalls) in cases.items():
         informed_table = slowed if factor != 1.0 else source.table
-        informed = _after_drift(corpus, source, TableLatency(informed_table), factor, 0.0, 0.0)
+        informed = _after_drift(corpus, source, CurveLatency(informed_table), factor, 0.0, 0.0)
         for name in source.estimators():
             ms = _after_drift(corpus, source, source.latency(name), factor, noise, stalls)
             rows.append({"case": case, "estimator": name, "of the informed": informed / ms})

@@ -19,7 +19,7 @@ def costs(worker: Any) -> list[float]:
     from vllm_bastion.engine.runtime import runtime_of
 
     costs = runtime_of(worker.model_runner.vllm_config).costs
-    return [] if costs is None else costs.latency.cycle_cost_ms(2, 100).tolist()
+    return [] if costs is None else costs.latency.estimate(2, 100).tree_ms.tolist()
 
 
 def fork() -> None:

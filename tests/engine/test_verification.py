@@ -33,8 +33,9 @@ class Gate(DraftGate):
         if requests:
             self.told.append(("promised", list(requests), list(nodes), float(np.sum(tokens))))
 
-    def observe_step(self, promised: float, accepted: float) -> None:
-        self.told.append(("realised", promised, accepted))
+    def observe_outcomes(self, requests: Any, promised: Any, accepted: Any) -> None:
+        if requests:
+            self.told.append(("realised", list(requests), float(sum(promised)), sum(accepted)))
 
     def draft(self, *args: Any) -> bool:
         return True
@@ -51,7 +52,7 @@ class Steps:
         )  # fmt: skip
         self.trees.set_cost_ms(COST)
         self.gate = Gate()
-        costs: Any = SimpleNamespace(plain_ms=lambda *_: 4.0)
+        costs: Any = SimpleNamespace(current=None)
         self.runtime = Runtime(self.trees, costs=costs, gate=None if budget else self.gate)
         self.names = {f"r{slot}": slot for slot in slots}
         states = SimpleNamespace(req_id_to_index=self.names, num_speculative_steps=NODES)
@@ -84,7 +85,7 @@ class Steps:
             map(len, drafts.values())
         ):
             assert self.starts[: count + 1].tolist() == cu.tolist()
-        assert self.manager.draft_next(self.slots, 0.0)
+        assert self.manager.draft_next(self.slots)
         emitted = [1 + (self.step * 3 + i) % 4 for i in range(count)]
         self.trees.bind_rows(torch.tensor(self.slots), torch.tensor(emitted, dtype=torch.int32))
         generator = torch.Generator().manual_seed(self.step)
@@ -115,8 +116,8 @@ def test_the_gate_hears_of_each_step_once_and_at_a_fixed_distance(kind: Any) -> 
         assert told[-1][3] == pytest.approx(promised, rel=1e-5)
         if trees > 1:
             before, emitted = steps.asked[trees - 2][1], steps.asked[trees - 1][2]
-            assert told[0][0] == "realised" and told[0][2] == sum(emitted) - 3
-            assert told[0][1] == pytest.approx(before, rel=1e-5)
+            assert told[0][:2] == ("realised", [3, 0, 4]) and told[0][3] == sum(emitted) - 3
+            assert told[0][2] == pytest.approx(before, rel=1e-5)
     assert len({tuple(nodes) for nodes, *_ in steps.asked}) > 4
 
 
@@ -145,8 +146,8 @@ def test_what_a_slots_last_request_promised_is_not_its_next_ones() -> None:
     before = len(steps.gate.told)
     steps.run()
     told = {kind: rest for kind, *rest in steps.gate.told[before:]}
-    assert told["promised"][0] == [2]
-    assert told["realised"][1] == sum(steps.asked[2][2]) - 2
+    assert told["promised"][0] == told["realised"][0] == [2]
+    assert told["realised"][2] == steps.asked[2][2][0] - 1
 
 
 @pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
@@ -160,14 +161,14 @@ def test_steps_without_trees_teach_nothing_and_the_last_ones_are_still_heard(kin
     steps.runtime.drafted = False
     steps.run()  # verifies trees and grows none
     for _ in range(3):  # the scheduler may not even ask
-        steps.manager.draft_next(steps.slots, 0.0)
+        steps.manager.draft_next(steps.slots)
         steps.trees.bind_rows(torch.tensor(steps.slots), torch.ones(2, dtype=torch.int32))
         steps.manager.record_confidences(None, empty)
     promised = [told for told in steps.gate.told[before:] if told[0] == "promised"]
     realised = [told for told in steps.gate.told[before:] if told[0] == "realised"]
     assert [told[2] for told in promised] == [nodes for nodes, *_ in asked[2 - kind.lag : 3]]
     emitted = [sum(tokens) - 2 for *_, tokens in steps.asked[2 - kind.lag : 4]]
-    assert [told[2] for told in realised] == emitted
+    assert [told[3] for told in realised] == emitted
 
 
 def test_a_budget_that_is_a_number_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,5 +201,5 @@ def test_a_requests_own_budget_leaves_the_other_trees_what_they_ask_for(kind: An
     if kind is LaggedVerificationManager:
         # An average over all four would leave the others a quarter less.
         assert sum(shares.values()) == sum(asked[-2])
-    assert limited.manager.draft_next(limited.slots, 0.0)
-    assert not limited.manager.draft_next(np.array([0]), 0.0), "nobody there wants a tree"
+    assert limited.manager.draft_next(limited.slots)
+    assert not limited.manager.draft_next(np.array([0])), "nobody there wants a tree"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latency models: staircase, drift, noise, outliers."""
+"""Latency models: staircase, drift, noise, outliers, and what one kind of step tells of another."""
 
 import numpy as np
 import pytest
 
-from vllm_bastion.policy.cost.correction import Correction
-from vllm_bastion.policy.cost.online import CurveLatency, TableLatency, make_latency
+from vllm_bastion.policy.cost.online import CurveLatency, FilteredLatency, make_latency
 from vllm_bastion.policy.cost.table import StepCostTable
+from vllm_bastion.policy.cost.timing import StepTimes
 
 SIZES = (1, 8, 16, 32, 64)
 
@@ -23,148 +23,174 @@ def _table():
     return StepCostTable(samples, [(1, 1.5)], 0.5, max_rows=64, captured_sizes=SIZES)
 
 
-@pytest.mark.parametrize("name", ["ema_table", "static", "ema", "ema_calib"])
+def _tree(rows, ms, num_reqs=1):
+    """A step with trees whose forward pass took `ms`, and all of it `ms` + 2."""
+    return StepTimes(rows, num_reqs, 0.0, True, True, ms, ms + 2.0)
+
+
+def _plain(ms, num_reqs=1):
+    return StepTimes(num_reqs, num_reqs, 0.0, False, False, ms, ms)
+
+
+@pytest.mark.parametrize("name", ["table", "ema_table", "static", "ema", "ema_calib"])
 def test_curves_are_taken_at_captured_sizes_with_drafter_and_overhead(name):
     model = make_latency(name, _table(), roofline=_Line(), calibrated=_Line())
-    cost = model.cycle_cost_ms(1, 0)
-    np.testing.assert_allclose(cost, _table().cost_ms(1, 0), rtol=1e-6)
-    assert cost[9] == cost[16] > cost[8]
-    assert model.plain_ms(3, 0) == pytest.approx(2.8 + 0.5)
+    estimate = model.estimate(1, 0)
+    np.testing.assert_allclose(estimate.tree_ms, _table().cost_ms(1, 0), rtol=1e-6)
+    assert estimate.tree_ms[9] == estimate.tree_ms[16] > estimate.tree_ms[8]
+    assert model.estimate(3, 0).plain_ms == pytest.approx(2.8 + 0.5)
+    assert (estimate.ratio_sd > 0) == (name == "ema_table")
 
 
 def test_names_choose_curves():
     table, bare, fitted = _table(), _Line(), _Line()
-    assert isinstance(make_latency("table", table), TableLatency)
-    static = make_latency("static", table, roofline=bare, calibrated=fitted)
-    assert static.curve is fitted and static.correction is None
-    assert make_latency("ema", table, roofline=bare, calibrated=fitted).curve is bare
-    assert make_latency("ema_calib", table, roofline=bare, calibrated=fitted).curve is fitted
+    both = {"roofline": bare, "calibrated": fitted}
+    assert make_latency("table", table).curve is None
+    assert make_latency("static", table, **both).curve is fitted
+    assert make_latency("static", table, **both).factor is None
+    assert make_latency("ema", table, **both).curve is bare
+    assert make_latency("ema_calib", table, **both).curve is fitted
     with pytest.raises(ValueError, match=r"'ema_calib'.*use 'ema_table'"):
         make_latency("ema_calib", table, roofline=bare)
     with pytest.raises(ValueError, match="one of table, ema_table, static, ema, ema_calib"):
         make_latency("fast", table)
 
 
-def _run(model, factor, steps, rng, noise=0.0, spikes=()):
-    for i in range(steps):
-        rows = int(rng.integers(1, 65))
-        truth = float(_Line().predict_ms(model.table.padded_rows[rows], 0)) * factor
-        ms = truth * (1 + noise * rng.standard_normal()) * (40.0 if i in spikes else 1.0)
-        model.observe(rows, 1, 0, ms)
-
-
-def _factors(model):
-    return [model.correction.root, model.correction.added]
-
-
-def test_slowdown_mid_run_is_followed():
-    model = CurveLatency(_Line(), _table(), online=True)
-    rng = np.random.default_rng(0)
-    _run(model, 1.0, 100, rng, noise=0.05)
-    assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.05)
-    _run(model, 1.5, 60, rng, noise=0.05)
-    assert _factors(model) == pytest.approx([1.5, 1.5], abs=0.1)
-    forward = (model.cycle_cost_ms(1, 0) - 2.0).astype(float)
-    expected = 1.5 * (_table().cost_ms(1, 0) - 2.0)
-    np.testing.assert_allclose(forward[1:], expected[1:], rtol=0.05)
-
-
-@pytest.mark.parametrize("first, more", [(1.4, 0.8), (0.8, 1.4), (1.0, 0.5)])
-@pytest.mark.parametrize("roots", [1, 3])
-def test_rows_and_roots_change_apart(first, more, roots):
-    """A busy memory bus slows what the first row waits for; a lower clock what the others add."""
-    model, rng = CurveLatency(_Line(), _table(), online=True), np.random.default_rng(7)
-    alone = float(_Line().predict_ms(model.table.padded_rows[roots], 0))
-    for _ in range(400):
-        rows = int(rng.integers(roots, 33))
-        added = float(_Line().predict_ms(model.table.padded_rows[rows], 0)) - alone
-        ms = (first * alone + more * added) * (1 + 0.04 * rng.standard_normal())
-        model.observe(rows, roots, 0, ms)
-    assert _factors(model) == pytest.approx([first, more], rel=0.1)
-    cost = model.cycle_cost_ms(roots, 0) - 2.0
-    added = float(_Line().predict_ms(64, 0)) - alone
-    assert cost[64] == pytest.approx(first * alone + more * added, rel=0.1)
-    assert (np.diff(cost) >= 0).all() and cost[0] > 0
-    assert model.plain_ms(roots, 0) == pytest.approx(first * alone + 0.5, rel=0.1)
-
-
-def test_steps_of_one_size_say_nothing_of_others():
-    model, rng = CurveLatency(_Line(), _table(), online=True), np.random.default_rng(8)
-    for _ in range(400):
-        model.observe(16, 1, 0, 3.6 * 1.5 * (1 + 0.05 * rng.standard_normal()))
-    assert model.correction.added / model.correction.root == pytest.approx(1.0, abs=0.01)
-
-
 def test_fixed_models_ignore_observations():
     for name in ("table", "static"):
         model = make_latency(name, _table(), roofline=_Line(), calibrated=_Line())
-        before = model.cycle_cost_ms(1, 0)
+        before = model.estimate(1, 0)
         for _ in range(50):
-            model.observe(8, 1, 0, 500.0)
-            model.observe_plain(3.0)
-        assert model.cycle_cost_ms(1, 0) is before
+            model.observe(_tree(8, 500.0))
+            model.observe(_plain(300.0))
+        assert model.estimate(1, 0) is before
 
 
-def test_bare_roofline_far_off_is_corrected_at_once():
-    model = CurveLatency(_Line(), _table(), online=True)
-    _run(model, 30.0, 12, np.random.default_rng(1))
-    assert _factors(model) == pytest.approx([30.0, 30.0], rel=0.01)
+def test_the_papers_factor_follows_the_forward_time():
+    model = CurveLatency(_table(), _Line(), online=True)
+    for _ in range(12):
+        model.observe(_tree(16, 30 * 3.6))
+    assert model.factor == pytest.approx(30.0)
+    for step in range(60):
+        model.observe(_tree(16, 45 * 3.6 * (1.05 if step % 2 else 0.95)))
+    assert model.factor == pytest.approx(45.0, rel=0.03)
+    assert model.estimate(1, 0).tree_ms[16] == pytest.approx(45 * 3.6 + 2.0, rel=0.03)
 
 
-def test_isolated_stalls_do_nothing():
-    model = CurveLatency(_Line(), _table(), online=True)
-    _run(model, 1.0, 200, np.random.default_rng(2), noise=0.02, spikes={20, 50, 51, 90, 150})
-    assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.03)
+def _serve(model, steps, rng, *, plain=1.0, root=1.0, added=1.0, noise=0.05, spikes=(), drafts=0.9):
+    """Steps of one request; factors on plain steps, and on a tree step's roots and further rows."""
+    prior = _table().cost_ms(1, 0).astype(float)
+    for i in range(steps):
+        error = (1 + noise * rng.standard_normal()) * (40.0 if i in spikes else 1.0)
+        if rng.random() < drafts:
+            rows = int(rng.integers(2, 33))
+            total = error * (root * prior[1] + added * (prior[rows] - prior[1]))
+            model.observe(StepTimes(rows, 1, 0.0, True, True, total - 2.0, total))
+        else:
+            model.observe(_plain(error * plain * 2.6))
+
+
+def _costs(model, num_reqs=1):
+    estimate = model.estimate(num_reqs, 0)
+    return estimate.plain_ms, float(estimate.tree_ms[1]), float(estimate.tree_ms[32])
+
+
+@pytest.mark.parametrize(
+    "plain, root, added", [(1, 1, 1), (0.6, 1, 1), (1.5, 0.8, 0.8), (1, 1.4, 0.8), (1, 0.8, 1.4)]
+)
+def test_both_kinds_of_step_and_their_rows_are_told_apart(plain, root, added):
+    model = FilteredLatency(_table())
+    _serve(model, 500, np.random.default_rng(7), plain=plain, root=root, added=added)
+    expected = 2.6 * plain, 4.1 * root, 4.1 * root + 3.1 * added
+    assert _costs(model) == pytest.approx(expected, rel=0.06)
+    tree_ms = model.estimate(1, 0).tree_ms
+    assert (np.diff(tree_ms) >= 0).all() and tree_ms[0] > 0
+
+
+def test_a_slowdown_is_followed():
+    model, rng = FilteredLatency(_table()), np.random.default_rng(0)
+    _serve(model, 100, rng)
+    assert _costs(model) == pytest.approx((2.6, 4.1, 7.2), rel=0.06)
+    _serve(model, 60, rng, plain=1.5, root=1.5, added=1.5)
+    assert _costs(model) == pytest.approx((3.9, 6.15, 10.8), rel=0.1)
+
+
+@pytest.mark.parametrize("drafts", [0.0, 1.0])
+def test_each_kind_of_step_shows_that_the_machine_changed(drafts):
+    model, rng = FilteredLatency(_table()), np.random.default_rng(9)
+    _serve(model, 200, rng, drafts=0.5)
+    _serve(model, 200, rng, plain=1.4, root=1.4, added=1.4, drafts=drafts)
+    assert _costs(model) == pytest.approx((1.4 * 2.6, 1.4 * 4.1, 1.4 * 7.2), rel=0.12)
+
+
+def test_doubt_grows_while_only_one_kind_is_seen_and_ends_with_the_other():
+    model, rng = FilteredLatency(_table()), np.random.default_rng(3)
+    first = model.estimate(1, 0).ratio_sd
+    _serve(model, 100, rng, drafts=1.0)
+    alone = model.estimate(1, 0).ratio_sd
+    _serve(model, 20, rng, drafts=0.5)
+    known = model.estimate(1, 0).ratio_sd
+    _serve(model, 1000, rng, drafts=1.0)
+    later = model.estimate(1, 0).ratio_sd
+    assert 0.5 * first < alone < first and known < 0.05 < later < alone
+
+
+def test_another_size_of_batch_starts_from_the_nearest_and_in_doubt():
+    model, rng = FilteredLatency(_table()), np.random.default_rng(4)
+    _serve(model, 200, rng, plain=0.7, drafts=0.5)
+    one, four = model.estimate(1, 0), model.estimate(4, 0)
+    assert four.plain_ms == pytest.approx(0.7 * 3.3, rel=0.06)
+    assert four.ratio_sd > 5 * one.ratio_sd
+    before = model.estimate(1, 0).plain_ms
+    for _ in range(50):
+        model.observe(_plain(20.0, num_reqs=4))
+    assert model.estimate(4, 0).plain_ms == pytest.approx(20.0, rel=0.1)
+    assert model.estimate(1, 0).plain_ms == before
+
+
+def test_isolated_stalls_do_little():
+    model = FilteredLatency(_table())
+    _serve(model, 200, np.random.default_rng(2), spikes={20, 50, 51, 90, 150})
+    assert _costs(model) == pytest.approx((2.6, 4.1, 7.2), rel=0.06)
 
 
 def test_a_burst_of_stalls_is_bounded_and_forgotten():
-    model = CurveLatency(_Line(), _table(), online=True)
-    rng = np.random.default_rng(3)
-    _run(model, 1.0, 50, rng)
-    _run(model, 40.0, 6, rng)
-    # four of the six reach the median; each may add at most alpha * (1.5 - 1) = 5 %
-    assert max(_factors(model)) < 1.05**6
-    _run(model, 1.0, 120, rng)
-    assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.01)
+    model, rng = FilteredLatency(_table()), np.random.default_rng(3)
+    _serve(model, 100, rng)
+    _serve(model, 6, rng, spikes=range(6))
+    assert _costs(model) <= (2 * 2.6, 2 * 4.1, 2 * 7.2)
+    _serve(model, 120, rng)
+    assert _costs(model) == pytest.approx((2.6, 4.1, 7.2), rel=0.06)
 
 
-def test_the_first_use_of_every_size_is_ignored():
-    correction = Correction()
-    for size in SIZES:
-        correction.observe(size, 1.0, 1.0, 100.0)
-    assert correction.root == correction.added == 1.0
-    correction.observe(1, 1.0, 0.0, 2.0)
-    assert correction.root == correction.added == 2.0
-
-
-def test_plain_steps_correct_the_costs_of_drafting():
-    model, truth, rng = CurveLatency(_Line(), _table(), online=True), 1.0, np.random.default_rng(9)
-    for step in range(400):
-        truth = 1.4 if step >= 100 else 1.0
-        stall = 30.0 if step % 9 == 0 else 1.0
-        ms = (2.1 * truth + 0.5) * (1 + 0.05 * rng.standard_normal()) * stall
-        model.observe_plain(ms / model.plain_ms(1, 0))
-        if step == 99:
-            assert _factors(model) == pytest.approx([1.0, 1.0], abs=0.06)
-    assert _factors(model) == pytest.approx([1.4, 1.4], rel=0.05)
-
-
-def test_nonsense_is_ignored():
-    correction = Correction()
+def test_what_is_no_whole_step_of_a_kind_is_ignored():
+    model = FilteredLatency(_table())
+    before = model.estimate(1, 0)
     for ms in (float("nan"), float("inf"), 0.0, -3.0):
         for _ in range(3):
-            correction.observe(8, 1.0, 1.0, ms)
-        for _ in range(5):
-            correction.observe_plain(ms)
-    assert correction.root == correction.added == 1.0
+            model.observe(StepTimes(8, 1, 0.0, True, True, 1.0, ms))
+    for _ in range(5):
+        model.observe(StepTimes(8, 1, 0.0, True, False, 100.0, 100.0))
+        model.observe(StepTimes(1, 1, 0.0, False, True, 100.0, 100.0))
+        model.observe(StepTimes(8, 1, 0.0, True, True, 100.0, None))
+    after = model.estimate(1, 0)
+    assert after.tree_ms is before.tree_ms and after.plain_ms == before.plain_ms
 
 
-def test_costs_are_the_same_object_until_the_correction_changes():
-    model = CurveLatency(_Line(), _table(), online=True)
-    _run(model, 1.0, 30, np.random.default_rng(4))
-    cost = model.cycle_cost_ms(1, 100)
-    _run(model, 1.001, 5, np.random.default_rng(5))
-    assert model.cycle_cost_ms(1, 100) is cost
-    _run(model, 1.5, 40, np.random.default_rng(6))
-    assert model.cycle_cost_ms(1, 100) is not cost
-    assert not model.cycle_cost_ms(1, 100).flags.writeable
+def test_the_first_step_of_a_kind_is_ignored():
+    model = FilteredLatency(_table())
+    before = model.estimate(1, 0)
+    model.observe(_tree(8, 400.0))
+    model.observe(_plain(400.0))
+    assert model.estimate(1, 0).tree_ms is before.tree_ms
+
+
+def test_costs_are_the_same_object_until_they_change():
+    model = FilteredLatency(_table())
+    _serve(model, 300, np.random.default_rng(4), noise=0.0)
+    cost = model.estimate(1, 100).tree_ms
+    _serve(model, 5, np.random.default_rng(5), root=1.001, added=1.001, noise=0.0)
+    assert model.estimate(1, 100).tree_ms is cost
+    _serve(model, 40, np.random.default_rng(6), plain=1.5, root=1.5, added=1.5)
+    assert model.estimate(1, 100).tree_ms is not cost
+    assert not model.estimate(1, 100).tree_ms.flags.writeable

@@ -12,7 +12,7 @@ from benchmarks.replay import explain
 from benchmarks.replay.explain import explain_step, explanation_text
 from benchmarks.replay.recording import save_recording
 from benchmarks.replay.steps import best_first, target_ranks
-from vllm_bastion.policy.cost.online import TableLatency
+from vllm_bastion.policy.cost.online import CurveLatency
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 
@@ -29,7 +29,7 @@ def _profile():
 @pytest.mark.parametrize("step", [0, 30, 77])
 def test_explained_step_agrees_with_the_replay(step):
     recording = synthetic_recording()
-    latency = TableLatency(StepCostTable.linear(5.0, 0.1, max_rows=100))
+    latency = CurveLatency(StepCostTable.linear(5.0, 0.1, max_rows=100))
     explained = explain_step(recording, step, latency, 40)
     tree = best_first(recording.topk_logprobs[step], target_ranks(recording)[step], 40)
     np.testing.assert_allclose(explained.tree.log_rho[0].exp(), tree.rho, rtol=1e-5)
@@ -41,7 +41,7 @@ def test_explained_step_agrees_with_the_replay(step):
 
 def test_the_drawing_marks_the_accepted_path():
     recording = synthetic_recording(sharpness={"easy": 6.0})
-    latency = TableLatency(StepCostTable.linear(5.0, 0.3, max_rows=100))
+    latency = CurveLatency(StepCostTable.linear(5.0, 0.3, max_rows=100))
     steps = [explain_step(recording, step, latency, 40) for step in range(60)]
     explained = max(steps, key=lambda step: len(step.accepted))
     assert explained.accepted and explained.num_verified < int(explained.tree.num_nodes[0])
@@ -55,7 +55,7 @@ def test_the_drawing_marks_the_accepted_path():
 
 def test_explanation_text_marks_the_decision():
     recording = synthetic_recording(prompts=1, length=12)
-    latency = TableLatency(StepCostTable.linear(5.0, 0.1, max_rows=100))
+    latency = CurveLatency(StepCostTable.linear(5.0, 0.1, max_rows=100))
     explained = explain_step(recording, 3, latency, 40)
     marked = [line for line in explanation_text(explained).splitlines() if "<- N*" in line]
     assert len(marked) == 1 and int(marked[0].split()[0]) == explained.num_verified

@@ -18,7 +18,7 @@ from benchmarks.replay.recording import save_recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 from benchmarks.replay.steps import NEVER, beam_accepted, best_first, chain_accepted, target_ranks
 from benchmarks.replay.studies import budget_study, drift_study
-from vllm_bastion.policy.cost.online import LatencyName, TableLatency
+from vllm_bastion.policy.cost.online import CurveLatency, LatencyName
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 
@@ -117,8 +117,8 @@ def test_every_policy_emits_every_token(corpus, batch):
         Chain(corpus),
         Beam(corpus, 4),
         Fixed(corpus, 32),
-        Adaptive(corpus, TableLatency(table)),
-        Adaptive(corpus, TableLatency(table), timing="lagged", shared=False),
+        Adaptive(corpus, CurveLatency(table)),
+        Adaptive(corpus, CurveLatency(table), timing="lagged", shared=False),
     ]
     for policy in policies:
         assert simulate(corpus, policy, Truth(table), batch=batch).tokens == expected
@@ -127,7 +127,7 @@ def test_every_policy_emits_every_token(corpus, batch):
 def test_lagged_uses_the_size_of_the_step_before_and_this_steps_nodes(corpus):
     table = StepCostTable.linear(10.0, 0.3, max_rows=300)
     lagged, exact = (
-        Adaptive(corpus, TableLatency(table), max_nodes=64, timing=timing, plain=False)
+        Adaptive(corpus, CurveLatency(table), max_nodes=64, timing=timing, plain=False)
         for timing in ("lagged", "exact")
     )
     first = corpus.requests[0].first_step
@@ -158,7 +158,7 @@ def test_the_time_of_a_fixed_budget_equals_a_manual_sum(corpus):
 def test_acceptance_matches_the_surrogate_for_a_calibrated_drafter(corpus):
     # the synthetic target follows the drafter, so the mean is exact (Proposition 1)
     policy = Adaptive(
-        corpus, TableLatency(StepCostTable.flat(max_rows=300)), max_nodes=64, plain=False
+        corpus, CurveLatency(StepCostTable.flat(max_rows=300)), max_nodes=64, plain=False
     )
     simulate(corpus, policy, Truth(StepCostTable.flat(max_rows=300)))
     predicted, accepted = np.array(policy.predictions).T
@@ -169,11 +169,11 @@ def test_acceptance_matches_the_surrogate_for_a_calibrated_drafter(corpus):
 
 def test_adaptive_budgets_shrink_and_grow_with_the_cost(corpus):
     dear = StepCostTable.linear(0.01, 5.0, max_rows=300, drafter_ms=5.0)
-    result = simulate(corpus, Adaptive(corpus, TableLatency(dear)), Truth(dear))
+    result = simulate(corpus, Adaptive(corpus, CurveLatency(dear)), Truth(dear))
     plain = simulate(corpus, Plain(), Truth(dear))
     assert result.mean_nodes < 0.2 and result.ms < 1.1 * plain.ms
     flat = StepCostTable.flat(5.0, max_rows=300)
-    grown = simulate(corpus, Adaptive(corpus, TableLatency(flat)), Truth(flat))
+    grown = simulate(corpus, Adaptive(corpus, CurveLatency(flat)), Truth(flat))
     assert grown.mean_nodes == 256
 
 
@@ -197,7 +197,7 @@ def test_shared_budgets_beat_per_request_ones_in_a_batch(corpus):
         shared: simulate(
             corpus,
             # without the gate, which would confuse the repeated requests
-            Adaptive(corpus, TableLatency(table), max_nodes=64, shared=shared, plain=False),
+            Adaptive(corpus, CurveLatency(table), max_nodes=64, shared=shared, plain=False),
             Truth(table),
             requests=corpus.interleaved() * 4,
             batch=16,

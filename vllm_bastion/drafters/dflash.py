@@ -279,7 +279,7 @@ class BastionSpeculator(DFlashSpeculator):
                 runtime.drafted = len(slots) > 0
                 if runtime.drafted:
                     announced = runtime.drafting
-                    runtime.drafting = runtime.manager.draft_next(slots, context_len)
+                    runtime.drafting = runtime.manager.draft_next(slots)
                     runtime.drafted = announced if self._announces_drafts else runtime.drafting
                 if not runtime.drafted:
                     kwargs |= _WITHOUT_GRAPH  # the graph would run the block

@@ -25,7 +25,7 @@ class DraftPlanner(Protocol):
     def drafts(self) -> np.ndarray:
         """[R] int32, most nodes that each row of the step may have on the device."""
 
-    def draft_next(self, slots: np.ndarray, context_len: float) -> bool:
+    def draft_next(self, slots: np.ndarray) -> bool:
         """Whether the coming step of the requests in `slots`, [R], gets trees."""
 
 

@@ -44,8 +44,8 @@ class VerifiedTrees:
     generations: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     # [T] nodes that are verified, or their limit if only the device knows them.
     max_nodes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    # Accepted draft tokens that they are expected to yield together; None until known.
-    promised: float | None = None
+    # [T] accepted draft tokens expected of each; None until known.
+    promised: np.ndarray | None = None
 
 
 class CountedOutput(AsyncModelRunnerOutput):
@@ -217,7 +217,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         # The fourth is for sharded sampling, which is refused here.
         return (*values, None) if capabilities().returns_admitted_drafts else values
 
-    def draft_next(self, slots: np.ndarray, context_len: float) -> bool:
+    def draft_next(self, slots: np.ndarray) -> bool:
         """Whether the coming step of the requests in `slots`, [R], gets trees."""
         gate, costs = self.runtime.gate, self.runtime.costs
         if gate is None or costs is None:
@@ -225,8 +225,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._observe_past_step()
         if self.runtime.backlog or not self.trees.node_limits_host[slots].any():
             return False
-        plain_ms = costs.plain_ms(len(slots), context_len)
-        return gate.draft(slots.tolist(), self.trees.cost_ms_host, plain_ms)
+        return gate.draft(slots.tolist(), costs.current)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         """Called after ``propose``, at the end of a step: publish the trees that it grew."""
@@ -262,17 +261,22 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             return
         before, trees = self._history[0], self._history[1]
         if before.promised is not None:
+            live = self._is_live(before)
             accepted = published.emitted[before.slots] - 1
-            gate.observe_step(before.promised, float(accepted.sum()))
+            slots = before.slots[live].tolist()
+            gate.observe_outcomes(slots, before.promised[live], accepted[live])
         if len(trees.slots):
             chosen = published.num_verify[trees.slots]
             promised = published.promised[trees.slots]
             # A request near its end or in a large batch has fewer placeholders than N*.
             nodes = np.minimum(chosen, trees.max_nodes)
-            part = promised * nodes / np.maximum(chosen, 1)
-            trees.promised = float(part.sum())
-            live = self._generations[trees.slots] == trees.generations
-            gate.observe_trees(trees.slots[live].tolist(), part[live], nodes[live])
+            trees.promised = promised * nodes / np.maximum(chosen, 1)
+            live = self._is_live(trees)
+            gate.observe_trees(trees.slots[live].tolist(), trees.promised[live], nodes[live])
+
+    def _is_live(self, trees: VerifiedTrees) -> np.ndarray:
+        """[T] bool, whether the slots still belong to the trees' requests."""
+        return self._generations[trees.slots] == trees.generations
 
     # ---- what other adapters ask about the step ----------------------------------------
 

@@ -1,73 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether to draft at all: decides before each step between trees and plain decoding.
 
-The budget N* is chosen once a tree exists; the gate decides whether the next step gets trees. For
-each request r it averages over that request's own trees:
+The budget N* is chosen once a tree exists; the gate decides whether the next step gets trees. With
+g_r, the draft tokens that a tree of request r is expected to have accepted, trees emit
 
-    a_r   draft tokens expected to be accepted, the sum of the path scores of the verified nodes
-    n_r   nodes verified
-    t_r   trees averaged, at most RECENT
+    x = ln( sum_r (1 + g_r) / R ) - ln( C(R + sum_r n_r) / P )
 
-A batch of R requests drafts if a step with trees is expected to emit at least as many tokens as
-plain steps emit in the same time:
+more tokens per time than plain steps (a logarithm): C(n) is the cost of a step with trees and n
+target rows, P that of a plain step. If x >= 0, the next step gets trees.
 
-    R + kappa sum_r a_r (1 + HOPE / t_r)   >=   R C(R + sum_r n_r) / C_plain
+g_r = kappa_r a_r. a_r and n_r average the promises (sums of path scores) and the nodes of the
+request's own trees. kappa_r is the ratio of its accepted to its promised tokens, with the ratio of
+all requests as a prior worth PRIOR_TOKENS. A request is judged by its own trees alone: only its
+first RECENT trees count for others, and only until they have trees of their own.
 
-C(n) is the cost of a step with a draft and n target rows, C_plain that of a plain step, in which
-each request emits one token. kappa is the ratio of accepted to promised draft tokens over recent
-steps: it corrects a drafter that overstates its own probabilities. HOPE / t_r allows for the error
-of an average over only t_r trees. The averages and kappa forget at the rate 1 / RECENT.
+Neither kind of step tells what the other one costs or brings, so the gate explores. g_r is known
+up to g_r (1 + g_r) / (t_r + 1), the variance of the mean of t_r trees whose accepted lengths are
+geometric, and ln(C / P) up to the latency model's standard deviation. If |x| is less than DOUBT
+standard deviations, the less promising kind may be tried, for TRIAL decisions in a row, so that one
+whole step of it is timed. That is expected to lose
 
-Requests whose own trees are not known:
+    TRIAL C (1 - e^x)     or, for plain steps,     TRIAL P (1 - e^-x)
 
-- A request without a tree yet is assumed to break even: alone, it is drafted for; in a batch, it
-  does not tip the decision. Its n_r is the average over the first trees of earlier requests.
-- A request whose first tree has not been verified yet counts as an average first tree.
-
-Plain steps teach nothing about trees, so trees that do not pay are tried again after
-
-    WAIT min(2^d s^2, 2^DOUBLINGS)
-
-times the duration of a step with trees. d counts the trials since trees last paid, or since the
-batch changed in size by a factor of two. s > 1 is the factor by which trees fall short: large
-batches can fall short by several times the cost of a draft, and their trials are the most
-expensive. Trials thus take at most about 1 / (1 + WAIT 2^d) of the time, whatever a draft costs.
+milliseconds. Trials are paid from an allowance that grows by SHARE of the time, and by P / R for
+each new request, whose first tree thus hardly ever waits. What cannot pay is never tried, what may
+pay is tried the more often the less it costs, and what is lost to trials is bounded.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from vllm_bastion.policy.cost.table import CostArray
+from vllm_bastion.policy.cost.online import StepEstimate
 
-# After one tree a request may turn out 20 % better than that tree promised.
-_HOPE = 0.2
-# Trees (of a request) or steps (for kappa) that an average covers: long enough to smooth single
-# trees, short enough to follow a change of topic within an answer.
+# Trees that an average covers: long enough to smooth single trees, short enough to follow a change
+# of topic within an answer. What is known of a request that gets no trees fades as fast in steps.
 _RECENT = 16
-# The first trial comes after 16 steps' time: it takes at most 1 / 17, or 6 %, of the time.
-_WAIT = 16
-# The longest wait is 16 times the first one: trials then take less than 0.4 % of the time.
-_DOUBLINGS = 4
+_FADING = 32
+# Trees that what is known of all requests covers.
+_RECENT_OF_ALL = 256
+_PRIOR_TOKENS = 4.0
+_DOUBT = 3.0
+_TRIAL = 2
+_SHARE = 1 / 64
+# The allowance starts with this many plain steps, and never holds more than as many tree steps.
+_START = 4.0
+# A trial is taken to cost at least this fraction of its time: at break-even they do not alternate.
+_MIN_LOSS = 0.1
+# Decisions after a trial before the next: what it showed has not arrived yet.
+_PAUSE = 3
 
 
 @dataclass
-class _TreeAverages:
-    """Averages over the trees of one request, or over the first trees of all requests."""
+class _Gain:
+    """What the trees of one request, or the first trees of all requests, have brought."""
 
+    memory: int = _RECENT
+    # Number of trees that the two means stand for; it fades.
+    trees: float = 0.0
     tokens: float = 0.0
     nodes: float = 0.0
-    trees: int = 0
+    # Decayed sums of draft tokens.
+    promised: float = 0.0
+    accepted: float = 0.0
 
-    def add(self, tokens: float, nodes: float) -> None:
-        self.trees = min(self.trees + 1, _RECENT)
+    def add_tree(self, tokens: float, nodes: float) -> None:
+        self.trees = min(self.trees, self.memory - 1) + 1.0
         self.tokens += (tokens - self.tokens) / self.trees
         self.nodes += (nodes - self.nodes) / self.trees
+
+    def add_outcome(self, promised: float, accepted: float) -> None:
+        decay = 1.0 - 1.0 / self.memory
+        self.promised = decay * self.promised + promised
+        self.accepted = decay * self.accepted + accepted
+
+    def fade(self) -> None:
+        decay = 1.0 - 1.0 / _FADING
+        self.trees *= decay
+        self.promised *= decay
+        self.accepted *= decay
 
 
 class DraftGate:
@@ -77,32 +93,34 @@ class DraftGate:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[int, _TreeAverages] = {}
-        self._first_trees = _TreeAverages()
-        # Decayed sums of accepted and promised draft tokens. Both start at 1, as a prior.
-        self._accepted_sum = self._promised_sum = 1.0
-        # Requests of the last two decisions to draft. A tree may be made a step after the decision,
-        # because the scheduler plans it first, and its promise may reach the host a step after it
-        # was verified, because the host does not wait.
-        self._awaited: deque[set[int]] = deque([set(), set()], 2)
-        self._steps_waited = self._doublings = 0
-        # Size of the batch that `_doublings` was counted for.
-        self._doublings_batch = 0
+        self._requests: dict[int, _Gain] = {}
+        self._all = _Gain(_RECENT_OF_ALL)
+        self._num_trees: dict[int, int] = {}
+        self._excluded: set[int] = set()
+        self._allowance_ms = -1.0  # negative before the first decision
+        self._arrivals = 0
+        # Decisions that the current trial still takes, those until the next one may begin, and
+        # whether the trial is of trees.
+        self._trial = self._pause = 0
+        self._trial_of_trees = False
+        # Why the last decision was made: a word for logs and metrics.
+        self.reason = "start"
 
     @property
     def kappa(self) -> float:
-        """Accepted over promised draft tokens."""
-        return self._accepted_sum / self._promised_sum
+        """Accepted over promised draft tokens, over the first trees of all requests."""
+        return (self._all.accepted + _PRIOR_TOKENS) / (self._all.promised + _PRIOR_TOKENS)
 
     def forget(self, request: int) -> None:
         """From now on the integer `request` identifies another request."""
         self._requests.pop(request, None)
-        for awaited in self._awaited:
-            awaited.discard(request)
+        self._num_trees.pop(request, None)
+        self._excluded.discard(request)
+        self._arrivals += 1
 
     def exclude(self, request: int) -> None:
         """`request` never has a tree: it is a root in every step, and gains nothing."""
-        self._requests[request] = _TreeAverages(trees=_RECENT)
+        self._excluded.add(request)
 
     def observe_trees(self, requests: Sequence[int], tokens: ArrayLike, nodes: ArrayLike) -> None:
         """Add trees that were verified, or are about to be, to their requests' averages.
@@ -115,73 +133,110 @@ class DraftGate:
         for request, expected, size in zip(
             requests, np.asarray(tokens).tolist(), np.asarray(nodes).tolist(), strict=True
         ):
-            if request not in self._requests:
-                self._requests[request] = _TreeAverages()
-                self._first_trees.add(expected, size)
-            self._requests[request].add(expected, size)
+            self._requests.setdefault(request, _Gain()).add_tree(expected, size)
+            count = self._num_trees[request] = self._num_trees.get(request, 0) + 1
+            if count <= _RECENT:
+                self._all.add_tree(expected, size)
 
-    def observe_step(self, promised: float, accepted: float) -> None:
-        """Update kappa by a verified step: the draft tokens promised and accepted in all of it."""
-        decay = 1.0 - 1.0 / _RECENT
-        self._accepted_sum = decay * self._accepted_sum + accepted
-        self._promised_sum = decay * self._promised_sum + promised
+    def observe_outcomes(
+        self, requests: Sequence[int], promised: ArrayLike, accepted: ArrayLike
+    ) -> None:
+        """Compare verified trees with what they promised.
 
-    def draft(self, requests: Sequence[int], cost_ms: CostArray, plain_ms: float) -> bool:
+        Args:
+            requests: [R] requests, whose trees `observe_trees` was called with.
+            promised: [R] draft tokens that were expected to be accepted.
+            accepted: [R] draft tokens that were.
+        """
+        for request, expected, count in zip(
+            requests, np.asarray(promised).tolist(), np.asarray(accepted).tolist(), strict=True
+        ):
+            if request in self._requests:
+                self._requests[request].add_outcome(expected, count)
+                if self._num_trees[request] <= _RECENT:
+                    self._all.add_outcome(expected, count)
+
+    def draft(self, requests: Sequence[int], costs: StepEstimate) -> bool:
         """Whether the next step of these requests gets trees.
 
         Args:
             requests: [R] requests, R >= 1.
-            cost_ms: [rows + 1] cost of a step with a draft by its target rows, for this batch.
-            plain_ms: cost of a plain step of this batch.
+            costs: of the next step of this batch.
         """
-        drafts = self._decide(requests, cost_ms, plain_ms)
-        self._awaited.append(set(requests) if drafts else set())
+        count, plain_ms = len(requests), costs.plain_ms
+        tokens, variance, nodes, unknown = self._expected(requests)
+        row = min(round(count + nodes), len(costs.tree_ms) - 1)
+        tree_ms = float(costs.tree_ms[row])
+        # As long as nothing is known of any tree, a request is assumed to break even.
+        tokens += unknown * tree_ms / plain_ms
+        advantage = math.log(tokens / count) - math.log(tree_ms / plain_ms)
+        drafts = advantage >= -1e-9
+        self.reason = "pays" if drafts else "does not pay"
+        if unknown == 0 and self._tries_the_other(
+            drafts, advantage, variance / tokens**2, costs, tree_ms, count
+        ):
+            drafts = not drafts
+            self.reason = "trial of trees" if drafts else "trial of plain steps"
+        if not drafts:
+            for request in requests:
+                if request in self._requests:
+                    self._requests[request].fade()
         return drafts
 
-    def _decide(self, requests: Sequence[int], cost_ms: CostArray, plain_ms: float) -> bool:
-        count, first = len(requests), self._first_trees
-        known = [self._requests[request] for request in requests if request in self._requests]
-        num_awaited = 0
-        if first.trees:
-            awaited = set.union(*self._awaited).difference(self._requests)
-            num_awaited = len(awaited.intersection(requests))
-        untried = count - len(known) - num_awaited
-        nodes = sum(request.nodes for request in known) + (untried + num_awaited) * first.nodes
-        # Duration of a step with trees in plain steps.
-        cost = float(cost_ms[min(round(count + nodes), len(cost_ms) - 1)]) / plain_ms
-        tokens = sum(request.tokens for request in known) + num_awaited * first.tokens
-        hope = sum(_HOPE * request.tokens / request.trees for request in known)
-        # An untried request is assumed to break even: it emits `cost` tokens.
-        average = count - untried + self.kappa * tokens
-        if average > count * cost:
-            self._doublings = 0
-        expected = average + self.kappa * hope + untried * cost
-        if expected >= count * cost:
-            self._steps_waited = 0
-            return True
-        return self._is_time_for_trial(known, count, cost, count * cost / expected)
+    def _expected(self, requests: Sequence[int]) -> tuple[float, float, float, int]:
+        """Of a step with trees: tokens, their variance, nodes; and requests nothing is known of."""
+        every, kappa = self._all, self.kappa
+        tokens = variance = nodes = 0.0
+        unknown = 0
+        for request in requests:
+            if request in self._excluded:
+                tokens += 1.0
+                continue
+            own = self._requests.get(request)
+            if own is None and not every.trees:
+                unknown += 1
+                continue
+            known = every if own is None else own
+            ratio, trees = kappa, 0.0
+            if own is not None:
+                ratio = (own.accepted + kappa * _PRIOR_TOKENS) / (own.promised + _PRIOR_TOKENS)
+                trees = own.trees
+            gain = ratio * known.tokens
+            tokens += 1.0 + gain
+            nodes += known.nodes
+            variance += gain * (1.0 + gain) / (trees + 1.0)
+        return tokens, variance, nodes, unknown
 
-    def _is_time_for_trial(
-        self, known: list[_TreeAverages], count: int, cost: float, shortfall: float
+    def _tries_the_other(
+        self,
+        drafts: bool,
+        advantage: float,
+        gain_variance: float,
+        costs: StepEstimate,
+        tree_ms: float,
+        count: int,
     ) -> bool:
-        """Count a plain step, or end the wait.
-
-        Args:
-            known: averages of the batch's requests that have trees.
-            count: requests of the batch.
-            cost: duration of a step with trees in plain steps.
-            shortfall: tokens needed to pay for the trees over tokens expected.
-        """
-        if not 0.5 < count / max(self._doublings_batch, 1) < 2.0:
-            # The trials so far were made with a batch of another size.
-            self._doublings_batch, self._doublings = count, 0
-        self._steps_waited += 1
-        wait = _WAIT * min(2**self._doublings * shortfall**2, 2**_DOUBLINGS)
-        if self._steps_waited < wait * cost:
+        """Whether to take the less promising kind of step, paid from the allowance."""
+        plain_ms = costs.plain_ms
+        if self._allowance_ms < 0.0:
+            self._allowance_ms = _START * plain_ms
+        earned = _SHARE * (tree_ms if drafts else plain_ms) + self._arrivals * plain_ms / count
+        self._allowance_ms = min(self._allowance_ms + earned, _START * tree_ms)
+        self._arrivals = 0
+        if self._trial:
+            self._trial -= 1
+            return self._trial_of_trees != drafts
+        if self._pause:
+            self._pause -= 1
             return False
-        self._steps_waited = 0
-        self._doublings = min(self._doublings + 1, _DOUBLINGS)
-        for request in known:
-            # The trial counts as much as all trees before it.
-            request.trees = 1
+        # Plain steps teach what they cost, steps with trees also what they bring.
+        sd = math.sqrt(costs.ratio_sd**2 + (0.0 if drafts else gain_variance))
+        if abs(advantage) >= _DOUBT * sd:
+            return False
+        other_ms = plain_ms if drafts else tree_ms
+        loss = _TRIAL * other_ms * max(1.0 - math.exp(-abs(advantage)), _MIN_LOSS)
+        if loss > self._allowance_ms:
+            return False
+        self._allowance_ms -= loss
+        self._trial, self._pause, self._trial_of_trees = _TRIAL - 1, _PAUSE, not drafts
         return True

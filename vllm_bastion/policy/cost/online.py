@@ -1,36 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latency models: what one cycle of speculative decoding is estimated to cost.
+"""Latency models: what one step of speculative decoding is estimated to cost.
 
 `LatencyModel` is the interface between measuring and deciding. There are five models:
 
-    table      C(n) = measured step-cost table
-    ema_table  C(n) = its forward time, corrected                        + T_draft + T_aux
-    static     C(n) = calibrated roofline at the padded size             + T_draft + T_aux
-    ema        C(n) = bare roofline at the padded size, corrected        + T_draft + T_aux
-    ema_calib  C(n) = calibrated roofline at the padded size, corrected  + T_draft + T_aux
+    table      the measured step-cost table
+    ema_table  the same, corrected by the times of whole steps (`StepFilter`)
+    static     calibrated roofline at the padded size                       + T_draft + T_aux
+    ema        bare roofline at the padded size, times c                    + T_draft + T_aux
+    ema_calib  calibrated roofline at the padded size, times c              + T_draft + T_aux
 
-`static` is the paper's. "Corrected" means, for a curve T and a batch of R requests,
-
-    c T(R) + d (T(n) - T(R))
-
-with the factors c and d of a `Correction`.
+The last three are the paper's. c is its moving average of the target's observed over predicted
+forward time. It scales all steps alike, so it cannot change which tree size is best.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol, get_args
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 
-from vllm_bastion.policy.cost.correction import Correction
 from vllm_bastion.policy.cost.forward_times import Carrier, FloatArray
+from vllm_bastion.policy.cost.step_filter import StepFilter
 from vllm_bastion.policy.cost.table import (
     CostArray,
     StepCostTable,
     bucket_context,
     context_bucket,
 )
+from vllm_bastion.policy.cost.timing import StepTimes
 
 LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
 
@@ -38,154 +37,183 @@ LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
 # the device, and a smaller change would alter no decision that is worth the copy.
 _LOG_STEP = 0.01
 _MAX_CACHED = 512
+_ALPHA = 0.1  # of the paper's moving average
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """What the next step of a batch costs, of either kind."""
+
+    # [max_rows + 1] float32 ms, entry n for n target rows (roots, nodes and prompt tokens): a whole
+    # step with trees. Finite, positive, non-decreasing and read-only; the same object until costs
+    # change.
+    tree_ms: CostArray
+    # A step that neither drafts nor verifies.
+    plain_ms: float
+    # Standard deviation of ln(tree step / plain step); 0 where costs are taken as they are.
+    ratio_sd: float = 0.0
 
 
 class LatencyModel(Protocol):
-    """Cost of one cycle by its total target rows."""
+    """Cost of a step, by its total target rows."""
 
-    def cycle_cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
-        """Milliseconds of a whole cycle: forward pass, drafter and T_aux.
+    def estimate(self, num_reqs: int, context_len: float) -> StepEstimate:
+        """The next step's cost.
 
         Args:
             num_reqs: requests that decode in the step.
             context_len: mean cached tokens per request.
-
-        Returns:
-            [max_rows + 1] float32, entry n for n target rows (roots, nodes and prefill tokens);
-            finite, positive, non-decreasing and read-only. The same object until costs change.
         """
         ...
 
-    def plain_ms(self, num_reqs: int, context_len: float) -> float:
-        """Milliseconds of a step that neither drafts nor verifies."""
+    def observe(self, step: StepTimes) -> None:
+        """Learn from a completed step."""
         ...
-
-    def beyond_forward_ms(self, num_reqs: int) -> float:
-        """Milliseconds of `cycle_cost_ms` that are not the forward pass: T_draft + T_aux."""
-        ...
-
-    def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
-        """Learn from a tree step.
-
-        Args:
-            rows: its target rows.
-            num_reqs: its requests.
-            context_len: mean cached tokens per request.
-            measured_ms: the target's forward time, from and to where the table's samples are timed
-                (not the whole cycle: a factor on the whole cycle changes no decision).
-        """
-        ...
-
-    def observe_plain(self, ratio: float) -> None:
-        """Learn from a plain step: its whole time over the time expected."""
-        ...
-
-
-class TableLatency:
-    """`table`: the measured step-cost table, never corrected."""
-
-    def __init__(self, table: StepCostTable) -> None:
-        self.table = table
-
-    def cycle_cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
-        """See `LatencyModel`."""
-        return self.table.cost_ms(num_reqs, context_len)
-
-    def plain_ms(self, num_reqs: int, context_len: float) -> float:
-        """See `LatencyModel`."""
-        return self.table.plain_ms(num_reqs, context_len)
-
-    def beyond_forward_ms(self, num_reqs: int) -> float:
-        """See `LatencyModel`."""
-        return self.table.drafter_ms(num_reqs) + self.table.aux_ms
-
-    def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
-        """Ignored: the table stays as it was measured."""
-
-    def observe_plain(self, ratio: float) -> None:
-        """Ignored, as above."""
 
 
 class CurveLatency:
-    """All models but `table`: a curve of the target's forward time, with or without correction.
+    """All models but `ema_table`: forward times, with the paper's correction or without.
 
     Args:
-        curve: the bare or the calibrated roofline; None for the table's own forward times.
         table: drafter time, T_aux and graph sizes.
+        curve: the bare or the calibrated roofline; None for the table's own forward times.
         online: whether real steps correct the curve.
     """
 
-    def __init__(self, curve: Carrier | None, table: StepCostTable, *, online: bool) -> None:
-        self.curve = curve
-        self.table = table
-        self.correction = Correction() if online else None
+    def __init__(
+        self, table: StepCostTable, curve: Carrier | None = None, *, online: bool = False
+    ) -> None:
+        self.table, self.curve = table, curve
+        # c; None if it stays 1.
+        self.factor: float | None = 1.0 if online else None
+        self._seen: set[int] = set()
         self._forward: dict[tuple[int, int], FloatArray] = {}
-        self._cost: dict[tuple[int, int, int, int], CostArray] = {}
+        self._estimates: dict[tuple[int, int, int], StepEstimate] = {}
 
-    def cycle_cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
+    def estimate(self, num_reqs: int, context_len: float) -> StepEstimate:
         """See `LatencyModel`."""
-        num_reqs, bucket = max(1, int(num_reqs)), context_bucket(context_len)
-        log_c = log_d = 0  # in units of _LOG_STEP
-        if self.correction is not None:
-            log_c = round(math.log(self.correction.root) / _LOG_STEP)
-            log_d = round(math.log(self.correction.added) / _LOG_STEP)
-        key = (num_reqs, bucket, log_c, log_d)
-        cost = self._cost.get(key)
-        if cost is None:
-            forward = self._forward_ms(num_reqs, bucket)
-            root = forward[min(num_reqs, self.table.max_rows)]
-            # No step has fewer rows than requests, but the curve must still decrease there.
-            added = (forward - root) * np.exp(_LOG_STEP * np.where(forward < root, log_c, log_d))
-            forward = root * math.exp(_LOG_STEP * log_c) + added
-            total = forward + self.table.drafter_ms(num_reqs) + self.table.aux_ms
-            cost = total.astype(np.float32)
-            cost.setflags(write=False)
-            if len(self._cost) >= _MAX_CACHED:
-                self._cost.clear()
-            self._cost[key] = cost
-        return cost
+        table, num_reqs = self.table, max(1, int(num_reqs))
+        log_c = round(math.log(self.factor or 1.0) / _LOG_STEP)
+        key = (num_reqs, context_bucket(context_len), log_c)
+        estimate = self._estimates.get(key)
+        if estimate is None:
+            forward = self._forward_ms(*key[:2]) * math.exp(_LOG_STEP * log_c)
+            tree_ms = (forward + table.drafter_ms(num_reqs) + table.aux_ms).astype(np.float32)
+            tree_ms.setflags(write=False)
+            plain_ms = float(forward[min(num_reqs, table.max_rows)]) + table.plain_aux_ms
+            estimate = StepEstimate(tree_ms, plain_ms)
+            _keep(self._estimates, key, estimate)
+        return estimate
 
-    def plain_ms(self, num_reqs: int, context_len: float) -> float:
-        """See `LatencyModel`."""
-        num_reqs = max(1, int(num_reqs))
-        forward = self._forward_ms(num_reqs, context_bucket(context_len))
-        factor = 1.0 if self.correction is None else self.correction.root
-        row = min(num_reqs, self.table.max_rows)
-        return float(forward[row]) * factor + self.table.plain_aux_ms
-
-    def beyond_forward_ms(self, num_reqs: int) -> float:
-        """See `LatencyModel`."""
-        return self.table.drafter_ms(num_reqs) + self.table.aux_ms
-
-    def observe(self, rows: int, num_reqs: int, context_len: float, measured_ms: float) -> None:
-        """See `LatencyModel`."""
-        if self.correction is None:
+    def observe(self, step: StepTimes) -> None:
+        """See `LatencyModel`. The first use of a padded size may compile, and does not count."""
+        if self.factor is None or not step.verified:
             return
-        num_reqs = max(1, int(num_reqs))
-        row = min(max(int(rows), 1), self.table.max_rows)
-        forward = self._forward_ms(num_reqs, context_bucket(context_len))
-        whole, root = float(forward[row]), float(forward[min(num_reqs, row)])
-        self.correction.observe(int(self.table.padded_rows[row]), root, whole - root, measured_ms)
-
-    def observe_plain(self, ratio: float) -> None:
-        """See `LatencyModel`."""
-        if self.correction is not None:
-            self.correction.observe_plain(ratio)
+        row = min(max(step.rows, 1), self.table.max_rows)
+        size = int(self.table.padded_rows[row])
+        predicted = self._forward_ms(max(1, step.num_reqs), context_bucket(step.context_len))[row]
+        ratio = step.forward_ms / float(predicted)
+        if not (math.isfinite(ratio) and ratio > 0):
+            return
+        if size not in self._seen:
+            self._seen.add(size)
+            # A bare roofline can be far off: start from the observed ratio, not from one.
+            self.factor = ratio if len(self._seen) == 1 else self.factor
+            return
+        self.factor += _ALPHA * (ratio - self.factor)
 
     def _forward_ms(self, num_reqs: int, bucket: int) -> FloatArray:
         """[max_rows + 1] float64: the uncorrected curve at the padded sizes."""
         forward = self._forward.get((num_reqs, bucket))
         if forward is None:
-            if len(self._forward) >= _MAX_CACHED:
-                self._forward.clear()
             context = bucket_context(bucket)
             if self.curve is None:
                 forward = self.table.forward_ms(num_reqs, context)
             else:
                 rows = self.table.padded_rows
                 forward = np.maximum.accumulate(self.curve.predict_ms(rows, context, num_reqs))
-            self._forward[num_reqs, bucket] = forward
+            _keep(self._forward, (num_reqs, bucket), forward)
         return forward
+
+
+class FilteredLatency:
+    """`ema_table`: the measured table, corrected by the times of whole steps."""
+
+    def __init__(self, table: StepCostTable) -> None:
+        self.table = table
+        self._prior = CurveLatency(table)
+        # By powers of two of requests: the filter, and the step of its last observation.
+        self._filters: dict[int, StepFilter] = {}
+        self._observed: dict[int, int] = {}
+        self._steps = 0
+        # Sizes of the batch, in powers of two, and kinds of step that were seen.
+        self._seen: set[tuple[int, bool]] = set()
+        self._arrays: dict[tuple[int, int, int, int], CostArray] = {}
+
+    def estimate(self, num_reqs: int, context_len: float) -> StepEstimate:
+        """See `LatencyModel`."""
+        num_reqs = max(1, int(num_reqs))
+        prior, state = self._prior.estimate(num_reqs, context_len), self.filter(num_reqs)
+        log_tree, log_slope = round(state.tree / _LOG_STEP), round(state.slope / _LOG_STEP)
+        key = (num_reqs, context_bucket(context_len), log_tree, log_slope)
+        tree_ms = self._arrays.get(key)
+        root = float(prior.tree_ms[min(num_reqs, self.table.max_rows)])
+        if tree_ms is None:
+            added = prior.tree_ms - root
+            # No step has fewer rows than requests, but the curve must still decrease there.
+            added *= np.exp(_LOG_STEP * np.where(added < 0, 0, log_slope))
+            tree_ms = ((root + added) * math.exp(_LOG_STEP * log_tree)).astype(np.float32)
+            tree_ms.setflags(write=False)
+            _keep(self._arrays, key, tree_ms)
+        plain_ms = prior.plain_ms * math.exp(state.level)
+        return StepEstimate(tree_ms, plain_ms, state.ratio_sd)
+
+    def filter(self, num_reqs: int) -> StepFilter:
+        """The filter of batches of about this size."""
+        size = num_reqs.bit_length()
+        state = self._filters.get(size)
+        if state is None:
+            nearest = min(self._filters, key=lambda other: abs(other - size), default=None)
+            like = None if nearest is None else self._filters[nearest]
+            state = self._filters[size] = StepFilter(like)
+            self._observed[size] = self._steps
+        return state
+
+    def observe(self, step: StepTimes) -> None:
+        """See `LatencyModel`.
+
+        A step that only verifies or only drafts is neither a step with trees nor a plain one. The
+        first of a kind may compile, and does not count; the filter clips later ones.
+        """
+        self._steps += 1
+        if step.total_ms is None or step.verified != step.drafted:
+            return
+        num_reqs = max(1, step.num_reqs)
+        row = min(max(step.rows, num_reqs), self.table.max_rows)
+        size = num_reqs.bit_length()
+        kind = (size, step.verified)
+        if kind not in self._seen:
+            self._seen.add(kind)
+            return
+        state = self.filter(num_reqs)
+        state.age(self._steps - self._observed[size])
+        self._observed[size] = self._steps
+        prior = self._prior.estimate(num_reqs, step.context_len)
+        if step.verified:
+            root = float(prior.tree_ms[min(num_reqs, row)])
+            state.observe_tree(root, float(prior.tree_ms[row]) - root, step.total_ms)
+        else:
+            state.observe_plain(prior.plain_ms, step.total_ms)
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    if len(cache) >= _MAX_CACHED:
+        cache.clear()
+    cache[key] = value
 
 
 def make_latency(
@@ -207,9 +235,9 @@ def make_latency(
         ValueError: the name is unknown, or the roofline that it needs is missing.
     """
     if name == "table":
-        return TableLatency(table)
+        return CurveLatency(table)
     if name == "ema_table":
-        return CurveLatency(None, table, online=True)
+        return FilteredLatency(table)
     if name not in get_args(LatencyName):
         names = ", ".join(get_args(LatencyName))
         raise ValueError(f"bastion_latency_model must be one of {names}, got {name!r}")
@@ -219,4 +247,4 @@ def make_latency(
             f"bastion_latency_model {name!r} needs a roofline of the target, and there is none for "
             "this model or profile; use 'ema_table'"
         )
-    return CurveLatency(curve, table, online=name != "static")
+    return CurveLatency(table, curve, online=name != "static")
