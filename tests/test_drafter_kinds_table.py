@@ -220,7 +220,8 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"architectures": ["DFlashDraftModel", "DFlashQwen3XPressModel"]},
         (NO_DRAFTER, "XPress"),
     ),
-    "Beam": ({"architectures": ["DFlash2BeamDraftModel"]}, (NO_DRAFTER, "DFlash2Beam")),
+    "Beam": ({"architectures": ["DFlash2BeamDraftModel"]}, ("Beam's", 'method "dflash"')),
+    "Muse Spark": ({"architectures": ["MuseSparkDSparkModel"]}, ("Muse Spark", "dspark")),
     "DSpark of DeepSeek": (
         {"architectures": ["DSparkDraftModel"], "model_type": "llama"},
         ("DSpark drafter of DeepSeek", "latent attention", "Qwen3DSparkModel"),

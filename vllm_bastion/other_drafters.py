@@ -35,6 +35,10 @@ _OTHERS: dict[str, str] = {
     "target's checkpoint: use a target with a Qwen3DSparkModel",
     "dsparkv41": "is a DSpark drafter of DeepSeek, which has latent attention and lies in the "
     "target's checkpoint: use a target with a Qwen3DSparkModel",
+    "musespark": "is a DSpark drafter of Muse Spark, whose layers differ from the ones that trees "
+    'were tested with: use vLLM\'s method "dspark"',
+    "dflash2beam": "is Beam's DFlash2 drafter, whose layers differ from the ones that trees were "
+    'tested with: use vLLM\'s method "dflash"',
     "k3dspark": "is a DSpark drafter with latent attention: use a target with a Qwen3DSparkModel",
 }
 

@@ -244,7 +244,6 @@ def check_target(model: Any) -> None:
         ),
         (lambda: model.rswa_window, "keeps its prompt beside a sliding window (R-SWA)"),
         (lambda: model.uses_alibi, "uses ALiBi"),
-        (lambda: model.is_mm_prefix_lm, "attends to image tokens in both directions"),
     )
     for applies, what in causes:
         if applies():
@@ -252,6 +251,12 @@ def check_target(model: Any) -> None:
                 f'the target "{model.model}" {what}: method "bastion" cannot verify trees on it, '
                 "so use another target, or drop speculative_config"
             )
+    if model.is_mm_prefix_lm:
+        raise BastionConfigError(
+            f'the target "{model.model}" attends to image tokens in both directions, which tree '
+            "attention does not: set language_model_only to serve text, use another target, or "
+            "drop speculative_config"
+        )
 
 
 def check_arguments(engine_args: Any) -> None:

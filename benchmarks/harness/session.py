@@ -187,7 +187,8 @@ class Session:
             batch: `requests`, a list of {`id`, `prompt` (text or token ids), `params`} with
                 optional `arrive` (engine step at which it is added, default 0), `abort_after`
                 (tokens after which it is aborted) and `follow` ({`id`, `tokens`}: use that earlier
-                request's prompt and its first `tokens` tokens as the prompt).
+                request's prompt and its first `tokens` tokens as the prompt) and `images` ([height,
+                width] of each image that token ids have a place for).
         """
         before, forwards = self.metrics(), self.forwards
         free_before = self.free_blocks()
@@ -248,6 +249,8 @@ class Session:
             prompt = earlier["prompt_token_ids"] + made
         if not isinstance(prompt, str):
             prompt = {"prompt_token_ids": prompt}
+            if "images" in request:
+                prompt["multi_modal_data"] = {"image": list(map(_image, request["images"]))}
         results[request["id"]] = result = {
             "token_ids": [],
             "chunks": [],
@@ -260,6 +263,15 @@ class Session:
         except (ValueError, VLLMValidationError) as error:
             result["error"] = str(error)
         self._results[request["id"]] = result
+
+
+def _image(size: list[int]) -> Any:
+    """An RGB image of noise, [height, width]; the same for the same size."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(size[0] * 10_000 + size[1])
+    pixels = torch.randint(256, (*size, 3), dtype=torch.uint8, generator=generator)
+    return Image.fromarray(pixels.numpy())
 
 
 def _plain_id(name: str) -> str:

@@ -68,6 +68,7 @@ class Comparison:
         plain: dict[str, Any],
         other: dict[str, Any],
         engine: Engine | None = None,
+        near_tie: float = NEAR_TIE,
         **spec_keys: Any,
     ) -> None:
         """Assert that both runs have the same result for every request of every batch.
@@ -81,9 +82,10 @@ class Comparison:
             other: the worker's result to compare.
             engine: decodes plainly to measure the gap of a tie, with `spec_keys` of its spec; by
                 default the tiny pair's target.
+            near_tie: the gap below which a mismatch is allowed.
         """
         problems = []
-        self._asked = (engine or Engine(), spec_keys)
+        self._asked, self._near_tie = (engine or Engine(), spec_keys), near_tie
         for batch, left_run, right_run in zip(
             batches, plain["batches"], other["batches"], strict=True
         ):
@@ -120,32 +122,48 @@ class Comparison:
                     return f"{key}: {problem}"
             return None
         row.mismatches += 1
-        prefix = left["prompt_token_ids"] + tokens[:at]
-        gap = self._gap(request, prefix, tokens[at : at + 1], others[at : at + 1])
+        # An image's place is one token in a prompt that is given as tokens.
+        given = request["prompt"] if "images" in request else left["prompt_token_ids"]
+        gap = self._gap(
+            request,
+            given + tokens[:at],
+            len(left["prompt_token_ids"]) + at - 1,
+            tokens[at : at + 1],
+            others[at : at + 1],
+        )
         text = (
             f"token {at} of {len(tokens)}: {tokens[at : at + 1]} became {others[at : at + 1]}, "
             f"gap {gap:.2e}"
         )
         print(f"mismatch in {row.case}, {row.engine}, request {request['id']}: {text}")
-        if gap < NEAR_TIE:
+        if gap < self._near_tie:
             row.near_ties += 1
             return None
         return text
 
     def _gap(
-        self, request: dict[str, Any], prefix: list[int], one: list[int], other: list[int]
+        self,
+        request: dict[str, Any],
+        prefix: list[int],
+        position: int,
+        one: list[int],
+        other: list[int],
     ) -> float:
-        """How much the target prefers its best token after `prefix` to the second best."""
+        """How much the target prefers its best token after `prefix` to the second best.
+
+        position: of the last token of `prefix`.
+        """
         if not one or not other:
             return float("inf")
         engine, spec_keys = self._asked
         engine = replace(engine, max_num_seqs=1, extra=(*engine.extra, ("max_logprobs", -1)))
         batch = Batch("gap")
-        batch.add("gap", prefix, temperature=0, max_tokens=1, logprobs=-1)
+        images = {"images": request["images"]} if "images" in request else {}
+        batch.add("gap", prefix, temperature=0, max_tokens=1, logprobs=-1, **images)
         result = self._runner.run(engine, [batch], **spec_keys)["batches"][0]["requests"]["gap"]
         values = result["logprobs"][0]
         logits = torch.tensor([[values[str(token)] for token in range(len(values))]])
-        scores = _scores(logits, request["params"], position=len(prefix) - 1)
+        scores = _scores(logits, request["params"], position)
         best = scores[0].topk(2).values
         return float(best[0] - best[1])
 

@@ -112,7 +112,8 @@ HEADS = {"dflash2": ("DFlash2DraftModel", _dflash2), "lilicorr": ("LiLiCorrDraft
 
 # vLLM 0.33 has it.
 XPRESS = ("xpress",) if importlib.util.find_spec(f"{_SPECULATORS}.xpress") else ()
-MARKOV = ("dspark", "dspark-anchor")
+MARKOV = ("dspark", "dspark-anchor", "specforge-dspark")
+MUSE = "muse-glimmer"  # the same drafter with other names
 # In the speculators library's format, with three quarters of the vocabulary.
 REDUCED = ("speculators-dflash", "speculators-dspark")
 
@@ -131,6 +132,30 @@ def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> dict[
         "markov_head.markov_w1.weight": noise(_VOCAB, _RANK, std=1.0),
         "markov_head.markov_w2.weight": noise(_VOCAB, _RANK, std=0.3),
     }
+
+
+def _make_specforge(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
+    """Weights of a Markov head; names its settings as SpecForge does."""
+    settings = config["dflash_config"] | {"projector_type": "dspark", "attention_mode": "gqa"}
+    weights = _make_dspark(True, config, noise)
+    config |= {"architectures": ["DSparkDraftModel"], "dflash_config": settings}
+    for key in ("sample_from_anchor", "mask_token_id", "target_layer_ids"):
+        del config[key]
+    return weights
+
+
+def _make_muse(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with the names of Muse Glimmer's assistant; the config becomes its own."""
+    config |= config.pop("dflash_config")
+    config |= {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+    }
+    names = {
+        "fc.weight": "encoder.fc.weight",
+        "hidden_norm.weight": "encoder.output_norm_enc.weight",
+    }
+    return {names.get(name, name): weight for name, weight in weights.items()}
 
 
 def _make_xpress(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
@@ -199,7 +224,7 @@ def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, 
 
 
 def make_drafter(kind: str, folder: Path) -> str:
-    """Write a checkpoint of one of `CAUSAL`, `HEADS`, `MARKOV`, `XPRESS`, `REDUCED` to a folder."""
+    """Write a checkpoint of a kind that the constants above name to a folder."""
     config = json.loads((Path(DRAFTER) / "config.json").read_text())
     folder.mkdir()
     weights = folder / "model.safetensors"
@@ -214,7 +239,14 @@ def make_drafter(kind: str, folder: Path) -> str:
     def noise(*shape: int, std: float) -> Tensor:
         return std * torch.randn(*shape, generator=generator)
 
-    if kind in MARKOV:
+    if kind == MUSE:
+        made = _make_muse(config, load_file(Path(DRAFTER) / "model.safetensors"))
+        save_file(made, weights)
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+    if kind == "specforge-dspark":
+        made = _make_specforge(config, noise)
+    elif kind in MARKOV:
         made = _make_dspark(kind == "dspark-anchor", config, noise)
     elif kind in XPRESS:
         made = _make_xpress(config, noise)

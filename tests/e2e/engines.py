@@ -141,9 +141,12 @@ class Batch:
     requests: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, name: str, prompt: str | list[int], **params: Any) -> None:
-        """Append a request; `arrive`, `abort_after` and `follow` are explained in `Session.run`."""
+        """Append a request.
+
+        `arrive`, `abort_after`, `follow` and `images` are explained in `Session.run`.
+        """
         request: dict[str, Any] = {"id": name, "prompt": prompt}
-        for key in ("arrive", "abort_after", "follow"):
+        for key in ("arrive", "abort_after", "follow", "images"):
             if key in params:
                 request[key] = params.pop(key)
         self.requests.append({**request, "params": params})
@@ -196,7 +199,8 @@ class Runner:
 
         Args:
             spec_keys: further keys of the worker's spec. With `interpreted=True` an engine on a CPU
-                runs vLLM's Triton kernels in the interpreter.
+                runs vLLM's Triton kernels in the interpreter; with `images=True` requests may have
+                images.
         """
         spec = {
             "engine": engine.arguments(),
@@ -222,10 +226,12 @@ class Runner:
         return str(self._run(spec, json.dumps(spec))["output"])
 
     def _process(self, spec: dict[str, Any], log: Path) -> EngineProcess:
-        if ON_GPU or not spec.get("interpreted"):
-            return EngineProcess(log, context=self._context)
-        # The fork server has imported Triton and vLLM without the interpreter.
-        return EngineProcess(log, {**self._environment, **_INTERPRETED})
+        # The fork server has imported vLLM without Triton's interpreter and without torchvision.
+        if not ON_GPU and spec.get("interpreted"):
+            return EngineProcess(log, {**self._environment, **_INTERPRETED})
+        if not ON_GPU and spec.get("images"):
+            return EngineProcess(log, self._environment)
+        return EngineProcess(log, context=self._context)
 
     def _run(self, spec: dict[str, Any], key: str) -> dict[str, Any]:
         stem = self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -50,15 +50,16 @@ _SHARED_EXPERTS = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 1.0,
+    "mrope_section": [8, 4, 4],
+    "mrope_interleaved": True,
+}
 _QWEN3_5: dict[str, Any] = {
     **_DELTA_NETS,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 100.0,
-        "partial_rotary_factor": 1.0,
-        "mrope_section": [8, 4, 4],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": _MROPE,
 }
 _VISION = {
     "depth": 1,
@@ -68,6 +69,27 @@ _VISION = {
     "out_hidden_size": _SIZES["hidden_size"],
     "num_position_embeddings": 16,
 }
+
+_GEMMA_4: dict[str, Any] = {
+    "global_head_dim": 64,
+    "sliding_window": 24,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": False,  # otherwise every token repeats itself
+    "vocab_size_per_layer_input": _SIZES["vocab_size"],
+}
+_TEXT_ONLY = {"language_model_only": True}
+# The last four tokens of the vocabulary in a target with images.
+_IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_START, VISION_END, IMAGE, _VIDEO = range(1020, 1024)
+_IMAGE_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": _VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+# The sizes of an image that a processor passes on, in pixels: 4 to 16 tokens.
+_PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
 
 # name -> Hugging Face's model type and further config values
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,9 +114,31 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": _SIZES | _QWEN3_5,
             "vision_config": _VISION,
-            **dict.fromkeys(("image_token_id", "video_token_id"), 1),
-            **dict.fromkeys(("vision_start_token_id", "vision_end_token_id"), 2),
+            **_IMAGE_IDS,
         },
+    ),
+    "qwen3-vl": (
+        "qwen3_vl",
+        {
+            "text_config": _SIZES | {"rope_parameters": _MROPE},
+            "vision_config": _VISION | {"depth": 3, "deepstack_visual_indexes": [0, 1]},
+            **_IMAGE_IDS,
+        },
+    ),
+    # As the larger models: one projection for keys and values.
+    "gemma-4": (
+        "gemma4_text",
+        {
+            **_GEMMA_4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    # As the smaller ones: layers that read other layers' keys, embeddings for each layer.
+    "gemma-4-shared-keys": (
+        "gemma4_text",
+        {**_GEMMA_4, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 16},
     ),
     **{
         f"gpt-oss-window-{window}": ("gpt_oss", {"sliding_window": window, **_EXPERTS, **_MIXED})
@@ -110,13 +154,17 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "qwen3-next": HYBRID,
     "qwen3.5": HYBRID,
     "qwen3.5-moe": HYBRID,
-    "qwen3.5-with-images": {**HYBRID, "language_model_only": True},
+    "qwen3.5-with-images": HYBRID | _TEXT_ONLY,
+    "qwen3-vl": _TEXT_ONLY,
 }
+# With images, where `ARGUMENTS` says text only.
+IMAGES: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2, "video": 0}}
 SPEC: dict[str, dict[str, Any]] = {
     "qwen3-next": {"setup": [_FP32]},
     "qwen3.5": _TORCHVISION,
     "qwen3.5-moe": _TORCHVISION,
     "qwen3.5-with-images": _TORCHVISION,
+    "qwen3-vl": {"setup": _TORCHVISION["setup"][:1]},
 }
 
 
@@ -141,7 +189,32 @@ def make_target(name: str, folder: Path) -> str:
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / file, folder)
+    if "image_token_id" in settings:
+        _add_images(folder)
     return str(folder)
+
+
+def _add_images(folder: Path) -> None:
+    """Give the tokenizer image tokens in place of its last ones, and write the processors."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    by_id = {token: text for text, token in vocab.items()}
+    for at, text in enumerate(_IMAGE_TOKENS):
+        token = VISION_START + at
+        assert "".join(merges.pop()) in [by_id[t] for t in range(VISION_START, _VIDEO + 1)]
+        del vocab[by_id[token]]
+        vocab[text] = token
+        tokenizer["added_tokens"].append(
+            tokenizer["added_tokens"][0] | {"id": token, "content": text}
+        )
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    sizes = {"size": _PIXELS, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    for file, kind in {
+        "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor"},
+        "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor"},
+    }.items():
+        shared = {"processor_class": "Qwen3VLProcessor", **sizes}
+        (folder / file).write_text(json.dumps(shared | kind))
 
 
 def make_scaled(folder: Path) -> str:

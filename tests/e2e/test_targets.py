@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
+from tests.e2e.drafters import make_drafter
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
 from tests.e2e.targets import ARGUMENTS, SPEC, TARGETS, make_target
 
@@ -63,6 +64,22 @@ def test_tokens_equal_plain_decoding(
     paths = known.result()["batches"][0]["paths"]
     assert any(path != list(range(len(path))) for path in paths)
     assert max(map(len, paths)) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dflash2", "specforge-dspark"])
+def test_a_hybrid_target_with_a_head_over_candidates(
+    kind: str, runner: Runner, compare: Comparison, folder: Path
+) -> None:
+    """The two drafters that are published for Qwen3.8-27B, which has this target's layers."""
+    name, batches = "qwen3.5-with-images", [past_the_windows()]
+    extra = (("model", make_target(name, folder / kind)), *ARGUMENTS[name].items())
+    plain = Engine(eager=True, num_blocks=160, extra=extra)
+    tree = plain.with_bastion(24, 24, model=make_drafter(kind, folder / f"{kind}-drafter"))
+    runs = [runner.submit(engine, batches, **SPEC[name]) for engine in (plain, tree)]
+    expected, made = (run.result() for run in runs)
+    compare.same(f"{name}, {kind}", batches, expected, made, plain, **SPEC[name])
+    assert sum(made["batches"][0]["verified"]) > 24
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 """torchvision's Python without its compiled operators, for targets whose modules import it.
 
 Its wheel on the package index is built for CUDA: on a CPU its library does not load, and its
-modules need the schemas of two operators from it. Text requests use neither.
+modules need the schemas of two operators from it. Requests use neither, with images or without.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import torch
 
 
 def install() -> None:
-    """Make it importable in this process. Call before vLLM inspects the target."""
-    from transformers.utils import import_utils
-    from vllm.model_executor.models import registry
+    """Make it importable in this process. Call before vLLM inspects the target.
 
+    Processors of images and videos also need it before transformers is imported.
+    """
     for op in ("nms", "qnms"):
         torch.library.define(f"torchvision::{op}", "(Tensor d, Tensor s, float t) -> Tensor")
     # It has a folder of its own (.ci/setup), or transformers would find it and fail.
     sys.path.append(str(Path(torch.__file__).resolve().parents[1] / "torchvision_python"))
+    from transformers.utils import import_utils
+    from vllm.model_executor.models import registry
+
     import_utils.is_torchvision_available.cache_clear()
     # vLLM inspects models in another process, which would not find it.
     registry._run_in_subprocess = lambda look: look()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import interpreter
+from tests.e2e import torchvision_python
 
 
 def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
@@ -16,7 +17,8 @@ def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
 
     Args:
         spec: that of `Session`, with a list `batches` that are decoded one after the other, and
-            optionally `oracle`, arguments of `tests.e2e.oracle.install`.
+            optionally `oracle`, arguments of `tests.e2e.oracle.install`, and `images`, whether
+            requests have images.
         log: the file that this process prints to.
 
     Returns:
@@ -26,6 +28,8 @@ def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
         the CPU seconds of this process and its children.
     """
     before = _cpu_s()
+    if spec.get("images"):
+        torchvision_python.install()
     if spec.get("interpreted"):
         interpreter.enable()
         interpreter.sample_without_triton()
