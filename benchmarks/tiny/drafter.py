@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from checkpoints import AnyTarget
-from heads import Markov, Selector
+from heads import Domino, Markov, Selector
 from model import Dims, Layer, RMSNorm, Target, hf_config, rope_tables, save_bf16
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -52,14 +52,19 @@ class Drafter(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     @property
-    def head(self) -> Selector | Markov | None:
-        """The head that conditions on the previous token, if there is one."""
-        return next((m for m in self.children() if isinstance(m, Selector | Markov)), None)
+    def head(self) -> Selector | Markov | Domino | None:
+        """The head that conditions on previous tokens, if there is one."""
+        kinds = Selector | Markov | Domino
+        return next((m for m in self.children() if isinstance(m, kinds)), None)
 
     def logits(self, target: AnyTarget, states: Tensor, before: Tensor) -> Tensor:
-        """[..., V] logits of states [..., H] whose positions follow the tokens `before` [...]."""
+        """[..., D, V] logits of blocks' states [..., D, H] that follow the tokens `before`."""
         logits = target.logits(states).float()
-        return logits if self.head is None else logits + self.head.bias(before, states).float()
+        if self.head is None:
+            return logits
+        if isinstance(self.head, Domino):
+            return logits + self.head.bias(before, states, target.embed_tokens).float()
+        return logits + self.head.bias(before, states).float()
 
     def forward(
         self, target: AnyTarget, features: Tensor, tokens: Tensor, anchors: Tensor
@@ -135,6 +140,9 @@ def save_drafter(model: Drafter, folder: Path, target: AnyTarget, eos_id: int) -
         kind["architectures"] = ["DFlash2DraftModel"]
         dflash |= model.head.config()
         weights |= model.head.around(model.dims)
+    elif isinstance(model.head, Domino):
+        dflash |= model.head.config()
+        weights = {n.removeprefix(f"{Domino.name}."): w for n, w in weights.items()}
     elif isinstance(model.head, Markov):
         kind = {"architectures": ["Qwen3DSparkModel"], **dflash, **model.head.config()}
     config = hf_config(
@@ -163,6 +171,10 @@ def load_drafter(folder: Path, device: str = "cpu") -> Drafter:
     if "markov_rank" in config:
         model.markov_head = Markov(dims, config["markov_rank"])
     weights = load_file(folder / "model.safetensors")
+    if dflash.get("projector_type") == "domino":
+        model.domino = Domino(dims, dflash["emb_dim"], dflash["gru_hidden_dim"])
+        parts = ("prefix_gru.", "embed_proj.")
+        weights = {f"domino.{n}" if n.startswith(parts) else n: w for n, w in weights.items()}
     own = {n: w.float() for n, w in weights.items() if "_conv." not in n}  # identities
     model.load_state_dict(own)
     return model.to(device).eval()

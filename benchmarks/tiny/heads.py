@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that condition on the previous token, in plain torch with vLLM's parameter names.
+"""Heads that condition on previous tokens, in plain torch with vLLM's parameter names.
 
 Each adds a bias to the logits of a drafted position: DFlash2's selector (`qwen3_dflash2.py`) for a
 pair of neighbouring tokens, weighted by the position's state; DSpark's Markov head
-(`qwen3_dspark.py`) for the previous token alone. Both have a low rank r.
+(`qwen3_dspark.py`) for the previous token alone; Domino's (SpecForge's names, which vLLM has not)
+for all tokens of the block so far, weighted by the position's state. All have a low rank r.
 
-Shapes: V vocabulary, H hidden, r rank; `before` [...] are tokens, `states` [..., H].
+Shapes: V vocabulary, H hidden, r rank, g state; `before` [...] are tokens, `states` [..., H].
 """
 
 from __future__ import annotations
@@ -80,4 +81,47 @@ class Markov(nn.Module):
             "dspark_draft_topk": CANDIDATES,
             # DFlash's block: the anchor, then a mask for each drafted token.
             "sample_from_anchor": False,
+        }
+
+
+class Domino(nn.Module):
+    """Domino's bias given all tokens of the block before: a GRU over them, then an MLP."""
+
+    name = "domino"  # of the module here; a checkpoint has its parts at the top level
+    architecture = "DFlashDraftModel"
+
+    def __init__(self, dims: Dims, rank: int, state: int) -> None:
+        super().__init__()
+        hidden = dims.hidden_size
+        self.prefix_gru = nn.GRU(hidden, state, batch_first=True, bias=False)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(hidden + state, rank, bias=False),
+            nn.SiLU(),
+            nn.Linear(rank, dims.vocab_size, bias=False),
+        )
+        nn.init.normal_(self.embed_proj[0].weight, std=0.05)
+        nn.init.normal_(self.embed_proj[2].weight, std=0.02)
+
+    def prefix_states(self, embeddings: Tensor) -> Tensor:
+        """The GRU's state after each token of embedded sequences: [..., T, H] -> [..., T, g]."""
+        with torch.autocast(embeddings.device.type, enabled=False):
+            states, _ = self.prefix_gru(embeddings.float().flatten(0, -3))
+        return states.unflatten(0, embeddings.shape[:-2])
+
+    def correction(self, prefix: Tensor, states: Tensor) -> Tensor:
+        """The logits' bias given the GRU's states [..., g]: [..., V]."""
+        return self.embed_proj(torch.cat([states, prefix.to(states.dtype)], dim=-1))
+
+    def bias(self, before: Tensor, states: Tensor, embedding: nn.Embedding) -> Tensor:
+        """The same for whole blocks: before [..., D] are the anchor and the tokens after it."""
+        return self.correction(self.prefix_states(embedding(before)), states)
+
+    def config(self) -> dict[str, Any]:
+        """Entries of `dflash_config`. Mask j gives the logits of its own position."""
+        return {
+            "projector_type": "domino",
+            "emb_dim": self.embed_proj[0].out_features,
+            "gru_hidden_dim": self.prefix_gru.hidden_size,
+            "pure_draft_prefix_len": 0,
+            "shift_label": False,
         }

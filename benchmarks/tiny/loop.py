@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from heads import Markov, Selector
+from heads import Domino, Markov, Selector
 from torch import nn
 
-_BY_ADAM = ("embed", "lm_head", Selector.name, Markov.name)
+_BY_ADAM = ("embed", "lm_head", Selector.name, Markov.name, f"{Domino.name}.")
 
 
 def optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:

@@ -3,6 +3,7 @@
 
   dflash2   a DFlash2 selector on the drafter's frozen backbone
   dspark    a DSpark Markov head, on the same
+  domino    a Domino head, on the same
   causal    the drafter's weights as a causal drafter (JetSpec), on the target's distributions
   eagle3    an EAGLE-3 head for the target, from scratch
 
@@ -19,7 +20,7 @@ import torch
 from checkpoints import load_target
 from drafter import Drafter, load_drafter, save_drafter
 from eagle3 import Eagle3, eagle3_loss, save_eagle3
-from heads import Markov, Selector
+from heads import Domino, Markov, Selector
 from loop import Log, apply_gradients, steps
 from model import Target
 from rollouts import make_rollouts
@@ -27,9 +28,13 @@ from torch import Tensor
 from train import ANCHORS, HERE, draft_steps, random_blocks
 from transformers import AutoTokenizer
 
-RANK = 96
+RANK, STATE = 96, 192
 EAGLE3_ROWS = 12  # rows of a step of the EAGLE-3 head's training
-HEADS = {"dflash2": Selector, "dspark": Markov}
+HEADS = {
+    "dflash2": Selector,
+    "dspark": Markov,
+    "domino": lambda dims, rank: Domino(dims, rank, STATE),
+}
 
 
 def load_rollouts(args: argparse.Namespace, target: Target) -> dict[str, Tensor]:

@@ -24,6 +24,12 @@ from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionSt
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.draft.best_first import expand_best_first
 from bastion_kernels.draft.budget import choose_budget, take_best
+from bastion_kernels.draft.frontier import (
+    PrefixHead,
+    advance_states,
+    extend_frontier,
+    recurrent_lattice,
+)
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
 from bastion_kernels.draft.topk_merge import merge_topk
 from bastion_kernels.draft.transitions import expand_transitions
@@ -38,8 +44,10 @@ __all__ = [
     "KVCompactor",
     "KVLayout",
     "LayerStates",
+    "PrefixHead",
     "TreeAttentionWorkspace",
     "accept_path",
+    "advance_states",
     "ancestor_bits",
     "ancestor_tokens",
     "bind_slots",
@@ -48,6 +56,7 @@ __all__ = [
     "context_rows",
     "expand_best_first",
     "expand_transitions",
+    "extend_frontier",
     "gated_delta_commit",
     "gated_delta_tree",
     "gather_rows",
@@ -55,6 +64,7 @@ __all__ = [
     "mask_bad_words",
     "merge_topk",
     "penalise_ancestors",
+    "recurrent_lattice",
     "short_conv_commit",
     "short_conv_tree",
     "take_best",

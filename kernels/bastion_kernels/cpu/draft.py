@@ -15,6 +15,7 @@ from bastion_kernels.cpu.cache import njit
 from bastion_kernels.cpu.topk import topk_logprobs_cpu
 from bastion_kernels.draft.best_first import ExpandBestFirst
 from bastion_kernels.draft.budget import ChooseBudget, TakeBest
+from bastion_kernels.draft.frontier import ExtendFrontier
 from bastion_kernels.draft.topk_logprobs import TopkLogprobs
 from bastion_kernels.draft.transitions import ExpandTransitions
 
@@ -74,14 +75,15 @@ def _next_candidate(logprobs, r, depth, own, after):
 
 @njit
 def _expand(
-    tokens, logprobs, children, sorted_rows, slots,
+    tokens, logprobs, rows, children, sorted_rows, slots,
     out_tokens, parents, depths, log_rho, num_nodes,
 ):  # fmt: skip
-    """logprobs: [R, D, P, K]; a child's row P is its parent's candidate, or P = 1 for all parents.
+    """logprobs: [R, D, P, K]. rows: int32 of that shape, the row of each candidate's children, -1
+    for none; with a last axis of 0 it is the candidate itself, or with sorted_rows row 0.
     sorted_rows: whether a candidate's column in its row is its rank."""
-    depth_limit, limit, by_parent = tokens.shape[1], out_tokens.shape[1], logprobs.shape[2] > 1
+    depth_limit, limit, has_rows = tokens.shape[1], out_tokens.shape[1], rows.shape[3] > 0
     heap = np.empty(2 * limit + 2, np.int64)
-    candidates = np.zeros(limit + 1, np.int64)  # of each node
+    own_rows = np.zeros(limit + 1, np.int64)  # of each node's children
     cost = np.empty(1, np.float32)
     bits = cost.view(np.int32)
     for r in range(slots.shape[0]):
@@ -101,8 +103,8 @@ def _expand(
                     if i == 0
                     else (parent_b, rank_b, before_b, depth_b, above_b)
                 )
-                if depth < depth_limit and rank < children:
-                    own = candidates[parent] if by_parent else 0
+                own = own_rows[parent]
+                if depth < depth_limit and rank < children and own >= 0:
                     candidate = rank
                     if not sorted_rows:
                         candidate = _next_candidate(logprobs, r, depth, own, before)
@@ -130,7 +132,10 @@ def _expand(
             depths[slot, count] = depth + 1
             log_rho[slot, count] = np.float32(0.0) - cost[0]
             count += 1
-            candidates[count] = candidate
+            if has_rows:
+                own_rows[count] = rows[r, depth, own_rows[parent], candidate]
+            elif not sorted_rows:
+                own_rows[count] = candidate
             offers = 2
             parent_a, rank_a, before_a, depth_a, above_a = count, 0, -1, depth + 1, cost[0]
             parent_b, rank_b, before_b, depth_b, above_b = parent, rank + 1, candidate, depth, above
@@ -141,19 +146,79 @@ def _expand(
         log_rho[slot, count:] = -np.inf
 
 
+_NO_ROWS = np.empty((0, 0, 0, 0), np.int32)
+
+
+@njit
+def _keep(logprobs, above, top_k, rows, parents, children, out_costs):
+    """Keep the best prefixes of one request: logprobs and rows [P, M], above [P], the others [B]."""
+    prefixes, candidates, most = logprobs.shape[0], logprobs.shape[1], parents.shape[0]
+    infinite = np.float32(np.inf)
+    costs = np.full((prefixes, candidates), infinite, np.float32)
+    for p in range(prefixes):
+        own = np.empty(candidates, np.float32)
+        for m in range(candidates):
+            logprob = logprobs[p, m]
+            own[m] = -logprob if logprob < 0 else np.float32(0.0)
+            if logprob != logprob:
+                own[m] = infinite
+        room, limit = candidates, infinite
+        if top_k < candidates:
+            limit = np.partition(own, top_k - 1)[top_k - 1]
+            room = top_k - np.sum(own < limit)
+        for m in range(candidates):
+            if own[m] < limit:
+                costs[p, m] = above[p] + own[m]
+            elif own[m] == limit and room > 0:
+                room -= 1
+                costs[p, m] = above[p] + own[m]
+    room, limit = most, infinite
+    if most < costs.size:
+        limit = np.partition(costs.ravel(), most - 1)[most - 1]
+        room = most - np.sum(costs < limit)
+    count = 0
+    for p in range(prefixes):
+        for m in range(candidates):
+            cost = costs[p, m]
+            rows[p, m] = -1
+            if cost > limit or cost == infinite or (cost == limit and room == 0):
+                continue
+            if cost == limit:
+                room -= 1
+            rows[p, m], parents[count], children[count], out_costs[count] = count, p, m, cost
+            count += 1
+    parents[count:], children[count:], out_costs[count:] = 0, 0, infinite
+
+
+@njit
+def _keep_all(logprobs, above, top_k, rows, parents, children, out_costs):
+    for r in range(logprobs.shape[0]):
+        _keep(logprobs[r], above[r], top_k, rows[r], parents[r], children[r], out_costs[r])
+
+
+def extend_frontier(op: ExtendFrontier) -> None:
+    """PyTorch's products, then a selection without a sort."""
+    op.score()
+    _keep_all(
+        op.logprobs.numpy(), op.costs.numpy(), op.top_k, op.rows.numpy(), op.parents.numpy(),
+        op.children.numpy(), op.out_costs.numpy(),
+    )  # fmt: skip
+
+
 def expand_best_first(op: ExpandBestFirst) -> None:
     """Algorithm 1 with a heap."""
     _expand(
-        op.topk_tokens.numpy(), op.topk_logprobs.numpy()[:, :, None], op.topk_tokens.shape[2], True,
-        op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(), op.depths.numpy(),
+        op.topk_tokens.numpy(), op.topk_logprobs.numpy()[:, :, None], _NO_ROWS,
+        op.topk_tokens.shape[2], True, op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(), op.depths.numpy(),
         op.log_rho.numpy(), op.num_nodes.numpy(),
     )  # fmt: skip
 
 
 def expand_transitions(op: ExpandTransitions) -> None:
     """The same with a look through the parent's row for every child."""
+    rows = _NO_ROWS if op.rows is None else op.rows.numpy()
     _expand(
-        op.candidates.numpy(), op.logprobs.numpy(), op.top_k, False,
+        op.candidates.numpy(), op.logprobs.numpy(), rows, op.top_k, False,
         op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(), op.depths.numpy(),
         op.log_rho.numpy(), op.num_nodes.numpy(),
     )  # fmt: skip

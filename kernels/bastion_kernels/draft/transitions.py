@@ -10,8 +10,10 @@ is that of the parent's own row.
 
 Rows are not sorted in advance: a tree of N nodes reads at most N + 1 of the D * M rows. The next
 best candidate of a row is two minima over its M columns. An entry of the
-frontier holds a candidate and its rank among its siblings, a node its own candidate, which names
-the row of its children.
+frontier holds a candidate and its rank among its siblings, a node its own candidate and the row of
+its children. That row is the candidate's own, or the one that `rows` names: a head with a state
+(`frontier`) has a row for each prefix that it kept. The independent lattice, one row for all
+parents, stays with `best_first`: its rows are sorted, so that the next child is a load and no search.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ from bastion_kernels.op import public
 from bastion_kernels.triton_or_none import tl, triton
 
 
-def _ranked(logprobs: list[float], tokens: list[int], ranks: int) -> list[Child]:
-    """A row's best candidates in their order: log q, token, candidate; NaN comes last."""
+def _ranked(logprobs: list[float], rows: list[int], tokens: list[int], ranks: int) -> list[Child]:
+    """A row's best candidates in their order: log q, token, own row; NaN comes last."""
     order = sorted(
         range(len(tokens)),
         key=lambda i: -min(logprobs[i], 0.0) if logprobs[i] == logprobs[i] else float("inf"),
     )
-    return [(logprobs[i], tokens[i], i) for i in order[:ranks]]
+    return [(logprobs[i], tokens[i], rows[i]) for i in order[:ranks]]
 
 
-def _children_of_parent(levels: list[list[list[Child]]], depth: int, candidate: int) -> list[Child]:
-    return levels[depth][candidate]
+def _children_of_parent(levels: list[list[list[Child]]], depth: int, row: int) -> list[Child]:
+    return levels[depth][row] if row >= 0 else []
 
 
 @triton.jit
@@ -62,6 +64,7 @@ def _next(row_ptr, stride, size, after_cost, after, BLOCK_M: tl.constexpr):
 def _expand_transitions_kernel(
     tokens_ptr,
     logprobs_ptr,
+    rows_ptr,
     slots_ptr,
     out_tokens_ptr,
     parents_ptr,
@@ -75,6 +78,10 @@ def _expand_transitions_kernel(
     logprobs_d,
     logprobs_p,
     logprobs_m,
+    rows_r,
+    rows_d,
+    rows_p,
+    rows_m,
     out_tokens_r,
     parents_s,
     depths_s,
@@ -83,6 +90,7 @@ def _expand_transitions_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     TOP_K: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -90,13 +98,15 @@ def _expand_transitions_kernel(
 
     entry [BLOCK] int32, node number << 16 | candidate of its next child << 8 | rank of that child
     above [BLOCK] int32, parent of the node
-    own   [BLOCK] int32, depth of the node << 8 | its candidate
+    own   [BLOCK] int32, depth of the node << 16 | row of its children, 255 for none << 8 | its
+          candidate
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if slot >= 0:
         tokens_ptr += row * tokens_r
         logprobs_ptr += row * logprobs_r
+        rows_ptr += row * rows_r
         none = tl.full([], float("inf"), tl.float32).to(tl.int32, bitcast=True)
 
         column = tl.arange(0, BLOCK)
@@ -114,14 +124,18 @@ def _expand_transitions_kernel(
             parent, candidate, rank = winner >> 16, (winner >> 8) & 0xFF, winner & 0xFF
             moved, opened = owner == parent, column == count
             parent_own = tl.sum(tl.where(moved, own, 0), 0)
-            depth, row_candidate = parent_own >> 8, parent_own & 0xFF
+            depth, parent_row = parent_own >> 16, (parent_own >> 8) & 0xFF
             # the winner's entry moves on to the next sibling, the new node opens its own
-            row_ptr = logprobs_ptr + depth * logprobs_d + row_candidate * logprobs_p
+            row_ptr = logprobs_ptr + depth * logprobs_d + parent_row * logprobs_p
             taken = cost_of(tl.load(row_ptr + candidate * logprobs_m)).to(tl.int32, bitcast=True)
             size = tl.where(rank + 1 < TOP_K, M, 0)
             sibling_cost, sibling = _next(row_ptr, logprobs_m, size, taken, candidate, BLOCK_M)
-            row_ptr = logprobs_ptr + (depth + 1) * logprobs_d + candidate * logprobs_p
-            size = tl.where(depth + 1 < D, M, 0)
+            own_row = candidate
+            if HAS_ROWS:
+                own_row_ptr = rows_ptr + depth * rows_d + parent_row * rows_p + candidate * rows_m
+                own_row = tl.load(own_row_ptr) & 0xFF  # -1 becomes 255
+            row_ptr = logprobs_ptr + (depth + 1) * logprobs_d + own_row * logprobs_p
+            size = tl.where((depth + 1 < D) & (own_row < 255), M, 0)
             child_cost, child = _next(row_ptr, logprobs_m, size, -1, -1, BLOCK_M)
             new = best.to(tl.float32, bitcast=True)
             count += 1
@@ -131,11 +145,11 @@ def _expand_transitions_kernel(
             cost = tl.where(opened, (new + child_cost).to(tl.int32, bitcast=True), cost)
             score = tl.where(opened, new, score)
             above = tl.where(opened, parent, above)
-            own = tl.where(opened, ((depth + 1) << 8) | candidate, own)
+            own = tl.where(opened, ((depth + 1) << 16) | (own_row << 8) | candidate, own)
             best = tl.min(cost, 0)
 
         used, real = column < count, column < N
-        depth, candidate = own >> 8, own & 0xFF
+        depth, candidate = own >> 16, own & 0xFF
         token_ptr = tokens_ptr + (depth - 1) * tokens_d + candidate * tokens_m
         token = tl.load(token_ptr, mask=used, other=0).to(tl.int64)
         tl.store(out_tokens_ptr + row * out_tokens_r + column, token, mask=real)
@@ -153,18 +167,19 @@ class ExpandTransitions(GrowsTrees):
     The outputs are those of `expand_best_first`, and so is the tree where all rows of a depth are
     equal. A node's children are the candidates of the next depth by their log-probability in the
     node's row, at most `top_k` of them, ties to the lower candidate; those of -inf or NaN are left
-    out.
+    out. A candidate's own row is the one of its number, or with `rows` the one that they name.
 
     Raises:
         ValueError, TypeError: shapes, strides or dtypes do not fit together, or sizes beyond what
-            an entry of the frontier can hold (N 4096, D and M 255).
+            an entry of the frontier can hold (N 4096, D, P and M 255).
     """
 
     candidates: Tensor
     """`[R, D, M]` int32, tokens of each depth."""
     logprobs: Tensor
-    """`[R, D, M, M]` fp32, log q of candidate [.., m] after candidate [.., p, ..] of the depth
-    above; at the first depth only row 0 is read, the root's. A value above 0 is read as 0."""
+    """`[R, D, P, M]` fp32, log q of candidate [.., m] in row [.., p, ..]; without `rows` P = M, and
+    row p is that of candidate p of the depth above. At the first depth only row 0 is read, the
+    root's. A value above 0 is read as 0."""
     top_k: int
     """Most children of a node; 1 gives a chain of min(D, N) nodes."""
     slots: Tensor
@@ -179,16 +194,23 @@ class ExpandTransitions(GrowsTrees):
     """`[S, N]` fp32, path scores, written."""
     num_nodes: Tensor
     """`[S]` int32, columns in use, written."""
+    rows: Tensor | None = None
+    """`[R, D, P, M]` int32, at the next depth, the row of the children of candidate [.., m] after
+    row [.., p, ..]; -1 for a candidate whose children are not known."""
 
     def check(self) -> None:
         reqs, depth, width = self.candidates.shape
         self.expect("candidates", (reqs, depth, width), torch.int32, strided=True)
-        shape = (reqs, depth, width, width)
+        shape = (reqs, depth, width if self.rows is None else None, width)
         self.expect("logprobs", shape, torch.float32, strided=True)
+        prefixes = self.logprobs.shape[2]
+        if self.rows is not None:
+            self.expect("rows", (reqs, depth, prefixes, width), torch.int32, strided=True)
         self.check_trees(reqs)
-        if depth > 255 or width > 255 or self.top_k < 1:
+        if max(depth, width, prefixes) > 255 or self.top_k < 1:
             raise ValueError(
-                f"{self.name}: D <= 255, M <= 255, top_k >= 1, got {depth}, {width}, {self.top_k}"
+                f"{self.name}: D, P and M <= 255, top_k >= 1, got {depth}, {prefixes}, {width}, "
+                f"{self.top_k}"
             )
 
     def reference(self) -> None:
@@ -196,9 +218,15 @@ class ExpandTransitions(GrowsTrees):
         for r, slot in enumerate(self.slots.tolist()):
             if slot < 0:
                 continue
-            lists = zip(self.logprobs[r].tolist(), self.candidates[r].tolist(), strict=True)
-            levels = [[_ranked(row, tokens, self.top_k) for row in rows] for rows, tokens in lists]
-            levels.append([[]] * self.candidates.shape[2])
+            own = torch.arange(self.candidates.shape[2]).expand_as(self.logprobs[r])
+            own = own if self.rows is None else self.rows[r]
+            levels = [
+                [_ranked(*pair, tokens, self.top_k) for pair in zip(scores, rows, strict=True)]
+                for scores, rows, tokens in zip(
+                    self.logprobs[r].tolist(), own.tolist(), self.candidates[r].tolist(), strict=True
+                )
+            ]
+            levels.append([[]] * max(self.logprobs.shape[2:]))
             nodes = expand_one(partial(_children_of_parent, levels), self.out_tokens.shape[1])
             rows = (self.out_tokens[r], self.parents[slot], self.depths[slot], self.log_rho[slot])
             store_nodes(nodes, self.num_nodes[slot], *rows)
@@ -209,9 +237,12 @@ class ExpandTransitions(GrowsTrees):
         limit = self.out_tokens.shape[1]
         if reqs == 0:
             return
+        has_rows = self.rows is not None
+        rows = self.candidates if self.rows is None else self.rows
         _expand_transitions_kernel[(reqs,)](
             self.candidates,
             self.logprobs,
+            rows,
             self.slots,
             self.out_tokens,
             self.parents,
@@ -220,6 +251,7 @@ class ExpandTransitions(GrowsTrees):
             self.num_nodes,
             *self.candidates.stride(),
             *self.logprobs.stride(),
+            *(rows.stride() if has_rows else (0, 0, 0, 0)),
             self.out_tokens.stride(0),
             self.parents.stride(0),
             self.depths.stride(0),
@@ -228,6 +260,7 @@ class ExpandTransitions(GrowsTrees):
             M=width,
             N=limit,
             TOP_K=self.top_k,
+            HAS_ROWS=has_rows,
             BLOCK=max(32, triton.next_power_of_2(limit)),
             BLOCK_M=triton.next_power_of_2(width),
             num_warps=1,

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees over a head with a state: against brute force, the training library's rule, and each op."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import pytest
+import torch
+from op_helpers import Trees, assert_same, moved, poisoned, poisoned_trees, prefixes, versions
+from torch import Tensor, nn
+
+from bastion_kernels import (
+    PrefixHead,
+    advance_states,
+    expand_transitions,
+    extend_frontier,
+    recurrent_lattice,
+)
+
+VOCAB, HIDDEN, STATE, RANK = 40, 12, 10, 8
+
+
+class Block:
+    """A random head, and a block of random hidden states for it."""
+
+    def __init__(self, seed: int, reqs: int, depth: int, width: int, start: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def noise(*shape: int, std: float = 1.0) -> Tensor:
+            return std * torch.randn(*shape, generator=generator)
+
+        self.start = start
+        self.gru = nn.GRU(HIDDEN, STATE, batch_first=True, bias=False)
+        self.first = noise(RANK, HIDDEN + STATE, std=0.5)
+        self.last = noise(VOCAB, RANK)
+        self.embedding = noise(VOCAB, HIDDEN)
+        self.hidden = noise(reqs, depth, HIDDEN)
+        with torch.no_grad():
+            for weight in self.gru.parameters():
+                weight.copy_(noise(*weight.shape, std=0.7))
+        self.logits = noise(reqs, depth, VOCAB)
+        self.anchors = torch.randint(VOCAB, (reqs,), generator=generator)
+        best = self.logits.topk(width, dim=-1)
+        self.tokens, self.base = best.indices.int(), best.values.contiguous()
+
+    @property
+    def head(self) -> PrefixHead:
+        weights = (self.gru.weight_ih_l0.detach(), self.gru.weight_hh_l0.detach())
+        return PrefixHead(*weights, self.first, self.last, self.start)
+
+    @torch.no_grad()
+    def scores(self, req: int, path: tuple[int, ...]) -> Tensor:
+        """All logits [V] after the tokens `path`, by the rule of the training library.
+
+        Its GRU runs over the block's tokens, anchor first, from a state of zeros. The position
+        after them is corrected by the projections of its hidden state beside the last state.
+        """
+        depth = len(path)
+        logits = self.logits[req, depth]
+        if depth < self.start:
+            return logits
+        tokens = torch.tensor([[int(self.anchors[req]), *path]])
+        states, _ = self.gru(self.embedding[tokens])
+        features = torch.cat([self.hidden[req, depth], states[0, -1]])
+        return logits + self.last @ nn.functional.silu(self.first @ features)
+
+    def lattice(self, width: int, top_k: int):
+        head = self.head
+        return recurrent_lattice(
+            head, head.prepared(), lambda ids: self.embedding[ids], self.anchors, self.tokens,
+            self.tokens, self.base, self.hidden, width, top_k,
+        )  # fmt: skip
+
+    def trees(self, width: int, top_k: int, limit: int) -> Trees:
+        """The trees of N = `limit` nodes from a frontier of `width`."""
+        made = self.lattice(width, top_k)
+        reqs = len(self.anchors)
+        out = poisoned_trees(reqs, reqs, limit)
+        expand_transitions(self.tokens, made.logprobs, top_k, torch.arange(reqs), *out, made.rows)
+        return out
+
+    def brute_force(self, req: int, top_k: int, limit: int) -> list[tuple[float, tuple[int, ...]]]:
+        """The best prefixes of all, each scored by a run of the GRU over its whole path."""
+        depth = self.tokens.shape[1]
+        found, heap = [], [(0.0, ())]
+        while heap and len(found) <= limit:
+            cost, path = heapq.heappop(heap)
+            found.append((-cost, path))
+            if len(path) == depth:
+                continue
+            candidates = self.tokens[req, len(path)].long()
+            logprobs = self.scores(req, path)[candidates].log_softmax(-1)
+            best = logprobs.topk(min(top_k, len(candidates)))
+            for value, index in zip(*best, strict=True):
+                heapq.heappush(heap, (cost - value.item(), (*path, int(candidates[index]))))
+        return found[1:]
+
+
+CASES = {  # D, M, top-K, N, B, first corrected depth
+    "all children": (4, 5, 5, 24, 24, 0),
+    "fewer children": (4, 6, 3, 20, 20, 0),
+    "an uncorrected start": (5, 4, 4, 24, 24, 2),
+    "nothing corrected": (3, 4, 4, 20, 20, 3),
+    "everything": (3, 3, 3, 39, 27, 0),
+    "one node": (3, 4, 4, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_frontier_that_covers_the_tree_loses_nothing(case: tuple[int, ...]) -> None:
+    depth, candidates, top_k, limit, width, start = case
+    for seed in range(3):
+        block = Block(seed, 2, depth, candidates, start)
+        trees = block.trees(width, top_k, limit)
+        for req in range(2):
+            expected = block.brute_force(req, top_k, limit)
+            used = int(trees.num_nodes[req])
+            assert used == len(expected)
+            scores = torch.tensor([score for score, _ in expected])
+            torch.testing.assert_close(trees.log_rho[req, :used], scores, rtol=0, atol=2e-5)
+            assert prefixes(trees, req) == [path for _, path in expected]
+
+
+def test_width_1_is_the_training_librarys_greedy_chain() -> None:
+    """Over the whole vocabulary, token by token, wherever the correction begins."""
+    for seed, start in itertools.product(range(4), range(3)):
+        block = Block(seed, 3, 6, VOCAB, start)
+        trees = block.trees(1, 1, 6)
+        for req in range(3):
+            path: tuple[int, ...] = ()
+            for _ in range(6):
+                path = (*path, int(block.scores(req, path).argmax()))
+            assert trees.num_nodes[req] == 6 and prefixes(trees, req)[-1] == path
+
+
+def test_a_narrow_frontier_keeps_a_tree_of_true_scores() -> None:
+    """Its nodes have the scores of brute force; its total is never above that of a wider one."""
+    block = Block(7, 2, 5, 6)
+    totals = []
+    for width in (1, 2, 4, 8, 24):
+        trees = block.trees(width, 6, 24)
+        for req in range(2):
+            used = int(trees.num_nodes[req])
+            paths = prefixes(trees, req)
+            assert len(set(paths)) == used == 24
+            for score, path in zip(trees.log_rho[req, :used].tolist(), paths, strict=True):
+                expected = 0.0
+                for length, token in enumerate(path):
+                    candidates = block.tokens[req, length].long()
+                    row = block.scores(req, path[:length])[candidates].log_softmax(-1)
+                    expected += row[candidates.tolist().index(token)].item()
+                assert abs(score - expected) < 2e-5
+        totals.append(float(trees.log_rho.exp().sum()))
+    assert totals == sorted(totals) and totals[0] < totals[-1]
+
+
+def test_a_head_that_knows_the_last_token_alone_gives_the_transition_lattice() -> None:
+    """With `rows` naming each candidate's own row, the tree is the one without `rows`."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.rand(2, 5, 19, generator=generator).argsort(-1)[..., :6].int()
+    logprobs = torch.randn(2, 5, 6, 6, generator=generator).log_softmax(-1)
+    rows = torch.arange(6, dtype=torch.int32).expand(2, 5, 6, 6).contiguous()
+    for run in versions(expand_transitions.reference, expand_transitions.triton,
+                        expand_transitions.cpu):  # fmt: skip
+        plain, named = poisoned_trees(2, 2, 50), poisoned_trees(2, 2, 50)
+        run(tokens, logprobs, 4, torch.arange(2), *plain)
+        run(tokens, logprobs, 4, torch.arange(2), *named, rows)
+        for one, other in zip(named, plain, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("run", versions(expand_transitions.triton, expand_transitions.cpu))
+@pytest.mark.parametrize("size", [(2, 6, 5, 7, 5, 60), (3, 15, 8, 20, 6, 48), (2, 4, 250, 3, 3, 40)])
+def test_expansion_over_rows_equals_the_reference(run, size, device: torch.device) -> None:
+    """R, D, P, M, top-K, N; rows are random, and a third of the children have none."""
+    reqs, depth, width, candidates, top_k, limit = size
+    generator = torch.Generator().manual_seed(limit)
+    tokens = torch.randint(1000, (reqs, depth, candidates), generator=generator).int()
+    shape = reqs, depth, width, candidates
+    logprobs = torch.randn(shape, generator=generator).log_softmax(-1)
+    rows = torch.randint(width, shape, generator=generator).int()
+    rows[torch.rand(shape, generator=generator) < 0.33] = -1
+    inputs = tokens, logprobs, top_k, torch.arange(reqs)
+    expected = poisoned_trees(reqs, reqs, limit)
+    expand_transitions.reference(*inputs, *expected, rows)
+    out = poisoned_trees(reqs, reqs, limit).to(device)
+    given = [x if isinstance(x, int) else moved(x, device) for x in inputs]
+    run(*given, *out, moved(rows, device))
+    for name, one, other in zip(vars(expected), out, expected, strict=True):
+        assert_same(one, other, name)
+
+
+# --- the two ops of a round ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(2, 3, 5, 10), (1, 1, 1, 3), (3, 8, 4, 33)])
+@pytest.mark.parametrize("version", ["reference", "triton"])
+def test_states_advance_as_in_pytorchs_gru(
+    version: str, size: tuple[int, ...], device: torch.device
+) -> None:
+    reqs, width, old, state = size
+    generator = torch.Generator().manual_seed(old)
+    cell = nn.GRUCell(HIDDEN, state, bias=False)
+    embedded = torch.randn(reqs, width, HIDDEN, generator=generator)
+    states = torch.randn(reqs, old, state, generator=generator)
+    parents = torch.randint(old, (reqs, width), generator=generator).int()
+    with torch.no_grad():
+        inputs, gates = embedded @ cell.weight_ih.mT, states @ cell.weight_hh.mT
+        above = states.gather(1, parents.long()[..., None].expand(-1, -1, state))
+        expected = cell(embedded.flatten(0, 1), above.flatten(0, 1)).view(reqs, width, state)
+    wider = torch.cat([gates, poisoned(reqs, old, 7, dtype=torch.float32)], dim=-1)
+    out = poisoned(reqs, width, state, dtype=torch.float32).to(device)
+    run = getattr(advance_states, version)
+    run(*(moved(x, device) for x in (inputs, wider, states, parents)), out)
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=2e-6)
+
+
+def extend(run, base, position, latent, weight, costs, top_k, kept, corrected, device):
+    """The outputs of `extend_frontier`, requests as slices of longer rows."""
+    reqs, candidates = base.shape
+    prefixes = latent.shape[1]
+    shape = reqs, 2, prefixes, candidates
+    scores = poisoned(*shape, dtype=torch.float32).to(device)
+    rows = poisoned(*shape, dtype=torch.int32).to(device)
+    parents, children = (poisoned(reqs, kept, dtype=torch.int32).to(device) for _ in range(2))
+    out = poisoned(reqs, kept, dtype=torch.float32).to(device)
+    given = [moved(x, device) for x in (base, position, latent, weight, costs)]
+    run(*given, top_k, corrected, scores[:, 1], rows[:, 1], parents, children, out)
+    return [x.cpu() for x in (scores[:, 1], rows[:, 1], parents, children, out)]
+
+
+ROUNDS = {  # R, P, M, E, top-K, B, corrected
+    "usual": (2, 8, 16, 24, 16, 8, True),
+    "root": (2, 1, 16, 24, 16, 8, True),
+    "fewer children": (2, 6, 9, 40, 3, 7, True),
+    "uncorrected": (3, 5, 7, 8, 7, 12, False),
+    "chain": (2, 1, 200, 16, 1, 1, True),
+    "more places than prefixes": (1, 2, 3, 8, 2, 9, True),
+}
+
+
+@pytest.mark.parametrize("run", versions(extend_frontier.triton, extend_frontier.cpu))
+@pytest.mark.parametrize("case", ROUNDS.values(), ids=ROUNDS)
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_round_keeps_what_stable_sorts_keep(
+    run, case: tuple[int, ...], ties: bool, device: torch.device
+) -> None:
+    reqs, prefixes, candidates, width, top_k, kept, corrected = case
+    generator = torch.Generator().manual_seed(kept)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    base, position = noise(reqs, candidates), noise(reqs, width)
+    latent, weight = noise(reqs, prefixes, width), noise(reqs, candidates, width)
+    if ties:  # equal rows, and candidates in pairs
+        base, weight = base.round(), torch.zeros_like(weight)
+        base[0, candidates // 2] = float("-inf")
+    costs = noise(reqs, prefixes).abs().round()
+    costs[-1, prefixes // 2] = float("inf") if prefixes > 1 else 0.0
+    given = base, position, latent, weight, costs, top_k, kept, corrected
+    expected = extend(extend_frontier.reference, *given, torch.device("cpu"))
+    actual = extend(run, *given, device)
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=1e-5)
+    # The choice is exact for the log-probabilities that the version itself has computed.
+    again = extend(extend_frontier.reference, *given, torch.device("cpu"))
+    own = (-actual[0]).clamp(min=0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    places = own.sort(dim=-1, stable=True).indices.argsort(dim=-1)
+    totals = (costs[..., None] + own.masked_fill(places >= top_k, torch.inf)).flatten(1)
+    for req in range(reqs):
+        best = totals[req].sort(stable=True)
+        chosen = best.indices[:kept][best.values[:kept].isfinite()].sort().values
+        number = len(chosen)
+        assert actual[4][req, :number].tolist() == totals[req][chosen].tolist()
+        found = actual[2][req, :number] * candidates + actual[3][req, :number]
+        assert found.tolist() == chosen.tolist()
+        places_of = torch.full((prefixes * candidates,), -1, dtype=torch.int32)
+        places_of[chosen] = torch.arange(number, dtype=torch.int32)
+        assert_same(actual[1].flatten(1)[req], places_of)
+        assert actual[4][req, number:].isinf().all() and not actual[2][req, number:].any()
+    if not ties:
+        for one, other in zip(actual[1:4], again[1:4], strict=True):
+            assert_same(one, other)
+
+
+def test_the_triton_ops_grow_the_same_trees(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`recurrent_lattice` with the kernels in place of what a CPU runs."""
+    import bastion_kernels.draft.frontier as module
+
+    block = Block(11, 2, 4, 8, 1)
+    expected = block.trees(6, 5, 20)
+    if device.type == "cpu":
+        monkeypatch.setattr(module, "advance_states", advance_states.triton)
+        monkeypatch.setattr(module, "extend_frontier", extend_frontier.triton)
+    actual = block.trees(6, 5, 20)
+    for name in ("tokens", "parents", "depths", "num_nodes"):
+        assert_same(getattr(actual, name), getattr(expected, name), name)
+    torch.testing.assert_close(actual.log_rho, expected.log_rho, rtol=0, atol=1e-5)
+
+
+def test_wrong_arguments_are_named() -> None:
+    floats, ints = torch.zeros(1, 2, 6), torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="gates must have 3G = 6 columns, got 5"):
+        advance_states(floats, floats[..., :5].contiguous(), floats[..., :2].contiguous(), ints,
+                       floats[..., :2].contiguous())  # fmt: skip
+    many = torch.zeros(1, 255, 2)
+    base, weight = torch.zeros(1, 255), torch.zeros(1, 255, 2)
+    scores = torch.zeros(1, 255, 255)
+    with pytest.raises(ValueError, match=r"P \* M <= 8192"):
+        extend_frontier(base, weight[:, 0], many, weight, torch.zeros(1, 255), 2, True, scores,
+                        scores.int(), ints, ints, torch.zeros(1, 2))  # fmt: skip
