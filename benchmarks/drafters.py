@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per target forward of the tiny pair's other drafters: vLLM's own chain and our trees.
+"""Tokens per target forward of the tiny pair's other drafters: a chain and our trees.
+
+The chain is vLLM's own, or for Domino, which vLLM does not have, a tree of width 1.
 
     python -m benchmarks.drafters                 # results/drafters.json, results/drafters.md
     python -m benchmarks.drafters --only dspark   # one of them again; the others' rows stay
@@ -16,6 +18,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import RESULTS, TINY
@@ -27,9 +30,9 @@ from benchmarks.prompts import DOMAINS, load_prompts
 from benchmarks.provenance import provenance
 from benchmarks.replay.costs import paper_a100
 from benchmarks.tau import summary
-from vllm_bastion.drafter_kinds import kind_of
+from vllm_bastion.drafter_kinds import architectures_of, kind_of
 
-DRAFTERS = ("dflash2", "dspark", "causal")
+DRAFTERS = ("dflash2", "dspark", "domino", "causal")
 BUDGETS = (16, 32, 63)
 ADAPTIVE = "adaptive (paper's A100)"
 SEEDED = 63  # nodes of the trees at T=0.8
@@ -38,9 +41,13 @@ TEMPERATURE = 0.8
 
 def configurations(drafter: Path, costs: str) -> dict[str, dict[str, Any]]:
     """Speculative configurations by the names of their rows."""
-    kind = kind_of(json.loads((drafter / "config.json").read_text())["architectures"])
+    config = SimpleNamespace(**json.loads((drafter / "config.json").read_text()))
+    kind = kind_of(architectures_of(config))
     assert kind is not None
-    rows = {"chain": dflash(drafter, GAMMA, kind.method)}
+    chain = dflash(drafter, GAMMA, kind.method)
+    if kind.model is not None:  # vLLM does not have it
+        chain = bastion(drafter, GAMMA, GAMMA, top_k=1)
+    rows = {"chain": chain}
     rows |= {f"N = {n}": bastion(drafter, n, n) for n in BUDGETS}
     adaptive = {"calibration": costs, "latency_model": "table"}
     return rows | {ADAPTIVE: bastion(drafter, max(BUDGETS), "adaptive", **adaptive)}

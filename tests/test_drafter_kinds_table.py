@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
 from vllm_bastion import compat, validation
-from vllm_bastion.drafter_kinds import KINDS, candidates_of, gamma_of, kind_of
+from vllm_bastion.drafter_kinds import DOMINO, KINDS, candidates_of, gamma_of, kind_of
 from vllm_bastion.validation import BastionConfigError
 from vllm_bastion.versions import capabilities_of
 
@@ -32,6 +32,7 @@ EXTENDS = {
     "MuseGlimmerAssistantModel": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
     "DFlash2DraftModel": f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator",
     "LiLiCorrDraftModel": f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator",
+    DOMINO: f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
     "Qwen3DSparkModel": f"{_SPECULATORS}.dspark.speculator:DSparkSpeculator",
 }
 CALLS = {
@@ -175,6 +176,64 @@ def test_muse_glimmers_assistant_is_a_dflash_drafter(
     assert spec.draft_model_config.architectures == ["DFlashMuseGlimmerAssistantModel"]
 
 
+_HEAD = {"emb_dim": 4, "gru_hidden_dim": 6, "pure_draft_prefix_len": 1, "shift_label": True}
+
+
+@pytest.mark.parametrize("name", ["DFlashDraftModel", "DominoDraftModel"])
+@pytest.mark.parametrize("shifted, gamma", [(True, 8), (False, 7)])
+def test_a_domino_drafter_is_known_by_its_projector(
+    name: str, shifted: bool, gamma: int, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """With shifted labels the anchor's query predicts as well."""
+    settings = _HEAD | {"mask_token_id": 1, "target_layer_ids": [0, 2], "shift_label": shifted}
+    drafter = write_checkpoint(
+        tmp_path / "drafter", "drafter", architectures=[name],
+        dflash_config=settings | {"projector_type": "domino"},
+    )  # fmt: skip
+    spec = engine_config((pair[0], drafter)).speculative_config
+    assert (spec.method, spec.bastion_gamma, spec.bastion_top_k) == ("dflash", gamma, 16)
+    assert spec.draft_model_config.architectures == [DOMINO]
+    kind = kind_of([DOMINO])
+    assert kind is not None and kind.model is not None
+    registry = spec.draft_model_config.registry
+    model, _ = registry.resolve_model_cls([DOMINO], spec.draft_model_config)
+    assert model is resolve_name(kind.model)
+
+
+@pytest.mark.parametrize("layout", ["of DFlash", "its own"])
+def test_a_domino_drafter_in_the_speculators_librarys_layouts(
+    layout: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    layers = json.loads((Path(pair[1]) / "config.json").read_text())
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    own = layout == "its own"
+    head = {"gru_hidden_dim": 6, "pure_draft_prefix_len": 2}
+    if own:
+        head |= {"logits_correction_emb_dim": 4}
+    else:
+        head |= {"projector_type": "domino", "emb_dim": 4}
+    written = {
+        "speculators_model_type": "domino" if own else "dflash",
+        "block_size": 6,
+        "draft_vocab_size": 64 if own else None,
+        "mask_token_id": 1,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "transformer_layer_config": {
+            k: v for k, v in layers.items() if k not in ("architectures", "block_size")
+        },
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 6}]},
+    }
+    (drafter / "config.json").write_text(json.dumps(written | head))
+    spec = engine_config((pair[0], str(drafter))).speculative_config
+    assert (spec.bastion_gamma, spec.method) == (6, "dflash")
+    assert spec.draft_model_config.architectures == [DOMINO]
+    settings = spec.draft_model_config.hf_config.dflash_config
+    expected = _HEAD | {"pure_draft_prefix_len": 2}
+    assert {key: settings[key] for key in expected} == expected
+    assert settings["target_layer_ids"] == [0, 2]
+
+
 SPECULATORS: dict[str, dict[str, Any]] = {
     "dflash": {"architectures": ["DFlashSpeculator"]},
     "dflash2": {"selector_top_k": 4, "selector_rank": 2, "draft_vocab_size": None},
@@ -282,6 +341,21 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "target_layer_ids": [1, 4],
         },
         ("target layer 4", "4 layers"),
+    ),
+    "Domino without its state": (
+        {"dflash_config": {"mask_token_id": 1, "projector_type": "domino", "emb_dim": 4}},
+        ('"gru_hidden_dim": None', "complete checkpoint"),
+    ),
+    "Domino without its labels": (
+        {
+            "dflash_config": {
+                "mask_token_id": 1,
+                "projector_type": "domino",
+                **_HEAD,
+                "shift_label": 1,
+            }
+        },
+        ('"shift_label": 1', "true or false"),
     ),
     "no settings": ({"dflash_config": None}, (NO_DRAFTER, '"dflash_config"')),
     "no candidates": (

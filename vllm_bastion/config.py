@@ -24,7 +24,12 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config, get_attr_docs
 
-from vllm_bastion.drafter_kinds import candidates_of, gamma_of, restore_block_size
+from vllm_bastion.drafter_kinds import (
+    architectures_of,
+    candidates_of,
+    gamma_of,
+    restore_settings,
+)
 from vllm_bastion.platform import current_host
 
 PREFIX = "bastion_"
@@ -65,7 +70,11 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         drafter = self.draft_model_config.hf_config
-        restore_block_size(drafter, self.draft_model_config.model, self.draft_model_config.revision)
+        restore_settings(drafter, self.draft_model_config.model, self.draft_model_config.revision)
+        if architectures_of(drafter) != list(drafter.architectures):
+            # vLLM has not told it from the kind that it is named after.
+            drafter.architectures = architectures_of(drafter)
+            self.update_arch_()
         gamma = gamma_of(drafter)
         assert gamma is not None  # `validation.check_drafter` has checked it
         self.bastion_gamma = gamma

@@ -16,19 +16,27 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "CHAIN_CANDIDATES",
+    "DOMINO",
     "KINDS",
     "Kind",
     "architectures_of",
     "candidates_of",
     "gamma_of",
     "kind_of",
-    "restore_block_size",
+    "restore_settings",
 ]
 
 # Most candidates of a position that the tree's op takes.
 _MOST_CANDIDATES = 255
 # Candidates that a head is asked about where its checkpoint does not say.
 _DEFAULT_CANDIDATES = 32
+
+# Candidates that a head with a state corrects where it follows one chain.
+CHAIN_CANDIDATES = _MOST_CANDIDATES
+# The architecture of a Domino drafter in vLLM. SpecForge's checkpoints say DFlashDraftModel, and
+# later ones DominoDraftModel.
+DOMINO = "DFlashDominoDraftModel"
 
 # A drafter's Hugging Face config -> a number that it implies, or None.
 Rule = Callable[[Any], int | None]
@@ -53,6 +61,10 @@ class Kind:
     """What its checkpoint must have, besides what all kinds need."""
     method: str = "dflash"
     """vLLM's speculative method that loads it."""
+    models: frozenset[str] = frozenset()
+    """Architectures to register with vLLM, which does not have them."""
+    model: str | None = None
+    """`module:class` of the model that they name."""
     needs: str | None = None
     """The field of `versions.Capabilities` that says whether vLLM has it; None = every version."""
 
@@ -89,6 +101,11 @@ def _xpress_gamma(config: Any) -> int | None:
     return _after_anchor(config)
 
 
+def _domino_gamma(config: Any) -> int | None:
+    """With `shift_label` each query predicts the token after its own, the anchor's as well."""
+    return _block(config) if _dflash(config).get("shift_label") else _after_anchor(config)
+
+
 # ---- candidates -------------------------------------------------------------------------
 
 
@@ -101,6 +118,11 @@ def _dspark_candidates(config: Any) -> int:
 def _xpress_candidates(config: Any) -> int:
     ranked = getattr(config, "xpress_topc", None) or config.vocab_size
     return int(min(_DEFAULT_CANDIDATES, ranked, config.vocab_size))
+
+
+def _domino_candidates(config: Any) -> int:
+    vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    return int(min(_DEFAULT_CANDIDATES, vocab))
 
 
 def _from_dflash_config(key: str) -> Rule:
@@ -140,6 +162,26 @@ def _has_markov_rank(config: Any, name: str, vocab: int) -> str | None:
         f'the config of drafter "{name}" has "markov_rank": {rank!r}, where a DSpark checkpoint '
         "has a whole number of at least 1: use a complete checkpoint"
     )
+
+
+def _has_recurrent_head(config: Any, name: str, vocab: int) -> str | None:
+    settings = _dflash(config)
+    least = {"emb_dim": 1, "gru_hidden_dim": 1, "pure_draft_prefix_len": 0}
+    for key, low in least.items():
+        value = settings.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            return (
+                f'the config of drafter "{name}" has "{key}": {value!r} (in dflash_config), where '
+                f"a Domino checkpoint has a whole number of at least {low}: use a complete "
+                "checkpoint"
+            )
+    if not isinstance(settings.get("shift_label"), bool):
+        return (
+            f'the config of drafter "{name}" has "shift_label": {settings.get("shift_label")!r} '
+            "(in dflash_config), where a Domino checkpoint has true or false: use a complete "
+            "checkpoint"
+        )
+    return None
 
 
 def _without(key: str, what: str) -> Check:
@@ -193,6 +235,15 @@ KINDS = (
         checks=(_no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
     ),
     Kind(
+        frozenset({DOMINO}),
+        f"{_DRAFTERS}.domino:BastionDomino",
+        gamma=_domino_gamma,
+        candidates=_domino_candidates,
+        checks=(_has_settings, _has_recurrent_head, _no_latent_attention, _NO_ANCHOR),
+        models=frozenset({DOMINO, "DominoDraftModel"}),
+        model=f"{_DRAFTERS}.domino_model:DominoQwen3ForCausalLM",
+    ),
+    Kind(
         frozenset({"DFlash2DraftModel"}),
         f"{_DRAFTERS}.candidate_heads:BastionDFlash2",
         gamma=_after_anchor,
@@ -241,12 +292,19 @@ def architectures_of(config: Any) -> list[str]:
     """The architectures that vLLM loads a checkpoint as, by its Hugging Face config.
 
     SpecForge names every DSpark drafter as DeepSeek's is named in vLLM. vLLM tells them apart by
-    the model type.
+    the model type. A Domino drafter is a DFlash one by name, and differs in a setting.
     """
     names = list(getattr(config, "architectures", None) or ())
+    known = {"DFlashDraftModel", "DominoDraftModel", "DFlashDominoDraftModel"}
+    if names and known.issuperset(names) and _is_domino(config):
+        return [DOMINO]
     if getattr(config, "model_type", None) == "qwen3":
         names = ["Qwen3DSparkModel" if name == "DSparkDraftModel" else name for name in names]
     return names
+
+
+def _is_domino(config: Any) -> bool:
+    return _dflash(config).get("projector_type") == "domino"
 
 
 def kind_of(architectures: Sequence[str] | None) -> Kind | None:
@@ -272,10 +330,11 @@ def candidates_of(config: Any) -> int | None:
     return None if kind is None else kind.candidates(config)
 
 
-def restore_block_size(config: Any, model: str, revision: str | None) -> None:
-    """Read the block size of a checkpoint in the speculators library's format.
+def restore_settings(config: Any, model: str, revision: str | None) -> None:
+    """Read what vLLM leaves out of a checkpoint in the speculators library's format.
 
-    vLLM converts that format to a Hugging Face config, and for DFlash leaves the block size out.
+    vLLM converts that format to a Hugging Face config, for DFlash without the block size and the
+    settings of a Domino head. The library has two layouts of the latter.
 
     Args:
         config: as vLLM has read it, changed in place; other formats are left as they are.
@@ -288,3 +347,16 @@ def restore_block_size(config: Any, model: str, revision: str | None) -> None:
 
     written, _ = PretrainedConfig.get_config_dict(model, revision=revision)
     config.block_size = written.get("block_size")
+    own_format = written.get("speculators_model_type") == "domino"
+    if own_format or written.get("projector_type") == "domino":
+        of_rank = "logits_correction_emb_dim" if own_format else "emb_dim"
+        of_anchor = "sample_from_anchor" if own_format else "shift_label"
+        # The library's own defaults.
+        config.dflash_config |= {
+            "projector_type": "domino",
+            "emb_dim": written.get(of_rank, 256),
+            "gru_hidden_dim": written.get("gru_hidden_dim", 1024),
+            "pure_draft_prefix_len": written.get("pure_draft_prefix_len", 1),
+            "shift_label": written.get(of_anchor, True),
+            "sample_from_anchor": False,
+        }

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -30,7 +31,7 @@ from benchmarks.speed import report
 from benchmarks.speed.driver import Outcome, rmse, start_driver
 from benchmarks.speed.figures import budgets_of, sweep_figure, tradeoff_figure
 from benchmarks.speed.methods import ADAPTIVE, PLAIN, SpeedEngine, engines, groups
-from vllm_bastion.drafter_kinds import kind_of
+from vllm_bastion.drafter_kinds import architectures_of, kind_of
 from vllm_bastion.policy.cost.devices import device_name
 
 _WARM_UP_TOKENS = 24
@@ -151,7 +152,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _method_of(folder: Path) -> str:
-    kind = kind_of(json.loads((folder / "config.json").read_text())["architectures"])
+    config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
+    kind = kind_of(architectures_of(config))
     if kind is None:
         raise SystemExit(f"{folder} has no drafter that method bastion supports")
     return kind.method

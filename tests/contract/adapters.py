@@ -14,6 +14,26 @@ _MODELS = "vllm.model_executor.models"
 
 ADAPTERS: tuple[Reliance, ...] = (
     Reliance(
+        f"{_MODELS}.qwen3_dflash:DFlashQwen3ForCausalLM",
+        files="drafters/domino_model.py",
+        methods=("load_weights(self, weights)",),
+        names=("draft_id_to_target_id draft_model_config model_cls"),
+        why="weights keep their names but for a prefix",
+        body=("self.model = self.model_cls(",),
+    ),
+    Reliance(
+        f"{_DFLASH}.__init__",
+        files="drafters/domino.py",
+        why="a Domino drafter sets both after it",
+        body=("self.num_query_per_req = 1 + ", "self.sample_from_anchor = False"),
+    ),
+    Reliance(
+        "vllm.transformers_utils.configs.speculators.algos:update_dflash",
+        files="drafter_models.py",
+        why="a Domino drafter is read as a DFlash one",
+        body=('config_dict.get("sample_from_anchor", False)',),
+    ),
+    Reliance(
         f"{_MODELS}.qwen3_dflash2:DFlash2Qwen3ForCausalLM",
         files="drafters/candidate_heads.py",
         names=("compute_candidates"),

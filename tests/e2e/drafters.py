@@ -116,6 +116,40 @@ MARKOV = ("dspark", "dspark-anchor", "specforge-dspark")
 MUSE = "muse-glimmer"  # the same drafter with other names
 # In the speculators library's format, with three quarters of the vocabulary.
 REDUCED = ("speculators-dflash", "speculators-dspark")
+# With a prediction at the anchor's query, and in the speculators library's two layouts, the second
+# with three quarters of the vocabulary. vLLM has no such head, and no chain to compare with.
+DOMINO = ("domino", "domino-shifted", "speculators-domino", "speculators-domino-reduced")
+
+
+def _make_domino(kind: str, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
+    """Weights of a recurrent head; adds its settings to the config."""
+    state, shifted = 24, kind != "domino"
+    settings = {"gru_hidden_dim": state, "pure_draft_prefix_len": int(shifted)}
+    size, prefix, weights = _VOCAB, "", {}
+    if kind == "speculators-domino-reduced":
+        prefix = "logits_correction."
+        weights = _make_reduced("domino", config, noise)
+        size = len(weights["lm_head.weight"])
+        config |= settings | {"logits_correction_emb_dim": _RANK, "sample_from_anchor": True}
+    elif kind == "speculators-domino":
+        prefix = "domino_head."
+        _make_reduced("dflash", config, noise)
+        del config["draft_vocab_size"]
+        config |= settings | {"projector_type": "domino", "emb_dim": _RANK, "shift_label": True}
+    else:
+        config["dflash_config"] |= settings | {
+            "projector_type": "domino",
+            "emb_dim": _RANK,
+            "shift_label": shifted,
+        }
+    if shifted:
+        config["block_size"] -= 1  # as many predictions as the others have
+    return weights | {
+        f"{prefix}prefix_gru.weight_ih_l0": noise(3 * state, _HIDDEN, std=1.0),
+        f"{prefix}prefix_gru.weight_hh_l0": noise(3 * state, state, std=0.3),
+        f"{prefix}embed_proj.0.weight": noise(_RANK, _HIDDEN + state, std=0.1),
+        f"{prefix}embed_proj.2.weight": noise(size, _RANK, std=0.5),
+    }
 
 
 def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
@@ -250,6 +284,8 @@ def make_drafter(kind: str, folder: Path) -> str:
         made = _make_dspark(kind == "dspark-anchor", config, noise)
     elif kind in XPRESS:
         made = _make_xpress(config, noise)
+    elif kind in DOMINO:
+        made = _make_domino(kind, config, noise)
     elif kind in REDUCED:
         made = _make_reduced(kind.removeprefix("speculators-"), config, noise)
     else:

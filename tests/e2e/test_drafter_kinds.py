@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.costs import write_costs
 from benchmarks.replay.costs import CostSource
@@ -15,6 +16,7 @@ from tests.e2e.compare import Comparison
 from tests.e2e.drafters import (
     CANDIDATES,
     CAUSAL,
+    DOMINO,
     HEADS,
     MARKOV,
     MUSE,
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.e2e
 PLAIN = Engine(max_num_seqs=3, eager=True)
 PROBE = "tests.e2e.drafters:drafted"
 COSTS = CostSource("some", StepCostTable.linear(10.0, 0.4, max_rows=128), None)
+SLOW = pytest.mark.slow
 KINDS = [
     *HEADS,
     *MARKOV[:2],
@@ -69,7 +72,11 @@ def greedy() -> Batch:
 # vLLM accepts two spellings of "causal"; the chains show that both took effect.
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=pytest.mark.slow) if k == "dflash_config.causal" else k for k in KINDS],
+    [
+        *(pytest.param(k, marks=SLOW) if k == "dflash_config.causal" else k for k in KINDS),
+        DOMINO[0],
+        *(pytest.param(k, marks=SLOW) for k in DOMINO[1:]),
+    ],
 )
 def test_tokens_equal_plain_decoding(
     kind: str, runner: Runner, compare: Comparison, folder: Path
@@ -86,7 +93,8 @@ def test_tokens_equal_plain_decoding(
     paths = runs[1].result()["batches"][0]["paths"]
     assert any(path != list(range(len(path))) for path in paths), "a path that leaves the chain"
     # The tiny backbone was not trained to predict from the anchor.
-    assert kind in MARKOV[1:] or max(map(len, paths)) > 2, "accepted beyond the first node"
+    from_anchor = kind in MARKOV[1:] or kind in DOMINO[1:]
+    assert from_anchor or max(map(len, paths)) > 2, "accepted beyond the first node"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,8 +140,43 @@ def test_a_trained_head_gains_more_with_a_tree_than_with_a_chain(
     assert mine["batches"][0]["forwards"] < theirs["batches"][0]["forwards"]
 
 
+@SLOW
+def test_a_width_1_tree_is_a_domino_drafters_greedy_chain(runner: Runner) -> None:
+    """Against the training library's rule in plain torch, on the trained drafter's own weights."""
+    import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
+
+    from checkpoints import load_target  # isort: skip
+    from drafter import load_drafter  # isort: skip
+
+    folder, batch = ROOT / "benchmarks" / "tiny", Batch("Domino's chain")
+    prompt = cases.long_prompt("code", 24)
+    batch.add("code", prompt, temperature=0, max_tokens=40, ignore_eos=True)
+    engine = PLAIN.with_bastion(GAMMA, GAMMA, model=str(folder / "domino"), top_k=1)
+    result = runner.run(engine, [batch], probe=PROBE)["batches"][0]
+    (request,) = result["requests"].values()
+    tokens = torch.tensor(request["token_ids"])
+    ids = torch.cat([torch.tensor(request["prompt_token_ids"]), tokens])
+    target, drafter = load_target(folder / "target"), load_drafter(folder / "domino")
+    start = len(ids) - len(tokens)
+    anchors = torch.arange(start, len(ids))[None]
+    with torch.inference_mode():
+        _, features = target(ids[None], features=target.feature_layers)
+        states = drafter(target, features, ids[anchors], anchors)  # [1, A, D, H]
+        block = ids[anchors][..., None]
+        for depth in range(GAMMA):  # over the whole vocabulary
+            logits = drafter.logits(target, states[:, :, : depth + 1], block)
+            block = torch.cat([block, logits[:, :, -1:].argmax(-1)], dim=-1)
+    chains, at, expected = block[0, :, 1:].tolist(), 0, []
+    while at < len(tokens):
+        expected.append(chains[at])
+        hits = [a == b for a, b in zip(chains[at], tokens[at + 1 :].tolist(), strict=False)]
+        at += 1 + (hits.index(False) if False in hits else len(hits))
+    probed = [draft for draft in result["probed"] if draft]
+    assert len(expected) > 5 and probed[: len(expected) - 1] == expected[:-1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*HEADS, *MARKOV[:1], *XPRESS, REDUCED[0]])
+@pytest.mark.parametrize("kind", [*HEADS, *MARKOV[:1], *XPRESS, REDUCED[0], DOMINO[0]])
 def test_a_head_in_a_compiled_engine(
     kind: str, runner: Runner, compare: Comparison, folder: Path
 ) -> None:

@@ -21,6 +21,7 @@ from cross_compile import compile_instead, usage
 
 from bastion_kernels import (
     accept_path,
+    advance_states,
     ancestor_bits,
     ancestor_tokens,
     bind_slots,
@@ -29,6 +30,7 @@ from bastion_kernels import (
     context_rows,
     expand_best_first,
     expand_transitions,
+    extend_frontier,
     gated_delta_commit,
     gated_delta_tree,
     mask_bad_words,
@@ -80,6 +82,10 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     expand_best_first.triton(tokens.view(shape), logprobs.view(shape), slots, *trees)
     scores = torch.zeros(*shape, width)
     expand_transitions.triton(tokens.view(shape), scores, width, slots, *trees)
+    expand_transitions.triton(
+        tokens.view(shape), scores, width, slots, *trees, scores.to(torch.int32)
+    )
+    launch_frontier(reqs, dtype)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
     choose_budget.triton(log_rho, slots, counts, cost, base, counts, promised=cost)
     choose_budget.triton(log_rho, slots, counts, cost, 1, counts)
@@ -96,6 +102,28 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     bind_tails.triton(slots, None, slots, counts)
     few = counts[:reqs]
     context_rows.triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
+
+
+def launch_frontier(reqs: int, dtype: torch.dtype) -> None:
+    """A round over a head with a state, in the sizes of a published drafter for Qwen3-8B."""
+    kept, candidates, rank, state = 16, 32, 256, 1024
+    for prefixes, top_k, corrected in ((1, 16, True), (kept, 16, True), (kept, 32, False)):
+        gates = torch.zeros(reqs, prefixes, 3 * state + rank, dtype=dtype)
+        inputs = torch.zeros(reqs, kept, 3 * state, dtype=dtype)
+        states = torch.zeros(reqs, prefixes, state, dtype=dtype)
+        parents = torch.zeros(reqs, kept, dtype=torch.int32)
+        out = torch.zeros(reqs, kept, state, dtype=dtype)
+        advance_states.triton(inputs, gates, states, parents, out)
+        base = torch.zeros(reqs, 15, candidates)[:, 1]
+        position = torch.zeros(reqs, 15, rank, dtype=dtype)[:, 1]
+        weight = torch.zeros(reqs, 15, candidates, rank, dtype=dtype)[:, 1]
+        costs, out_costs = torch.zeros(reqs, prefixes), torch.zeros(reqs, kept)
+        logprobs = torch.zeros(reqs, 15, kept, candidates)[:, 1, :prefixes]
+        rows = torch.zeros(reqs, 15, kept, candidates, dtype=torch.int32)[:, 1, :prefixes]
+        extend_frontier.triton(
+            base, position, gates[..., 3 * state :], weight, costs, top_k, corrected, logprobs,
+            rows, parents, parents, out_costs,
+        )  # fmt: skip
 
 
 def launch_recurrent(dtype: torch.dtype) -> None:

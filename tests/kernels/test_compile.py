@@ -39,6 +39,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
     kernels = compiled(capability)
     assert {name for name, *_ in kernels} == {
         "_accept_kernel",
+        "_advance_kernel",
         "_ancestors_kernel",
         "_bad_words_kernel",
         "_bind_kernel",
@@ -48,6 +49,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
         "_conv_kernel",
         "_expand_kernel",
         "_expand_transitions_kernel",
+        "_extend_kernel",
         "_context_rows_kernel",
         "_maxima_kernel",
         "_merge_kernel",

@@ -172,7 +172,9 @@ def test_a_head_that_knows_the_last_token_alone_gives_the_transition_lattice() -
 
 
 @pytest.mark.parametrize("run", versions(expand_transitions.triton, expand_transitions.cpu))
-@pytest.mark.parametrize("size", [(2, 6, 5, 7, 5, 60), (3, 15, 8, 20, 6, 48), (2, 4, 250, 3, 3, 40)])
+@pytest.mark.parametrize(
+    "size", [(2, 6, 5, 7, 5, 60), (3, 15, 8, 20, 6, 48), (2, 4, 250, 3, 3, 40)]
+)
 def test_expansion_over_rows_equals_the_reference(run, size, device: torch.device) -> None:
     """R, D, P, M, top-K, N; rows are random, and a third of the children have none."""
     reqs, depth, width, candidates, top_k, limit = size

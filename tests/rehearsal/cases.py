@@ -87,6 +87,7 @@ CASES = (
     Case("lagged", "adaptive, lagged", _bastion(31, "adaptive", budget_timing="lagged")),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
+    Case("domino", "Domino, N = 16", _bastion(16, 16, model=TINY / "domino")),
     Case("plain-hybrid", "hybrid target, plain", **_HYBRID),
     Case("hybrid", "hybrid pair, N = 16", _bastion(16, 16), **_HYBRID),
 )

@@ -42,6 +42,21 @@ ASSIGNED: tuple[Change, ...] = (
         when="every process in which one of our variables is set",
     ),
     Change(
+        target="vllm.model_executor.models:ModelRegistry.models",
+        why="vLLM has no Domino drafters",
+        what="`drafter_models` registers the model under names that vLLM does not have",
+        upstream="vLLM has them",
+        when='every process of an engine with method "bastion"',
+        on_instance=True,
+    ),
+    Change(
+        target="vllm.transformers_utils.configs.speculators.algos:SUPPORTED_SPECULATORS_TYPES",
+        why="vLLM cannot read a Domino drafter in the speculators library's later format",
+        what="`drafter_models` adds the format, read as a DFlash drafter's",
+        upstream="vLLM has it",
+        when='every process of an engine with method "bastion"',
+    ),
+    Change(
         target="vllm.v1.worker.gpu_worker:HAS_TRITON",
         why="the worker refuses Model Runner V2 without Triton, after it was chosen",
         what="`hooks.engine_args.use_v2_model_runner` sets it to True",

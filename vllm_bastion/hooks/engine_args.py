@@ -59,6 +59,7 @@ def create_speculative_config(
     from vllm_bastion import hooks, validation
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
     from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
+    from vllm_bastion.drafter_models import teach_drafters
 
     hooks.require_all()
     keys = _merged(self)
@@ -66,6 +67,7 @@ def create_speculative_config(
     validation.check_host()
     validation.check_arguments(self)
     validation.check_target(target_model_config)
+    teach_drafters()
     drafter = _drafter_config(keys, target_model_config)
     validation.check_drafter(drafter, keys["model"], target_model_config)
     kind, gamma = kind_of(architectures_of(drafter)), gamma_of(drafter)
@@ -84,7 +86,7 @@ def create_speculative_config(
 def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
     from vllm.transformers_utils.config import get_config
 
-    from vllm_bastion.drafter_kinds import restore_block_size
+    from vllm_bastion.drafter_kinds import restore_settings
     from vllm_bastion.validation import BastionConfigError
 
     try:
@@ -94,7 +96,7 @@ def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
             revision=keys.get("revision"),
             code_revision=keys.get("code_revision"),
         )
-        restore_block_size(config, keys["model"], keys.get("revision"))
+        restore_settings(config, keys["model"], keys.get("revision"))
         return config
     except Exception as error:
         _refuse_by_file(keys)

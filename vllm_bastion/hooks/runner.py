@@ -18,6 +18,7 @@ from typing import Any
 from vllm_bastion.carriers import StepPlan
 from vllm_bastion.config import bastion_config, is_lagged
 from vllm_bastion.drafter_kinds import KINDS, kind_of
+from vllm_bastion.drafter_models import teach_drafters
 from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
 from vllm_bastion.platform import current_host
 from vllm_bastion.versions import capabilities
@@ -210,6 +211,7 @@ def init_speculator(
         return original(vllm_config, device, req_states)
     kind = kind_of(spec_config.draft_model_config.architectures)
     assert kind is not None  # checked by the validation
+    teach_drafters()
     speculator = resolve_name(kind.speculator)
     return speculator(make_runtime(vllm_config, device), vllm_config, device, req_states)
 

@@ -203,10 +203,24 @@ class Trees:
                 previous depth, the root being row 0 at the first depth; the softmax of a row is the
                 distribution that the parent's next token is drawn from.
         """
-        rows = slice(0, len(candidates))
-        slots, logprobs = self.row_slots[rows], scores.float().log_softmax(-1)
-        tokens = candidates.to(torch.int32)
-        expand_transitions(tokens, logprobs, self.top_k, slots, *self._nodes(rows))
+        self.grow_lattice(candidates.to(torch.int32), scores.float().log_softmax(-1))
+
+    def grow_lattice(
+        self, tokens: torch.Tensor, logprobs: torch.Tensor, own_rows: torch.Tensor | None = None
+    ) -> None:
+        """Build the trees of a batch from a lattice's log-probabilities, in the drafter's graph.
+
+        Args:
+            tokens: [R, D, M] int32 candidates of each depth.
+            logprobs: [R, D, P, M] fp32 of each candidate in row p of its depth.
+            own_rows: [R, D, P, M] int32 row of each candidate's children; None: its own number.
+        """
+        rows = slice(0, len(tokens))
+        slots = self.row_slots[rows]
+        out, parents, depths, log_rho, size = self._nodes(rows)
+        expand_transitions(
+            tokens, logprobs, self.top_k, slots, out, parents, depths, log_rho, size, own_rows
+        )
         self._mask_and_choose(slots)
 
     def _nodes(self, rows: slice) -> tuple[torch.Tensor, ...]:

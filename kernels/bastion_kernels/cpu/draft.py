@@ -151,7 +151,7 @@ _NO_ROWS = np.empty((0, 0, 0, 0), np.int32)
 
 @njit
 def _keep(logprobs, above, top_k, rows, parents, children, out_costs):
-    """Keep the best prefixes of one request: logprobs and rows [P, M], above [P], the others [B]."""
+    """Of one request, keep the best: logprobs and rows [P, M], above [P], the others [B]."""
     prefixes, candidates, most = logprobs.shape[0], logprobs.shape[1], parents.shape[0]
     infinite = np.float32(np.inf)
     costs = np.full((prefixes, candidates), infinite, np.float32)
@@ -209,8 +209,8 @@ def expand_best_first(op: ExpandBestFirst) -> None:
     """Algorithm 1 with a heap."""
     _expand(
         op.topk_tokens.numpy(), op.topk_logprobs.numpy()[:, :, None], _NO_ROWS,
-        op.topk_tokens.shape[2], True, op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(), op.depths.numpy(),
-        op.log_rho.numpy(), op.num_nodes.numpy(),
+        op.topk_tokens.shape[2], True, op.slots.numpy(), op.out_tokens.numpy(),
+        op.parents.numpy(), op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(),
     )  # fmt: skip
 
 

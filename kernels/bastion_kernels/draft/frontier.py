@@ -326,7 +326,7 @@ class ExtendFrontier(Op):
     def reference(self) -> None:
         """Stable sorts."""
         self.score()
-        reqs, prefixes, candidates = self.logprobs.shape
+        reqs, _, candidates = self.logprobs.shape
         own = (-self.logprobs).clamp(min=0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
         places = own.sort(dim=-1, stable=True).indices.argsort(dim=-1)
         costs = self.costs[..., None] + own.masked_fill(places >= self.top_k, torch.inf)

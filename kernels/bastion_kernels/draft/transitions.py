@@ -13,7 +13,7 @@ best candidate of a row is two minima over its M columns. An entry of the
 frontier holds a candidate and its rank among its siblings, a node its own candidate and the row of
 its children. That row is the candidate's own, or the one that `rows` names: a head with a state
 (`frontier`) has a row for each prefix that it kept. The independent lattice, one row for all
-parents, stays with `best_first`: its rows are sorted, so that the next child is a load and no search.
+parents, stays with `best_first`: its rows are sorted, so the next child is a load and no search.
 """
 
 from __future__ import annotations
@@ -223,7 +223,10 @@ class ExpandTransitions(GrowsTrees):
             levels = [
                 [_ranked(*pair, tokens, self.top_k) for pair in zip(scores, rows, strict=True)]
                 for scores, rows, tokens in zip(
-                    self.logprobs[r].tolist(), own.tolist(), self.candidates[r].tolist(), strict=True
+                    self.logprobs[r].tolist(),
+                    own.tolist(),
+                    self.candidates[r].tolist(),
+                    strict=True,
                 )
             ]
             levels.append([[]] * max(self.logprobs.shape[2:]))

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and formats of drafters that vLLM does not have, registered with it from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from vllm_bastion.drafter_kinds import KINDS
+
+__all__ = ["teach_drafters"]
+
+
+def teach_drafters() -> None:
+    """Register with vLLM the models that it does not have, and their format.
+
+    Called where an engine is configured and in its workers, before a drafter's checkpoint is read.
+    """
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES
+
+    for kind in KINDS:
+        for architecture in kind.models:
+            if architecture not in ModelRegistry.models:
+                ModelRegistry.register_model(architecture, kind.model)
+    # The later layout of a Domino checkpoint; `restore_settings` adds the head's settings.
+    read_dflash = SUPPORTED_SPECULATORS_TYPES["dflash"]
+    SUPPORTED_SPECULATORS_TYPES.setdefault("domino", partial(_read_domino, read_dflash))
+
+
+def _read_domino(
+    read_dflash: Callable[..., None],
+    config_dict: dict[str, Any],
+    pre_trained_config: dict[str, Any],
+) -> None:
+    """A DFlash checkpoint; its `sample_from_anchor` is Domino's, which vLLM's DFlash refuses."""
+    read_dflash(config_dict | {"sample_from_anchor": False}, pre_trained_config)
