@@ -29,7 +29,7 @@ from checkpoints import load_target  # isort: skip
 from drafter import BLOCK_SIZE, load_drafter  # isort: skip
 from rollouts import continue_batch  # isort: skip
 
-NODES, WIDTHS = (16, 32, 63, 255), (4, 8, 16, 32, 64, 128)
+NODES, WIDTHS = (16, 32, 63), (4, 8, 16, 32, 64)
 NEW_TOKENS, GAMMA = 64, BLOCK_SIZE - 1
 CANDIDATES, TOP_K = 32, 16
 
@@ -162,7 +162,7 @@ def markdown(counts: dict, promised: dict, beyond: dict, prompts: int) -> str:
         f"beyond the 32 best uncorrected ones of their position and {beyond[255]} beyond the 255 "
         "best, which a chain corrects.",
         "",
-        "`python -m benchmarks.frontier`",
+        f"`python -m benchmarks.frontier --prompts {prompts // len(DOMAINS)}`",
         "",
     ]
     return "\n".join(lines)
