@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
 from bastion_kernels import expand_transitions
 
 from drafter import Drafter, load_drafter, save_drafter  # isort: skip
 from evaluate import WIDTH, Lattice, best_first_tree, draft  # isort: skip
-from heads import CANDIDATES, Markov, Selector  # isort: skip
+from heads import CANDIDATES, Domino, Markov, Selector  # isort: skip
 from model import Dims, Target  # isort: skip
 
 DIMS = Dims(
@@ -72,3 +73,20 @@ def test_offline_trees_equal_the_ops_trees(head: type[Selector | Markov]) -> Non
         mine = best_first_tree(part.block(row), nodes)
         assert [node[:3] for node in mine] == list(grown)
         assert [node[3] for node in mine] == pytest.approx(log_rho[row].exp().tolist(), rel=1e-4)
+
+
+def test_a_domino_checkpoint_has_specforges_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    drafter, target = make_drafter(None), Target(DIMS)
+    drafter.domino = Domino(DIMS, rank=8, state=12)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.copy_(weight.bfloat16())
+    save_drafter(drafter, tmp_path, target, eos_id=0)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    head = {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0"}
+    assert names >= head | {"embed_proj.0.weight", "embed_proj.2.weight"}
+    again, states = load_drafter(tmp_path), torch.randn(2, 5, DIMS.hidden_size)
+    tokens = IDS[:10].view(2, 5)
+    one, other = (d.logits(target, states, tokens) for d in (drafter, again))
+    assert torch.equal(one, other) and not torch.equal(one, target.logits(states))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from checkpoints import AnyTarget, load_target
 from drafter import BLOCK_SIZE, Drafter, load_drafter
-from heads import CANDIDATES
+from heads import CANDIDATES, Domino
 from rollouts import continue_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -158,6 +158,8 @@ def draft(target: AnyTarget, drafter: Drafter, ids: Tensor, start: int) -> Latti
         logprobs, tokens = log_q.topk(WIDTH, dim=-1)
         rows = logprobs[:, :, None]
         return Lattice(tokens, torch.arange(WIDTH).expand_as(rows), rows)
+    if isinstance(drafter.head, Domino):
+        raise SystemExit("its scores depend on whole paths: use python -m benchmarks.frontier")
     values, tokens = log_q.topk(CANDIDATES, dim=-1)
     above = torch.cat([ids[anchors[0], None, None].expand_as(tokens[:, :1]), tokens[:, :-1]], 1)
     bias = drafter.head.bias(above, states[:, :, None])  # [A, D, P, V]

@@ -106,6 +106,9 @@ class AdvanceStates(Op):
         self.expect("states", (reqs, old, size), self.inputs.dtype)
         self.expect("parents", (reqs, width), torch.int32)
         self.expect("out_states", (reqs, width, size), self.inputs.dtype)
+        for name in ("inputs", "gates", "states", "parents", "out_states"):
+            if not getattr(self, name).is_contiguous():
+                raise ValueError(f"{self.name}: {name} must be contiguous")
         if columns < 3 * size:
             raise ValueError(f"{self.name}: gates must have 3G = {3 * size} columns, got {columns}")
 
@@ -297,6 +300,9 @@ class ExtendFrontier(Op):
         self.expect("latent", (reqs, prefixes, width), self.position.dtype)
         self.expect("weight", (reqs, candidates, width), self.position.dtype)
         self.expect("costs", (reqs, prefixes), torch.float32)
+        for name in ("costs", "parents", "children", "out_costs"):
+            if not getattr(self, name).is_contiguous():
+                raise ValueError(f"{self.name}: {name} must be contiguous")
         self.expect("logprobs", (reqs, prefixes, candidates), torch.float32)
         self.expect("rows", (reqs, prefixes, candidates), torch.int32)
         self.expect("parents", (reqs, kept), torch.int32)
