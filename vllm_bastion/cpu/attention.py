@@ -111,6 +111,9 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def split(self, common: CommonAttentionMetadata, trees: Trees) -> Iterator[Part]:
         """Separate requests with draft rows from those without."""
+        if not trees.step_drafts.any():
+            yield Part(slice(0, common.num_actual_tokens), super().build(0, common))
+            return
         starts, drafted = common.query_start_loc, trees.step_drafts > 0
         bounds = [0, *(np.flatnonzero(np.diff(drafted)) + 1).tolist(), common.num_reqs]
         for first, last in pairwise(bounds):
