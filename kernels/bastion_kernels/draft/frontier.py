@@ -12,11 +12,11 @@ With B at least the nodes of the tree nothing is lost: the N best prefixes of al
 a depth, and each of these is among the N best of its depth. With a smaller B a prefix may be a leaf
 of the tree although its children deserve a place.
 
-A round of `recurrent_lattice` is five launches, whatever B, M and the batch are: the embeddings of
+A round of `recurrent_lattice` is eight launches, whatever B, M and the batch are: the embeddings of
 the frontier's tokens, their product with the GRU's input weights, the GRU's gates
 (`advance_states`), the products of the new states with the GRU's state weights and the first
-projection's, and scores and choice (`extend_frontier`). The last projection is read at the M
-candidates alone. The products are PyTorch's.
+projection's, scores and choice (`extend_frontier`), and three to look up the chosen tokens. The
+last projection is read at the M candidates alone. The products are PyTorch's.
 
 Shapes: P prefixes of a depth (1 at the root, then B), M candidates, E the projection's width, G the
 state's, H the hidden size, V the drafter's vocabulary.
