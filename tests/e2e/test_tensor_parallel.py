@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.drafters import REDUCED, make_drafter
+from tests.e2e.drafters import DOMINO, REDUCED, make_drafter
 from tests.e2e.engines import DRAFTER, ON_GPU, Batch, Engine, Runner
 
 pytestmark = [
@@ -33,8 +33,9 @@ def generate(runner: Runner, engine: Engine, batch: Batch, **spec_keys: Any) -> 
         (True, None),
         pytest.param(False, None, marks=pytest.mark.slow),
         pytest.param(True, REDUCED[0], marks=pytest.mark.slow),
+        pytest.param(True, DOMINO[0], marks=pytest.mark.slow),
     ],
-    ids=["eager", "compiled", "reduced vocabulary"],
+    ids=["eager", "compiled", "reduced vocabulary", "a head with a state"],
 )
 def test_two_workers_give_the_tokens_and_trees_of_one(
     runner: Runner, tmp_path: Path, eager: bool, kind: str | None
@@ -53,7 +54,7 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
     expected, tree = (run.result()["batches"][0] for run in alone)
     tokens = [expected["requests"][request["id"]]["token_ids"] for request in batch.requests]
     assert two["token_ids"] == tokens
-    # Each worker has half of the drafter's logits and grows the tree that one worker would grow.
+    # Each worker has half of the drafter's head and grows the tree that one worker would grow.
     counts = {name: two["metrics"][f"vllm:{name}"] for name in COUNTERS}
     assert counts == {name: tree["metrics"][name] for name in COUNTERS}
     assert counts["spec_decode_num_accepted_tokens"] > counts["spec_decode_num_drafts"] > 0
