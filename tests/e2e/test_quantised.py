@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets with quantised weights, against plain decoding with the same weights.
+
+Formats that quantise a layer's inputs (W8A8, fp8) round every activation to a step of its row's
+scale. A difference in the last bits of fp32, as between two ways to sum attention, moves some of
+them by a whole step. So here two correct engines differ by more than 1e-4, with or without trees:
+`test_quantised_inputs_magnify_rounding`. The other formats need bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.compare import NEAR_TIE, NEAR_TIE_BF16, Comparison
+from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.quantised import FORMATS, make_quantised
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="formats of vLLM's CPU kernels")]
+
+_TOKENS = 48
+_FP32 = ("w8a8", "fp8-per-channel")  # vLLM takes fp32 inputs
+QUICK = "w8a8"
+# Near-ties in fp32 with quantised inputs: twice what two modes of plain decoding differ by.
+_QUANTISED_INPUTS = 0.2
+
+
+def requests(**more: Any) -> Batch:
+    """Six greedy requests and six at T=1, of which four run at a time."""
+    batch = Batch("quantised weights")
+    for i, (name, text) in enumerate(cases.some(4)):
+        sampling = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0}
+        batch.add(name, text, max_tokens=_TOKENS, ignore_eos=True, **sampling, **more)
+    return batch
+
+
+def engine_of(name: str, folder: Path) -> Engine:
+    """Plain decoding in the format `name`, in fp32 where vLLM takes it."""
+    dtype = "float32" if name in _FP32 else "bfloat16"
+    extra = (("dtype", dtype), ("model", make_quantised(name, folder)))
+    return Engine(eager=True, num_blocks=160, extra=extra)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS],
+)
+def test_tokens_equal_plain_decoding(
+    name: str, runner: Runner, compare: Comparison, tmp_path: Path
+) -> None:
+    plain, batches = engine_of(name, tmp_path / "target"), [requests()]
+    runs = [runner.submit(engine, batches) for engine in (plain, plain.with_bastion(24, 24))]
+    expected, made = (run.result() for run in runs)
+    bound = NEAR_TIE_BF16 if dict(plain.extra)["dtype"] == "bfloat16" else _QUANTISED_INPUTS
+    compare.same(f"{name} weights", batches, expected, made, plain, near_tie=bound)
+    asked = [run["batches"][0]["requests"] for run in (expected, made)]
+    equal = sum(asked[0][key]["token_ids"] == asked[1][key]["token_ids"] for key in asked[0])
+    assert equal >= len(asked[0]) * 2 // 3
+    assert made["batches"][0]["forwards"] < expected["batches"][0]["forwards"]
+
+
+def disagreement(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of a token's log-probability, up to where two texts differ."""
+    found = [0.0]
+    for left, right in zip(
+        *(run["batches"][0]["requests"].values() for run in (one, other)), strict=True
+    ):
+        for at, (token, same) in enumerate(zip(left["token_ids"], right["token_ids"])):
+            if token != same:
+                break
+            values = (result["logprobs"][at][str(token)] for result in (left, right))
+            found.append(abs(next(values) - next(values)))
+    return max(found)
+
+
+@pytest.mark.slow
+def test_quantised_inputs_magnify_rounding(runner: Runner, tmp_path: Path) -> None:
+    """Plain decoding, compiled or not: fp32 alone leaves less than a near-tie."""
+    batches, found = [requests(logprobs=0)], []
+    quantised = engine_of("w8a8", tmp_path / "target")
+    for plain in (replace(quantised, extra=(("dtype", "float32"),)), quantised):
+        runs = [runner.submit(e, batches) for e in (plain, replace(plain, eager=False))]
+        found.append(disagreement(*(run.result() for run in runs)))
+    print(f"log-probabilities differ by up to {found[0]:.1e} without, {found[1]:.1e} with")
+    assert found[0] < NEAR_TIE < 10 * NEAR_TIE < found[1] < _QUANTISED_INPUTS
