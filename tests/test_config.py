@@ -272,8 +272,7 @@ def test_exactly_as_many_nodes_as_a_batch_holds_pass(pair: tuple[str, str]) -> N
 
 
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "lora": ({"enable_lora": True}, ("enable_lora", "remove")),
-    "pipeline": ({"pipeline_parallel_size": 2}, ("pipeline_parallel_size", "set it to 1")),
+    "pipeline": ({"pipeline_parallel_size": 2}, ("only the last stage", "set it to 1")),
     "dcp": (
         {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
         ("decode_context_parallel_size", "set it to 1"),
@@ -284,7 +283,6 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "sharded": ({"enable_batch_sharded_sampling": True}, ("batch_sharded_sampling", "remove")),
     "watermark": ({"watermark_config": {}}, ("watermark_config", "remove")),
     "experts": ({"enable_return_routed_experts": True}, ("routed_experts", "remove")),
-    "offload": ({"kv_offloading_size": 1.0}, ("KV connector", "kv_offloading_size")),
     "nvfp4 cache": ({"kv_cache_dtype": "nvfp4"}, ("kv_cache_dtype", 'use "auto" or "fp8"')),
     "sampling mask": ({"return_sampling_mask": True}, ("return_sampling_mask", "remove")),
 }
@@ -296,6 +294,16 @@ def test_an_engine_option_in_the_way_is_refused(case: str, pair: tuple[str, str]
     with pytest.raises(BastionConfigError) as caught:
         engine_config(pair, arguments)
     is_one_sentence(str(caught.value), *parts)
+
+
+def test_adapters_need_sizes_that_the_host_knows(pair: tuple[str, str]) -> None:
+    arguments = {"enable_lora": True, "max_lora_rank": 8}
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config(pair, arguments, bastion_budget_timing="lagged")
+    is_one_sentence(str(caught.value), "bastion_budget_timing", 'set it to "auto"')
+    engine = engine_config(pair, arguments)
+    assert engine.speculative_config.bastion_budget_timing == "exact"
+    assert engine_config(pair).speculative_config.bastion_budget_timing == "auto"
 
 
 def test_the_v1_runner_is_refused(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,13 +322,24 @@ def test_batch_invariance_is_refused(
     is_one_sentence(str(caught.value), "VLLM_BATCH_INVARIANT=1", "unset it")
 
 
-def test_a_kv_connector_is_refused(pair: tuple[str, str]) -> None:
+def test_a_connector_that_saves_layer_by_layer_is_refused(pair: tuple[str, str]) -> None:
     from vllm.config import KVTransferConfig
 
     connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     with pytest.raises(BastionConfigError) as caught:
         engine_config(pair, {"kv_transfer_config": connector})
-    is_one_sentence(str(caught.value), "kv_transfer_config", "remove")
+    is_one_sentence(str(caught.value), "ExampleConnector", "kv_transfer_config", "or remove it")
+
+
+@pytest.mark.parametrize("name", ["NixlConnector", "OffloadingConnector"])
+def test_a_connector_that_saves_at_the_end_of_a_step_passes(
+    name: str, pair: tuple[str, str]
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+    engine = engine_config(pair, {"kv_transfer_config": connector})
+    assert engine.kv_transfer_config.kv_connector == name
 
 
 def _target(**changes: Any) -> Any:

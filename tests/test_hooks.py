@@ -332,7 +332,7 @@ def test_a_step_with_drafts_must_say_what_it_verified() -> None:
 
 @pytest.mark.parametrize("plan", [False, True])
 def test_a_step_with_a_grammar_must_say_which_nodes_it_verifies(plan: bool) -> None:
-    runner = SimpleNamespace(vllm_config=_engine_with(_settings()))
+    runner = SimpleNamespace(vllm_config=_engine_with(_settings()), adaptive_verification=object())
     runner.vllm_config.speculative_config.worker_runtime = Runtime(SimpleNamespace())
     output, ran = _scheduled(a=5), []
     output.has_structured_output_requests = True

@@ -135,6 +135,9 @@ class Host:
     def prepare_drafter(self, model: Any, drafter_weights: str) -> None:
         """Adapt a drafter whose weights have just been loaded."""
 
+    def weights_changed(self, target: Any, drafter: Any) -> None:
+        """Renew the host's own copies of weights that have been updated in place."""
+
     # ---- a step -------------------------------------------------------------------------
 
     def sample(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -25,6 +25,7 @@ from vllm_bastion.config import (
     standard_keys,
     user_keys,
 )
+from vllm_bastion.connectors import saving_too_early
 from vllm_bastion.drafter_kinds import KINDS, architectures_of, kind_of
 from vllm_bastion.other_drafters import other_family
 from vllm_bastion.platform import current_host
@@ -47,7 +48,6 @@ _DOES_NOT_WORK = 'does not work with method "bastion"'
 
 # Options of EngineArgs that a tree cannot serve -> the value that switches them off.
 _OPTIONS_OFF: dict[str, Any] = {
-    "enable_lora": False,  # stale row counts once a batch is trimmed
     "pipeline_parallel_size": 1,  # early stages know neither path nor budget
     "decode_context_parallel_size": 1,  # an accepted path's KV is spread over ranks
     "prefill_context_parallel_size": 1,
@@ -55,10 +55,14 @@ _OPTIONS_OFF: dict[str, Any] = {
     "enable_dbo": False,
     "ubatch_size": 0,
     "enable_batch_sharded_sampling": False,
-    "kv_transfer_config": None,  # could save rows that are not verified
     "watermark_config": None,
     "return_sampling_mask": False,  # assumes that row i of a request is its token i
     "enable_return_routed_experts": False,
+}
+# Why, where a user may ask.
+_REASONS = {
+    "pipeline_parallel_size": "only the last stage knows how many nodes a step verifies, and which "
+    "of them it accepts",
 }
 # Hybrid targets whose recurrent layers are gated delta layers.
 _GATED_DELTA = (
@@ -271,7 +275,8 @@ def check_arguments(engine_args: Any) -> None:
         value = getattr(engine_args, option)
         if value is not None and value != off:
             way_out = f"set it to {off}" if off else "remove it"
-            raise BastionConfigError(f"{option} {_DOES_NOT_WORK}: {way_out}")
+            why = f", because {_REASONS[option]}" if option in _REASONS else ""
+            raise BastionConfigError(f"{option} {_DOES_NOT_WORK}{why}: {way_out}")
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -282,11 +287,13 @@ def check_engine(vllm_config: Any) -> None:
     """
     spec_config = vllm_config.speculative_config
     assert isinstance(spec_config, BastionSpeculativeConfig)
-    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
-    if connector is not None:  # kv_offloading_size makes one as well
+    _check_connector(vllm_config)
+    if vllm_config.lora_config is not None and (
+        spec_config.bastion_budget == "adaptive" and spec_config.bastion_budget_timing == "lagged"
+    ):
         raise BastionConfigError(
-            f"the KV connector {connector} {_DOES_NOT_WORK}: remove kv_transfer_config and "
-            "kv_offloading_size"
+            '"bastion_budget_timing": "lagged" does not work with enable_lora, because the host '
+            'must know which rows belong to which adapter: set it to "auto"'
         )
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in _CACHE_DTYPES:
@@ -318,6 +325,25 @@ def check_engine(vllm_config: Any) -> None:
         spec_config.bastion_gamma,
         vllm_config.scheduler_config.max_num_batched_tokens,
     )
+
+
+def _check_connector(vllm_config: Any) -> None:
+    config = vllm_config.kv_transfer_config  # kv_offloading_size makes one as well
+    if config is None or config.kv_connector is None:
+        return
+    if vllm_config.model_config.is_hybrid:
+        raise BastionConfigError(
+            f"the KV connector {config.kv_connector} {_DOES_NOT_WORK} for a target with recurrent "
+            "layers, whose states no test has moved: remove kv_transfer_config and "
+            "kv_offloading_size"
+        )
+    early = saving_too_early(config)
+    if early is not None:
+        raise BastionConfigError(
+            f"the KV connector {early} {_DOES_NOT_WORK}, because it may save draft nodes before "
+            "they are rejected: name one in kv_transfer_config that saves at the end of a step, as "
+            "NixlConnector and OffloadingConnector do, or remove it"
+        )
 
 
 def check_token_limit(nodes: int, gamma: int, limit: int | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm import LLM
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Counter, Vector
 
 from benchmarks.harness.decoder import reported_nodes
@@ -186,9 +187,10 @@ class Session:
         Args:
             batch: `requests`, a list of {`id`, `prompt` (text or token ids), `params`} with
                 optional `arrive` (engine step at which it is added, default 0), `abort_after`
-                (tokens after which it is aborted) and `follow` ({`id`, `tokens`}: use that earlier
-                request's prompt and its first `tokens` tokens as the prompt) and `images` ([height,
-                width] of each image that token ids have a place for).
+                (tokens after which it is aborted), `follow` ({`id`, `tokens`}: use that earlier
+                request's prompt and its first `tokens` tokens as the prompt), `images` ([height,
+                width] of each image that token ids have a place for) and `lora` ([name, number,
+                folder] of an adapter).
         """
         before, forwards = self.metrics(), self.forwards
         free_before = self.free_blocks()
@@ -258,8 +260,10 @@ class Session:
             "finish_reason": None,
             "error": None,
         }
+        more = {"lora_request": LoRARequest(*request["lora"])} if "lora" in request else {}
         try:
-            self.engine.add_request(request["id"], prompt, sampling_params(request["params"]))
+            params = sampling_params(request["params"])
+            self.engine.add_request(request["id"], prompt, params, **more)
         except (ValueError, VLLMValidationError) as error:
             result["error"] = str(error)
         self._results[request["id"]] = result

@@ -149,6 +149,18 @@ OTHERS: tuple[Reliance, ...] = (
         ),
     ),
     Reliance(
+        f"{_MODELS}.qwen3_dflash:DFlashQwen3Model",
+        files="engine/weights.py",
+        methods=("_build_fused_kv_buffers(self)",),
+        names="_fused_kv_bias _fused_kv_weight _k_norm_weights",
+    ),
+    Reliance(
+        f"{_MODELS}.qwen3_dflash:DFlashQwen3ForCausalLM.load_weights",
+        files="engine/weights.py",
+        why="a drafter's layers are joined when its weights have been loaded",
+        body=("loader.load_weights(", "self.model._build_fused_kv_buffers()"),
+    ),
+    Reliance(
         "vllm._custom_ops",
         files="cpu/int8.py",
         names=(
@@ -183,7 +195,7 @@ OTHERS: tuple[Reliance, ...] = (
         files="hooks/engine_args.py",
         names=(
             "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
-            "enable_elastic_ep enable_lora enable_return_routed_experts kv_transfer_config "
+            "enable_elastic_ep enable_return_routed_experts "
             "max_num_batched_tokens pipeline_parallel_size prefill_context_parallel_size "
             "return_sampling_mask spec_method spec_model spec_tokens speculative_config "
             "ubatch_size watermark_config"
@@ -196,6 +208,34 @@ OTHERS: tuple[Reliance, ...] = (
             "non_spec_token_indx num_accepted_tokens num_actual_tokens num_prefills "
             "spec_sequence_masks spec_token_indx"
         ),
+    ),
+    Reliance(
+        "vllm.v1.worker.gpu_worker:Worker",
+        files="hooks/weights.py",
+        methods=("get_draft_model(self)",),
+        names="_weight_update_active _weight_update_is_draft model_runner vllm_config",
+    ),
+    Reliance(
+        "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin",
+        files="calibration/measure.py",
+        methods=(
+            "_set_active_loras(self, prompt_lora_mapping, token_lora_mapping, lora_requests)",
+        ),
+    ),
+    Reliance(
+        "vllm.v1.worker.gpu.kv_connector:KVConnector",
+        files="calibration/tree_steps.py",
+        methods=("set_disabled(self, disabled)",),
+    ),
+    Reliance(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
+        files="connectors.py",
+        names="finish_forward save_kv_layer wait_for_save",
+    ),
+    Reliance(
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
+        files="connectors.py",
+        methods=("get_connector_class(kv_transfer_config)",),
     ),
     Reliance(f"{_SCHEDULER}.get_grammar_bitmask", files="hooks/grammar.py", whole_body=True),
     Reliance(f"{_SCHEDULER}.update_draft_token_ids", files="hooks/grammar.py", whole_body=True),

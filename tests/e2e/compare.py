@@ -159,8 +159,8 @@ class Comparison:
         engine, spec_keys = self._asked
         engine = replace(engine, max_num_seqs=1, extra=(*engine.extra, ("max_logprobs", -1)))
         batch = Batch("gap")
-        images = {"images": request["images"]} if "images" in request else {}
-        batch.add("gap", prefix, temperature=0, max_tokens=1, logprobs=-1, **images)
+        own = {key: request[key] for key in ("images", "lora") if key in request}
+        batch.add("gap", prefix, temperature=0, max_tokens=1, logprobs=-1, **own)
         result = self._runner.run(engine, [batch], **spec_keys)["batches"][0]["requests"]["gap"]
         values = result["logprobs"][0]
         logits = torch.tensor([[values[str(token)] for token in range(len(values))]])

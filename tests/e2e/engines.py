@@ -143,10 +143,10 @@ class Batch:
     def add(self, name: str, prompt: str | list[int], **params: Any) -> None:
         """Append a request.
 
-        `arrive`, `abort_after`, `follow` and `images` are explained in `Session.run`.
+        `arrive`, `abort_after`, `follow`, `images` and `lora` are explained in `Session.run`.
         """
         request: dict[str, Any] = {"id": name, "prompt": prompt}
-        for key in ("arrive", "abort_after", "follow", "images"):
+        for key in ("arrive", "abort_after", "follow", "images", "lora"):
             if key in params:
                 request[key] = params.pop(key)
         self.requests.append({**request, "params": params})

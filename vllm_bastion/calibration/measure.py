@@ -255,6 +255,10 @@ def _head_ms(runner: Any, rows: int) -> float:
         dtype=runner.model_config.dtype,
         device=runner.device,
     )
+    if runner.lora_config is not None:
+        # The head may have adapters. vLLM's CPU ops need an entry for each row.
+        runtime_of(runner.vllm_config).trimmed = None
+        runner._set_active_loras((0,) * rows, (0,) * rows, set())
     start, end = new_mark(runner.device), new_mark(runner.device)
     start.record()
     runner.model.compute_logits(hidden)

@@ -30,17 +30,22 @@ class TreeSteps:
 
     @contextmanager
     def untrimmed(self) -> Iterator[TreeSteps]:
-        """Verify all scheduled nodes, as in vLLM's warm-up. No request is left at the end."""
+        """Verify all scheduled nodes, as in vLLM's warm-up. No request is left at the end.
+
+        A KV connector sees nothing of it: only the scheduler can tell one what to save.
+        """
         runner = self._runner
         manager, sampler = runner.adaptive_verification, runner.rejection_sampler
         adaptive = sampler.enable_adaptive_verification
         runner.adaptive_verification, sampler.enable_adaptive_verification = None, False
+        runner.kv_connector.set_disabled(True)
         try:
             yield self
             last = SchedulerOutput.make_empty()
             last.finished_req_ids = self._finished
             runner.execute_model(last)
         finally:
+            runner.kv_connector.set_disabled(False)
             runner.adaptive_verification = manager
             sampler.enable_adaptive_verification = adaptive
 

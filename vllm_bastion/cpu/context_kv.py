@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm import _custom_ops as ops
 
 from bastion_kernels.cpu.linear import pack_weight
 from vllm_bastion.cpu.linear import takes_weight
+
+# Layer that projects queries, keys and values -> where its rows of keys and values start, and their
+# part of the product of all layers.
+_fused_parts: WeakKeyDictionary[nn.Module, tuple[int, Tensor]] = WeakKeyDictionary()
 
 
 def install(model: Any) -> None:
@@ -29,12 +34,27 @@ def install(model: Any) -> None:
     if cache is not None:  # vLLM would convert all positions in every step
         model._rope_cos_sin_cache = cache.to(model._hidden_norm_weight.dtype)
     weight = getattr(model, "_fused_kv_weight", None)
-    if weight is None or not takes_weight(weight):
+    if weight is None:
         return
-    packed = pack_weight(weight)
-    if packed is not None:
+    parts = weight.chunk(len(model.layers))
+    packed = pack_weight(weight) if takes_weight(weight) else None
+    if packed is not None and pack_weight(parts[0]) is not None:
         model._fused_kv_weight = packed
         model._project_context_kv = MethodType(project_context_kv, model)
+        parts = packed.chunk(len(model.layers))
+    for layer, part in zip(model.layers, parts, strict=True):
+        _fused_parts[layer.self_attn.qkv_proj] = layer.self_attn.q_size, part
+
+
+def take_rows(layer: Any) -> None:
+    """Copy a layer's new keys and values to the product of all layers, before they are packed."""
+    if layer in _fused_parts:
+        first, part = _fused_parts[layer]
+        rows: Tensor | None = layer.weight.data[first:]
+        if part.ndim == 3 and rows is not None:
+            rows = pack_weight(rows)
+        assert rows is not None  # packed as the part was
+        part.copy_(rows)
 
 
 def normalize_context_k(self: Any, all_k: Tensor) -> Tensor:

@@ -69,9 +69,12 @@ class CpuHost(Host):
     def install_product(
         self, layer: Any, *, drafter_weights: str, in_drafter: bool, remove_weight: bool
     ) -> bool:
+        from vllm_bastion.cpu.context_kv import take_rows
         from vllm_bastion.cpu.int8 import install_int8, int8_wanted
         from vllm_bastion.cpu.linear import install_linear
 
+        if in_drafter:
+            take_rows(layer)
         # Embeddings and heads keep their weight; a drafter's head gets int8 in `prepare_drafter`.
         # `fc` reads the target's hidden states, see `cpu.int8`.
         rounds = in_drafter and remove_weight and not getattr(layer, "prefix", "").endswith(".fc")
@@ -88,6 +91,11 @@ class CpuHost(Host):
         head = model.lm_head
         if head.tp_size == 1 and int8_wanted(drafter_weights, head.weight.dtype):
             with_int8_head(model)
+
+    def weights_changed(self, target: Any, drafter: Any) -> None:
+        from vllm_bastion.cpu.renew import repack
+
+        repack(target, drafter)
 
     # ---- a step -------------------------------------------------------------------------
 

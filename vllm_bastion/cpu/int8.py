@@ -64,24 +64,42 @@ def int8_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Te
 
 def _our_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     packed = Int8Weight(weight)
-    values, start, scales = packed.values, packed.start, packed.scales
+    values, start, scales = parts = packed.values, packed.start, packed.scales
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = torch.ops.vllm_bastion.linear_int8(x, values, start, scales)
         return out if bias is None else out + bias
 
+    product.parts = parts  # type: ignore[attr-defined]
     return product
 
 
 def install_int8(layer: Any) -> None:
-    """Make a linear layer of the drafter multiply in int8, and free its own weight."""
+    """Make a linear layer of the drafter multiply in int8, and free its own weight.
+
+    A layer that has such a product keeps its tensors, with new values: compiled code reads them.
+    """
     weight = layer.weight
-    layer.cpu_linear = int8_product(weight.data)
+    product = int8_product(weight.data)
+    earlier = vars(layer).get("cpu_linear")
+    old, new = getattr(earlier, "parts", None), getattr(product, "parts", None)
+    if old is not None and new is not None:
+        for tensor, value in zip(old, new, strict=True):
+            tensor.copy_(value)
+    else:
+        layer.cpu_linear = product
     layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
 
+def is_int8(layer: Any) -> bool:
+    """Whether a layer multiplies in int8."""
+    return getattr(vars(layer).get("cpu_linear"), "__module__", None) == __name__
+
+
 def with_int8_head(model: nn.Module) -> None:
-    """Give a drafter a head of its own, in int8: the one it has is shared with its target."""
-    head: Any = copy.copy(model.lm_head)
+    """Make a drafter's head multiply in int8: a copy, if its weight is the target's."""
+    head: Any = model.lm_head
+    if not getattr(model, "has_own_lm_head", False):
+        head = copy.copy(head)
     head.cpu_linear = int8_product(head.weight.data)
     model.lm_head = head

@@ -87,7 +87,8 @@ _packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 def install_linear(layer: Any, remove_weight: bool) -> bool:
     """Set a linear layer's product, as vLLM's `dispatch_cpu_unquantized_gemm` does.
 
-    Returns False, and changes nothing, if the weight is not one that our product takes.
+    Returns False, and changes nothing, if the weight is not one that our product takes. A layer
+    that has a packed weight of this shape keeps it, with the new values: compiled code reads it.
     """
     weight = layer.weight
     if not takes_weight(weight):
@@ -97,9 +98,23 @@ def install_linear(layer: Any, remove_weight: bool) -> bool:
         packed = pack_weight(weight.data)
     if packed is None:
         return False
+    earlier = packed_weight(layer)
+    if earlier is not None and earlier.shape == packed.shape:
+        packed = earlier.copy_(packed)
     if not remove_weight:
         _packed[weight] = packed
-    layer.cpu_linear = lambda x, weight, bias: torch.ops.vllm_bastion.linear(x, packed, bias)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = torch.ops.vllm_bastion.linear(x, packed, bias)
+        return out
+
+    product.packed = packed  # type: ignore[attr-defined]
+    layer.cpu_linear = product
     if remove_weight:
         layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
     return True
+
+
+def packed_weight(layer: Any) -> Tensor | None:
+    """The packed weight that a layer multiplies by; None if its product is not ours."""
+    return getattr(vars(layer).get("cpu_linear"), "packed", None)

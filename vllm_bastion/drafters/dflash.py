@@ -154,7 +154,10 @@ class BastionSpeculator(DFlashSpeculator):
         super().set_attn(model_state, kv_cache_config, block_tables, *args, **kwargs)
         groups = [kv_cache_config.kv_cache_groups[gid] for gid in self.draft_kv_cache_group_ids]
         self._context_layers = [group.layer_names[0] for group in groups]
-        self._may_defer = all(may_defer(group.kv_cache_spec) for group in groups)
+        # A KV connector may read the drafter's blocks at the end of any step.
+        self._may_defer = self.vllm_config.kv_transfer_config is None and all(
+            may_defer(group.kv_cache_spec) for group in groups
+        )
         self.runtime.deferred = None
 
     def _deferred(self) -> DeferredContext | None:

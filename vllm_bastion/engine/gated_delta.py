@@ -84,9 +84,6 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         self._tables: dict[int, torch.Tensor] = {}
         self._computed = self._state_rows
         self._block_size = 0
-        self._no_state = torch.tensor(-1, dtype=torch.int32, device=self.device)
-        self._depths = torch.arange(self.trees.path.shape[1], dtype=torch.int32, device=self.device)
-        self._starts = torch.zeros(self.max_num_reqs + 1, dtype=torch.int32, device=self.device)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         self._allocate()  # in the profiling run, so that vLLM counts it
@@ -113,6 +110,10 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
+        # Not in `__init__`: sleep of level 2 discards what is allocated with the weights.
+        self._no_state = torch.tensor(-1, dtype=torch.int32, device=self.device)
+        self._depths = torch.arange(self.trees.path.shape[1], dtype=torch.int32, device=self.device)
+        self._starts = torch.zeros(self.max_num_reqs + 1, dtype=torch.int32, device=self.device)
         self._allocate()
         groups = kv_cache_config.kv_cache_groups
         self._groups = {

@@ -48,6 +48,9 @@ class Runtime:
     drafting: bool = True
     # Whether prompts can fill the next step, see `StepPlan`.
     backlog: bool = False
+    # Rows and logits of each of the step's requests, [R]; None before the host has trimmed it, and
+    # in a step without drafts.
+    trimmed: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def timer(self) -> StepTimer | None:

@@ -203,8 +203,11 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         cu_num_logits_np: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         self._num_logits_np = np.zeros_like(cu_num_logits_np)
-        np.cumsum(self._num_verify + self.num_bonus_tokens, out=self._num_logits_np[1:])
-        return self._num_verify + self._plain_rows, self._num_logits_np
+        num_rows = self._num_verify + self._plain_rows
+        num_logits = self._num_verify + self.num_bonus_tokens
+        np.cumsum(num_logits, out=self._num_logits_np[1:])
+        self.runtime.trimmed = num_rows, num_logits
+        return num_rows, self._num_logits_np
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         # The host's counts are exact, so the runner has already written query_start_loc.

@@ -128,6 +128,9 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
 
         validation.check_engine(vllm_config)
         prefer_flash_attention(vllm_config)
+        if vllm_config.lora_config is not None:
+            # vLLM maps rows to adapters on the host, which must know each request's rows.
+            vllm_config.speculative_config.bastion_budget_timing = "exact"
         # vLLM 0.33 lowers it to fit its drafter's buffers; ours hold `max_num_seqs` requests.
         vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
     return vllm_config

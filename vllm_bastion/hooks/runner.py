@@ -15,6 +15,8 @@ from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
+
 from vllm_bastion.carriers import StepPlan
 from vllm_bastion.config import bastion_config, is_lagged
 from vllm_bastion.drafter_kinds import KINDS, kind_of
@@ -133,6 +135,15 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         when=BASTION_WORKER,
     ),
     Hook(
+        target="vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras",
+        wrapper="runner:set_active_loras",
+        expects="(self, prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type=)",
+        why="it maps scheduled rows to adapters; a trimmed step has fewer, and a logit per node",
+        what="maps the step's own rows and logits",
+        upstream="adaptive verification with LoRA",
+        when=BASTION_WORKER,
+    ),
+    Hook(
         target=f"{_RUNNER}:GPUModelRunner.sample_tokens",
         wrapper="runner:sample_tokens",
         expects="(self, grammar_output)",
@@ -141,6 +152,34 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         what="attaches the counts, and whether steps draft, to the output for the scheduler; "
         "drops the rows beyond 63 drafts",
         upstream="adaptive verification reports what it verified",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu_worker:Worker.reload_weights",
+        wrapper="weights:reload_weights",
+        expects="(self, *args, **kwargs)",
+        why="vLLM does not know of copies: a head's packed weight, a drafter's joined weights",
+        what="renews them after vLLM has written new weights in place",
+        upstream="a callback after weights have changed",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu_worker:Worker.update_weights",
+        wrapper="weights:update_weights",
+        expects="(self, update_info)",
+        why="a drafter's layers must get a drafter's products, and vLLM joins "
+        "their weights while some are missing",
+        what="loads a drafter's weights as at the start",
+        upstream="a callback after weights have changed",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
+        wrapper="weights:finish_weight_update",
+        expects="(self)",
+        why="as for reload_weights, where a trainer sends weights",
+        what="renews the copies",
+        upstream="a callback after weights have changed",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -323,7 +362,9 @@ def execute_model(
 
     # Steps of warm-up and calibration have no plan.
     plan = StepPlan.find(scheduler_output)
-    runtime_of(self.vllm_config).backlog = plan is not None and plan.backlog
+    runtime = runtime_of(self.vllm_config)
+    runtime.backlog = plan is not None and plan.backlog
+    runtime.trimmed = _untrimmed(self, scheduler_output)
     if not (
         scheduler_output.has_structured_output_requests
         and scheduler_output.scheduled_spec_decode_tokens
@@ -336,6 +377,38 @@ def execute_model(
 
         select_columns(runtime_of(self.vllm_config), self.req_states, columns)
     return original(self, scheduler_output, *args, **kwargs)
+
+
+def _untrimmed(runner: Any, scheduler_output: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """Rows and logits of a warm-up or calibration step, which verifies all scheduled nodes."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    if runner.adaptive_verification is not None or not drafts:
+        return None
+    rows, count = len(next(iter(drafts.values()))) + 1, len(drafts)
+    if scheduler_output.total_num_scheduled_tokens != rows * count:
+        return None
+    return np.full(count, rows), np.full(count, rows)
+
+
+def set_active_loras(
+    original: Callable[..., Any],
+    self: Any,
+    prompt_lora_mapping: tuple[int, ...],
+    token_lora_mapping: tuple[int, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Map the rows and logits that a trimmed step has, and not those that were scheduled."""
+    if bastion_config(self.vllm_config) is not None:
+        from vllm_bastion.engine.runtime import runtime_of
+
+        trimmed = runtime_of(self.vllm_config).trimmed
+        if trimmed is not None:
+            adapters = np.asarray(prompt_lora_mapping)  # one for each request
+            num_rows, num_logits = trimmed
+            token_lora_mapping = tuple(adapters.repeat(num_rows).tolist())
+            prompt_lora_mapping = tuple(adapters.repeat(num_logits).tolist())
+    original(self, prompt_lora_mapping, token_lora_mapping, *args, **kwargs)
 
 
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed copies of weights that change, each compared with a product of the new weight."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear as product
+
+from vllm_bastion.cpu.build import is_cpu_build
+
+if not is_cpu_build() or not torch.cpu._is_vnni_supported():
+    pytest.skip("for CPUs that multiply int8", allow_module_level=True)
+
+from bastion_kernels.cpu.linear import pack_weight
+from vllm_bastion.cpu import context_kv, int8, linear
+from vllm_bastion.cpu.renew import repack
+from vllm_bastion.engine.weights import _join, loading_drafter
+
+ours = pytest.mark.skipif(not linear.has_linear(), reason="for CPUs with bf16 vectors, without AMX")
+
+
+def layer(weight: torch.Tensor) -> nn.Module:
+    out = nn.Module()
+    out.weight = nn.Parameter(weight, requires_grad=False)
+    return out
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(got.float(), expected.float(), atol=0.3, rtol=0.05)
+
+
+@pytest.fixture(autouse=True)
+def of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MIN_WEIGHT_BYTES", 0)
+
+
+@ours
+def test_a_loaded_weight_is_packed_where_compiled_code_reads_it() -> None:
+    one, x = layer(random(64, 32, seed=0)), random(5, 32, seed=1)
+    assert linear.install_linear(one, remove_weight=True)
+    seen_by_compiled_code = one.cpu_linear
+    new = random(64, 32, seed=2)
+    one.weight = nn.Parameter(new, requires_grad=False)
+    assert linear.install_linear(one, remove_weight=True)
+    for used in (one.cpu_linear, seen_by_compiled_code):
+        assert close(used(x, one.weight, None), product(x, new))
+
+
+@ours
+def test_a_loaded_weight_is_rounded_where_compiled_code_reads_it() -> None:
+    one, x = layer(random(64, 32, seed=0)), random(5, 32, seed=1)
+    int8.install_int8(one)
+    seen_by_compiled_code, new = one.cpu_linear, random(64, 32, seed=2)
+    one.weight = nn.Parameter(new, requires_grad=False)
+    int8.install_int8(one)
+    for used in (one.cpu_linear, seen_by_compiled_code):
+        assert close(used(x, one.weight, None), product(x, new))
+
+
+@pytest.mark.parametrize("in_int8", [False, True])
+@pytest.mark.parametrize("own", [pytest.param(True, marks=ours), False])
+def test_a_tied_head_follows_the_embeddings(
+    own: bool, in_int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`own`: with our product; otherwise with vLLM's, which packs a copy too."""
+    if not own:
+        monkeypatch.setattr(linear, "has_linear", lambda: False)
+        monkeypatch.setattr(int8, "has_linear", lambda: False)
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    target, drafter = nn.Module(), nn.Module()
+    target.embed, target.head = layer(random(64, 32, seed=0)), nn.Module()
+    target.head.weight = target.embed.weight
+    for one in (target.embed, target.head):
+        if not linear.install_linear(one, remove_weight=False):
+            dispatch_cpu_unquantized_gemm(one, remove_weight=False)
+    drafter.lm_head = target.head
+    if in_int8:
+        int8.with_int8_head(drafter)
+        assert drafter.lm_head is not target.head
+    new, x = random(64, 32, seed=2), random(5, 32, seed=1)
+    target.embed.weight.data.copy_(new)
+    assert not close(target.head.cpu_linear(x, target.head.weight, None), product(x, new))
+    repack(target, drafter)
+    for head in (target.embed, target.head, drafter.lm_head):
+        assert close(head.cpu_linear(x, head.weight, None), product(x, new))
+    assert int8.is_int8(drafter.lm_head) == in_int8
+
+
+def test_a_drafters_own_head_becomes_int8_itself() -> None:
+    """vLLM loads new weights into the module that it has built."""
+    drafter = nn.Module()
+    drafter.lm_head, drafter.has_own_lm_head = layer(random(64, 32, seed=0)), True
+    head = drafter.lm_head
+    int8.with_int8_head(drafter)
+    assert drafter.lm_head is head and int8.is_int8(head)
+
+
+def drafter_model(layers: int) -> SimpleNamespace:
+    """As vLLM's DFlash model: 16 rows of queries in each layer, 32 of keys and values."""
+    model = SimpleNamespace(layers=[], _fused_kv_bias=None)
+    for index in range(layers):
+        attn = SimpleNamespace(
+            qkv_proj=layer(random(48, 32, seed=index)), q_size=16, k_norm=layer(random(8, seed=9))
+        )
+        model.layers.append(SimpleNamespace(self_attn=attn))
+    fused = torch.cat([one.self_attn.qkv_proj.weight[16:] for one in model.layers])
+    model._k_norm_weights = torch.zeros(layers, 8, dtype=torch.bfloat16)
+    model._hidden_norm_weight = torch.ones(32, dtype=torch.bfloat16)
+    model._fused_kv_weight = fused
+    return model
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=ours)])
+def test_a_drafters_joined_weights_follow_its_layers(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packed:
+        monkeypatch.setattr(linear, "has_linear", lambda: False)
+    model = drafter_model(3)
+    context_kv.install(model)
+    joined = model._fused_kv_weight
+    new = [random(48, 32, seed=20 + index) for index in range(3)]
+    for one, weight in zip(model.layers, new, strict=True):
+        one.self_attn.qkv_proj.weight.data.copy_(weight)
+        context_kv.take_rows(one.self_attn.qkv_proj)
+    expected = torch.cat([weight[16:] for weight in new])
+    assert torch.equal(joined, pack_weight(expected) if packed else expected)
+    context_kv.take_rows(layer(random(48, 32, seed=1)))  # of another model
+
+
+def test_a_gpu_joins_what_vllm_has_loaded() -> None:
+    model = drafter_model(2)
+    joined, norms = model._fused_kv_weight, model._k_norm_weights
+    for index, one in enumerate(model.layers):
+        one.self_attn.qkv_proj.weight.data.copy_(random(48, 32, seed=30 + index))
+        one.self_attn.k_norm.weight.data.copy_(random(8, seed=40 + index))
+    _join(model)
+    assert model._fused_kv_weight is joined
+    assert torch.equal(joined, torch.cat([random(48, 32, seed=30 + i)[16:] for i in (0, 1)]))
+    assert torch.equal(norms, torch.stack([random(8, seed=40 + i) for i in (0, 1)]))
+
+
+def test_vllm_does_not_join_while_weights_arrive() -> None:
+    drafter = nn.Module()
+    drafter.model = nn.Module()
+    with pytest.raises(KeyError), loading_drafter(drafter, "dflash"):
+        drafter.model._build_fused_kv_buffers()
+        raise KeyError
+    assert "_build_fused_kv_buffers" not in vars(drafter.model)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines over a KV connector: one saves what it decoded with trees, the other continues."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.compare import Comparison
+from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from vllm_bastion.connectors import saving_too_early
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(ON_GPU, reason="the connector's blocks are a CPU's"),
+]
+
+NODES, KEPT = 24, 44  # tokens of an answer that the second prompt repeats
+BLOCK = 32
+
+
+def connector(folder: Path, **extra: Any) -> dict[str, Any]:
+    """`kv_transfer_config` of the tests' connector."""
+    return {
+        "kv_connector": "StepEndConnector",
+        "kv_connector_module_path": "tests.e2e.step_end_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"folder": str(folder), **extra},
+    }
+
+
+def several(*parts: dict[str, Any]) -> dict[str, Any]:
+    """`kv_transfer_config` of vLLM's MultiConnector."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(parts)},
+    }
+
+
+def over(engine: Engine, config: dict[str, Any]) -> Engine:
+    """The same engine with a connector."""
+    return replace(engine, extra=(*engine.extra, ("kv_transfer_config", config)))
+
+
+def first() -> Batch:
+    """Texts that are decoded in the first engine."""
+    batch = Batch("before a connector")
+    for i, (name, text) in enumerate(cases.some(2, first=9)):
+        sampling = {"temperature": 0.8, "seed": 5} if i % 3 == 2 else {"temperature": 0}
+        batch.add(name, text, max_tokens=60, ignore_eos=True, **sampling)
+    return batch
+
+
+def second(run: dict[str, Any]) -> Batch:
+    """The same texts with the first tokens of the answers, to be continued."""
+    batch = Batch("continued over a connector")
+    for name, result in run["batches"][0]["requests"].items():
+        prompt = result["prompt_token_ids"] + result["token_ids"][:KEPT]
+        batch.add(f"{name}-on", prompt, temperature=0, max_tokens=32, ignore_eos=True)
+    return batch
+
+
+def tau(run: dict[str, Any]) -> float:
+    """Tokens for each verified tree."""
+    paths = run["batches"][0]["paths"]
+    return sum(map(len, paths)) / len(paths)
+
+
+def assert_loaded(run: dict[str, Any]) -> None:
+    """Every full block of every prompt but its last token came over the connector."""
+    for result in run["batches"][0]["requests"].values():
+        full = (len(result["prompt_token_ids"]) - 1) // BLOCK * BLOCK
+        assert result["cached_tokens"] == full > len(result["prompt_token_ids"]) - KEPT
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one",
+        pytest.param("async", marks=pytest.mark.slow),
+        pytest.param("several", marks=pytest.mark.slow),
+    ],
+)
+def test_another_engine_continues(
+    runner: Runner, compare: Comparison, tmp_path: Path, kind: str
+) -> None:
+    """Tokens are plain decoding's, and the drafter's context arrives with the target's."""
+    plain = Engine(eager=True)
+    if kind == "async":
+        plain = plain.with_async()
+    config = connector(tmp_path / "blocks")
+    if kind == "several":
+        config = several(config, connector(tmp_path / "copies"))
+    expected = runner.run(plain, [first()])
+    continued = second(expected)
+    expected_on = runner.submit(plain, [continued])
+    tree = plain.with_bastion(NODES, NODES)
+    saved = runner.run(over(tree, config), [first()])
+    loaded = runner.run(over(tree, config), [continued])
+    compare.same(f"saving, {kind}", [first()], expected, saved)
+    compare.same(f"loading, {kind}", [continued], expected_on.result(), loaded)
+    assert any(path != list(range(len(path))) for path in saved["batches"][0]["paths"])
+    assert_loaded(loaded)
+    if kind != "one":
+        alone = runner.run(tree, [continued])
+        assert tau(loaded) > 0.9 * tau(alone)  # without this context: 0.6
+
+
+@pytest.mark.slow
+def test_without_the_drafters_context(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
+    """The first engine decodes plainly. Tokens are right, and drafts are worse at first."""
+    plain, config = Engine(eager=True), connector(tmp_path / "blocks")
+    expected = runner.run(plain, [first()])
+    continued = second(expected)
+    tree = plain.with_bastion(NODES, NODES)
+    alone = runner.submit(tree, [continued])
+    runner.run(over(plain, config), [first()])
+    loaded = runner.run(over(tree, config), [continued])
+    compare.same("loading without drafts", [continued], runner.run(plain, [continued]), loaded)
+    assert_loaded(loaded)
+    print(f"tau {tau(loaded):.2f} without the drafter's context, {tau(alone.result()):.2f} with it")
+    assert 1 < tau(loaded) < tau(alone.result())
+
+
+@pytest.mark.parametrize(
+    ("name", "sound"),
+    [
+        ("NixlConnector", True),
+        ("OffloadingConnector", True),
+        ("SimpleCPUOffloadConnector", True),
+        ("MooncakeStoreConnector", True),
+        ("ExampleConnector", False),
+        ("LMCacheConnectorV1", False),
+        ("FlexKVConnectorV1", False),
+    ],
+)
+def test_which_connectors_save_too_early(name: str, sound: bool) -> None:
+    from vllm.config import KVTransferConfig
+
+    config = {"kv_connector": name, "kv_role": "kv_both"}
+    assert saving_too_early(KVTransferConfig(**config)) == (None if sound else name)
+    early = "ExampleConnector" if sound else name
+    both = several(config, {"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
+    assert saving_too_early(KVTransferConfig(**both)) == early
+
+
+def test_the_tests_connector_saves_at_the_end_of_a_step(tmp_path: Path) -> None:
+    from vllm.config import KVTransferConfig
+
+    importlib.import_module("tests.e2e.step_end_connector")
+    assert saving_too_early(KVTransferConfig(**connector(tmp_path))) is None

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that change while the engine lives: reloaded, or sent by a trainer.
+
+vLLM loads new values into the tensors that a model has, so whatever reads those tensors needs
+nothing. What was made of weights at the start is made anew here: a host's packed copies, and the
+tensors in which a drafter has joined the keys' and values' weights of its layers. They are written
+in place, because CUDA graphs and compiled code read them at their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.compilation.backends import set_model_tag
+
+from vllm_bastion.platform import current_host
+
+
+@contextmanager
+def loading_drafter(drafter: Any, method: str) -> Iterator[None]:
+    """Load weights into a drafter as at the start, with the products that it has there.
+
+    vLLM joins the layers' weights whenever some have been loaded. At that time the rest may be
+    missing, and on a CPU the loaded ones are packed; `weights_changed` does it in the end.
+    """
+    drafter.model._build_fused_kv_buffers = _nothing
+    try:
+        with set_model_tag(f"{method}_head"):
+            yield
+    finally:
+        del drafter.model._build_fused_kv_buffers
+
+
+def _nothing() -> None:
+    pass
+
+
+@torch.no_grad()
+def weights_changed(target: Any, drafter: Any) -> None:
+    """Renew what was made of the weights of the two models."""
+    _join(drafter.model)
+    current_host().weights_changed(target, drafter)
+
+
+def _join(model: Any) -> None:
+    """Write the layers' weights to where vLLM's DFlash model has joined them."""
+    weight, bias = getattr(model, "_fused_kv_weight", None), getattr(model, "_fused_kv_bias", None)
+    for index, layer in enumerate(model.layers):
+        attn = layer.self_attn
+        model._k_norm_weights[index].copy_(attn.k_norm.weight)
+        own = (weight, attn.qkv_proj.weight), (bias, getattr(attn.qkv_proj, "bias", None))
+        for joined, part in own:
+            if joined is None or part is None or joined.ndim != part.ndim or part.numel() == 0:
+                continue  # quantised, or packed: `Host.install_product` has seen it
+            rows = part[attn.q_size :]
+            joined[index * len(rows) : (index + 1) * len(rows)].copy_(rows)
