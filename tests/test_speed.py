@@ -307,3 +307,16 @@ def test_a_drive_keeps_the_concurrency_and_leaves_prompts_out_of_the_steps() -> 
     assert outcome.step_ms >= outcome.verify_ms > 0 and outcome.draft_ms == 0
     again = driver.drive(requests[:1], 1)
     assert (again.steps, again.forwards) == (2, 2)
+
+
+def test_a_response_has_its_own_tokens_and_the_steps_that_it_shared() -> None:
+    driver = Driver(_Llm(length=5))
+    requests = [Request(str(i), "text", max_tokens=5) for i in range(3)]
+    outcome = driver.drive(requests, 2)
+    for response in driver._responses:
+        assert response.token_ids == [7] * 5
+        assert (response.forwards, response.emitted, response.verified) == (2, 4, 10)
+        assert response.steps == 2 and response.step_ms >= response.verify_ms > 0
+        assert response.begin_s < response.first_s < response.end_s
+    # Requests 0 and 1 shared their steps.
+    assert outcome.steps == 4

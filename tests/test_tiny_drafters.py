@@ -14,9 +14,10 @@ import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
 from bastion_kernels import expand_transitions
 
 from drafter import Drafter, load_drafter, save_drafter  # isort: skip
+from eagle3 import Eagle3  # isort: skip
 from evaluate import WIDTH, Lattice, best_first_tree, draft  # isort: skip
 from heads import CANDIDATES, Domino, Markov, Selector  # isort: skip
-from model import Dims, Target  # isort: skip
+from model import Dims, Target, rope_tables, rotate  # isort: skip
 
 DIMS = Dims(
     vocab_size=64,
@@ -90,3 +91,36 @@ def test_a_domino_checkpoint_has_specforges_names(tmp_path: Path) -> None:
     tokens = IDS[:10].view(2, 5)
     one, other = (d.logits(target, states, tokens) for d in (drafter, again))
     assert torch.equal(one, other) and not torch.equal(one, target.logits(states))
+
+
+def test_eagle3_is_trained_on_the_passes_that_drafting_makes() -> None:
+    torch.manual_seed(0)
+    target = Target(DIMS)
+    head = Eagle3(target)
+    length, depth = 12, 4
+    embeds = target.embed_tokens(IDS[1 : length + 1])[None]
+    _, features = target(IDS[None, :length], features=target.feature_layers)
+    passes = head(embeds, features, depth)
+    for start in (0, 5, length - depth):
+        for k, logits in enumerate(drafted(head, embeds, features, start, depth)):
+            assert torch.allclose(passes[k][0, start], logits, atol=1e-5), (start, k)
+
+
+def drafted(
+    head: Eagle3, embeds: torch.Tensor, features: torch.Tensor, start: int, depth: int
+) -> list[torch.Tensor]:
+    """The logits of a draft from `start`, one row after another with one causal sequence."""
+    layer, attn = head.midlayer, head.midlayer.self_attn
+    states = head.fc(features[:, : start + 1])
+    out = []
+    for _ in range(depth):
+        rows = states.shape[1]
+        x = torch.cat([layer.input_layernorm(embeds[:, :rows]), layer.hidden_norm(states)], -1)
+        cos, sin = (table[None, None] for table in rope_tables(DIMS, torch.arange(rows)))
+        q, k = (rotate(attn.heads(part(x)), cos, sin) for part in (attn.q_proj, attn.k_proj))
+        mixed = attn.attend(q, k, attn.heads(attn.v_proj(x)), None, causal=True)
+        last = (states + mixed)[:, -1:]
+        last = last + layer.mlp(layer.post_attention_layernorm(last))
+        out.append(head.lm_head(head.norm(last))[0, 0])
+        states = torch.cat([states, last], dim=1)
+    return out
