@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def pair_dtype(name: str) -> str:
 
 def without_folders(argv: Sequence[str]) -> list[str]:
     """Arguments as results name them: of an absolute path, the last part."""
-    return [Path(one).name if one.startswith("/") else one for one in argv]
+    return [re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", one) for one in argv]
 
 
 def config_of(name: str) -> Any:

@@ -129,18 +129,18 @@ def eagle3_loss(model: Eagle3, target: Target, rolls: dict[str, Tensor]) -> tupl
 def save_eagle3(model: Eagle3, folder: Path, eos_id: int) -> None:
     """Write the checkpoint in the published format, which vLLM's `eagle3` reads.
 
-    vLLM counts layers by their inputs: the output of layer i is the input of layer i + 1.
+    vLLM counts layers by their inputs: the output of layer i is the input of layer i + 1. Its model
+    reads their number in `eagle_config`; Model Runner V2 reads them at the top level.
     """
+    layers = [i + 1 for i in Target.feature_layers]
     config = hf_config(
         model.dims,
         model_type="llama",
         architectures=["LlamaForCausalLMEagle3"],
         num_hidden_layers=1,
         draft_vocab_size=model.dims.vocab_size,
-        eagle_config={
-            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in Target.feature_layers],
-            "use_aux_hidden_state": True,
-        },
+        eagle_aux_hidden_state_layer_ids=layers,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
         mlp_bias=False,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.paper import report
+from benchmarks.paper.arguments import without_folders
 from benchmarks.paper.data import Prompt
 from benchmarks.paper.methods import PLAIN, REFERENCE, Target, methods, reference_of
 from benchmarks.paper.run import Plan, first_difference, short_reason
@@ -196,6 +197,19 @@ def test_a_plan_has_every_turn_after_the_turns_before_it() -> None:
     assert len(keys) == len(set(keys)) == 3 * 2 * 2
     assert [(key.set, key.turn) for key in keys[:3]] == [("a", 0), ("b", 0), ("a", 1)]
     assert plan.seeds() == {("a", "0"): 5, ("b", "1"): 5}
+
+
+def test_a_results_command_names_no_folder_of_the_machine() -> None:
+    given = [
+        "--out",
+        "/data/me/a.jsonl",
+        "--data",
+        "gsm8k=/data/b.jsonl",
+        "--target",
+        "Qwen/Qwen3-8B",
+    ]
+    told = ["--out", "a.jsonl", "--data", "gsm8k=b.jsonl", "--target", "Qwen/Qwen3-8B"]
+    assert without_folders(given) == told
 
 
 def test_first_differences_and_reasons() -> None:
