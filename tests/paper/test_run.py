@@ -125,7 +125,7 @@ def test_vllms_own_eagle3_drafts_with_the_tiny_head(monkeypatch: pytest.MonkeyPa
     from benchmarks.harness.decoder import count, run_engine
     from benchmarks.harness.engine import Engine, Request, dflash
 
-    # On a CPU, Model Runner V2 does not run it.
+    # The runner that a CPU host has by default.
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     requests = [Request(text, text, 32) for text in TEXTS]
     plain = run_engine(Engine(), requests).completions
