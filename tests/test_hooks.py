@@ -182,7 +182,8 @@ def _settings(budget: int | str = "adaptive") -> BastionSpeculativeConfig:
 
 
 def _engine_with(settings: Any) -> Any:
-    return SimpleNamespace(speculative_config=settings)
+    untraced = SimpleNamespace(otlp_traces_endpoint=None)
+    return SimpleNamespace(speculative_config=settings, observability_config=untraced)
 
 
 class Core:
@@ -222,7 +223,7 @@ def test_lookahead_follows_the_drafter_only_for_bastion() -> None:
 
 def test_statistics_of_a_tree_count_nodes_and_depths() -> None:
     core, stats = Core(_settings()), None
-    # (verified, accepted): more nodes than depths, fewer, plain decoding
+    # (verified, accepted): more nodes than depths, fewer, and none, which is no draft
     for verified, accepted in ((60, 5), (3, 1), (0, 0)):
         stats = core.make_spec_decoding_stats(
             stats,
@@ -231,7 +232,7 @@ def test_statistics_of_a_tree_count_nodes_and_depths() -> None:
             num_invalid_spec_tokens={"r": NODES - verified},
             request_id="r",
         )
-    assert (stats.num_spec_tokens, stats.num_drafts) == (GAMMA, 3)
+    assert (stats.num_spec_tokens, stats.num_drafts) == (GAMMA, 2)
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (63, 6)
     assert stats.num_accepted_tokens_per_pos == [2, 1, 1, 1, 1, 0, 0]
     assert len(stats.num_draft_tokens_per_pos) == GAMMA
@@ -239,7 +240,13 @@ def test_statistics_of_a_tree_count_nodes_and_depths() -> None:
     log = SpecDecodingLogging()
     log.observe(stats)
     log.log(log_fn=lambda text, *values: line.append(text % values))
-    assert "Mean acceptance length: 3.00" in line[0] and "Drafted: 63 tokens" in line[0]
+    assert "Mean acceptance length: 4.00" in line[0] and "Drafted: 63 tokens" in line[0]
+
+
+def test_a_step_that_drafts_nothing_has_no_statistics() -> None:
+    """vLLM's log divides by the drafts of the steps that have statistics."""
+    core = Core(_settings())
+    assert core.make_spec_decoding_stats(None, NODES, 0, {"r": NODES}, "r") is None
 
 
 def test_statistics_of_other_methods_are_vllms() -> None:

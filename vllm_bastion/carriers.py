@@ -13,6 +13,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from vllm_bastion.telemetry.collector import Collector
+from vllm_bastion.telemetry.record import StepRecord
+
 _ATTRIBUTE = "bastion"
 _ANYTHING = -1  # a word of a bitmask row that allows every token
 
@@ -79,6 +82,8 @@ class StepReport(Carrier):
     """Request id -> nodes verified in the step, root not counted."""
     drafting: bool = True
     """Whether the step that is scheduled next has a use for placeholders."""
+    step: StepRecord | None = None
+    """What the worker recorded about the step."""
 
 
 @dataclass
@@ -89,6 +94,8 @@ class SchedulerState(Carrier):
     """As the last StepReport said."""
     blocked_at: int | None = None
     """Number of running requests at which the waiting ones did not fit into the KV cache."""
+    collector: Collector | None = None
+    """Adds up the records of steps; None before the first."""
 
 
 @dataclass
@@ -99,6 +106,10 @@ class RequestState(Carrier):
     """Placeholders that it can use; None before its first tree was verified."""
     grammar_tree: GrammarTree | None = None
     """Its latest drafts, if it has a grammar."""
+    trees: int = 0
+    """Trees that were verified, their nodes, and draft tokens accepted; only if it is traced."""
+    nodes: int = 0
+    accepted: int = 0
 
 
 @dataclass

@@ -19,12 +19,21 @@ VARIABLES: dict[str, str] = {
         "folder of measured latency profiles and compiled functions "
         "(default `$XDG_CACHE_HOME/vllm-bastion`)"
     ),
+    "VLLM_BASTION_TELEMETRY": (
+        "0: steps are not recorded, so there are no metrics of trees and no warnings about the "
+        "drafter (default 1)"
+    ),
 }
 
 
 def set_variables() -> dict[str, Callable[[], str | None]]:
     """The variables that are set, each with a function that reads its value."""
     return {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
+
+
+def telemetry() -> bool:
+    """Whether steps are recorded."""
+    return os.environ.get("VLLM_BASTION_TELEMETRY", "1") != "0"
 
 
 def cache_dir() -> Path:

@@ -15,12 +15,14 @@ import torch
 from vllm import LLM
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.v1.metrics.reader import Counter, Vector
+from vllm.v1.metrics.reader import Counter, Histogram, Vector
 
 from benchmarks.harness.decoder import reported_nodes
 from benchmarks.harness.engine import sampling_params
 
-_METRICS = ("spec_decode", "num_preemptions", "prefix_cache_hits")
+_METRICS = ("spec_decode", "num_preemptions", "prefix_cache_hits", "bastion")
+# Labels that every metric has.
+_COMMON_LABELS = ("model_name", "engine")
 # A step may have nothing to run while a grammar is compiled in the background.
 _MAX_IDLE_S = 120.0
 
@@ -170,15 +172,22 @@ class Session:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def metrics(self) -> dict[str, Any]:
-        """vLLM's counters, without the prefix `vllm:`; per-position counters are lists."""
+        """vLLM's counters, without the prefix `vllm:`; per-position counters are lists.
+
+        Values of further labels are appended to the name, with a slash each.
+        """
         out: dict[str, Any] = {}
         for metric in self.llm.get_metrics():
-            name = metric.name.removeprefix("vllm:")
+            own = [v for k, v in metric.labels.items() if k not in _COMMON_LABELS]
+            name = "/".join([metric.name.removeprefix("vllm:"), *own])
             if any(part in name for part in _METRICS):
                 if isinstance(metric, Counter):
                     out[name] = metric.value
                 elif isinstance(metric, Vector):
                     out[name] = list(metric.values)
+                elif isinstance(metric, Histogram):
+                    out[f"{name}_count"], out[f"{name}_sum"] = metric.count, metric.sum
+                    out |= {f"{name}_bucket/{le}": n for le, n in metric.buckets.items()}
         return out
 
     def run(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -301,6 +310,8 @@ def _update(output: Any, result: dict[str, Any]) -> None:
     result["finish_reason"] = completion.finish_reason
     result["stop_reason"] = completion.stop_reason
     result["cached_tokens"] = output.num_cached_tokens
+    if completion.spec_decode_metrics is not None:
+        result["spec_decode_metrics"] = completion.spec_decode_metrics.to_dict()
     for key, found in (
         ("logprobs", completion.logprobs),
         ("prompt_logprobs", output.prompt_logprobs),

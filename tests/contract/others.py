@@ -343,6 +343,57 @@ OTHERS: tuple[Reliance, ...] = (
         ),
     ),
     Reliance(
+        "vllm.v1.metrics.loggers:PrometheusStatLogger",
+        files="hooks/telemetry.py",
+        names="_counter_cls _gauge_cls _histogram_cls per_engine_labelvalues",
+    ),
+    Reliance(
+        "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__",
+        files="hooks/telemetry.py",
+        why="our metrics have the same labels",
+        body=('labelnames = ["model_name", "engine"]', "self.per_engine_labelvalues"),
+    ),
+    Reliance(
+        "vllm.v1.metrics.loggers:StatLoggerManager.record",
+        files="hooks/telemetry.py",
+        why="the first logger takes our entry out before the others see the statistics",
+        body=("for stat_logger in self.stat_loggers:", "stat_logger.record("),
+    ),
+    Reliance(
+        "vllm.v1.metrics.stats:SchedulerStats",
+        files="hooks/telemetry.py",
+        names="kv_connector_stats",
+    ),
+    Reliance(
+        "vllm.v1.metrics.stats:RequestSpecDecodeMetrics",
+        files="hooks/tracing.py",
+        methods=("new(num_spec_tokens)", "observe(self, num_draft_tokens, num_accepted, detailed)"),
+    ),
+    Reliance(
+        f"{_SCHEDULER}.add_request",
+        files="hooks/tracing.py",
+        why="a request gets its metrics here",
+        body=("request.spec_decode_metrics = RequestSpecDecodeMetrics.new(",),
+    ),
+    Reliance(
+        f"{_SCHEDULER}.update_from_output",
+        files="hooks/tracing.py",
+        why="a request's headers travel with its outputs",
+        body=("trace_headers=request.trace_headers",),
+    ),
+    Reliance(
+        "vllm.v1.engine.output_processor:OutputProcessor.do_tracing",
+        files="hooks/tracing.py",
+        why="the span's attributes are given by name",
+        body=("engine_core_output.trace_headers", "attributes=attributes"),
+    ),
+    Reliance(
+        "prometheus_client:Histogram.observe",
+        files="telemetry/prometheus.py",
+        why="many equal values are counted at once",
+        body=("self._sum.inc(amount)", "self._buckets[i].inc(1)"),
+    ),
+    Reliance(
         "vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__",
         files="hooks/scheduler.py",
         why="one counter for each of these",

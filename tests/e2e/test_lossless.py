@@ -176,9 +176,9 @@ def test_metrics(matrix: Matrix) -> None:
     assert metrics["spec_decode_num_accepted_tokens_per_pos"] == [
         sum(depth > position for depth in depths) for position in range(GAMMA)
     ]
-    # With an adaptive budget some drafts may have no nodes.
     run = matrix.tree()["batches"][0]
     metrics = run["metrics"]
+    assert metrics["spec_decode_num_drafts"] == sum(nodes > 0 for nodes in run["verified"])
     assert metrics["spec_decode_num_draft_tokens"] == sum(run["verified"])
     assert metrics["spec_decode_num_accepted_tokens"] == sum(len(p) - 1 for p in run["paths"])
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -56,12 +57,12 @@ def arguments(port: int, speculative: dict[str, Any]) -> list[str]:
 
 
 def serve(
-    log: Path, port: int, speculative: dict[str, Any], caches: dict[str, str]
+    log: Path, port: int, speculative: dict[str, Any], caches: dict[str, str], *options: str
 ) -> subprocess.Popen[bytes]:
     """Start a server in its own process group, with its output in `log`."""
     with log.open("wb") as out:
         return subprocess.Popen(
-            [*VLLM, "serve", *arguments(port, speculative)],
+            [*VLLM, "serve", *arguments(port, speculative), *options],
             stdout=out,
             stderr=out,
             env=environment(caches),
@@ -121,13 +122,13 @@ class Server:
         return out
 
 
-@pytest.fixture(scope="module")
-def server(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("serve") / "server.log"
+@contextmanager
+def serving(log: Path, caches: dict[str, str], *options: str) -> Iterator[Server]:
+    """A server that is ready; `options` are further ones of `vllm serve`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = serve(log, port, SPECULATIVE, runner.caches)
+    process = serve(log, port, SPECULATIVE, caches, *options)
     running = Server(f"http://127.0.0.1:{port}", log)
     try:
         deadline = time.monotonic() + START_S
@@ -142,6 +143,13 @@ def server(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
     finally:
         stop(process)
+
+
+@pytest.fixture(scope="module")
+def server(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("serve") / "server.log"
+    with serving(log, runner.caches) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -39,11 +39,11 @@ class Engine:
         self.runtime = Runtime(self.trees)
         self.runtime.costs = SimpleNamespace(
             learn=lambda: None,
-            current=None,
+            current=SimpleNamespace(plain_ms=1.0),
             install=lambda *_: None,
             timer=SimpleNamespace(step_done=self.timed.append),
         )
-        self.runtime.gate = SimpleNamespace(draft=self._ask)
+        self.runtime.gate = SimpleNamespace(draft=self._ask, reason="pays")
         states = SimpleNamespace(req_id_to_index={}, num_speculative_steps=NODES)
         starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
         self.manager = BastionVerificationManager(self.runtime, states, starts, 1, 1000)

@@ -17,6 +17,8 @@ from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.verification import BastionVerificationManager
 from vllm_bastion.policy.gate import DraftGate
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.telemetry.record import StepRecord
+from vllm_bastion.telemetry.recorder import Recorder
 
 DEPTH, NODES, VOCAB, SLOTS = 4, 10, 32, 5
 COST = (4.0 + 0.15 * np.arange(129)).astype(np.float32)
@@ -52,7 +54,8 @@ class Steps:
         )  # fmt: skip
         self.trees.set_cost_ms(COST)
         self.gate = Gate()
-        costs: Any = SimpleNamespace(current=None)
+        cost = SimpleNamespace(plain_ms=4.0)
+        costs: Any = SimpleNamespace(current=cost, correction=dict)
         self.runtime = Runtime(self.trees, costs=costs, gate=None if budget else self.gate)
         self.names = {f"r{slot}": slot for slot in slots}
         states = SimpleNamespace(req_id_to_index=self.names, num_speculative_steps=NODES)
@@ -64,6 +67,7 @@ class Steps:
         self.step = 0
         # Of every step: N* and the promise of the trees grown at its end, tokens emitted in it.
         self.asked: list[tuple[list[int], float, list[int]]] = []
+        self.records: list[StepRecord] = []
 
     def run(self, limits: dict[str, int] | None = None) -> dict[str, int]:
         """One step; the nodes that its output reports. The scheduler cuts drafts to `limits`."""
@@ -78,9 +82,6 @@ class Steps:
             order, torch.tensor([self.names[name] for name in order])
         )
         assert rows == count + total == int(cu[-1])
-        output: Any = SimpleNamespace(get_output=SimpleNamespace)
-        reported = StepReport.of(self.manager.counted(output).get_output()).num_verified
-        assert list(reported.values()) == (cu.diff() - 1).tolist()
         if isinstance(self.manager, LaggedVerificationManager) and 0 < total < sum(
             map(len, drafts.values())
         ):
@@ -90,8 +91,21 @@ class Steps:
         self.trees.bind_rows(torch.tensor(self.slots), torch.tensor(emitted, dtype=torch.int32))
         generator = torch.Generator().manual_seed(self.step)
         self.trees.grow(4 * torch.randn(count * DEPTH, VOCAB, generator=generator), count)
-        batch: Any = SimpleNamespace(idx_mapping_np=self.slots)
+        batch: Any = SimpleNamespace(
+            idx_mapping_np=self.slots, num_tokens=rows, is_prefilling_np=np.zeros(count, dtype=bool)
+        )
         self.manager.record_confidences(None, batch)
+        tokens = dict(zip(self.names, emitted, strict=True))
+        result = SimpleNamespace(
+            sampled_token_ids=[[0] * tokens[name] for name in order],
+            req_id_to_index={name: row for row, name in enumerate(order)},
+        )
+        output: Any = SimpleNamespace(get_output=lambda: result)
+        report = StepReport.of(self.manager.counted(output).get_output())
+        reported = report.num_verified
+        assert list(reported.values()) == (cu.diff() - 1).tolist()
+        if report.step is not None:
+            self.records.append(report.step)
         rho = self.trees.log_rho[self.slots].double().exp().numpy()
         best = choose_budget_on_host(rho, [NODES] * count, COST, count)
         self.asked.append((best.counts.tolist(), best.expected_tokens - count, emitted))
@@ -203,3 +217,25 @@ def test_a_requests_own_budget_leaves_the_other_trees_what_they_ask_for(kind: An
         assert sum(shares.values()) == sum(asked[-2])
     assert limited.manager.draft_next(limited.slots)
     assert not limited.manager.draft_next(np.array([0])), "nobody there wants a tree"
+
+
+@pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
+def test_recorded_steps_are_those_that_were_made(kind: Any) -> None:
+    """Nodes as the output has them, promises paired with what the same trees yielded."""
+    steps = Steps(kind, [3, 0, 4])
+    recorder = steps.runtime.recorder = Recorder("tree", "no gate")
+    reported = [[nodes for nodes in steps.run().values() if nodes] for _ in range(9)]
+    records = steps.records
+    assert [record.nodes for record in records] == reported
+    # Prompts leave no trees for the first step here, which nobody decided about.
+    assert [record.kind for record in records] == ["plain"] + ["tree"] * 8
+    realised = [told[2:] for told in steps.gate.told if told[0] == "realised"]
+    pairs = [(record.promised, record.yielded) for record in records if record.promised]
+    assert pairs == [pytest.approx(told) for told in realised]
+    totals = recorder.totals
+    assert totals.nodes == sum(map(sum, reported)) and totals.steps_of("tree") == 8
+    # A plain step takes four milliseconds.
+    costs = [COST[3 + sum(nodes)] for nodes in reported[1:]]
+    assert totals.step_ms == pytest.approx(sum(costs), rel=1e-5)
+    emitted = [sum(tokens) for *_, tokens in steps.asked[1:]]
+    assert totals.plain_ms == pytest.approx(sum(4.0 * tokens / 3 for tokens in emitted))

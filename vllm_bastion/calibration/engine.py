@@ -18,7 +18,7 @@ import vllm
 from vllm.config import CompilationConfig, ModelConfig, VllmConfig
 from vllm.distributed.parallel_state import get_world_group
 
-from vllm_bastion import __version__
+from vllm_bastion import __version__, envs
 from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.agreement import from_rank_0, shared_profile
 from vllm_bastion.calibration.measure import largest_steps, measure, warm_up
@@ -42,6 +42,7 @@ from vllm_bastion.policy.cost.store import (
 from vllm_bastion.policy.cost.table import StepCostTable
 from vllm_bastion.policy.gate import DraftGate
 from vllm_bastion.policy.step_costs import StepCosts
+from vllm_bastion.telemetry.recorder import Recorder
 
 logger = init_logger(__name__)
 
@@ -60,6 +61,7 @@ def calibrate(runner: Any) -> None:
         costs = summary.FIXED_BUDGET
         if current_host().compiles_on_first_use():
             warm_up(runner)
+    _start_recording(runner)
     if group.rank_in_group == 0:
         logger.info("%s", _summary(runner, config, costs).sentence())
         warning = current_host().warning()
@@ -92,6 +94,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
         calibrated = profile.calibrated
         roofline = calibrated.roofline if calibrated else None
         costs = summary.measured(measured_s) if measured_s else summary.loaded(profile.created)
+        runtime.profile_time = summary.unix_time(profile.created)
     latency = make_latency(
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
     )
@@ -109,6 +112,20 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
     if runner.dp_size == 1:
         runtime.gate = DraftGate()
     return costs
+
+
+def _start_recording(runner: Any) -> None:
+    """Record the steps from here on: those of warm-up and calibration are over."""
+    if not envs.telemetry():
+        return
+    runtime = runtime_of(runner.vllm_config)
+    trees, costs = runtime.trees, runtime.costs
+    kind = "chain" if trees.chains else "tree"
+    recorder = Recorder(kind, "no gate" if trees.budget is None else "fixed budget")
+    recorder.profile_time = runtime.profile_time
+    if costs is not None:
+        costs.on_step = recorder.timed
+    runtime.recorder = recorder
 
 
 def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summary.EngineSummary:

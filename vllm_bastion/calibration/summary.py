@@ -71,15 +71,21 @@ def loaded(created: str, now: datetime | None = None) -> str:
 
     created: `Profile.created`, in ISO format. now: for tests.
     """
-    try:
-        then = datetime.fromisoformat(created)
-    except ValueError:
+    then = unix_time(created)
+    if then is None:
         return f"loaded, measured {created or 'at an unknown time'}"
-    if then.tzinfo is None:
-        then = then.replace(tzinfo=UTC)
-    seconds = max(0.0, ((now or datetime.now(UTC)) - then).total_seconds())
+    seconds = max(0.0, (now or datetime.now(UTC)).timestamp() - then)
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         count = int(seconds // length)
         if count:
             return f"loaded, measured {count} {unit}{'s' if count > 1 else ''} ago"
     return "loaded, measured less than a minute ago"
+
+
+def unix_time(created: str) -> float | None:
+    """`Profile.created` in seconds since the epoch; None if it is not in ISO format."""
+    try:
+        then = datetime.fromisoformat(created)
+    except ValueError:
+        return None
+    return (then if then.tzinfo else then.replace(tzinfo=UTC)).timestamp()

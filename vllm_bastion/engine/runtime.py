@@ -16,6 +16,7 @@ from vllm_bastion.policy.cost.timing import StepTimer
 from vllm_bastion.policy.gate import DraftGate
 from vllm_bastion.policy.step_costs import StepCosts
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.telemetry.recorder import Recorder
 
 
 class DraftPlanner(Protocol):
@@ -42,6 +43,10 @@ class Runtime:
     deferred: DeferredContext | None = None
     # None until the KV cache exists.
     manager: DraftPlanner | None = None
+    # When the step costs were measured, in seconds since the epoch; None if they were not.
+    profile_time: float | None = None
+    # None during warm-up and calibration.
+    recorder: Recorder | None = None
     # Whether the last ``propose`` grew trees; set by it, for the adapters that run after it.
     drafted: bool = True
     # Whether steps scheduled from now on get placeholders.

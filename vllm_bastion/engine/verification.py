@@ -11,6 +11,7 @@ nodes.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.policy.shares import even_split
 from vllm_bastion.policy.trees import Published
+from vllm_bastion.telemetry.record import StepRecord
+from vllm_bastion.telemetry.recorder import Recorder
 from vllm_bastion.versions import capabilities
 
 
@@ -53,7 +56,8 @@ class CountedOutput(AsyncModelRunnerOutput):
 
     drafting: whether the step that is scheduled next has a use for placeholders. num_logits:
     [R + 1] running sum of root and nodes of the requests `req_ids`; a copy from the device may
-    still fill it, one that was queued before the output's own.
+    still fill it, one that was queued before the output's own. recorder, step: who completes the
+    step's record, and the record; None if steps are not recorded.
     """
 
     def __init__(
@@ -62,15 +66,23 @@ class CountedOutput(AsyncModelRunnerOutput):
         drafting: bool,
         req_ids: list[str],
         num_logits: np.ndarray,
+        recorder: Recorder | None = None,
+        step: StepRecord | None = None,
     ) -> None:
         self._output, self._drafting = output, drafting
+        self._recorder, self._step = recorder, step
         self._req_ids, self._num_logits = req_ids, num_logits
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()
         nodes = np.diff(self._num_logits) - 1
         num_verified = dict(zip(self._req_ids, nodes.tolist(), strict=True))
-        StepReport(num_verified, self._drafting).attach(output)
+        if self._recorder is not None and self._step is not None:
+            trees = {name: count for name, count in num_verified.items() if count > 0}
+            tokens, row = output.sampled_token_ids, output.req_id_to_index
+            accepted = [max(len(tokens[row[name]]) - 1, 0) for name in trees]
+            self._recorder.finish(self._step, list(trees.values()), accepted)
+        StepReport(num_verified, self._drafting, self._step).attach(output)
         return output
 
     def get_kv_connector_output(self) -> Any:
@@ -226,9 +238,18 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         if gate is None or costs is None:
             return True
         self._observe_past_step()
-        if self.runtime.backlog or not self.trees.node_limits_host[slots].any():
-            return False
-        return gate.draft(slots.tolist(), costs.current)
+        plain_ms, drafts = math.inf, False
+        if self.runtime.backlog:
+            reason = "prompts wait"
+        elif not self.trees.node_limits_host[slots].any():
+            reason = "requests want none"
+        else:
+            plain_ms = costs.current.plain_ms
+            drafts = gate.draft(slots.tolist(), costs.current)
+            reason = gate.reason
+        if self.runtime.recorder is not None:
+            self.runtime.recorder.decided(drafts, reason, len(slots), plain_ms)
+        return drafts
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         """Called after ``propose``, at the end of a step: publish the trees that it grew."""
@@ -239,6 +260,14 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             self._treeless.update(slots.tolist())
         if self.trees.budget is None and (drafted or len(self._history[-1].slots)):
             self.trees.publish(self._step, slots if drafted else None)
+        if self.runtime.recorder is not None:
+            rows = int(input_batch.num_tokens)
+            self.runtime.recorder.ended(
+                requests=len(slots) - int(np.count_nonzero(input_batch.is_prefilling_np)),
+                nodes=int(self._num_verify.sum()) if self._req_ids else 0,
+                rows=rows,
+                tree_ms=float(self.trees.cost_ms_host[rows]),
+            )
         self._step += 1
         self._has_observed = False
         self._history.append(VerifiedTrees())
@@ -259,23 +288,25 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             self._observe(published)
 
     def _observe(self, published: Published) -> None:
-        gate = self.runtime.gate
-        if gate is None:
-            return
+        gate, recorder = self.runtime.gate, self.runtime.recorder
         before, trees = self._history[0], self._history[1]
         if before.promised is not None:
             live = self._is_live(before)
-            accepted = published.emitted[before.slots] - 1
-            slots = before.slots[live].tolist()
-            gate.observe_outcomes(slots, before.promised[live], accepted[live])
+            promised = before.promised[live]
+            accepted = published.emitted[before.slots[live]] - 1
+            if gate is not None:
+                gate.observe_outcomes(before.slots[live].tolist(), promised, accepted)
+            if recorder is not None:
+                recorder.yielded(float(promised.sum()), float(accepted.sum()))
         if len(trees.slots):
             chosen = published.num_verify[trees.slots]
             promised = published.promised[trees.slots]
             # A request near its end or in a large batch has fewer placeholders than N*.
             nodes = np.minimum(chosen, trees.max_nodes)
             trees.promised = promised * nodes / np.maximum(chosen, 1)
-            live = self._is_live(trees)
-            gate.observe_trees(trees.slots[live].tolist(), trees.promised[live], nodes[live])
+            if gate is not None:
+                live = self._is_live(trees)
+                gate.observe_trees(trees.slots[live].tolist(), trees.promised[live], nodes[live])
 
     def _is_live(self, trees: VerifiedTrees) -> np.ndarray:
         """[T] bool, whether the slots still belong to the trees' requests."""
@@ -292,7 +323,13 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         """The output of the step launched last, with its counts of verified nodes."""
         req_ids, self._req_ids = self._req_ids, []
         counts, self._num_logits_np = self._num_logits_np, np.zeros(1, dtype=np.int32)
-        return CountedOutput(output, self.runtime.drafting, req_ids, counts)
+        recorder = self.runtime.recorder
+        step = None if recorder is None else recorder.take(self._correction())
+        return CountedOutput(output, self.runtime.drafting, req_ids, counts, recorder, step)
+
+    def _correction(self) -> dict[str, float]:
+        costs = self.runtime.costs
+        return {} if costs is None else costs.correction()
 
     def warm_up(self) -> None:
         """Compile the ops of a step with prompt rows."""

@@ -123,7 +123,8 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="scheduler:update_from_output",
         expects="(self, scheduler_output, model_runner_output)",
         why="the engine core knows only how many draft tokens it scheduled",
-        what="subtracts the nodes that were not verified, and notes the placeholders in use",
+        what="subtracts the nodes that were not verified, notes the placeholders in use, and sends "
+        "what was recorded to a front end",
         upstream="adaptive verification reports what it verified",
         when=EVERY_PROCESS,
     ),
@@ -143,8 +144,9 @@ HOOKS: tuple[Hook, ...] = (
             "(self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, "
             "num_invalid_spec_tokens, request_id)"
         ),
-        why="its lists have N positions, walked for every request, and trees raise an index error",
-        what="makes positions depths",
+        why="its lists have N positions, walked for every request, and trees raise an index error; "
+        "a request of which nothing was verified counts as a draft",
+        what="makes positions depths, and counts trees that were verified",
         upstream="statistics that know trees",
         when=EVERY_PROCESS,
     ),
@@ -155,6 +157,19 @@ HOOKS: tuple[Hook, ...] = (
         why="it creates N counters, and reads them from lists with one entry per depth",
         what="creates one counter per depth",
         upstream="statistics that know trees",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
+        target="vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        wrapper="telemetry:stat_logger_manager_init",
+        expects=(
+            "(self, vllm_config, engine_idxs=, custom_stat_loggers=, enable_default_loggers=, "
+            "aggregate_engine_logging=, client_count=)"
+        ),
+        why="vLLM's statistics have no place for trees, and its plugins for loggers are loaded by "
+        "the server only",
+        what="adds our logger, which takes our sums out of the statistics",
+        upstream="statistics that know trees; logger plugins offline too",
         when=EVERY_PROCESS,
     ),
     Hook(
@@ -175,6 +190,33 @@ HOOKS: tuple[Hook, ...] = (
         what="gives each request its share, at most 63 with a grammar, and none while nothing is "
         "drafted; lists the nodes that a grammar has left",
         upstream="a per-request number of speculative tokens",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.add_request",
+        wrapper="tracing:add_request",
+        expects="(self, request)",
+        why="a request's own metrics have N + 1 positions, and a step without nodes counts there",
+        what="makes positions depths, and counts trees that were verified",
+        upstream="statistics that know trees",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
+        target="vllm.v1.engine.output_processor:OutputProcessor.do_tracing",
+        wrapper="tracing:do_tracing",
+        expects="(self, engine_core_output, req_state, iteration_stats)",
+        why="a request's span has nothing about speculative decoding",
+        what="finds what the engine core has counted for the request",
+        upstream="span attributes of speculative decoding",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
+        target="vllm.v1.engine.output_processor:instrument_manual",
+        wrapper="tracing:instrument_manual",
+        expects="(span_name, start_time, end_time=, attributes=, context=, kind=)",
+        why="as above",
+        what="adds it to the span's attributes",
+        upstream="span attributes of speculative decoding",
         when=EVERY_PROCESS,
     ),
     Hook(

@@ -84,6 +84,13 @@ ASSIGNED: tuple[Change, ...] = (
         upstream="a product for few rows in vLLM",
         when=_CPU_DRAFTER,
     ),
+    Change(
+        target="vllm.v1.worker.gpu_worker:Worker.bastion_snapshot",
+        why="a page or a tool asks a running worker what it has recorded",
+        what="`hooks.worker` adds `hooks.telemetry.worker_snapshot`, for `collective_rpc`",
+        upstream="a worker extension for plugins",
+        when=BASTION_WORKER,
+    ),
     # objects
     *(
         Change(

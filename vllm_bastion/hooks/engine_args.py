@@ -76,11 +76,14 @@ def create_speculative_config(
         keys["num_speculative_tokens"] = default_nodes(keys, drafter, self.max_num_batched_tokens)
     validation.check_token_limit(keys["num_speculative_tokens"], gamma, self.max_num_batched_tokens)
     keys["method"] = kind.method
-    return BastionSpeculativeConfig(
+    config = BastionSpeculativeConfig(
         **keys,
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
     )
+    # vLLM may raise it in the config that it loads the drafter with.
+    config.drafter_positions = getattr(drafter, "max_position_embeddings", None)
+    return config
 
 
 def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:

@@ -26,13 +26,15 @@ from vllm_bastion.config import (
     request_budget,
 )
 from vllm_bastion.hooks.grammar import attach_plan
+from vllm_bastion.hooks.telemetry import collect
+from vllm_bastion.hooks.tracing import count_for_span
 
 
 class TreeSpecDecodingStats(SpecDecodingStats):
     """vLLM's per-step statistics for trees: positions are depths, draft tokens are nodes."""
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one verified tree of `num_draft_tokens` nodes; 0 nodes is plain decoding."""
+        """Count one verified tree of `num_draft_tokens` nodes."""
         within_depths = min(num_draft_tokens, self.num_spec_tokens)
         super().observe_draft(within_depths, num_accepted_tokens)
         self.num_draft_tokens += num_draft_tokens - within_depths
@@ -47,8 +49,14 @@ def make_spec_decoding_stats(
     num_invalid_spec_tokens: dict[str, int] | None,
     request_id: str,
 ) -> Any:
-    """Start a step's statistics with one entry per depth in place of one per node."""
+    """Start a step's statistics with one entry per depth in place of one per node.
+
+    A request of which nothing was verified had no draft, whatever was scheduled for it.
+    """
     spec_config = bastion_config(self.vllm_config)
+    unverified = (num_invalid_spec_tokens or {}).get(request_id, 0)
+    if spec_config is not None and num_draft_tokens <= unverified:
+        return spec_decoding_stats
     if spec_config is not None and spec_decoding_stats is None and self.log_stats:
         spec_decoding_stats = TreeSpecDecodingStats.new(spec_config.bastion_gamma)
     return original(
@@ -75,13 +83,16 @@ def update_from_output(
     report = StepReport.find(model_runner_output)
     if spec_config is not None and scheduler_output.scheduled_spec_decode_tokens:
         report = StepReport.of(model_runner_output)
+    longest = 0
     if spec_config is not None and report is not None:
         verified = report.num_verified
         SchedulerState.ensure(self).drafting = report.drafting
         for request_id in scheduler_output.scheduled_spec_decode_tokens:
             request = self.requests.get(request_id)
             if request is not None:
+                longest = max(longest, request.num_tokens)
                 nodes = verified.get(request_id, 0)
+                count_for_span(self, request, nodes, model_runner_output)
                 wanted = next_wanted(nodes, spec_config.bastion_gamma)
                 RequestState.ensure(request).wanted_placeholders = wanted
         # Nodes that a grammar rejected before verification are already counted.
@@ -90,7 +101,10 @@ def update_from_output(
             request_id: max(len(tokens) - verified.get(request_id, 0), invalid.get(request_id, 0))
             for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
         }
-    return original(self, scheduler_output, model_runner_output)
+    outputs = original(self, scheduler_output, model_runner_output)
+    if report is not None and report.step is not None:
+        collect(self, report.step, longest, outputs)
+    return outputs
 
 
 def update_request_with_output(

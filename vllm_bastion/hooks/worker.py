@@ -42,6 +42,11 @@ def install_adapters(vllm_config: Any) -> None:
         if hook.target.partition(":")[0] == _CPU_WORKER and _CPU_WORKER not in sys.modules:
             continue  # importing the CPU worker patches torch
         hook.install()
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vllm_bastion.hooks.telemetry import worker_snapshot
+
+    Worker.bastion_snapshot = worker_snapshot
 
 
 def rebind_kernels(original: Callable[..., None], overrides: Any) -> None:

@@ -7,9 +7,11 @@ current batch, and it passes the times of real steps to the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from vllm_bastion.policy.cost.online import LatencyModel, StepEstimate
 from vllm_bastion.policy.cost.table import CostArray
-from vllm_bastion.policy.cost.timing import StepTimer
+from vllm_bastion.policy.cost.timing import StepTimer, StepTimes
 from vllm_bastion.policy.trees import Trees
 
 
@@ -27,10 +29,15 @@ class StepCosts:
         self.timer = StepTimer(trees.device) if online else None
         self._trees = trees
         self._installed: CostArray | None = None
+        self._num_reqs = 1
+        # Told of each whole step that was timed: whether it verified drafts, its rows, and its
+        # predicted and measured milliseconds.
+        self.on_step: Callable[[bool, int, float, float], None] | None = None
         self.current = StepEstimate(trees.cost_ms_host, float(trees.cost_ms_host[1]))
 
     def install(self, num_reqs: int, context_len: float) -> None:
         """Write the costs of this batch to the trees' cost buffer, if they differ from it."""
+        self._num_reqs = num_reqs
         self.current = self.latency.estimate(num_reqs, context_len)
         # The model returns the same array until its costs change.
         if self.current.tree_ms is not self._installed:
@@ -41,4 +48,18 @@ class StepCosts:
         """Learn from the steps that were completed since the last call."""
         if self.timer is not None:
             for step in self.timer.completed():
+                if self.on_step is not None and step.total_ms is not None:
+                    self._report(step, step.total_ms)
                 self.latency.observe(step)
+
+    def _report(self, step: StepTimes, total_ms: float) -> None:
+        # A step that only verifies or only drafts is of neither kind.
+        if self.on_step is not None and step.verified == step.drafted:
+            cost = self.latency.estimate(step.num_reqs, step.context_len)
+            tree_ms = cost.tree_ms[min(step.rows, len(cost.tree_ms) - 1)]
+            predicted = float(tree_ms) if step.verified else cost.plain_ms
+            self.on_step(step.verified, step.rows, predicted, total_ms)
+
+    def correction(self) -> dict[str, float]:
+        """The factors of the batch that was installed last, see `LatencyModel.correction`."""
+        return self.latency.correction(self._num_reqs)

@@ -70,6 +70,14 @@ class LatencyModel(Protocol):
         """Learn from a completed step."""
         ...
 
+    def correction(self, num_reqs: int) -> dict[str, float]:
+        """Factors by which real steps of such a batch differ from the profile; empty without.
+
+        "plain": plain steps. "tree": steps with trees and one row for each request. "rows": what
+        further rows add, beyond "tree".
+        """
+        ...
+
 
 class CurveLatency:
     """All models but `ema_table`: forward times, with the paper's correction or without.
@@ -121,6 +129,10 @@ class CurveLatency:
             self.factor = ratio if len(self._seen) == 1 else self.factor
             return
         self.factor += _ALPHA * (ratio - self.factor)
+
+    def correction(self, num_reqs: int) -> dict[str, float]:
+        """See `LatencyModel`."""
+        return {} if self.factor is None else {"tree": self.factor}
 
     def _forward_ms(self, num_reqs: int, bucket: int) -> FloatArray:
         """[max_rows + 1] float64: the uncorrected curve at the padded sizes."""
@@ -204,6 +216,12 @@ class FilteredLatency:
             state.observe_tree(root, float(prior.tree_ms[row]) - root, step.total_ms)
         else:
             state.observe_plain(prior.plain_ms, step.total_ms)
+
+    def correction(self, num_reqs: int) -> dict[str, float]:
+        """See `LatencyModel`."""
+        state = self.filter(num_reqs)
+        parts = {"plain": state.level, "tree": state.tree, "rows": state.slope}
+        return {part: math.exp(log) for part, log in parts.items()}
 
 
 _Key = TypeVar("_Key")

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of trees against what was seen in the engine: offline, through a server, in a span."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.engines import GAMMA, ON_GPU, Engine, Runner
+from tests.e2e.test_serving import serving
+
+pytestmark = [pytest.mark.e2e]
+
+NODES = 32
+DETAILED = (("per_request_spec_decode_metrics", "detailed"),)
+
+
+@pytest.fixture(scope="module")
+def run(runner: Runner) -> dict[str, Any]:
+    """One batch of an engine whose budget adapts."""
+    engine = Engine(extra=DETAILED).with_bastion(nodes=NODES)
+    return runner.all([engine], [cases.greedy(2)])[0]["batches"][0]
+
+
+def test_metrics_are_what_the_engine_did(run: dict[str, Any]) -> None:
+    """`llm.get_metrics()` against the target's batches: nodes, depths and steps."""
+    metrics = run["metrics"]
+    nodes = [count for count in run["verified"] if count]
+    depths = [len(p) - 1 for p, count in zip(run["paths"], run["verified"], strict=True) if count]
+    assert metrics["bastion_nodes_verified_count"] == len(nodes) > 0
+    assert metrics["bastion_nodes_verified_sum"] == sum(nodes)
+    for bound in (1, 2, 4, 8, 16, 32):
+        below = sum(count <= bound for count in nodes)
+        assert metrics[f"bastion_nodes_verified_bucket/{bound}.0"] == below
+    for depth in range(1, GAMMA + 1):
+        reached = sum(found >= depth for found in depths)
+        assert metrics.get(f"bastion_accepted_by_depth/{depth}", 0) == reached
+
+    steps = {
+        tuple(name.split("/")[1:]): count
+        for name, count in metrics.items()
+        if name.startswith("bastion_steps/")
+    }
+    kinds = {kind: sum(n for key, n in steps.items() if key[0] == kind) for kind, _ in steps}
+    assert sum(kinds.values()) == run["forwards"]
+    assert kinds["tree"] == sum(any(step.values()) for step in run["reported"])
+    assert kinds["prompt"] > 0 and "chain" not in kinds
+    assert {reason for kind, reason in steps if kind == "tree"} <= {"pays", "trial of trees"}
+
+    # Trees whose promise the host has not read when the engine stops are not counted.
+    assert 0 < metrics["bastion_yielded_tokens"] <= sum(depths)
+    assert metrics["bastion_promised_tokens"] > 0
+    timed = {name for name in metrics if name.startswith("bastion_timed_steps/")}
+    assert 0 < sum(metrics[name] for name in timed) <= run["forwards"]
+    assert metrics["bastion_measured_step_ms" + min(timed).removeprefix("bastion_timed_steps")] > 0
+
+
+def test_a_requests_own_metrics_have_its_trees(run: dict[str, Any]) -> None:
+    """`--per-request-spec-decode-metrics detailed`: nodes and accepted tokens of every tree."""
+    trees = list(zip(run["path_requests"], run["verified"], run["paths"], strict=True))
+    for name, result in run["requests"].items():
+        own = [(nodes, len(path) - 1) for request, nodes, path in trees if request == name]
+        drafted = [(nodes, accepted) for nodes, accepted in own if nodes]
+        found = result["spec_decode_metrics"]
+        assert found["per_step_drafted"] == [nodes for nodes, _ in drafted]
+        assert found["per_step_accepted"] == [accepted for _, accepted in drafted]
+        assert found["num_spec_steps"] == len(drafted) > 0
+        assert len(found["acceptance_histogram"]) == GAMMA + 1
+
+
+def values(text: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that have these labels."""
+    found = [
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.partition("{")[0] == f"vllm:{name}"
+        and all(f'{label}="{value}"' in line for label, value in labels.items())
+    ]
+    return sum(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="starts a CPU server")
+@pytest.mark.parametrize("options", [(), ("--api-server-count", "2")], ids=["one", "two"])
+def test_the_servers_metrics_are_whole(
+    runner: Runner, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """However many API servers there are, /metrics of any has all trees, and the line is logged."""
+    prompts = [text for _, text in cases.some(4)]
+    with serving(tmp_path / "log", {**runner.caches, **SHORT}, *options) as server:
+
+        def ask(prompt: str) -> int:
+            body = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+            return int(server.post("/v1/completions", **body)["usage"]["completion_tokens"])
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(ask, prompts)) == [48] * len(prompts)
+        for _ in range(4):  # either of two servers may answer
+            text = server.get("/metrics")
+            drafted = values(text, "spec_decode_num_draft_tokens_total")
+            assert values(text, "bastion_nodes_verified_sum") == drafted > 0
+            trees = values(text, "spec_decode_num_drafts_total")
+            assert values(text, "bastion_nodes_verified_count") == trees
+            assert values(text, "bastion_nodes_verified_bucket", le="+Inf") == trees
+            for depth in range(1, GAMMA + 1):
+                vllms = values(
+                    text, "spec_decode_num_accepted_tokens_per_pos_total", position=str(depth - 1)
+                )
+                assert values(text, "bastion_accepted_by_depth_total", depth=str(depth)) == vllms
+            assert values(text, "bastion_steps_total", kind="tree") > 0
+            assert values(text, "bastion_profile_timestamp_seconds") > 1.6e9
+            own = [line for line in text.splitlines() if line.startswith("vllm:bastion_")]
+            assert all('engine="0"' in line and "model_name=" in line for line in own)
+    log = (tmp_path / "log").read_text()
+    lines = re.findall(r"Engine 000: Bastion: .* nodes and .* accepted tokens per tree", log)
+    # With several API servers vLLM logs no statistics, and neither do we.
+    assert bool(lines) == (not options), log[-3000:]
+
+
+SHORT = {"VLLM_LOG_STATS_INTERVAL": "1"}
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A collector of spans: its address, and the attributes of the requests' spans."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    spans: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            message = ExportTraceServiceRequest()
+            message.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
+            for resource in message.resource_spans:
+                for scope in resource.scope_spans:
+                    spans.extend(
+                        {a.key: a.value.int_value for a in span.attributes}
+                        for span in scope.spans
+                        if span.name == "llm_request"
+                    )
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans
+    server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="starts a CPU server")
+def test_a_requests_span_has_its_trees(
+    runner: Runner, tmp_path: Path, collector: tuple[str, list[dict[str, Any]]]
+) -> None:
+    address, spans = collector
+    environment = {**runner.caches, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    options = ("--otlp-traces-endpoint", address)
+    with serving(tmp_path / "log", environment, *options) as server:
+        body = {"prompt": cases.some(1)[0][1], "max_tokens": 48, "temperature": 0}
+        server.post("/v1/completions", **body, ignore_eos=True)
+        text = server.get("/metrics")
+    # The exporter sends what it has when the server ends.
+    assert len(spans) == 1, (tmp_path / "log").read_text()[-3000:]
+    (span,) = spans
+    assert span["gen_ai.usage.completion_tokens"] == 48
+    assert span["vllm.bastion.trees"] == values(text, "spec_decode_num_drafts_total") > 0
+    drafted = values(text, "spec_decode_num_draft_tokens_total")
+    assert span["vllm.bastion.nodes_verified"] == drafted
+    accepted = values(text, "spec_decode_num_accepted_tokens_total")
+    assert span["vllm.bastion.accepted_tokens"] == accepted

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks that carry what steps recorded from the engine core to every front end.
+
+Between the two processes, msgpack keeps the fields that `SchedulerStats` declares and drops all
+others, those of subclasses included. One of them is a dictionary of anything:
+`kv_connector_stats`. KV connectors are refused with trees, so it is ours. The front end takes our
+entry out before another logger sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
+
+from vllm_bastion import envs
+from vllm_bastion.carriers import SchedulerState
+from vllm_bastion.config import bastion_config
+from vllm_bastion.logger import init_logger
+from vllm_bastion.telemetry.collector import KEY, Collector
+from vllm_bastion.telemetry.drafter_fit import DrafterFit
+from vllm_bastion.telemetry.prometheus import TreeMetrics
+from vllm_bastion.telemetry.record import StepRecord, Totals
+from vllm_bastion.telemetry.text import interval_line
+
+logger = init_logger(__name__)
+
+
+def collect(scheduler: Any, step: StepRecord, longest: int, outputs: dict[int, Any]) -> None:
+    """In the engine core: add a step, and put a due sum on the statistics of its outputs.
+
+    Args:
+        scheduler: vLLM's Scheduler.
+        step: what the worker recorded.
+        longest: most tokens of a request that had drafts; 0 without any.
+        outputs: what `update_from_output` returns.
+    """
+    state = SchedulerState.ensure(scheduler)
+    if state.collector is None:
+        config = bastion_config(scheduler.vllm_config)
+        assert config is not None
+        fit = DrafterFit(
+            config.draft_model_config.model,
+            config.target_model_config.model,
+            config.drafter_positions,
+        )
+        state.collector = Collector(fit, logger.warning)
+    collector = state.collector
+    collector.add(step)
+    collector.context(longest)
+    # Without statistics nobody asks: the sums wait, and stay as small.
+    stats = next((o.scheduler_stats for o in outputs.values() if o.scheduler_stats), None)
+    if stats is not None:
+        sums = collector.take(idle=not scheduler.running)
+        if sums is not None:
+            stats.kv_connector_stats = {KEY: sums}
+
+
+class BastionStatLogger(AggregateStatLoggerBase):
+    """In a front end: writes the sums of its engines to Prometheus and to the log.
+
+    Args:
+        prometheus: vLLM's own Prometheus logger, whose labels and classes of metrics it shares.
+        writes_lines: whether vLLM logs its periodic line in this process.
+    """
+
+    def __init__(self, prometheus: PrometheusStatLogger, *, writes_lines: bool) -> None:
+        self._metrics = TreeMetrics(
+            ["model_name", "engine"],
+            prometheus.per_engine_labelvalues,
+            prometheus._counter_cls,
+            prometheus._gauge_cls,
+            prometheus._histogram_cls,
+        )
+        self._writes_lines = writes_lines
+        # Sums since the last line, by engine.
+        self._interval: dict[int, Totals] = {}
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Take our sum out of vLLM's statistics. Must run before the other loggers do."""
+        sums = getattr(scheduler_stats, "kv_connector_stats", None)
+        if not sums or KEY not in sums:
+            return
+        scheduler_stats.kv_connector_stats = None
+        delta = Totals.from_plain(sums[KEY])
+        self._metrics.observe(delta, engine_idx)
+        self._interval.setdefault(engine_idx, Totals()).merge(delta)
+
+    def log(self) -> None:
+        """A line for each engine that has decoded since the last call."""
+        intervals, self._interval = self._interval, {}
+        for engine, totals in sorted(intervals.items()):
+            if self._writes_lines and (line := interval_line(totals)) is not None:
+                logger.info("Engine %03d: %s", engine, line)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: the worker has logged what it decodes with."""
+
+
+def stat_logger_manager_init(
+    original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Add our logger to those of a front end, as the first one."""
+    original(self, vllm_config, *args, **kwargs)
+    if bastion_config(vllm_config) is None or not envs.telemetry():
+        return
+    found = [own for own in self.stat_loggers if isinstance(own, PrometheusStatLogger)]
+    # With several API servers vLLM logs no line: each of them sees a part of the statistics.
+    writes_lines = kwargs.get("enable_default_loggers", True) and kwargs.get("client_count", 1) == 1
+    self.stat_loggers.insert(0, BastionStatLogger(found[0], writes_lines=writes_lines))
+
+
+def worker_snapshot(worker: Any) -> dict[str, Any] | None:
+    """What this worker has recorded since it started, see `Recorder.snapshot`; None without it.
+
+    A method of vLLM's workers, `bastion_snapshot`, for `collective_rpc`.
+    """
+    from vllm_bastion.engine.runtime import runtime_of
+
+    if bastion_config(worker.vllm_config) is None:
+        return None
+    recorder = runtime_of(worker.vllm_config).recorder
+    return None if recorder is None else recorder.snapshot()

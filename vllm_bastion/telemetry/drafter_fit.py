@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings about a drafter that does not fit its target, or is asked beyond its training.
+
+A wrong drafter never makes tokens wrong, only slow, so nothing else tells of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+# Trees that are judged together.
+TREES = 1000
+# Fewer accepted tokens per tree than this is next to nothing: a fitting drafter gives several.
+FEWEST_ACCEPTED = 0.1
+# Seconds between two warnings of one kind.
+_PAUSE = 3600.0
+
+
+class DrafterFit:
+    """Judges the trees of one engine, TREES at a time.
+
+    Args:
+        drafter: name or folder of the drafter, as the user gave it.
+        target: likewise.
+        positions: the longest context that the drafter was trained for; None if unknown.
+        clock: seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        drafter: str,
+        target: str,
+        positions: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._drafter, self._target, self.positions = drafter, target, positions
+        self._clock = clock
+        self._trees = self._accepted = 0
+        self._next_fit = self._next_context = -float("inf")
+
+    def observe(self, accepted: list[int]) -> str | None:
+        """Add verified trees, [T] draft tokens accepted of each. Returns a warning, or None."""
+        self._trees += len(accepted)
+        self._accepted += sum(accepted)
+        if self._trees < TREES:
+            return None
+        trees, tokens = self._trees, self._accepted
+        self._trees = self._accepted = 0
+        now = self._clock()
+        if tokens >= FEWEST_ACCEPTED * trees or now < self._next_fit:
+            return None
+        self._next_fit = now + _PAUSE
+        trained = f" ({self.positions} tokens)" if self.positions is not None else ""
+        return (
+            f'The drafter "{self._drafter}" does not fit the target "{self._target}": '
+            f"{trees} trees yielded {tokens} draft tokens. Likely causes: it was trained for "
+            "another target; the prompts use another chat template than its training data; the "
+            f"context is longer than the drafter's positions{trained}; or the target is quantised "
+            "and its hidden states differ. The output is right, but drafting gains nothing"
+        )
+
+    def observe_context(self, length: int) -> str | None:
+        """A request with `length` tokens gets drafts. Returns a warning, or None."""
+        if self.positions is None or length <= self.positions:
+            return None
+        now = self._clock()
+        if now < self._next_context:
+            return None
+        self._next_context = now + _PAUSE
+        return (
+            f'A request has {length} tokens, but the drafter "{self._drafter}" was trained for at '
+            f"most {self.positions}. Expect few accepted tokens beyond that; the output stays "
+            "right. Use a drafter with more positions, or lower max_model_len"
+        )

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of one step, and the sums over steps that are shown.
+
+Kinds of steps:
+
+    tree     verifies nodes of draft trees
+    chain    verifies drafts of width 1, whose rows are causal
+    plain    decodes, and verifies nothing
+    prompt   has prompt rows only
+
+The reason of a step with drafts is why the gate made them, that of a plain step why there were
+none; see `docs/metrics.md` for the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+# Bucket i of the histogram of nodes holds trees of at most 2**i nodes, and more than 2**(i - 1).
+NODE_BUCKETS = 11
+
+
+def bucket_of(count: int) -> int:
+    """Index of the smallest power of two that is not below `count`, for `count` >= 1."""
+    return (count - 1).bit_length()
+
+
+@dataclass
+class StepTime:
+    """A whole step that was timed, read some steps later."""
+
+    kind: str
+    rows: int
+    predicted_ms: float
+    measured_ms: float
+
+
+@dataclass
+class StepRecord:
+    """What the worker knows about one step. Numbers and strings only: it is sent as it is."""
+
+    kind: str = "prompt"
+    reason: str = ""
+    # Requests that decode, and all target rows of the step.
+    requests: int = 0
+    rows: int = 0
+    # [T] nodes verified and draft tokens accepted of each request that verified any.
+    nodes: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    # Draft tokens that the path scores of some earlier steps' trees promised, and that these same
+    # trees yielded. Only with an adaptive budget.
+    promised: float = 0.0
+    yielded: float = 0.0
+    # Milliseconds that plain decoding is estimated to need for the step's tokens, and that the step
+    # is estimated to take; both 0 where that is unknown.
+    plain_ms: float = 0.0
+    step_ms: float = 0.0
+    times: list[StepTime] = field(default_factory=list)
+    # Latest values of what goes up and down; see `Recorder.now`.
+    now: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Totals:
+    """Sums over steps. Every field but `now` only grows."""
+
+    # (kind, reason) -> steps
+    steps: dict[tuple[str, str], int] = field(default_factory=dict)
+    # Trees that were verified, their nodes, and the draft tokens accepted of them.
+    trees: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    # [NODE_BUCKETS] trees by verified nodes, see `bucket_of`.
+    trees_by_nodes: list[int] = field(default_factory=lambda: [0] * NODE_BUCKETS)
+    # [depth + 1] trees by the depth that was accepted; entry 0 counts trees that yielded nothing.
+    trees_by_depth: list[int] = field(default_factory=list)
+    promised: float = 0.0
+    yielded: float = 0.0
+    plain_ms: float = 0.0
+    step_ms: float = 0.0
+    # (kind, power of two not below the rows) -> steps, predicted and measured milliseconds
+    times: dict[tuple[str, int], tuple[int, float, float]] = field(default_factory=dict)
+    now: dict[str, float] = field(default_factory=dict)
+
+    def add(self, step: StepRecord) -> None:
+        """Add one step."""
+        key = step.kind, step.reason
+        self.steps[key] = self.steps.get(key, 0) + 1
+        for nodes, accepted in zip(step.nodes, step.accepted):
+            self.trees_by_nodes[min(bucket_of(nodes), NODE_BUCKETS - 1)] += 1
+            if accepted >= len(self.trees_by_depth):
+                self.trees_by_depth += [0] * (accepted + 1 - len(self.trees_by_depth))
+            self.trees_by_depth[accepted] += 1
+        self.trees += len(step.nodes)
+        self.nodes += sum(step.nodes)
+        self.accepted += sum(step.accepted)
+        self.promised += step.promised
+        self.yielded += step.yielded
+        self.plain_ms += step.plain_ms
+        self.step_ms += step.step_ms
+        for time in step.times:
+            self._add_time(
+                (time.kind, 1 << bucket_of(time.rows)), (1, time.predicted_ms, time.measured_ms)
+            )
+        if step.now:
+            self.now = step.now
+
+    def _add_time(self, key: tuple[str, int], values: tuple[int, float, float]) -> None:
+        steps, predicted, measured = self.times.get(key, (0, 0.0, 0.0))
+        self.times[key] = (steps + values[0], predicted + values[1], measured + values[2])
+
+    def merge(self, other: Totals) -> None:
+        """Add another sum."""
+        for key, count in other.steps.items():
+            self.steps[key] = self.steps.get(key, 0) + count
+        self.trees += other.trees
+        self.nodes += other.nodes
+        self.accepted += other.accepted
+        self.trees_by_nodes = _added(self.trees_by_nodes, other.trees_by_nodes)
+        self.trees_by_depth = _added(self.trees_by_depth, other.trees_by_depth)
+        self.promised += other.promised
+        self.yielded += other.yielded
+        self.plain_ms += other.plain_ms
+        self.step_ms += other.step_ms
+        for row, values in other.times.items():
+            self._add_time(row, values)
+        if other.now:
+            self.now = other.now
+
+    @property
+    def accepted_by_depth(self) -> list[int]:
+        """[depth] trees whose accepted path reaches depth 1, 2, and so on."""
+        counts, reached = [], 0
+        for trees in reversed(self.trees_by_depth[1:]):
+            reached += trees
+            counts.append(reached)
+        return counts[::-1]
+
+    @property
+    def gain(self) -> float | None:
+        """Estimated speed-up over plain decoding, as a factor; None while it is unknown."""
+        return self.plain_ms / self.step_ms if self.step_ms > 0 else None
+
+    def steps_of(self, *kinds: str) -> int:
+        """Steps of these kinds."""
+        return sum(count for (kind, _), count in self.steps.items() if kind in kinds)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As lists and dicts with string keys, for msgpack and JSON; see `from_plain`."""
+        return {
+            "steps": [[kind, reason, count] for (kind, reason), count in self.steps.items()],
+            "trees": self.trees,
+            "nodes": self.nodes,
+            "accepted": self.accepted,
+            "trees_by_nodes": list(self.trees_by_nodes),
+            "trees_by_depth": list(self.trees_by_depth),
+            "promised": self.promised,
+            "yielded": self.yielded,
+            "plain_ms": self.plain_ms,
+            "step_ms": self.step_ms,
+            "times": [[kind, rows, *values] for (kind, rows), values in self.times.items()],
+            "now": dict(self.now),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Totals:
+        """What `to_plain` was made from."""
+        steps = {(kind, reason): count for kind, reason, count in plain["steps"]}
+        times = {
+            (kind, rows): (count, predicted, measured)
+            for kind, rows, count, predicted, measured in plain["times"]
+        }
+        return cls(**{**plain, "steps": steps, "times": times})
+
+
+def _added(first: Iterable[int], second: Iterable[int]) -> list[int]:
+    """The element-wise sum; the shorter list is padded with zeros."""
+    left, right = list(first), list(second)
+    width = max(len(left), len(right))
+    left += [0] * (width - len(left))
+    right += [0] * (width - len(right))
+    return [a + b for a, b in zip(left, right)]

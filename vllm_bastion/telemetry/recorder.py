@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side: one `StepRecord` per step, from numbers that the host has anyway."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from vllm_bastion.telemetry.record import StepRecord, StepTime, Totals
+
+# Why a plain step has no drafts, where the gate did not refuse them: a new request, or one that was
+# preempted; vLLM had no room for drafts; or the step was scheduled before the gate decided.
+NO_TREE = "no tree yet"
+
+
+class Recorder:
+    """Records the steps of one worker. All methods but `finish` run on the runner's thread.
+
+    Args:
+        kind: "tree" or "chain", what steps with drafts verify.
+        always: why there are drafts in an engine without a gate.
+    """
+
+    def __init__(self, kind: str, always: str) -> None:
+        self.kind = kind
+        self.totals = Totals()
+        # When the step costs were measured, in seconds since the epoch; None if they were not.
+        self.profile_time: float | None = None
+        # What a snapshot shows besides the totals; called only when one is asked for.
+        self.details: dict[str, Callable[[], Any]] = {}
+        # Why the current step has drafts, if it has, and why it has none; the same of the next.
+        self._reason, self._plain_reason = self._next_reasons = always, NO_TREE
+        # The decision about the current step, and about the next one: requests that it was made
+        # for, and a plain step's cost.
+        self._decided = self._next = (0, math.inf)
+        self._step = StepRecord()
+
+    def decided(self, drafts: bool, reason: str, num_reqs: int, plain_ms: float) -> None:
+        """The gate decided about the next step.
+
+        Args:
+            drafts: whether it gets trees.
+            reason: why, in a few words: a label of metrics.
+            num_reqs: requests of the decision.
+            plain_ms: cost of a plain step of these requests; infinite if it is unknown.
+        """
+        self._next = num_reqs, plain_ms
+        # An undrafted step has no reason in a decision to draft, and the other way round.
+        last = self._next_reasons[0]
+        self._next_reasons = (reason, NO_TREE) if drafts else (last, reason)
+
+    def ended(self, requests: int, nodes: int, rows: int, tree_ms: float) -> None:
+        """A step has ended, for the host: called after the decision about the next one.
+
+        Args:
+            requests: requests that decode.
+            nodes: nodes that the step verifies.
+            rows: target rows, those of prompts included.
+            tree_ms: cost of a step with so many rows that drafts; used only if it has nodes.
+        """
+        step = self._step
+        step.requests, step.rows = requests, rows
+        if nodes:
+            step.kind, step.reason = self.kind, self._reason
+        elif requests:
+            step.kind, step.reason = "plain", self._plain_reason
+        self._reason, self._plain_reason = self._next_reasons
+        (decided_for, plain_ms), self._decided = self._decided, self._next
+        # A step with prompts has no plain counterpart of known cost.
+        known = requests == decided_for and math.isfinite(plain_ms)
+        if known and requests and rows == requests + nodes:
+            # `finish` scales it to the tokens that the step emitted.
+            step.plain_ms, step.step_ms = plain_ms, tree_ms if nodes else plain_ms
+
+    def yielded(self, promised: float, accepted: float) -> None:
+        """Trees of an earlier step promised and yielded so many draft tokens."""
+        self._step.promised += promised
+        self._step.yielded += accepted
+
+    def timed(self, verified: bool, rows: int, predicted_ms: float, measured_ms: float) -> None:
+        """A whole earlier step was timed."""
+        if math.isfinite(predicted_ms):
+            kind = self.kind if verified else "plain"
+            self._step.times.append(StepTime(kind, rows, predicted_ms, measured_ms))
+
+    def take(self, now: dict[str, float]) -> StepRecord:
+        """The record of the step that ended last, to be given to `finish`.
+
+        Args:
+            now: latest values of what goes up and down, by the names of their gauges.
+        """
+        step, self._step = self._step, StepRecord()
+        step.now = now
+        if self.profile_time is not None:
+            now["profile_time"] = self.profile_time
+        return step
+
+    def finish(self, step: StepRecord, nodes: list[int], accepted: list[int]) -> None:
+        """Complete a record with what its output shows, and add it to the totals.
+
+        Args:
+            nodes: [T] nodes verified of each request that verified any.
+            accepted: [T] draft tokens accepted of these.
+        """
+        step.nodes, step.accepted = nodes, accepted
+        if step.requests:
+            step.plain_ms *= 1.0 + sum(accepted) / step.requests
+        self.totals.add(step)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything since the worker started, for a page: `Totals.to_plain` and more."""
+        totals = self.totals
+        return {
+            **totals.to_plain(),
+            "accepted_by_depth": totals.accepted_by_depth,
+            "gain": totals.gain,
+            **{name: details() for name, details in self.details.items()},
+        }

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line beside vLLM's periodic one."""
+
+from __future__ import annotations
+
+from vllm_bastion.telemetry.record import Totals
+
+
+def interval_line(totals: Totals) -> str | None:
+    """What happened in one interval, or None if nothing was decoded in it."""
+    decoding = totals.steps_of("tree", "chain", "plain")
+    if not decoding:
+        return None
+    parts = []
+    if totals.trees:
+        parts.append(
+            f"{totals.nodes / totals.trees:.1f} nodes and "
+            f"{totals.accepted / totals.trees:.2f} accepted tokens per tree"
+        )
+    for kind in ("tree", "chain", "plain"):
+        if count := totals.steps_of(kind):
+            parts.append(f"{kind} steps {100 * count / decoding:.0f}% ({_reasons(totals, kind)})")
+    for kind in ("tree", "chain", "plain"):
+        rows = [values for (name, _), values in totals.times.items() if name == kind]
+        if steps := sum(count for count, _, _ in rows):
+            predicted = sum(ms for _, ms, _ in rows) / steps
+            measured = sum(ms for _, _, ms in rows) / steps
+            parts.append(f"{kind} step predicted {predicted:.2f} ms, measured {measured:.2f} ms")
+    if totals.gain is not None:
+        parts.append(f"estimated gain over plain decoding {totals.gain:.2f}x")
+    return "Bastion: " + "; ".join(parts)
+
+
+def _reasons(totals: Totals, kind: str) -> str:
+    """The reasons of a kind of step, the most frequent first, with their shares."""
+    counts = {reason: n for (name, reason), n in totals.steps.items() if name == kind}
+    if len(counts) == 1:
+        return next(iter(counts))
+    whole = sum(counts.values())
+    most = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{reason} {100 * count / whole:.0f}%" for reason, count in most)
