@@ -31,6 +31,7 @@ TOP_LEVEL = {
     "Makefile",
     "README.md",
     "benchmarks",
+    "dashboards",
     "docs",
     "kernels",
     "pyproject.toml",
