@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.engines import GAMMA, ON_GPU, Engine, Runner
-from tests.e2e.test_serving import serving
+from tests.e2e.test_serving import serving, values
 
 pytestmark = [pytest.mark.e2e]
 
@@ -74,17 +74,6 @@ def test_a_requests_own_metrics_have_its_trees(run: dict[str, Any]) -> None:
         assert found["per_step_accepted"] == [accepted for _, accepted in drafted]
         assert found["num_spec_steps"] == len(drafted) > 0
         assert len(found["acceptance_histogram"]) == GAMMA + 1
-
-
-def values(text: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels."""
-    found = [
-        float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if line.partition("{")[0] == f"vllm:{name}"
-        and all(f'{label}="{value}"' in line for label, value in labels.items())
-    ]
-    return sum(found)
 
 
 @pytest.mark.slow
