@@ -27,7 +27,7 @@ DETAILED = (("per_request_spec_decode_metrics", "detailed"),)
 def run(runner: Runner) -> dict[str, Any]:
     """One batch of an engine whose budget adapts."""
     engine = Engine(extra=DETAILED).with_bastion(nodes=NODES)
-    return runner.all([engine], [cases.greedy(2)])[0]["batches"][0]
+    return runner.submit(engine, [cases.greedy(2)]).result()["batches"][0]
 
 
 def test_metrics_are_what_the_engine_did(run: dict[str, Any]) -> None:
