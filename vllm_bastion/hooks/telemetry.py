@@ -3,8 +3,8 @@
 
 Between the two processes, msgpack keeps the fields that `SchedulerStats` declares and drops all
 others, those of subclasses included. One of them is a dictionary of anything:
-`kv_connector_stats`. KV connectors are refused with trees, so it is ours. The front end takes our
-entry out before another logger sees it.
+`kv_connector_stats`. Our entry lies there beside a KV connector's, and the front end takes it out
+before another logger sees it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def collect(scheduler: Any, step: StepRecord, longest: int, outputs: dict[int, A
     if stats is not None:
         sums = collector.take(idle=not scheduler.running)
         if sums is not None:
-            stats.kv_connector_stats = {KEY: sums}
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: sums}
 
 
 class BastionStatLogger(AggregateStatLoggerBase):
@@ -88,8 +88,9 @@ class BastionStatLogger(AggregateStatLoggerBase):
         sums = getattr(scheduler_stats, "kv_connector_stats", None)
         if not sums or KEY not in sums:
             return
-        scheduler_stats.kv_connector_stats = None
-        delta = Totals.from_plain(sums[KEY])
+        delta = Totals.from_plain(sums.pop(KEY))
+        # Without a connector vLLM expects None.
+        scheduler_stats.kv_connector_stats = sums or None
         self._metrics.observe(delta, engine_idx)
         self._interval.setdefault(engine_idx, Totals()).merge(delta)
 
