@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_bastion import __version__, cli
+from vllm_bastion.cli.curves import curves
 from vllm_bastion.policy.cost.devices import DeviceSpec
 from vllm_bastion.policy.cost.fit import calibrate_and_report
 from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
@@ -72,6 +73,58 @@ def test_show_without_a_calibration(cache, capsys):
     assert "RMSE" not in capsys.readouterr().out
 
 
+def test_curves_follow_from_the_table():
+    table = StepCostTable.linear(2.0, 0.5, max_rows=64, drafter_ms=1.0, aux_ms=0.25)
+    (curve,) = curves(table).curves
+    assert (curve.reqs, curve.nodes) == (1, (0, 1, 3, 7, 15, 31, 63))
+    assert curve.cost_ms == pytest.approx([2.0 + 0.5 * (1 + n) + 1.25 for n in curve.nodes])
+    assert curve.plain_ms == pytest.approx(2.0 + 0.5 + 0.25)
+    # as many tokens in the time as plain steps emit, one of which every step emits by itself
+    tokens = [1 + accepted for accepted in curve.break_even]
+    assert tokens == pytest.approx([ms / curve.plain_ms for ms in curve.cost_ms])
+
+
+def test_curves_of_the_measured_batches_at_a_context():
+    samples = [(rows, c, 1 + rows + c / 100, reqs)
+               for reqs in (1, 4) for rows in (4, 8, 32) for c in (0, 100, 200)]  # fmt: skip
+    drawn = curves(StepCostTable(samples, max_rows=64), 200)
+    assert [curve.reqs for curve in drawn.curves] == [1, 4]
+    assert drawn.curves[1].nodes == (0, 1, 3, 7)
+    short = curves(StepCostTable(samples, max_rows=64)).curves
+    longer = [(c.cost_ms[-1], s.cost_ms[-1]) for c, s in zip(drawn.curves, short)]
+    assert all(here > before for here, before in longer)
+    with pytest.raises(ValueError, match="--context must be a number of at least 0"):
+        curves(StepCostTable(samples, max_rows=64), -1)
+
+
+def test_show_draws_both_figures(cache, capsys):
+    write_profile(_profile(), cache / "a.json")
+    assert cli.main(["show", "--context", "300"]) == 0
+    text = capsys.readouterr().out
+    assert "context 300" in text and "Break-even" in text and "● 1 request (plain" in text
+    chart = text[text.index("C(N)") : text.index("Break-even")].splitlines()
+    marks = [(line.index("●"), -row) for row, line in enumerate(chart) if "●" in line]
+    assert len(marks) > 1 and marks == sorted(marks, reverse=True), "the cost rises with N"
+    assert chart[-2].split()[:2] == ["0", "1"] and chart[-2].split()[-1] == "N"
+
+
+def test_show_writes_a_png(cache, tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    write_profile(_profile(), cache / "a.json")
+    assert cli.main(["show", "--png", str(tmp_path / "figures" / "c.png")]) == 0
+    picture = imread(tmp_path / "figures" / "c.png")
+    assert picture.shape[1] > 2 * picture.shape[0] and picture[..., :3].std() > 0.05
+
+
+def test_a_png_without_matplotlib_names_the_extra(cache, tmp_path, monkeypatch, capsys):
+    write_profile(_profile(), cache / "a.json")
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert cli.main(["show", "--png", str(tmp_path / "c.png")]) == 1
+    assert "pip install 'vllm-bastion[figures]'" in capsys.readouterr().err
+
+
 def test_an_empty_cache_says_what_to_do(cache, capsys):
     assert cli.main(["show"]) == 1
     assert "vllm-bastion calibrate TARGET DRAFTER" in capsys.readouterr().err
@@ -112,14 +165,16 @@ def test_calibrate_names_a_folder_that_is_not_there(capsys):
     assert "drafter: there is no folder ./models/nope" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["torch", "vllm"])
-def test_calibrate_without_torch_or_vllm_is_one_sentence(missing):
+@pytest.mark.parametrize(
+    ("command", "missing"), [("calibrate", "torch"), ("calibrate", "vllm"), ("check", "vllm")]
+)
+def test_without_torch_or_vllm_there_is_one_sentence(command, missing):
     code = f"import sys; sys.modules[{missing!r}] = None; from vllm_bastion.cli import main; "
-    code += "raise SystemExit(main(['calibrate', 'T', 'D']))"
+    code += f"raise SystemExit(main([{command!r}, 'T', 'D']))"
     done = _python("-c", code)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("vllm-bastion calibrate: vLLM cannot be imported here (")
+    assert line.startswith(f"vllm-bastion {command}: vLLM cannot be imported here (")
 
 
 def test_the_module_is_the_command():

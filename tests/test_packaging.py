@@ -57,7 +57,8 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
     kernels = ROOT / "kernels"
     ours |= {str(p.relative_to(kernels)) for p in (kernels / "bastion_kernels").rglob("*.py")}
     assert shipped == ours
-    assert {"vllm_bastion/py.typed", "bastion_kernels/py.typed"} <= set(wheel.namelist())
+    data = {"vllm_bastion/py.typed", "vllm_bastion/page/page.html", "bastion_kernels/py.typed"}
+    assert data <= set(wheel.namelist())
 
 
 def test_the_wheel_holds_the_cpp_sources(wheel: zipfile.ZipFile) -> None:

@@ -17,3 +17,8 @@ def init_logger(module: str) -> logging.Logger:
         module: the caller's `__name__`.
     """
     return logging.getLogger("vllm.bastion" + module.removeprefix("vllm_bastion"))
+
+
+def quiet() -> None:
+    """Show only errors of vLLM and of this package: a command prints its own answer."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)

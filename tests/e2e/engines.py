@@ -177,7 +177,7 @@ class Runner:
         self._cpu_s = cpu_s
         folder.mkdir(parents=True, exist_ok=True)
         self.caches = caches(folder)
-        _share_machine_code(Path(self.caches["VLLM_BASTION_CACHE"]))
+        share_machine_code(Path(self.caches["VLLM_BASTION_CACHE"]))
         environment = {**ENVIRONMENT, **self.caches}
         self._environment = environment
         if ON_GPU:
@@ -251,7 +251,7 @@ class Runner:
         return answer
 
 
-def _share_machine_code(cache: Path) -> None:
+def share_machine_code(cache: Path) -> None:
     """Link the user's cache of machine code into `cache`, so that sessions do not compile anew."""
     ours, users = cache / "numba", envs.cache_dir() / "numba"
     cache.mkdir(parents=True, exist_ok=True)

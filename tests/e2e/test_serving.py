@@ -51,9 +51,9 @@ def environment(caches: dict[str, str]) -> dict[str, str]:
     return env
 
 
-def arguments(port: int, speculative: dict[str, Any]) -> list[str]:
+def arguments(port: int, speculative: dict[str, Any], target: str = TARGET) -> list[str]:
     """Arguments of `vllm serve`."""
-    return [TARGET, "--port", str(port), *OPTIONS, "--speculative-config", json.dumps(speculative)]
+    return [target, "--port", str(port), *OPTIONS, "--speculative-config", json.dumps(speculative)]
 
 
 def values(text: str, name: str, **labels: str) -> float:
@@ -68,12 +68,17 @@ def values(text: str, name: str, **labels: str) -> float:
 
 
 def serve(
-    log: Path, port: int, speculative: dict[str, Any], caches: dict[str, str], *options: str
+    log: Path,
+    port: int,
+    speculative: dict[str, Any],
+    caches: dict[str, str],
+    *options: str,
+    target: str = TARGET,
 ) -> subprocess.Popen[bytes]:
     """Start a server in its own process group, with its output in `log`."""
     with log.open("wb") as out:
         return subprocess.Popen(
-            [*VLLM, "serve", *arguments(port, speculative), *options],
+            [*VLLM, "serve", *arguments(port, speculative, target), *options],
             stdout=out,
             stderr=out,
             env=environment(caches),
@@ -103,6 +108,14 @@ class Server:
     def get(self, path: str) -> str:
         with urlopen(self.url + path, timeout=60) as answer:
             return answer.read().decode()
+
+    def healthy(self) -> bool:
+        """Whether it answers."""
+        try:
+            self.get("/health")
+        except (URLError, HTTPError, ConnectionError):
+            return False
+        return True
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         return json.loads(self._open(path, body).read())
@@ -150,11 +163,9 @@ def serving(log: Path, caches: dict[str, str], *options: str) -> Iterator[Server
         while True:
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, log.read_text()[-4000:]
-            try:
-                running.get("/health")
+            if running.healthy():
                 break
-            except (URLError, HTTPError, ConnectionError):
-                time.sleep(1)
+            time.sleep(1)
         yield running
     finally:
         stop(process)
@@ -257,6 +268,14 @@ def test_requests_with_grammar_and_penalties(server: Server) -> None:
         logprobs=2,
     )  # fmt: skip
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"]
+
+
+def test_there_is_no_page_unless_asked_for(server: Server) -> None:
+    """Its paths are unknown."""
+    for path in ("/bastion", "/v1/bastion"):
+        with pytest.raises(HTTPError) as missing:
+            server.get(path)
+        assert missing.value.code == 404
 
 
 def test_a_requests_own_budget(server: Server) -> None:

@@ -14,18 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import vllm
-from vllm.config import CompilationConfig, ModelConfig, VllmConfig
 from vllm.distributed.parallel_state import get_world_group
 
-from vllm_bastion import __version__, envs
+from vllm_bastion import envs
 from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.agreement import from_rank_0, shared_profile
+from vllm_bastion.calibration.key import host_choices, key_of
 from vllm_bastion.calibration.measure import largest_steps, measure, warm_up
 from vllm_bastion.calibration.points import CONTEXTS
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
 from vllm_bastion.engine.runtime import runtime_of
-from vllm_bastion.host import HostChoices
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.devices import device_name, device_spec
@@ -34,7 +32,6 @@ from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
 from vllm_bastion.policy.cost.store import (
     Profile,
     ProfileKey,
-    config_hash,
     profile_path,
     read_profile,
     write_profile,
@@ -129,7 +126,7 @@ def _start_recording(runner: Any) -> None:
 
 
 def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summary.EngineSummary:
-    choices = _host_choices(runner)
+    choices = host_choices(runner.vllm_config)
     return summary.EngineSummary(
         drafter="+".join(config.draft_model_config.hf_config.architectures),
         gamma=config.bastion_gamma,
@@ -142,12 +139,6 @@ def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summa
         own_products=choices.own_products,
         threads=choices.threads,
     )
-
-
-def _host_choices(runner: Any) -> HostChoices:
-    config: VllmConfig = runner.vllm_config
-    spec: BastionSpeculativeConfig = config.speculative_config
-    return current_host().choices(spec.bastion_drafter_weights, config.model_config.dtype)
 
 
 def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:
@@ -222,48 +213,11 @@ def captured_sizes(runner: Any) -> list[int]:
 
 def profile_key(runner: Any) -> ProfileKey:
     """Everything that the measured times of this engine depend on."""
-    config: VllmConfig = runner.vllm_config
-    spec: BastionSpeculativeConfig = config.speculative_config
-    backend = {g.backend.get_name() for groups in runner.attn_groups for g in groups}
-    target = config.model_config.hf_text_config.to_dict()
-    drafter = spec.draft_model_config.hf_config.to_dict()
-    choices = _host_choices(runner)
-    if choices.own_products is not None:
-        target["products"] = "bastion" if choices.own_products else "vllm"
-    if choices.int8_drafter:
-        drafter["weights"] = "int8"
-    dtype = str(config.model_config.dtype).removeprefix("torch.")
-    if config.cache_config.cache_dtype != "auto":
-        dtype += f", cache {config.cache_config.cache_dtype}"
     captured = captured_sizes(runner)
-    return ProfileKey(
+    return key_of(
+        runner.vllm_config,
         device=device_name(runner.device),
-        target_hash=config_hash(target),
-        drafter_hash=config_hash(drafter),
-        dtype=dtype,
-        attention_backend="+".join(sorted(backend)),
-        tp_size=config.parallel_config.tensor_parallel_size,
-        vllm_version=vllm.__version__,
-        graph_sizes=tuple(captured),
-        dp_size=config.parallel_config.data_parallel_size,
-        expert_parallel=config.parallel_config.enable_expert_parallel,
+        backends={g.backend.get_name() for groups in runner.attn_groups for g in groups},
+        captured=captured,
         largest=largest_steps(runner, captured),
-        package_version=__version__,
-        compile_mode=_compile_mode(config.compilation_config),
-        target_quantization=_quantization(config.model_config),
-        drafter_quantization=_quantization(spec.draft_model_config),
     )
-
-
-def _compile_mode(compilation: CompilationConfig) -> str:
-    """vLLM's compilation mode and CUDA graph mode; both are NONE with ``enforce_eager``."""
-    return f"{compilation.mode.name}, CUDA graphs {compilation.cudagraph_mode.name}"
-
-
-def _quantization(model: ModelConfig) -> str:
-    """The checkpoint's method or that of ``--quantization``, and the settings of an online one.
-
-    The hash of a model's config does not show weights that are quantised as they are loaded.
-    """
-    settings = f", {model.quantization_config}" if model.quantization_config else ""
-    return f"{model.quantization or 'none'}{settings}"

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_bastion.calibration import points
 from vllm_bastion.calibration.agreement import from_rank_0
 from vllm_bastion.calibration.points import (
-    CONTEXTS,
-    PLAIN_REQS,
     REPEATS,
     REPEATS_FAR,
     repeats_after,
@@ -142,21 +141,25 @@ def warm_up(runner: Any) -> None:
 
 def largest_steps(runner: Any, captured: list[int]) -> tuple[int, int, int]:
     """Requests, rows and cached tokens of the largest steps that `measure` times."""
-    rows = sizes_to_measure(captured, runner.max_num_tokens)
-    return _batches(runner)[-1], rows[-1], _contexts(runner)[-1]
+    trees = runtime_of(runner.vllm_config).trees
+    return points.largest_steps(
+        captured,
+        max_num_tokens=runner.max_num_tokens,
+        max_num_reqs=runner.max_num_reqs,
+        max_model_len=runner.max_model_len,
+        depth=trees.depth,
+        tree_size=trees.tree_size,
+    )
 
 
 def _batches(runner: Any) -> list[int]:
-    # The drafter's block of each request must fit into a step, too.
     depth = runtime_of(runner.vllm_config).trees.depth
-    most = max(1, min(runner.max_num_tokens // (1 + depth), runner.max_num_reqs))
-    return [reqs for reqs in PLAIN_REQS if reqs <= most]
+    return points.batch_sizes(runner.max_num_tokens, runner.max_num_reqs, depth)
 
 
 def _contexts(runner: Any) -> list[int]:
     depth = runtime_of(runner.vllm_config).trees.depth
-    longest = max(1, runner.max_model_len - depth - 3 - _largest_tree(runner))
-    return sorted({min(context, longest) for context in CONTEXTS})
+    return points.contexts(runner.max_model_len, depth, _largest_tree(runner))
 
 
 def _max_tree_rows(runner: Any) -> int:
@@ -165,9 +168,8 @@ def _max_tree_rows(runner: Any) -> int:
 
 
 def _largest_tree(runner: Any) -> int:
-    # A request needs room for its context, two roots, the tree and the accepted path.
     trees = runtime_of(runner.vllm_config).trees
-    return min(trees.tree_size, runner.max_model_len - trees.depth - 4)
+    return points.largest_tree(trees.tree_size, trees.depth, runner.max_model_len)
 
 
 def _rounds(

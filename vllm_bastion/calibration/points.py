@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # A point is timed this often, or as often as fits into `_POINT_S` seconds, but at least once.
 # Longer contexts are timed less often, because what they add changes few decisions.
 REPEATS, REPEATS_FAR = 5, 2
@@ -21,7 +23,7 @@ PLAIN_REQS = (1, 4, 16, 64, 256)
 _TREE_REQS = (1, 4, 16)
 
 
-def sizes_to_measure(captured: list[int], max_rows: int) -> list[int]:
+def sizes_to_measure(captured: Sequence[int], max_rows: int) -> list[int]:
     """Rows to time: every captured size, and some beyond the last, where steps run without graphs.
 
     The cost jumps where graphs end, which extrapolation cannot find, so the first size beyond is
@@ -51,3 +53,41 @@ def tree_shapes(nodes: int, max_rows: int, max_reqs: int) -> list[tuple[int, int
 def repeats_after(seconds: float) -> int:
     """How often to time a point whose first run took this long."""
     return max(1, min(REPEATS, int(_POINT_S / max(seconds, 1e-9))))
+
+
+def batch_sizes(max_num_tokens: int, max_num_reqs: int, depth: int) -> list[int]:
+    """Batch sizes to time: the drafter's block of each request must fit into a step, too."""
+    most = max(1, min(max_num_tokens // (1 + depth), max_num_reqs))
+    return [reqs for reqs in PLAIN_REQS if reqs <= most]
+
+
+def largest_tree(tree_size: int, depth: int, max_model_len: int) -> int:
+    """Nodes of the largest tree to time.
+
+    A request needs room for its context, two roots, the tree and the accepted path.
+    """
+    return min(tree_size, max_model_len - depth - 4)
+
+
+def contexts(max_model_len: int, depth: int, largest: int) -> list[int]:
+    """Cached tokens per request to time; largest: nodes of the largest tree."""
+    longest = max(1, max_model_len - depth - 3 - largest)
+    return sorted({min(context, longest) for context in CONTEXTS})
+
+
+def largest_steps(
+    captured: Sequence[int],
+    *,
+    max_num_tokens: int,
+    max_num_reqs: int,
+    max_model_len: int,
+    depth: int,
+    tree_size: int,
+) -> tuple[int, int, int]:
+    """Requests, rows and cached tokens of the largest steps to time."""
+    tree = largest_tree(tree_size, depth, max_model_len)
+    return (
+        batch_sizes(max_num_tokens, max_num_reqs, depth)[-1],
+        sizes_to_measure(captured, max_num_tokens)[-1],
+        contexts(max_model_len, depth, tree)[-1],
+    )

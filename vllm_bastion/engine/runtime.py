@@ -17,6 +17,7 @@ from vllm_bastion.policy.gate import DraftGate
 from vllm_bastion.policy.step_costs import StepCosts
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.telemetry.recorder import Recorder
+from vllm_bastion.telemetry.seen_trees import SeenTrees
 
 
 class DraftPlanner(Protocol):
@@ -47,6 +48,8 @@ class Runtime:
     profile_time: float | None = None
     # None during warm-up and calibration.
     recorder: Recorder | None = None
+    # Trees that the page shows; None without it.
+    seen: SeenTrees | None = None
     # Whether the last ``propose`` grew trees; set by it, for the adapters that run after it.
     drafted: bool = True
     # Whether steps scheduled from now on get placeholders.

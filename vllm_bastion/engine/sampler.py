@@ -31,6 +31,7 @@ from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
 from vllm_bastion.engine.logprobs import PathLogprobs
 from vllm_bastion.engine.processors import follow_ancestors, has_unknown
 from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.engine.seen import keep_tree
 from vllm_bastion.platform import current_host
 
 
@@ -97,6 +98,9 @@ class TreeRejectionSampler(RejectionSampler):
         )
         # Accepted chains are already in place: nothing to move, nothing to gather.
         self.trees.verifying, self.trees.walked = not self.trees.chains, True
+        seen = self.runtime.seen
+        if seen is not None and seen.wanted():
+            keep_tree(seen, self.trees, input_batch, node_ids, sampled, num_sampled)
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=self._logprobs.tensors(),

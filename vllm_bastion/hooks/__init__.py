@@ -173,6 +173,16 @@ HOOKS: tuple[Hook, ...] = (
         when=EVERY_PROCESS,
     ),
     Hook(
+        target="vllm.plugins:load_endpoint_plugins",
+        wrapper="page:load_endpoint_plugins",
+        expects="(supported_tasks=)",
+        why="an endpoint plugin must be named in VLLM_PLUGINS, with all other plugins, and vLLM "
+        "warns at every start of a server where it is not",
+        what="adds the page with VLLM_BASTION_PAGE=1",
+        upstream="a switch for a single endpoint plugin",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
         target="vllm.v1.structured_output:StructuredOutputManager.__init__",
         wrapper="scheduler:structured_output_init",
         expects="(self, vllm_config)",

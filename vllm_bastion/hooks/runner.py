@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_bastion import envs
 from vllm_bastion.carriers import StepPlan
 from vllm_bastion.config import bastion_config, is_lagged
 from vllm_bastion.drafter_kinds import KINDS, kind_of
@@ -452,4 +453,8 @@ def warm_up(original: Callable[..., Any], self: Any) -> Any:
     dummy_tree_step(runner, runner.decode_query_len)
     times = original(self)
     calibrate(runner)
+    if envs.page_enabled():
+        from vllm_bastion.engine.seen import show_to_page
+
+        show_to_page(self.vllm_config)
     return times

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-bastion check`: from configs to an answer, compared with engines that really start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from helpers import ROOT, is_one_sentence
+from tests.e2e.engines import share_machine_code
+from vllm_bastion import cli
+from vllm_bastion.cli.check import Report, check
+from vllm_bastion.policy.cost.store import profile_path
+
+TINY = ROOT / "benchmarks" / "tiny"
+TARGET, DRAFTER = str(TINY / "target"), str(TINY / "drafter")
+# A small engine: its calibration takes seconds.
+OPTIONS = [
+    "--dtype", "float32", "--max-num-seqs", "2", "--max-model-len", "128", "--enforce-eager",
+    "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(16 << 20),
+]  # fmt: skip
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _registered(pair: tuple[str, str]) -> None:
+    """Method "bastion" in this process."""
+
+
+def test_a_pair_without_weights_is_described(pair: tuple[str, str]) -> None:
+    report = check(*pair, ["--max-model-len", "256", "--max-num-seqs", "8"])
+    assert report.refusal is None
+    said = dict(report.lines)
+    assert "gamma 7" in said["drafter"] and "K 16" in said["trees"]
+    assert "tokens a request" in said["limits"] and "(max_num_seqs)" in said["limits"]
+    assert report.memory is not None and report.memory.weights is None
+    assert "unknown until they are downloaded" in report.text()
+    # 4 layers of the target and 2 of the drafter, one head of 32, bf16: keys and values
+    drafter = json.loads(Path(pair[1], "config.json").read_text())
+    per_layer = 2 * 32 * 2
+    assert report.memory.cached_token == 4 * per_layer
+    assert report.memory.cached_draft == drafter["num_hidden_layers"] * per_layer
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--pipeline-parallel-size", "2"], "pipeline_parallel_size"),
+        (["--speculative-config", '{"bastion_budgte": 3}'], 'did you mean "bastion_budget"?'),
+        (["--speculative-config", '{"num_speculative_tokens": 900}',
+          "--max-num-batched-tokens", "512"], "lower it to 504"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_the_engines_own_sentence(
+    options: list[str], named: str, pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", *pair, *options]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("refused") and named in line
+    is_one_sentence(line.removeprefix("refused").strip())
+
+
+def test_options_that_vllm_does_not_know_are_wrong_usage(pair: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check", *pair, "--no-such-option"])
+    assert ended.value.code == 2
+
+
+def test_a_plugin_that_is_not_loaded_is_told(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_bastion.hooks.is_wrapped", lambda target: False)
+    refusal = check(*pair, []).refusal
+    assert refusal is not None and "VLLM_PLUGINS" in refusal
+
+
+def test_a_fixed_budget_needs_no_profile(pair: tuple[str, str]) -> None:
+    report = check(*pair, ["--speculative-config", '{"bastion_budget": 12}'])
+    assert report.profile is None and "N 12" in dict(report.lines)["trees"]
+    assert "not needed" in dict(report.lines)["profile"]
+
+
+def test_weights_are_counted_from_the_files_headers() -> None:
+    memory = _report().memory
+    with safe_open(TINY / "drafter" / "model.safetensors", "pt") as file:
+        elements = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert memory is not None and memory.weights == 4 * elements
+
+
+def _report() -> Report:
+    return check(TARGET, DRAFTER, OPTIONS)
+
+
+_START = """
+import json, sys
+from vllm import LLM
+from benchmarks.harness.decoder import model_runner
+from vllm_bastion.calibration.engine import profile_key
+from vllm_bastion.cli.memory import tensor_bytes
+from vllm_bastion.policy.cost.store import profile_path
+
+llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=2, max_model_len=128,
+    enforce_eager=True, max_num_batched_tokens=64, kv_cache_memory_bytes=16 << 20,
+    speculative_config={"method": "bastion", "model": sys.argv[2]})
+runner = model_runner(llm)
+speculator = runner.speculator
+print(json.dumps({
+    "profile": str(profile_path(profile_key(runner))),
+    "trees": tensor_bytes(speculator.trees),
+    "hidden": sum(h.numel() * h.element_size() for h in speculator._context_hidden),
+}))
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="starts a CPU engine")
+def test_an_engine_that_starts_has_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile's file, and the bytes of trees and hidden states, are those of a real worker."""
+    share_machine_code(tmp_path)
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path))
+    report = _report()
+    assert report.profile is not None and report.memory is not None and report.exact
+    path = profile_path(report.profile)
+    assert not path.exists() and "measured at the first start" in report.text()
+    started = subprocess.run(
+        [sys.executable, "-c", _START, TARGET, DRAFTER],
+        env={**os.environ, "TRITON_INTERPRET": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert started.returncode == 0, started.stderr[-3000:]
+    found = json.loads(started.stdout.strip().splitlines()[-1])
+    memory = report.memory
+    assert found["profile"] == str(path) and path.exists()
+    assert found["trees"] == memory.trees
+    assert found["hidden"] == memory.hidden

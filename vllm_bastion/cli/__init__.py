@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-bastion check | calibrate | show | explain`; `python -m vllm_bastion` is the same command.
+
+This module imports no vLLM: `show` works beside any vLLM, or none. The other commands import it
+when they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vllm_bastion import __version__, compat
+from vllm_bastion.cli.curves import curves, draw_png, draw_text
+from vllm_bastion.cli.profile import newest_profile, profile_text
+from vllm_bastion.policy.cost.store import read_profile
+
+_DESCRIPTION = "Check, measure and explain engines that decode with draft trees."
+_PASSED_ON = "All other options are passed to vLLM, for example --tensor-parallel-size 2."
+# Commands that pass unknown options on to vLLM.
+_WITH_ENGINE = ("check", "calibrate", "explain")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0, 1 for a refusal or a failure, 2 for wrong usage."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command not in _WITH_ENGINE:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    run: Callable[[argparse.Namespace, list[str]], int] = arguments.run
+    try:
+        return run(arguments, rest)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"vllm-bastion {arguments.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vllm-bastion", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def engine_command(
+        name: str, run: Callable[[argparse.Namespace, list[str]], int], text: str
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=_PASSED_ON)
+        command.add_argument("target", help="target model: name or folder")
+        command.add_argument("drafter", help="drafter of that target: name or folder")
+        command.set_defaults(run=run)
+        return command
+
+    engine_command("check", _check, "say from the configs alone what would be served, and how")
+    calibrate = engine_command(
+        "calibrate", _calibrate, "start an engine, measure its steps and store the profile"
+    )
+    calibrate.add_argument("--out", type=Path, help="file to write; default: one in the cache")
+    explain = engine_command(
+        "explain", _explain, "decode prompts offline and write what happened as a page"
+    )
+    explain.add_argument("--prompt", action="append", help="may be repeated")
+    explain.add_argument("--tokens", type=int, default=128, help="to emit for each prompt")
+    explain.add_argument("--page", type=Path, default=Path("bastion.html"), help="file to write")
+    show = commands.add_parser("show", help="print a profile, and draw C(N) and the break-even")
+    show.add_argument(
+        "profile", type=Path, nargs="?", help="a file; default: the newest in the cache"
+    )
+    show.add_argument("--context", type=float, help="cached tokens per request in the figure")
+    show.add_argument("--png", type=Path, help="also write the figure to this file")
+    show.set_defaults(run=_show)
+    return parser
+
+
+def _check(arguments: argparse.Namespace, engine_args: list[str]) -> int:
+    _check_models(arguments)
+    try:
+        from vllm_bastion.cli.check import check
+    except ImportError as error:
+        raise _no_vllm(error) from error
+
+    report = check(arguments.target, arguments.drafter, engine_args)
+    print(report.text())
+    return 0 if report.refusal is None else 1
+
+
+def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
+    _check_models(arguments)
+    try:
+        from vllm_bastion.calibration.engine import main as calibrate
+    except ImportError as error:
+        raise _no_vllm(error) from error
+
+    profile = calibrate(
+        arguments.target, arguments.drafter, output=arguments.out, engine_args=engine_args
+    )
+    print(profile_text(profile))
+    return 0
+
+
+def _explain(arguments: argparse.Namespace, engine_args: list[str]) -> int:
+    _check_models(arguments)
+    try:
+        from vllm_bastion.cli.explain import PROMPTS, explain
+    except ImportError as error:
+        raise _no_vllm(error) from error
+    from vllm_bastion.page.document import with_data
+
+    snapshots, _ = explain(
+        arguments.target,
+        arguments.drafter,
+        arguments.prompt or PROMPTS,
+        arguments.tokens,
+        engine_args,
+    )
+    arguments.page.write_text(with_data(snapshots), encoding="utf-8")
+    print(f"Page: {arguments.page}")
+    return 0
+
+
+def _check_models(arguments: argparse.Namespace) -> None:
+    """Refuse a folder that does not exist, and a vLLM that is not supported."""
+    for role in ("target", "drafter"):
+        _check_folder(role, getattr(arguments, role))
+    problem = compat.version_problem(compat.vllm_version())
+    if problem is not None:
+        raise RuntimeError(problem)
+
+
+def _no_vllm(error: ImportError) -> RuntimeError:
+    return RuntimeError(
+        f"vLLM cannot be imported here ({error}): repair its installation, or run this command "
+        "in the environment that serves"
+    )
+
+
+def _check_folder(role: str, name: str) -> None:
+    """Refuse what can only be a folder and is none; vLLM would ask Hugging Face for it."""
+    looks_like_folder = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    if looks_like_folder and not Path(name).is_dir():
+        raise FileNotFoundError(
+            f"{role}: there is no folder {name}; give a model's folder or its Hugging Face name"
+        )
+
+
+def _show(arguments: argparse.Namespace, _: list[str]) -> int:
+    path = arguments.profile or newest_profile()
+    profile = read_profile(path)
+    print(path)
+    print(profile_text(profile))
+    drawn = curves(profile.table, arguments.context)
+    print(f"\n{draw_text(drawn)}")
+    if arguments.png is not None:
+        draw_png(drawn, arguments.png)
+        print(f"\nFigure: {arguments.png}")
+    return 0

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-bastion check`: what an engine would serve, from the models' configs alone.
+
+The arguments become vLLM's own configuration, with all checks of a start. No process is started, no
+weight is read and nothing is downloaded but configs. What only a loaded model shows (layers that
+tree attention does not implement) is not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_bastion import hooks
+from vllm_bastion.calibration import summary
+from vllm_bastion.calibration.key import host_choices, key_of
+from vllm_bastion.calibration.points import largest_steps
+from vllm_bastion.cli.arguments import engine_arguments
+from vllm_bastion.cli.memory import Memory, memory_of, trees_of
+from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
+from vllm_bastion.logger import quiet
+from vllm_bastion.platform import current_host
+from vllm_bastion.policy.cost.devices import device_name
+from vllm_bastion.policy.cost.store import ProfileError, ProfileKey, profile_path, read_profile
+
+_NOT_LOADED = (
+    "the plugin is not loaded: VLLM_PLUGINS, if it is set, must name bastion and bastion_cpu"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found.
+
+    Attributes:
+        refusal: why the engine would not start, in vLLM's or our words; None if it would.
+        lines: (heading, text) in the order to print.
+        memory: what it takes beside plain decoding; None for a refused engine.
+        profile: key of its latency profile; None for a refused engine, or with a fixed budget.
+        exact: whether the profile's file name is certain before the engine has started.
+    """
+
+    refusal: str | None
+    lines: tuple[tuple[str, str], ...] = ()
+    memory: Memory | None = None
+    profile: ProfileKey | None = None
+    exact: bool = True
+
+    def text(self) -> str:
+        """For a terminal."""
+        if self.refusal is not None:
+            return f"refused    {self.refusal}"
+        return "\n".join(f"{heading:11s}{text}" for heading, text in self.lines)
+
+
+def check(target: str, drafter: str, engine_args: Sequence[str]) -> Report:
+    """Check a pair and vLLM's options.
+
+    Args:
+        target: model name or folder.
+        drafter: likewise.
+        engine_args: vLLM's own options; `--speculative-config` may hold further keys.
+    """
+    quiet()
+    args = engine_arguments("check", target, drafter, engine_args)
+    try:
+        # vLLM loads its plugins when it makes the arguments.
+        if not hooks.is_wrapped(hooks.ENTRY.target):
+            return Report(refusal=_NOT_LOADED)
+        return report_on(args.create_engine_config())
+    except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
+        return Report(refusal=_sentence(error))
+
+
+def _sentence(error: Exception) -> str:
+    """The error's text without pydantic's frame around it."""
+    errors = getattr(error, "errors", None)
+    if callable(errors):
+        messages = [str(one.get("msg", "")) for one in errors()]
+        return "; ".join(message.removeprefix("Value error, ") for message in messages)
+    return str(error).strip() or type(error).__name__
+
+
+def report_on(config: VllmConfig) -> Report:
+    """The report on a finished configuration of method "bastion"."""
+    spec = bastion_config(config)
+    assert spec is not None
+    memory = memory_of(config)
+    lines = [
+        ("served", f"{config.model_config.model} ({config.model_config.architecture})"),
+        ("drafter", _drafter(spec)),
+        ("trees", _trees(spec)),
+        ("limits", _limits(config, spec)),
+        ("kernels", _kernels(config)),
+        *(("memory", line) for line in memory.lines()),
+    ]
+    key, exact = None, True
+    if spec.bastion_budget == "adaptive":
+        key, exact = _key(config)
+        lines.append(("profile", _profile(spec.bastion_calibration, key, exact)))
+    else:
+        lines.append(("profile", "none: step costs are not needed for a fixed budget"))
+    if config.model_config.logits_processors:
+        lines.append(("note", "a custom logits processor makes every tree a chain"))
+    warning = current_host().warning()
+    if warning is not None:
+        lines.append(("note", warning))
+    return Report(None, tuple(lines), memory, key, exact)
+
+
+def _drafter(spec: BastionSpeculativeConfig) -> str:
+    names = "+".join(spec.draft_model_config.hf_config.architectures)
+    return f"{spec.model} ({names}), gamma {spec.bastion_gamma}"
+
+
+def _trees(spec: BastionSpeculativeConfig) -> str:
+    timing = (
+        f" ({'lagged' if is_lagged(spec) else 'exact'})"
+        if spec.bastion_budget == ("adaptive")
+        else ""
+    )
+    return (
+        f"N {spec.num_speculative_tokens}, K {spec.bastion_top_k}, "
+        f"budget {spec.bastion_budget}{timing}"
+    )
+
+
+def _limits(config: VllmConfig, spec: BastionSpeculativeConfig) -> str:
+    scheduler = config.scheduler_config
+    rows, nodes = scheduler.max_num_batched_tokens, spec.num_speculative_tokens
+    whole = rows // (1 + nodes)
+    return (
+        f"{rows} rows a step (max_num_batched_tokens) hold {min(whole, scheduler.max_num_seqs)} of "
+        f"{scheduler.max_num_seqs} requests (max_num_seqs) with N nodes each, or one with "
+        f"{rows - 1 - spec.bastion_gamma}; {config.model_config.max_model_len} tokens a request"
+    )
+
+
+def _kernels(config: VllmConfig) -> str:
+    compiled, choices = config.compilation_config, host_choices(config)
+    parts = [
+        f"attention {_tree_backend(config).__name__}",
+        f"compiled {compiled.mode.name}, CUDA graphs {compiled.cudagraph_mode.name}",
+    ]
+    if current_host().needs_twins():
+        parts.append("native twins of vLLM's Triton kernels")
+    if choices.own_products is not None:
+        parts.append(f"{'own' if choices.own_products else 'vLLM'} matrix products")
+    if choices.int8_drafter:
+        parts.append("int8 drafter")
+    if choices.threads is not None:
+        parts.append(f"{choices.threads} thread{'s' if choices.threads > 1 else ''}")
+    return "; ".join(parts)
+
+
+def _tree_backend(config: VllmConfig) -> type[Any]:
+    """The attention backend of the target's layers."""
+    return current_host().tree_backend(_vllm_backend(config), config.cache_config.cache_dtype)
+
+
+def _vllm_backend(config: VllmConfig) -> type[Any]:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    named = config.attention_config.backend
+    if named is None:
+        named = AttentionBackendEnum["CPU_ATTN" if current_platform.is_cpu() else "FLASH_ATTN"]
+    backend: type[Any] = named.get_class()
+    return backend
+
+
+def _key(config: VllmConfig) -> tuple[ProfileKey, bool]:
+    """The profile's key, and whether it is certain: CUDA graphs are planned by a worker."""
+    scheduler, trees = config.scheduler_config, trees_of(config)
+    captured: tuple[int, ...] = ()
+    largest = largest_steps(
+        captured,
+        max_num_tokens=scheduler.max_num_batched_tokens,
+        max_num_reqs=scheduler.max_num_seqs,
+        max_model_len=config.model_config.max_model_len,
+        depth=trees.depth,
+        tree_size=trees.tree_size,
+    )
+    backend = _tree_backend(config)
+    key = key_of(
+        config,
+        device=device_name(torch.device(current_platform.device_type)),
+        backends={backend.get_name(), _vllm_backend(config).get_name()},
+        captured=captured,
+        largest=largest,
+    )
+    graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    return key, not (graphs and current_platform.is_cuda_alike())
+
+
+def _profile(setting: str, key: ProfileKey, exact: bool) -> str:
+    if setting == "off":
+        return "none: bastion_calibration is off, step costs are a roofline's"
+    if setting != "auto":
+        return f"{setting} (bastion_calibration)"
+    path = profile_path(key)
+    if exact:
+        try:
+            found = read_profile(path)
+        except FileNotFoundError:
+            return f"{path}, to be measured at the first start"
+        except ProfileError as error:
+            return f"{path}, to be measured again: {error}"
+        return f"{path}, {summary.loaded(found.created)}"
+    return f"in {path.parent}; its name also depends on the CUDA graphs that a start captures"
