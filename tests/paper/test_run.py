@@ -77,3 +77,58 @@ def test_killed_in_the_middle_and_started_again_it_decodes_what_is_missing(tmp_p
     assert talk[1]["prompt_len"] > talk[0]["prompt_len"] + 24
     page = path.with_suffix(".md").read_text()
     assert "| bastion N=16 |" in page and "5/5" in page
+
+
+def test_beam_search_is_replayed_on_recorded_drafts(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+    started = command(tmp_path, "--temperatures", "0", "--methods", "none", "--replay-prompts", "1")
+    subprocess.run(started, env=environment, check=True, capture_output=True)
+    rows = list(read_rows(tmp_path / "run.jsonl"))
+    found = {row["policy"]: row for row in rows if row["kind"] == "replayed" and row["set"] == "a"}
+    assert {row["method"] for row in rows if row["kind"] == "response"} == {"plain"}
+    beam, best = found["beam 4x15 (replayed)"], found["best-first 60 (replayed)"]
+    assert beam["tau"] > 1 and beam["nodes"] == best["nodes"] == 60
+    (scores,) = (row for row in rows if row["kind"] == "scores")
+    assert scores["steps"] > 0 and len(scores["expected"]) == len(scores["accepted"])
+    # A second start has nothing to do.
+    subprocess.run(started, env=environment, check=True, capture_output=True)
+    assert len(list(read_rows(tmp_path / "run.jsonl"))) == len(rows) + 1
+
+
+def test_near_ties_are_judged_by_gaps_that_transformers_computes_too(tmp_path: Path) -> None:
+    import torch
+
+    from benchmarks import TINY
+    from benchmarks.near_ties import Judge
+    from benchmarks.paper.judge import Scorer
+    from benchmarks.paper.methods import Target, methods
+    from benchmarks.paper.run import engine_of
+
+    judge = Judge(TINY / "target")
+    plain = methods(Target(str(TINY / "target"), None, 15), cpu=True)["plain"]
+    engine = plain.engine(
+        str(TINY / "target"), True, max_model_len=256, max_num_seqs=1, dtype="float32", eager=True
+    )
+    ids = judge._tokenizer(TEXTS[0])["input_ids"]
+    with torch.inference_mode():
+        best = judge._model(torch.tensor([ids])).logits[0, -1].topk(3).indices.tolist()
+    with engine_of(engine, Scorer) as process:
+        process.call("gaps", ids, [*best, 1])  # the mask token is never likely
+        gaps = process.answer()
+    wanted = [float(judge.gaps(TEXTS[0], [token])[-1]) for token in best]
+    assert gaps[:3] == pytest.approx(wanted, abs=1e-3) and gaps[0] == 0
+    assert gaps[3] == float("inf")
+
+
+def test_vllms_own_eagle3_drafts_with_the_tiny_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import TINY
+    from benchmarks.harness.decoder import count, run_engine
+    from benchmarks.harness.engine import Engine, Request, dflash
+
+    # The runner that a CPU host has by default.
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    requests = [Request(text, text, 32) for text in TEXTS]
+    plain = run_engine(Engine(), requests).completions
+    drafted = run_engine(Engine(dflash(TINY / "eagle3", 5, "eagle3")), requests).completions
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert count(drafted).tau > 2.5
