@@ -15,7 +15,7 @@ import prometheus_client
 import pytest
 
 from vllm_bastion.telemetry.collector import PERIOD, Collector
-from vllm_bastion.telemetry.drafter_fit import TREES, DrafterFit
+from vllm_bastion.telemetry.drafter_fit import BARREN_TREES, TREES, DrafterFit
 from vllm_bastion.telemetry.prometheus import TreeMetrics
 from vllm_bastion.telemetry.record import NODE_BUCKETS, StepRecord, StepTime, Totals, bucket_of
 from vllm_bastion.telemetry.recorder import NO_TREE, Recorder
@@ -177,7 +177,7 @@ def fit(clock: Clock) -> DrafterFit:
 def test_a_drafter_that_does_not_fit_is_told_once_an_hour() -> None:
     clock = Clock()
     judge = fit(clock)
-    assert all(judge.observe([0]) is None for _ in range(TREES - 1))
+    assert all(judge.observe([0]) is None for _ in range(BARREN_TREES - 1))
     warning = judge.observe([0])
     assert warning is not None
     for words in ("some/drafter", "some/target", "chat template", "4096", "quantised", "target"):
