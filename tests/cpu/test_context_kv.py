@@ -21,7 +21,12 @@ def drafter(dtype: torch.dtype) -> SimpleNamespace:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
+    # Only what renewed weights need; the product is the fused one.
+    attention = [
+        SimpleNamespace(qkv_proj=torch.nn.Module(), q_size=HEADS * DIM) for _ in range(LAYERS)
+    ]
     return SimpleNamespace(
+        layers=[SimpleNamespace(self_attn=one) for one in attention],
         _hidden_norm_weight=random(HIDDEN),
         _fused_kv_weight=random(LAYERS * 2 * HEADS * DIM, HIDDEN),
         _fused_kv_bias=random(LAYERS * 2 * HEADS * DIM),

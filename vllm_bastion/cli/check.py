@@ -166,9 +166,9 @@ def _tree_backend(config: VllmConfig) -> type[Any]:
 def _vllm_backend(config: VllmConfig) -> type[Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    named = config.attention_config.backend
-    if named is None:
-        named = AttentionBackendEnum["CPU_ATTN" if current_platform.is_cpu() else "FLASH_ATTN"]
+    named = config.attention_config.backend or current_host().default_attention_backend()
+    if named is None:  # a CPU host leaves it to vLLM, which has one
+        named = AttentionBackendEnum["CPU_ATTN"]
     backend: type[Any] = named.get_class()
     return backend
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Trees that are judged together, and how many are enough if none has ever yielded anything: the gate
+# Trees that are judged together, and how many are enough if none has yielded anything: the gate
 # soon closes on such a drafter, and 1,000 trees would take hours.
 TREES, BARREN_TREES = 1000, 128
 # Fewer accepted tokens per tree than this is next to nothing: a fitting drafter gives several.
