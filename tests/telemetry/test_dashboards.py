@@ -6,13 +6,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-import prometheus_client
 import pytest
 import yaml
+from registries import registered
 
-from vllm_bastion.telemetry.prometheus import TreeMetrics
 from vllm_bastion.telemetry.record import StepRecord, StepTime, Totals
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,17 +21,7 @@ ALERTS = ROOT / "dashboards" / "alerts.yaml"
 @pytest.fixture(scope="module")
 def labels_of() -> dict[str, set[str]]:
     """Labels of every sample that a server shows."""
-    registry = prometheus_client.CollectorRegistry()
-
-    def of(kind: Any) -> Any:
-        class Registered(kind):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **{"registry": registry, **kwargs})
-
-        return Registered
-
-    kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
-    metrics = TreeMetrics(["model_name", "engine"], {0: ["tiny", "0"]}, *map(of, kinds))
+    registry, metrics = registered({0: ["tiny", "0"]})
     sums = Totals()
     now = {"tree": 1.0, "rows": 1.0, "gain": 1.0, "profile_time": 1.0}
     times = [StepTime("tree", 9, 1.0, 1.0)]

@@ -23,8 +23,8 @@ from urllib.request import urlopen
 import prometheus_client
 import pytest
 import yaml
+from registries import registered
 
-from vllm_bastion.telemetry.prometheus import TreeMetrics
 from vllm_bastion.telemetry.record import StepRecord, StepTime, Totals
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,17 +145,7 @@ def prometheus(folder: Path, scraped: int) -> Iterator[Callable[[str], list[Any]
 
 
 def test_every_query_of_the_dashboard_finds_something(tmp_path: Path) -> None:
-    registry = prometheus_client.CollectorRegistry()
-
-    def of(kind: Any) -> Any:
-        class Registered(kind):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **{"registry": registry, **kwargs})
-
-        return Registered
-
-    kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
-    metrics = TreeMetrics(["model_name", "engine"], {0: ["tiny", "0"]}, *map(of, kinds))
+    registry, metrics = registered({0: ["tiny", "0"]})
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

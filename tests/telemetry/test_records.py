@@ -13,10 +13,10 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from registries import registered
 
 from vllm_bastion.telemetry.collector import PERIOD, Collector
 from vllm_bastion.telemetry.drafter_fit import BARREN_TREES, TREES, DrafterFit
-from vllm_bastion.telemetry.prometheus import TreeMetrics
 from vllm_bastion.telemetry.record import NODE_BUCKETS, StepRecord, StepTime, Totals, bucket_of
 from vllm_bastion.telemetry.recorder import NO_TREE, Recorder
 from vllm_bastion.telemetry.text import interval_line
@@ -238,18 +238,8 @@ def samples(registry: Any) -> dict[tuple[str, ...], float]:
 
 
 def test_prometheus_has_the_sums_with_vllms_labels() -> None:
-    registry = prometheus_client.CollectorRegistry()
-
-    def of(kind: Any) -> Any:
-        class Registered(kind):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **{"registry": registry, **kwargs})
-
-        return Registered
-
-    kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
     values = {0: ["tiny", "0"], 1: ["tiny", "1"]}
-    metrics = TreeMetrics(["model_name", "engine"], values, *map(of, kinds))
+    registry, metrics = registered(values)
     for record in steps():
         metrics.observe(total([record]), 0)
     metrics.observe(total(steps()), 1)

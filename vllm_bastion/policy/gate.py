@@ -61,6 +61,8 @@ class _Gain:
     """What the trees of one request, or the first trees of all requests, have brought."""
 
     memory: int = _RECENT
+    # Trees ever added.
+    count: int = 0
     # Number of trees that the two means stand for; it fades.
     trees: float = 0.0
     tokens: float = 0.0
@@ -70,6 +72,7 @@ class _Gain:
     accepted: float = 0.0
 
     def add_tree(self, tokens: float, nodes: float) -> None:
+        self.count += 1
         self.trees = min(self.trees, self.memory - 1) + 1.0
         self.tokens += (tokens - self.tokens) / self.trees
         self.nodes += (nodes - self.nodes) / self.trees
@@ -95,7 +98,6 @@ class DraftGate:
     def __init__(self) -> None:
         self._requests: dict[int, _Gain] = {}
         self._all = _Gain(_RECENT_OF_ALL)
-        self._num_trees: dict[int, int] = {}
         self._excluded: set[int] = set()
         self._allowance_ms = -1.0  # negative before the first decision
         self._arrivals = 0
@@ -114,7 +116,6 @@ class DraftGate:
     def forget(self, request: int) -> None:
         """From now on the integer `request` identifies another request."""
         self._requests.pop(request, None)
-        self._num_trees.pop(request, None)
         self._excluded.discard(request)
         self._arrivals += 1
 
@@ -133,9 +134,9 @@ class DraftGate:
         for request, expected, size in zip(
             requests, np.asarray(tokens).tolist(), np.asarray(nodes).tolist(), strict=True
         ):
-            self._requests.setdefault(request, _Gain()).add_tree(expected, size)
-            count = self._num_trees[request] = self._num_trees.get(request, 0) + 1
-            if count <= _RECENT:
+            own = self._requests.setdefault(request, _Gain())
+            own.add_tree(expected, size)
+            if own.count <= _RECENT:
                 self._all.add_tree(expected, size)
 
     def observe_outcomes(
@@ -151,9 +152,10 @@ class DraftGate:
         for request, expected, count in zip(
             requests, np.asarray(promised).tolist(), np.asarray(accepted).tolist(), strict=True
         ):
-            if request in self._requests:
-                self._requests[request].add_outcome(expected, count)
-                if self._num_trees[request] <= _RECENT:
+            own = self._requests.get(request)
+            if own is not None:
+                own.add_outcome(expected, count)
+                if own.count <= _RECENT:
                     self._all.add_outcome(expected, count)
 
     def draft(self, requests: Sequence[int], costs: StepEstimate) -> bool:

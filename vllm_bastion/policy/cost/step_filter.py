@@ -42,7 +42,7 @@ _MAX_SLOPE = math.log(3.0)
 class StepFilter:
     """The state (l, a, s) of batches of one size, in powers of two.
 
-    Plain Python numbers: a step has no time for nine calls of a library.
+    Plain Python numbers, because it is updated in every step.
     """
 
     def __init__(self, like: StepFilter | None = None) -> None:
@@ -75,7 +75,7 @@ class StepFilter:
     def age(self, steps: int) -> None:
         """`steps` steps went by since the last observation."""
         for i, (drift, prior) in enumerate(zip(_DRIFT, _PRIOR, strict=True)):
-            # No one knows less than at the start.
+            # It never grows beyond the prior's.
             variance = self._covariance[i][i]
             self._covariance[i][i] = max(variance, min(variance + steps * drift**2, prior**2))
 
