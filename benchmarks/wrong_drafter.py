@@ -25,11 +25,11 @@ from urllib.request import Request, urlopen
 
 from benchmarks import RESULTS, ROOT, TINY
 from benchmarks.harness.browser import Browser
+from benchmarks.harness.engine import UserEngine
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_prompts
 from benchmarks.provenance import provenance
 from benchmarks.serve import served
-from benchmarks.speed.methods import SpeedEngine
 
 _CLIENTS, _TOKENS = 4, 40
 _ENVIRONMENT = {
@@ -92,7 +92,7 @@ def observe(
     drafter: Path, folder: Path, requests: int, picture: Path
 ) -> tuple[dict[str, Any], list[str]]:
     """Serve, send requests with the page open, and collect what was told; and the texts."""
-    engine = SpeedEngine(
+    engine = UserEngine(
         speculative={"method": "bastion", "model": str(drafter)},
         target=TINY / "target",
         max_num_seqs=_CLIENTS,

@@ -16,11 +16,11 @@ from benchmarks import TINY
 from benchmarks.demo.pages import print_completion, print_numbers, print_tree, title
 from benchmarks.demo.pair import SHAPE, CannotWrite, Pair, pair_of, tiny_pair
 from benchmarks.harness.decoder import IMPORTS, Decoder, Run
-from benchmarks.harness.engine import Engine, Request, bastion
+from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
 from benchmarks.harness.process import EngineProcess
+from benchmarks.paper.methods import ADAPTIVE, PLAIN, Target, chain_name, methods
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_prompts
-from benchmarks.speed.methods import ADAPTIVE, PLAIN, chain_name, engines
 
 PROMPTS = ("code-made-05", "arithmetic-15", "chat-20")
 TOKENS = 48
@@ -97,16 +97,22 @@ def decode(pair: Pair, requests: list[Request]) -> dict[str, Run]:
 
 
 def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
-    """The engines of `benchmarks.speed`, but eager, with a batch of one and little memory."""
-    rows = engines(
-        pair.folder,
-        dtype=pair.dtype,
-        eager=True,
-        max_num_seqs=1,
-        max_num_batched_tokens=_ROWS,
-        kv_cache_bytes=_KV_CACHE_BYTES,
-        timed=True,
-    )
+    """The engines of `benchmarks.paper`, but eager, with a batch of one and little memory."""
+    target = str(pair.folder / "target")
+    named = methods(Target(target, str(pair.folder / "drafter"), GAMMA), cpu=True)
+    rows = {
+        name: named[name].engine(
+            target,
+            False,
+            dtype=pair.dtype,
+            eager=True,
+            max_num_seqs=1,
+            max_num_batched_tokens=_ROWS,
+            kv_cache_bytes=_KV_CACHE_BYTES,
+            timed=True,
+        )
+        for name in (PLAIN, chain_name(pair.chain), ADAPTIVE)
+    }
     trees = bastion(pair.folder / "drafter", NODES, "adaptive", calibration=str(costs))
     chosen = {
         "plain": rows[PLAIN],
@@ -115,7 +121,5 @@ def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
     }
     own = {name: value for name, value in pair.environment.items() if name not in os.environ}
     for name, engine in chosen.items():
-        environment = {**engine.environment, **own}
-        environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
-        chosen[name] = replace(engine, environment=environment)
+        chosen[name] = replace(engine, environment={**engine.environment, **own})
     return chosen

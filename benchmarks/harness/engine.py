@@ -120,6 +120,30 @@ class Engine:
         }
 
 
+@dataclass(frozen=True)
+class UserEngine(Engine):
+    """An engine as a user starts it; `environment` is added to the user's."""
+
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int | None = None
+    dtype: str = "auto"
+    eager: bool = False
+    prefix_caching: bool | None = False  # a repeat must not find the cache of the one before
+    environment: dict[str, str] = field(default_factory=dict)
+    cudagraphs: str | None = None  # vLLM's `cudagraph_mode`
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of vLLM's `LLM`."""
+        arguments = super().arguments()
+        if self.cudagraphs is not None:
+            arguments["compilation_config"] = {"cudagraph_mode": self.cudagraphs}
+        return arguments
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables to add to the user's."""
+        return self.environment
+
+
 def dflash(drafter: Path, gamma: int = GAMMA, method: str = "dflash") -> dict[str, Any]:
     """`speculative_config` of vLLM's own chain."""
     return {"method": method, "model": str(drafter), "num_speculative_tokens": gamma}

@@ -7,11 +7,16 @@
     python -m benchmarks.paper report A.jsonl B.jsonl # tables and figures of several machines
     python -m benchmarks.paper contexts --pair 0.6B   # time per token at 1k to 16k tokens
 
-Each method is an engine in its own process, and one engine runs at a time. Every response is
-appended to a JSONL file, and a command that was interrupted continues with the responses that are
-missing. Plain decoding runs first: its replies continue conversations, and its tokens are what the
-other methods are compared with. A data set or an engine that cannot be had is a line and a gap in
-the table.
+Each method is an engine in its own process. Every response is appended to a JSONL file, and a
+command that was interrupted continues with the responses that are missing. A data set or an engine
+that cannot be had is a line and a gap in the table. Plain decoding's replies continue
+conversations, and its tokens are what the other methods are compared with.
+
+On a GPU one engine runs at a time. A CPU host's speed drifts, so its engines live side by side and
+take turns, in groups that fit into memory and always include plain decoding: each prompt (with a
+concurrency above 1: each set) goes to every engine before the next one begins, in an order that
+rotates, while the others are stopped (SIGSTOP). A response is then compared with the one that plain
+decoding gave in the same round. `--alive 1` runs one engine at a time.
 
 - *speed-up*: plain decoding's time per token over the method's. A response's time per token is
   (end - first token) / (tokens - 1); both sides are means over responses, as in the paper.
@@ -19,7 +24,10 @@ the table.
 - *N*: verified draft tokens per forward.
 - *T_verify*, *T_draft*, *T_aux*: target with its head, drafter with the tree, and the rest of a
   step, over the steps in which no prompt ended. On a GPU the first two are times of the device.
-- *same*: responses with plain decoding's tokens, and how many of the others first differ at a
-  near-tie (`benchmarks.near_ties`), by plain decoding's own log-probabilities.
+- *same*: at T=0, responses with plain decoding's tokens, and how many of the others first differ at
+  a near-tie (`benchmarks.near_ties`), by plain decoding's own log-probabilities. Above T=0,
+  bastion's seeded draws against plain decoding's in the same model runner (*seeded*); nobody judges
+  whether one that differs was a near-tie. vLLM's own methods keep the distribution, but not the
+  draws, so nothing is compared (*other draws*).
 - Intervals are 95% bootstrap intervals over prompts.
 """

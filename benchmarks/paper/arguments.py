@@ -13,9 +13,10 @@ from transformers import PretrainedConfig
 
 import benchmarks.paper
 from benchmarks import TINY
+from benchmarks.kinds import KINDS
 from benchmarks.paper.data import SETS, DataError
-from benchmarks.paper.methods import Target
-from vllm_bastion.drafter_kinds import gamma_of, kind_of
+from benchmarks.paper.methods import Drafter, Target
+from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
 
 # Of `--quick`; options that were given win.
 _QUICK = {
@@ -60,6 +61,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--tokens", type=int, default=2048, help="most new tokens (default 2048)")
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     add("--concurrency", nargs="+", type=int, default=[1], help="1 4 16 64 for the load tables")
+    add("--kinds", nargs="+", default=[], choices=KINDS, help="what requests ask for; sets of each")
+    add("--alive", type=int, help="engines side by side (default: a CPU's memory full; GPU: 1)")
     add("--methods", nargs="+", default=[], help="those whose name has one of these, and plain")
     add("--budgets", nargs="+", type=int, default=[], help="fixed budgets N")
     add("--seed", type=int, default=0)
@@ -104,13 +107,23 @@ def target_of(given: argparse.Namespace) -> Target:
             given.eagle3 = given.eagle3 or str(head)
     given.dtype = given.dtype or "bfloat16"
     gamma = 15 if given.drafter is None else gamma_of(config_of(given.drafter)) or 15
-    others = {}
-    for name in given.drafters:
-        kind = kind_of(config_of(name).architectures)
-        if kind is None:
-            raise DataError(f"{Path(name).name} has no drafter that method bastion supports")
-        others[name] = kind.method
+    others = tuple(drafter_of(name) for name in given.drafters)
     return Target(given.target, given.drafter, gamma, given.eagle3, others)
+
+
+def drafter_of(name: str) -> Drafter:
+    """A further drafter, by its checkpoint.
+
+    Raises:
+        DataError: method bastion does not support it.
+    """
+    config = config_of(name)
+    kind = kind_of(architectures_of(config))
+    gamma = gamma_of(config)
+    if kind is None or gamma is None:
+        raise DataError(f"{Path(name).name} has no drafter that method bastion supports")
+    stock = "DFlashDraftModel" in kind.architectures
+    return Drafter(name, gamma, None if kind.models else kind.method, stock)
 
 
 def pair_folder(name: str) -> Path:

@@ -29,12 +29,21 @@ from benchmarks import RESULTS
 from benchmarks.paper.arguments import pair_dtype, pair_folder, without_folders
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import Prompt
-from benchmarks.paper.methods import Method, Target, methods
+from benchmarks.paper.methods import (
+    ADAPTIVE,
+    PLAIN,
+    Target,
+    chain_name,
+    chosen,
+    engines_of,
+    fitting,
+    fixed_name,
+    methods,
+)
 from benchmarks.paper.run import Plan, Runner
 from benchmarks.paper.stats import Cell
 from benchmarks.paper.store import Store
 from benchmarks.provenance import provenance
-from benchmarks.speed.methods import ADAPTIVE, PLAIN, SpeedEngine, chain_name, fixed_name
 
 _METHODS = (PLAIN, chain_name(7), chain_name(15), fixed_name(16), fixed_name(63), ADAPTIVE)
 _DOMAINS = ("arithmetic", "chat", "code")
@@ -92,6 +101,7 @@ def main(argv: Sequence[str]) -> int:
     add("--tokens", type=int, default=48, help="new tokens (default 48)")
     add("--temperatures", nargs="+", type=float, default=[0.0])
     add("--methods", nargs="+", default=[], help="those whose name has one of these, and plain")
+    add("--alive", type=int, help="engines side by side (default: a CPU's memory full; GPU: 1)")
     add("--dtype", help="default: bfloat16; float32 for the tiny pair")
     add("--eager", action="store_true", help="without torch.compile")
     add("--out", type=Path, help="the JSONL file")
@@ -114,31 +124,19 @@ def main(argv: Sequence[str]) -> int:
     longest = max(given.contexts) + given.tokens + _SPARE
     with longer(source, longest) as pair:
         what = Target(str(pair / "target"), str(pair / "drafter"), 15)
-        rows = {
-            name: row
-            for name, row in methods(what, cpu=cpu, budgets=(16, 63), nodes=63).items()
-            if name in _METHODS
-            and (name == PLAIN or not given.methods or any(p in name for p in given.methods))
-        }
-
-        def engine(method: Method, concurrency: int) -> SpeedEngine:
-            return method.engine(
-                what.target,
-                cpu,
-                max_num_seqs=concurrency,
-                max_model_len=longest,
-                dtype=dtype,
-                eager=given.eager,
-            )
-
+        rows = methods(what, cpu=cpu, budgets=(16, 63), nodes=63)
+        rows = {name: rows[name] for name in _METHODS}
+        rows = chosen(rows, given.methods, False)
+        engine = engines_of(what, cpu, max_model_len=longest, dtype=dtype, eager=given.eager)
+        alive = given.alive or (fitting(what) if cpu else 1)
         settings = {"target": given.pair, "drafter": given.pair, "eagle3": None, "dtype": dtype}
         settings |= {"tokens": given.tokens, "seed": 0, "raw": True, "ignore_eos": True}
-        settings["samples"] = given.prompts
+        settings |= {"samples": given.prompts, "alive": alive}
         source_row = provenance(["contexts", *without_folders(argv)])
         source_row["device"] = device_name("cpu" if cpu else "cuda")
         header = {"name": f"{given.pair}, long contexts", "provenance": source_row}
         out = given.out or RESULTS / "paper" / f"contexts-{given.pair}.jsonl"
-        plan = Plan(rows, prompts, given.temperatures, [1], given.tokens, 0, True)
+        plan = Plan(rows, prompts, given.temperatures, [1], given.tokens, 0, True, alive)
         with Store(out, settings, header) as store:
             Runner(plan, store, _Fixed(tokenizer, texts), engine).run()
     return write(out, wanted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ class DataError(RuntimeError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation's user turns."""
+    """A conversation's user turns; `params` are further arguments of `SamplingParams`."""
 
     set: str
     id: str
     turns: tuple[str, ...]
+    params: Row = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

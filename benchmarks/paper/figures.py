@@ -11,9 +11,8 @@ import numpy as np
 
 from benchmarks.figures import Sweep, new_figure, save_figure, sweep_figure, tradeoff_figure
 from benchmarks.paper.machines import Machine
-from benchmarks.paper.methods import PLAIN, REFERENCE
+from benchmarks.paper.methods import ADAPTIVE, CHAINS, PLAIN, REFERENCE, chain_name, fixed_name
 from benchmarks.paper.stats import Cell, speedup
-from benchmarks.speed.methods import ADAPTIVE, CHAINS, chain_name, fixed_name
 
 Cells = dict[str, dict[str, Cell]]
 

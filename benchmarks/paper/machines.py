@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.paper.methods import PLAIN
 from benchmarks.paper.stats import Cell
 from benchmarks.paper.store import Key, Row, read_rows
 
@@ -20,8 +21,8 @@ class Machine:
     commands: list[str] = field(default_factory=list)
     settings: Row = field(default_factory=dict)
     commits: dict[str, None] = field(default_factory=dict)
-    # by key, the first row of each
-    responses: dict[Key, Row] = field(default_factory=dict)
+    # the first row of each; plain decoding has one in each round
+    responses: dict[tuple[Key, str | None], Row] = field(default_factory=dict)
     near_ties: set[Key] = field(default_factory=set)
     gaps: list[Row] = field(default_factory=list)
     replayed: list[Row] = field(default_factory=list)
@@ -30,7 +31,7 @@ class Machine:
     def cells(self, temperature: float, concurrency: int) -> dict[str, dict[str, Cell]]:
         """method -> set -> its responses."""
         found: dict[str, dict[str, list[Row]]] = {}
-        for key, row in self.responses.items():
+        for (key, _), row in self.responses.items():
             if (key.temperature, key.concurrency) == (temperature, concurrency):
                 found.setdefault(key.method, {}).setdefault(key.set, []).append(row)
         return {
@@ -40,7 +41,7 @@ class Machine:
 
     def situations(self) -> list[tuple[float, int]]:
         """(temperature, concurrency), sorted."""
-        return sorted({(key.temperature, key.concurrency) for key in self.responses})
+        return sorted({(key.temperature, key.concurrency) for key, _ in self.responses})
 
 
 def machines(files: Iterable[Path]) -> list[Machine]:
@@ -65,7 +66,8 @@ def machines(files: Iterable[Path]) -> list[Machine]:
 def _add(machine: Machine, row: Row) -> None:
     kind = row["kind"]
     if kind == "response":
-        machine.responses.setdefault(Key.of(row), row)
+        key = Key.of(row)
+        machine.responses.setdefault((key, row.get("round") if key.method == PLAIN else None), row)
     elif kind == "judged" and row["near_tie"]:
         machine.near_ties.add(Key.of(row))
     elif kind in ("replayed", "scores"):

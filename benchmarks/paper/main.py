@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from benchmarks import RESULTS
-from benchmarks.harness.engine import Request
+from benchmarks.harness.engine import Request, UserEngine
 from benchmarks.harness.process import EngineError
+from benchmarks.kinds import KINDS
 from benchmarks.paper import contexts, replayed, report
 from benchmarks.paper.arguments import config_of, parse, target_of, without_folders
 from benchmarks.paper.chat import Renderer
@@ -31,12 +33,11 @@ from benchmarks.paper.data import (
     load_speed_bench,
 )
 from benchmarks.paper.judge import Scorer, judge, scoring_engine, to_judge
-from benchmarks.paper.methods import PLAIN, REFERENCE, Method, Target, methods
+from benchmarks.paper.methods import PLAIN, Target, chosen, engines_of, fitting, methods
 from benchmarks.paper.run import Plan, Runner, engine_of, short_reason
 from benchmarks.paper.store import Store, StoreError
 from benchmarks.progress import Progress
 from benchmarks.provenance import provenance
-from benchmarks.speed.methods import SpeedEngine
 from vllm_bastion.policy.cost.devices import device_name
 
 OUT = RESULTS / "paper"
@@ -84,6 +85,12 @@ def _prompts(given: argparse.Namespace) -> tuple[list[Prompt], dict[str, str]]:
         add("speed_bench", load)
     if not found:
         raise DataError("no set could be had, so there is nothing to decode")
+    if given.kinds:
+        found = [
+            replace(one, set=f"{one.set}, {kind}", params=KINDS[kind])
+            for kind in given.kinds
+            for one in found
+        ]
     return found, gaps
 
 
@@ -93,50 +100,43 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     what = target_of(given)
     rows = methods(what, cpu=cpu, budgets=given.budgets)
-    chosen = {
-        name: row
-        for name, row in rows.items()
-        if name == PLAIN or not given.methods or any(part in name for part in given.methods)
-    }
-    if 0.0 in given.temperatures and len(given.temperatures) == 1:
-        chosen.pop(REFERENCE, None)
+    picked = chosen(rows, given.methods, max(given.temperatures) > 0)
     prompts, gaps = _prompts(given)
     tokenizer = AutoTokenizer.from_pretrained(what.target)
     longest = given.max_model_len or _length(what, prompts, tokenizer, given)
     renderer = Renderer(tokenizer, given.raw, longest - given.tokens - what.gamma - 1)
 
-    def engine(method: Method, concurrency: int) -> SpeedEngine:
-        return method.engine(
-            what.target,
-            cpu,
-            max_num_seqs=concurrency,
-            max_model_len=longest,
-            dtype=given.dtype,
-            eager=given.eager,
-            cudagraphs=given.cudagraphs,
-        )
-
+    engine = engines_of(
+        what,
+        cpu,
+        max_model_len=longest,
+        dtype=given.dtype,
+        eager=given.eager,
+        cudagraphs=given.cudagraphs,
+    )
+    alive = given.alive or (fitting(what) if cpu else 1)
     name = given.pair or Path(what.target).name
     out = given.out or OUT / f"{name}{'-quick' if given.quick else ''}.jsonl"
     device = device_name("cpu" if cpu else "cuda")
     header = {"provenance": provenance(without_folders(argv)) | {"device": device}, "name": name}
     plan = Plan(
-        chosen,
+        picked,
         prompts,
         given.temperatures,
         given.concurrency,
         given.tokens,
         given.seed,
         given.ignore_eos,
+        alive,
     )
-    with Store(out, _settings(given, what), header) as store:
+    with Store(out, _settings(given, what) | {"alive": alive}, header) as store:
         for gap, reason in gaps.items():
             store.append({"kind": "gap", "set": gap, "reason": reason})
         runner = Runner(plan, store, renderer, engine)
         runner.run()
         open_questions = to_judge(store)
         if open_questions:
-            scoring = scoring_engine(engine(chosen[PLAIN], 1))
+            scoring = scoring_engine(engine(picked[PLAIN], 1))
             with engine_of(scoring, Scorer) as process:
                 judge(store, open_questions, process, runner.prompt_and_reply, given.dtype)
         if what.drafter is not None and given.replay_prompts:
@@ -175,7 +175,7 @@ def _replay(
     store: Store,
     plan: Plan,
     runner: Runner,
-    engine: SpeedEngine,
+    engine: UserEngine,
     what: Target,
     given: argparse.Namespace,
     out: Path,

@@ -3,24 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.engine import bastion, dflash
-from benchmarks.speed.methods import PLAIN, SpeedEngine, chain_name, fixed_name
+import psutil
 
+from benchmarks.harness.engine import UserEngine, bastion, dflash
+
+PLAIN = "plain"
 # Plain decoding in the model runner that bastion uses. A CPU host otherwise decodes with another
 # one, whose seeded draws differ.
 REFERENCE = "plain, V2 runner"
 CHAIN, ADAPTIVE = "bastion chain", "bastion adaptive"
+V2 = ", V2 runner"
 EAGLE3, NGRAM, SUFFIX = "eagle3", "ngram", "suffix"
 BEAM = "beam 4x{depth} (replayed)"
 ESTIMATORS = ("static", "ema", "ema_calib")
 CHAINS, EAGLE3_CHAINS = (4, 7, 15), (3, 5, 7)
 BUDGETS_GPU, BUDGETS_CPU = (16, 32, 64, 128, 256), (16, 32, 63)
 
+# Memory of an engine: its weights in the layouts of their kernels too, and besides them libraries,
+# compiled code and the KV cache.
+_WEIGHTS, _OVERHEAD_BYTES = 2.2, 7 << 28
 _ENVIRONMENT = {
     # Steps are counted in the engine's process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -30,20 +36,47 @@ _ENVIRONMENT = {
 }
 
 
+def chain_name(length: int, drafter: str = "") -> str:
+    """Row of vLLM's own chain; `drafter` is the label of another drafter than the target's own."""
+    return f"{drafter or 'dflash'} {length}"
+
+
+def fixed_name(nodes: int) -> str:
+    """Row of a fixed budget."""
+    return f"bastion N={nodes}"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A further drafter of a target.
+
+    Args:
+        name: on the Hub, or a folder.
+        gamma: its depth.
+        method: vLLM's method for its chain; None where vLLM does not have the model.
+        first_runner: whether vLLM's V1 runner, which a CPU host uses, has it too.
+    """
+
+    name: str
+    gamma: int
+    method: str | None = "dflash"
+    first_runner: bool = True
+
+
 @dataclass(frozen=True)
 class Target:
     """What is evaluated: names on the Hub, or folders.
 
     Args:
         gamma: the drafter's depth.
-        others: further drafters of the target: folder or name -> vLLM's method.
+        others: further drafters of the target.
     """
 
     target: str
     drafter: str | None
     gamma: int
     eagle3: str | None = None
-    others: dict[str, str] = field(default_factory=dict)
+    others: Sequence[Drafter] = ()
 
 
 @dataclass(frozen=True)
@@ -58,8 +91,8 @@ class Method:
     # engines in Model Runner V2 although vLLM would choose another
     second_runner: bool = False
 
-    def engine(self, target: str, cpu: bool, **settings: Any) -> SpeedEngine:
-        """The engine; `settings` are fields of `SpeedEngine`."""
+    def engine(self, target: str, cpu: bool, **settings: Any) -> UserEngine:
+        """The engine; `settings` are fields of `UserEngine`."""
         environment = dict(_ENVIRONMENT)
         if not (self.ours or self.second_runner):
             environment["VLLM_PLUGINS"] = ""
@@ -67,8 +100,9 @@ class Method:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if cpu:
             # In GiB; by default an engine takes half of the memory.
-            environment["VLLM_CPU_KVCACHE_SPACE"] = "4" if settings["max_model_len"] > 4096 else "1"
-        return SpeedEngine(self.speculative, Path(target), environment=environment, **settings)
+            long = settings.get("max_model_len", 0) > 4096
+            environment["VLLM_CPU_KVCACHE_SPACE"] = "4" if long else "1"
+        return UserEngine(self.speculative, Path(target), environment=environment, **settings)
 
 
 def methods(
@@ -89,10 +123,10 @@ def methods(
         rows += [
             Method(f"{EAGLE3} {n}", dflash(Path(what.eagle3), n, "eagle3")) for n in EAGLE3_CHAINS
         ]
-    drafters = {} if what.drafter is None else {"": (what.drafter, "dflash")}
-    drafters |= {Path(one).name: (one, method) for one, method in what.others.items()}
-    for label, (drafter, method) in drafters.items():
-        rows += _of_drafter(label, Path(drafter), method, what.gamma, cpu, budgets, nodes)
+    if what.drafter is not None:
+        rows += _of_drafter("", Drafter(what.drafter, what.gamma), cpu, budgets, nodes)
+    for other in what.others:
+        rows += _of_drafter(Path(other.name).name, other, cpu, budgets, nodes)
     lookup = {"num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
     rows.append(Method(NGRAM, {"method": "ngram", **lookup}))
     rows.append(Method(SUFFIX, {"method": "suffix", "num_speculative_tokens": 32}))
@@ -100,28 +134,27 @@ def methods(
 
 
 def _of_drafter(
-    label: str,
-    drafter: Path,
-    method: str,
-    gamma: int,
-    cpu: bool,
-    budgets: Sequence[int],
-    nodes: int,
+    label: str, drafter: Drafter, cpu: bool, budgets: Sequence[int], nodes: int
 ) -> list[Method]:
+    folder, gamma = Path(drafter.name), drafter.gamma
+
     def ours(name: str, most: int, budget: int | str, **keys: Any) -> Method:
         full = name.replace("bastion", f"bastion {label}") if label else name
-        return Method(full, bastion(drafter, most, budget, **keys), True, True)
+        return Method(full, bastion(folder, most, budget, **keys), True, True)
 
-    chains = [n for n in CHAINS if n <= gamma]
-    rows = [Method(chain_name(n, label), dflash(drafter, n, method)) for n in chains]
+    lengths = [n for n in CHAINS if n <= gamma] if drafter.method is not None else []
+    chains = {chain_name(n, label): dflash(folder, n, drafter.method or "") for n in lengths}
+    second = cpu and not drafter.first_runner
+    rows = [
+        Method(name + V2 if second else name, chain, second_runner=second)
+        for name, chain in chains.items()
+    ]
     if not cpu:
         # vLLM sizes its chains by their confidence in FULL graphs alone.
+        more = {"enable_adaptive_verification": True}
         rows += [
-            Method(
-                f"{chain_name(n, label)}, adaptive verification",
-                {**dflash(drafter, n, method), "enable_adaptive_verification": True},
-            )
-            for n in chains
+            Method(f"{name}, adaptive verification", {**chain, **more})
+            for name, chain in chains.items()
         ]
     rows.append(ours(CHAIN, gamma, gamma, top_k=1))
     rows += [ours(fixed_name(n), n, n) for n in budgets]
@@ -130,6 +163,52 @@ def _of_drafter(
             ours(f"bastion {name}", nodes, "adaptive", latency_model=name) for name in ESTIMATORS
         ]
     return [*rows, ours(ADAPTIVE, nodes, "adaptive")]
+
+
+def chosen(rows: dict[str, Method], parts: Sequence[str], sampled: bool) -> dict[str, Method]:
+    """The methods whose name has one of `parts` (all without any), and what they need.
+
+    Args:
+        sampled: whether any temperature is above 0, where a CPU host needs the second reference.
+    """
+    needed = {PLAIN, REFERENCE} if sampled else {PLAIN}
+    return {
+        name: row
+        for name, row in rows.items()
+        if name in needed
+        or (name != REFERENCE and (not parts or any(part in name for part in parts)))
+    }
+
+
+def groups(names: Sequence[str], alive: int) -> list[list[str]]:
+    """Split names into groups of engines that live side by side, plain decoding in each.
+
+    With one engine at a time, each is a group of its own, and plain decoding is the first.
+    """
+    others = [name for name in names if name != PLAIN]
+    if alive < 2:
+        return [[PLAIN], *([name] for name in others)]
+    size = alive - 1
+    return [[PLAIN, *others[i : i + size]] for i in range(0, max(1, len(others)), size)]
+
+
+def engines_of(what: Target, cpu: bool, **settings: Any) -> Callable[[Method, int], UserEngine]:
+    """From a method and a concurrency to its engine; `settings` are fields of `UserEngine`."""
+
+    def engine(method: Method, concurrency: int) -> UserEngine:
+        return method.engine(what.target, cpu, max_num_seqs=concurrency, **settings)
+
+    return engine
+
+
+def fitting(what: Target) -> int:
+    """How many engines of a target in local folders fit into the free memory, at least two."""
+    folders = [what.target, *([what.drafter] if what.drafter is not None else [])]
+    weights = sum(
+        path.stat().st_size for one in folders for path in Path(one).glob("*.safetensors")
+    )
+    free = 0.9 * psutil.virtual_memory().available
+    return max(2, int(free / (_WEIGHTS * weights + _OVERHEAD_BYTES)))
 
 
 def reference_of(method: Method, temperature: float, ran: Sequence[str]) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.decoder import run_engine
-from benchmarks.harness.engine import Request, bastion
+from benchmarks.harness.engine import Request, UserEngine, bastion
 from benchmarks.paper.methods import BEAM
 from benchmarks.paper.store import Row
 from benchmarks.replay.costs import CostSource, from_profile
@@ -24,14 +24,13 @@ from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.record import collect
 from benchmarks.replay.recording import Recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
-from benchmarks.speed.methods import SpeedEngine
 
 BEAMS = 4
 _BINS = 10
 _ROWS = 1025
 
 
-def measure_costs(engine: SpeedEngine, drafter: str, nodes: int, path: Path) -> CostSource:
+def measure_costs(engine: UserEngine, drafter: str, nodes: int, path: Path) -> CostSource:
     """This machine's step costs for the pair; measured where the file is missing."""
     if not path.exists():
         speculative = bastion(Path(drafter), nodes, "adaptive", calibration=str(path))
@@ -40,7 +39,7 @@ def measure_costs(engine: SpeedEngine, drafter: str, nodes: int, path: Path) -> 
 
 
 def record(
-    engine: SpeedEngine,
+    engine: UserEngine,
     drafter: str,
     requests: dict[str, tuple[Request, str]],
     progress: Any,

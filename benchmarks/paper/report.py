@@ -18,10 +18,9 @@ from typing import Any
 from benchmarks import RESULTS
 from benchmarks.paper import figures
 from benchmarks.paper.machines import Machine, machines
-from benchmarks.paper.methods import PLAIN
+from benchmarks.paper.methods import ADAPTIVE, CHAINS, PLAIN, chain_name
 from benchmarks.paper.stats import Cell, Ratio, sameness, speedup
 from benchmarks.paper.store import Key, Row
-from benchmarks.speed.methods import ADAPTIVE, CHAINS, chain_name
 
 MARKER = "paper"
 _COLUMNS = (
@@ -85,6 +84,7 @@ def markdown(machine: Machine) -> str:
         lines += _wide_table(machine, cells)
         lines += _set_table(cells)
         lines += _replayed_table(machine, temperature) if concurrency == 1 else []
+        lines += _errors_table(cells)
     lines += _load_table(machine)
     if machine.gaps:
         lines += ["## Gaps", ""]
@@ -139,6 +139,19 @@ def _replayed_table(machine: Machine, temperature: float) -> list[str]:
         means = [fmean(row[key] for row in own) for key in ("speedup", "tau", "nodes")]
         lines.append(f"| {policy} | {means[0]:.2f}x | {means[1]:.2f} | {means[2]:.1f} |")
     return [*lines, ""]
+
+
+def _errors_table(cells: dict[str, dict[str, Cell]]) -> list[str]:
+    """Root mean squares of the errors of predicted step times: see `watch_predictions`."""
+    lines = []
+    for method, sets in cells.items():
+        rows = [row for cell in sets.values() for row in cell.rows if row.get("squared_ms")]
+        steps = sum(row["timed_steps"] for row in rows)
+        names = sorted({name for row in rows for name in row["squared_ms"]})
+        sums = [sum(row["squared_ms"].get(name, 0.0) for row in rows) for name in names]
+        found = [f"{name} {(total / steps) ** 0.5:.3g}" for name, total in zip(names, sums)]
+        lines += [f"- {method}: {', '.join(found)}"] if found else []
+    return ["RMSE of predicted step times, ms:", "", *lines, ""] if lines else []
 
 
 def _load_table(machine: Machine) -> list[str]:
@@ -260,7 +273,9 @@ def _said(settings: Row) -> str:
         if settings.get("samples") is None
         else (f"{settings['samples']} prompts a set")
     )
-    return f"{samples}, {settings.get('tokens')} new tokens, {settings.get('dtype')}"
+    alive = settings.get("alive", 1)
+    turns = f"up to {alive} engines in turn" if alive > 1 else "one engine after another"
+    return f"{samples}, {settings.get('tokens')} new tokens, {settings.get('dtype')}, {turns}"
 
 
 def _gap(row: Row) -> str:

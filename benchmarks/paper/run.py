@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode what is missing in a results file: one engine after another, one row per response."""
+"""Decode what is missing in a results file, one row per response.
+
+With one engine at a time, a row is written as soon as its response is finished. Engines that live
+side by side take turns: in a *round*, each decodes the same prompt (with a concurrency above 1: the
+same set), and the others are stopped. The order rotates. The rows of a round are written together,
+so a ratio to plain decoding always has both of its sides.
+"""
 
 from __future__ import annotations
 
 import re
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +21,13 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.harness.decoder import IMPORTS
-from benchmarks.harness.engine import Request
+from benchmarks.harness.driver import Response, start_driver
+from benchmarks.harness.engine import Request, UserEngine
 from benchmarks.harness.process import EngineError, EngineProcess
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import Prompt
-from benchmarks.paper.methods import PLAIN, REFERENCE, Method, reference_of
+from benchmarks.paper.methods import PLAIN, REFERENCE, Method, groups, reference_of
 from benchmarks.paper.store import Key, Row, Store
-from benchmarks.speed.driver import Response, start_driver
-from benchmarks.speed.methods import SpeedEngine
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 24
 _REASON = 240
@@ -37,6 +42,7 @@ class Plan:
     Args:
         prompts: all sets' prompts; a prompt's seed is `seed` plus its number in its set.
         concurrency: requests at a time, the reference's first.
+        alive: engines that live side by side; 1: one after another.
     """
 
     methods: dict[str, Method]
@@ -46,6 +52,7 @@ class Plan:
     tokens: int
     seed: int
     ignore_eos: bool
+    alive: int = 1
 
     def keys(self, method: str) -> Iterator[Key]:
         """Every response of a method, in the order of decoding."""
@@ -79,37 +86,103 @@ class Runner:
         self._known = store.responses()
         self._prompts = {(one.set, one.id): one for one in plan.prompts}
         self._seeds = plan.seeds()
+        self._sessions: dict[Key, str] = {}
 
     def run(self) -> None:
         """Decode every missing response."""
-        missing = {
-            name: [key for key in self._plan.keys(name) if key not in self._known]
-            for name in self._plan.methods
+        with tqdm(unit="response", disable=None, smoothing=0.05) as bar:
+            for concurrency in self._plan.concurrency:
+                for group in groups(list(self._plan.methods), self._plan.alive):
+                    self._run_group(group, concurrency, bar)
+
+    def _run_group(self, group: Sequence[str], concurrency: int, bar: Any) -> None:
+        paired = len(group) > 1
+        with ExitStack() as stack:
+            alive: dict[str, EngineProcess] = {}
+            # Plain decoding last: it is not needed where none of the others starts.
+            for name in sorted(group, key=PLAIN.__eq__):
+                if not self._missing(name, concurrency) and not (name == PLAIN and alive):
+                    continue
+                bar.set_description(f"{name}, concurrency {concurrency}, starting")
+                engine = self._engine(self._plan.methods[name], concurrency)
+                try:
+                    alive[name] = stack.enter_context(engine_of(engine))
+                except EngineError as error:
+                    self._gap(name, concurrency, error, bar)
+                else:
+                    if paired:
+                        alive[name].pause()
+            self._run_rounds(group, alive, concurrency, paired, bar)
+
+    def _run_rounds(
+        self,
+        group: Sequence[str],
+        alive: dict[str, EngineProcess],
+        concurrency: int,
+        paired: bool,
+        bar: Any,
+    ) -> None:
+        units = list(_batches(self._plan.keys(PLAIN), concurrency, paired))
+        bar.total = bar.n + sum(
+            len(keys) for unit in units for keys in self._round(alive, unit, paired).values()
+        )
+        warm: set[tuple[str, float]] = set()
+        for number, unit in enumerate(units):
+            shift = number % len(group)
+            order = [name for name in (*group[shift:], *group[:shift]) if name in alive]
+            rounds = self._round(alive, unit, paired)
+            fields = {"round": uuid.uuid4().hex[:12]} if paired else {}
+            found: dict[Key, Response] = {}
+            for name in order:
+                if not rounds.get(name):
+                    continue
+                bar.set_description(f"{name}, concurrency {concurrency}")
+                keep = found.__setitem__ if paired else self._keep
+                cold = (name, unit[0].temperature) not in warm
+                warm.add((name, unit[0].temperature))
+                try:
+                    alive[name].resume()
+                    self._drive(alive[name], concurrency, rounds[name], cold, keep, bar)
+                    if paired:
+                        alive[name].pause()
+                except EngineError as error:
+                    self._gap(name, concurrency, error, bar)
+                    del alive[name]
+            self._keep_round(found, fields)
+
+    def _missing(self, name: str, concurrency: int) -> bool:
+        keys = self._plan.keys(name)
+        return any(key.concurrency == concurrency and key not in self._known for key in keys)
+
+    def _round(self, names: Iterable[str], unit: list[Key], paired: bool) -> dict[str, list[Key]]:
+        """What each of the methods has to decode of a unit, which has plain decoding's keys.
+
+        Side by side, plain decoding decodes again what any of the others lacks.
+        """
+        lacks = {
+            name: [key for one in unit if (key := one._replace(method=name)) not in self._known]
+            for name in names
         }
-        with tqdm(
-            total=sum(map(len, missing.values())), unit="response", disable=None, smoothing=0.05
-        ) as bar:
-            for name, keys in missing.items():
-                for concurrency in self._plan.concurrency:
-                    own = [key for key in keys if key.concurrency == concurrency]
-                    if own:
-                        self._run_engine(name, concurrency, own, bar)
+        if paired and PLAIN in lacks:
+            wanted = {key._replace(method=PLAIN) for keys in lacks.values() for key in keys}
+            lacks[PLAIN] = [key for key in unit if key in wanted]
+        return lacks
 
-    def _run_engine(self, name: str, concurrency: int, keys: list[Key], bar: Any) -> None:
-        bar.set_description(f"{name}, concurrency {concurrency}")
-        before = bar.n
-        try:
-            with engine_of(self._engine(self._plan.methods[name], concurrency)) as process:
-                for batch in _batches(keys):
-                    self._drive(process, concurrency, batch, bar)
-        except EngineError as error:
-            reason = short_reason(str(error))
-            row = {"method": name, "concurrency": concurrency, "reason": reason}
-            self._store.append({"kind": "gap", **row})
-            bar.write(f"{name}, concurrency {concurrency}: {reason}")
-        bar.update(before + len(keys) - bar.n)
+    def _gap(self, name: str, concurrency: int, error: EngineError, bar: Any) -> None:
+        reason = short_reason(str(error))
+        row = {"method": name, "concurrency": concurrency, "reason": reason}
+        self._store.append({"kind": "gap", **row})
+        bar.write(f"{name}, concurrency {concurrency}: {reason}")
 
-    def _drive(self, process: EngineProcess, concurrency: int, keys: list[Key], bar: Any) -> None:
+    def _drive(
+        self,
+        process: EngineProcess,
+        concurrency: int,
+        keys: list[Key],
+        cold: bool,
+        keep: Callable[[Key, Response], None],
+        bar: Any,
+    ) -> None:
         """Decode the responses of one temperature, set and turn."""
         requests = {}
         for key in keys:
@@ -118,21 +191,35 @@ class Runner:
                 requests[key] = self._request(str(len(requests)), key, replies)
         if not requests:
             return
-        first = next(iter(requests.values()))
-        begin = first.prompt[:_WARM_UP_PROMPT]
-        warm_up = Request("warm-up", begin, _WARM_UP_TOKENS, first.temperature, 0)
-        process.call("drive", [warm_up] * concurrency, concurrency)
-        process.answer()
-        session, named = uuid.uuid4().hex[:12], list(requests)  # by their numbers
+        if cold:
+            first = next(iter(requests.values()))
+            begin = first.prompt[:_WARM_UP_PROMPT]
+            warm_up = Request("warm-up", begin, _WARM_UP_TOKENS, first.temperature, 0)
+            process.call("drive", [warm_up] * concurrency, concurrency)
+            process.answer()
+        named, session = list(requests), uuid.uuid4().hex[:12]  # by their numbers
 
-        def keep(response: Response) -> None:
+        def received(response: Response) -> None:
             key = named[int(response.name)]
-            self._known[key] = row = self._row(key, session, response)
-            self._store.append(row)
+            self._sessions[key] = session
+            keep(key, response)
             bar.update()
 
-        process.call("drive", list(requests.values()), concurrency, True)
-        process.answer(items=keep)
+        process.call("drive", list(requests.values()), concurrency)
+        process.answer(items=received)
+
+    def _keep(self, key: Key, response: Response) -> None:
+        self._keep_round({key: response}, {})
+
+    def _keep_round(self, found: dict[Key, Response], fields: Row) -> None:
+        """Append responses; those that others are compared with come first."""
+        rows = []
+        for key in sorted(found, key=lambda key: key.method not in (PLAIN, REFERENCE)):
+            row = self._row(key, found[key]) | fields
+            self._known.setdefault(key, row)
+            rows.append(row)
+        if rows:
+            self._store.append(*rows)
 
     def _request(self, name: str, key: Key, replies: list[list[int]]) -> Request:
         where = key.set, key.id
@@ -142,7 +229,7 @@ class Runner:
             self._plan.tokens,
             key.temperature,
             self._seeds[where],
-            {"ignore_eos": self._plan.ignore_eos},
+            {"ignore_eos": self._plan.ignore_eos} | self._prompts[where].params,
         )
 
     def first_prompt(self, prompt: Prompt) -> list[int]:
@@ -169,7 +256,8 @@ class Runner:
     def _reference(self, key: Key, method: str) -> Row | None:
         return self._known.get(key._replace(method=method, concurrency=self._plan.concurrency[0]))
 
-    def _row(self, key: Key, session: str, response: Response) -> Row:
+    def _row(self, key: Key, response: Response) -> Row:
+        session = self._sessions[key]
         row = {"kind": "response", **key._asdict(), "session": session, **asdict(response)}
         ids = row.pop("token_ids")
         del row["name"]
@@ -196,7 +284,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 @contextmanager
-def engine_of(engine: SpeedEngine, factory: Any = start_driver) -> Iterator[EngineProcess]:
+def engine_of(engine: UserEngine, factory: Any = start_driver) -> Iterator[EngineProcess]:
     """A process with a started engine.
 
     Raises:
@@ -216,17 +304,26 @@ def engine_of(engine: SpeedEngine, factory: Any = start_driver) -> Iterator[Engi
 def short_reason(text: str) -> str:
     """The line of an engine's failure that says why, without the machine's folders."""
     lines = [line.strip() for line in text.splitlines()]
-    told = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line)]
-    line = told[-1] if told else (lines or [""])[0]
+    told = [n for n, line in enumerate(lines) if re.search(r"\b\w*(Error|Exception): ", line)]
+    line = lines[told[-1]] if told else (lines or [""])[0]
+    if told and re.search(r"\d+ validation errors? for ", line):  # pydantic's reason is below
+        below = [one for one in lines[told[-1] + 1 :] if one.startswith("Value error, ")]
+        line = f"ValueError: {below[0][13:].partition(' [type=')[0]}" if below else line
     line = re.sub(r"^.*?(?=\b\w*(?:Error|Exception): )", "", line)
     return _FOLDER.sub("", line)[:_REASON]
 
 
-def _batches(keys: Iterable[Key]) -> Iterator[list[Key]]:
-    """Keys in order, split where temperature, set or turn changes."""
+def _batches(keys: Iterable[Key], concurrency: int, paired: bool) -> Iterator[list[Key]]:
+    """The keys of a concurrency, split where temperature, set or turn changes.
+
+    Side by side and one request at a time, each is a batch of its own.
+    """
     batch: list[Key] = []
     for key in keys:
-        if batch and _cell(batch[-1]) != _cell(key):
+        if key.concurrency != concurrency:
+            continue
+        alone = paired and concurrency == 1
+        if batch and (alone or _cell(batch[-1]) != _cell(key)):
             yield batch
             batch = []
         batch.append(key)

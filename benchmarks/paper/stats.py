@@ -22,13 +22,6 @@ class Cell:
 
     rows: Sequence[Row]
 
-    def by_prompt(self) -> dict[str, float]:
-        """Time per token, ms, by prompt: the mean over its turns."""
-        found: dict[str, list[float]] = {}
-        for row in self.rows:
-            found.setdefault(row["id"], []).append(token_ms(row))
-        return {name: float(np.mean(values)) for name, values in found.items()}
-
     def rate(self, above: str, below: str) -> float:
         """Sum of one field over the sum of another; NaN without any."""
         total = sum(row[below] for row in self.rows)
@@ -98,8 +91,8 @@ class Ratio:
 def speedup(pairs: Sequence[tuple[Cell, Cell]], seed: int = 0) -> Ratio:
     """Mean over sets of plain decoding's time per token over the method's.
 
-    Only prompts that both have count. Each resample draws prompts anew within every set, the same
-    ones for both.
+    Only responses that both have count: see `_paired`. Each resample draws prompts anew within
+    every set, the same ones for both.
 
     Args:
         pairs: of every set, (plain decoding's cell, the method's).
@@ -120,18 +113,38 @@ def speedup(pairs: Sequence[tuple[Cell, Cell]], seed: int = 0) -> Ratio:
 
 
 def _paired(plain: Cell, own: Cell) -> tuple[Floats, Floats]:
-    before, after = plain.by_prompt(), own.by_prompt()
-    names = [name for name in before if name in after]
-    return np.array([before[n] for n in names]), np.array([after[n] for n in names])
+    """Times per token, ms, by prompt: means over its turns.
+
+    A response of a round is paired with plain decoding's of the same round, another one with plain
+    decoding's of the same prompt and turn.
+    """
+    of_round = {(row["round"], *_turn(row)): row for row in plain.rows if "round" in row}
+    first: dict[Any, Row] = {}
+    for row in plain.rows:
+        first.setdefault(_turn(row), row)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in own.rows:
+        partner = of_round.get((row.get("round"), *_turn(row)), first.get(_turn(row)))
+        if partner is not None:
+            found.setdefault(row["id"], []).append((token_ms(partner), token_ms(row)))
+    means = np.array([np.mean(values, axis=0) for values in found.values()]).reshape(-1, 2)
+    return means[:, 0], means[:, 1]
+
+
+def _turn(row: Row) -> tuple[str, int]:
+    return row["id"], row["turn"]
 
 
 def sameness(rows: Sequence[Row], tied: Iterable[Any], key_of: Any) -> str:
-    """The losslessness column: compared responses, and near-ties among those that differ."""
+    """The losslessness column of one method at one temperature: see the command's text."""
     compared = [row for row in rows if "differs_at" in row]
+    sampled = any(row["temperature"] > 0 for row in rows)
     if not compared:
-        return ""
+        return "other draws" if sampled else ""
     different = [row for row in compared if row["differs_at"] is not None]
     text = f"{len(compared) - len(different)}/{len(compared)}"
+    if sampled:
+        return f"{text} seeded" + (f", {len(different)} not judged" if different else "")
     known = set(tied)
     near = sum(key_of(row) in known for row in different)
     return f"{text}, {near} near-ties" if near else text

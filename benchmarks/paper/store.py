@@ -4,7 +4,8 @@
 A file has rows of these kinds:
 
 - `run`: the settings and the provenance of a start of the command; later rows belong to it
-- `response`: see `Key` and `benchmarks.speed.driver.Response`
+- `response`: see `Key` and `benchmarks.harness.driver.Response`;
+  those with the same `round` were decoded by engines in turn
 - `gap`: a set, an engine or an engine on a set that could not be had, and why
 - `judged`: whether the first difference of a response from plain decoding's is a near-tie
 - `replayed`: a policy that was replayed on recorded drafts, by set and temperature
@@ -84,14 +85,19 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def append(self, row: Row) -> None:
-        """Write a row; it is in the file when this returns."""
-        self.rows.append(row)
-        os.write(self._file.fileno(), (json.dumps(row) + "\n").encode())
+    def append(self, *rows: Row) -> None:
+        """Write rows at once; they are in the file when this returns."""
+        self.rows += rows
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        os.write(self._file.fileno(), text.encode())
 
     def responses(self) -> dict[Key, Row]:
-        """All responses by key."""
-        return {Key.of(row): row for row in self.rows if row["kind"] == "response"}
+        """The first response of each key; plain decoding has one in each of its rounds."""
+        found: dict[Key, Row] = {}
+        for row in self.rows:
+            if row["kind"] == "response":
+                found.setdefault(Key.of(row), row)
+        return found
 
     def of_kind(self, kind: str) -> Iterable[Row]:
         """All rows of a kind."""

@@ -13,9 +13,19 @@ import pytest
 from benchmarks.paper import report
 from benchmarks.paper.arguments import without_folders
 from benchmarks.paper.data import Prompt
-from benchmarks.paper.methods import PLAIN, REFERENCE, Target, methods, reference_of
+from benchmarks.paper.methods import (
+    PLAIN,
+    REFERENCE,
+    Drafter,
+    Target,
+    chosen,
+    groups,
+    methods,
+    reference_of,
+)
 from benchmarks.paper.run import Plan, first_difference, short_reason
-from benchmarks.paper.stats import Cell, speedup, spent
+from benchmarks.paper.stats import Cell, sameness, speedup, spent
+from benchmarks.paper.store import Key
 
 ADAPTIVE = "bastion adaptive"
 
@@ -67,6 +77,42 @@ def test_only_prompts_that_both_have_count_and_turns_are_averaged() -> None:
     own = [response("x", 0, 5.0), response("x", 0, 5.0, turn=1)]
     assert speedup([(Cell(turns), Cell(own))]).mean == pytest.approx(3.0)
     assert math.isnan(speedup([(Cell(turns), Cell([response("x", 7)]))]).mean)
+
+
+def test_a_response_is_compared_with_plain_decodings_of_the_same_round() -> None:
+    # The machine is three times as slow in the second round, and plain decoding ran there again.
+    plain = [response(PLAIN, 0, 10.0, round="r"), response(PLAIN, 0, 30.0, round="s")]
+    fast = Cell([response("x", 0, 5.0, round="r")])
+    slow = Cell([response("y", 0, 15.0, round="s")])
+    assert speedup([(Cell(plain), fast)]).mean == pytest.approx(2.0)
+    assert speedup([(Cell(plain), slow)]).mean == pytest.approx(2.0)
+    assert speedup([(Cell(plain), Cell(plain))]).mean == pytest.approx(1.0)
+    # Rows of a file that was made one engine after another have no round.
+    assert speedup([(Cell(plain), Cell([response("x", 0, 5.0)]))]).mean == pytest.approx(2.0)
+
+
+def test_every_group_of_engines_has_plain_decoding() -> None:
+    names = [PLAIN, "a", "b", "c"]
+    assert groups(names, 4) == groups(names, 9) == [names]
+    assert groups(names, 3) == [[PLAIN, "a", "b"], [PLAIN, "c"]]
+    assert groups([PLAIN], 2) == [[PLAIN]]
+    assert groups(names, 1) == [[PLAIN], ["a"], ["b"], ["c"]]
+
+
+def test_sampled_responses_are_compared_by_seed_and_not_judged() -> None:
+    rows = [response("x", i, temperature=1.0, differs_at=at) for i, at in enumerate((None, 3))]
+    assert sameness(rows, [], Key.of) == "1/2 seeded, 1 not judged"
+    assert sameness(rows[:1], [], Key.of) == "1/1 seeded"
+    assert sameness([response("dflash 7", temperature=1.0)], [], Key.of) == "other draws"
+    assert sameness([response(PLAIN)], [], Key.of) == ""
+
+
+def test_errors_of_predictions_are_root_mean_squares_over_all_steps(tmp_path: Path) -> None:
+    errors = [{"timed_steps": 3, "squared_ms": {"table": 9.0}}]
+    errors += [{"timed_steps": 1, "squared_ms": {"table": 7.0}}]
+    rows = [response(PLAIN), *(response(ADAPTIVE, i, **e) for i, e in enumerate(errors))]
+    (machine,) = report.machines([write(tmp_path / "a.jsonl", rows)])
+    assert f"- {ADAPTIVE}: table 2\n" in report.markdown(machine)
 
 
 def test_tau_is_over_rounds_and_of_responses() -> None:
@@ -161,12 +207,13 @@ def test_the_command_writes_page_data_figures_and_the_readmes_table(tmp_path: Pa
 
 
 def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
-    what = Target("t", "d", 15, "e", {"x/dspark": "dspark"})
+    others = Drafter("x/dspark", 15, "dspark", False), Drafter("x/domino", 15, None)
+    what = Target("t", "d", 15, "e", others)
     on_cpu = methods(what, cpu=True)
     for method in on_cpu.values():
         engine = method.engine("t", True, max_model_len=64)
         hidden = engine.environment.get("VLLM_PLUGINS") == ""
-        assert hidden == (not method.ours and method.name != REFERENCE), method.name
+        assert hidden == (not method.ours and "V2" not in method.name), method.name
     on_gpu = methods(what, cpu=False)
     assert REFERENCE in on_cpu and REFERENCE not in on_gpu
     names = [PLAIN, "eagle3 3", "eagle3 5", "eagle3 7", "dflash 4", "dflash 7", "dflash 15"]
@@ -178,6 +225,9 @@ def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
     chain = on_gpu["dflash 7, adaptive verification"].speculative
     assert chain is not None and chain["enable_adaptive_verification"] is True
     assert "dflash 15" not in methods(Target("t", "d", 7), cpu=True)
+    # vLLM's V1 runner, which a CPU host uses, has no DSpark, and no runner has Domino.
+    assert "dspark 7, V2 runner" in on_cpu and "dspark 7" in on_gpu
+    assert next(name for name in on_cpu if "domino" in name) == "bastion domino chain"
 
 
 def test_draws_are_compared_within_one_runner_only() -> None:
@@ -188,6 +238,9 @@ def test_draws_are_compared_within_one_runner_only() -> None:
         ours = name == REFERENCE or name.startswith("bastion")
         assert sampled == (REFERENCE if ours else None), name
     assert reference_of(rows[ADAPTIVE], 1.0, [PLAIN, ADAPTIVE]) == PLAIN
+    # Whatever is asked for, what it is compared with is there.
+    assert list(chosen(rows, ["adaptive"], sampled=False)) == [PLAIN, ADAPTIVE]
+    assert list(chosen(rows, ["adaptive"], sampled=True)) == [PLAIN, REFERENCE, ADAPTIVE]
 
 
 def test_a_plan_has_every_turn_after_the_turns_before_it() -> None:
@@ -218,6 +271,11 @@ def test_first_differences_and_reasons() -> None:
     assert first_difference([1, 2, 3], [1, 2]) == 2
     log = "no answer\nINFO x\n(EngineCore) /root/a/b.py ValueError: no /data/x/model here\nend"
     assert short_reason(log) == "ValueError: no model here"
+    log = (
+        "pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+        "  Value error, no DSpark here [type=value_error, input_value=ArgsKwargs()]\nend"
+    )
+    assert short_reason(log) == "ValueError: no DSpark here"
     assert short_reason("the engine's process ended with status 9\n") == (
         "the engine's process ended with status 9"
     )

@@ -42,7 +42,7 @@ def test_killed_in_the_middle_and_started_again_it_decodes_what_is_missing(tmp_p
     started = command(tmp_path, "--temperatures", "0")
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(started, env=environment, stderr=log, stdout=log)
-        # Plain decoding has 5 responses; the second engine is decoding.
+        # Three engines in turn: the second prompt is finished.
         while not path.exists() or len(responses(path)) < 6:
             assert process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.02)
@@ -56,6 +56,8 @@ def test_killed_in_the_middle_and_started_again_it_decodes_what_is_missing(tmp_p
     assert done.returncode == 0, done.stderr
     after = responses(path)
     assert after[: len(before)] == before
+    rounds = {row["round"] for row in after}
+    assert len(rounds) == 5  # each with plain decoding's and both others' responses
     keys = [Key.of(row) for row in after]
     assert len(keys) == len(set(keys)) == 3 * 5
     by_key = dict(zip(keys, after, strict=True))

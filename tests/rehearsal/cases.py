@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.methods import ADAPTIVE, CHAIN, PLAIN, Target, fixed_name, methods
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "benchmarks" / "tiny"
 
@@ -68,6 +70,25 @@ def _bastion(nodes: int, budget: int | str, **keys: Any) -> dict[str, Any]:
     }
 
 
+def _paper(method: str) -> dict[str, Any]:
+    """A case of an engine as `benchmarks.paper` starts it on a GPU, with room for 512 rows."""
+    what = Target(str(TINY / "target"), str(TINY / "drafter"), 15)
+    engine = methods(what, cpu=False)[method].engine(
+        what.target,
+        False,
+        max_num_seqs=1,
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        dtype="float16",
+        cudagraphs="FULL",
+    )
+    arguments = engine.arguments()
+    arguments["compilation_config"]["mode"] = 0
+    del arguments["model"]
+    speculative = arguments.pop("speculative_config")
+    return {"speculative": speculative, "plain": "paper-plain", "arguments": arguments}
+
+
 _HYBRID: dict[str, Any] = {
     "plain": "plain-hybrid",
     "pair": TINY / "hybrid",
@@ -88,6 +109,10 @@ CASES = (
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
     Case("domino", "Domino, N = 16", _bastion(16, 16, model=TINY / "domino")),
+    Case("paper-plain", "paper's command: plain", **_paper(PLAIN)),
+    Case("paper-chain", "paper's command: chain", **_paper(CHAIN)),
+    Case("paper-fixed", "paper's command: N = 16", **_paper(fixed_name(16))),
+    Case("paper-adaptive", "paper's command: adaptive", **_paper(ADAPTIVE)),
     Case("plain-hybrid", "hybrid target, plain", **_HYBRID),
     Case("hybrid", "hybrid pair, N = 16", _bastion(16, 16), **_HYBRID),
 )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -52,30 +51,7 @@ class Response:
     timed_steps: int = 0
     predicted_ms: float = 0.0
     measured_ms: float = 0.0
-
-
-@dataclass
-class Outcome:
-    """One drive of an engine over some requests."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    # mean over requests
-    tpot_ms: float = 0.0
-    # over requests and their forwards, see `benchmarks.harness.decoder`
-    forwards: int = 0
-    emitted: int = 0
-    verified: int = 0
-    # Sums over the steps in which no prompt ended.
-    steps: int = 0
-    step_ms: float = 0.0
-    verify_ms: float = 0.0
-    draft_ms: float = 0.0
-    # The requests' token ids, in their order.
-    token_ids: list[list[int]] = field(default_factory=list)
-    # Sums over bastion's timed steps: see `watch_predictions`.
-    squared_ms: dict[str, float] = field(default_factory=dict)
-    timed_steps: int = 0
+    squared_ms: dict[str, float] = field(default_factory=dict)  # errors by prediction
 
 
 def start_driver(engine: Engine) -> Driver:
@@ -180,19 +156,16 @@ class Driver:
         if not cuda:
             for layer in attention_layers(self._runner):
                 self._attention.watch(layer.impl, "forward", "attention")
-        self._outcome = Outcome()
         self._responses: list[Response] = []
         self._running: set[int] = set()
         watch_predictions(self._runner, self._predicted)
 
-    def drive(self, requests: list[Request], concurrency: int, stream: bool = False) -> Outcome:
+    def drive(self, requests: list[Request], concurrency: int) -> list[Response]:
         """Decode all requests, `concurrency` at a time.
 
-        Args:
-            stream: send each `Response` to the caller's `items` as soon as it is finished.
+        Each `Response` is also sent to the caller's `items` as soon as it is finished.
         """
-        engine, outcome = self._llm.llm_engine, Outcome()
-        self._outcome = outcome
+        engine = self._llm.llm_engine
         completions = [Completion(request.name) for request in requests]
         self._responses = [
             Response(request.name, [], 0, 0.0, 0.0, 0.0, None, None, 0, 0, 0)
@@ -200,10 +173,9 @@ class Driver:
         ]
         original = self._scheduler.update_from_output
         count_steps(self._llm, completions)
-        self._watch_steps(outcome)
+        self._watch_steps()
         waiting = deque(enumerate(requests))
         self._running = set()
-        begin = time.perf_counter()
         while waiting or self._running:
             while waiting and len(self._running) < concurrency:
                 index, request = waiting.popleft()
@@ -221,21 +193,9 @@ class Driver:
                     self._running.discard(index)
                     completions[index].token_ids = list(output.outputs[0].token_ids)
                     self._finish(response, completions[index], output, now)
-                    if stream:
-                        report_item(response)
-        outcome.seconds = time.perf_counter() - begin
+                    report_item(response)
         self._scheduler.update_from_output = original
-        outcome.token_ids = [completion.token_ids for completion in completions]
-        outcome.tokens = sum(map(len, outcome.token_ids))
-        spans = [
-            1e3 * (one.end_s - one.first_s) / max(1, len(one.token_ids) - 1)
-            for one in self._responses
-        ]
-        outcome.tpot_ms = sum(spans) / len(spans)
-        total = count(completions)
-        outcome.forwards, outcome.emitted = total.forwards, total.tokens
-        outcome.verified = total.verified
-        return outcome
+        return self._responses
 
     def _finish(self, response: Response, done: Completion, output: Any, now: float) -> None:
         total = count([done])
@@ -245,7 +205,7 @@ class Driver:
         response.emitted, response.forwards = total.tokens, total.forwards
         response.verified = total.verified
 
-    def _watch_steps(self, outcome: Outcome) -> None:
+    def _watch_steps(self) -> None:
         """Add up the times of steps, each from the end of the one before to its own end."""
         update = self._scheduler.update_from_output
         before: float | None = None
@@ -257,13 +217,12 @@ class Driver:
             parts = self._clock.lap() | self._attention.lap()
             if before is not None and decodes_only(scheduled):
                 step_ms = 1e3 * (now - before)
-                sums = [self._responses[request_index(i)] for i in scheduled.num_scheduled_tokens]
-                for one in (outcome, *sums):
+                for name in scheduled.num_scheduled_tokens:
+                    one = self._responses[request_index(name)]
                     one.steps += 1
                     one.step_ms += step_ms
                     one.verify_ms += parts.get("verify", 0.0)
                     one.draft_ms += parts.get("draft", 0.0)
-                for one in sums:
                     one.attention_ms += parts.get("attention", 0.0)
             before = now
             return done
@@ -276,10 +235,9 @@ class Driver:
             response.timed_steps += 1
             response.measured_ms += measured_ms
             response.predicted_ms += measured_ms + errors["C(N)"]
-        self._outcome.timed_steps += 1
-        for name, error in errors.items():
-            sums = self._outcome.squared_ms
-            sums[name] = sums.get(name, 0.0) + error * error
+            for name, error in errors.items():
+                before = response.squared_ms.get(name, 0.0)
+                response.squared_ms[name] = before + error * error
 
 
 def decodes_only(scheduled: Any) -> bool:
@@ -336,11 +294,3 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], Non
             yield step
 
     timer.completed = watched
-
-
-def rmse(outcomes: list[Outcome]) -> dict[str, float]:
-    """Root mean squares of the errors, ms, over all timed steps."""
-    steps = sum(outcome.timed_steps for outcome in outcomes)
-    names = {name for outcome in outcomes for name in outcome.squared_ms}
-    sums = {n: sum(outcome.squared_ms.get(n, 0.0) for outcome in outcomes) for n in names}
-    return {name: math.sqrt(sums[name] / steps) for name in sorted(sums)}
