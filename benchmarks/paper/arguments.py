@@ -49,7 +49,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--target", help="a model of the Hub, or a folder")
     add("--drafter", help="its DFlash drafter")
     add("--eagle3", help="its EAGLE-3 head")
-    add("--drafters", nargs="+", default=[], help="further drafters: DFlash2, DSpark, causal")
+    add("--drafters", nargs="+", default=[], help="further drafters: names, folders, of a pair")
     add("--pair", help="in place of these: tiny, or a shape of benchmarks.widen")
     add("--sets", nargs="+", default=[], metavar="SET", help=f"of {', '.join(SETS)}")
     add("--long", action="store_true", help="the seven sets of LongBench too")
@@ -102,6 +102,8 @@ def target_of(given: argparse.Namespace) -> Target:
         if given.tokens == 2048:
             given.tokens = 64
         given.target, given.drafter = str(folder / "target"), str(folder / "drafter")
+        own = {name: folder / name for name in given.drafters if (folder / name).is_dir()}
+        given.drafters = [str(own.get(name, name)) for name in given.drafters]
         head = TINY / "eagle3"
         if given.pair == "tiny" and head.is_dir():
             given.eagle3 = given.eagle3 or str(head)

@@ -41,7 +41,7 @@ from benchmarks.paper.methods import (
     methods,
 )
 from benchmarks.paper.run import Plan, Runner
-from benchmarks.paper.stats import Cell
+from benchmarks.paper.stats import Cell, speedup
 from benchmarks.paper.store import Store
 from benchmarks.provenance import provenance
 
@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
         rows = {name: rows[name] for name in _METHODS}
         rows = chosen(rows, given.methods, False)
         engine = engines_of(what, cpu, max_model_len=longest, dtype=dtype, eager=given.eager)
-        alive = given.alive or (fitting(what) if cpu else 1)
+        alive = given.alive or (fitting(what, longest) if cpu else 1)
         settings = {"target": given.pair, "drafter": given.pair, "eagle3": None, "dtype": dtype}
         settings |= {"tokens": given.tokens, "seed": 0, "raw": True, "ignore_eos": True}
         settings |= {"samples": given.prompts, "alive": alive}
@@ -185,7 +185,7 @@ def by_context(cells: dict[str, dict[str, Cell]], wanted: dict[str, list[int]]) 
             found = cell.numbers()
             attention, step = cell.rate("attention_ms", "steps"), cell.rate("step_ms", "steps")
             row = [length, method, f"{found['token_ms']:.2f}"]
-            row.append(f"{plain[length].numbers()['token_ms'] / found['token_ms']:.2f}x")
+            row.append(f"{speedup([(plain[length], cell)]).mean:.2f}x")
             row += [f"{found[key]:.{d}f}" for key, d in (("tau", 2), ("nodes", 1))]
             row += [f"{found['verify_ms']:.2f}"]
             row += [f"{attention:.2f}", f"{attention / step:.0%}"] if attention else ["", ""]

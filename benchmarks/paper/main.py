@@ -114,7 +114,7 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
         eager=given.eager,
         cudagraphs=given.cudagraphs,
     )
-    alive = given.alive or (fitting(what) if cpu else 1)
+    alive = given.alive or (fitting(what, longest) if cpu else 1)
     name = given.pair or Path(what.target).name
     out = given.out or OUT / f"{name}{'-quick' if given.quick else ''}.jsonl"
     device = device_name("cpu" if cpu else "cuda")

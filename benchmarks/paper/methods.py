@@ -24,9 +24,9 @@ ESTIMATORS = ("static", "ema", "ema_calib")
 CHAINS, EAGLE3_CHAINS = (4, 7, 15), (3, 5, 7)
 BUDGETS_GPU, BUDGETS_CPU = (16, 32, 64, 128, 256), (16, 32, 63)
 
-# Memory of an engine: its weights in the layouts of their kernels too, and besides them libraries,
-# compiled code and the KV cache.
-_WEIGHTS, _OVERHEAD_BYTES = 2.2, 7 << 28
+# Memory of an engine besides its KV cache: its weights in the layouts of their kernels too, and
+# libraries and compiled code.
+_WEIGHTS, _OVERHEAD_BYTES = 2.2, 3 << 28
 _ENVIRONMENT = {
     # Steps are counted in the engine's process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -100,8 +100,9 @@ class Method:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if cpu:
             # In GiB; by default an engine takes half of the memory.
-            long = settings.get("max_model_len", 0) > 4096
-            environment["VLLM_CPU_KVCACHE_SPACE"] = "4" if long else "1"
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(
+                _cache_gib(settings.get("max_model_len", 0))
+            )
         return UserEngine(self.speculative, Path(target), environment=environment, **settings)
 
 
@@ -201,14 +202,18 @@ def engines_of(what: Target, cpu: bool, **settings: Any) -> Callable[[Method, in
     return engine
 
 
-def fitting(what: Target) -> int:
+def _cache_gib(max_model_len: int) -> int:
+    return 4 if max_model_len > 4096 else 1
+
+
+def fitting(what: Target, max_model_len: int) -> int:
     """How many engines of a target in local folders fit into the free memory, at least two."""
     folders = [what.target, *([what.drafter] if what.drafter is not None else [])]
     weights = sum(
         path.stat().st_size for one in folders for path in Path(one).glob("*.safetensors")
     )
-    free = 0.9 * psutil.virtual_memory().available
-    return max(2, int(free / (_WEIGHTS * weights + _OVERHEAD_BYTES)))
+    each = _WEIGHTS * weights + _OVERHEAD_BYTES + (_cache_gib(max_model_len) << 30)
+    return max(2, int(0.9 * psutil.virtual_memory().available / each))
 
 
 def reference_of(method: Method, temperature: float, ran: Sequence[str]) -> str | None:

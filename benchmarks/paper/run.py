@@ -214,7 +214,7 @@ class Runner:
     def _keep_round(self, found: dict[Key, Response], fields: Row) -> None:
         """Append responses; those that others are compared with come first."""
         rows = []
-        for key in sorted(found, key=lambda key: key.method not in (PLAIN, REFERENCE)):
+        for key in sorted(found, key=lambda key: (key.method != PLAIN, key.method != REFERENCE)):
             row = self._row(key, found[key]) | fields
             self._known.setdefault(key, row)
             rows.append(row)
