@@ -306,6 +306,15 @@ def test_adapters_need_sizes_that_the_host_knows(pair: tuple[str, str]) -> None:
     assert engine_config(pair).speculative_config.bastion_budget_timing == "auto"
 
 
+def test_adapters_need_rows_for_every_requests_nodes(pair: tuple[str, str]) -> None:
+    arguments = {"enable_lora": True, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config(pair, arguments, num_speculative_tokens=24)
+    is_one_sentence(str(caught.value), "enable_lora", '"num_speculative_tokens" to at most 15')
+    engine = engine_config(pair, arguments, num_speculative_tokens=15)
+    assert engine.speculative_config.num_speculative_tokens == 15
+
+
 def test_the_v1_runner_is_refused(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(BastionConfigError) as caught:

@@ -16,6 +16,7 @@ import pytest
 
 from helpers import ROOT, run_python
 from vllm_bastion import __version__
+from vllm_bastion.cpu.build import is_cpu_build
 
 PACKAGES = {"vllm_bastion", "bastion_kernels"}
 
@@ -79,11 +80,23 @@ def test_the_wheel_names_license_entry_points_and_no_vllm(wheel: zipfile.ZipFile
     entry_points = wheel.read(f"{info}/entry_points.txt").decode()
     for line in (
         "bastion = vllm_bastion.plugin:register",
-        "bastion_cpu = vllm_bastion.plugin:cpu_platform",
+        "bastion = vllm_bastion.plugin:cpu_platform",
         "vllm-bastion = vllm_bastion.cli:main",
     ):
         assert line in entry_points
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_cpu_build(), reason="the command fails without us on a CPU build only")
+def test_one_name_enables_the_whole_plugin(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    code = "import sys; sys.argv = ['vllm', '--version']\n"
+    code += "from vllm.entrypoints.cli.main import main; main()"
+    paths = {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": None}
+    named = run_python(code, cwd=tmp_path, VLLM_PLUGINS="bastion", **paths)
+    assert named.returncode == 0, named.stderr[-2000:]
+    assert named.stdout.strip().endswith("+cpu")
 
 
 def test_the_source_archive_holds_the_changelog_and_no_tests(source: Path, tmp_path: Path) -> None:

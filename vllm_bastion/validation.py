@@ -358,6 +358,22 @@ def check_token_limit(nodes: int, gamma: int, limit: int | None) -> None:
         )
 
 
+def too_few_rows_for_adapters(engine_args: Any) -> BastionConfigError:
+    """What to say where vLLM refuses adapters, because a step cannot hold every request's nodes.
+
+    Args:
+        engine_args: vLLM's EngineArgs, with its defaults filled in.
+    """
+    limit, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    most = limit // requests - 1
+    way_out = f'set "num_speculative_tokens" to at most {most}, ' if most >= 1 else ""
+    return BastionConfigError(
+        f"enable_lora needs max_num_batched_tokens ({limit}) of at least max_num_seqs ({requests}) "
+        f'x (1 + "num_speculative_tokens"): {way_out}lower max_num_seqs or raise '
+        "max_num_batched_tokens"
+    )
+
+
 def check_layers(layers: dict[str, Any]) -> None:
     """Refuse attention layers of a loaded target that the tree kernels do not implement.
 

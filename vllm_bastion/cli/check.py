@@ -28,9 +28,7 @@ from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.devices import device_name
 from vllm_bastion.policy.cost.store import ProfileError, ProfileKey, profile_path, read_profile
 
-_NOT_LOADED = (
-    "the plugin is not loaded: VLLM_PLUGINS, if it is set, must name bastion and bastion_cpu"
-)
+_NOT_LOADED = "the plugin is not loaded: VLLM_PLUGINS, if it is set, must name bastion"
 
 
 @dataclass(frozen=True)

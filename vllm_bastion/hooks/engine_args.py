@@ -24,6 +24,10 @@ _SHORT_FLAGS = (
 )
 
 
+# Of vLLM's message when a step cannot hold all drafts of an engine with adapters.
+_LORA_REFUSAL = "decreasing num_speculative_tokens"
+
+
 def requested(engine_args: Any) -> bool:
     """Whether these arguments ask for method "bastion"."""
     keys = getattr(engine_args, "speculative_config", None)
@@ -125,7 +129,14 @@ def _refuse_by_file(keys: dict[str, Any]) -> None:
 
 def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Check the finished configuration before any process is started for it."""
-    vllm_config = original(self, *args, **kwargs)
+    try:
+        vllm_config = original(self, *args, **kwargs)
+    except ValueError as error:
+        if requested(self) and self.enable_lora and _LORA_REFUSAL in str(error):
+            from vllm_bastion import validation
+
+            raise validation.too_few_rows_for_adapters(self) from error
+        raise
     if requested(self):
         from vllm_bastion import validation
 
