@@ -57,3 +57,8 @@ class Judge:
         at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
         texts = (one[: at + 1], other[: at + 1])
         return all(float(self.gaps(prompt, text)[-1]) < BOUND for text in texts)
+
+    @torch.inference_mode()
+    def next_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """The logits of the token after these: [V] float32."""
+        return self._model(torch.tensor([token_ids])).logits[0, -1].float()

