@@ -40,7 +40,8 @@ from benchmarks.paper.methods import (
     fixed_name,
     methods,
 )
-from benchmarks.paper.run import Plan, Runner
+from benchmarks.paper.plan import Plan
+from benchmarks.paper.run import Runner
 from benchmarks.paper.stats import Cell, speedup
 from benchmarks.paper.store import Store
 from benchmarks.provenance import provenance

@@ -32,9 +32,11 @@ from benchmarks.paper.data import (
     load_set,
     load_speed_bench,
 )
+from benchmarks.paper.engines import engine_of, short_reason
 from benchmarks.paper.judge import Scorer, judge, scoring_engine, to_judge
 from benchmarks.paper.methods import PLAIN, Target, chosen, engines_of, fitting, methods
-from benchmarks.paper.run import Plan, Runner, engine_of, short_reason
+from benchmarks.paper.plan import Plan
+from benchmarks.paper.run import Runner
 from benchmarks.paper.store import Store, StoreError
 from benchmarks.progress import Progress
 from benchmarks.provenance import provenance

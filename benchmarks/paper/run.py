@@ -9,69 +9,25 @@ so a ratio to plain decoding always has both of its sides.
 
 from __future__ import annotations
 
-import re
-import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.harness.decoder import IMPORTS
-from benchmarks.harness.driver import Response, start_driver
-from benchmarks.harness.engine import Request, UserEngine
+from benchmarks.harness.driver import Response
+from benchmarks.harness.engine import Request
 from benchmarks.harness.process import EngineError, EngineProcess
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import Prompt
-from benchmarks.paper.methods import PLAIN, REFERENCE, Method, groups, reference_of
+from benchmarks.paper.engines import engine_of, short_reason
+from benchmarks.paper.methods import PLAIN, REFERENCE, groups, reference_of
+from benchmarks.paper.plan import Plan, batches
 from benchmarks.paper.store import Key, Row, Store
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 24
-_REASON = 240
-# A directory of this machine, which no result names.
-_FOLDER = re.compile(r"(?:/[\w.@+-]+)+/")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is decoded.
-
-    Args:
-        prompts: all sets' prompts; a prompt's seed is `seed` plus its number in its set.
-        concurrency: requests at a time, the reference's first.
-        alive: engines that live side by side; 1: one after another.
-    """
-
-    methods: dict[str, Method]
-    prompts: Sequence[Prompt]
-    temperatures: Sequence[float]
-    concurrency: Sequence[int]
-    tokens: int
-    seed: int
-    ignore_eos: bool
-    alive: int = 1
-
-    def keys(self, method: str) -> Iterator[Key]:
-        """Every response of a method, in the order of decoding."""
-        longest = max(len(prompt.turns) for prompt in self.prompts)
-        for concurrency in self.concurrency:
-            for temperature in self.temperatures:
-                for turn in range(longest):
-                    for one in self.prompts:
-                        if turn < len(one.turns):
-                            yield Key(method, temperature, concurrency, one.set, one.id, turn)
-
-    def seeds(self) -> dict[tuple[str, str], int]:
-        """The seed of each prompt, by set and id."""
-        numbers: dict[str, int] = {}
-        seeds = {}
-        for prompt in self.prompts:
-            number = numbers[prompt.set] = numbers.get(prompt.set, -1) + 1
-            seeds[prompt.set, prompt.id] = self.seed + number
-        return seeds
 
 
 class Runner:
@@ -91,28 +47,29 @@ class Runner:
     def run(self) -> None:
         """Decode every missing response."""
         with tqdm(unit="response", disable=None, smoothing=0.05) as bar:
-            for concurrency in self._plan.concurrency:
+            for levels in self._plan.levels():
                 for group in groups(list(self._plan.methods), self._plan.alive):
-                    self._run_group(group, concurrency, bar)
+                    self._run_group(group, levels, bar)
 
-    def _run_group(self, group: Sequence[str], concurrency: int, bar: Any) -> None:
-        paired = len(group) > 1
+    def _run_group(self, group: Sequence[str], levels: Sequence[int], bar: Any) -> None:
+        paired, most = len(group) > 1, max(levels)
         with ExitStack() as stack:
             alive: dict[str, EngineProcess] = {}
             # Plain decoding last: it is not needed where none of the others starts.
             for name in sorted(group, key=PLAIN.__eq__):
-                if not self._missing(name, concurrency) and not (name == PLAIN and alive):
+                if not self._missing(name, levels) and not (name == PLAIN and alive):
                     continue
-                bar.set_description(f"{name}, concurrency {concurrency}, starting")
-                engine = self._engine(self._plan.methods[name], concurrency)
+                bar.set_description(f"{name}, concurrency {most}, starting")
+                engine = self._engine(self._plan.methods[name], most)
                 try:
                     alive[name] = stack.enter_context(engine_of(engine))
                 except EngineError as error:
-                    self._gap(name, concurrency, error, bar)
+                    self._gap(name, most, error, bar)
                 else:
                     if paired:
                         alive[name].pause()
-            self._run_rounds(group, alive, concurrency, paired, bar)
+            for concurrency in levels:
+                self._run_rounds(group, alive, concurrency, paired, bar)
 
     def _run_rounds(
         self,
@@ -122,7 +79,7 @@ class Runner:
         paired: bool,
         bar: Any,
     ) -> None:
-        units = list(_batches(self._plan.keys(PLAIN), concurrency, paired))
+        units = list(batches(self._plan.keys(PLAIN), concurrency, paired))
         bar.total = bar.n + sum(
             len(keys) for unit in units for keys in self._round(alive, unit, paired).values()
         )
@@ -150,9 +107,9 @@ class Runner:
                     del alive[name]
             self._keep_round(found, fields)
 
-    def _missing(self, name: str, concurrency: int) -> bool:
+    def _missing(self, name: str, levels: Sequence[int]) -> bool:
         keys = self._plan.keys(name)
-        return any(key.concurrency == concurrency and key not in self._known for key in keys)
+        return any(key.concurrency in levels and key not in self._known for key in keys)
 
     def _round(self, names: Iterable[str], unit: list[Key], paired: bool) -> dict[str, list[Key]]:
         """What each of the methods has to decode of a unit, which has plain decoding's keys.
@@ -281,55 +238,3 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
         if a != b:
             return at
     return None if len(one) == len(other) else min(len(one), len(other))
-
-
-@contextmanager
-def engine_of(engine: UserEngine, factory: Any = start_driver) -> Iterator[EngineProcess]:
-    """A process with a started engine.
-
-    Raises:
-        EngineError: it does not start.
-    """
-    with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
-        process = EngineProcess(Path(folder) / "engine.log", engine.variables(), IMPORTS)
-        try:
-            process.answer()
-            process.start(factory, engine)
-            process.answer()
-            yield process
-        finally:
-            process.close()
-
-
-def short_reason(text: str) -> str:
-    """The line of an engine's failure that says why, without the machine's folders."""
-    lines = [line.strip() for line in text.splitlines()]
-    told = [n for n, line in enumerate(lines) if re.search(r"\b\w*(Error|Exception): ", line)]
-    line = lines[told[-1]] if told else (lines or [""])[0]
-    if told and re.search(r"\d+ validation errors? for ", line):  # pydantic's reason is below
-        below = [one for one in lines[told[-1] + 1 :] if one.startswith("Value error, ")]
-        line = f"ValueError: {below[0][13:].partition(' [type=')[0]}" if below else line
-    line = re.sub(r"^.*?(?=\b\w*(?:Error|Exception): )", "", line)
-    return _FOLDER.sub("", line)[:_REASON]
-
-
-def _batches(keys: Iterable[Key], concurrency: int, paired: bool) -> Iterator[list[Key]]:
-    """The keys of a concurrency, split where temperature, set or turn changes.
-
-    Side by side and one request at a time, each is a batch of its own.
-    """
-    batch: list[Key] = []
-    for key in keys:
-        if key.concurrency != concurrency:
-            continue
-        alone = paired and concurrency == 1
-        if batch and (alone or _cell(batch[-1]) != _cell(key)):
-            yield batch
-            batch = []
-        batch.append(key)
-    if batch:
-        yield batch
-
-
-def _cell(key: Key) -> tuple[Any, ...]:
-    return key.temperature, key.set, key.turn

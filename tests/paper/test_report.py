@@ -13,6 +13,7 @@ import pytest
 from benchmarks.paper import report
 from benchmarks.paper.arguments import without_folders
 from benchmarks.paper.data import Prompt
+from benchmarks.paper.engines import short_reason
 from benchmarks.paper.methods import (
     PLAIN,
     REFERENCE,
@@ -23,7 +24,8 @@ from benchmarks.paper.methods import (
     methods,
     reference_of,
 )
-from benchmarks.paper.run import Plan, first_difference, short_reason
+from benchmarks.paper.plan import Plan
+from benchmarks.paper.run import first_difference
 from benchmarks.paper.stats import Cell, sameness, speedup, spent
 from benchmarks.paper.store import Key
 

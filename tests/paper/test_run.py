@@ -102,9 +102,9 @@ def test_near_ties_are_judged_by_gaps_that_transformers_computes_too(tmp_path: P
 
     from benchmarks import TINY
     from benchmarks.near_ties import Judge
+    from benchmarks.paper.engines import engine_of
     from benchmarks.paper.judge import Scorer
     from benchmarks.paper.methods import Target, methods
-    from benchmarks.paper.run import engine_of
 
     judge = Judge(TINY / "target")
     plain = methods(Target(str(TINY / "target"), None, 15), cpu=True)["plain"]

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the options of `python -m benchmarks.paper` stand for."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import TINY
+from benchmarks.kinds import KINDS
+from benchmarks.paper.arguments import parse, target_of
+from benchmarks.paper.data import DataError, Prompt
+from benchmarks.paper.main import _prompts
+from benchmarks.paper.methods import Drafter
+from benchmarks.paper.plan import Plan
+
+
+def test_a_pairs_own_drafters_are_named_and_read_from_their_checkpoints() -> None:
+    given = parse(["--pair", "tiny", "--drafters", "dflash2", "dspark", "causal", "domino"])
+    what = target_of(given)
+    assert what.gamma == 15 and what.drafter == str(TINY / "drafter")
+    assert what.others == (
+        Drafter(str(TINY / "dflash2"), 15, "dflash", first_runner=False),
+        Drafter(str(TINY / "dspark"), 15, "dspark", first_runner=False),
+        Drafter(str(TINY / "causal"), 15, "dflash"),
+        Drafter(str(TINY / "domino"), 15, None, first_runner=False),
+    )
+    with pytest.raises(DataError, match="eagle3 has no drafter that method bastion supports"):
+        target_of(parse(["--pair", "tiny", "--drafters", "eagle3"]))
+
+
+def test_requests_of_a_kind_are_sets_of_their_own() -> None:
+    given = parse(["--pair", "tiny", "--samples", "1", "--kinds", "nothing", "JSON"])
+    target_of(given)
+    prompts, gaps = _prompts(given)
+    domains = ("arithmetic", "chat", "code")
+    wanted = {f"{domain}, {kind}" for domain in domains for kind in ("nothing", "JSON")}
+    assert not gaps and {one.set for one in prompts} == wanted and len(prompts) == 6
+    assert all(one.params == KINDS[one.set.split(", ")[1]] for one in prompts)
+
+
+def test_engines_that_take_turns_serve_every_concurrency() -> None:
+    prompts = [Prompt("a", "0", ("x",))]
+    assert Plan({}, prompts, [0.0], [1, 4], 8, 0, True).levels() == [[1], [4]]
+    assert Plan({}, prompts, [0.0], [1, 4], 8, 0, True, alive=3).levels() == [[1, 4]]
