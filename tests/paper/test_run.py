@@ -81,6 +81,38 @@ def test_killed_in_the_middle_and_started_again_it_decodes_what_is_missing(tmp_p
     assert "| bastion N=16 |" in page and "5/5" in page
 
 
+def test_engines_take_turns_in_groups_with_plain_decoding_at_every_concurrency(
+    tmp_path: Path,
+) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+    options = ["--temperatures", "1", "--concurrency", "1", "2", "--alive", "3"]
+    started = command(tmp_path, *options)
+    subprocess.run(started, env=environment, check=True, capture_output=True)
+    rows = responses(tmp_path / "run.jsonl")
+    others = [Key.of(row) for row in rows if row["method"] != "plain"]
+    assert len(others) == len(set(others)) == 3 * 2 * 5
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        rounds.setdefault(row["round"], []).append(row)
+    for own in rounds.values():
+        methods = {row["method"] for row in own}
+        keys = {Key.of(row)._replace(method="") for row in own}
+        assert "plain" in methods and len(own) == len(methods) * len(keys)
+        # Each prompt by itself, or the prompts and turns of a set together.
+        assert len(keys) == 1 or {key.concurrency for key in keys} == {2}
+    groups = {frozenset(row["method"] for row in own) for own in rounds.values()}
+    assert groups == {
+        frozenset({"plain", "plain, V2 runner", "dflash 7"}),
+        frozenset({"plain", "bastion N=16"}),
+    }
+    # In float32, trees repeat the seeded draws of plain decoding in the same model runner.
+    trees = [row for row in rows if row["method"] == "bastion N=16"]
+    assert {row["compared_with"] for row in trees} == {"plain, V2 runner"}
+    assert all(row["differs_at"] is None for row in trees)
+    page = (tmp_path / "run.md").read_text()
+    assert page.count("| 5/5 seeded |") == 2 and "| other draws |" in page
+
+
 def test_beam_search_is_replayed_on_recorded_drafts(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
     started = command(tmp_path, "--temperatures", "0", "--methods", "none", "--replay-prompts", "1")
