@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who decodes what and when, over engines that only say what they were asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.driver import Response
+from benchmarks.harness.engine import Request
+from benchmarks.harness.process import EngineError
+from benchmarks.paper import run
+from benchmarks.paper.chat import Renderer
+from benchmarks.paper.data import Prompt
+from benchmarks.paper.methods import PLAIN, Method
+from benchmarks.paper.plan import Plan
+from benchmarks.paper.store import Key, Store
+
+PROMPTS = [Prompt("a", "0", ("x", "y")), Prompt("a", "1", ("x",)), Prompt("b", "2", ("x",))]
+
+
+class _Ids(Renderer):
+    """Three tokens a turn."""
+
+    def __init__(self) -> None:
+        pass
+
+    def ids(self, prompt: Prompt, replies: Sequence[Sequence[int]]) -> list[int]:
+        return [1, 2, 3] * (1 + len(replies))
+
+
+class _Host:
+    """Runs one process at a time, and notes who decoded."""
+
+    def __init__(self) -> None:
+        self.awake: set[str] = set()
+        self.decoded: list[str] = []
+        self.started: list[tuple[str, int]] = []
+        self.broken: set[str] = set()
+        self.dies_after: dict[str, int] = {}
+
+    @contextmanager
+    def engine_of(self, engine: tuple[Method, int]) -> Iterator[_Process]:
+        name = engine[0].name
+        self.started.append((name, engine[1]))
+        if name in self.broken:
+            raise EngineError("ValueError: no such engine")
+        yield _Process(name, self)
+
+
+class _Process:
+    def __init__(self, name: str, host: _Host) -> None:
+        self._name, self._host = name, host
+        host.awake.add(name)
+
+    def pause(self) -> None:
+        self._host.awake.remove(self._name)
+
+    def resume(self) -> None:
+        self._host.awake.add(self._name)
+
+    def call(self, what: str, requests: list[Request], concurrency: int) -> None:
+        assert what == "drive" and self._name in self._host.awake
+        self._requests = requests
+
+    def answer(self, items: Callable[[Response], None] | None = None) -> None:
+        if items is None:
+            return
+        self._host.decoded.append(self._name)
+        left = self._host.dies_after
+        if left.setdefault(self._name, 99) == 0:
+            raise EngineError("the engine's process ended with status 9")
+        left[self._name] -= 1
+        for one in self._requests:
+            items(Response(one.name, [7, 8], 3, 0.0, 0.1, 0.2, None, None, 1, 1, 1))
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
+    host = _Host()
+    monkeypatch.setattr(run, "engine_of", host.engine_of)
+    return host
+
+
+def decode(path: Path, names: str, alive: int, concurrency: Sequence[int] = (1,)) -> list[Any]:
+    rows = {name: Method(name, None) for name in (PLAIN, *names.split())}
+    plan = Plan(rows, PROMPTS, [0.0], concurrency, 2, 0, True, alive)
+    with Store(path, {}, {}) as store:
+        run.Runner(plan, store, _Ids(), lambda method, most: (method, most)).run()
+        return [row for row in store.rows if row["kind"] == "response"]
+
+
+def by_round(rows: list[Any]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        found.setdefault(row["round"], set()).add(row["method"])
+    return found
+
+
+def test_every_prompt_goes_to_every_engine_before_the_next_in_an_order_that_rotates(
+    tmp_path: Path, host: _Host
+) -> None:
+    rows = decode(tmp_path / "a.jsonl", "x y", 3)
+    assert len(rows) == len({Key.of(row) for row in rows}) == 3 * 4
+    assert host.decoded == [PLAIN, "x", "y", "x", "y", PLAIN, "y", PLAIN, "x", PLAIN, "x", "y"]
+    assert list(by_round(rows).values()) == [{PLAIN, "x", "y"}] * 4
+    assert not host.awake
+    assert all(row["differs_at"] is None for row in rows if row["method"] != PLAIN)
+
+
+def test_at_a_higher_concurrency_a_round_is_a_set_and_engines_are_shared(
+    tmp_path: Path, host: _Host
+) -> None:
+    rows = decode(tmp_path / "a.jsonl", "x", 2, (1, 4))
+    assert host.started == [("x", 4), (PLAIN, 4)]
+    assert len(rows) == len({Key.of(row) for row in rows}) == 2 * 4 * 2
+    # One at a time: four prompts and turns. Four at a time: set a, its second turn, set b.
+    assert len(by_round(rows)) == 4 + 3
+
+
+def test_each_group_has_plain_decoding_of_its_own(tmp_path: Path, host: _Host) -> None:
+    rows = decode(tmp_path / "a.jsonl", "x y", 2)
+    assert [row["method"] for row in rows].count(PLAIN) == 2 * 4
+    assert list(by_round(rows).values()) == [{PLAIN, "x"}] * 4 + [{PLAIN, "y"}] * 4
+
+
+def test_a_restart_in_other_groups_decodes_what_is_missing_beside_plain_decoding(
+    tmp_path: Path, host: _Host
+) -> None:
+    path = tmp_path / "a.jsonl"
+    decode(path, "x", 2)
+    host.started.clear()
+    rows = decode(path, "x y z", 4)
+    assert host.started == [("y", 1), ("z", 1), (PLAIN, 1)]
+    others = [Key.of(row) for row in rows if row["method"] != PLAIN]
+    assert len(others) == len(set(others)) == 3 * 4
+    assert list(by_round(rows).values()) == [{PLAIN, "x"}] * 4 + [{PLAIN, "y", "z"}] * 4
+    host.started.clear()
+    assert len(decode(path, "x y z", 3)) == len(rows)
+    assert not host.started
+
+
+def test_an_engine_that_fails_is_a_gap_and_the_others_go_on(tmp_path: Path, host: _Host) -> None:
+    path = tmp_path / "a.jsonl"
+    host.broken, host.dies_after = {"y"}, {"x": 2}
+    rows = decode(path, "x y z", 4)
+    assert [row["method"] for row in rows].count("x") == 2
+    assert [row["method"] for row in rows].count("z") == 4
+    with Store(path, {}, {}) as store:
+        gaps = {row["method"]: row["reason"] for row in store.of_kind("gap")}
+    assert gaps["y"] == "ValueError: no such engine" and "status 9" in gaps["x"]
+    # Where nothing but the broken engine is missing, plain decoding is not started for it.
+    host.started.clear()
+    host.dies_after = {}
+    rows = decode(path, "x y z", 4)
+    assert [row["method"] for row in rows].count("x") == 4
+    host.started.clear()
+    assert len(decode(path, "x y z", 4)) == len(rows)
+    assert host.started == [("y", 1)]
+
+
+def test_one_after_another_rows_have_no_round(tmp_path: Path, host: _Host) -> None:
+    rows = decode(tmp_path / "a.jsonl", "x", 1, (1, 4))
+    assert host.started == [(PLAIN, 1), ("x", 1), (PLAIN, 4), ("x", 4)]
+    assert len(rows) == 2 * 4 * 2 and all("round" not in row for row in rows)
