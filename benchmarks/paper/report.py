@@ -77,7 +77,7 @@ def markdown(machine: Machine) -> str:
     """The tables of one machine."""
     lines = [f"# {machine.name} on {machine.device}", ""]
     lines += [f"`{command}`" for command in machine.commands]
-    lines += ["", f"Commits {', '.join(machine.commits)}; {_said(machine.settings)}.", ""]
+    lines += ["", f"Commits {', '.join(machine.commits)}; {_said(machine)}.", ""]
     for temperature, concurrency in machine.situations():
         cells = machine.cells(temperature, concurrency)
         lines += [f"## T={temperature:g}, concurrency {concurrency}", ""]
@@ -267,14 +267,17 @@ def _same(machine: Machine, sets: dict[str, Cell]) -> str:
     return sameness(rows, machine.near_ties, Key.of)
 
 
-def _said(settings: Row) -> str:
+def _said(machine: Machine) -> str:
+    settings = machine.settings
     samples = (
         "the paper's samples"
         if settings.get("samples") is None
         else (f"{settings['samples']} prompts a set")
     )
-    alive = settings.get("alive", 1)
-    turns = f"up to {alive} engines in turn" if alive > 1 else "one engine after another"
+    ways = {"round" in row for row in machine.responses.values()}
+    turns = "engines in turn" if ways == {True} else "one engine after another"
+    if len(ways) > 1:
+        turns = "some engines in turn, some one after another"
     return f"{samples}, {settings.get('tokens')} new tokens, {settings.get('dtype')}, {turns}"
 
 

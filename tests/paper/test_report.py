@@ -114,7 +114,8 @@ def test_errors_of_predictions_are_root_mean_squares_over_all_steps(tmp_path: Pa
     errors += [{"timed_steps": 1, "squared_ms": {"table": 7.0}}]
     rows = [response(PLAIN), *(response(ADAPTIVE, i, **e) for i, e in enumerate(errors))]
     (machine,) = report.machines([write(tmp_path / "a.jsonl", rows)])
-    assert f"- {ADAPTIVE}: table 2\n" in report.markdown(machine)
+    page = report.markdown(machine)
+    assert f"- {ADAPTIVE}: table 2\n" in page and "one engine after another" in page
 
 
 def test_tau_is_over_rounds_and_of_responses() -> None:
