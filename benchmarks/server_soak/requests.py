@@ -116,6 +116,13 @@ class Request:
         return self.body if isinstance(self.body, dict) else {}
 
     @property
+    def shown(self) -> dict[str, Any] | str:
+        """The body without the model, which is a path."""
+        if isinstance(self.body, str):
+            return self.body
+        return {key: value for key, value in self.body.items() if key != "model"}
+
+    @property
     def repeatable(self) -> bool:
         """Whether plain decoding must give the same tokens."""
         decided = self.given.get("temperature") == 0 or "seed" in self.given

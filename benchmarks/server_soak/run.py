@@ -196,7 +196,7 @@ def compare(
         counts["chat"] += "messages" in request.given
         counts["cut"] += answer.cut
         counts["tokens"] += sum(len(choice.tokens) for choice in answer.choices.values())
-        told = {"number": request.number, "path": request.path, "body": request.body}
+        told = {"number": request.number, "path": request.path, "body": request.shown}
         plain = expected.get(request.number)
         problem = answer.problem or _wrong_status(request, answer, plain)
         if problem:
