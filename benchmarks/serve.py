@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=90)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     pair, cpu = pair_folder(given.pair), not torch.cuda.is_available()
     what = Target(str(pair / "target"), str(pair / "drafter"), GAMMA)
     engines = {

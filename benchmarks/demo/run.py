@@ -119,7 +119,8 @@ def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
         "dflash": rows[chain_name(pair.chain)],
         "bastion": replace(rows[ADAPTIVE], speculative=trees, probe="benchmarks.probes:trees"),
     }
-    own = {name: value for name, value in pair.environment.items() if name not in os.environ}
+    wanted = {"HF_HUB_OFFLINE": "1", **pair.environment}
+    own = {name: value for name, value in wanted.items() if name not in os.environ}
     for name, engine in chosen.items():
         chosen[name] = replace(engine, environment={**engine.environment, **own})
     return chosen
