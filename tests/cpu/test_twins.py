@@ -161,6 +161,17 @@ def test_a_kernel_with_other_parameters_is_refused(monkeypatch: pytest.MonkeyPat
     assert input_batch._post_update_kernel is before, "no kernel is replaced then"
 
 
+def test_vllms_own_replacements_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine of the process registers them again, and Model Runner V1 launches them."""
+    from vllm.triton_utils.dispatcher import KernelOverride
+    from vllm.v1.worker import mamba_utils
+
+    own = KernelOverride(mamba_utils.batch_memcpy_kernel, lambda *args: None)
+    monkeypatch.setattr(mamba_utils, "batch_memcpy_kernel", own)
+    install()
+    assert mamba_utils.batch_memcpy_kernel is own
+
+
 def test_an_argument_the_kernel_does_not_have_is_refused() -> None:
     own = TWINS["vllm.v1.worker.gpu.metrics.logits:_num_nans_kernel"]
     with pytest.raises(TypeError, match="no parameters"):

@@ -15,6 +15,7 @@ from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.lagged import LaggedVerificationManager
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.verification import BastionVerificationManager
+from vllm_bastion.policy.cost.online import StepEstimate
 from vllm_bastion.policy.gate import DraftGate
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.telemetry.record import StepRecord
@@ -54,7 +55,7 @@ class Steps:
         )  # fmt: skip
         self.trees.set_cost_ms(COST)
         self.gate = Gate()
-        cost = SimpleNamespace(plain_ms=4.0)
+        cost = StepEstimate(COST, plain_ms=4.0)
         costs: Any = SimpleNamespace(current=cost, correction=dict)
         self.runtime = Runtime(self.trees, costs=costs, gate=None if budget else self.gate)
         self.names = {f"r{slot}": slot for slot in slots}

@@ -65,7 +65,7 @@ def cache_layout(
 class Part:
     """Consecutive requests of a batch that run on one kernel: vLLM's (`plain`) or ours (`step`)."""
 
-    rows: slice
+    rows: slice | None  # None: all
     plain: CPUAttentionMetadata | None = None
     step: AttentionStep | None = None
 
@@ -112,7 +112,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     def split(self, common: CommonAttentionMetadata, trees: Trees) -> Iterator[Part]:
         """Separate requests with draft rows from those without."""
         if not trees.step_drafts.any():
-            yield Part(slice(0, common.num_actual_tokens), super().build(0, common))
+            yield Part(None, super().build(0, common))
             return
         starts, drafted = common.query_start_loc, trees.step_drafts > 0
         bounds = [0, *(np.flatnonzero(np.diff(drafted)) + 1).tolist(), common.num_reqs]
@@ -174,12 +174,14 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             # The memory-profiling run. Uninitialised memory would become logits.
             return output.fill_(0)
         for part in attn_metadata.parts():
-            rows = part.rows
+            queries, outputs = query, output
+            if part.rows is not None:
+                queries, outputs = query[part.rows], output[part.rows]
             if part.step is not None:
-                self._with_cache(layer, query, kv_cache)(part.step, query[rows], output[rows])
+                self._with_cache(layer, query, kv_cache)(part.step, queries, outputs)
                 continue
             super().forward(
-                layer, query[rows], key, value, kv_cache, part.plain, output[rows],
+                layer, queries, key, value, kv_cache, part.plain, outputs,
                 output_scale, output_block_scale,
             )  # fmt: skip
         return output

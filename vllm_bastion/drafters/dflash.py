@@ -267,14 +267,9 @@ class BastionSpeculator(DFlashSpeculator):
         # vLLM asks for 0 where no request of the step can use a draft.
         skipped = num_speculative_tokens == 0
         runtime.drafted = not skipped
-        if dummy_run:
-            self.trees.bind_rows()
-        else:
-            self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
         if costs is not None and not dummy_run:
-            context_len = float(input_batch.num_computed_tokens_np.mean())
             costs.learn()
-            costs.install(num_reqs, context_len)
+            costs.install(num_reqs, runtime.context_len)
             if runtime.gate is not None and runtime.manager is not None and not skipped:
                 # A prompt that continues in the next step has no use for a draft.
                 seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
@@ -301,6 +296,10 @@ class BastionSpeculator(DFlashSpeculator):
             return self._proposed(num_reqs, skipped, dummy_run)
         if deferred is not None:
             deferred.flush()
+        if dummy_run:
+            self.trees.bind_rows()
+        else:
+            self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
         if self.trees.verifying and not dummy_run:
             input_batch, hidden, num_rejected = self._accepted_context(
                 input_batch, hidden, num_sampled, num_rejected

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 _MAX_STEPS = 64
+_MAX_VIEWS = 1024
 # With a shorter sliding window, a block may be freed before its rows are stored.
 _MIN_WINDOW = 2 * _MAX_STEPS
 
@@ -46,6 +47,8 @@ class DeferredContext:
         self._hidden, self._positions, self._slots = hidden, positions, slots
         self._max_num_reqs, self._store = max_num_reqs, store
         self._num_rows = self._num_steps = 0
+        # [begin, end) of rows -> these rows of every buffer: the same ones are written again.
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def add(
         self,
@@ -56,11 +59,14 @@ class DeferredContext:
     ) -> None:
         """Keep the first `count` rows of a step: one accepted row of each of its requests."""
         begin, end = self._num_rows, self._num_rows + count
-        for buffer, rows in zip(self._hidden, hidden, strict=True):
-            buffer[begin:end].copy_(rows[:count])
-        self._positions[begin:end].copy_(positions[:count])
-        for buffer, rows in zip(self._slots, slots, strict=True):
-            buffer[begin:end].copy_(rows[:count])
+        into = self._views.get((begin, end))
+        if into is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            buffers = (*self._hidden, self._positions, *self._slots)
+            into = self._views[begin, end] = [buffer[begin:end] for buffer in buffers]
+        rows = (*hidden, positions, *slots)
+        torch._foreach_copy_(into, [row if len(row) == count else row[:count] for row in rows])
         self._num_rows = end
         self._num_steps += 1
         if self._num_steps == _MAX_STEPS or end + self._max_num_reqs > len(self._positions):

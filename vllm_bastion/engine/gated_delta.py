@@ -66,6 +66,8 @@ class _OneState(MambaHybridModelState):
 class GatedDeltaModelState(BastionModelState, _OneState):
     """See the module docstring. Built by the hook on ``init_model_state``."""
 
+    _always_binds = True
+
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(runtime, vllm_config, *args)
         self._layers: dict[str, Any] = {}

@@ -54,6 +54,8 @@ class Runtime:
     drafted: bool = True
     # Whether steps scheduled from now on get placeholders.
     drafting: bool = True
+    # Mean cached tokens of the current step's requests.
+    context_len: float = 0.0
     # Whether prompts can fill the next step, see `StepPlan`.
     backlog: bool = False
     # Rows and logits of each of the step's requests, [R]; None before the host has trimmed it, and

@@ -30,11 +30,10 @@ def show_to_page(vllm_config: VllmConfig) -> None:
 def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
     spec = bastion_config(vllm_config)
     assert spec is not None and runtime.seen is not None
-    trees, gate = runtime.trees, runtime.gate
+    trees, gate, costs = runtime.trees, runtime.gate, runtime.costs
     most = len(trees.cost_ms_host) - 1
     rows = [n for n in (1, 2, 3, *(2**i for i in range(2, 24))) if n < most and n <= 512]
     rows.append(min(most, 512))
-    adaptive = runtime.costs is not None
     return {
         "target": _name(vllm_config.model_config.model),
         "drafter": _name(spec.draft_model_config.model),
@@ -45,8 +44,8 @@ def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
         "drafting": runtime.drafting,
         "kappa": None if gate is None else gate.kappa,
         # Of the batch that was installed last.
-        "cost_rows": rows if adaptive else [],
-        "cost_ms": [float(trees.cost_ms_host[n]) for n in rows] if adaptive else [],
+        "cost_rows": [] if costs is None else rows,
+        "cost_ms": [] if costs is None else [costs.current.tree_step_ms(n) for n in rows],
         "trees": runtime.seen.look(),
     }
 

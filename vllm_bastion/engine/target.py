@@ -43,6 +43,9 @@ from vllm_bastion.engine.sampler import TreeRejectionSampler
 class BastionModelState(DefaultModelState):
     """See the module docstring. Built by the hook on ``init_model_state``."""
 
+    # Whether other layers than attention read the request slots of every step.
+    _always_binds = False
+
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(vllm_config, *args)
         self.runtime, self.trees = runtime, runtime.trees
@@ -51,6 +54,9 @@ class BastionModelState(DefaultModelState):
         self._target_layers: dict[str, tuple[Attention, int]] = {}
         self._compactor: KVCompactor | None = None
         self._block_tables: BlockTables | None = None
+        # A graph reads the trees' buffers whenever it is replayed.
+        graphs = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        self._always_binds = self._always_binds or graphs
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
@@ -65,6 +71,34 @@ class BastionModelState(DefaultModelState):
         self, input_batch: InputBatch, req_states: RequestState
     ) -> dict[str, torch.Tensor | None]:
         inputs = super().prepare_inputs(input_batch, req_states)
+        # The drafter's part of the step asks for it too.
+        computed = input_batch.num_computed_tokens_np
+        self.runtime.context_len = float(computed.sum()) / len(computed)
+        if not self._is_plain(input_batch):
+            self._move_to_depths(inputs, input_batch)
+        timer = self.runtime.timer
+        if timer is not None:
+            # The last host code before the forward pass.
+            if input_batch.has_prefill:
+                timer.interrupted()
+            else:
+                timer.forward_start(
+                    input_batch.num_tokens, input_batch.num_reqs, self.runtime.context_len
+                )
+        return inputs
+
+    def _is_plain(self, batch: InputBatch) -> bool:
+        """Whether the step has no nodes, and no kernel that would look for them."""
+        if self._always_binds or self.trees.always_masking:
+            return False
+        if batch.num_draft_tokens_per_req is None:
+            return True
+        manager = self.runtime.manager
+        return batch.max_query_len is not None and manager is not None and not manager.drafts.any()
+
+    def _move_to_depths(
+        self, inputs: dict[str, torch.Tensor | None], input_batch: InputBatch
+    ) -> None:
         linear = input_batch.positions
         by_depth = self.trees.positions_by_depth(
             linear, input_batch.idx_mapping, input_batch.query_start_loc, input_batch.cu_num_logits
@@ -76,18 +110,6 @@ class BastionModelState(DefaultModelState):
             # After the prompt, M-RoPE's positions are linear plus an offset, in all dimensions.
             rows = slice(input_batch.num_tokens)
             mrope[:, rows].add_(by_depth[rows]).sub_(linear[rows])
-        timer = self.runtime.timer
-        if timer is not None:
-            # The last host code before the forward pass.
-            if input_batch.has_prefill:
-                timer.interrupted()
-            else:
-                timer.forward_start(
-                    input_batch.num_tokens,
-                    input_batch.num_reqs,
-                    float(input_batch.num_computed_tokens_np.mean()),
-                )
-        return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
@@ -138,7 +160,10 @@ class BastionModelState(DefaultModelState):
         if drafts is None:
             # A dummy batch, or a step without drafts.
             trees.step_drafts = np.zeros(batch.num_reqs, dtype=np.int32)
-            trees.begin_step(batch.idx_mapping)
+            if self._is_plain(batch):
+                trees.begin_plain_step()
+            else:
+                trees.begin_step(batch.idx_mapping)
             return
         scheduled = batch.num_scheduled_tokens
         trees.step_base_rows = scheduled - drafts
@@ -147,6 +172,9 @@ class BastionModelState(DefaultModelState):
             assert self.runtime.manager is not None
             drafts = self.runtime.manager.drafts
         trees.step_drafts = drafts
+        if self._is_plain(batch):
+            trees.begin_plain_step()
+            return
         masked = not trees.chains and drafts.any()
         trees.begin_step(batch.idx_mapping, batch.cu_num_logits if masked else None)
 

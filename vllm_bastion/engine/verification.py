@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,9 @@ class CountedOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()
-        nodes = np.diff(self._num_logits) - 1
-        num_verified = dict(zip(self._req_ids, nodes.tolist(), strict=True))
+        ends = self._num_logits.tolist()
+        nodes = (end - begin - 1 for begin, end in pairwise(ends))
+        num_verified = dict(zip(self._req_ids, nodes, strict=True))
         if self._recorder is not None and self._step is not None:
             trees = {name: count for name, count in num_verified.items() if count > 0}
             tokens, row = output.sampled_token_ids, output.req_id_to_index
@@ -253,7 +255,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         """Called after ``propose``, at the end of a step: publish the trees that it grew."""
-        slots, drafted = input_batch.idx_mapping_np, self.runtime.drafted
+        slots, drafted, costs = input_batch.idx_mapping_np, self.runtime.drafted, self.runtime.costs
         if drafted:
             self._treeless.difference_update(slots.tolist())
         else:
@@ -266,7 +268,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
                 requests=len(slots) - int(np.count_nonzero(input_batch.is_prefilling_np)),
                 nodes=int(self._num_verify.sum()) if self._req_ids else 0,
                 rows=rows,
-                tree_ms=float(self.trees.cost_ms_host[rows]),
+                tree_ms=0.0 if costs is None else costs.current.tree_step_ms(rows),
             )
         self._step += 1
         self._has_observed = False

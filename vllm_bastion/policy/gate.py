@@ -167,8 +167,7 @@ class DraftGate:
         """
         count, plain_ms = len(requests), costs.plain_ms
         tokens, variance, nodes, unknown = self._expected(requests)
-        row = min(round(count + nodes), len(costs.tree_ms) - 1)
-        tree_ms = float(costs.tree_ms[row])
+        tree_ms = costs.tree_step_ms(round(count + nodes))
         # As long as nothing is known of any tree, a request is assumed to break even.
         tokens += unknown * tree_ms / plain_ms
         advantage = math.log(tokens / count) - math.log(tree_ms / plain_ms)

@@ -39,9 +39,9 @@ class StepCosts:
         """Write the costs of this batch to the trees' cost buffer, if they differ from it."""
         self._num_reqs = num_reqs
         self.current = self.latency.estimate(num_reqs, context_len)
-        # The model returns the same array until its costs change.
-        if self.current.tree_ms is not self._installed:
-            self._installed = self.current.tree_ms
+        # N* does not depend on a common factor of all costs.
+        if self.current.curve is not self._installed:
+            self._installed = self.current.curve
             self._trees.set_cost_ms(self._installed)
 
     def learn(self) -> None:
@@ -56,8 +56,7 @@ class StepCosts:
         # A step that only verifies or only drafts is of neither kind.
         if self.on_step is not None and step.verified == step.drafted:
             cost = self.latency.estimate(step.num_reqs, step.context_len)
-            tree_ms = cost.tree_ms[min(step.rows, len(cost.tree_ms) - 1)]
-            predicted = float(tree_ms) if step.verified else cost.plain_ms
+            predicted = cost.tree_step_ms(step.rows) if step.verified else cost.plain_ms
             self.on_step(step.verified, step.rows, predicted, total_ms)
 
     def correction(self) -> dict[str, float]:

@@ -261,8 +261,11 @@ class Trees:
         )
 
     def set_cost_ms(self, cost_ms: np.ndarray) -> None:
-        """Install the cost in ms of a whole step by its target rows, [max_num_tokens + 1]."""
-        self.cost_ms_host = np.ascontiguousarray(cost_ms, dtype=np.float32)
+        """Install the cost of a whole step by its target rows, [max_num_tokens + 1].
+
+        In ms, or in any other unit: N* does not depend on it.
+        """
+        self.cost_ms_host = np.array(cost_ms, dtype=np.float32)
         to_device(self.cost_ms_host, out=self.cost_ms)
 
     def publish(self, step: int, grown_for: np.ndarray | None) -> None:
@@ -324,6 +327,10 @@ class Trees:
 
     # ---- step t+1: the trees are verified -----------------------------------------------
 
+    def begin_plain_step(self) -> None:
+        """No row of the step is a node, and no kernel of the step reads these buffers."""
+        self.masking = self.verifying = self.walked = False
+
     def begin_step(
         self, idx_mapping: torch.Tensor | None = None, tails: torch.Tensor | None = None
     ) -> None:
@@ -334,8 +341,8 @@ class Trees:
             tails: [R + 1] int32, vLLM's ``cu_num_logits``; None if every tail is a chain or a lone
                 root, whose rows are causal and need no mask.
         """
+        self.begin_plain_step()
         self.masking = tails is not None
-        self.verifying = self.walked = False
         if idx_mapping is None:
             idx_mapping = self.step_slots[:0]
         bind_tails(idx_mapping, tails, self.step_slots, self.tail_lens)

@@ -107,6 +107,8 @@ def install() -> None:
     Raises:
         TwinError: a kernel is missing, or its parameters differ from its twin's.
     """
+    from vllm.triton_utils.dispatcher import KernelOverride
+
     found: dict[int, Twin] = {}
     for target, own in TWINS.items():
         module, _, name = target.partition(":")
@@ -126,7 +128,9 @@ def install() -> None:
                     setattr(holder, attribute, found[id(value)])
     for module, names in WITHOUT.items():
         for name in names if module in sys.modules else ():  # some are in vLLM 0.33 only
-            setattr(sys.modules[module], name, _Missing(f"{module}:{name}"))
+            # vLLM's own replacement of a kernel runs, and Model Runner V1 may launch it.
+            if not isinstance(getattr(sys.modules[module], name, None), KernelOverride):
+                setattr(sys.modules[module], name, _Missing(f"{module}:{name}"))
     _complete_placeholder()
 
 

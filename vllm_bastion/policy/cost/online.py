@@ -44,14 +44,24 @@ _ALPHA = 0.1  # of the paper's moving average
 class StepEstimate:
     """What the next step of a batch costs, of either kind."""
 
-    # [max_rows + 1] float32 ms, entry n for n target rows (roots, nodes and prompt tokens): a whole
-    # step with trees. Finite, positive, non-decreasing and read-only; the same object until costs
-    # change.
-    tree_ms: CostArray
-    # A step that neither drafts nor verifies.
+    # [max_rows + 1] float32, entry n for n target rows (roots, nodes and prompt tokens): ms of a
+    # whole step with trees, over `factor`. Finite, positive, non-decreasing and read-only; the same
+    # object until it changes. It is all that N* depends on.
+    curve: CostArray
+    # ms of a step that neither drafts nor verifies.
     plain_ms: float
     # Standard deviation of ln(tree step / plain step); 0 where costs are taken as they are.
     ratio_sd: float = 0.0
+    factor: float = 1.0
+
+    def tree_step_ms(self, rows: int) -> float:
+        """ms of a step with trees and so many target rows."""
+        return self.factor * float(self.curve[min(rows, len(self.curve) - 1)])
+
+    @property
+    def tree_ms(self) -> CostArray:
+        """[max_rows + 1] float32 ms: `tree_step_ms` of every number of rows."""
+        return (self.factor * self.curve).astype(np.float32)
 
 
 class LatencyModel(Protocol):
@@ -101,15 +111,15 @@ class CurveLatency:
     def estimate(self, num_reqs: int, context_len: float) -> StepEstimate:
         """See `LatencyModel`."""
         table, num_reqs = self.table, max(1, int(num_reqs))
-        log_c = round(math.log(self.factor or 1.0) / _LOG_STEP)
+        log_c = 0 if self.factor is None else round(math.log(self.factor) / _LOG_STEP)
         key = (num_reqs, context_bucket(context_len), log_c)
         estimate = self._estimates.get(key)
         if estimate is None:
             forward = self._forward_ms(*key[:2]) * math.exp(_LOG_STEP * log_c)
-            tree_ms = (forward + table.drafter_ms(num_reqs) + table.aux_ms).astype(np.float32)
-            tree_ms.setflags(write=False)
+            curve = (forward + table.drafter_ms(num_reqs) + table.aux_ms).astype(np.float32)
+            curve.setflags(write=False)
             plain_ms = float(forward[min(num_reqs, table.max_rows)]) + table.plain_aux_ms
-            estimate = StepEstimate(tree_ms, plain_ms)
+            estimate = StepEstimate(curve, plain_ms)
             _keep(self._estimates, key, estimate)
         return estimate
 
@@ -160,25 +170,25 @@ class FilteredLatency:
         self._steps = 0
         # Sizes of the batch, in powers of two, and kinds of step that were seen.
         self._seen: set[tuple[int, bool]] = set()
-        self._arrays: dict[tuple[int, int, int, int], CostArray] = {}
+        self._curves: dict[tuple[int, int, int], CostArray] = {}
 
     def estimate(self, num_reqs: int, context_len: float) -> StepEstimate:
         """See `LatencyModel`."""
         num_reqs = max(1, int(num_reqs))
         prior, state = self._prior.estimate(num_reqs, context_len), self.filter(num_reqs)
-        log_tree, log_slope = round(state.tree / _LOG_STEP), round(state.slope / _LOG_STEP)
-        key = (num_reqs, context_bucket(context_len), log_tree, log_slope)
-        tree_ms = self._arrays.get(key)
-        root = float(prior.tree_ms[min(num_reqs, self.table.max_rows)])
-        if tree_ms is None:
-            added = prior.tree_ms - root
+        log_slope = round(state.slope / _LOG_STEP)
+        key = (num_reqs, context_bucket(context_len), log_slope)
+        curve = self._curves.get(key)
+        if curve is None:
+            root = float(prior.curve[min(num_reqs, self.table.max_rows)])
+            added = prior.curve - root
             # No step has fewer rows than requests, but the curve must still decrease there.
             added *= np.exp(_LOG_STEP * np.where(added < 0, 0, log_slope))
-            tree_ms = ((root + added) * math.exp(_LOG_STEP * log_tree)).astype(np.float32)
-            tree_ms.setflags(write=False)
-            _keep(self._arrays, key, tree_ms)
+            curve = (root + added).astype(np.float32)
+            curve.setflags(write=False)
+            _keep(self._curves, key, curve)
         plain_ms = prior.plain_ms * math.exp(state.level)
-        return StepEstimate(tree_ms, plain_ms, state.ratio_sd)
+        return StepEstimate(curve, plain_ms, state.ratio_sd, math.exp(state.tree))
 
     def filter(self, num_reqs: int) -> StepFilter:
         """The filter of batches of about this size."""
@@ -212,8 +222,8 @@ class FilteredLatency:
         self._observed[size] = self._steps
         prior = self._prior.estimate(num_reqs, step.context_len)
         if step.verified:
-            root = float(prior.tree_ms[min(num_reqs, row)])
-            state.observe_tree(root, float(prior.tree_ms[row]) - root, step.total_ms)
+            root = float(prior.curve[min(num_reqs, row)])
+            state.observe_tree(root, float(prior.curve[row]) - root, step.total_ms)
         else:
             state.observe_plain(prior.plain_ms, step.total_ms)
 
