@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.widen.check import check
 from benchmarks.widen.checkpoint import Stored
-from benchmarks.widen.pairs import make_pair
+from benchmarks.widen.pairs import make_drafter, make_pair
 from benchmarks.widen.widening import (
     SHAPES,
     TARGET_LAYER_IDS,
@@ -25,6 +25,7 @@ from benchmarks.widen.widening import (
 
 from drafter import load_drafter, save_drafter  # isort: skip  (benchmarks.widen finds them)
 from checkpoints import load_target, save_target  # isort: skip
+from heads import Domino, Selector  # isort: skip
 
 VOCAB = 64
 DIMS = Dims(
@@ -82,6 +83,31 @@ def test_a_wide_pair_computes_the_tiny_ones_function(
         # The remaining differences come from the constant channel and eps.
         assert found.largest_difference < 2e-3 * found.largest_logit, kind
         assert (found.gap is None) == (shape.vocab_size == VOCAB)
+
+
+@pytest.mark.parametrize("shape", [EXACT, replace(EXACT, tie_word_embeddings=True)])
+@pytest.mark.parametrize("kind", ["dflash2", "domino"])
+def test_a_wide_head_corrects_as_the_tiny_one(
+    source: Path, tmp_path: Path, kind: str, shape: Shape
+) -> None:
+    own = tmp_path / "source"
+    own.mkdir()
+    (own / "target").symlink_to(source / "target")
+    (own / "drafter").symlink_to(source / "drafter")
+    torch.manual_seed(4)
+    drafter = load_drafter(source / "drafter")
+    head = Selector(DIMS, 6) if kind == "dflash2" else Domino(DIMS, 6, 10)
+    drafter.add_module(head.name, head)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    save_drafter(drafter, own / kind, load_target(source / "target"), eos_id=0)
+    make_pair(shape, tmp_path / "wide", own, IDS)
+    found = make_drafter(shape, tmp_path / "wide", kind, own, IDS)[kind]
+    assert found.equal_argmax == found.positions > 60
+    assert found.largest_difference < 2e-3 * found.largest_logit
+    names = set(Stored(own / kind)._file)
+    wide = Stored(tmp_path / "wide" / kind)
+    assert names <= set(wide._file) and wide["layers.4.mlp.up_proj.weight"].shape == (96, 192)
 
 
 def test_sizes_that_are_not_powers_of_two_differ_by_the_norms_rounding_only(

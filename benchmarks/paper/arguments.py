@@ -102,8 +102,7 @@ def target_of(given: argparse.Namespace) -> Target:
         if given.tokens == 2048:
             given.tokens = 64
         given.target, given.drafter = str(folder / "target"), str(folder / "drafter")
-        own = {name: folder / name for name in given.drafters if (folder / name).is_dir()}
-        given.drafters = [str(own.get(name, name)) for name in given.drafters]
+        given.drafters = [pair_drafter(given.pair, folder, name) for name in given.drafters]
         head = TINY / "eagle3"
         if given.pair == "tiny" and head.is_dir():
             given.eagle3 = given.eagle3 or str(head)
@@ -135,6 +134,15 @@ def pair_folder(name: str) -> Path:
     from benchmarks.widen.pairs import pair_of
 
     return pair_of(name)
+
+
+def pair_drafter(pair: str, folder: Path, name: str) -> str:
+    """A further drafter of a pair by its name, or by any other name for what that names."""
+    if pair != "tiny" and name in ("dflash2", "domino"):
+        from benchmarks.widen.pairs import drafter_of as wide_drafter_of
+
+        return str(wide_drafter_of(pair, name))
+    return str(folder / name) if (folder / name).is_dir() else name
 
 
 def pair_dtype(name: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.widen
-from benchmarks.widen.pairs import pair_of
+from benchmarks.widen.pairs import drafter_of, pair_of
 from benchmarks.widen.widening import SHAPES, Shape
 
 
@@ -25,11 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--keep-vocabulary", action="store_true", help="the tiny pair's 1,024")
     parser.add_argument("--drafter-layers", type=int, help="default 5, as published")
+    parser.add_argument(
+        "--drafters", nargs="*", default=[], choices=("dflash2", "domino"), help="further drafters"
+    )
     parser.add_argument("--again", action="store_true", help="write it even if it exists")
     given = parser.parse_args(argv)
     if (given.name is None) == (given.config is None):
         parser.error("give a shape's name, or --config")
     name = given.name or given.config.stem
+    if given.drafters and given.name is None:
+        parser.error("--drafters needs the name of a shape")
     try:
         folder = pair_of(
             name,
@@ -38,9 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             drafter_layers=given.drafter_layers,
             again=given.again,
         )
+        for kind in given.drafters:
+            drafter_of(given.name, kind)
     except ValueError as error:
         parser.error(str(error))
-    for kind, result in _read(folder / "pair.json")["check"].items():
+    checks = _read(folder / "pair.json")["check"]
+    checks |= {kind: _read(folder / f"{kind}.json")["check"] for kind in given.drafters}
+    for kind, result in checks.items():
         print(
             f"{kind}: {result['equal_argmax']} of {result['positions']} argmaxes equal, logits "
             f"within {result['largest_difference']:.3f} of {result['largest_logit']:.1f}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from heads import Domino
 from torch import Tensor
 
 from benchmarks.widen.checkpoint import open_pair, read_config
@@ -42,14 +43,21 @@ class Distance:
         return None
 
 
-def distance(truth: Tensor, hidden: Tensor, head: Tensor) -> Distance:
-    """truth [..., v] logits; hidden [..., H] and head [V, H] of the wide model, V >= v."""
+def distance(truth: Tensor, hidden: Tensor, head: Tensor, bias: Tensor | None = None) -> Distance:
+    """truth [..., v] logits; hidden [..., H] and head [V, H] of the wide model, V >= v.
+
+    bias: [..., V], added to its logits.
+    """
     vocab = truth.shape[-1]
     logits = F.linear(hidden, head[:vocab].float())
+    if bias is not None:
+        logits += bias[..., :vocab]
     gap = None
     if len(head) > vocab:
         # All padded rows are equal.
         padded = F.linear(hidden, head[vocab : vocab + 1].float())
+        if bias is not None:
+            padded += bias[..., vocab:].amax(-1, keepdim=True)
         gap = float((logits.max(-1).values - padded[..., 0]).min())
     return Distance(
         positions=truth[..., 0].numel(),
@@ -62,19 +70,24 @@ def distance(truth: Tensor, hidden: Tensor, head: Tensor) -> Distance:
 
 @torch.inference_mode()
 def check(
-    tiny: tuple[Target, Drafter], folder: Path, ids: Tensor, tiny_features: tuple[int, ...]
+    tiny: tuple[Target, Drafter],
+    folder: Path,
+    ids: Tensor,
+    tiny_features: tuple[int, ...],
+    kind: str = "drafter",
 ) -> dict[str, Distance]:
     """Compare a written pair with the tiny one it was made from.
 
     The target is compared at every position, the drafter on the blocks that start at the last and
-    at the middle position.
+    at the middle position. A head that corrects its logits sees the best uncorrected tokens.
 
     Args:
         ids: [B, T] held-out text.
+        kind: the drafter's folder.
     """
     small, small_drafter = tiny
-    wide, wide_drafter, head = open_pair(folder)
-    wide_features = tuple(read_config(folder / "drafter")["dflash_config"]["target_layer_ids"])
+    wide, wide_drafter, head = open_pair(folder, kind)
+    wide_features = tuple(read_config(folder / kind)["dflash_config"]["target_layer_ids"])
     states, features = small(ids, features=tiny_features)
     wide_states, read = wide(ids, features=wide_features)
     last = ids.shape[1] - 1
@@ -82,10 +95,26 @@ def check(
     tokens = ids.gather(1, anchors)
     block = small_drafter(small, features, tokens, anchors)
     wide_block = wide_drafter(wide, read, tokens, anchors)
+    best = small.logits(block).argmax(-1)
+    before = torch.cat([tokens[..., None], best[..., :-1]], dim=-1)
     return {
         "target": distance(small.logits(states), wide_states, head),
-        "drafter": distance(small.logits(block), wide_block, head),
+        kind: distance(
+            small_drafter.logits(small, block, before),
+            wide_block,
+            head,
+            bias_of(wide_drafter, wide, before, wide_block),
+        ),
     }
+
+
+def bias_of(drafter: Drafter, target: Target, before: Tensor, states: Tensor) -> Tensor | None:
+    """[..., V] what the drafter's head adds to the logits, or None without a head."""
+    if drafter.head is None:
+        return None
+    if isinstance(drafter.head, Domino):
+        return drafter.head.bias(before, states, target.embed_tokens)
+    return drafter.head.bias(before, states)
 
 
 def held_out(source: Path) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from heads import Domino, Selector
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -95,13 +96,15 @@ class _Embedding(nn.Module):
         return self.rows[ids].float()
 
 
-def open_pair(folder: Path) -> tuple[Target, Drafter, Tensor]:
+def open_pair(folder: Path, kind: str = "drafter") -> tuple[Target, Drafter, Tensor]:
     """Open a pair with the models of `benchmarks/tiny`, in float32 with one layer in memory.
+
+    `kind` is the drafter's folder.
 
     Returns the target, the drafter and the head's bf16 weights [V, H].
     """
-    stored, drafted = Stored(folder / "target"), Stored(folder / "drafter")
-    own, theirs = (read_config(folder / name) for name in ("target", "drafter"))
+    stored, drafted = Stored(folder / "target"), Stored(folder / kind)
+    own, theirs = (read_config(folder / name) for name in ("target", kind))
     dims, drafter_dims = (Dims(**{n: c[n] for n in _DIMS}) for c in (own, theirs))
     target = Target(replace(dims, num_hidden_layers=0, vocab_size=1))
     target.embed_tokens = _Embedding(stored["model.embed_tokens.weight"])
@@ -114,6 +117,13 @@ def open_pair(folder: Path) -> tuple[Target, Drafter, Tensor]:
     drafter.layers = _Streamed(drafted, "layers", drafter_dims)
     for name in ("fc", "hidden_norm", "norm"):
         drafted.fill(getattr(drafter, name), f"{name}.")
+    if "emb_dim" in settings:
+        sizes = settings["emb_dim"], settings["gru_hidden_dim"]
+        drafter.domino = Domino(drafter_dims, *sizes)
+        drafted.fill(drafter.domino, "")
+    elif "selector_rank" in settings:
+        drafter.candidate_selector = Selector(drafter_dims, settings["selector_rank"])
+        drafted.fill(drafter.candidate_selector, f"{Selector.name}.")
     head = "lm_head.weight" if "lm_head.weight" in stored else "model.embed_tokens.weight"
     return target.eval(), drafter.eval(), stored[head]
 

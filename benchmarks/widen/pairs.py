@@ -8,16 +8,17 @@ import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from checkpoints import load_target
-from drafter import load_drafter
+from drafter import Drafter, load_drafter
 from torch import Tensor
 
 from benchmarks import TINY
 from benchmarks.widen.check import Distance, check, held_out
 from benchmarks.widen.checkpoint import SHARD_BYTES, read_config, write_weights
-from benchmarks.widen.widening import SHAPES, TARGET_LAYER_IDS, Shape, Widening
+from benchmarks.widen.widening import SHAPES, TARGET_LAYER_IDS, Shape, Weights, Widening
 from vllm_bastion.envs import cache_dir
 
 _VERSION = 1
@@ -44,35 +45,62 @@ def make_pair(
     target, drafter = load_target(source / "target"), load_drafter(source / "drafter")
     wide = Widening(target.dims, shape)
     torch.manual_seed(0)
-    for kind, weights, layers, keys in (
-        (
-            "target",
-            wide.target(target),
-            shape.num_hidden_layers,
-            {"tie_word_embeddings": shape.tie_word_embeddings},
-        ),
-        (
-            "drafter",
-            wide.drafter(drafter),
-            wide.drafter_layers(drafter),
-            {
-                "num_target_layers": shape.num_hidden_layers,
-                "layer_types": ["full_attention"] * wide.drafter_layers(drafter),
-                "max_window_layers": wide.drafter_layers(drafter),
-            },
-        ),
-    ):
-        shutil.copytree(
-            source / kind, folder / kind, ignore=shutil.ignore_patterns("*.safetensors")
-        )
-        with torch.inference_mode():
-            write_weights(weights, folder / kind, shard_bytes)
-        config = {**read_config(source / kind), **asdict(wide.dims(layers)), **keys}
-        if kind == "drafter":
-            config["dflash_config"]["target_layer_ids"] = list(wide.features)
-        (folder / kind / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    keys = {"tie_word_embeddings": shape.tie_word_embeddings}
+    layers = shape.num_hidden_layers
+    _write(wide, wide.target(target), layers, keys, source / "target", folder, shard_bytes)
+    _write_drafter(wide, drafter, source / "drafter", folder, shard_bytes)
     ids = held_out(source) if ids is None else ids
-    found = check((target, drafter), folder, ids, TARGET_LAYER_IDS)
+    return _checked(check((target, drafter), folder, ids, TARGET_LAYER_IDS))
+
+
+def make_drafter(
+    shape: Shape, folder: Path, kind: str, source: Path = TINY, ids: Tensor | None = None
+) -> dict[str, Distance]:
+    """Write `folder`/`kind`, another drafter for the pair there, and check it.
+
+    Raises:
+        ValueError: the shape is too small, or the drafter has a head that cannot be widened.
+        RuntimeError: see `make_pair`.
+    """
+    target, drafter = load_target(source / "target"), load_drafter(source / kind)
+    torch.manual_seed(1)
+    _write_drafter(Widening(target.dims, shape), drafter, source / kind, folder, SHARD_BYTES)
+    ids = held_out(source) if ids is None else ids
+    return _checked(check((target, drafter), folder, ids, TARGET_LAYER_IDS, kind))
+
+
+def _write_drafter(
+    wide: Widening, drafter: Drafter, source: Path, folder: Path, shard_bytes: int
+) -> None:
+    layers = wide.drafter_layers(drafter)
+    keys = {
+        "num_target_layers": wide.shape.num_hidden_layers,
+        "layer_types": ["full_attention"] * layers,
+        "max_window_layers": layers,
+    }
+    settings = {"target_layer_ids": list(wide.features), **wide.head_settings(drafter)}
+    keys["dflash_config"] = {**read_config(source)["dflash_config"], **settings}
+    _write(wide, wide.drafter(drafter), layers, keys, source, folder, shard_bytes)
+
+
+def _write(
+    wide: Widening,
+    weights: Weights,
+    layers: int,
+    keys: dict[str, Any],
+    source: Path,
+    folder: Path,
+    shard_bytes: int,
+) -> None:
+    out = folder / source.name
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    with torch.inference_mode():
+        write_weights(weights, out, shard_bytes)
+    config = {**read_config(source), **asdict(wide.dims(layers)), **keys}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _checked(found: dict[str, Distance]) -> dict[str, Distance]:
     for kind, result in found.items():
         if result.problem is not None:
             raise RuntimeError(f"the wide {kind} is not the tiny one: {result.problem}")
@@ -85,15 +113,11 @@ def pair(name: str, shape: Shape, again: bool = False) -> Path:
     Raises:
         ValueError, RuntimeError: see `make_pair`.
     """
-    files = sorted([*TINY.glob("target/*"), *TINY.glob("drafter/*")])
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    made_of = {"version": _VERSION, "source": digest, "shape": asdict(shape)}
+    made_of = _made_of(shape, "target", "drafter")
     folder = cache_dir() / "pairs" / name
     note = folder / "pair.json"
-    if note.exists() and not again:
-        known = json.loads(note.read_text())
-        if {key: known.get(key) for key in made_of} == made_of:
-            return folder
+    if not again and _known(note, made_of):
+        return folder
     part = folder.with_name(f"{folder.name}.part")
     for old in (part, folder):
         shutil.rmtree(old, ignore_errors=True)
@@ -103,6 +127,38 @@ def pair(name: str, shape: Shape, again: bool = False) -> Path:
     (part / note.name).write_text(json.dumps({**made_of, "check": checks}, indent=1) + "\n")
     part.rename(folder)
     return folder
+
+
+def _made_of(shape: Shape, *kinds: str) -> dict[str, Any]:
+    files = sorted(path for kind in kinds for path in TINY.glob(f"{kind}/*"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    return {"version": _VERSION, "source": digest, "shape": asdict(shape)}
+
+
+def _known(note: Path, made_of: dict[str, Any]) -> bool:
+    if not note.exists():
+        return False
+    known = json.loads(note.read_text())
+    return {key: known.get(key) for key in made_of} == made_of
+
+
+def drafter_of(name: str, kind: str) -> Path:
+    """The cached drafter `kind`, `dflash2` or `domino`, for a pair of a known shape.
+
+    It is written where it is not there, into the pair's folder.
+
+    Raises:
+        ValueError, RuntimeError: see `make_drafter`.
+    """
+    shape, folder = SHAPES[name], pair_of(name)
+    made_of, note = _made_of(shape, kind), folder / f"{kind}.json"
+    if _known(note, made_of):
+        return folder / kind
+    note.unlink(missing_ok=True)
+    shutil.rmtree(folder / kind, ignore_errors=True)
+    found = make_drafter(shape, folder, kind)
+    note.write_text(json.dumps({**made_of, "check": asdict(found[kind])}, indent=1) + "\n")
+    return folder / kind
 
 
 def pair_of(
