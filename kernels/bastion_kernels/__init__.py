@@ -24,12 +24,9 @@ from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionSt
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.draft.best_first import expand_best_first
 from bastion_kernels.draft.budget import choose_budget, take_best
-from bastion_kernels.draft.frontier import (
-    PrefixHead,
-    advance_states,
-    extend_frontier,
-    recurrent_lattice,
-)
+from bastion_kernels.draft.frontier import extend_frontier
+from bastion_kernels.draft.gru_states import advance_states
+from bastion_kernels.draft.prefix_lattice import PrefixHead, PrefixLattice, recurrent_lattice
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
 from bastion_kernels.draft.topk_merge import merge_topk
 from bastion_kernels.draft.transitions import expand_transitions
@@ -45,6 +42,7 @@ __all__ = [
     "KVLayout",
     "LayerStates",
     "PrefixHead",
+    "PrefixLattice",
     "TreeAttentionWorkspace",
     "accept_path",
     "advance_states",

@@ -49,7 +49,6 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
         "_conv_kernel",
         "_expand_kernel",
         "_expand_transitions_kernel",
-        "_extend_kernel",
         "_context_rows_kernel",
         "_maxima_kernel",
         "_merge_kernel",
@@ -58,6 +57,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
         "_positions_kernel",
         "_rank_kernel",
         "_take_kernel",
+        "extend_kernel",
         "gated_delta_commit_kernel",
         "gated_delta_tree_kernel",
     }

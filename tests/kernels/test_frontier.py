@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bastion_kernels import (
     PrefixHead,
+    PrefixLattice,
     advance_states,
     expand_transitions,
     extend_frontier,
@@ -68,10 +69,16 @@ class Block:
 
     def lattice(self, width: int, top_k: int):
         head = self.head
-        return recurrent_lattice(
+        made = PrefixLattice.empty(
+            len(self.tokens), self.tokens.shape[1], width, self.tokens.shape[2], torch.device("cpu")
+        )
+        made.logprobs.fill_(torch.nan)  # what is left of another step is never read
+        made.rows.fill_(-7)
+        recurrent_lattice(
             head, head.prepared(), lambda ids: self.embedding[ids], self.anchors, self.tokens,
-            self.tokens, self.base, self.hidden, width, top_k,
+            self.tokens, self.base, self.hidden, top_k, made,
         )  # fmt: skip
+        return made
 
     def trees(self, width: int, top_k: int, limit: int) -> Trees:
         """The trees of N = `limit` nodes from a frontier of `width`."""
@@ -291,7 +298,7 @@ def test_the_triton_ops_grow_the_same_trees(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`recurrent_lattice` with the kernels in place of what a CPU runs."""
-    import bastion_kernels.draft.frontier as module
+    import bastion_kernels.draft.prefix_lattice as module
 
     block = Block(11, 2, 4, 8, 1)
     expected = block.trees(6, 5, 20)

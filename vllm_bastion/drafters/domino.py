@@ -4,8 +4,9 @@
 Domino drafts its block as DFlash does. Its head carries a state along the branch: a GRU reads the
 tokens of the block so far, anchor first, and corrects the logits of the position after them. The
 published runtimes follow one chain. A tree takes the best M uncorrected tokens of every position
-and corrects them after each of the best `_WIDTH` prefixes of the depth above; see
-`bastion_kernels.draft.frontier`. A chain, which is one prefix, corrects as many as the op takes.
+and corrects them after each of the best `WIDTH` prefixes of the depth above; see
+`bastion_kernels.draft.prefix_lattice`. A chain, which is one prefix, corrects as many as the op
+takes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from bastion_kernels import recurrent_lattice, topk_logprobs
+from bastion_kernels import PrefixLattice, recurrent_lattice, topk_logprobs
 from vllm_bastion.drafter_kinds import CHAIN_CANDIDATES, candidates_of
 from vllm_bastion.drafters.dflash import BastionSpeculator
 
-# Prefixes kept at a depth. More gained nothing; see benchmarks/results/domino.md.
-_WIDTH = 16
+# Prefixes kept at a depth, for each request of a batch of any size: a tree is grown before its
+# budget is known. More gained nothing; see benchmarks/results/domino.md.
+WIDTH = 16
 
 
 class BastionDomino(BastionSpeculator):
@@ -34,6 +36,7 @@ class BastionDomino(BastionSpeculator):
         self.num_query_per_req = depth if self.sample_from_anchor else 1 + depth
         first = torch.arange(self.max_num_reqs, dtype=torch.int64, device=self.device)
         self._anchor_rows = first * self.num_query_per_req
+        self._kept: tuple[torch.Tensor, torch.Tensor, PrefixLattice] | None = None
 
     def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         model: Any = super().load_draft_model(*args, **kwargs)
@@ -42,27 +45,37 @@ class BastionDomino(BastionSpeculator):
         return cast(nn.Module, model)
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
-        model, depth, chains = self.model, self.num_speculative_steps, self.trees.chains
+        model, depth = self.model, self.num_speculative_steps
         logits = model.logits_processor(model.lm_head, hidden_states)
-        count = candidates_of(self.draft_model_config.hf_config)
-        assert count is not None
-        if chains:
-            count = min(CHAIN_CANDIDATES, logits.shape[-1])
-        ids = torch.empty(len(logits), count, dtype=torch.int32, device=logits.device)
-        base = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
-        topk_logprobs(logits, count, ids, base)
-        shape = num_reqs, depth, count
-        tokens = model.map_draft_to_target(ids).view(shape)
-        lattice = recurrent_lattice(
+        if self._kept is None:  # in vLLM's profiling run, so that its memory is counted
+            self._kept = self._buffers(logits.shape[-1])
+        ids, base, lattice = self._kept
+        ids, base, lattice = ids[:num_reqs], base[:num_reqs], lattice.of(num_reqs)
+        count = ids.shape[2]
+        topk_logprobs(logits, count, ids.view(-1, count), base.view(-1, count))
+        tokens = model.map_draft_to_target(ids)
+        recurrent_lattice(
             self._head,
             self._prepared,
             model.embed_input_ids,
             self.input_buffers.input_ids[self._anchor_rows[:num_reqs]],
             tokens,
-            ids.view(shape),
-            base.view(shape),
+            ids,
+            base,
             hidden_states.view(num_reqs, depth, -1),
-            1 if chains else min(_WIDTH, self.trees.tree_size),
             self.trees.top_k,
+            lattice,
         )
         self.trees.grow_lattice(tokens, lattice.logprobs, lattice.rows)
+
+    def _buffers(self, vocab: int) -> tuple[torch.Tensor, torch.Tensor, PrefixLattice]:
+        """Candidates, their uncorrected scores and the lattice, for the largest batch."""
+        chains, reqs, depth = self.trees.chains, self.max_num_reqs, self.num_speculative_steps
+        count = candidates_of(self.draft_model_config.hf_config)
+        assert count is not None
+        if chains:
+            count = min(CHAIN_CANDIDATES, vocab)
+        width = 1 if chains else min(WIDTH, self.trees.tree_size)
+        ids = torch.empty(reqs, depth, count, dtype=torch.int32, device=self.device)
+        base = torch.empty(ids.shape, dtype=torch.float32, device=self.device)
+        return ids, base, PrefixLattice.empty(reqs, depth, width, count, self.device)

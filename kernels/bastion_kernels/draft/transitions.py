@@ -12,7 +12,7 @@ Rows are not sorted in advance: a tree of N nodes reads at most N + 1 of the D *
 best candidate of a row is two minima over its M columns. An entry of the
 frontier holds a candidate and its rank among its siblings, a node its own candidate and the row of
 its children. That row is the candidate's own, or the one that `rows` names: a head with a state
-(`frontier`) has a row for each prefix that it kept. The independent lattice, one row for all
+(`prefix_lattice`) has a row for each prefix that it kept. The independent lattice, one row for all
 parents, stays with `best_first`: its rows are sorted, so the next child is a load and no search.
 """
 

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lattice of prefixes for a drafter whose head carries a state along the branch.
+
+Such a head (Domino's GRU) scores a candidate given all tokens of the block before it, so each
+prefix has scores of its own, and the prefixes are too many to score them all. They are scored depth
+by depth. Of every depth the B best prefixes by path score are kept, the frontier, each with its
+state, and all M candidates of the next depth are scored after each of them. The result is the
+lattice of `transitions`, with a row for each kept prefix in place of one for each candidate, and
+the row of every child that was kept. Best-first expansion takes the tree from it.
+
+With B at least the nodes of the tree nothing is lost: the N best prefixes of all have at most N at
+a depth, and each of these is among the N best of its depth. With a smaller B a prefix may be a leaf
+of the tree although its children deserve a place.
+
+A round of `recurrent_lattice` is eight launches, whatever B, M and the batch are: the embeddings of
+the frontier's tokens, their product with the GRU's input weights, the GRU's gates
+(`advance_states`), the products of the new states with the GRU's state weights and the first
+projection's, scores and choice (`extend_frontier`), and three to look up the chosen tokens. The
+last projection is read at the M candidates alone. The products are PyTorch's.
+
+Shapes: P prefixes of a depth (1 at the root, then B), M candidates, E the projection's width, G the
+state's, H the hidden size, V the drafter's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bastion_kernels.draft.frontier import extend_frontier
+from bastion_kernels.draft.gru_states import advance_states
+
+
+@dataclass(frozen=True)
+class PrefixHead:
+    """Domino's head: a GRU over the block's tokens, and a correction of every position's logits.
+
+    weight_ih `[3G, H]` and weight_hh `[3G, G]` are `torch.nn.GRU`'s, without biases. `first`
+    `[E, H + G]` and `last` `[V, E]` are the projections, with SiLU between them; the first one
+    takes a position's hidden state and the GRU's state side by side. `corrected_from` is the first
+    depth that is corrected, 0 for all.
+    """
+
+    weight_ih: Tensor
+    weight_hh: Tensor
+    first: Tensor
+    last: Tensor
+    corrected_from: int = 0
+
+    def prepared(self) -> tuple[Tensor, Tensor]:
+        """Contiguous weights of the hidden state `[E, H]` and of the GRU's state `[3G + E, G]`."""
+        hidden = self.weight_ih.shape[1]
+        of_state = torch.cat([self.weight_hh, self.first[:, hidden:]])
+        return self.first[:, :hidden].contiguous(), of_state
+
+
+@dataclass(frozen=True)
+class PrefixLattice:
+    """What `recurrent_lattice` writes; see `expand_transitions`.
+
+    Rows that no prefix has are not written. Per request of a published drafter (D 15, B 16, M 32)
+    it takes 60 KiB.
+    """
+
+    logprobs: Tensor
+    """`[R, D, B, M]` fp32, log q of each candidate after each kept prefix of the depth above."""
+    rows: Tensor
+    """`[R, D, B, M]` int32, the row of each candidate's own children at the next depth, or -1."""
+
+    @classmethod
+    def empty(
+        cls, reqs: int, depth: int, width: int, candidates: int, device: torch.device
+    ) -> PrefixLattice:
+        """A lattice of R requests, D depths, B prefixes and M candidates, to be written."""
+        shape = (reqs, depth, width, candidates)
+        rows = torch.empty(shape, dtype=torch.int32, device=device)
+        return cls(torch.empty(shape, dtype=torch.float32, device=device), rows)
+
+    def of(self, reqs: int) -> PrefixLattice:
+        """The first requests' part."""
+        return PrefixLattice(self.logprobs[:reqs], self.rows[:reqs])
+
+
+def recurrent_lattice(
+    head: PrefixHead,
+    prepared: tuple[Tensor, Tensor],
+    embed: Callable[[Tensor], Tensor],
+    anchors: Tensor,
+    tokens: Tensor,
+    ids: Tensor,
+    base: Tensor,
+    hidden: Tensor,
+    top_k: int,
+    out: PrefixLattice,
+) -> None:
+    """Score the best prefixes of every depth with a head that carries a state.
+
+    Args:
+        head: the head's weights, of dtype T.
+        prepared: `head.prepared()`.
+        embed: [R * P] int64 target tokens -> [R * P, H] of dtype T.
+        anchors: [R] integers, the root's token.
+        tokens: [R, D, M] int32, candidates by the target's ids.
+        ids: [R, D, M] integers, the same by the drafter's ids, the rows of `head.last`.
+        base: [R, D, M] fp32, their scores before the correction.
+        hidden: [R, D, H] of dtype T, hidden states of the positions.
+        top_k: most children of a prefix.
+        out: R requests, written; its B is the most prefixes kept at a depth.
+    """
+    reqs, depth, width, _ = out.rows.shape
+    of_hidden, of_state = prepared
+    size, kind, device = head.weight_hh.shape[1], head.weight_ih.dtype, tokens.device
+    positions = F.linear(hidden, of_hidden)  # [R, D, E]
+    rows_of_last = F.embedding(ids.long(), head.last)  # [R, D, M, E]
+
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    logprobs, rows = out.logprobs, out.rows
+    states = torch.zeros(reqs, 1, size, dtype=kind, device=device)
+    products = torch.zeros(reqs, 1, of_state.shape[0], dtype=kind, device=device)
+    costs = torch.zeros(reqs, 1, dtype=torch.float32, device=device)
+    parents = torch.zeros(reqs, 1, dtype=torch.int32, device=device)
+    last = anchors.view(reqs, 1).long()
+    for d in range(depth):
+        prefixes = last.shape[1]
+        inputs = F.linear(embed(last.flatten()), head.weight_ih).view(reqs, prefixes, -1)
+        old, states = states, made(reqs, prefixes, size, dtype=kind)
+        advance_states(inputs, products, old, parents, states)
+        products = F.linear(states, of_state)
+        parents, children = made(reqs, width), made(reqs, width)
+        above, costs = costs, made(reqs, width, dtype=torch.float32)
+        extend_frontier(
+            base[:, d], positions[:, d], products[..., 3 * size :], rows_of_last[:, d], above,
+            top_k, d >= head.corrected_from, logprobs[:, d, :prefixes], rows[:, d, :prefixes],
+            parents, children, costs,
+        )  # fmt: skip
+        last = tokens[:, d].gather(1, children.long()).long()
