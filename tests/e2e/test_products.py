@@ -43,7 +43,8 @@ def of_every_size() -> None:
 @pytest.mark.parametrize(
     ("weights", "eager"),
     [
-        ("auto", False),
+        # The default lane's int8 engine is that of the next test: this one compiles two models.
+        pytest.param("auto", False, marks=pytest.mark.slow),
         ("checkpoint", True),
         # Compiled code also calls them from the layers that "auto" leaves unchanged.
         pytest.param("checkpoint", False, marks=pytest.mark.slow),
