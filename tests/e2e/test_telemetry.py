@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import GAMMA, ON_GPU, Engine, Runner
+from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
 from tests.e2e.test_serving import serving, values
 
 pytestmark = [pytest.mark.e2e]
@@ -32,6 +32,22 @@ def run(runner: Runner) -> dict[str, Any]:
 
 def test_metrics_are_what_the_engine_did(run: dict[str, Any]) -> None:
     """`llm.get_metrics()` against the target's batches: nodes, depths and steps."""
+    check_metrics(run)
+
+
+@pytest.mark.slow
+def test_nothing_drifts_in_a_thousand_steps(runner: Runner) -> None:
+    batch = Batch("many")
+    for name, prompt in cases.some(20):
+        batch.add(name, prompt, temperature=0.0, max_tokens=200, ignore_eos=True)
+    engine = Engine(max_num_seqs=2).with_bastion(nodes=16)
+    run = runner.submit(engine, [batch]).result()["batches"][0]
+    assert run["forwards"] >= 1000
+    check_metrics(run)
+
+
+def check_metrics(run: dict[str, Any]) -> None:
+    """Counts of the metrics are those of the process."""
     metrics = run["metrics"]
     nodes = [count for count in run["verified"] if count]
     depths = [len(p) - 1 for p, count in zip(run["paths"], run["verified"], strict=True) if count]

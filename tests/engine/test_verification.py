@@ -92,9 +92,7 @@ class Steps:
         self.trees.bind_rows(torch.tensor(self.slots), torch.tensor(emitted, dtype=torch.int32))
         generator = torch.Generator().manual_seed(self.step)
         self.trees.grow(4 * torch.randn(count * DEPTH, VOCAB, generator=generator), count)
-        batch: Any = SimpleNamespace(
-            idx_mapping_np=self.slots, num_tokens=rows, is_prefilling_np=np.zeros(count, dtype=bool)
-        )
+        batch: Any = SimpleNamespace(idx_mapping_np=self.slots, num_tokens=rows, has_prefill=False)
         self.manager.record_confidences(None, batch)
         tokens = dict(zip(self.names, emitted, strict=True))
         result = SimpleNamespace(

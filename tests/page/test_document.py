@@ -29,7 +29,7 @@ def tree(request: str = "r", nodes: int = 6) -> SeenTree:
 
 def snapshot() -> dict[str, Any]:
     totals = Totals()
-    totals.add(StepRecord("tree", "pays", 1, 7, [6], [1]))
+    totals.add([StepRecord("tree", "pays", 1, 7, [6], [1])])
     seen = SeenTrees()
     seen.look()
     seen.add(tree())

@@ -168,8 +168,8 @@ def test_every_query_of_the_dashboard_finds_something(tmp_path: Path) -> None:
         while not stop.wait(0.1):
             sums = Totals()
             times = [StepTime("tree", 9, 3.0, 6.0)]
-            sums.add(StepRecord("tree", "pays", 1, 9, [8], [3], 4.0, 3.0, 10.0, 5.0, times, now))
-            sums.add(StepRecord("plain", "does not pay", 1, 1))
+            trees = StepRecord("tree", "pays", 1, 9, [8], [3], 4.0, 3.0, 10.0, 5.0, times, now)
+            sums.add([trees, StepRecord("plain", "does not pay", 1, 1)])
             metrics.observe(sums, 0)
 
     worker = threading.Thread(target=work)

@@ -118,8 +118,12 @@ def _start_recording(runner: Any) -> None:
     runtime = runtime_of(runner.vllm_config)
     trees, costs = runtime.trees, runtime.costs
     kind = "chain" if trees.chains else "tree"
-    recorder = Recorder(kind, "no gate" if trees.budget is None else "fixed budget")
-    recorder.profile_time = runtime.profile_time
+    profile_time = {} if runtime.profile_time is None else {"profile_time": runtime.profile_time}
+
+    def latest() -> dict[str, float]:
+        return {**profile_time, **({} if costs is None else costs.correction())}
+
+    recorder = Recorder(kind, "no gate" if trees.budget is None else "fixed budget", latest)
     if costs is not None:
         costs.on_step = recorder.timed
     runtime.recorder = recorder

@@ -80,10 +80,10 @@ class CountedOutput(AsyncModelRunnerOutput):
         nodes = (end - begin - 1 for begin, end in pairwise(ends))
         num_verified = dict(zip(self._req_ids, nodes, strict=True))
         if self._recorder is not None and self._step is not None:
-            trees = {name: count for name, count in num_verified.items() if count > 0}
+            trees = [name for name, count in num_verified.items() if count > 0]
             tokens, row = output.sampled_token_ids, output.req_id_to_index
-            accepted = [max(len(tokens[row[name]]) - 1, 0) for name in trees]
-            self._recorder.finish(self._step, list(trees.values()), accepted)
+            accepted = [(len(tokens[row[name]]) or 1) - 1 for name in trees]
+            self._recorder.finish(self._step, [num_verified[name] for name in trees], accepted)
         StepReport(num_verified, self._drafting, self._step).attach(output)
         return output
 
@@ -249,8 +249,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             plain_ms = costs.current.plain_ms
             drafts = gate.draft(slots.tolist(), costs.current)
             reason = gate.reason
-        if self.runtime.recorder is not None:
-            self.runtime.recorder.decided(drafts, reason, len(slots), plain_ms)
+        if (recorder := self.runtime.recorder) is not None:
+            recorder.decided(drafts, reason, len(slots), plain_ms)
         return drafts
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
@@ -262,14 +262,14 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             self._treeless.update(slots.tolist())
         if self.trees.budget is None and (drafted or len(self._history[-1].slots)):
             self.trees.publish(self._step, slots if drafted else None)
-        if self.runtime.recorder is not None:
-            rows = int(input_batch.num_tokens)
-            self.runtime.recorder.ended(
-                requests=len(slots) - int(np.count_nonzero(input_batch.is_prefilling_np)),
-                nodes=int(self._num_verify.sum()) if self._req_ids else 0,
-                rows=rows,
-                tree_ms=0.0 if costs is None else costs.current.tree_step_ms(rows),
-            )
+        if (recorder := self.runtime.recorder) is not None:
+            rows, requests = input_batch.num_tokens, len(slots)
+            nodes = rows - requests
+            if input_batch.has_prefill:
+                requests -= int(np.count_nonzero(input_batch.is_prefilling_np))
+                nodes = int(self._num_verify.sum()) if self._req_ids else 0
+            tree_ms = 0.0 if costs is None else costs.current.tree_step_ms(rows)
+            recorder.ended(requests, nodes, rows, tree_ms)
         self._step += 1
         self._has_observed = False
         self._history.append(VerifiedTrees())
@@ -299,7 +299,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             if gate is not None:
                 gate.observe_outcomes(before.slots[live].tolist(), promised, accepted)
             if recorder is not None:
-                recorder.yielded(float(promised.sum()), float(accepted.sum()))
+                recorder.yielded(sum(promised.tolist()), sum(accepted.tolist()))
         if len(trees.slots):
             chosen = published.num_verify[trees.slots]
             promised = published.promised[trees.slots]
@@ -326,12 +326,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         req_ids, self._req_ids = self._req_ids, []
         counts, self._num_logits_np = self._num_logits_np, np.zeros(1, dtype=np.int32)
         recorder = self.runtime.recorder
-        step = None if recorder is None else recorder.take(self._correction())
+        step = None if recorder is None else recorder.take()
         return CountedOutput(output, self.runtime.drafting, req_ids, counts, recorder, step)
-
-    def _correction(self) -> dict[str, float]:
-        costs = self.runtime.costs
-        return {} if costs is None else costs.correction()
 
     def warm_up(self) -> None:
         """Compile the ops of a step with prompt rows."""

@@ -86,7 +86,8 @@ def update_from_output(
     longest = 0
     if spec_config is not None and report is not None:
         verified = report.num_verified
-        SchedulerState.ensure(self).drafting = report.drafting
+        state = SchedulerState.ensure(self)
+        state.drafting = report.drafting
         for request_id in scheduler_output.scheduled_spec_decode_tokens:
             request = self.requests.get(request_id)
             if request is not None:
@@ -102,8 +103,8 @@ def update_from_output(
             for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
         }
     outputs = original(self, scheduler_output, model_runner_output)
-    if report is not None and report.step is not None:
-        collect(self, report.step, longest, outputs)
+    if spec_config is not None and report is not None and report.step is not None:
+        collect(self, state, report.step, longest, outputs)
     return outputs
 
 

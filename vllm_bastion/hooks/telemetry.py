@@ -27,34 +27,43 @@ from vllm_bastion.telemetry.text import interval_line
 logger = init_logger(__name__)
 
 
-def collect(scheduler: Any, step: StepRecord, longest: int, outputs: dict[int, Any]) -> None:
+def collect(
+    scheduler: Any,
+    state: SchedulerState,
+    step: StepRecord,
+    longest: int,
+    outputs: dict[int, Any],
+) -> None:
     """In the engine core: add a step, and put a due sum on the statistics of its outputs.
 
     Args:
         scheduler: vLLM's Scheduler.
+        state: our record on it.
         step: what the worker recorded.
         longest: most tokens of a request that had drafts; 0 without any.
         outputs: what `update_from_output` returns.
     """
-    state = SchedulerState.ensure(scheduler)
-    if state.collector is None:
-        config = bastion_config(scheduler.vllm_config)
-        assert config is not None
-        fit = DrafterFit(
-            config.draft_model_config.model,
-            config.target_model_config.model,
-            config.drafter_positions,
-        )
-        state.collector = Collector(fit, logger.warning)
     collector = state.collector
+    if collector is None:
+        collector = state.collector = _make_collector(scheduler.vllm_config)
     collector.add(step)
-    collector.context(longest)
+    if longest > collector.positions:
+        collector.context(longest)
+    if not collector.due(idle=not scheduler.running):
+        return
     # Without statistics nobody asks: the sums wait, and stay as small.
     stats = next((o.scheduler_stats for o in outputs.values() if o.scheduler_stats), None)
-    if stats is not None:
-        sums = collector.take(idle=not scheduler.running)
-        if sums is not None:
-            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: sums}
+    if stats is not None and (sums := collector.take()) is not None:
+        stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: sums}
+
+
+def _make_collector(vllm_config: Any) -> Collector:
+    config = bastion_config(vllm_config)
+    assert config is not None
+    fit = DrafterFit(
+        config.draft_model_config.model, config.target_model_config.model, config.drafter_positions
+    )
+    return Collector(fit, logger.warning)
 
 
 class BastionStatLogger(AggregateStatLoggerBase):

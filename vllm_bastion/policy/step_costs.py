@@ -48,16 +48,19 @@ class StepCosts:
         """Learn from the steps that were completed since the last call."""
         if self.timer is not None:
             for step in self.timer.completed():
-                if self.on_step is not None and step.total_ms is not None:
-                    self._report(step, step.total_ms)
+                if self.on_step is not None:
+                    self._report(step, self.on_step)
                 self.latency.observe(step)
 
-    def _report(self, step: StepTimes, total_ms: float) -> None:
+    def _report(self, step: StepTimes, on_step: Callable[[bool, int, float, float], None]) -> None:
         # A step that only verifies or only drafts is of neither kind.
-        if self.on_step is not None and step.verified == step.drafted:
+        if step.total_ms is None or step.verified != step.drafted:
+            return
+        cost = self.current
+        if step.num_reqs != self._num_reqs:
             cost = self.latency.estimate(step.num_reqs, step.context_len)
-            predicted = cost.tree_step_ms(step.rows) if step.verified else cost.plain_ms
-            self.on_step(step.verified, step.rows, predicted, total_ms)
+        predicted = cost.tree_step_ms(step.rows) if step.verified else cost.plain_ms
+        on_step(step.verified, step.rows, predicted, step.total_ms)
 
     def correction(self) -> dict[str, float]:
         """The factors of the batch that was installed last, see `LatencyModel.correction`."""

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
-from vllm_bastion.telemetry.record import StepRecord, Totals
+from vllm_bastion.telemetry.record import MOST_PENDING, PERIOD, StepRecord, Totals
 
-# Seconds between two sums while requests run.
-PERIOD = 0.25
 # Seconds over which the estimated gain is averaged, by exponential decay.
 _GAIN_PERIOD = 60.0
 # The key of a sum in `SchedulerStats.kv_connector_stats`, see `hooks.telemetry`.
@@ -40,33 +38,48 @@ class Collector:
     ) -> None:
         self.fit = fit
         self._warn, self._clock = warn, clock
-        self._pending = Totals()
+        # The longest context that the drafter was trained for.
+        self.positions = math.inf if fit.positions is None else fit.positions
+        self._pending: list[StepRecord] = []
+        self._sums = Totals()
         self._next = -float("inf")
         # Decayed sums of the plain equivalent and of the steps' time, and when they were updated.
         self._plain_ms = self._step_ms = self._updated = 0.0
 
     def add(self, step: StepRecord) -> None:
         """Add one step."""
-        self._pending.add(step)
-        if step.accepted and (warning := self.fit.observe(step.accepted)) is not None:
+        self._pending.append(step)
+        if len(self._pending) >= MOST_PENDING:
+            self._add_pending()
+
+    def _add_pending(self) -> None:
+        steps, self._pending = self._pending, []
+        self._sums.add(steps)
+        accepted = [count for step in steps for count in step.accepted]
+        if accepted and (warning := self.fit.observe(accepted)) is not None:
             self._warn(warning)
 
     def context(self, length: int) -> None:
-        """A request with `length` tokens gets drafts."""
+        """A request with `length` tokens, more than `positions`, gets drafts."""
         if (warning := self.fit.observe_context(length)) is not None:
             self._warn(warning)
 
-    def take(self, idle: bool) -> dict[str, Any] | None:
-        """The sum since the last call that returned one, if it is time for the next.
+    def due(self, idle: bool) -> bool:
+        """Whether it is time for the next sum.
 
         Args:
             idle: whether no request is left, so that no further step may come for long.
         """
-        now = self._clock()
-        if not self._pending.steps or (now < self._next and not idle):
+        return idle or self._clock() >= self._next
+
+    def take(self) -> dict[str, Any] | None:
+        """The sum since the last call; None without a step."""
+        self._add_pending()
+        if not self._sums.steps:
             return None
+        now = self._clock()
         self._next = now + PERIOD
-        pending, self._pending = self._pending, Totals()
+        pending, self._sums = self._sums, Totals()
         decay = math.exp((self._updated - now) / _GAIN_PERIOD)
         self._plain_ms = decay * self._plain_ms + pending.plain_ms
         self._step_ms = decay * self._step_ms + pending.step_ms

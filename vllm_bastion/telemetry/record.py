@@ -14,10 +14,16 @@ none; see `docs/metrics.md` for the list.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
+# Seconds between two sums while requests run.
+PERIOD = 0.25
+# Records that may wait to be added up. Many at once take less time than one by one.
+MOST_PENDING = 128
 # Bucket i of the histogram of nodes holds trees of at most 2**i nodes, and more than 2**(i - 1).
 NODE_BUCKETS = 11
 
@@ -27,8 +33,7 @@ def bucket_of(count: int) -> int:
     return (count - 1).bit_length()
 
 
-@dataclass
-class StepTime:
+class StepTime(NamedTuple):
     """A whole step that was timed, read some steps later."""
 
     kind: str
@@ -37,7 +42,7 @@ class StepTime:
     measured_ms: float
 
 
-@dataclass
+@dataclass(slots=True)
 class StepRecord:
     """What the worker knows about one step. Numbers and strings only: it is sent as it is."""
 
@@ -47,8 +52,8 @@ class StepRecord:
     requests: int = 0
     rows: int = 0
     # [T] nodes verified and draft tokens accepted of each request that verified any.
-    nodes: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    nodes: Sequence[int] = ()
+    accepted: Sequence[int] = ()
     # Draft tokens that the path scores of some earlier steps' trees promised, and that these same
     # trees yielded. Only with an adaptive budget.
     promised: float = 0.0
@@ -57,9 +62,9 @@ class StepRecord:
     # is estimated to take; both 0 where that is unknown.
     plain_ms: float = 0.0
     step_ms: float = 0.0
-    times: list[StepTime] = field(default_factory=list)
-    # Latest values of what goes up and down; see `Recorder.now`.
-    now: dict[str, float] = field(default_factory=dict)
+    times: Sequence[StepTime] = ()
+    # Latest values of what goes up and down, by the names of their gauges; None in most steps.
+    now: dict[str, float] | None = None
 
 
 @dataclass
@@ -84,28 +89,31 @@ class Totals:
     times: dict[tuple[str, int], tuple[int, float, float]] = field(default_factory=dict)
     now: dict[str, float] = field(default_factory=dict)
 
-    def add(self, step: StepRecord) -> None:
-        """Add one step."""
-        key = step.kind, step.reason
-        self.steps[key] = self.steps.get(key, 0) + 1
-        for nodes, accepted in zip(step.nodes, step.accepted):
-            self.trees_by_nodes[min(bucket_of(nodes), NODE_BUCKETS - 1)] += 1
-            if accepted >= len(self.trees_by_depth):
-                self.trees_by_depth += [0] * (accepted + 1 - len(self.trees_by_depth))
-            self.trees_by_depth[accepted] += 1
-        self.trees += len(step.nodes)
-        self.nodes += sum(step.nodes)
-        self.accepted += sum(step.accepted)
-        self.promised += step.promised
-        self.yielded += step.yielded
-        self.plain_ms += step.plain_ms
-        self.step_ms += step.step_ms
-        for time in step.times:
-            self._add_time(
-                (time.kind, 1 << bucket_of(time.rows)), (1, time.predicted_ms, time.measured_ms)
-            )
-        if step.now:
-            self.now = step.now
+    def add(self, steps: Sequence[StepRecord]) -> None:
+        """Add some steps."""
+        for key, count in Counter([(step.kind, step.reason) for step in steps]).items():
+            self.steps[key] = self.steps.get(key, 0) + count
+        nodes = list(chain.from_iterable([step.nodes for step in steps]))
+        accepted = list(chain.from_iterable([step.accepted for step in steps]))
+        for count, trees in Counter(nodes).items():
+            self.trees_by_nodes[min(bucket_of(count), NODE_BUCKETS - 1)] += trees
+        if accepted:
+            deeper = max(accepted) + 1 - len(self.trees_by_depth)
+            self.trees_by_depth += [0] * deeper
+        for depth, trees in Counter(accepted).items():
+            self.trees_by_depth[depth] += trees
+        self.trees += len(nodes)
+        self.nodes += sum(nodes)
+        self.accepted += sum(accepted)
+        self.promised += sum([step.promised for step in steps])
+        self.yielded += sum([step.yielded for step in steps])
+        self.plain_ms += sum([step.plain_ms for step in steps])
+        self.step_ms += sum([step.step_ms for step in steps])
+        for kind, rows, predicted, measured in chain.from_iterable([s.times for s in steps]):
+            self._add_time((kind, 1 << bucket_of(rows)), (1, predicted, measured))
+        for step in steps:
+            if step.now is not None:
+                self.now = step.now
 
     def _add_time(self, key: tuple[str, int], values: tuple[int, float, float]) -> None:
         steps, predicted, measured = self.times.get(key, (0, 0.0, 0.0))

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
-from vllm_bastion.telemetry.record import StepRecord, StepTime, Totals
+from vllm_bastion.telemetry.record import MOST_PENDING, PERIOD, StepRecord, StepTime, Totals
 
 # Why a plain step has no drafts, where the gate did not refuse them: a new request, or one that was
 # preempted; vLLM had no room for drafts; or the step was scheduled before the gate decided.
@@ -20,13 +23,25 @@ class Recorder:
     Args:
         kind: "tree" or "chain", what steps with drafts verify.
         always: why there are drafts in an engine without a gate.
+        latest: values of what goes up and down, by the names of their gauges; asked for when the
+            next sum is due.
+        clock: seconds; for tests.
     """
 
-    def __init__(self, kind: str, always: str) -> None:
+    def __init__(
+        self,
+        kind: str,
+        always: str,
+        latest: Callable[[], dict[str, float]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.kind = kind
-        self.totals = Totals()
-        # When the step costs were measured, in seconds since the epoch; None if they were not.
-        self.profile_time: float | None = None
+        self._latest, self._clock = latest, clock
+        self._next_latest = -math.inf
+        self._totals = Totals()
+        # Finished records that are not in the totals yet, and who may move them there.
+        self._pending: deque[StepRecord] = deque()
+        self._adding = Lock()
         # What a snapshot shows besides the totals; called only when one is asked for.
         self.details: dict[str, Callable[[], Any]] = {}
         # Why the current step has drafts, if it has, and why it has none; the same of the next.
@@ -81,19 +96,16 @@ class Recorder:
     def timed(self, verified: bool, rows: int, predicted_ms: float, measured_ms: float) -> None:
         """A whole earlier step was timed."""
         if math.isfinite(predicted_ms):
-            kind = self.kind if verified else "plain"
-            self._step.times.append(StepTime(kind, rows, predicted_ms, measured_ms))
+            kind, step = self.kind if verified else "plain", self._step
+            step.times = (*step.times, StepTime(kind, rows, predicted_ms, measured_ms))
 
-    def take(self, now: dict[str, float]) -> StepRecord:
-        """The record of the step that ended last, to be given to `finish`.
-
-        Args:
-            now: latest values of what goes up and down, by the names of their gauges.
-        """
+    def take(self) -> StepRecord:
+        """The record of the step that ended last, to be given to `finish`."""
         step, self._step = self._step, StepRecord()
-        step.now = now
-        if self.profile_time is not None:
-            now["profile_time"] = self.profile_time
+        now = self._clock()
+        if now >= self._next_latest:
+            self._next_latest = now + PERIOD
+            step.now = self._latest()
         return step
 
     def finish(self, step: StepRecord, nodes: list[int], accepted: list[int]) -> None:
@@ -104,9 +116,22 @@ class Recorder:
             accepted: [T] draft tokens accepted of these.
         """
         step.nodes, step.accepted = nodes, accepted
-        if step.requests:
+        if nodes:
             step.plain_ms *= 1.0 + sum(accepted) / step.requests
-        self.totals.add(step)
+        self._pending.append(step)
+        if len(self._pending) >= MOST_PENDING:
+            self._add_pending()
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all finished steps."""
+        self._add_pending()
+        return self._totals
+
+    def _add_pending(self) -> None:
+        with self._adding:
+            pending = self._pending
+            self._totals.add([pending.popleft() for _ in range(len(pending))])
 
     def snapshot(self) -> dict[str, Any]:
         """Everything since the worker started, for a page: `Totals.to_plain` and more."""
