@@ -1,90 +1,294 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recording costs: an engine with metrics, log line and warnings on, against one without.
+"""What recording costs: blocks of steps with and without it, in turns, in one engine.
 
-    python -m benchmarks.telemetry [--pair FOLDER] [--dtype bfloat16] [--rounds 5] [--tokens 64]
+    python -m benchmarks.telemetry [--pair FOLDER --dtype bfloat16] [--rounds 300] [--steps 32]
+    python -m benchmarks.telemetry --count     # calls of functions, not times
 
-Engines with and without are started in turns, and each decodes the same prompts. Run it on an idle
-machine.
+Modes:
+
+    off        as with VLLM_BASTION_TELEMETRY=0
+    metrics    steps are recorded, and their sums sent and written to Prometheus
+    page       the same with VLLM_BASTION_PAGE=1, and nobody looks
+    watched    the same, and somebody looks: the worker is asked once a second
+
+A round has a block of every mode, in an order drawn anew. A step is compared with the median step
+of its size in any mode, a mode's block with the round's block without recording. Steps with prompts
+do not count. Everything runs in one process, the front end too, whose part a server does elsewhere.
+Times need an idle machine, counts do not.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
+import sys
 import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from benchmarks import TINY
-from benchmarks.harness.decoder import Decoder, Run, count
+from benchmarks.harness.decoder import engine_core, model_runner, reported_nodes
 from benchmarks.harness.engine import Engine, Request, bastion
-from benchmarks.harness.process import EngineProcess
+from benchmarks.harness.process import EngineProcess, report_state
 from benchmarks.prompts import load_prompts
+from benchmarks.provenance import provenance
+
+OFF, METRICS, PAGE, WATCHED = MODES = ("off", "metrics", "page", "watched")
+# Steps at a block's start that are not timed: the switch, and code that is no longer in a cache.
+_SETTLE = 2
+# Steps of a size without which its median is not known.
+_FEWEST = 8
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
-class Recorded(Engine):
-    """An engine with or without vLLM's statistics and ours."""
-
-    records: bool = True
+class Recording(Engine):
+    """An engine with vLLM's statistics, ours and the page."""
 
     def variables(self) -> dict[str, str]:
         """Environment variables to add to the user's."""
-        return {**super().variables(), "VLLM_BASTION_TELEMETRY": str(int(self.records))}
+        own = {"VLLM_BASTION_TELEMETRY": "1", "VLLM_BASTION_PAGE": "1"}
+        return {**super().variables(), **own}
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `LLM`; its own statistics are on in both engines."""
-        return {**super().arguments(), "disable_log_stats": False}
+        """Keyword arguments of vLLM's `LLM`: every step is scheduled after the one before it."""
+        own = {"disable_log_stats": False, "async_scheduling": False}
+        return {**super().arguments(), **own}
 
 
-def _run(engine: Recorded, requests: list[Request]) -> Run:
+@dataclass
+class Block:
+    """Steps in a row in one mode. A step's size is (requests, nodes)."""
+
+    mode: str
+    sizes: list[tuple[int, int]]
+    # Seconds, or calls of functions, of each.
+    amounts: list[float]
+
+
+class Alternating:
+    """An engine in this process whose recording is switched between steps."""
+
+    def __init__(self, engine: Engine, requests: list[Request]) -> None:
+        from vllm import LLM
+
+        from vllm_bastion.engine.runtime import runtime_of
+        from vllm_bastion.hooks.telemetry import BastionStatLogger
+        from vllm_bastion.telemetry.seen_trees import SeenTrees
+
+        self._llm = LLM(**engine.arguments())
+        self._engine = self._llm.llm_engine
+        self._at_once, self._requests, self._sent = engine.max_num_seqs, requests, 0
+        self._runtime = runtime_of(model_runner(self._llm).vllm_config)
+        self._recorder = self._runtime.recorder
+        self._seen = {PAGE: SeenTrees(), WATCHED: SeenTrees()}
+        self._loggers = self._engine.logger_manager.stat_loggers
+        self._all_loggers = list(self._loggers)
+        self._others = [one for one in self._loggers if not isinstance(one, BastionStatLogger)]
+        # Seconds of recorded blocks: sums are sent, and the page asks, by this clock.
+        self._recorded_s = self._next_poll = 0.0
+        self._size: tuple[int, int] | None = None
+        self._watch_sizes()
+
+    def _watch_sizes(self) -> None:
+        scheduler = engine_core(self._llm).scheduler
+        update = scheduler.update_from_output
+
+        def update_from_output(scheduled: Any, output: Any) -> Any:
+            tokens, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+            decodes = sum(tokens.values()) == len(tokens) + sum(map(len, drafts.values()))
+            nodes = sum((reported_nodes(output) or {}).values())
+            self._size = (len(tokens), nodes) if decodes else None
+            return update(scheduled, output)
+
+        scheduler.update_from_output = update_from_output
+
+    def _switch(self, mode: str) -> None:
+        runtime, records = self._runtime, mode != OFF
+        runtime.recorder = self._recorder if records else None
+        if runtime.costs is not None:
+            runtime.costs.on_step = self._recorder.timed if records else None
+        runtime.seen = self._seen.get(mode)
+        self._loggers[:] = self._all_loggers if records else self._others
+
+    def _step(self, watched: bool) -> None:
+        self._engine.step()
+        if watched and self._recorded_s >= self._next_poll:
+            self._next_poll = self._recorded_s + _POLL_S
+            self._engine.collective_rpc("bastion_snapshot")
+
+    def _fill(self) -> None:
+        while self._engine.get_num_unfinished_requests() < self._at_once:
+            request = self._requests[self._sent % len(self._requests)]
+            self._sent += 1
+            params = request.sampling_params()
+            self._engine.add_request(str(self._sent), request.vllm_prompt(), params)
+
+    def block(self, mode: str, steps: int, measure: Callable[[Callable[[], None]], float]) -> Block:
+        """Decode some steps in a mode, and measure each."""
+        self._switch(mode)
+        block = Block(mode, [], [])
+        done = -_SETTLE
+        while done < steps:
+            self._fill()
+            begin = time.perf_counter()
+            amount = measure(lambda: self._step(mode == WATCHED))
+            if mode != OFF:
+                self._recorded_s += time.perf_counter() - begin
+            if self._size is not None:
+                done += 1
+                if done > 0:
+                    block.sizes.append(self._size)
+                    block.amounts.append(amount)
+        return block
+
+    def measure(self, modes: Sequence[str], rounds: int, steps: int, counts: bool) -> list[Block]:
+        """Decode a block of every mode in each round."""
+        from vllm_bastion.carriers import SchedulerState
+
+        draw, measure = random.Random(0), (calls if counts else seconds)
+        self.block(METRICS, steps, measure)  # touch memory and load code
+        state = SchedulerState.of(engine_core(self._llm).scheduler)
+        assert state.collector is not None
+        state.collector._clock = lambda: self._recorded_s
+        blocks = []
+        for number in range(rounds):
+            report_state(f"round {number + 1} of {rounds}")
+            for mode in draw.sample(modes, len(modes)):
+                blocks.append(self.block(mode, steps, measure))
+        return blocks
+
+
+def seconds(step: Callable[[], None]) -> float:
+    """How long a step takes."""
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def calls(step: Callable[[], None]) -> float:
+    """How many functions a step calls, Python's and C's."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def overheads(blocks: Sequence[Block], modes: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """Of each mode but off: (mean ratio to off, 95% interval, rounds). Rounds that something else
+    interrupted, with a block of twice the median, are left out.
+
+    Args:
+        blocks: a round after the other, a block of every mode in each.
+    """
+    of_size = defaultdict(list)
+    for block in blocks:
+        for size, amount in zip(block.sizes, block.amounts, strict=True):
+            of_size[size].append(amount)
+    expected = {size: median(seen) for size, seen in of_size.items() if len(seen) >= _FEWEST}
+    relative: dict[str, list[float]] = {mode: [] for mode in modes}
+    for block in blocks:
+        known = [i for i, size in enumerate(block.sizes) if size in expected]
+        taken = sum(block.amounts[i] for i in known)
+        usual = sum(expected[block.sizes[i]] for i in known)
+        relative[block.mode].append(taken / usual if known else float("nan"))
+    table = np.array([relative[mode] for mode in modes])
+    table = table[:, (table < 2 * np.nanmedian(table)).all(0)]
+    logs = dict(zip(modes, np.log(table), strict=True))
+    draw = np.random.default_rng(0)
+    out = {}
+    for mode in modes:
+        if mode != OFF:
+            pairs = logs[mode] - logs[OFF]
+            means = draw.choice(pairs, (4000, len(pairs))).mean(1)
+            low, high = np.quantile(means, [0.025, 0.975])
+            out[mode] = (*np.exp([pairs.mean(), low, high]).tolist(), len(pairs))
+    return out
+
+
+def _run(engine: Engine, requests: list[Request], *work: Any) -> list[Block]:
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
         process = EngineProcess(Path(folder) / "engine.log", engine.variables())
         try:
-            process.start(Decoder, engine)
+            process.start(Alternating, engine, requests)
             process.answer()
-            process.call("decode", requests)
+            process.call("measure", *work)
             return process.answer()  # type: ignore[no-any-return]
         finally:
             process.close()
 
 
+def _count_table(blocks: Sequence[Block], modes: Sequence[str]) -> list[str]:
+    lines = ["calls a step: median, and mean with what is sent four times a second"]
+    for kind in ("tree", "plain"):
+        for mode in modes:
+            found = [
+                amount
+                for block in blocks
+                if block.mode == mode
+                for size, amount in zip(block.sizes, block.amounts, strict=True)
+                if (size[1] > 0) == (kind == "tree")
+            ]
+            if found:
+                lines.append(f"{kind:6}{mode:8}{median(found):9.0f}{fmean(found):9.0f}")
+    return lines
+
+
 def main() -> int:
-    """Print milliseconds per token of every round, and the median overhead."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    """Print what each mode costs, or how many functions it calls."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pair", type=Path, default=TINY, help="folder with target and drafter")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--per-domain", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=1, help="requests decoded at a time")
+    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:])
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=32, help="of a block")
+    parser.add_argument("--tokens", type=int, default=200, help="of a request")
+    parser.add_argument("--requests", type=int, default=1, help="decoded at a time")
     parser.add_argument("--nodes", type=int, default=63)
     parser.add_argument("--budget", default="adaptive", help="or a number: then steps are the same")
+    parser.add_argument("--count", action="store_true", help="count calls of functions")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    prompts = load_prompts(TINY / "prompts.jsonl", args.per_domain)
-    requests = [Request(row["id"], row["prompt"], args.tokens) for row in prompts]
     budget = args.budget if args.budget == "adaptive" else int(args.budget)
-    speculative = bastion(args.pair / "drafter", args.nodes, budget)
-    per_token: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(args.rounds):
-        for records in (True, False) if number % 2 else (False, True):
-            engine = Recorded(
-                speculative,
-                target=args.pair / "target",
-                max_num_seqs=args.requests,
-                dtype=args.dtype,
-                timed=True,
-                records=records,
-            )
-            run = _run(engine, requests)
-            per_token[records].append(1e3 * run.decode_s / count(run.completions).tokens)
-            state = "on " if records else "off"
-            print(
-                f"round {number + 1}, {state}: {per_token[records][-1]:.3f} ms a token", flush=True
-            )
-    on, off = median(per_token[True]), median(per_token[False])
-    print(f"median: on {on:.3f} ms, off {off:.3f} ms a token: {100 * (on / off - 1):+.2f}%")
+    engine = Recording(
+        bastion(args.pair / "drafter", args.nodes, budget),
+        target=args.pair / "target",
+        max_num_seqs=args.requests,
+        dtype=args.dtype,
+        timed=True,
+    )
+    prompts = load_prompts(TINY / "prompts.jsonl")
+    requests = [Request(row["id"], row["prompt"], args.tokens) for row in prompts]
+    modes = [OFF, *args.modes]
+    blocks = _run(engine, requests, modes, args.rounds, args.steps, args.count)
+    if args.count:
+        print("\n".join(_count_table(blocks, modes)))
+        return 0
+    result = overheads(blocks, modes)
+    for mode, (mean, low, high, rounds) in result.items():
+        interval = f"[{100 * (low - 1):+.2f}, {100 * (high - 1):+.2f}]"
+        print(f"{mode:8}{100 * (mean - 1):+.2f}% of a step {interval}, {rounds:.0f} rounds")
+    if args.out is not None:
+        given = {"provenance": provenance(), "overheads": result}
+        args.out.write_text(json.dumps(given, indent=1) + "\n")
     return 0
 
 

@@ -151,12 +151,17 @@ class Server:
 
 
 @contextmanager
-def serving(log: Path, caches: dict[str, str], *options: str) -> Iterator[Server]:
+def serving(
+    log: Path,
+    caches: dict[str, str],
+    *options: str,
+    speculative: dict[str, Any] = SPECULATIVE,
+) -> Iterator[Server]:
     """A server that is ready; `options` are further ones of `vllm serve`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = serve(log, port, SPECULATIVE, caches, *options)
+    process = serve(log, port, speculative, caches, *options)
     running = Server(f"http://127.0.0.1:{port}", log)
     try:
         deadline = time.monotonic() + START_S

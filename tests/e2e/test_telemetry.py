@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.wrong_drafter import write_random
 from tests.e2e import cases
-from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
-from tests.e2e.test_serving import serving, values
+from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Batch, Engine, Runner
+from tests.e2e.test_serving import SPECULATIVE, Server, serving, values
 
 pytestmark = [pytest.mark.e2e]
 
@@ -128,9 +130,53 @@ def test_the_servers_metrics_are_whole(
     lines = re.findall(r"Engine 000: Bastion: .* nodes and .* accepted tokens per tree", log)
     # With several API servers vLLM logs no statistics, and neither do we.
     assert bool(lines) == (not options), log[-3000:]
+    assert "does not fit the target" not in log and "was trained for at most" not in log
 
 
 SHORT = {"VLLM_LOG_STATS_INTERVAL": "1"}
+
+
+def ask_all(server: Server, tokens: int) -> None:
+    """Let a server decode twelve requests."""
+
+    def ask(prompt: str) -> None:
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        server.post("/v1/completions", **body)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, [text for _, text in cases.some(4)]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="starts a CPU server")
+def test_a_running_server_warns_of_its_drafter(runner: Runner, tmp_path: Path) -> None:
+    """One with random weights, which was trained for 64 tokens: a line each, and no more."""
+    drafter = tmp_path / "random"
+    write_random(Path(DRAFTER), drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    keys = {**SPECULATIVE, "model": str(drafter), "bastion_budget": 8}
+    with serving(tmp_path / "log", runner.caches, "--enforce-eager", speculative=keys) as server:
+        ask_all(server, 96)
+    log = (tmp_path / "log").read_text()
+    (fit,) = re.findall(r'drafter "(.*)" does not fit the target "(.*)": (\d+) trees', log)
+    assert fit[0] == str(drafter) and int(fit[2]) >= 128
+    (length,) = re.findall(r"A request has (\d+) tokens, .* was trained for at most 64", log)
+    assert int(length) > 64
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="starts a CPU server")
+def test_data_parallel_engines_have_metrics_each(runner: Runner, tmp_path: Path) -> None:
+    """Ranks of a dense model are engines of their own, with vLLM's label."""
+    options = ("--data-parallel-size", "2", "--enforce-eager")
+    with serving(tmp_path / "log", runner.caches, *options) as server:
+        ask_all(server, 32)
+        text = server.get("/metrics")
+    for engine in ("0", "1"):
+        drafted = values(text, "spec_decode_num_draft_tokens_total", engine=engine)
+        assert values(text, "bastion_nodes_verified_sum", engine=engine) == drafted > 0
+        assert values(text, "bastion_steps_total", engine=engine, kind="tree") > 0
 
 
 @pytest.fixture
