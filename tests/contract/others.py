@@ -415,6 +415,7 @@ OTHERS: tuple[Reliance, ...] = (
     ),
     Reliance("argparse:ArgumentParser", files="hooks/engine_args.py", names="_actions"),
     Reliance("torch.cpu", files="cpu/int8.py", names="_is_vnni_supported"),
+    Reliance("torch", files="engine/deferred.py", names="_foreach_copy_"),
     Reliance(
         "vllm.config.speculative:SpeculativeConfig",
         files="config.py",

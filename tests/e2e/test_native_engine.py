@@ -100,7 +100,15 @@ def run(
     return [(looked[0], tokens) for looked, tokens in answers]
 
 
-TREE = {"speculative_config": {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16}}
+# A fixed budget: steps are timed in `test_serving.py`, with a server's defaults.
+TREE = {
+    "speculative_config": {
+        "method": "bastion",
+        "model": DRAFTER,
+        "num_speculative_tokens": 16,
+        "bastion_budget": 16,
+    }
+}
 
 
 def test_bastion_uses_native_twins_and_leaves_plain_engines_alone(
