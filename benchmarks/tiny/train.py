@@ -91,8 +91,11 @@ def drafter_loss(
     rolls: dict[str, Tensor],
     anchors: int,
     soft_labels: bool = False,
+    base: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of random blocks, and the share of hits at mask 1.
+
+    base: share of the loss that the logits without the head's correction have.
 
     rolls: a batch of `make_rollouts`; with "states", those of the blocks at "at" (see `heads.py`).
     The labels of greedy rows are tokens. The labels of T=1 rows, or with `soft_labels` of all rows,
@@ -122,6 +125,9 @@ def drafter_loss(
         states = model(target, rolls["features"].float(), ids.gather(1, at), at)
     log_q = model.logits(target, states, before).log_softmax(-1)
     loss = -(labels * log_q).sum(-1)  # [B, A, gamma]
+    if base:
+        plain = target.logits(states).float().log_softmax(-1)
+        loss = (1 - base) * loss - base * (labels * plain).sum(-1)
     weight = torch.exp(-torch.arange(gamma, device=ids.device) / 7.0)
     hit = (log_q[..., 0, :].argmax(-1) == tokens[..., 0]).float().mean()
     return (loss * weight).sum(-1).mean() / weight.sum(), hit
@@ -143,15 +149,21 @@ def draft_steps(
     lr: float,
     args: argparse.Namespace,
     soft_labels: bool = False,
+    curriculum: bool = False,
 ) -> None:
-    """Train on rows drawn from `pool` (indices into rolls)."""
+    """Train on rows drawn from `pool` (indices into rolls).
+
+    curriculum: Domino's; the loss is the uncorrected logits' at first and shifts linearly to the
+        corrected ones' over the first half of the steps.
+    """
     log = Log(args.work / f"{name}.jsonl")
     for step, opts in steps(name, model, total, lr, args):
         torch.manual_seed(step)
         rows = pool[torch.randint(len(pool), (24,))]
         batch = {k: v[rows].to(args.device) for k, v in rolls.items()}
         with torch.autocast(args.device, torch.bfloat16):
-            loss, hit = drafter_loss(model, target, batch, ANCHORS, soft_labels)
+            base = max(0.0, 1 - 2 * step / total) if curriculum else 0.0
+            loss, hit = drafter_loss(model, target, batch, ANCHORS, soft_labels, base)
         loss.backward()
         apply_gradients(model, opts)
         log(step, loss=loss.item(), hit=hit.item())

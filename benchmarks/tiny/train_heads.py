@@ -3,7 +3,7 @@
 
   dflash2   a DFlash2 selector on the drafter's frozen backbone
   dspark    a DSpark Markov head, on the same
-  domino    a Domino head, on the same
+  domino    a Domino head, on the same; with --start, backbone and head together
   causal    the drafter's weights as a causal drafter (JetSpec), on the target's distributions
   eagle3    an EAGLE-3 head for the target, from scratch
 
@@ -74,6 +74,16 @@ def train_head(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor
     return model
 
 
+def train_domino(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor]) -> Drafter:
+    """Train backbone and head of a Domino drafter further, by Domino's curriculum."""
+    model = load_drafter(args.start, args.device)
+    for layer in model.layers:
+        layer.self_attn.k_norm.requires_grad_(False)  # see `fix_key_norms`
+    everything = torch.arange(len(rolls["ids"]))
+    draft_steps("all", model, target, rolls, everything, args.steps, args.lr, args, True, True)
+    return model
+
+
 def train_causal(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor]) -> Drafter:
     """Train the drafter further, with a causal mask and the target's distributions as labels."""
     model = load_drafter(HERE / "drafter", args.device)
@@ -114,6 +124,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--start", type=Path, help="domino: train all weights of this drafter")
     parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--rollouts", type=int, default=2304, help="continuations of 208 tokens")
     args = parser.parse_args()
@@ -126,6 +137,8 @@ def main() -> None:
         save_eagle3(train_eagle3(args, target, rolls), out, eos_id=0)
         return
     make = train_head if args.name in HEADS else train_causal
+    if args.name == "domino" and args.start is not None:
+        make = train_domino
     save_drafter(make(args, target, rolls), out, target, eos_id=0)
 
 
