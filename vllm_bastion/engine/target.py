@@ -99,6 +99,7 @@ class BastionModelState(DefaultModelState):
     def _move_to_depths(
         self, inputs: dict[str, torch.Tensor | None], input_batch: InputBatch
     ) -> None:
+        """Give every node the position of its depth."""
         linear = input_batch.positions
         by_depth = self.trees.positions_by_depth(
             linear, input_batch.idx_mapping, input_batch.query_start_loc, input_batch.cu_num_logits
@@ -160,22 +161,17 @@ class BastionModelState(DefaultModelState):
         if drafts is None:
             # A dummy batch, or a step without drafts.
             trees.step_drafts = np.zeros(batch.num_reqs, dtype=np.int32)
-            if self._is_plain(batch):
-                trees.begin_plain_step()
-            else:
-                trees.begin_step(batch.idx_mapping)
-            return
-        scheduled = batch.num_scheduled_tokens
-        trees.step_base_rows = scheduled - drafts
-        if batch.max_query_len is not None:
-            # Our manager has trimmed the step. It does not trim vLLM's warm-up steps.
-            assert self.runtime.manager is not None
-            drafts = self.runtime.manager.drafts
-        trees.step_drafts = drafts
+        else:
+            trees.step_base_rows = batch.num_scheduled_tokens - drafts
+            if batch.max_query_len is not None:
+                # Our manager has trimmed the step. It does not trim vLLM's warm-up steps.
+                assert self.runtime.manager is not None
+                drafts = self.runtime.manager.drafts
+            trees.step_drafts = drafts
         if self._is_plain(batch):
             trees.begin_plain_step()
             return
-        masked = not trees.chains and drafts.any()
+        masked = not trees.chains and trees.step_drafts.any()
         trees.begin_step(batch.idx_mapping, batch.cu_num_logits if masked else None)
 
     def remove_request(self, req_id: str) -> None:

@@ -117,8 +117,9 @@ class Trees:
         self.verifying = False  # whether the step's accepted paths may leave the first columns
         self.walked = False  # whether the step had an acceptance walk, which wrote `path`
 
-        # Cost of a whole step by its target rows. A buffer, because the drafter's captured graph
-        # reads it. Constant until costs are known, which makes the largest tree the best one.
+        # Cost of a whole step by its target rows, up to a common factor. A buffer, because the
+        # drafter's captured graph reads it. Constant until costs are known, which makes the
+        # largest tree the best one.
         self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
         self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
@@ -328,7 +329,7 @@ class Trees:
     # ---- step t+1: the trees are verified -----------------------------------------------
 
     def begin_plain_step(self) -> None:
-        """No row of the step is a node, and no kernel of the step reads these buffers."""
+        """Begin a step without nodes, of which no kernel reads the request slots or tails."""
         self.masking = self.verifying = self.walked = False
 
     def begin_step(
@@ -341,8 +342,8 @@ class Trees:
             tails: [R + 1] int32, vLLM's ``cu_num_logits``; None if every tail is a chain or a lone
                 root, whose rows are causal and need no mask.
         """
-        self.begin_plain_step()
         self.masking = tails is not None
+        self.verifying = self.walked = False
         if idx_mapping is None:
             idx_mapping = self.step_slots[:0]
         bind_tails(idx_mapping, tails, self.step_slots, self.tail_lens)
