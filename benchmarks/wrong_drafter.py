@@ -4,8 +4,7 @@
     python -m benchmarks.wrong_drafter      # results/wrong-drafter.json, .md; pictures in docs/
 
 A browser has the server's page open while clients send requests. What is kept of each run: the
-page, the metrics, bastion's lines in the log, and the texts, which must be the same. The random
-drafter has the checkpoint's shapes and the spread of its weights, but no training.
+page, the metrics, bastion's lines in the log, and the texts, which must be the same.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from benchmarks.harness.engine import UserEngine
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_prompts
 from benchmarks.provenance import provenance
+from benchmarks.random_drafter import write_random
 from benchmarks.serve import served
 
 _CLIENTS, _TOKENS = 4, 40
@@ -71,21 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.with_suffix(".md").write_text(markdown(result))
     print(markdown(result))
     return 0
-
-
-def write_random(source: Path, out: Path) -> None:
-    """A copy of a drafter whose matrices are random, with the mean square of its own."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(source, out)
-    generator = torch.Generator().manual_seed(0)
-    weights = load_file(out / "model.safetensors")
-    for name, weight in weights.items():
-        if weight.ndim == 2:
-            noise = torch.randn(weight.shape, generator=generator)
-            weights[name] = (noise * weight.float().square().mean().sqrt()).to(weight.dtype)
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def observe(

@@ -16,7 +16,9 @@ from benchmarks import TINY
 from benchmarks.kinds import KINDS
 from benchmarks.paper.data import SETS, DataError
 from benchmarks.paper.methods import Drafter, Target
+from benchmarks.random_drafter import write_random
 from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
+from vllm_bastion.envs import cache_dir
 
 # Of `--quick`; options that were given win.
 _QUICK = {
@@ -49,8 +51,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--target", help="a model of the Hub, or a folder")
     add("--drafter", help="its DFlash drafter")
     add("--eagle3", help="its EAGLE-3 head")
-    add("--drafters", nargs="+", default=[], help="further drafters: names, folders, of a pair")
-    add("--pair", help="in place of these: tiny, or a shape of benchmarks.widen")
+    add("--drafters", nargs="+", default=[], help="names, folders, of a pair; random")
+    add("--pair", help="in place of these: tiny, hybrid, or a shape of benchmarks.widen")
     add("--sets", nargs="+", default=[], metavar="SET", help=f"of {', '.join(SETS)}")
     add("--long", action="store_true", help="the seven sets of LongBench too")
     add("--data", nargs="+", default=[], metavar="SET=FILE", help="local copies of sets")
@@ -128,16 +130,23 @@ def drafter_of(name: str) -> Drafter:
 
 
 def pair_folder(name: str) -> Path:
-    """The tiny pair, or a pair of a shape of `benchmarks.widen`."""
+    """A pair of `benchmarks/tiny`, or of a shape of `benchmarks.widen`."""
     if name == "tiny":
         return TINY
+    if name == "hybrid":
+        return TINY / name
     from benchmarks.widen.pairs import pair_of
 
     return pair_of(name)
 
 
 def pair_drafter(pair: str, folder: Path, name: str) -> str:
-    """A further drafter of a pair by its name, or by any other name for what that names."""
+    """A further drafter of a pair by its name, or by any other name for what that names.
+
+    `random` is a drafter of the pair's own shape that is never right.
+    """
+    if name == "random":
+        return str(write_random(folder / "drafter", cache_dir() / "random" / pair / name))
     if pair != "tiny" and name in ("dflash2", "domino"):
         from benchmarks.widen.pairs import drafter_of as wide_drafter_of
 
@@ -146,8 +155,8 @@ def pair_drafter(pair: str, folder: Path, name: str) -> str:
 
 
 def pair_dtype(name: str) -> str:
-    """The type that a pair runs in: the tiny one in float32, so that two runs emit the same."""
-    return "float32" if name == "tiny" else "bfloat16"
+    """The type that a pair runs in: the tiny ones in float32, so that two runs emit the same."""
+    return "float32" if name in ("tiny", "hybrid") else "bfloat16"
 
 
 def without_folders(argv: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.wrong_drafter import write_random
+from benchmarks.random_drafter import write_random
 from tests.e2e import cases
 from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Batch, Engine, Runner
 from tests.e2e.test_serving import SPECULATIVE, Server, serving, values

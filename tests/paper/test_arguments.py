@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks import TINY
 from benchmarks.kinds import KINDS
@@ -26,6 +30,26 @@ def test_a_pairs_own_drafters_are_named_and_read_from_their_checkpoints() -> Non
     )
     with pytest.raises(DataError, match="eagle3 has no drafter that method bastion supports"):
         target_of(parse(["--pair", "tiny", "--drafters", "eagle3"]))
+
+
+def test_a_random_drafter_is_a_pairs_own_without_its_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path))
+    for pair in ("tiny", "hybrid"):
+        what = target_of(parse(["--pair", pair, "--drafters", "random"]))
+        (random,) = what.others
+        assert random == Drafter(random.name, what.gamma) and Path(random.name).name == "random"
+        ours, theirs = (
+            load_file(Path(folder) / "model.safetensors") for folder in (random.name, what.drafter)
+        )
+        assert ours.keys() == theirs.keys()
+        for name, weight in theirs.items():
+            if weight.ndim == 2:
+                cosine = torch.cosine_similarity(ours[name].flatten(), weight.flatten(), 0)
+                assert abs(float(cosine)) < 0.1, name
+            else:
+                assert torch.equal(ours[name], weight), name
 
 
 def test_requests_of_a_kind_are_sets_of_their_own() -> None:
