@@ -199,6 +199,18 @@ def test_a_drafter_that_does_not_fit_is_told_once_an_hour() -> None:
     assert judge.observe([0] * TREES) is not None
 
 
+def test_a_token_that_is_accepted_by_chance_does_not_delay_the_warning() -> None:
+    judge = fit(Clock())
+    assert judge.observe([0] * (BARREN_TREES - 2)) is None
+    assert judge.observe([1]) is None
+    warning = judge.observe([0])
+    assert warning is not None and f"{BARREN_TREES} trees yielded 1 draft tokens" in warning
+    # One that fits may begin badly.
+    judge = fit(Clock())
+    assert judge.observe([0] * (BARREN_TREES - 1)) is None
+    assert judge.observe([5]) is None and judge.observe([0] * BARREN_TREES) is None
+
+
 def test_a_drafter_that_fits_is_not_told() -> None:
     judge = fit(Clock())
     assert all(judge.observe([0, 1, 0, 0]) is None for _ in range(TREES))

@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Trees that are judged together, and how many are enough if none has yielded anything: the gate
-# soon closes on such a drafter, and 1,000 trees would take hours.
-TREES, BARREN_TREES = 1000, 128
+# Trees that are judged together, and how many are enough if next to none has ever yielded anything:
+# the gate soon closes on such a drafter, and 1,000 trees would take hours.
+TREES, BARREN_TREES = 1000, 64
+# Accepted tokens per tree that a wrong drafter gets by chance.
+_BY_CHANCE = 0.02
 # Fewer accepted tokens per tree than this is next to nothing: a fitting drafter gives several.
 FEWEST_ACCEPTED = 0.1
 # Seconds between two warnings of one kind.
@@ -19,7 +21,7 @@ _PAUSE = 3600.0
 
 
 class DrafterFit:
-    """Judges the trees of one engine, TREES at a time, or BARREN_TREES if none has yielded a token.
+    """Judges the trees of one engine, TREES at a time, or BARREN_TREES if none yields anything.
 
     Args:
         drafter: name or folder of the drafter, as the user gave it.
@@ -38,15 +40,19 @@ class DrafterFit:
         self._drafter, self._target, self.positions = drafter, target, positions
         self._clock = clock
         self._trees = self._accepted = 0
-        self._ever_accepted = False
+        self._all_trees = self._all_accepted = 0
         self._next_fit = self._next_context = -float("inf")
 
     def observe(self, accepted: list[int]) -> str | None:
         """Add verified trees, [T] draft tokens accepted of each. Returns a warning, or None."""
-        self._trees += len(accepted)
-        self._accepted += sum(accepted)
-        self._ever_accepted |= self._accepted > 0
-        if self._trees < (TREES if self._ever_accepted else BARREN_TREES):
+        tokens = sum(accepted)
+        self._trees, self._accepted = self._trees + len(accepted), self._accepted + tokens
+        self._all_trees, self._all_accepted = (
+            self._all_trees + len(accepted),
+            self._all_accepted + tokens,
+        )
+        barren = self._all_accepted <= _BY_CHANCE * self._all_trees
+        if self._trees < (BARREN_TREES if barren else TREES):
             return None
         trees, tokens = self._trees, self._accepted
         self._trees = self._accepted = 0
