@@ -152,7 +152,7 @@ class Adaptive:
         # nodes per request that the last observed scores called for
         self._per_request = float(self.max_nodes)
         self._history = deque([_Trees() for _ in range(2 + self.lag)], 2 + self.lag)
-        self.gate = DraftGate() if plain else None
+        self.gate = DraftGate(corpus.recording.depth) if plain else None
         self._drafted = True
         # (A-hat, accepted) of every request and step that had a tree
         self.predictions: list[tuple[float, int]] = []

@@ -23,7 +23,7 @@ class Engine:
     """
 
     def __init__(self, tree_ms, accepted=1.0, seed=0):
-        self.gate = DraftGate()
+        self.gate = DraftGate(15)
         self.costs = estimate(tree_ms)
         self.accepted = accepted
         self.rng = np.random.default_rng(seed)
@@ -76,6 +76,14 @@ def test_trees_that_do_not_pay_stop_at_once_and_lose_little():
     assert engine.ms / engine.tokens < (1 + 1 / 64) * PLAIN_MS + 8 * PLAIN_MS / 3000
 
 
+@pytest.mark.parametrize(("ratio", "sd", "tries"), [(15, 0, 1), (17, 0, 0), (17, 0.1, 1)])
+def test_the_first_tree_is_not_tried_if_its_depth_cannot_pay_for_it(ratio, sd, tries):
+    gate = DraftGate(depth=15)
+    assert gate.draft([0], estimate(ratio * PLAIN_MS, sd=sd)) == bool(tries)
+    # Plain steps do not change that.
+    assert tries or not any(gate.draft([0], estimate(ratio * PLAIN_MS)) for _ in range(1000))
+
+
 @pytest.mark.parametrize("count", [16, 256])
 def test_what_cannot_pay_is_not_tried(count):
     engine = Engine(tree_ms=80.0)
@@ -120,7 +128,7 @@ def test_a_good_request_is_judged_by_itself():
 
 def test_one_requests_penalties_do_not_teach_the_others():
     """A request whose trees keep less than they promise must not close the gate for others."""
-    gate, costs = DraftGate(), estimate(20.0)
+    gate, costs = DraftGate(15), estimate(20.0)
     for _ in range(40):
         gate.observe_trees([1], [3.0], [16])
         gate.observe_outcomes([1], [3.0], [3.0])
@@ -170,7 +178,7 @@ def test_little_is_lost_at_the_break_even():
 
 
 def test_a_tree_without_a_node_worth_verifying_counts():
-    gate, costs = DraftGate(), estimate(30.0)
+    gate, costs = DraftGate(15), estimate(30.0)
     assert gate.draft([0], costs)
     gate.observe_trees([0], [0.0], [0])
     assert not gate.draft([0], costs)
@@ -186,7 +194,7 @@ def test_a_drafter_that_overstates_itself_is_corrected():
 
 
 def test_kappa_tracks_what_is_accepted():
-    gate = DraftGate()
+    gate = DraftGate(15)
     for request in range(400):
         gate.observe_trees([request], [6.0], [8])
         gate.observe_outcomes([request], [6.0], [9.0])
@@ -196,7 +204,7 @@ def test_kappa_tracks_what_is_accepted():
 def test_the_cost_is_that_of_the_rows():
     # trees of 16 nodes pay for two requests and not for four: rows beyond 40 are expensive
     cost = np.where(np.arange(200) <= 40, 12.0, 90.0).astype(np.float32)
-    gate = DraftGate()
+    gate = DraftGate(15)
     for _ in range(16):
         gate.observe_trees([0, 1, 2, 3], [2.0] * 4, [16] * 4)
     assert gate.draft([0, 1], StepEstimate(cost, PLAIN_MS))
@@ -207,7 +215,7 @@ def test_a_request_that_never_has_trees_only_makes_the_others_pay_more():
     cost = (10.0 + 0.5 * np.arange(100)).astype(np.float32)
 
     def gate(tokens):
-        gate = DraftGate()
+        gate = DraftGate(15)
         for _ in range(16):
             gate.observe_trees([0], [tokens], [8])
         gate.exclude(1)
@@ -222,7 +230,7 @@ def test_a_request_that_never_has_trees_only_makes_the_others_pay_more():
 
 
 def test_plain_steps_are_tried_while_their_cost_is_in_doubt_and_two_in_a_row():
-    gate, names = DraftGate(), [0]
+    gate, names = DraftGate(15), [0]
     for _ in range(64):
         gate.observe_trees(names, [0.6], [16])
         gate.observe_outcomes(names, [0.6], [0.6])
@@ -239,7 +247,7 @@ def test_plain_steps_are_tried_while_their_cost_is_in_doubt_and_two_in_a_row():
 
 
 def test_trials_of_plain_steps_are_paid_from_the_allowance():
-    gate, plain = DraftGate(), 0
+    gate, plain = DraftGate(15), 0
     for _ in range(64):
         gate.observe_trees([0], [1.0], [16])
         gate.observe_outcomes([0], [1.0], [1.0])

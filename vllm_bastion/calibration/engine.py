@@ -107,7 +107,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
     runtime.costs = StepCosts(latency, runtime.trees, online=online)
     runtime.costs.install(1, 1.0)
     if runner.dp_size == 1:
-        runtime.gate = DraftGate()
+        runtime.gate = DraftGate(runtime.trees.depth)
     return costs
 
 

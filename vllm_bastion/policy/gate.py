@@ -25,6 +25,9 @@ whole step of it is timed. That is expected to lose
 milliseconds. Trials are paid from an allowance that grows by SHARE of the time, and by P / R for
 each new request, whose first tree thus hardly ever waits. What cannot pay is never tried, what may
 pay is tried the more often the less it costs, and what is lost to trials is bounded.
+
+The very first trees are grown whatever they promise, for nothing is known of the drafter, unless
+they cannot pay: g_r is at most D, the depth of trees, and C / P is known up to that deviation.
 """
 
 from __future__ import annotations
@@ -93,9 +96,13 @@ class DraftGate:
     """Decides before each draft whether to make it.
 
     A request is identified by any integer that is its own while it runs, such as its request slot.
+
+    Args:
+        depth: the most draft tokens that a tree can have accepted, D.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
+        self._most_tokens = 1.0 + depth
         self._requests: dict[int, _Gain] = {}
         self._all = _Gain(_RECENT_OF_ALL)
         self._excluded: set[int] = set()
@@ -168,8 +175,9 @@ class DraftGate:
         count, plain_ms = len(requests), costs.plain_ms
         tokens, variance, nodes, unknown = self._expected(requests)
         tree_ms = costs.tree_step_ms(round(count + nodes))
-        # As long as nothing is known of any tree, a request is assumed to break even.
-        tokens += unknown * tree_ms / plain_ms
+        # As long as nothing is known of any tree, a request is assumed to break even if it can.
+        most = self._most_tokens * math.exp(_DOUBT * costs.ratio_sd)
+        tokens += unknown * min(tree_ms / plain_ms, most)
         advantage = math.log(tokens / count) - math.log(tree_ms / plain_ms)
         drafts = advantage >= -1e-9
         self.reason = "pays" if drafts else "does not pay"
