@@ -141,6 +141,7 @@ def test_nothing_is_out_of_bounds() -> None:
         "test_attention_kinds",
         "test_linear_cpu",
         "test_topk_logprobs",
+        "test_frontier",
     )
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "tests.kernels.checked_build",

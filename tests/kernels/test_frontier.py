@@ -67,22 +67,27 @@ class Block:
         features = torch.cat([self.hidden[req, depth], states[0, -1]])
         return logits + self.last @ nn.functional.silu(self.first @ features)
 
-    def lattice(self, width: int, top_k: int):
+    def lattice(self, width: int, top_k: int, run=recurrent_lattice, kind=torch.float32):
+        """What `run` makes of the block with its weights and hidden states of dtype `kind`."""
         head = self.head
+        weights = (head.weight_ih, head.weight_hh, head.first, head.last)
+        head = PrefixHead(*(weight.to(kind) for weight in weights), head.corrected_from)
+        prepared = head.joined() if run is recurrent_lattice.triton else head.prepared()
+        embedding = self.embedding.to(kind)
         made = PrefixLattice.empty(
             len(self.tokens), self.tokens.shape[1], width, self.tokens.shape[2], torch.device("cpu")
         )
         made.logprobs.fill_(torch.nan)  # what is left of another step is never read
         made.rows.fill_(-7)
-        recurrent_lattice(
-            head, head.prepared(), lambda ids: self.embedding[ids], self.anchors, self.tokens,
-            self.tokens, self.base, self.hidden, top_k, made,
+        run(
+            head, prepared, lambda ids: embedding[ids], self.anchors, self.tokens, self.tokens,
+            self.base, self.hidden.to(kind), top_k, made,
         )  # fmt: skip
         return made
 
-    def trees(self, width: int, top_k: int, limit: int) -> Trees:
+    def trees(self, width: int, top_k: int, limit: int, run=recurrent_lattice) -> Trees:
         """The trees of N = `limit` nodes from a frontier of `width`."""
-        made = self.lattice(width, top_k)
+        made = self.lattice(width, top_k, run)
         reqs = len(self.anchors)
         out = poisoned_trees(reqs, reqs, limit)
         expand_transitions(self.tokens, made.logprobs, top_k, torch.arange(reqs), *out, made.rows)
@@ -250,7 +255,7 @@ ROUNDS = {  # R, P, M, E, top-K, B, corrected
 }
 
 
-@pytest.mark.parametrize("run", versions(extend_frontier.triton, extend_frontier.cpu))
+@pytest.mark.parametrize("run", versions(extend_frontier.reference, extend_frontier.triton))
 @pytest.mark.parametrize("case", ROUNDS.values(), ids=ROUNDS)
 @pytest.mark.parametrize("ties", [False, True])
 def test_a_round_keeps_what_stable_sorts_keep(
@@ -294,21 +299,62 @@ def test_a_round_keeps_what_stable_sorts_keep(
             assert_same(one, other)
 
 
-def test_the_triton_ops_grow_the_same_trees(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_triton_ops_grow_the_same_trees(device: torch.device) -> None:
     """`recurrent_lattice` with the kernels in place of what a CPU runs."""
-    import bastion_kernels.draft.prefix_lattice as module
-
     block = Block(11, 2, 4, 8, 1)
     expected = block.trees(6, 5, 20)
-    if device.type == "cpu":
-        monkeypatch.setattr(module, "advance_states", advance_states.triton)
-        monkeypatch.setattr(module, "extend_frontier", extend_frontier.triton)
-    actual = block.trees(6, 5, 20)
+    run = recurrent_lattice if device.type == "cuda" else recurrent_lattice.triton
+    actual = block.trees(6, 5, 20, run)
     for name in ("tokens", "parents", "depths", "num_nodes"):
         assert_same(getattr(actual, name), getattr(expected, name), name)
     torch.testing.assert_close(actual.log_rho, expected.log_rho, rtol=0, atol=1e-5)
+
+
+LATTICES = {  # R, D, M, B, top-K, first corrected depth
+    "usual": (2, 6, 20, 16, 16, 0),
+    "fewer children": (3, 5, 7, 5, 3, 0),
+    "an uncorrected start": (2, 5, 9, 6, 9, 2),
+    "nothing corrected": (1, 3, 4, 8, 4, 3),
+    "chain": (2, 6, 40, 1, 1, 0),
+    "more requests": (20, 3, 33, 12, 16, 1),
+}
+
+
+@pytest.mark.parametrize("case", LATTICES.values(), ids=LATTICES)
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [(torch.float32, 2e-5), (torch.float16, 2e-2), (torch.bfloat16, 1.5e-1)],
+    ids=str,
+)
+def test_all_rounds_in_one_call_give_the_references_lattice(
+    case: tuple[int, ...], kind: torch.dtype, tolerance: float
+) -> None:
+    """In every dtype of an engine, with sizes that no vector divides.
+
+    The reference rounds its products to the weights' dtype, so in two bytes near ties may end
+    otherwise. Scores of float32 are those of the same prefixes to the last bits.
+    """
+    reqs, depth, candidates, width, top_k, start = case
+    block = Block(candidates, reqs, depth, candidates, start)
+    expected = block.lattice(width, top_k, recurrent_lattice.reference, kind)
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            actual = block.lattice(width, top_k, recurrent_lattice.cpu, kind)
+        finally:
+            torch.set_num_threads(before)
+        root = expected.logprobs[:, 0, 0]
+        torch.testing.assert_close(actual.logprobs[:, 0, 0], root, rtol=0, atol=tolerance)
+        if kind == torch.float32:
+            written = actual.rows != -7  # rows of prefixes that there are
+            assert_same(actual.rows[written], expected.rows[written])
+            torch.testing.assert_close(
+                actual.logprobs[written], expected.logprobs[written], rtol=0, atol=tolerance
+            )
+        else:
+            number, other = (int((x.rows >= 0).sum()) for x in (actual, expected))
+            assert number == other
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -322,3 +368,13 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"P \* M <= 8192"):
         extend_frontier(base, weight[:, 0], many, weight, torch.zeros(1, 255), 2, True, scores,
                         scores.int(), ints, ints, torch.zeros(1, 2))  # fmt: skip
+
+
+def test_a_lattice_names_its_wrong_arguments() -> None:
+    block = Block(1, 1, 2, 4)
+    block.base = block.base.double()
+    with pytest.raises(TypeError, match=r"base must be torch\.float32"):
+        block.lattice(2, 2)
+    block = Block(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="top_k >= 1, got 2, 4, 0"):
+        block.lattice(2, 0)

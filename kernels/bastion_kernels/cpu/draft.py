@@ -15,7 +15,6 @@ from bastion_kernels.cpu.cache import njit
 from bastion_kernels.cpu.topk import topk_logprobs_cpu
 from bastion_kernels.draft.best_first import ExpandBestFirst
 from bastion_kernels.draft.budget import ChooseBudget, TakeBest
-from bastion_kernels.draft.frontier import ExtendFrontier
 from bastion_kernels.draft.topk_logprobs import TopkLogprobs
 from bastion_kernels.draft.transitions import ExpandTransitions
 
@@ -147,62 +146,6 @@ def _expand(
 
 
 _NO_ROWS = np.empty((0, 0, 0, 0), np.int32)
-
-
-@njit
-def _keep(logprobs, above, top_k, rows, parents, children, out_costs):
-    """Of one request, keep the best: logprobs and rows [P, M], above [P], the others [B]."""
-    prefixes, candidates, most = logprobs.shape[0], logprobs.shape[1], parents.shape[0]
-    infinite = np.float32(np.inf)
-    costs = np.full((prefixes, candidates), infinite, np.float32)
-    for p in range(prefixes):
-        own = np.empty(candidates, np.float32)
-        for m in range(candidates):
-            logprob = logprobs[p, m]
-            own[m] = -logprob if logprob < 0 else np.float32(0.0)
-            if logprob != logprob:
-                own[m] = infinite
-        room, limit = candidates, infinite
-        if top_k < candidates:
-            limit = np.partition(own, top_k - 1)[top_k - 1]
-            room = top_k - np.sum(own < limit)
-        for m in range(candidates):
-            if own[m] < limit:
-                costs[p, m] = above[p] + own[m]
-            elif own[m] == limit and room > 0:
-                room -= 1
-                costs[p, m] = above[p] + own[m]
-    room, limit = most, infinite
-    if most < costs.size:
-        limit = np.partition(costs.ravel(), most - 1)[most - 1]
-        room = most - np.sum(costs < limit)
-    count = 0
-    for p in range(prefixes):
-        for m in range(candidates):
-            cost = costs[p, m]
-            rows[p, m] = -1
-            if cost > limit or cost == infinite or (cost == limit and room == 0):
-                continue
-            if cost == limit:
-                room -= 1
-            rows[p, m], parents[count], children[count], out_costs[count] = count, p, m, cost
-            count += 1
-    parents[count:], children[count:], out_costs[count:] = 0, 0, infinite
-
-
-@njit
-def _keep_all(logprobs, above, top_k, rows, parents, children, out_costs):
-    for r in range(logprobs.shape[0]):
-        _keep(logprobs[r], above[r], top_k, rows[r], parents[r], children[r], out_costs[r])
-
-
-def extend_frontier(op: ExtendFrontier) -> None:
-    """PyTorch's products, then a selection without a sort."""
-    op.score()
-    _keep_all(
-        op.logprobs.numpy(), op.costs.numpy(), op.top_k, op.rows.numpy(), op.parents.numpy(),
-        op.children.numpy(), op.out_costs.numpy(),
-    )  # fmt: skip
 
 
 def expand_best_first(op: ExpandBestFirst) -> None:

@@ -160,4 +160,4 @@ class ExtendFrontier(Op):
         )
 
 
-extend_frontier = public(ExtendFrontier, cpu="bastion_kernels.cpu.draft", device_of="costs")
+extend_frontier = public(ExtendFrontier, device_of="costs")

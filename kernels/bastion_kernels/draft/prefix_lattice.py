@@ -12,11 +12,12 @@ With B at least the nodes of the tree nothing is lost: the N best prefixes of al
 a depth, and each of these is among the N best of its depth. With a smaller B a prefix may be a leaf
 of the tree although its children deserve a place.
 
-A round of `recurrent_lattice` is eight launches, whatever B, M and the batch are: the embeddings of
-the frontier's tokens, their product with the GRU's input weights, the GRU's gates
-(`advance_states`), the products of the new states with the GRU's state weights and the first
-projection's, scores and choice (`extend_frontier`), and three to look up the chosen tokens. The
-last projection is read at the M candidates alone. The products are PyTorch's.
+On a CPU all rounds are one call, which multiplies a token or a state once however many prefixes
+share it. On a GPU a round is eight launches, whatever B, M and the batch are: the embeddings of the
+frontier's tokens, their product with the GRU's input weights, the GRU's gates (`advance_states`),
+the products of the new states with the GRU's state weights and the first projection's, scores and
+choice (`extend_frontier`), and three to look up the chosen tokens. The last projection is read at
+the M candidates alone. A GPU's products are PyTorch's.
 
 Shapes: P prefixes of a depth (1 at the root, then B), M candidates, E the projection's width, G the
 state's, H the hidden size, V the drafter's vocabulary.
@@ -31,8 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bastion_kernels.checks import on_gpu
 from bastion_kernels.draft.frontier import extend_frontier
 from bastion_kernels.draft.gru_states import advance_states
+from bastion_kernels.op import Op, load, public
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,14 @@ class PrefixHead:
     last: Tensor
     corrected_from: int = 0
 
-    def prepared(self) -> tuple[Tensor, Tensor]:
+    def prepared(self) -> tuple[Tensor, ...]:
+        """The weights as `recurrent_lattice` multiplies them on their device."""
+        if on_gpu(self.first):
+            return self.joined()
+        packed: tuple[Tensor, ...] = load("bastion_kernels.cpu.prefix_lattice", "pack_head")(self)
+        return packed
+
+    def joined(self) -> tuple[Tensor, Tensor]:
         """Contiguous weights of the hidden state `[E, H]` and of the GRU's state `[3G + E, G]`."""
         hidden = self.weight_ih.shape[1]
         of_state = torch.cat([self.weight_hh, self.first[:, hidden:]])
@@ -85,58 +95,94 @@ class PrefixLattice:
         return PrefixLattice(self.logprobs[:reqs], self.rows[:reqs])
 
 
-def recurrent_lattice(
-    head: PrefixHead,
-    prepared: tuple[Tensor, Tensor],
-    embed: Callable[[Tensor], Tensor],
-    anchors: Tensor,
-    tokens: Tensor,
-    ids: Tensor,
-    base: Tensor,
-    hidden: Tensor,
-    top_k: int,
-    out: PrefixLattice,
-) -> None:
+@dataclass(slots=True)
+class RecurrentLattice(Op):
     """Score the best prefixes of every depth with a head that carries a state.
 
-    Args:
-        head: the head's weights, of dtype T.
-        prepared: `head.prepared()`.
-        embed: [R * P] int64 target tokens -> [R * P, H] of dtype T.
-        anchors: [R] integers, the root's token.
-        tokens: [R, D, M] int32, candidates by the target's ids.
-        ids: [R, D, M] integers, the same by the drafter's ids, the rows of `head.last`.
-        base: [R, D, M] fp32, their scores before the correction.
-        hidden: [R, D, H] of dtype T, hidden states of the positions.
-        top_k: most children of a prefix.
-        out: R requests, written; its B is the most prefixes kept at a depth.
+    Raises:
+        ValueError, TypeError: shapes, strides or dtypes do not fit together, or more prefixes or
+            candidates than 255.
     """
-    reqs, depth, width, _ = out.rows.shape
-    of_hidden, of_state = prepared
-    size, kind, device = head.weight_hh.shape[1], head.weight_ih.dtype, tokens.device
-    positions = F.linear(hidden, of_hidden)  # [R, D, E]
-    rows_of_last = F.embedding(ids.long(), head.last)  # [R, D, M, E]
 
-    def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
+    head: PrefixHead
+    """The head's weights, of dtype T."""
+    prepared: tuple[Tensor, ...]
+    """`head.prepared()`."""
+    embed: Callable[[Tensor], Tensor]
+    """[any number] int64 target tokens -> their embeddings [.., H] of dtype T."""
+    anchors: Tensor
+    """`[R]` integers, the root's token."""
+    tokens: Tensor
+    """`[R, D, M]` int32, candidates by the target's ids."""
+    ids: Tensor
+    """`[R, D, M]` integers, the same by the drafter's ids, the rows of `head.last`."""
+    base: Tensor
+    """`[R, D, M]` fp32, their scores before the correction."""
+    hidden: Tensor
+    """`[R, D, H]` of dtype T, hidden states of the positions."""
+    top_k: int
+    """Most children of a prefix."""
+    out: PrefixLattice
+    """R requests, written; its B is the most prefixes kept at a depth."""
 
-    logprobs, rows = out.logprobs, out.rows
-    states = torch.zeros(reqs, 1, size, dtype=kind, device=device)
-    products = torch.zeros(reqs, 1, of_state.shape[0], dtype=kind, device=device)
-    costs = torch.zeros(reqs, 1, dtype=torch.float32, device=device)
-    parents = torch.zeros(reqs, 1, dtype=torch.int32, device=device)
-    last = anchors.view(reqs, 1).long()
-    for d in range(depth):
-        prefixes = last.shape[1]
-        inputs = F.linear(embed(last.flatten()), head.weight_ih).view(reqs, prefixes, -1)
-        old, states = states, made(reqs, prefixes, size, dtype=kind)
-        advance_states(inputs, products, old, parents, states)
-        products = F.linear(states, of_state)
-        parents, children = made(reqs, width), made(reqs, width)
-        above, costs = costs, made(reqs, width, dtype=torch.float32)
-        extend_frontier(
-            base[:, d], positions[:, d], products[..., 3 * size :], rows_of_last[:, d], above,
-            top_k, d >= head.corrected_from, logprobs[:, d, :prefixes], rows[:, d, :prefixes],
-            parents, children, costs,
-        )  # fmt: skip
-        last = tokens[:, d].gather(1, children.long()).long()
+    def check(self) -> None:
+        reqs, depth, width, candidates = self.out.rows.shape
+        kind = self.head.weight_ih.dtype
+        self.expect("anchors", (reqs,), torch.int32, torch.int64)
+        self.expect("tokens", (reqs, depth, candidates), torch.int32)
+        self.expect("ids", (reqs, depth, candidates), torch.int32, torch.int64)
+        self.expect("base", (reqs, depth, candidates), torch.float32)
+        self.expect("hidden", (reqs, depth, self.head.weight_ih.shape[1]), kind)
+        if not (self.out.rows.is_contiguous() and self.out.logprobs.is_contiguous()):
+            raise ValueError(f"{self.name}: out must be contiguous")
+        if max(width, candidates) > 255 or self.top_k < 1:
+            raise ValueError(
+                f"{self.name}: B and M <= 255, top_k >= 1, got {width}, {candidates}, {self.top_k}"
+            )
+
+    def reference(self) -> None:
+        """Round by round with the references of both ops."""
+        self._rounds(self.head.joined(), advance_states.reference, extend_frontier.reference)
+
+    def triton(self) -> None:
+        """Round by round, PyTorch's products and the kernels of both ops."""
+        self._rounds(self.prepared, advance_states.triton, extend_frontier.triton)
+
+    def _rounds(
+        self, joined: tuple[Tensor, ...], advance: Callable[..., None], extend: Callable[..., None]
+    ) -> None:
+        reqs, depth, width, _ = self.out.rows.shape
+        head, device = self.head, self.tokens.device
+        of_hidden, of_state = joined
+        size, kind = head.weight_hh.shape[1], head.weight_ih.dtype
+        positions = F.linear(self.hidden, of_hidden)  # [R, D, E]
+        rows_of_last = F.embedding(self.ids.long(), head.last)  # [R, D, M, E]
+
+        def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        logprobs, rows = self.out.logprobs, self.out.rows
+        states = torch.zeros(reqs, 1, size, dtype=kind, device=device)
+        products = torch.zeros(reqs, 1, of_state.shape[0], dtype=kind, device=device)
+        costs = torch.zeros(reqs, 1, dtype=torch.float32, device=device)
+        parents = torch.zeros(reqs, 1, dtype=torch.int32, device=device)
+        last = self.anchors.view(reqs, 1).long()
+        for d in range(depth):
+            prefixes = last.shape[1]
+            inputs = F.linear(self.embed(last.flatten()), head.weight_ih).view(reqs, prefixes, -1)
+            old, states = states, made(reqs, prefixes, size, dtype=kind)
+            advance(inputs, products, old, parents, states)
+            products = F.linear(states, of_state)
+            parents, children = made(reqs, width), made(reqs, width)
+            above, costs = costs, made(reqs, width, dtype=torch.float32)
+            extend(
+                self.base[:, d], positions[:, d], products[..., 3 * size :], rows_of_last[:, d],
+                above, self.top_k, d >= head.corrected_from, logprobs[:, d, :prefixes],
+                rows[:, d, :prefixes], parents, children, costs,
+            )  # fmt: skip
+            last = self.tokens[:, d].gather(1, children.long()).long()
+
+
+recurrent_lattice = public(
+    RecurrentLattice, cpu="bastion_kernels.cpu.prefix_lattice", device_of="tokens"
+)
