@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from benchmarks import TINY
 from tests.e2e import cases
 from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, TARGET, Batch, Engine, Runner
 from tests.e2e.weight_updates import WEIGHTS, vary
@@ -72,20 +73,23 @@ def embeddings_of(other: str, folder: Path) -> str:
         pytest.param("drafter", "bfloat16", True, marks=slow),
         pytest.param("drafter", "bfloat16", False, marks=slow),
         pytest.param("drafter", "float32", True, marks=slow),
+        pytest.param("Domino drafter", "float32", True, marks=slow),
+        pytest.param("Domino drafter", "bfloat16", True, marks=slow),
     ],
 )
 def test_an_update_is_a_fresh_start(
     runner: Runner, tmp_path: Path, way: str, dtype: str, eager: bool
 ) -> None:
-    if way == "drafter":
-        path = vary(DRAFTER, tmp_path / "drafter", by=0.1, seed=2)
+    drafter = str(TINY / "domino") if way == "Domino drafter" else DRAFTER
+    if way.endswith("drafter"):
+        way, path = "drafter", vary(drafter, tmp_path / "drafter", by=0.1, seed=2)
     else:
         path = vary(TARGET, tmp_path / "target", by=0.1, seed=1)
     if way == "in place":
         path = embeddings_of(path, tmp_path / "embeddings")
     every_size = {"setup": [f"{UPDATES}:of_every_size"]}
     plain = of(Engine(eager=eager), dtype=dtype)
-    tree = plain.with_bastion(GAMMA + 8, GAMMA + 8)
+    tree = plain.with_bastion(GAMMA + 8, GAMMA + 8, model=drafter)
     run = run_updated(runner, updated(tree, way, path), **every_size)
     if way == "drafter":
         fresh = plain.with_bastion(GAMMA + 8, GAMMA + 8, model=path)

@@ -41,7 +41,7 @@ class BastionDomino(BastionSpeculator):
     def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         model: Any = super().load_draft_model(*args, **kwargs)
         self._head = model.prefix_head()
-        self._prepared = self._head.prepared()
+        self._prepared = model.prepared_head()
         return cast(nn.Module, model)
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:

@@ -62,6 +62,19 @@ class DominoQwen3ForCausalLM(DFlashQwen3ForCausalLM):
     """A Domino drafter in SpecForge's format or in the speculators library's."""
 
     model_cls = DominoQwen3Model
+    # What `recurrent_lattice` multiplies; None until it was asked for.
+    _prepared: tuple[Tensor, ...] | None = None
+
+    def prepared_head(self) -> tuple[Tensor, ...]:
+        """`PrefixHead.prepared`, in the same tensors at every call; see `renew_head`."""
+        if self._prepared is None:
+            self._prepared = self.prefix_head().prepared()
+        return self._prepared
+
+    def renew_head(self) -> None:
+        """Prepare the head again, after its weights were written in place."""
+        for old, new in zip(self.prepared_head(), self.prefix_head().prepared(), strict=True):
+            old.copy_(new)
 
     def prefix_head(self) -> PrefixHead:
         """The head's weights."""
@@ -80,7 +93,7 @@ class DominoQwen3ForCausalLM(DFlashQwen3ForCausalLM):
         return ids if offsets is None else ids + offsets[ids.long()].to(ids.dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As DFlash's, with the head under SpecForge's names."""
+        """As DFlash's, with the head under SpecForge's names; an update may have a part of them."""
         renamed: dict[str, Tensor] = {}
         for name, weight in weights:
             if any(part in name for part in _OF_TRAINING):
@@ -88,7 +101,7 @@ class DominoQwen3ForCausalLM(DFlashQwen3ForCausalLM):
             part = next((part for part in _PARTS if part in name), None)
             renamed[name if part is None else name[name.index(part) :]] = weight
         missing = [name for name in _NAMES if name not in renamed]
-        if missing:
+        if missing and self._prepared is None:
             raise ValueError(
                 f'drafter "{self.draft_model_config.model}" says that it has a Domino head, and '
                 f"has no {missing[0]}: use a complete checkpoint"

@@ -2,9 +2,9 @@
 """Weights that change while the engine lives: reloaded, or sent by a trainer.
 
 vLLM loads new values into the tensors that a model has, so whatever reads those tensors needs
-nothing. What was made of weights at the start is made anew here: a host's packed copies, and the
-tensors in which a drafter has joined the keys' and values' weights of its layers. They are written
-in place, because CUDA graphs and compiled code read them at their addresses.
+nothing. What was made of weights at the start is made anew here: a host's packed copies, the tensors
+in which a drafter has joined the keys' and values' weights of its layers, and what a Domino head
+multiplies. They are written in place, because CUDA graphs and compiled code read them at their addresses.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def _nothing() -> None:
 def weights_changed(target: Any, drafter: Any) -> None:
     """Renew what was made of the weights of the two models."""
     _join(drafter.model)
+    if hasattr(drafter, "renew_head"):
+        drafter.renew_head()
     current_host().weights_changed(target, drafter)
 
 
