@@ -13,7 +13,7 @@ from benchmarks import TINY
 from benchmarks.server_soak.client import Answer, Choice
 from benchmarks.server_soak.judge import Judge
 from benchmarks.server_soak.requests import CHAT, COMPLETIONS, Request, Requests
-from benchmarks.server_soak.run import compare
+from benchmarks.server_soak.run import compare, passed, repeat_timeouts
 
 PROMPT = list(range(40, 60))
 
@@ -84,3 +84,40 @@ def test_what_else_is_a_mistake() -> None:
     ours = Request(1, COMPLETIONS, {"vllm_xargs": {"bastion_budget": -1}}, "ours")
     assert compare([(ours, Answer(200))], {}, judge, logprob=1e-3)[0]
     assert not compare([(ours, Answer(400))], {}, judge, logprob=1e-3)[0]
+
+
+LATE = Answer(problem="no answer in 300 s", timed_out=True)
+
+
+def test_a_timeout_of_the_plain_server_is_tried_again_and_then_not_compared() -> None:
+    judge = Judge(TINY / "target", 1e-4)
+    first, second, wrong = (
+        Request(1, COMPLETIONS, {"prompt": PROMPT, "temperature": 0}),
+        Request(2, COMPLETIONS, {"prompt": PROMPT, "temperature": 0}),
+        Request(3, COMPLETIONS, {"temperature": -1}, "wrong"),
+    )
+    resent: list[int] = []
+
+    def resend(request: Request) -> Answer:
+        resent.append(request.number)
+        return answered(5, 6) if request is first else LATE
+
+    plain = repeat_timeouts([(first, LATE), (second, LATE), (wrong, LATE)], resend)
+    assert resent == [1, 2, 3]
+    seen = [(first, answered(5, 6)), (second, answered(7)), (wrong, Answer(400))]
+    expected = {request.number: answer for request, answer in plain}
+    problems, near_ties, counts = compare(seen, expected, judge, logprob=1e-3)
+    assert not problems and not near_ties
+    assert (counts["compared"], counts["not_compared"]) == (1, 2)
+    # What the server with trees did wrong counts all the same.
+    for answer in (LATE, Answer(500)):
+        assert len(compare([(second, answer)], expected, judge, logprob=1e-3)[0]) == 1
+    assert len(compare([(wrong, LATE)], expected, judge, logprob=1e-3)[0]) == 1
+
+
+@pytest.mark.parametrize(("compared", "good"), [(9, True), (1, False), (0, False)])
+def test_a_soak_that_compares_little_does_not_pass(compared: int, good: bool) -> None:
+    phase = {"healthy": True, "tracebacks": 0, "left": {}}
+    trees = phase | {"counters": {"spec_decode_num_drafts_total": 5.0}}
+    counts = {"compared": compared, "not_compared": 1, "cut": 1}
+    assert passed({**counts, "problems": [], "trees": trees, "plain": phase}) is good

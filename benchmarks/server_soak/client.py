@@ -31,6 +31,7 @@ class Answer:
     """What came back: a status, and the choices by their index.
 
     prompts: token ids of each choice's prompt. problem: what was wrong with the answer itself.
+    timed_out: no answer came in time.
     """
 
     status: int = 0
@@ -39,6 +40,7 @@ class Answer:
     message: str = ""
     cut: bool = False
     problem: str | None = None
+    timed_out: bool = False
 
 
 def send(port: int, request: Request) -> Answer:
@@ -58,7 +60,8 @@ def send(port: int, request: Request) -> Answer:
             _read(json.loads(response.read()), answer)
     except TimeoutError:
         answer.cut = request.cut is not None
-        answer.problem = None if answer.cut else f"no answer in {_TIMEOUT_S} s"
+        answer.timed_out = not answer.cut
+        answer.problem = f"no answer in {_TIMEOUT_S} s" if answer.timed_out else None
     except (OSError, http.client.HTTPException, ValueError) as error:
         answer.problem = f"{type(error).__name__}: {error}"
     finally:

@@ -191,6 +191,12 @@ OTHERS: tuple[Reliance, ...] = (
     ),
     Reliance("vllm.config:AttentionConfig", files="hooks/engine_args.py", names=("backend")),
     Reliance(
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        files="hooks/engine_args.py",
+        why="where a step cannot hold all drafts, adapters are refused with this text",
+        body=("scheduler_config.max_num_batched_tokens", "decreasing num_speculative_tokens"),
+    ),
+    Reliance(
         "vllm.engine.arg_utils:EngineArgs",
         files="hooks/engine_args.py",
         names=(

@@ -106,10 +106,14 @@ def _update(llm: Any, way: str, path: str) -> None:
             llm.start_draft_weight_update()
         else:
             llm.start_weight_update()
-        for part in range(parts := 3):
-            info = {"path": path, "part": part, "parts": parts}
+        for info in in_parts(path):
             llm.update_weights({"update_info": info})
         llm.finish_weight_update()
+
+
+def in_parts(path: str, parts: int = 3) -> list[dict[str, Any]]:
+    """What is sent for each part of a checkpoint."""
+    return [{"path": path, "part": part, "parts": parts} for part in range(parts)]
 
 
 def _in_place(llm: Any, path: str) -> None:

@@ -24,6 +24,10 @@ class Case:
         title: for the table.
         speculative: keys of `speculative_config`; None for plain decoding.
         plain: the case whose tokens it must repeat; its own name for plain decoding.
+        weights: "varied" for other weights from the start, "reload" or "transfer" for other weights
+            in the running engine; see `new_weights`.
+        like_fresh: whether it also takes as many steps as the case `plain`.
+        unlike: prompts whose tokens must not be those of the case "plain"; all others must be.
         waits: times per steady step that this plugin may wait for the device, on average.
         arguments: further arguments of `EngineArgs`.
     """
@@ -36,6 +40,9 @@ class Case:
     waits: float = 0.0
     tokens: int = 24
     arguments: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    like_fresh: bool = False
+    unlike: tuple[int, ...] | None = None
 
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `EngineArgs`."""
@@ -100,6 +107,9 @@ _HYBRID: dict[str, Any] = {
     },
 }
 
+# These weights give the second prompt the same tokens.
+_NEW: dict[str, Any] = {"unlike": (0, 2)}
+
 CASES = (
     Case("plain", "plain"),
     Case("dflash", "dflash, 15 tokens", {"method": "dflash", "num_speculative_tokens": 15}),
@@ -115,4 +125,26 @@ CASES = (
     Case("paper-adaptive", "paper's command: adaptive", **_paper(ADAPTIVE)),
     Case("plain-hybrid", "hybrid target, plain", **_HYBRID),
     Case("hybrid", "hybrid pair, N = 16", _bastion(16, 16), **_HYBRID),
+    Case("plain-varied", "other weights, plain", plain="plain-varied", weights="varied", **_NEW),
+    Case(
+        "varied", "other weights, N = 16", _bastion(16, 16), plain="plain-varied", weights="varied"
+    ),
+    Case(
+        "reload",
+        "weights reloaded while serving, N = 16",
+        _bastion(16, 16),
+        "varied",
+        weights="reload",
+        like_fresh=True,
+        **_NEW,
+    ),
+    Case(
+        "transfer",
+        "weights transferred while serving, N = 16",
+        _bastion(16, 16),
+        "varied",
+        weights="transfer",
+        like_fresh=True,
+        **_NEW,
+    ),
 )

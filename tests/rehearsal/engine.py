@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import collections
+import os
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
+from tests.rehearsal import new_weights
 from tests.rehearsal.cases import PROMPTS, Case
 from tests.rehearsal.device import FakeDriver
 from tests.rehearsal.emulation import Emulation
@@ -21,17 +24,21 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     """Start the engine and decode; the process ends without stopping it.
 
     Returns:
-        tokens: token ids by prompt; steady: mean counts per steady step; waits: calls that waited
-        in the steady steps, by place in the source; faults, missing, errors: messages; start_s,
-        decode_s; slowest: emulated seconds by kernel.
+        tokens: token ids by prompt; steps: until the first prompt is done; steady: mean counts per
+        steady step; waits: calls that waited in the steady steps, by place in the source; faults,
+        missing, errors: messages; start_s, decode_s; slowest: emulated seconds by kernel.
     """
     from vllm import EngineArgs, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    arguments, folder = case.engine_arguments(), Path(os.environ["VLLM_BASTION_CACHE"]) / case.name
+    weights = None if case.weights is None else new_weights.NewWeights(case, arguments, folder)
     begin = time.perf_counter()
-    engine = LLMEngine.from_engine_args(EngineArgs(**case.engine_arguments()))
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     started = time.perf_counter()
     emulation.running = True
+    if weights is not None:
+        weights.update(engine)
     waits: collections.Counter[tuple[bool, str]] = collections.Counter()
     driver.on_wait(lambda kind: waits.update([_waiting(kind)]))
     params = SamplingParams(temperature=0.0, max_tokens=case.tokens, ignore_eos=True)
@@ -61,6 +68,7 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     means = {name: sum(c.get(name, 0) for c in steady) / len(steady) for name in names}
     return {
         "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
+        "steps": len(steps),
         "steady_steps": len(steady),
         "steady": {name: mean for name, mean in means.items() if not name.startswith("at ")},
         "waits": {name[3:]: mean for name, mean in means.items() if name.startswith("at ")},

@@ -57,8 +57,11 @@ def _chosen(parser: argparse.ArgumentParser, names: list[str]) -> list[Case]:
     for name in names:
         if name not in by_name:
             parser.error(f"no case {name!r}: choose from {', '.join(map(repr, by_name))}")
-    # The tokens of a case are compared with plain decoding's.
-    wanted = {*names, *(by_name[name].plain for name in names)} or set(by_name)
+    wanted = set(names) or set(by_name)
+    # The tokens of a case are compared with other cases'.
+    for _ in by_name:
+        wanted |= {by_name[name].plain for name in wanted}
+        wanted |= {"plain" for name in wanted if by_name[name].unlike is not None}
     return [case for case in CASES if case.name in wanted]
 
 

@@ -52,6 +52,13 @@ def problems(cases: list[Case], results: _Results) -> list[str]:
             found.append(f"{case.name}: no steady step")
         if result["tokens"] != plain.get("tokens"):
             found.append(f"{case.name}: other tokens than {case.plain}")
+        if case.like_fresh and result["steps"] != plain.get("steps"):
+            found.append(f"{case.name}: {result['steps']} steps, a fresh engine {plain['steps']}")
+        if case.unlike is not None:
+            pairs = enumerate(zip(result["tokens"], results["plain"].get("tokens", ())))
+            changed = tuple(i for i, (own, usual) in pairs if own != usual[: len(own)])
+            if changed != case.unlike:
+                found.append(f"{case.name}: changed the tokens of prompts {changed}")
         if steady["waits:ours"] > case.waits:
             places = ", ".join(result["waits"])
             found.append(f"{case.name}: {steady['waits:ours']:.1f} waits of ours a step ({places})")
