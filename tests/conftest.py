@@ -77,7 +77,14 @@ def pytest_collection() -> Iterator[Any]:
 
 
 # The files that take longest, and that compile what others use. Each starts in another process.
-_FIRST = ("test_lossless", "test_products", "test_cuda_path", "test_serving", "test_native_engine")
+_FIRST = (
+    "test_lossless",
+    "test_cuda_path",
+    "test_serving",
+    "test_drafter_kinds",
+    "test_float8_cache",
+    "test_native_engine",
+)
 
 
 def _order(item: pytest.Item) -> tuple[bool, int]:

@@ -41,6 +41,7 @@ def test_importing_the_plugin_imports_nothing_else() -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
+@pytest.mark.slow
 def test_registering_touches_no_device_and_loads_no_kernels() -> None:
     result = run_python(
         "import sys, vllm_bastion.plugin as p\n"
@@ -134,6 +135,7 @@ def test_the_cpu_platform_answers_none_and_leaves_triton_alone() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.skipif(not is_cpu_build(), reason="needs a CPU build of vLLM")
 def test_the_tests_run_vllms_kernels_in_the_interpreter() -> None:
     # PyTorch has imported Triton by then, bound to the compiler: tl.sum must still work, and a

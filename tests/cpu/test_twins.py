@@ -33,7 +33,8 @@ from vllm_bastion.versions import capabilities
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for CPU hosts only")
 
-SEEDS = 2
+# How many seeds at least; a kernel that wrote nothing gets more.
+SEEDS, MOST_SEEDS = [1, pytest.param(2, marks=pytest.mark.slow)], 4
 
 
 def kernel_of(target: str) -> Any:
@@ -72,10 +73,13 @@ def device_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("hostile", [False, True], ids=["random", "hostile"])
 @pytest.mark.parametrize("name", CASES)
-def test_twin_equals_the_kernel(name: str, hostile: bool) -> None:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_twin_equals_the_kernel(seeds: int, name: str, hostile: bool) -> None:
     target = name.partition("/")[0]
     changed = False
-    for seed in range(SEEDS):
+    for seed in range(MOST_SEEDS):
+        if changed and seed >= seeds:
+            break
         before, theirs, ours = (launch_of(name, Draw(seed, hostile)) for _ in range(3))
         kernel_of(target)[theirs.grid](**theirs.args)
         TWINS[target][ours.grid](**ours.args)

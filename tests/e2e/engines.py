@@ -69,9 +69,14 @@ _TIMEOUT_S, _EXIT_S = 3600, 60
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """Environment variables that put everything engines measure and compile into `folder`."""
-    names = ("VLLM_BASTION_CACHE", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
-    return {name: str(folder / name.lower()) for name in names}
+    """Environment variables that put everything engines measure and compile into `folder`.
+
+    Except what PyTorch finds out about the compiler's instruction sets, which it keeps under a
+    digest: vLLM stores a model's code under VLLM_CACHE_ROOT, so each session compiles that anew.
+    """
+    names = ("VLLM_BASTION_CACHE", "VLLM_CACHE_ROOT")
+    own = {name: str(folder / name.lower()) for name in names}
+    return own | {"TORCHINDUCTOR_CACHE_DIR": str(envs.cache_dir() / "tests" / "inductor")}
 
 
 @dataclass(frozen=True)
@@ -252,10 +257,14 @@ class Runner:
 
 
 def share_machine_code(cache: Path) -> None:
-    """Link the user's cache of machine code into `cache`, so that sessions do not compile anew."""
-    ours, users = cache / "numba", envs.cache_dir() / "numba"
+    """Link the user's caches of machine code into `cache`, so that sessions do not compile anew.
+
+    An entry's name is a digest of what it was made from.
+    """
     cache.mkdir(parents=True, exist_ok=True)
-    users.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / "numba.lock"):
-        if not ours.exists():
-            ours.symlink_to(users.resolve())
+    with FileLock(cache / "links.lock"):
+        for name in ("numba", "kernels"):
+            ours, users = cache / name, envs.cache_dir() / name
+            users.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not ours.exists():
+                ours.symlink_to(users.resolve())

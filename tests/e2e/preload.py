@@ -23,6 +23,8 @@ for _name in (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu.model_runner",
     "vllm.v1.worker.cpu_worker",
+    # Imported, not installed: engines without this method keep vLLM's kernels.
+    "vllm_bastion.cpu.twins",
 ):
     import_module(_name)
 inspect_models_here()

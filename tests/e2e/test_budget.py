@@ -32,10 +32,14 @@ _BUDGETS: list[tuple[str, Engine]] = [
 ]
 
 
-_QUICK = [each for each in _BUDGETS if each[0] in ("1 node", "8 nodes, fixed", "63 nodes, fixed")]
+_QUICK = [
+    pytest.param(label, engine, id=label, marks=[pytest.mark.slow] * (label == "8 nodes, fixed"))
+    for label, engine in _BUDGETS
+    if label in ("1 node", "8 nodes, fixed", "63 nodes, fixed")
+]
 
 
-@pytest.mark.parametrize(("label", "engine"), _QUICK, ids=[label for label, _ in _QUICK])
+@pytest.mark.parametrize(("label", "engine"), _QUICK)
 def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
     """Fixed budgets, few prompts."""
     batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]

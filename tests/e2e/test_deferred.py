@@ -22,7 +22,7 @@ PLAN = "tests.e2e.plain_steps:in_turns"
 PROBE = "tests.e2e.plain_steps:context"
 
 
-@pytest.mark.parametrize("top_k", [16, 1])
+@pytest.mark.parametrize("top_k", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_context_waits_without_loss(runner: Runner, compare: Comparison, top_k: int) -> None:
     plain = Engine(max_num_seqs=2, eager=True)
     batch = Batch("drafts in turns")

@@ -31,19 +31,22 @@ def dtypes(session: Any) -> list[list[str]]:
     ]
 
 
-def batches() -> list[Batch]:
+def batches(few: bool) -> list[Batch]:
     """Greedy and seeded requests, chunked prompts, prefix cache hits."""
-    return [cases.greedy(2), cases.sampled(6), cases.chunked(), *cases.prefix_cache()]
+    free = [cases.greedy(1), cases.sampled(3)] if few else [cases.greedy(2), cases.sampled(6)]
+    return [*free, cases.chunked(), *cases.prefix_cache()]
 
 
 @pytest.mark.parametrize(
-    ("kind", "eager"),
+    ("kind", "eager", "few"),
     [
-        ("fp8", True),
-        ("checkpoint", True),
+        ("fp8", True, True),
+        ("checkpoint", True, True),
         *(
-            pytest.param(kind, eager, marks=pytest.mark.slow)
+            pytest.param(kind, eager, False, marks=pytest.mark.slow)
             for kind, eager in (
+                ("fp8", True),
+                ("checkpoint", True),
                 ("fp8", False),
                 ("checkpoint", False),
                 ("fp8_e5m2", True),
@@ -53,9 +56,9 @@ def batches() -> list[Batch]:
     ],
 )
 def test_tokens_equal_plain_decoding(
-    kind: str, eager: bool, runner: Runner, compare: Comparison, tmp_path: Path
+    kind: str, eager: bool, few: bool, runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:
-    asked = batches()
+    asked = batches(few)
     if kind == "checkpoint":
         plain = Engine(eager=eager, extra=(("model", make_scaled(tmp_path / "scaled")),))
     else:

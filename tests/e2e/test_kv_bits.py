@@ -34,7 +34,7 @@ ACCEPT = [3, 0, 2, 3, 1, 3, 0, 2, 3]
 PROBE = "tests.e2e.kv_probe:full_blocks"
 
 
-@pytest.mark.parametrize("kind", ["auto", "fp8"])
+@pytest.mark.parametrize("kind", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_caches_are_bit_equal(runner: Runner, compare: Comparison, kind: str) -> None:
     plain = Engine(max_num_seqs=2, eager=True, extra=(("kv_cache_dtype", kind),))
     batch = Batch("KV rows bit-equal to a chain's")

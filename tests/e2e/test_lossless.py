@@ -26,10 +26,10 @@ MODES = ("sync", "async")
 def batches_of(mode: str, everything: bool = False) -> list[Batch]:
     """One batch per thing that is easy to get wrong; the default lane runs some of them once."""
     batches = [cases.chunked(), cases.stops(), cases.aborted(), cases.wishes(), cases.structured()]
-    if mode == "async" and not everything:
-        return [cases.greedy(1), cases.sampled(3), *batches]
-    batches += [cases.context_end(Engine().max_model_len), *cases.prefix_cache()]
-    return [cases.greedy(6), cases.sampled(6), *batches]
+    if mode == "sync" or everything:
+        batches += [cases.context_end(Engine().max_model_len), *cases.prefix_cache()]
+    few = [cases.greedy(1), cases.sampled(3)]
+    return [*([cases.greedy(6), cases.sampled(6)] if everything else few), *batches]
 
 
 def engine_of(mode: str, eager: bool = False) -> Engine:
@@ -56,11 +56,9 @@ class Matrix:
         self._runner = runner
         self._engine = engine_of(mode, eager)
         self.batches = batches_of(mode, everything)
-        # The oracle is no real drafter, so only the slow lane compiles it. Compiled plain decoding
-        # does not depend on the scheduler, so one compiled run is enough.
-        once = everything or mode == "sync"
-        self._knowing = self._engine if everything else self._engine.with_eager()
-        self._plain = self._submit(self._engine if once else self._engine.with_eager())
+        # Only the slow lane compiles plain decoding, and the oracle, which is no real drafter.
+        expected = self._knowing = self._engine if everything else self._engine.with_eager()
+        self._plain = self._submit(expected)
         self._tree = self._submit(self._engine.with_bastion(16))
         # The oracle needs plain decoding's answers first.
         self._plain.add_done_callback(lambda done: done.exception() or self._oracle())
@@ -195,6 +193,7 @@ def test_every_case(runner: Runner, compare: Comparison, mode: str, eager: bool)
         compare.same(f"batch 4, {how}{label}", matrix.batches, matrix.plain(), run)
 
 
+@pytest.mark.slow
 def test_eager(runner: Runner, compare: Comparison) -> None:
     """Without torch.compile, few prompts."""
     plain = Engine(eager=True)

@@ -98,7 +98,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_grammars(runner: Runner, compare: Comparison, mode: str) -> None:
     """Trees with grammars beside one without: 24 of 63 nodes, an oracle as the drafter."""
     batch = wishes("grammars", GRAMMARS, cases.some(4, first=20))

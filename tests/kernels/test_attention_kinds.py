@@ -23,7 +23,9 @@ def test_a_window_counts_depths(path: str, window: int) -> None:
 
 
 @paths
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_sinks_take_their_part(path: str, dtype: torch.dtype) -> None:
     batch = Batch(mixed(3), sinks=True, dtype=dtype, heads=(6, 2))
     batch.check(getattr(batch, path)())

@@ -121,7 +121,10 @@ CASES = {  # R, D, K, N
 
 @pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("scores", ["distinct", "ties", "equal", "broken"])
+@pytest.mark.parametrize(
+    "scores",
+    ["ties", "broken", *(pytest.param(s, marks=pytest.mark.slow) for s in ("distinct", "equal"))],
+)
 def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: torch.device) -> None:
     reqs, depth, width, limit = case
     generator = torch.Generator().manual_seed(limit)

@@ -222,7 +222,16 @@ def test_promised_is_the_sum_over_the_chosen(device: torch.device) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("run", versions(take_best.reference, take_best.triton, take_best.cpu))
-@pytest.mark.parametrize("kind", ["continuous", "ties", "far below 2^-40", "nothing"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ties",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("continuous", "far below 2^-40", "nothing")
+        ),
+    ],
+)
 def test_take_best_against_a_greedy_walk(run, kind: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(7)
     for reqs, limit in ((1, 1), (1, 9), (3, 5), (6, 13), (19, 4)):
@@ -244,16 +253,16 @@ def test_take_best_against_a_greedy_walk(run, kind: str, device: torch.device) -
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("run", versions(take_best.triton, take_best.cpu))
-def test_take_best_of_many_requests(run, device: torch.device) -> None:
+@pytest.mark.parametrize("total", [17, pytest.param(300, marks=pytest.mark.slow)])
+def test_take_best_of_many_requests(run, total: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(8)
     reqs, limit = 70, 16  # several rounds of rivals
     log_rho = scores(reqs, limit, generator, ties=True)
     slots = torch.randperm(reqs, generator=generator)
     slots[::9] = -1
     limits = torch.full((reqs,), limit, dtype=torch.int32)
-    for total in (17, 300):
-        counts = take(run, log_rho, slots, limits, total, device)
-        assert counts == take(take_best.reference, log_rho, slots, limits, total)
+    counts = take(run, log_rho, slots, limits, total, device)
+    assert counts == take(take_best.reference, log_rho, slots, limits, total)
 
 
 def test_no_rows_to_take_from(device: torch.device) -> None:

@@ -131,8 +131,7 @@ def test_wide_and_deep_trees(version: str, shape: Any) -> None:
     step.check(step.run(version)[0], 1e-5)
 
 
-@pytest.mark.thorough
-@versions
+@pytest.mark.parametrize("version", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_repeated_keys_that_are_wholly_replaced(version: str) -> None:
     """The hardest system: beta 1, no decay, one key for all rows; products of it would overflow."""
     step = Step([Request(0, chunk=40, parents=chain(60))], seed=4)

@@ -108,7 +108,11 @@ def test_nan_counts_as_minus_infinity(run, sign: float, device: torch.device) ->
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16)),
+    ],
 )
 def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(7)

@@ -146,13 +146,13 @@ CASES = {  # R, D, M, top-K, N
     "everything": (1, 3, 3, 3, 39),
     "more children than candidates": (1, 3, 3, 9, 39),
 }
-THOROUGH = pytest.mark.thorough
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("run", versions(expand_transitions.triton, expand_transitions.cpu))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
-    "scores", ["ties", "broken", *(pytest.param(s, marks=THOROUGH) for s in ("distinct", "equal"))]
+    "scores", ["ties", "broken", *(pytest.param(s, marks=SLOW) for s in ("distinct", "equal"))]
 )
 def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: torch.device) -> None:
     reqs, depth, width, top_k, limit = case

@@ -89,10 +89,27 @@ def test_softcap(path: str, dtype: torch.dtype) -> None:
     batch.check(getattr(batch, path)())
 
 
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
 @paths
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_fp8_cache_with_scales(path: str, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.bfloat16, _E4M3),
+        (torch.float32, _E5M2),
+        *(
+            pytest.param(dtype, kind, marks=pytest.mark.slow)
+            for dtype, kind in (
+                (torch.bfloat16, _E5M2),
+                (torch.float16, _E4M3),
+                (torch.float16, _E5M2),
+                (torch.float32, _E4M3),
+            )
+        ),
+    ],
+)
+def test_fp8_cache_with_scales(path: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     for more in ({}, {"softcap": 0.8, "window": 9, "sinks": True}):
         batch = Batch(mixed(2), dtype=dtype, kv_dtype=kv_dtype, dim=32, **more)
         batch.check(getattr(batch, path)())
@@ -131,7 +148,7 @@ def test_wide_and_deep_trees_of_several_mask_words(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "batches"),
-    [("reference", 50), pytest.param("triton", 4, marks=pytest.mark.thorough), ("cpu", 50)],
+    [("reference", 50), pytest.param("triton", 4, marks=pytest.mark.slow), ("cpu", 50)],
 )
 def test_random_trees(path: str, batches: int) -> None:
     g = torch.Generator().manual_seed(4)

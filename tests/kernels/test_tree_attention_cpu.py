@@ -62,7 +62,10 @@ def long_and_short() -> list[Request]:
         (torch.float32, OTHER, 48, 16, (4, 2)),
     ],
 )
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [None, torch.float8_e4m3fn, pytest.param(torch.float8_e5m2, marks=pytest.mark.slow)],
+)
 def test_packed_caches(
     dtype: torch.dtype, kind: int, page: int, dim: int, heads: tuple[int, int],
     kv_dtype: torch.dtype | None, matrix: bool, monkeypatch: pytest.MonkeyPatch,
