@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="starts a CPU s
 NODES = 32
 START_S = 600
 SPECULATIVE = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": NODES}
-# Everything else is vLLM's default, such as the limits of a step.
+# Everything else is vLLM's default: torch.compile, the limits of a step.
 OPTIONS = ["--dtype", "float32", "--host", "127.0.0.1",
            "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]  # fmt: skip
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -176,17 +176,10 @@ def serving(
         stop(process)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["--enforce-eager", pytest.param("", marks=pytest.mark.slow)],
-    ids=["eager", "as users start it"],
-)
-def server(
-    request: pytest.FixtureRequest, runner: Runner, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """A server for all tests of this file; only the slow lane compiles the model for it."""
+@pytest.fixture(scope="module")
+def server(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("serve") / "server.log"
-    with serving(log, runner.caches, *filter(None, [request.param])) as running:
+    with serving(log, runner.caches) as running:
         yield running
 
 
