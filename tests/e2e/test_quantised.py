@@ -17,13 +17,15 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import NEAR_TIE, NEAR_TIE_BF16, Comparison
-from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.engines import ON_GPU, TARGET, Batch, Engine, Runner
 from tests.e2e.quantised import FORMATS, make_quantised
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="formats of vLLM's CPU kernels")]
 
 _TOKENS = 48
-_FP32 = ("w8a8", "fp8-per-channel")  # vLLM takes fp32 inputs
+# Weights that vLLM itself quantises while it loads them, by its option `quantization`.
+ONLINE = "fp8_per_channel"
+_FP32 = ("w8a8", "fp8-per-channel", ONLINE)  # vLLM takes fp32 inputs
 QUICK = "w8a8"
 # Near-ties in fp32 with quantised inputs: twice what two modes of plain decoding differ by.
 _QUANTISED_INPUTS = 0.2
@@ -41,13 +43,15 @@ def requests(**more: Any) -> Batch:
 def engine_of(name: str, folder: Path) -> Engine:
     """Plain decoding in the format `name`, in fp32 where vLLM takes it."""
     dtype = "float32" if name in _FP32 else "bfloat16"
-    extra = (("dtype", dtype), ("model", make_quantised(name, folder)))
+    extra = (("dtype", dtype), ("model", TARGET), ("quantization", name))
+    if name != ONLINE:
+        extra = (("dtype", dtype), ("model", make_quantised(name, folder)))
     return Engine(eager=True, num_blocks=160, extra=extra)
 
 
 @pytest.mark.parametrize(
     "name",
-    [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS],
+    [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in (*FORMATS, ONLINE)],
 )
 def test_tokens_equal_plain_decoding(
     name: str, runner: Runner, compare: Comparison, tmp_path: Path
