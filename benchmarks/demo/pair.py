@@ -33,7 +33,7 @@ class Pair:
         name: for the headline.
         note: how to read its seconds.
         dtype: of its engines.
-        chain: the fastest length of vLLM's own chain among 4, 7 and 15 (`results/speed`).
+        chain: the fastest length of vLLM's own chain among 4, 7 and 15 (`results/paper`).
         environment: variables of its engines, unless the user has set them.
     """
 
