@@ -29,7 +29,7 @@ class Gate(DraftGate):
     """A gate that notes what it is told and always drafts."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(depth=15)
         self.told: list[tuple[Any, ...]] = []
 
     def observe_trees(self, requests: Any, tokens: Any, nodes: Any) -> None:
