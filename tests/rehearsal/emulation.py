@@ -326,7 +326,9 @@ class Emulation:
         def call(*args: Any, **kwargs: Any) -> None:
             given = tree_flatten((args, kwargs))[0]
             on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in given)
-            if not (on_device and self.wanted):
+            # An op that takes a function is made of other ops, which come here one by one.
+            made_of_others = any(callable(x) for x in given)
+            if not (on_device and self.wanted) or made_of_others:
                 op(*args, **kwargs)
                 return
             with self.without():
@@ -335,6 +337,7 @@ class Emulation:
             self.add(f"op:{name}", lambda: reference(*call_args, **call_kwargs))
 
         call.reference = reference  # type: ignore[attr-defined]
+        call.triton = call  # type: ignore[attr-defined]
         return call
 
     # ---- vLLM -----------------------------------------------------------------------------------
