@@ -14,6 +14,7 @@ from benchmarks.server_soak.client import Answer, Choice
 from benchmarks.server_soak.judge import Judge
 from benchmarks.server_soak.requests import CHAT, COMPLETIONS, Request, Requests
 from benchmarks.server_soak.run import compare, passed, repeat_timeouts
+from vllm_bastion.cpu.noise import gumbel_noise
 
 PROMPT = list(range(40, 60))
 
@@ -64,6 +65,24 @@ def test_a_near_tie_is_told_from_a_mistake(best: tuple[list[int], float], tie: b
     problems, near_ties, counts = compare(seen, expected, judge, logprob=1e-3)
     assert (len(problems), len(near_ties)) == ((0, 1) if tie else (1, 0))
     assert counts["compared_tokens"] == 1
+
+
+@pytest.mark.parametrize("edge", [True, False])
+def test_a_token_at_the_edge_of_the_nucleus_may_be_left_out(edge: bool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)
+    with torch.inference_mode():
+        probs, order = model(torch.tensor([PROMPT])).logits[0, -1].softmax(0).sort(descending=True)
+    # At the edge the sixth token is in the nucleus by a hair; else no other token is near leaving.
+    before = float(probs[:5].sum())
+    top_p = before + (1e-5 if edge else 0.5 * float(probs[5]))
+    noise = gumbel_noise(torch.arange(500), torch.full((500,), len(PROMPT) - 1), len(probs))
+    scores = (probs.log() + noise[:, order])[:, :6]
+    seed = int((scores.argmax(1) == 5).nonzero()[0])
+    last, second = int(order[5]), int(order[scores[seed, :5].argmax()])
+    given = {"temperature": 1.0, "top_p": top_p, "seed": seed}
+    assert float(scores[seed, 5] - scores[seed, :5].max()) > 0.01
+    judge = Judge(TINY / "target", 1e-3)
+    assert judge.near_tie(PROMPT, [], last, second, 0, given) is edge
 
 
 def test_what_else_is_a_mistake() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,41 @@ class Judge:
     ) -> bool:  # fmt: skip
         """Whether either token may follow `prompt + made`, for choice `index` of a request.
 
-        Each must win where its own logit is higher by the bound.
+        Each must win where its own logit is half the bound higher, and its rivals' half the bound
+        lower. A rival that is lowered may also leave the nucleus of top_p or of min_p.
         """
         logits = self._target.next_logits([*prompt, *made])
-        for token in (one, other):
-            raised = logits.clone()
-            raised[token] += self._bound
-            scores = _scores(raised, prompt, made, index, given)
+
+        def score(logits: torch.Tensor) -> torch.Tensor:
+            scores = _scores(logits.clone(), prompt, made, index, given)
+            if not _excludes(given):
+                return scores
             # A grammar and the like exclude tokens that are unknown here, but neither of these.
-            rivals = scores[[one, other]] if _excludes(given) else scores
-            if scores[token] < rivals.max():
-                return False
-        return True
+            pair = torch.tensor([one, other])
+            return torch.full_like(scores, -torch.inf).index_copy(0, pair, scores[pair])
+
+        return all(_can_win(token, logits, self._bound / 2, score) for token in (one, other))
+
+
+def _can_win(
+    token: int,
+    logits: torch.Tensor,
+    error: float,
+    score: Callable[[torch.Tensor], torch.Tensor],
+) -> bool:
+    """Whether `token` has the best score if each logit is off by at most `error`."""
+    moved = {token}
+    logits = logits.clone()
+    logits[token] += error
+    while True:
+        scores = score(logits)
+        best = int(scores.argmax())
+        if scores[token] == scores[best]:
+            return True
+        if best in moved:
+            return False
+        moved.add(best)
+        logits[best] -= error
 
 
 def _excludes(given: dict[str, Any]) -> bool:
