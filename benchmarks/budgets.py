@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adaptive budget against fixed ones and no drafts, in one engine, in turns.
+
+    python -m benchmarks.budgets [--pair FOLDER --drafter dflash2 --dtype bfloat16]
+                                 [--concurrency 1 4] [--temperature 1] [--out FILE.json]
+
+Rows:
+
+    plain       vLLM without speculation, with the model runner that it chooses: a second engine
+    never       this engine, and the gate never opens: what a plain step costs here
+    N = 16      trees of 16 nodes in every step
+    adaptive    as a user has it
+
+All but the first are one engine that is switched between requests, in the order of the rows and
+then in the reverse one. So they share memory, threads and the machine's moods, which differ between
+two starts of one engine by more than two good budgets do. Costs are learned in all of them. A block
+decodes all prompts of a domain, `--concurrency` at a time; its time includes their prefill. Nothing
+else may run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks import TINY
+from benchmarks.harness.decoder import engine_core, model_runner, reported_nodes
+from benchmarks.harness.engine import Engine, Request, UserEngine
+from benchmarks.harness.process import EngineProcess, report_state
+from benchmarks.prompts import DOMAINS, load_prompts
+from benchmarks.provenance import provenance
+
+PLAIN, NEVER, ADAPTIVE = "plain", "never", "adaptive"
+
+
+@dataclass
+class Block:
+    """All prompts of a domain, decoded in one way. `nodes` counts those verified."""
+
+    mode: str
+    domain: str
+    concurrency: int
+    seconds: float
+    steps: int
+    nodes: int
+
+
+class Switched:
+    """An engine in this process whose budget is switched between requests, and a plain one."""
+
+    def __init__(self, engine: Engine, requests: dict[str, list[Request]]) -> None:
+        from vllm import LLM
+
+        self._plain = LLM(**replace(engine, speculative=None).arguments()).llm_engine
+        llm = LLM(**engine.arguments())
+        self._trees, self._requests, self._sent = llm.llm_engine, requests, 0
+        self._steps = self._nodes = 0
+        self._mode = ADAPTIVE
+        self._count_steps(engine_core(llm).scheduler)
+        manager = model_runner(llm).adaptive_verification
+        assert manager.lag == 0, "budgets are switched in steps that know their own trees"
+        self._switch_budget(manager)
+        self._switch_gate(manager.runtime.gate)
+
+    def _count_steps(self, scheduler: Any) -> None:
+        update = scheduler.update_from_output
+
+        def update_from_output(scheduled: Any, output: Any) -> Any:
+            self._steps += 1
+            self._nodes += sum((reported_nodes(output) or {}).values())
+            return update(scheduled, output)
+
+        scheduler.update_from_output = update_from_output
+
+    def _switch_budget(self, manager: Any) -> None:
+        choose, observe = manager._choose, manager._observe
+
+        def chosen(slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+            number: np.ndarray = choose(slots, drafts)
+            if self._mode in (ADAPTIVE, NEVER):
+                return number
+            limit = manager._max_step_nodes(len(slots)) // len(slots)
+            return np.minimum(manager._max_nodes(drafts), min(int(self._mode), limit)).astype(
+                np.int32
+            )
+
+        def observed(published: Any) -> None:
+            if self._mode == ADAPTIVE:
+                observe(published)
+
+        manager._choose, manager._observe = chosen, observed
+
+    def _switch_gate(self, gate: Any) -> None:
+        draft = gate.draft
+
+        def drafts(*args: Any) -> bool:
+            return bool(draft(*args)) if self._mode == ADAPTIVE else self._mode != NEVER
+
+        gate.draft = drafts
+
+    def block(self, mode: str, domain: str, concurrency: int) -> Block:
+        """Decode a domain's prompts."""
+        engine = self._plain if mode == PLAIN else self._trees
+        self._mode, self._steps, self._nodes = mode, 0, 0
+        waiting = list(self._requests[domain])
+        begin = time.perf_counter()
+        while waiting or engine.has_unfinished_requests():
+            while waiting and engine.get_num_unfinished_requests() < concurrency:
+                request, self._sent = waiting.pop(0), self._sent + 1
+                params = request.sampling_params()
+                engine.add_request(str(self._sent), request.vllm_prompt(), params)
+            engine.step()
+        seconds = time.perf_counter() - begin
+        return Block(mode, domain, concurrency, seconds, self._steps, self._nodes)
+
+    def measure(self, modes: Sequence[str], concurrency: Sequence[int], rounds: int) -> list[Block]:
+        """`rounds` times all modes, back and forth, after one round that is not timed."""
+        blocks = []
+        for at_once in concurrency:
+            for mode in modes:  # touch memory and load code
+                self.block(mode, next(iter(self._requests)), at_once)
+            for number in range(rounds):
+                for domain in self._requests:
+                    report_state(f"{at_once} at a time, round {number + 1} of {rounds}, {domain}")
+                    for mode in modes if number % 2 == 0 else modes[::-1]:
+                        blocks.append(self.block(mode, domain, at_once))
+        return blocks
+
+
+def speedups(blocks: Sequence[Block], base: str) -> dict[tuple[int, str], dict[str, float]]:
+    """(concurrency, mode) -> domain or "mean" -> the median over the rounds of base's time / its.
+
+    "mean" is of a round's total times.
+    """
+    found: dict[tuple[int, str], dict[str, list[float]]] = {}
+    for block in blocks:
+        entry = found.setdefault((block.concurrency, block.mode), {})
+        entry.setdefault(block.domain, []).append(block.seconds)
+    for entry in found.values():
+        entry["mean"] = [sum(times) for times in zip(*entry.values(), strict=True)]
+    return {
+        (at_once, mode): {
+            domain: median(np.array(found[at_once, base][domain]) / np.array(times))
+            for domain, times in entry.items()
+        }
+        for (at_once, mode), entry in found.items()
+    }
+
+
+def tables(blocks: Sequence[Block]) -> str:
+    """Markdown: speed-ups by concurrency and mode, and the adaptive budget over the best fixed."""
+    lines = []
+    gains = speedups(blocks, PLAIN)
+    for at_once in dict.fromkeys(block.concurrency for block in blocks):
+        rows = {mode: gain for (number, mode), gain in gains.items() if number == at_once}
+        domains = list(next(iter(rows.values())))
+        lines += [f"## {at_once} at a time", ""]
+        lines += [f"| | {' | '.join(domains)} | N | ms a step |", "|---" * (len(domains) + 3) + "|"]
+        for mode, gain in rows.items():
+            own = [b for b in blocks if (b.mode, b.concurrency) == (mode, at_once)]
+            cells = [f"{gain[domain]:.2f}x" for domain in domains]
+            if mode == PLAIN:
+                cells += ["", ""]
+            else:
+                steps = sum(b.steps for b in own)
+                cells.append(f"{sum(b.nodes for b in own) / steps:.1f}")
+                cells.append(f"{1e3 * sum(b.seconds for b in own) / steps:.1f}")
+            name = f"N = {mode}" if mode.isdigit() else mode
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        fixed = {mode: gain["mean"] for mode, gain in rows.items() if mode.isdigit()}
+        if fixed and ADAPTIVE in rows:
+            best = max(fixed, key=lambda mode: fixed[mode])
+            ratio = speedups([b for b in blocks if b.concurrency == at_once], best)
+            value = ratio[at_once, ADAPTIVE]["mean"]
+            lines += ["", f"Adaptive over N = {best}, the best fixed budget: {value:.3f}"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print a table for each number of requests at a time."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pair", type=Path, default=TINY, help="folder with target and drafter")
+    parser.add_argument("--drafter", default="drafter", help="folder in the pair's")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 32])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--prompts", type=int, default=4, help="of a domain")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--out", type=Path, help="JSON file to write, and a page beside it")
+    args = parser.parse_args()
+    engine = UserEngine(
+        {"method": "bastion", "model": str(args.pair / args.drafter)},
+        target=args.pair / "target",
+        max_num_seqs=max(args.concurrency),
+        max_model_len=1024,
+        dtype=args.dtype,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
+    requests: dict[str, list[Request]] = {domain: [] for domain in DOMAINS}
+    for row in load_prompts(TINY / "prompts.jsonl", args.prompts):
+        seed = None if args.temperature == 0 else 1
+        requests[row["domain"]].append(
+            Request(row["id"], row["prompt"], args.tokens, args.temperature, seed)
+        )
+    modes = [PLAIN, NEVER, *map(str, args.budgets), ADAPTIVE]
+    with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
+        process = EngineProcess(Path(folder) / "engine.log", engine.variables())
+        try:
+            process.start(Switched, engine, requests)
+            process.answer()
+            process.call("measure", modes, args.concurrency, args.rounds)
+            blocks: list[Block] = process.answer()
+        finally:
+            process.close()
+    page = tables(blocks)
+    print(page)
+    if args.out is not None:
+        found = {"provenance": provenance(), "blocks": [asdict(block) for block in blocks]}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        command = found["provenance"]["command"]
+        args.out.with_suffix(".md").write_text(f"`{command}`\n\n{page}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
