@@ -3,6 +3,7 @@
 
     python -m benchmarks.telemetry [--pair FOLDER --dtype bfloat16] [--rounds 300] [--steps 32]
     python -m benchmarks.telemetry --count     # calls of functions, not times
+    python -m benchmarks.telemetry --inside    # time in the functions that record
 
 Modes:
 
@@ -15,6 +16,10 @@ A round has a block of every mode, in an order drawn anew. A step is compared wi
 of its size in any mode, a mode's block with the round's block without recording. Steps with prompts
 do not count. Everything runs in one process, the front end too, whose part a server does elsewhere.
 Times need an idle machine, counts do not.
+
+A difference of blocks is only as sure as the machine is quiet. `--inside` times the calls that
+record, in one mode, with a clock around each: what they take of a step, the clocks included, but
+not the few conditions that decide whether to record.
 """
 
 from __future__ import annotations
@@ -166,6 +171,55 @@ class Alternating:
                 blocks.append(self.block(mode, steps, measure))
         return blocks
 
+    def inside(self, modes: Sequence[str], steps: int) -> dict[str, tuple[float, float]]:
+        """mode -> seconds of all steps, and those inside the functions that record."""
+        from vllm_bastion.engine import sampler
+        from vllm_bastion.hooks import scheduler, telemetry
+        from vllm_bastion.policy.step_costs import StepCosts
+        from vllm_bastion.telemetry.recorder import Recorder
+        from vllm_bastion.telemetry.seen_trees import SeenTrees
+
+        clock = _Clock()
+        for name in ("decided", "ended", "yielded", "take", "finish", "snapshot"):
+            clock.wrap(Recorder, name)
+        for owner, name in (
+            (StepCosts, "_report"),
+            (SeenTrees, "wanted"),
+            (sampler, "keep_tree"),
+            (scheduler, "collect"),
+            (telemetry.BastionStatLogger, "record"),
+        ):
+            clock.wrap(owner, name)
+        found = {}
+        for mode in modes:
+            self.block(mode, steps, seconds)
+            clock.seconds = 0.0
+            block = self.block(mode, steps, seconds)
+            found[mode] = sum(block.amounts), clock.seconds
+        return found
+
+
+class _Clock:
+    """Adds up the time in functions; of one that another one calls, once."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth = 0.0, 0
+
+    def wrap(self, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds += time.perf_counter() - begin
+
+        setattr(owner, name, timed)
+
 
 def seconds(step: Callable[[], None]) -> float:
     """How long a step takes."""
@@ -222,14 +276,14 @@ def overheads(blocks: Sequence[Block], modes: Sequence[str]) -> dict[str, tuple[
     return out
 
 
-def _run(engine: Engine, requests: list[Request], *work: Any) -> list[Block]:
+def _run(engine: Engine, requests: list[Request], method: str, *work: Any) -> Any:
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
         process = EngineProcess(Path(folder) / "engine.log", engine.variables())
         try:
             process.start(Alternating, engine, requests)
             process.answer()
-            process.call("measure", *work)
-            return process.answer()  # type: ignore[no-any-return]
+            process.call(method, *work)
+            return process.answer()
         finally:
             process.close()
 
@@ -265,6 +319,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=63)
     parser.add_argument("--budget", default="adaptive", help="or a number: then steps are the same")
     parser.add_argument("--count", action="store_true", help="count calls of functions")
+    parser.add_argument("--inside", action="store_true", help="time the functions that record")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     budget = args.budget if args.budget == "adaptive" else int(args.budget)
@@ -278,7 +333,13 @@ def main() -> int:
     prompts = load_prompts(TINY / "prompts.jsonl")
     requests = [Request(row["id"], row["prompt"], args.tokens) for row in prompts]
     modes = [OFF, *args.modes]
-    blocks = _run(engine, requests, modes, args.rounds, args.steps, args.count)
+    if args.inside:
+        found = _run(engine, requests, "inside", args.modes, args.rounds * args.steps)
+        for mode, (whole, part) in found.items():
+            per_step = 1e6 * part / (args.rounds * args.steps)
+            print(f"{mode:8}{per_step:.1f} us a step, {100 * part / whole:.2f}% of it")
+        return 0
+    blocks = _run(engine, requests, "measure", modes, args.rounds, args.steps, args.count)
     if args.count:
         print("\n".join(_count_table(blocks, modes)))
         return 0
