@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adaptive budget against fixed ones and no drafts, in one engine, in turns.
 
-    python -m benchmarks.budgets [--pair FOLDER --drafter dflash2 --dtype bfloat16]
-                                 [--concurrency 1 4] [--temperature 1] [--out FILE.json]
+    python -m benchmarks.budgets [--pair 0.6B] [--drafter dflash2] [--concurrency 1 4]
+                                 [--temperature 1] [--out FOLDER]
 
 Rows:
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,10 +33,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import TINY
+from benchmarks import RESULTS, TINY
 from benchmarks.harness.decoder import engine_core, model_runner, reported_nodes
 from benchmarks.harness.engine import Engine, Request, UserEngine
 from benchmarks.harness.process import EngineProcess, report_state
+from benchmarks.paper.arguments import pair_drafter, pair_dtype, pair_folder, without_folders
 from benchmarks.prompts import DOMAINS, load_prompts
 from benchmarks.provenance import provenance
 
@@ -191,23 +193,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pair", type=Path, default=TINY, help="folder with target and drafter")
-    parser.add_argument("--drafter", default="drafter", help="folder in the pair's")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--pair", default="tiny", help="tiny, or a shape of benchmarks.widen")
+    parser.add_argument("--drafter", help="a further drafter of the pair")
     parser.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 32])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=int, default=4, help="of a domain")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--out", type=Path, help="JSON file to write, and a page beside it")
+    parser.add_argument("--out", type=Path, default=RESULTS / "budgets")
     args = parser.parse_args()
+    pair = pair_folder(args.pair)
+    drafter = pair / "drafter"
+    if args.drafter:
+        drafter = Path(pair_drafter(args.pair, pair, args.drafter))
     engine = UserEngine(
-        {"method": "bastion", "model": str(args.pair / args.drafter)},
-        target=args.pair / "target",
+        {"method": "bastion", "model": str(drafter)},
+        target=pair / "target",
         max_num_seqs=max(args.concurrency),
         max_model_len=1024,
-        dtype=args.dtype,
+        dtype=pair_dtype(args.pair),
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
     )
     requests: dict[str, list[Request]] = {domain: [] for domain in DOMAINS}
@@ -228,11 +233,13 @@ def main() -> int:
             process.close()
     page = tables(blocks)
     print(page)
-    if args.out is not None:
-        found = {"provenance": provenance(), "blocks": [asdict(block) for block in blocks]}
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-        command = found["provenance"]["command"]
-        args.out.with_suffix(".md").write_text(f"`{command}`\n\n{page}")
+    argv = without_folders(sys.argv[1:])
+    found = {"provenance": provenance(argv), "blocks": [asdict(block) for block in blocks]}
+    name = "-".join(filter(None, (args.pair, args.drafter, "t1" if args.temperature else None)))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    command = found["provenance"]["command"]
+    (args.out / f"{name}.md").write_text(f"# {name}\n\n`{command}`\n\n{page}")
     return 0
 
 
