@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
 import subprocess
 import sys
@@ -120,6 +121,16 @@ def test_processes_may_race(folder: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tile registers are x86's")
+def test_tile_registers_compile_on_every_host(tmp_path: Path) -> None:
+    """Where the CPU has none, nothing else runs the compiler over their instructions."""
+    flags = ["-march=sapphirerapids" if f == "-march=native" else f for f in library._FLAGS]
+    assert "-march=sapphirerapids" in flags
+    source, target = _CSRC / "attention.cpp", tmp_path / "attention.o"
+    library._run((*library._compiler(), *flags, "-c", str(source), "-o", str(target)))
+    assert target.stat().st_size > 0
 
 
 def test_there_is_one_openmp_library() -> None:

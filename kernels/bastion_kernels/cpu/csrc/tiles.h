@@ -9,7 +9,6 @@
 
 #if defined(__AMX_BF16__) && !defined(BASTION_EMULATE_TILES)
 #define BASTION_TILES 1
-#include <immintrin.h>
 #elif defined(BASTION_EMULATE_TILES)
 #define BASTION_TILES 1
 #endif
@@ -22,6 +21,10 @@ constexpr int64_t kTileRows = 16;
 #ifndef BASTION_EMULATE_TILES
 
 // Eight tiles of the full size, for as long as this lives.
+//
+// The instructions are written out: GCC's intrinsics are macros that paste the tile's number into
+// the text, so they take no template parameter. Their operands do not name the rows that they read,
+// hence "memory".
 class Tiles {
  public:
   Tiles() {
@@ -30,27 +33,27 @@ class Tiles {
       config[16 + 2 * tile] = 64;  // bytes of a row
       config[48 + tile] = kTileRows;
     }
-    _tile_loadconfig(config);
+    asm volatile("ldtilecfg (%0)" ::"r"(config) : "memory");
   }
-  ~Tiles() { _tile_release(); }
+  ~Tiles() { asm volatile("tilerelease"); }
 
   template <int kTile>
   void zero() {
-    _tile_zero(kTile);
+    asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
   }
   // Rows `stride` bytes apart.
   template <int kTile>
   void load(const void* from, int64_t stride) {
-    _tile_loadd(kTile, from, stride);
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(from), "r"(stride) : "memory");
   }
   template <int kTile>
   void store(void* to, int64_t stride) {
-    _tile_stored(kTile, to, stride);
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(to), "r"(stride) : "memory");
   }
   // C += A @ B. A: [16, 32] bf16; B: [16, 16, 2] bf16, pairs of A's columns; C: [16, 16] float32.
   template <int kC, int kA, int kB>
   void multiply() {
-    _tile_dpbf16ps(kC, kA, kB);
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
   }
 };
 
