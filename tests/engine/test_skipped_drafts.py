@@ -76,9 +76,11 @@ class Engine:
             num_scheduled_tokens=np.ones(count, dtype=np.int32),
             prefill_len_np=np.full(count, 20),
             num_tokens=count,
+            has_prefill=False,
             positions=torch.full((count,), 20),
         )
         hidden, counts = torch.zeros(count, 8), torch.ones(count, dtype=torch.int32)
+        assert not self.speculator.decide(batch, wanted)  # its context may not wait
         drafts = self.speculator.propose(
             batch, {}, {}, hidden, [hidden], counts, counts, num_speculative_tokens=wanted
         )

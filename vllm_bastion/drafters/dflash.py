@@ -69,6 +69,9 @@ class BastionSpeculator(DFlashSpeculator):
     _context_only = False
     # Whether the drafter's blocks stay the request's while its rows wait; false before `set_attn`.
     _may_defer = False
+    # Whether `decide` was called for the current step, as it is not in vLLM's warm-up, and whether
+    # it found that hidden states need only be kept.
+    _has_decided = _only_keeps = False
 
     def __init__(
         self,
@@ -263,24 +266,13 @@ class BastionSpeculator(DFlashSpeculator):
     ) -> torch.Tensor:
         """Draft, and build each request's tree. Returns the nodes' tokens, [R, N] int64."""
         num_reqs = input_batch.num_reqs
-        runtime, costs = self.runtime, self.runtime.costs
+        runtime = self.runtime
         # vLLM asks for 0 where no request of the step can use a draft.
         skipped = num_speculative_tokens == 0
-        runtime.drafted = not skipped
-        if costs is not None and not dummy_run:
-            costs.learn()
-            costs.install(num_reqs, runtime.context_len)
-            if runtime.gate is not None and runtime.manager is not None and not skipped:
-                # A prompt that continues in the next step has no use for a draft.
-                seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-                slots = input_batch.idx_mapping_np[seen >= input_batch.prefill_len_np]
-                runtime.drafted = len(slots) > 0
-                if runtime.drafted:
-                    announced = runtime.drafting
-                    runtime.drafting = runtime.manager.draft_next(slots)
-                    runtime.drafted = announced if self._announces_drafts else runtime.drafting
-                if not runtime.drafted:
-                    kwargs |= _WITHOUT_GRAPH  # the graph would run the block
+        if dummy_run or not self._has_decided:
+            runtime.drafted = not skipped
+        elif not runtime.drafted:
+            kwargs |= _WITHOUT_GRAPH  # the graph would run the block
         hidden = aux_hidden_states or [last_hidden_states]
         self._combines_hidden = bool(aux_hidden_states)
         if not self._context_hidden and not (self.trees.chains and self.trees.budget is not None):
@@ -289,13 +281,15 @@ class BastionSpeculator(DFlashSpeculator):
                 torch.zeros(len(self._context_source), h.shape[1], dtype=h.dtype, device=h.device)
                 for h in hidden
             ]
-        deferred = None if dummy_run else self._deferred()
-        if deferred is not None and not runtime.drafted and self._is_plain(input_batch):
-            slots = [slot_mappings[layer] for layer in self._context_layers]
-            deferred.add(hidden, input_batch.positions, slots, num_reqs)
-            return self._proposed(num_reqs, skipped, dummy_run)
-        if deferred is not None:
-            deferred.flush()
+        tokens = self.trees.tokens[:num_reqs]
+        if skipped:
+            # vLLM overwrites the result with -1; `trees.tokens` must keep its tokens.
+            tokens = torch.full_like(tokens, -1)
+        if self._only_keeps and not dummy_run:
+            self.keep(input_batch, slot_mappings, hidden)
+            return tokens
+        if not dummy_run and runtime.deferred is not None:
+            runtime.deferred.flush()
         if dummy_run:
             self.trees.bind_rows()
         else:
@@ -322,19 +316,66 @@ class BastionSpeculator(DFlashSpeculator):
                 num_speculative_tokens=num_speculative_tokens,
                 **kwargs,
             )
-        return self._proposed(num_reqs, skipped, dummy_run)
+        if not dummy_run:
+            self._has_decided = False
+            self._step_done()
+        return tokens
 
-    def _is_plain(self, batch: InputBatch) -> bool:
-        """Whether the step had one row for each request, and verified nothing."""
-        return batch.num_tokens == batch.num_reqs and not self.trees.verifying
-
-    def _proposed(self, num_reqs: int, skipped: bool, dummy_run: bool) -> torch.Tensor:
-        """End the step: the nodes' tokens, [R, N] int64."""
-        if not dummy_run and self.runtime.timer is not None:
+    def _step_done(self) -> None:
+        if self.runtime.timer is not None:
             self.runtime.timer.step_done(self.runtime.drafted)
-        tokens = self.trees.tokens[:num_reqs]
-        # vLLM overwrites the result with -1; `trees.tokens` must keep its tokens.
-        return torch.full_like(tokens, -1) if skipped else tokens
+
+    # ---- steps that draft nothing -------------------------------------------------------
+
+    def decide(self, batch: InputBatch, num_speculative_tokens: int) -> bool:
+        """Decide whether the step ends with a draft. Called before its tokens are sampled.
+
+        Returns:
+            Whether nothing is left for `propose` to do but to `keep` the step's hidden states: the
+            step has one row for each request, and there is no draft.
+        """
+        runtime, costs = self.runtime, self.runtime.costs
+        self._has_decided = True
+        skipped = num_speculative_tokens == 0
+        runtime.drafted = not skipped
+        if costs is not None:
+            costs.learn()
+            costs.install(batch.num_reqs, runtime.context_len)
+            if runtime.gate is not None and runtime.manager is not None and not skipped:
+                slots = batch.idx_mapping_np
+                if batch.has_prefill:
+                    # A prompt that continues in the next step has no use for a draft.
+                    seen = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+                    slots = slots[seen >= batch.prefill_len_np]
+                runtime.drafted = len(slots) > 0
+                if runtime.drafted:
+                    announced = runtime.drafting
+                    runtime.drafting = runtime.manager.draft_next(slots)
+                    runtime.drafted = announced if self._announces_drafts else runtime.drafting
+        self._only_keeps = (
+            not runtime.drafted
+            and batch.num_tokens == batch.num_reqs
+            and not self.trees.verifying
+            and self._deferred() is not None
+        )
+        return self._only_keeps
+
+    def keep(
+        self,
+        batch: InputBatch,
+        slot_mappings: dict[str, torch.Tensor],
+        hidden: list[torch.Tensor],
+    ) -> None:
+        """End a step for which `decide` returned true, in place of `propose`.
+
+        hidden: the target's hidden states that the drafter reads, [R, H] each.
+        """
+        deferred = self._deferred()
+        assert deferred is not None
+        slots = [slot_mappings[layer] for layer in self._context_layers]
+        deferred.add(hidden, batch.positions, slots, batch.num_reqs)
+        self._has_decided = self._only_keeps = False
+        self._step_done()
 
     # ---- the drafter's context ----------------------------------------------------------
 

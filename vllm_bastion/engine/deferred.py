@@ -66,7 +66,7 @@ class DeferredContext:
             buffers = (*self._hidden, self._positions, *self._slots)
             into = self._views[begin, end] = [buffer[begin:end] for buffer in buffers]
         rows = (*hidden, positions, *slots)
-        torch._foreach_copy_(into, [row if len(row) == count else row[:count] for row in rows])
+        torch._foreach_copy_(into, [row if row.shape[0] == count else row[:count] for row in rows])
         self._num_rows = end
         self._num_steps += 1
         if self._num_steps == _MAX_STEPS or end + self._max_num_reqs > len(self._positions):

@@ -52,6 +52,9 @@ class VerifiedTrees:
     promised: np.ndarray | None = None
 
 
+_NO_TREES = VerifiedTrees()
+
+
 class CountedOutput(AsyncModelRunnerOutput):
     """A step's output with what the scheduler is to know, see `hooks.scheduler`.
 
@@ -129,7 +132,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._num_logits_np = np.zeros(1, dtype=np.int32)
         # The current step, and the steps before it that the gate has not observed; newest last.
         self._step = 0
-        self._history = deque([VerifiedTrees() for _ in range(2 + self.lag)], 2 + self.lag)
+        self._history = deque([_NO_TREES] * (2 + self.lag), 2 + self.lag)
         self._has_observed = False
         # [S] requests that each slot has had.
         self._generations = np.zeros(len(self.trees.row_slots), dtype=np.int64)
@@ -272,7 +275,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             recorder.ended(requests, nodes, rows, tree_ms)
         self._step += 1
         self._has_observed = False
-        self._history.append(VerifiedTrees())
+        self._history.append(_NO_TREES)
 
     # ---- what the gate learns -----------------------------------------------------------
 
@@ -284,9 +287,11 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         if self._has_observed:
             return
         self._has_observed = True
-        with gpu_sync_allowed():
-            published = self.trees.published(self._step - 1 - self.lag)
-        if published is not None:
+        step = self._step - 1 - self.lag
+        if self.trees.has_published(step):
+            with gpu_sync_allowed():
+                published = self.trees.published(step)
+            assert published is not None
             self._observe(published)
 
     def _observe(self, published: Published) -> None:

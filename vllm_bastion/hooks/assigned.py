@@ -71,6 +71,13 @@ ASSIGNED: tuple[Change, ...] = (
         when=NATIVE_WORKER,
     ),
     Change(
+        target="vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva",
+        why="it copies requests' parameters in every step, for a GPU that is a step behind",
+        what="`cpu.twins` lets a CPU's kernels read them where the host writes them",
+        upstream="V2 for CPUs does not copy them",
+        when=NATIVE_WORKER,
+    ),
+    Change(
         target="torch.compiler:load_compiled_function",
         why="on a CPU the loaded function has no `finalize_loading`, which vLLM calls",
         what="`cpu.stored_graphs` adds an empty one, then restores PyTorch's function",

@@ -413,18 +413,37 @@ def set_active_loras(
 
 
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
-    """Attach what the scheduler must know to the step's output, see `hooks.scheduler`."""
+    """Attach what the scheduler must know to the step's output, see `hooks.scheduler`.
+
+    A step that draws one token for each request and drafts nothing is sampled as if there were no
+    drafter, at a plain step's cost.
+    """
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
-    from vllm_bastion.engine.verification import BastionVerificationManager
+    manager, state = self.adaptive_verification, self.execute_model_state
+    if state is None or manager is None or bastion_config(self.vllm_config) is None:
+        return original(self, _rows_in_use(self, grammar_output))
+    batch = state.input_batch
+    plain = self.speculator.decide(batch, state.num_spec_tokens_to_schedule)
+    if plain and not batch.has_structured_output_reqs:
+        output = _sample_plain(original, self)
+        hidden = state.aux_hidden_states or [state.hidden_states]
+        self.speculator.keep(batch, state.slot_mappings_by_layer, hidden)
+        manager.record_confidences(None, batch)
+        self.draft_tokens_handler.set_draft_tokens(batch, self.req_states.draft_tokens[:0, :0])
+    else:
+        output = original(self, _rows_in_use(self, grammar_output))
+    return manager.counted(output) if isinstance(output, AsyncModelRunnerOutput) else output
 
-    output = original(self, _rows_in_use(self, grammar_output))
-    manager = self.adaptive_verification
-    if isinstance(manager, BastionVerificationManager) and isinstance(
-        output, AsyncModelRunnerOutput
-    ):
-        return manager.counted(output)
-    return output
+
+def _sample_plain(original: Callable[..., Any], runner: Any) -> Any:
+    """Sample a step without drafts as vLLM does in an engine that has no drafter."""
+    speculator, num_steps = runner.speculator, runner.num_speculative_steps
+    runner.speculator, runner.num_speculative_steps = None, 0
+    try:
+        return original(runner, None)
+    finally:
+        runner.speculator, runner.num_speculative_steps = speculator, num_steps
 
 
 def _rows_in_use(runner: Any, grammar_output: Any) -> Any:

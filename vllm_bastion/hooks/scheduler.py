@@ -213,6 +213,8 @@ def _leave_blocks(scheduler: Any) -> None:
     vLLM would preempt a request for them. A request keeps the placeholders that fit into the blocks
     it has.
     """
+    if not any(request.spec_token_ids for request in scheduler.running):
+        return
     manager = scheduler.kv_cache_manager
     groups = manager.coordinator.single_type_managers
     lookahead, limit = scheduler.num_lookahead_tokens, scheduler.max_num_scheduled_tokens

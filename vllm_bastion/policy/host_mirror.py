@@ -35,14 +35,18 @@ class HostMirror:
         if self._on_device:
             self._copied[buffer].record()
 
+    def holds(self, step: int) -> bool:
+        """Whether the tensor was published in `step`, and not overwritten since."""
+        return self._steps[step % 2] == step
+
     def read(self, step: int) -> np.ndarray | None:
         """The value published in `step`, or None; waits if its copy has not arrived.
 
         A view, valid until the step after the next one publishes.
         """
-        buffer = step % 2
-        if self._steps[buffer] != step:
+        if not self.holds(step):
             return None
+        buffer = step % 2
         if self._on_device and not self._copied[buffer].query():
             self._copied[buffer].synchronize()
         return self._host[buffer].numpy()

@@ -280,6 +280,10 @@ class Trees:
         self._grown_for[step] = grown_for
         self._mirror.start_copy(step)
 
+    def has_published(self, step: int) -> bool:
+        """Whether `published` has something for `step`."""
+        return self._mirror.holds(step)
+
     def published(self, step: int) -> Published | None:
         """The results of `step`, one of the last two that published; waits for their copy."""
         results = self._mirror.read(step)

@@ -16,6 +16,8 @@ import inspect
 import sys
 from typing import Any
 
+import torch
+
 from vllm_bastion.cpu.twins import (  # noqa: F401  (each registers its twins)
     batch,
     blocks,
@@ -132,6 +134,7 @@ def install() -> None:
             if not isinstance(getattr(sys.modules[module], name, None), KernelOverride):
                 setattr(sys.modules[module], name, _Missing(f"{module}:{name}"))
     _complete_placeholder()
+    _share_buffers()
 
 
 class _Missing:
@@ -154,3 +157,18 @@ def _complete_placeholder() -> None:
 
     if not HAS_TRITON:
         triton.next_power_of_2 = next_power_of_2
+
+
+def _share_buffers() -> None:
+    """Let kernels read requests' parameters where the host writes them.
+
+    vLLM copies each of them in every step, so that a GPU which is a step behind reads the old ones.
+    A CPU's kernels have run when the host goes on.
+    """
+    from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+    def copy_to_uva(self: UvaBackedTensor, n: int | None = None) -> torch.Tensor:
+        self.gpu = self.cpu if n is None else self.cpu[:n]
+        return self.gpu
+
+    UvaBackedTensor.copy_to_uva = copy_to_uva

@@ -10,9 +10,11 @@ views that begin at the tensor's first element, so that the kernel's strides app
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -57,7 +59,8 @@ class Twin:
         self._all = tuple(name for name in parameters if name not in _GRID)
         self.names = tuple(name for name in self._all if name not in absent)
         """of the installed vLLM's kernel, in its order"""
-        self._sources: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+        # (arguments by position, names of the others) -> picks the function's arguments.
+        self._order: dict[tuple[Any, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}
         self._dims = len(parameters) - len(self._all)
         self._defaults = dict.fromkeys(absent) | {
             name: parameters[name].default
@@ -75,39 +78,44 @@ class Twin:
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         # A call site always passes the same parameters by position and by name.
         form = (len(args), *kwargs)
-        sources = self._sources.get(form)
-        if sources is None:
-            sources = self._sources[form] = self._sources_of(len(args), tuple(kwargs))
-        values, rounded = [], []
-        for name, (given, what) in zip(self._all, sources, strict=True):
-            item = args[what] if given == "args" else kwargs[what] if given == "kwargs" else what
+        order = self._order.get(form)
+        if order is None:
+            order = self._order[form] = self._order_of(len(args), tuple(kwargs))
+        given = order((*args, *kwargs.values(), *self._defaults.values()))
+        values: list[Any] = []
+        rounded = []
+        for item in given:
+            value = item
             if isinstance(item, torch.Tensor):
-                half = item.dtype in _HALF
-                value = _array(item, half, self._bits)
-                if half and not self._bits and name not in self._reads:
-                    rounded.append((item, value))
-            else:
-                # Always an int, so that nothing is compiled for each integer type.
-                value = int(item) if isinstance(item, np.integer) else item
+                value = _flat_view(item)
+                if value is None:
+                    flat = _flat(item)
+                    value = (flat.view(torch.int16) if self._bits else flat.float()).numpy()
+                    if not self._bits and self._all[len(values)] not in self._reads:
+                        rounded.append((flat, value))
+            elif isinstance(item, np.integer):
+                value = int(item)  # so that nothing is compiled for each integer type
             values.append(value)
         self.function(*grid[: self._dims], *values)
-        for item, value in rounded:
-            _flat(item).copy_(torch.from_numpy(value))
+        for flat, value in rounded:
+            flat.copy_(torch.from_numpy(value))
 
-    def _sources_of(self, count: int, keywords: tuple[str, ...]) -> list[tuple[str, Any]]:
-        """Where each parameter of the function comes from, with `count` arguments by position."""
+    def _order_of(
+        self, count: int, keywords: tuple[str, ...]
+    ) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+        """Picks the function's arguments from those by position, those by name, and the defaults.
+
+        count: arguments by position. keywords: names of the others.
+        """
         if set(keywords) - set(self.names[count:]) - _OPTIONS:
             raise TypeError(f"{self.target} has no parameters {sorted(keywords)}")
-        assert count <= len(self.names)
-        by_position = {name: i for i, name in enumerate(self.names[:count])}
-        return [
-            ("args", by_position[name])
-            if name in by_position
-            else ("kwargs", name)
-            if name in keywords
-            else ("default", self._defaults[name])
-            for name in self._all
-        ]
+        assert count <= len(self.names) and len(self._all) > 1
+        first = count + len(keywords)
+        places = {name: i for i, name in enumerate(self._defaults, first)}
+        # What is passed wins over a default of the same name.
+        places |= {name: i for i, name in enumerate(keywords, count)}
+        places |= {name: i for i, name in enumerate(self.names[:count])}
+        return itemgetter(*(places[name] for name in self._all))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,15 +126,30 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((size,), (1,))
 
 
-def _array(tensor: torch.Tensor, half: bool, bits: bool) -> Any:
-    if half:
-        flat = _flat(tensor)
-        return (flat.view(torch.int16) if bits else flat.float()).numpy()
+# (address, dtype, bytes) -> a flat view of that memory. Most tensors of a step are the same buffers
+# as in the step before, and making a view of one takes longer than many a kernel.
+_views: dict[tuple[int, torch.dtype, int], np.ndarray] = {}
+_MAX_VIEWS = 4096
+
+
+def _flat_view(tensor: torch.Tensor) -> np.ndarray | None:
+    """A flat NumPy view; None for 16-bit floats, which NumPy does not have."""
     if not tensor.is_contiguous():
-        tensor = _flat(tensor)
-    values = tensor.numpy()
-    # NumPy's reshape is faster than PyTorch's, and most tensors are flat already.
-    return values if values.ndim == 1 else values.reshape(-1)
+        return None if tensor.dtype in _HALF else _flat(tensor).numpy()
+    key = (tensor.data_ptr(), tensor.dtype, tensor.nbytes)
+    view = _views.get(key)
+    if view is None:
+        if tensor.dtype in _HALF:
+            return None
+        view = tensor.numpy().reshape(-1)
+        if len(view):
+            # It must not keep the tensor's memory alive. Who passes this address next owns it.
+            memory = (ctypes.c_byte * tensor.nbytes).from_address(key[0])
+            view = np.frombuffer(memoryview(memory), view.dtype)
+            if len(_views) >= _MAX_VIEWS:
+                _views.clear()
+            _views[key] = view
+    return view
 
 
 def twin(

@@ -16,8 +16,7 @@ forward time. It scales all steps alike, so it cannot change which tree size is 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import numpy as np
 
@@ -40,8 +39,7 @@ _MAX_CACHED = 512
 _ALPHA = 0.1  # of the paper's moving average
 
 
-@dataclass(frozen=True)
-class StepEstimate:
+class StepEstimate(NamedTuple):
     """What the next step of a batch costs, of either kind."""
 
     # [max_rows + 1] float32, entry n for n target rows (roots, nodes and prompt tokens): ms of a

@@ -27,7 +27,6 @@ by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 # Standard deviations of logarithms: of one step's time,
 _NOISE = 0.1
@@ -81,25 +80,32 @@ class StepFilter:
 
     def observe_plain(self, prior_ms: float, measured_ms: float) -> None:
         """Learn from a plain step: P, and what it took."""
-        self._observe((1.0, 0.0, 0.0), prior_ms * math.exp(self.level), measured_ms)
+        self._observe(0.0, 0.0, prior_ms * math.exp(self.level), measured_ms)
 
     def observe_tree(self, root_ms: float, added_ms: float, measured_ms: float) -> None:
         """Learn from a step with trees: C(R), C(n) - C(R), and what it took."""
         added = math.exp(self.slope) * added_ms
         predicted = math.exp(self.tree) * (root_ms + added)
-        self._observe((1.0, 1.0, added / (root_ms + added)), predicted, measured_ms)
+        self._observe(1.0, added / (root_ms + added), predicted, measured_ms)
 
-    def _observe(self, direction: Sequence[float], predicted_ms: float, measured_ms: float) -> None:
+    def _observe(
+        self, on_arm: float, on_slope: float, predicted_ms: float, measured_ms: float
+    ) -> None:
+        """Learn by H = (1, on_arm, on_slope)."""
         if not (math.isfinite(measured_ms) and measured_ms > 0):
             return
-        h0, h1, h2 = direction
-        toward = [row[0] * h0 + row[1] * h1 + row[2] * h2 for row in self._covariance]
-        variance = toward[0] * h0 + toward[1] * h1 + toward[2] * h2 + _NOISE**2
+        (c00, c01, c02), (_, c11, c12), (_, _, c22) = self._covariance
+        # S H'
+        t0 = c00 + c01 * on_arm + c02 * on_slope
+        t1 = c01 + c11 * on_arm + c12 * on_slope
+        t2 = c02 + c12 * on_arm + c22 * on_slope
+        variance = t0 + t1 * on_arm + t2 * on_slope + _NOISE**2
+        k0, k1, k2 = t0 / variance, t1 / variance, t2 / variance
         limit = _CLIP * math.sqrt(variance)
         innovation = min(max(math.log(measured_ms / predicted_ms), -limit), limit)
-        for i, covariance in enumerate(self._covariance):
-            gain = toward[i] / variance
-            self._state[i] += gain * innovation
-            for j in range(3):
-                covariance[j] -= gain * toward[j]
-        self._state[2] = min(max(self._state[2], -_MAX_SLOPE), _MAX_SLOPE)
+        level, arm, slope = self._state
+        slope = min(max(slope + k2 * innovation, -_MAX_SLOPE), _MAX_SLOPE)
+        self._state = [level + k0 * innovation, arm + k1 * innovation, slope]
+        c00, c01, c02 = c00 - k0 * t0, c01 - k0 * t1, c02 - k0 * t2
+        c11, c12, c22 = c11 - k1 * t1, c12 - k1 * t2, c22 - k2 * t2
+        self._covariance = [[c00, c01, c02], [c01, c11, c12], [c02, c12, c22]]

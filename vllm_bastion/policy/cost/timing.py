@@ -44,7 +44,7 @@ def new_mark(device: torch.device) -> Any:
     return HostMark() if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
 
 
-@dataclass
+@dataclass(slots=True)
 class StepTimes:
     """One decode step, milliseconds."""
 
@@ -60,7 +60,7 @@ class StepTimes:
     total_ms: float | None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
     marks: tuple[Any, Any, Any]  # forward start, logits ready, end of the step
     rows: int = 0
