@@ -21,24 +21,7 @@ from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
 from vllm_bastion.envs import cache_dir
 
 # Of `--quick`; options that were given win.
-_QUICK = {
-    "samples": 3,
-    "tokens": 48,
-    "temperatures": [0.0, 1.0],
-    "methods": [
-        "plain",
-        "dflash 7",
-        "dflash 15",
-        "eagle3 5",
-        "bastion chain",
-        "N=16",
-        "N=32",
-        "N=63",
-        "bastion adaptive",
-        "ngram",
-    ],
-    "replay_prompts": 2,
-}
+_QUICK = {"samples": 3, "tokens": 48, "replay_prompts": 2}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -95,11 +78,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def target_of(given: argparse.Namespace) -> Target:
-    """The target; fills in what a pair of ours implies."""
+    """The target; fills in what a pair of ours implies.
+
+    Raises:
+        DataError: it cannot be had.
+    """
     if given.pair is not None:
         folder = pair_folder(given.pair)
         given.raw = given.ignore_eos = True
         given.dtype = given.dtype or pair_dtype(given.pair)
+        given.sets = given.sets or [one.partition("=")[0] for one in given.data]
         given.jsonl = given.jsonl or ([] if given.sets else [TINY / "prompts.jsonl"])
         if given.tokens == 2048:
             given.tokens = 64
@@ -130,13 +118,20 @@ def drafter_of(name: str) -> Drafter:
 
 
 def pair_folder(name: str) -> Path:
-    """A pair of `benchmarks/tiny`, or of a shape of `benchmarks.widen`."""
+    """A pair of `benchmarks/tiny`, or of a shape of `benchmarks.widen`.
+
+    Raises:
+        DataError: there is no such pair.
+    """
     if name == "tiny":
         return TINY
     if name == "hybrid":
         return TINY / name
     from benchmarks.widen.pairs import pair_of
+    from benchmarks.widen.widening import SHAPES
 
+    if name not in SHAPES:
+        raise DataError(f"no pair {name}: choose from tiny, hybrid, {', '.join(SHAPES)}")
     return pair_of(name)
 
 
@@ -168,6 +163,13 @@ def without_folders(argv: Sequence[str]) -> list[str]:
 
 
 def config_of(name: str) -> Any:
-    """A checkpoint's config, of a folder or of the Hub."""
-    config, _ = PretrainedConfig.get_config_dict(name)
+    """A checkpoint's config, of a folder or of the Hub.
+
+    Raises:
+        DataError: it cannot be had.
+    """
+    try:
+        config, _ = PretrainedConfig.get_config_dict(name)
+    except OSError as error:
+        raise DataError(f"no model {name}: no such folder, and the Hub does not give it") from error
     return argparse.Namespace(**{"architectures": None, **config})

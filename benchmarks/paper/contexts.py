@@ -5,10 +5,11 @@
     python -m benchmarks.paper contexts --pair tiny --contexts 512 1024 2048 4000
 
 A prompt is a list of numbered passages by this project's text generators; its end begins one of
-them again, so the continuation stands far above (as in LongBench's passage retrieval). *Copied* is
-the share of the first new tokens that repeat the passage. *Attention* is the time of all attention
-layers in a step, the drafter's too: vLLM's kernel for plain decoding and its chains, this plugin's
-for trees. On a GPU, where FULL graphs hide the layers, it is left out.
+them again, so the continuation stands far above (as in LongBench's passage retrieval). All prompts
+begin with the same passages, so an engine computes them once and has them in its prefix cache.
+*Copied* is the share of the first new tokens that repeat the passage. *Attention* is the time of
+all attention layers in a step, the drafter's too: vLLM's kernel for plain decoding and its chains,
+this plugin's for trees. On a GPU, where FULL graphs hide the layers, it is left out.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -29,8 +29,10 @@ from benchmarks import RESULTS
 from benchmarks.paper.arguments import pair_dtype, pair_folder, without_folders
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import Prompt
+from benchmarks.paper.judge import judge_all
 from benchmarks.paper.methods import (
     ADAPTIVE,
+    CHAIN,
     PLAIN,
     Target,
     chain_name,
@@ -45,18 +47,19 @@ from benchmarks.paper.run import Runner
 from benchmarks.paper.stats import Cell, speedup
 from benchmarks.paper.store import Store
 from benchmarks.provenance import provenance
+from vllm_bastion.envs import cache_dir
 
-_METHODS = (PLAIN, chain_name(7), chain_name(15), fixed_name(16), fixed_name(63), ADAPTIVE)
+_METHODS = (PLAIN, chain_name(7), CHAIN, fixed_name(16), fixed_name(63), ADAPTIVE)
 _DOMAINS = ("arithmetic", "chat", "code")
 _LEAD = 24  # tokens of the passage that a prompt repeats
 _SPARE = 32
 
 
-def passages(tokenizer: Any, length: int, seed: int) -> tuple[list[int], list[int]]:
-    """A prompt of `length` tokens and the continuation that its passage has."""
+def passages(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[int]]:
+    """A prompt of `length` tokens, which repeats a passage of that number, and how that goes on."""
     import data
 
-    rng = Random(f"passages-{seed}")
+    rng = Random("passages")
     texts: list[list[int]] = []
     total = 0
     while total < length:
@@ -66,26 +69,29 @@ def passages(tokenizer: Any, length: int, seed: int) -> tuple[list[int], list[in
         total += len(ids)
     # Of the first quarter, and long enough to go on with.
     early = [n for n, ids in enumerate(texts[: max(1, len(texts) // 4)]) if len(ids) > 2 * _LEAD]
-    chosen = texts[early[0] if early else 0]
+    chosen = texts[early[number % len(early)] if early else 0]
     end = [*tokenizer("\n\n")["input_ids"], *chosen[:_LEAD]]
     flat = [token for ids in texts for token in ids]
     return [*flat[: length - len(end)], *end], chosen[_LEAD:]
 
 
-@contextmanager
-def longer(pair: Path, positions: int) -> Iterator[Path]:
-    """The pair with room for that many positions in its configs; weights are linked."""
-    with tempfile.TemporaryDirectory(prefix="bastion-") as name:
-        for kind in ("target", "drafter"):
-            folder = Path(name) / kind
-            folder.mkdir()
-            for path in (pair / kind).iterdir():
-                (folder / path.name).symlink_to(path.resolve())
-            config = json.loads((folder / "config.json").read_text())
-            config["max_position_embeddings"] = max(config["max_position_embeddings"], positions)
-            (folder / "config.json").unlink()
-            (folder / "config.json").write_text(json.dumps(config))
-        yield Path(name)
+def longer(name: str, pair: Path, positions: int) -> Path:
+    """The pair with room for that many positions in its configs; weights are linked.
+
+    The folder is always the same one, because code that vLLM compiles is stored by it.
+    """
+    longer_pair = cache_dir() / "long" / f"{name}-{positions}"
+    shutil.rmtree(longer_pair, ignore_errors=True)
+    for kind in ("target", "drafter"):
+        folder = longer_pair / kind
+        folder.mkdir(parents=True)
+        for path in (pair / kind).iterdir():
+            (folder / path.name).symlink_to(path.resolve())
+        config = json.loads((folder / "config.json").read_text())
+        config["max_position_embeddings"] = max(config["max_position_embeddings"], positions)
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps(config))
+    return longer_pair
 
 
 def main(argv: Sequence[str]) -> int:
@@ -117,29 +123,31 @@ def main(argv: Sequence[str]) -> int:
     dtype, source = given.dtype or pair_dtype(given.pair), pair_folder(given.pair)
     tokenizer = AutoTokenizer.from_pretrained(source / "target")
     prompts, texts, wanted = [], {}, {}
-    for length in given.contexts:
+    for length in sorted(given.contexts):
         for number in range(given.prompts):
             prompt = Prompt(f"{length}", f"{length}-{number}", ("",))
             prompts.append(prompt)
             texts[prompt.id], wanted[prompt.id] = passages(tokenizer, length, number)
     longest = max(given.contexts) + given.tokens + _SPARE
-    with longer(source, longest) as pair:
-        what = Target(str(pair / "target"), str(pair / "drafter"), 15)
-        rows = methods(what, cpu=cpu, budgets=(16, 63), nodes=63)
-        rows = {name: rows[name] for name in _METHODS}
-        rows = chosen(rows, given.methods, False)
-        engine = engines_of(what, cpu, max_model_len=longest, dtype=dtype, eager=given.eager)
-        alive = given.alive or (fitting(what, longest) if cpu else 1)
-        settings = {"target": given.pair, "drafter": given.pair, "eagle3": None, "dtype": dtype}
-        settings |= {"tokens": given.tokens, "seed": 0, "raw": True, "ignore_eos": True}
-        settings |= {"samples": given.prompts, "alive": alive}
-        source_row = provenance(["contexts", *without_folders(argv)])
-        source_row["device"] = device_name("cpu" if cpu else "cuda")
-        header = {"name": f"{given.pair}, long contexts", "provenance": source_row}
-        out = given.out or RESULTS / "paper" / f"contexts-{given.pair}.jsonl"
-        plan = Plan(rows, prompts, given.temperatures, [1], given.tokens, 0, True, alive)
-        with Store(out, settings, header) as store:
-            Runner(plan, store, _Fixed(tokenizer, texts), engine).run()
+    pair = longer(given.pair, source, longest)
+    what = Target(str(pair / "target"), str(pair / "drafter"), 15)
+    rows = methods(what, cpu=cpu, budgets=(16, 63), nodes=63)
+    rows = {name: rows[name] for name in _METHODS}
+    rows = chosen(rows, given.methods, False)
+    engine = engines_of(what, cpu, max_model_len=longest, dtype=dtype, eager=given.eager)
+    alive = given.alive or (fitting(what, longest) if cpu else 1)
+    settings = {"target": given.pair, "drafter": given.pair, "eagle3": None, "dtype": dtype}
+    settings |= {"tokens": given.tokens, "seed": 0, "raw": True, "ignore_eos": True}
+    settings |= {"samples": given.prompts, "alive": alive}
+    source_row = provenance(["contexts", *without_folders(argv)])
+    source_row["device"] = device_name("cpu" if cpu else "cuda")
+    header = {"name": f"{given.pair}, long contexts", "provenance": source_row}
+    out = given.out or RESULTS / "paper" / f"contexts-{given.pair}.jsonl"
+    plan = Plan(rows, prompts, given.temperatures, [1], given.tokens, 0, True, alive)
+    with Store(out, settings, header) as store:
+        runner = Runner(plan, store, _Fixed(tokenizer, texts), engine)
+        runner.run()
+        judge_all(store, engine(rows[PLAIN], 1), runner.prompt_and_reply, dtype)
     return write(out, wanted)
 
 

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.figures import Sweep, new_figure, save_figure, sweep_figure, tradeoff_figure
-from benchmarks.paper.machines import Machine
+from benchmarks.paper.machines import Cells, Machine
 from benchmarks.paper.methods import ADAPTIVE, CHAINS, PLAIN, REFERENCE, chain_name, fixed_name
-from benchmarks.paper.stats import Cell, speedup
-
-Cells = dict[str, dict[str, Cell]]
+from benchmarks.paper.stats import Ratio, speedup
 
 
 def draw(machine: Machine, out: Path, stem: str) -> None:
@@ -85,28 +83,55 @@ def tradeoff(cells: Cells, budgets: list[int], title: str, path: Path) -> None:
 
 
 def bars(cells: Cells, title: str, path: Path) -> None:
-    """Speed-ups by set, one bar per method, with their intervals."""
+    """Speed-ups by set and their mean, one bar per method, with their intervals."""
     sets = list(cells[PLAIN])
     names = [name for name in cells if name not in (PLAIN, REFERENCE)]
     if not names:
         return
-    figure, axis = new_figure(1, 1, width=max(6.0, 1.4 * len(sets) + 3), height=4.0)
-    x, width = np.arange(len(sets)), 0.8 / len(names)
-    for number, name in enumerate(names):
-        found = [
-            speedup([(cells[PLAIN][s], cells[name][s])]) if s in cells[name] else None for s in sets
+    own = {
+        name: [
+            *(ratio_of(cells, name, [s]) if s in cells[name] else None for s in sets),
+            ratio_of(cells, name, sets) if set(cells[name]) == set(sets) else None,
         ]
-        mean = np.array([np.nan if r is None else r.mean for r in found])
-        low = np.array([np.nan if r is None else r.low for r in found])
-        high = np.array([np.nan if r is None else r.high for r in found])
+        for name in names
+    }
+    width = max(7.0, 0.13 * len(names) * (len(sets) + 1) + 3.5)
+    figure, axis = new_figure(1, 1, width=width, height=4.2)
+    x, step = np.arange(len(sets) + 1), 0.85 / len(names)
+    for number, (name, color) in enumerate(zip(names, _colors(names), strict=True)):
+        mean = np.array([np.nan if r is None else r.mean for r in own[name]])
+        low = np.array([np.nan if r is None else r.low for r in own[name]])
+        high = np.array([np.nan if r is None else r.high for r in own[name]])
         spread = np.clip([mean - low, high - mean], 0.0, None)
-        at = x + (number - (len(names) - 1) / 2) * width
-        axis.bar(at, mean, width, yerr=spread, label=name, error_kw={"linewidth": 0.6})
-    axis.axhline(1.0, color="gray", linewidth=0.8)
-    axis.set_xticks(x, sets, rotation=30, ha="right")
+        at = x + (number - (len(names) - 1) / 2) * step
+        line = {"linewidth": 0.7, "ecolor": "0.25"}
+        axis.bar(at, mean, 0.92 * step, yerr=spread, label=name, color=color, error_kw=line)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xticks(x, [*sets, "mean"])
     axis.set(ylabel="speed-up over plain", title=title)
-    axis.legend(fontsize=6, ncols=2)
+    # A code prompt's interval may be several times as high as any mean.
+    top = max(r.mean for ratios in own.values() for r in ratios if r is not None)
+    axis.set_ylim(0.0, 1.35 * max(1.0, top))
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     save_figure(figure, path)
+
+
+def ratio_of(cells: Cells, name: str, sets: list[str]) -> Ratio:
+    """A method's speed-up over plain decoding on some sets."""
+    return speedup([(cells[PLAIN][s], cells[name][s]) for s in sets])
+
+
+def _colors(names: list[str]) -> list[Any]:
+    """vLLM's own methods in grays and blues, this plugin's from yellow to red."""
+    from matplotlib import colormaps
+
+    ours = [name for name in names if name.startswith("bastion")]
+    theirs = [name for name in names if name not in ours]
+    found = {}
+    for group, scale in ((theirs, "PuBu"), (ours, "YlOrRd")):
+        shades = np.linspace(0.3, 0.95, max(2, len(group)))
+        found |= {name: colormaps[scale](shade) for name, shade in zip(group, shades, strict=False)}
+    return [found[name] for name in names]
 
 
 def costs(rows: list[dict[str, Any]], path: Path) -> None:
@@ -114,18 +139,22 @@ def costs(rows: list[dict[str, Any]], path: Path) -> None:
     timed = [row for row in rows if row["timed_steps"] and row["concurrency"] == 1]
     if not timed:
         return
-    figure, (left, right) = new_figure(1, 2, width=9.0, height=3.8)
-    context = [row["prompt_len"] + row["tokens"] / 2 for row in timed]
-    measured = [row["measured_ms"] / row["timed_steps"] for row in timed]
-    predicted = [row["predicted_ms"] / row["timed_steps"] for row in timed]
-    left.plot(context, measured, ".", label="measured")
-    left.plot(context, predicted, "x", label="predicted")
-    left.set(xlabel="context, tokens", ylabel="C(N), ms")
-    left.legend()
-    right.plot(measured, predicted, ".")
-    most = max(*measured, *predicted)
-    right.plot([0, most], [0, most], color="gray", linewidth=0.8)
-    right.set(xlabel="measured C(N), ms", ylabel="predicted C(N), ms")
+    figure, (left, right) = new_figure(1, 2, width=10.0, height=4.0)
+    context = np.array([row["prompt_len"] + row["tokens"] / 2 for row in timed])
+    measured = np.array([row["measured_ms"] / row["timed_steps"] for row in timed])
+    predicted = np.array([row["predicted_ms"] / row["timed_steps"] for row in timed])
+    far = context.max() > 4 * context.min()
+    dots = left.scatter(measured, predicted, 14, context, norm="log" if far else "linear")
+    most = 1.05 * max(*measured, *predicted)
+    left.plot([0, most], [0, most], color="gray", linewidth=0.8)
+    left.set(xlabel="measured C(N), ms", ylabel="predicted C(N), ms")
+    figure.colorbar(dots, label="context, tokens")
+    right.plot(context, predicted / measured, ".")
+    right.axhline(1.0, color="gray", linewidth=0.8)
+    right.set(xlabel="context, tokens", ylabel="predicted over measured C(N)")
+    right.set_ylim(bottom=0.0)
+    if far:
+        right.set_xscale("log")
     save_figure(figure, path)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.near_ties import BOUND
+from benchmarks.paper.engines import engine_of
 from benchmarks.paper.store import Key, Row, Store
 
 FLOAT32_BOUND = 1e-4  # as in the end-to-end tests
@@ -51,6 +52,14 @@ def to_judge(store: Store) -> list[tuple[Key, Row]]:
     ]
 
 
+def judge_all(store: Store, engine: Any, request_of: Any, dtype: str) -> None:
+    """Judge every open question with plain decoding's `engine`; without any, start none."""
+    rows = to_judge(store)
+    if rows:
+        with engine_of(replace(engine, speculative=None, max_num_seqs=1), Scorer) as process:
+            judge(store, rows, process, request_of, dtype)
+
+
 def judge(
     store: Store, rows: Iterable[tuple[Key, Row]], process: Any, request_of: Any, dtype: str
 ) -> None:
@@ -71,8 +80,3 @@ def judge(
             process.call("gaps", [*prompt, *reply[:at]], list(tokens))
             tied = max(process.answer()) < bound
         store.append({"kind": "judged", **key._asdict(), "near_tie": tied})
-
-
-def scoring_engine(engine: Any) -> Any:
-    """The engine that judges: plain decoding, one request at a time."""
-    return replace(engine, speculative=None, max_num_seqs=1)

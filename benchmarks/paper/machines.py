@@ -11,6 +11,8 @@ from benchmarks.paper.methods import PLAIN
 from benchmarks.paper.stats import Cell
 from benchmarks.paper.store import Key, Row, read_rows
 
+Cells = dict[str, dict[str, Cell]]  # method -> set -> its responses
+
 
 @dataclass
 class Machine:
@@ -28,8 +30,8 @@ class Machine:
     replayed: list[Row] = field(default_factory=list)
     scores: list[Row] = field(default_factory=list)
 
-    def cells(self, temperature: float, concurrency: int) -> dict[str, dict[str, Cell]]:
-        """method -> set -> its responses."""
+    def cells(self, temperature: float, concurrency: int) -> Cells:
+        """The responses of a temperature and a load."""
         found: dict[str, dict[str, list[Row]]] = {}
         for (key, _), row in self.responses.items():
             if (key.temperature, key.concurrency) == (temperature, concurrency):

@@ -32,8 +32,8 @@ from benchmarks.paper.data import (
     load_set,
     load_speed_bench,
 )
-from benchmarks.paper.engines import engine_of, short_reason
-from benchmarks.paper.judge import Scorer, judge, scoring_engine, to_judge
+from benchmarks.paper.engines import short_reason
+from benchmarks.paper.judge import judge_all
 from benchmarks.paper.methods import PLAIN, Target, chosen, engines_of, fitting, methods
 from benchmarks.paper.plan import Plan
 from benchmarks.paper.run import Runner
@@ -46,16 +46,17 @@ OUT = RESULTS / "paper"
 # Tokens of a replayed prompt; a recording of one has 1.5 KB for each.
 _REPLAY_TOKENS = 256
 _ROOM = 32
+# Lengths are rounded up, because vLLM compiles again for each.
+_LENGTH_STEP = 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     given = list(sys.argv[1:] if argv is None else argv)
     forms = {"report": report.main, "contexts": contexts.main}
-    if given and given[0] in forms:
-        return forms[given[0]](given[1:])
+    run = forms.get(given[0]) if given else None
     try:
-        return _run(parse(given), given)
+        return _run(parse(given), given) if run is None else run(given[1:])
     except (DataError, StoreError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -136,11 +137,7 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
             store.append({"kind": "gap", "set": gap, "reason": reason})
         runner = Runner(plan, store, renderer, engine)
         runner.run()
-        open_questions = to_judge(store)
-        if open_questions:
-            scoring = scoring_engine(engine(picked[PLAIN], 1))
-            with engine_of(scoring, Scorer) as process:
-                judge(store, open_questions, process, runner.prompt_and_reply, given.dtype)
+        judge_all(store, engine(picked[PLAIN], 1), runner.prompt_and_reply, given.dtype)
         if what.drafter is not None and given.replay_prompts:
             _replay(store, plan, runner, engine(rows["bastion adaptive"], 1), what, given, out)
     return report.write([out], out.parent, out.stem)
@@ -164,13 +161,14 @@ def _settings(given: argparse.Namespace, what: Target) -> dict[str, Any]:
 def _length(
     what: Target, prompts: Sequence[Prompt], tokenizer: Any, given: argparse.Namespace
 ) -> int:
-    """Tokens of the longest conversation, at most the model's own limit."""
+    """Room for the longest conversation, at most the model's own limit."""
     most = 0
     for prompt in prompts:
         asked = sum(len(tokenizer(turn)["input_ids"]) + _ROOM for turn in prompt.turns)
         most = max(most, asked + len(prompt.turns) * given.tokens)
+    most += what.gamma + _ROOM
     limit = getattr(config_of(what.target), "max_position_embeddings", None) or most
-    return int(min(limit, most + what.gamma + _ROOM))
+    return int(min(limit, -(-most // _LENGTH_STEP) * _LENGTH_STEP))
 
 
 def _replay(

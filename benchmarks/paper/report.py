@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -17,8 +18,8 @@ from typing import Any
 
 from benchmarks import RESULTS
 from benchmarks.paper import figures
-from benchmarks.paper.machines import Machine, machines
-from benchmarks.paper.methods import ADAPTIVE, CHAINS, PLAIN, chain_name
+from benchmarks.paper.machines import Cells, Machine, machines
+from benchmarks.paper.methods import CHAINS, PLAIN, V2, chain_name
 from benchmarks.paper.stats import Cell, Ratio, sameness, speedup
 from benchmarks.paper.store import Key, Row
 
@@ -36,7 +37,7 @@ _COLUMNS = (
 )
 
 
-def ratios(cells: dict[str, dict[str, Cell]], method: str) -> dict[str, Ratio]:
+def ratios(cells: Cells, method: str) -> dict[str, Ratio]:
     """Speed-ups of a method by set, and their mean as "mean" if it ran on all of plain's sets."""
     plain, own = cells.get(PLAIN, {}), cells[method]
     sets = [name for name in plain if name in own]
@@ -92,7 +93,7 @@ def markdown(machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def _wide_table(machine: Machine, cells: dict[str, dict[str, Cell]]) -> list[str]:
+def _wide_table(machine: Machine, cells: Cells) -> list[str]:
     names = " | ".join(name for name, *_ in _COLUMNS)
     lines = [f"| | speed-up [95%] | {names} | same |", "|---" * (len(_COLUMNS) + 3) + "|"]
     for method, sets in cells.items():
@@ -104,7 +105,7 @@ def _wide_table(machine: Machine, cells: dict[str, dict[str, Cell]]) -> list[str
     return [*lines, ""]
 
 
-def _set_table(cells: dict[str, dict[str, Cell]]) -> list[str]:
+def _set_table(cells: Cells) -> list[str]:
     sets = list(dict.fromkeys(name for own in cells.values() for name in own))
     head = " | ".join(f"{name} | tau" for name in sets)
     lines = [f"| | {head} | mean | tau |", "|---" * (2 * len(sets) + 3) + "|"]
@@ -141,7 +142,7 @@ def _replayed_table(machine: Machine, temperature: float) -> list[str]:
     return [*lines, ""]
 
 
-def _errors_table(cells: dict[str, dict[str, Cell]]) -> list[str]:
+def _errors_table(cells: Cells) -> list[str]:
     """Root mean squares of the errors of predicted step times: see `watch_predictions`."""
     lines = []
     for method, sets in cells.items():
@@ -174,38 +175,54 @@ def _load_table(machine: Machine) -> list[str]:
 
 
 def readme_table(found: Sequence[Machine], command: str) -> str:
-    """The README's table between its markers: one row per machine and temperature."""
+    """The README's table between its markers: a row per machine, load, temperature and drafter."""
+    devices = list(dict.fromkeys(machine.device for machine in found))
     lines = [
-        "| one request at a time | plain | best dflash chain | best fixed N | adaptive "
-        "| tau of both | same as plain |",
-        "|---|---|---|---|---|---|---|",
+        f"| {devices[0] if len(devices) == 1 else ''} | plain | vLLM's best chain "
+        "| chain in our engine | best fixed N | adaptive | tau: chain, adaptive | same as plain |",
+        "|---" * 8 + "|",
     ]
     for machine in found:
+        device = "" if len(devices) == 1 else f", {machine.device}"
         for temperature, concurrency in machine.situations():
-            if concurrency == 1:
-                lines.append(_readme_row(machine, temperature))
+            cells = machine.cells(temperature, concurrency)
+            for label in _labels(cells):
+                drafter = f" with {label}" if label else ""
+                where = f"{machine.name}{drafter}{device}, T={temperature:g}"
+                row = _readme_row(machine, cells, label)
+                lines.append(f"| {where}, {concurrency} at a time | {row} |")
     return "\n".join([*lines, "", f"`{command}`"])
 
 
-def _readme_row(machine: Machine, temperature: float) -> str:
-    cells = machine.cells(temperature, 1)
+def _labels(cells: Cells) -> list[str]:
+    """Drafters with an adaptive engine; the pair's own has an empty label."""
+    return [label for name in cells if (label := _label(name)) is not None]
+
+
+def _label(name: str) -> str | None:
+    found = re.fullmatch(r"bastion (?:(\S+) )?adaptive", name)
+    return None if found is None else found[1] or ""
+
+
+def _readme_row(machine: Machine, cells: Cells, label: str) -> str:
     speeds = {name: ratios(cells, name).get("mean") for name in cells}
-    chain = _best(speeds, [chain_name(n) for n in CHAINS])
-    fixed = _best(speeds, [name for name in cells if name.startswith("bastion N=")])
+    ours = f"bastion {label} ".replace("  ", " ")
+    chain = _best(speeds, [chain_name(n, label) + v for n in CHAINS for v in ("", V2)])
+    fixed = _best(speeds, [name for name in cells if name.startswith(f"{ours}N=")])
+    adaptive = f"{ours}adaptive"
     plain = fmean(cell.numbers()["tokens_per_s"] for cell in cells[PLAIN].values())
-    row = [f"{machine.name}, {machine.device}, T={temperature:g}", f"{plain:.0f} tokens/s"]
-    for name in (chain, fixed, ADAPTIVE):
+    row = [f"{plain:.0f} tokens/s"]
+    for name in (chain, f"{ours}chain", fixed, adaptive):
         ratio = speeds.get(name or "")
-        told = "" if name in (ADAPTIVE, None) else f" ({str(name).split()[-1]})"
-        row.append(f"{ratio}{told}" if ratio else "")
+        size = re.search(r"\d+(?=$|, V2)", name or "")
+        row.append(f"{ratio}{f' ({size[0]})' if size else ''}" if ratio else "")
     taus = [
-        fmean(cell.numbers()["tau"] for cell in cells[name].values())
-        for name in (chain, ADAPTIVE)
-        if name in cells
+        f"{fmean(cell.numbers()['tau'] for cell in cells[name].values()):.2f}" if name else "none"
+        for name in (chain, adaptive)
     ]
-    row.append(", ".join(f"{tau:.2f}" for tau in taus))
-    row.append(_same(machine, cells.get(ADAPTIVE, {})))
-    return f"| {' | '.join(row)} |"
+    row.append(", ".join(taus))
+    row.append(_same(machine, cells[adaptive]))
+    return " | ".join(row)
 
 
 def _best(speeds: dict[str, Ratio | None], names: Iterable[str]) -> str | None:

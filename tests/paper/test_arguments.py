@@ -32,6 +32,24 @@ def test_a_pairs_own_drafters_are_named_and_read_from_their_checkpoints() -> Non
         target_of(parse(["--pair", "tiny", "--drafters", "eagle3"]))
 
 
+def test_what_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match=r"no pair nope: choose from tiny, hybrid, 0\.6B, "):
+        target_of(parse(["--pair", "nope"]))
+    with pytest.raises(DataError, match="no model dflsh2: no such folder, and the Hub does not"):
+        target_of(parse(["--pair", "tiny", "--drafters", "dflsh2"]))
+
+
+def test_a_pair_decodes_the_sets_that_are_named_or_its_own_prompts() -> None:
+    for options, sets in ((["--sets", "mbpp"], ["mbpp"]), (["--data", "gsm8k=a.jsonl"], ["gsm8k"])):
+        given = parse(["--pair", "tiny", *options])
+        target_of(given)
+        assert (given.sets, given.jsonl) == (sets, [])
+    given = parse(["--pair", "tiny"])
+    target_of(given)
+    assert (given.sets, given.jsonl) == ([], [TINY / "prompts.jsonl"])
+
+
 def test_a_random_drafter_is_a_pairs_own_without_its_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

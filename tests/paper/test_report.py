@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from benchmarks.paper import report
 from benchmarks.paper.arguments import without_folders
-from benchmarks.paper.data import Prompt
+from benchmarks.paper.data import DataError, Prompt
 from benchmarks.paper.engines import short_reason
 from benchmarks.paper.methods import (
     PLAIN,
@@ -202,11 +203,32 @@ def test_the_command_writes_page_data_figures_and_the_readmes_table(tmp_path: Pa
     assert written == {"a.md", "a.json", *(f"{name}.png" for name in figures)}
     page = readme.read_text()
     assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
-    row = "| tiny, CPU, T=0 | 33 tokens/s | 2.00x [2.00, 2.00] (7) | 3.33x"
-    assert row in page or "2.00x [2.00, 2.00] (7)" in page
-    assert "4.00x [4.00, 4.00]" in page and "3/4, 1 near-ties" in page
+    assert "| CPU | plain | vLLM's best chain | chain in our engine | best fixed N |" in page
+    ratios = "2.00x [2.00, 2.00] (7) |  | 3.33x [3.33, 3.33] (32) | 4.00x [4.00, 4.00]"
+    assert re.search(rf"\| tiny, T=0, 1 at a time \| \d+ tokens/s \| {re.escape(ratios)} \|", page)
+    assert "| 4.00, 4.00 | 3/4, 1 near-ties |" in page
     with pytest.raises(ValueError, match="has no lines <!-- other:begin -->"):
         report.update_between_markers(readme, "other", "")
+
+
+def test_the_readmes_table_has_a_row_for_each_drafter_load_and_temperature(tmp_path: Path) -> None:
+    times = {PLAIN: 12.0, "dflash 7": 8.0, "bastion chain": 6.0, ADAPTIVE: 4.0}
+    times |= {"dspark 4, V2 runner": 6.0, "dspark 7, V2 runner": 4.8}
+    times |= {"bastion dspark N=16": 3.0, "bastion dspark adaptive": 2.4}
+    rows = [response(method, 0, ms) for method, ms in times.items()]
+    rows += [response(name, 0, times[name], concurrency=4) for name in (PLAIN, ADAPTIVE)]
+    table = report.readme_table(report.machines([write(tmp_path / "a.jsonl", rows)]), "x")
+    found = [[one.strip() for one in line.split("|")[1:-1]] for line in table.splitlines()[2:5]]
+    assert [row[0] for row in found] == [
+        "tiny, T=0, 1 at a time",
+        "tiny with dspark, T=0, 1 at a time",
+        "tiny, T=0, 4 at a time",
+    ]
+    assert [row[2:6] for row in found] == [
+        ["1.50x [1.50, 1.50] (7)", "2.00x [2.00, 2.00]", "", "3.00x [3.00, 3.00]"],
+        ["2.50x [2.50, 2.50] (7)", "", "4.00x [4.00, 4.00] (16)", "5.00x [5.00, 5.00]"],
+        ["", "", "", "3.00x [3.00, 3.00]"],
+    ]
 
 
 def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
@@ -244,6 +266,9 @@ def test_draws_are_compared_within_one_runner_only() -> None:
     # Whatever is asked for, what it is compared with is there.
     assert list(chosen(rows, ["adaptive"], sampled=False)) == [PLAIN, ADAPTIVE]
     assert list(chosen(rows, ["adaptive"], sampled=True)) == [PLAIN, REFERENCE, ADAPTIVE]
+    assert list(chosen(rows, [], sampled=False)) == list(rows)
+    with pytest.raises(DataError, match="no method has 'dflsh' in its name: choose from plain, "):
+        chosen(rows, ["adaptive", "dflsh"], sampled=False)
 
 
 def test_a_plan_has_every_turn_after_the_turns_before_it() -> None:
