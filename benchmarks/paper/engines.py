@@ -27,12 +27,28 @@ def engine_of(engine: UserEngine, factory: Any = start_driver) -> Iterator[Engin
     Raises:
         EngineError: it does not start.
     """
+    with begun(engine, factory) as process:
+        wait_until_started(process)
+        yield process
+
+
+def wait_until_started(process: EngineProcess) -> None:
+    """Wait for what `begun` began.
+
+    Raises:
+        EngineError: the engine does not start.
+    """
+    process.answer()  # its imports
+    process.answer()
+
+
+@contextmanager
+def begun(engine: UserEngine, factory: Any = start_driver) -> Iterator[EngineProcess]:
+    """A process that is starting an engine, so that several can start side by side."""
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
         process = EngineProcess(Path(folder) / "engine.log", engine.variables(), IMPORTS)
         try:
-            process.answer()
             process.start(factory, engine)
-            process.answer()
             yield process
         finally:
             process.close()

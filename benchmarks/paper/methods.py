@@ -92,6 +92,11 @@ class Method:
     # engines in Model Runner V2 although vLLM would choose another
     second_runner: bool = False
 
+    @property
+    def measures(self) -> bool:
+        """Whether its engine times its own steps while it starts."""
+        return (self.speculative or {}).get("bastion_budget") == "adaptive"
+
     def engine(self, target: str, cpu: bool, **settings: Any) -> UserEngine:
         """The engine; `settings` are fields of `UserEngine`."""
         environment = dict(_ENVIRONMENT)
@@ -146,11 +151,9 @@ def _of_drafter(
 
     lengths = [n for n in CHAINS if n <= gamma] if drafter.method is not None else []
     chains = {chain_name(n, label): dflash(folder, n, drafter.method or "") for n in lengths}
-    second = cpu and not drafter.first_runner
-    rows = [
-        Method(name + V2 if second else name, chain, second_runner=second)
-        for name, chain in chains.items()
-    ]
+    first = [Method(name, chain) for name, chain in chains.items()]
+    second = [Method(name + V2, chain, second_runner=True) for name, chain in chains.items()]
+    rows = (first if drafter.first_runner or not cpu else []) + (second if cpu else [])
     if not cpu:
         # vLLM sizes its chains by their confidence in FULL graphs alone.
         more = {"enable_adaptive_verification": True}

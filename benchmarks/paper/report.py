@@ -214,7 +214,7 @@ def _readme_row(machine: Machine, cells: Cells, label: str) -> str:
     row = [f"{plain:.0f} tokens/s"]
     for name in (chain, f"{ours}chain", fixed, adaptive):
         ratio = speeds.get(name or "")
-        size = re.search(r"\d+(?=$|, V2)", name or "")
+        size = re.search(r"\d+(, V2)?(?=$| runner)", name or "")
         row.append(f"{ratio}{f' ({size[0]})' if size else ''}" if ratio else "")
     taus = [
         f"{fmean(cell.numbers()['tau'] for cell in cells[name].values()):.2f}" if name else "none"

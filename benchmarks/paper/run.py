@@ -22,12 +22,13 @@ from benchmarks.harness.engine import Request
 from benchmarks.harness.process import EngineError, EngineProcess
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import Prompt
-from benchmarks.paper.engines import engine_of, short_reason
+from benchmarks.paper.engines import begun, short_reason, wait_until_started
 from benchmarks.paper.methods import PLAIN, REFERENCE, groups, reference_of
 from benchmarks.paper.plan import Plan, batches
 from benchmarks.paper.store import Key, Row, Store
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 24
+_STARTS = 2  # engines that start side by side where several live
 
 
 class Runner:
@@ -55,21 +56,40 @@ class Runner:
         paired, most = len(group) > 1, max(levels)
         with ExitStack() as stack:
             alive: dict[str, EngineProcess] = {}
+            others = [name for name in group if name != PLAIN and self._missing(name, levels)]
+            for names in self._starts(others, paired):
+                alive |= self._start(names, most, paired, stack, bar)
             # Plain decoding last: it is not needed where none of the others starts.
-            for name in sorted(group, key=PLAIN.__eq__):
-                if not self._missing(name, levels) and not (name == PLAIN and alive):
-                    continue
-                bar.set_description(f"{name}, concurrency {most}, starting")
-                engine = self._engine(self._plan.methods[name], most)
-                try:
-                    alive[name] = stack.enter_context(engine_of(engine))
-                except EngineError as error:
-                    self._gap(name, most, error, bar)
-                else:
-                    if paired:
-                        alive[name].pause()
+            if PLAIN in group and (alive or self._missing(PLAIN, levels)):
+                alive |= self._start([PLAIN], most, paired, stack, bar)
             for concurrency in levels:
                 self._run_rounds(group, alive, concurrency, paired, bar)
+
+    def _starts(self, names: Sequence[str], paired: bool) -> list[Sequence[str]]:
+        """Which engines start side by side: not those that time their own steps."""
+        measuring = [[name] for name in names if self._plan.methods[name].measures]
+        others = [name for name in names if [name] not in measuring]
+        size = _STARTS if paired else 1
+        return [*(others[i : i + size] for i in range(0, len(others), size)), *measuring]
+
+    def _start(
+        self, names: Sequence[str], most: int, paired: bool, stack: ExitStack, bar: Any
+    ) -> dict[str, EngineProcess]:
+        bar.set_description(f"{' and '.join(names)}, concurrency {most}, starting")
+        started = {
+            name: stack.enter_context(begun(self._engine(self._plan.methods[name], most)))
+            for name in names
+        }
+        for name, process in list(started.items()):
+            try:
+                wait_until_started(process)
+            except EngineError as error:
+                self._gap(name, most, error, bar)
+                del started[name]
+            else:
+                if paired:
+                    process.pause()
+        return started
 
     def _run_rounds(
         self,

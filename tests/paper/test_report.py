@@ -226,7 +226,7 @@ def test_the_readmes_table_has_a_row_for_each_drafter_load_and_temperature(tmp_p
     ]
     assert [row[2:6] for row in found] == [
         ["1.50x [1.50, 1.50] (7)", "2.00x [2.00, 2.00]", "", "3.00x [3.00, 3.00]"],
-        ["2.50x [2.50, 2.50] (7)", "", "4.00x [4.00, 4.00] (16)", "5.00x [5.00, 5.00]"],
+        ["2.50x [2.50, 2.50] (7, V2)", "", "4.00x [4.00, 4.00] (16)", "5.00x [5.00, 5.00]"],
         ["", "", "", "3.00x [3.00, 3.00]"],
     ]
 
@@ -251,7 +251,9 @@ def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
     assert chain is not None and chain["enable_adaptive_verification"] is True
     assert "dflash 15" not in methods(Target("t", "d", 7), cpu=True)
     # vLLM's V1 runner, which a CPU host uses, has no DSpark, and no runner has Domino.
-    assert "dspark 7, V2 runner" in on_cpu and "dspark 7" in on_gpu
+    chains = [name for name in on_cpu if re.search(r"(dflash|dspark|domino) 7", name)]
+    assert chains == ["dflash 7", "dflash 7, V2 runner", "dspark 7, V2 runner"]
+    assert "dspark 7" in on_gpu and not any("V2" in name for name in on_gpu)
     assert next(name for name in on_cpu if "domino" in name) == "bastion domino chain"
 
 

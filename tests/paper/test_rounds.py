@@ -42,39 +42,47 @@ class _Host:
         self.started: list[tuple[str, int]] = []
         self.broken: set[str] = set()
         self.dies_after: dict[str, int] = {}
+        self.starting: list[str] = []
+        self.side_by_side: list[list[str]] = []
 
     @contextmanager
-    def engine_of(self, engine: tuple[Method, int]) -> Iterator[_Process]:
+    def begun(self, engine: tuple[Method, int]) -> Iterator[_Process]:
         name = engine[0].name
         self.started.append((name, engine[1]))
-        if name in self.broken:
-            raise EngineError("ValueError: no such engine")
+        self.starting.append(name)
         yield _Process(name, self)
+
+    def wait_until_started(self, process: _Process) -> None:
+        if self.starting:
+            self.side_by_side.append(self.starting)
+            self.starting = []
+        if process.name in self.broken:
+            raise EngineError("ValueError: no such engine")
 
 
 class _Process:
     def __init__(self, name: str, host: _Host) -> None:
-        self._name, self._host = name, host
+        self.name, self._host = name, host
         host.awake.add(name)
 
     def pause(self) -> None:
-        self._host.awake.remove(self._name)
+        self._host.awake.remove(self.name)
 
     def resume(self) -> None:
-        self._host.awake.add(self._name)
+        self._host.awake.add(self.name)
 
     def call(self, what: str, requests: list[Request], concurrency: int) -> None:
-        assert what == "drive" and self._name in self._host.awake
+        assert what == "drive" and self.name in self._host.awake
         self._requests = requests
 
     def answer(self, items: Callable[[Response], None] | None = None) -> None:
         if items is None:
             return
-        self._host.decoded.append(self._name)
+        self._host.decoded.append(self.name)
         left = self._host.dies_after
-        if left.setdefault(self._name, 99) == 0:
+        if left.setdefault(self.name, 99) == 0:
             raise EngineError("the engine's process ended with status 9")
-        left[self._name] -= 1
+        left[self.name] -= 1
         for one in self._requests:
             items(Response(one.name, [7, 8], 3, 0.0, 0.1, 0.2, None, None, 1, 1, 1))
 
@@ -82,12 +90,17 @@ class _Process:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
     host = _Host()
-    monkeypatch.setattr(run, "engine_of", host.engine_of)
+    monkeypatch.setattr(run, "begun", host.begun)
+    monkeypatch.setattr(run, "wait_until_started", host.wait_until_started)
     return host
 
 
 def decode(path: Path, names: str, alive: int, concurrency: Sequence[int] = (1,)) -> list[Any]:
-    rows = {name: Method(name, None) for name in (PLAIN, *names.split())}
+    budget = {"measures": "adaptive"}
+    rows = {
+        name: Method(name, {"bastion_budget": budget.get(name, 1)})
+        for name in (PLAIN, *names.split())
+    }
     plan = Plan(rows, PROMPTS, [0.0], concurrency, 2, 0, True, alive)
     with Store(path, {}, {}) as store:
         run.Runner(plan, store, _Ids(), lambda method, most: (method, most)).run()
@@ -161,6 +174,16 @@ def test_an_engine_that_fails_is_a_gap_and_the_others_go_on(tmp_path: Path, host
     host.started.clear()
     assert len(decode(path, "x y z", 4)) == len(rows)
     assert host.started == [("y", 1)]
+
+
+def test_two_engines_start_side_by_side_and_one_that_times_its_steps_alone(
+    tmp_path: Path, host: _Host
+) -> None:
+    decode(tmp_path / "a.jsonl", "x measures y z", 6)
+    assert host.side_by_side == [["x", "y"], ["z"], ["measures"], [PLAIN]]
+    host.side_by_side.clear()
+    decode(tmp_path / "b.jsonl", "x y", 1)
+    assert host.side_by_side == [[PLAIN], ["x"], ["y"]]
 
 
 def test_one_after_another_rows_have_no_round(tmp_path: Path, host: _Host) -> None:
