@@ -38,7 +38,6 @@ from benchmarks.paper.methods import (
     chain_name,
     chosen,
     engines_of,
-    fitting,
     fixed_name,
     methods,
 )
@@ -108,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     add("--tokens", type=int, default=48, help="new tokens (default 48)")
     add("--temperatures", nargs="+", type=float, default=[0.0])
     add("--methods", nargs="+", default=[], help="those whose name has one of these, and plain")
-    add("--alive", type=int, help="engines side by side (default: a CPU's memory full; GPU: 1)")
+    add("--alive", type=int, default=1, help="engines side by side; each group has plain's again")
     add("--dtype", help="default: bfloat16; float32 for the tiny pair")
     add("--eager", action="store_true", help="without torch.compile")
     add("--out", type=Path, help="the JSONL file")
@@ -135,15 +134,14 @@ def main(argv: Sequence[str]) -> int:
     rows = {name: rows[name] for name in _METHODS}
     rows = chosen(rows, given.methods, False)
     engine = engines_of(what, cpu, max_model_len=longest, dtype=dtype, eager=given.eager)
-    alive = given.alive or (fitting(what, longest) if cpu else 1)
     settings = {"target": given.pair, "drafter": given.pair, "eagle3": None, "dtype": dtype}
     settings |= {"tokens": given.tokens, "seed": 0, "raw": True, "ignore_eos": True}
-    settings |= {"samples": given.prompts, "alive": alive}
+    settings |= {"samples": given.prompts, "alive": given.alive}
     source_row = provenance(["contexts", *without_folders(argv)])
     source_row["device"] = device_name("cpu" if cpu else "cuda")
     header = {"name": f"{given.pair}, long contexts", "provenance": source_row}
     out = given.out or RESULTS / "paper" / f"contexts-{given.pair}.jsonl"
-    plan = Plan(rows, prompts, given.temperatures, [1], given.tokens, 0, True, alive)
+    plan = Plan(rows, prompts, given.temperatures, [1], given.tokens, 0, True, given.alive)
     with Store(out, settings, header) as store:
         runner = Runner(plan, store, _Fixed(tokenizer, texts), engine)
         runner.run()

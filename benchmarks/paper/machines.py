@@ -60,7 +60,7 @@ def machines(files: Iterable[Path]) -> list[Machine]:
                 if source["command"] not in current.commands:
                     current.commands.append(source["command"])
                 current.commits[str(source["commit"])[:7]] = None
-            assert current is not None, "a results file starts with a run"
+            assert current is not None  # a results file starts with a run
             _add(current, row)
     return list(found.values())
 

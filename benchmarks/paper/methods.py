@@ -181,7 +181,7 @@ def chosen(rows: dict[str, Method], parts: Sequence[str], sampled: bool) -> dict
     """
     for part in parts:
         if not any(part in name for name in rows):
-            raise DataError(f"no method has {part!r} in its name: choose from {', '.join(rows)}")
+            raise DataError(f"no method has {part!r} in its name: choose from {'; '.join(rows)}")
     needed = {PLAIN, REFERENCE} if sampled else {PLAIN}
     return {
         name: row

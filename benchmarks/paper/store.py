@@ -50,11 +50,21 @@ class Key(NamedTuple):
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The finished lines of a file."""
+    """The finished lines of a file.
+
+    Raises:
+        StoreError: it is no results file.
+    """
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file):
             if line.endswith(b"\n"):
-                yield json.loads(line)
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict) or (number == 0 and row.get("kind") != "run"):
+                    raise StoreError(f"{path.name} is no results file: see line {number + 1}")
+                yield row
 
 
 class Store:
@@ -72,11 +82,15 @@ class Store:
         except OSError:
             self._file.close()
             raise StoreError(f"another process writes to {path.name}: wait for it") from None
+        try:
+            self.rows = list(read_rows(path))
+            for row in self.rows:
+                if row["kind"] == "run":
+                    self._compare(path, row["settings"], settings)
+        except StoreError:
+            self._file.close()
+            raise
         self._drop_torn_line()
-        self.rows = list(read_rows(path))
-        for row in self.rows:
-            if row["kind"] == "run":
-                self._compare(path, row["settings"], settings)
         self.append({"kind": "run", "settings": settings, **header})
 
     def __enter__(self) -> Store:
@@ -114,7 +128,6 @@ class Store:
     def _compare(self, path: Path, before: Row, now: Row) -> None:
         for name in _SAME:
             if before.get(name) != now.get(name):
-                self._file.close()
                 raise StoreError(
                     f"{path.name} was made with {name}={before.get(name)!r}, not "
                     f"{now.get(name)!r}: choose another --out"

@@ -269,7 +269,7 @@ def test_draws_are_compared_within_one_runner_only() -> None:
     assert list(chosen(rows, ["adaptive"], sampled=False)) == [PLAIN, ADAPTIVE]
     assert list(chosen(rows, ["adaptive"], sampled=True)) == [PLAIN, REFERENCE, ADAPTIVE]
     assert list(chosen(rows, [], sampled=False)) == list(rows)
-    with pytest.raises(DataError, match="no method has 'dflsh' in its name: choose from plain, "):
+    with pytest.raises(DataError, match="no method has 'dflsh' in its name: choose from plain; "):
         chosen(rows, ["adaptive", "dflsh"], sampled=False)
 
 

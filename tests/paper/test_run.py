@@ -140,14 +140,16 @@ def test_contexts_have_a_row_each_and_one_prefix_that_engines_keep(tmp_path: Pat
     started = [sys.executable, "-m", "benchmarks.paper", "contexts", *options]
     subprocess.run(started, env=environment, check=True, capture_output=True)
     rows = responses(path)
-    assert [(row["set"], row["prompt_len"]) for row in rows[::3]] == [("750", 750), ("1500", 1500)]
+    names = ("plain", "bastion N=16", "bastion adaptive")
+    wanted = [(name, length) for name in names for length in (750, 1500)]
+    assert [(row["method"], row["prompt_len"]) for row in rows] == wanted
     for row in rows:
         assert row["attention_ms"] > 0 and row.get("differs_at") is None
     timed = [row for row in rows if row["method"] == "bastion adaptive"]
     assert len(timed) == 2 and any(row["timed_steps"] for row in timed)
     table = path.with_suffix(".md").read_text().partition("## By context")[2]
     for length in (750, 1500):
-        for name in ("plain", "bastion N=16", "bastion adaptive"):
+        for name in names:
             assert f"| {length} | {name} |" in table
 
 
