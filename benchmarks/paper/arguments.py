@@ -48,7 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--concurrency", nargs="+", type=int, default=[1], help="1 4 16 64 for the load tables")
     add("--kinds", nargs="+", default=[], choices=KINDS, help="what requests ask for; sets of each")
     add("--alive", type=int, help="engines side by side (default: a CPU's memory full; GPU: 1)")
-    add("--methods", nargs="+", default=[], help="those whose name has one of these, and plain")
+    add("--methods", nargs="+", default=[], help="their names, or parts of names; plain always")
     add("--budgets", nargs="+", type=int, default=[], help="fixed budgets N")
     add("--seed", type=int, default=0)
     add("--dtype", help="default: bfloat16; float32 for the tiny pair")

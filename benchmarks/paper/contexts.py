@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     add("--prompts", type=int, default=1, help="of each length (default 1)")
     add("--tokens", type=int, default=48, help="new tokens (default 48)")
     add("--temperatures", nargs="+", type=float, default=[0.0])
-    add("--methods", nargs="+", default=[], help="those whose name has one of these, and plain")
+    add("--methods", nargs="+", default=[], help="their names, or parts of names; plain always")
     add("--alive", type=int, default=1, help="engines side by side; each group has plain's again")
     add("--dtype", help="default: bfloat16; float32 for the tiny pair")
     add("--eager", action="store_true", help="without torch.compile")

@@ -171,23 +171,22 @@ def _of_drafter(
 
 
 def chosen(rows: dict[str, Method], parts: Sequence[str], sampled: bool) -> dict[str, Method]:
-    """The methods whose name has one of `parts` (all without any), and what they need.
+    """The methods that are named (all without any), and what they need.
 
     Args:
+        parts: a method's name, or a part that all methods with it in their name share.
         sampled: whether any temperature is above 0, where a CPU host needs the second reference.
 
     Raises:
         DataError: no method has one of `parts` in its name.
     """
+    names = {PLAIN, REFERENCE} if sampled else {PLAIN}
     for part in parts:
-        if not any(part in name for name in rows):
+        found = [part] if part in rows else [name for name in rows if part in name]
+        if not found:
             raise DataError(f"no method has {part!r} in its name: choose from {'; '.join(rows)}")
-    needed = {PLAIN, REFERENCE} if sampled else {PLAIN}
-    return {
-        name: row
-        for name, row in rows.items()
-        if name in needed or not parts or any(part in name for part in parts)
-    }
+        names.update(found)
+    return {name: row for name, row in rows.items() if name in names or not parts}
 
 
 def groups(names: Sequence[str], alive: int) -> list[list[str]]:

@@ -269,6 +269,9 @@ def test_draws_are_compared_within_one_runner_only() -> None:
     assert list(chosen(rows, ["adaptive"], sampled=False)) == [PLAIN, ADAPTIVE]
     assert list(chosen(rows, ["adaptive"], sampled=True)) == [PLAIN, REFERENCE, ADAPTIVE]
     assert list(chosen(rows, [], sampled=False)) == list(rows)
+    # A name is that method alone, although it is also a part of another one's.
+    assert list(chosen(rows, ["dflash 7"], sampled=False)) == [PLAIN, "dflash 7"]
+    assert list(chosen(rows, ["h 7"], sampled=False)) == [PLAIN, "dflash 7", "dflash 7, V2 runner"]
     with pytest.raises(DataError, match="no method has 'dflsh' in its name: choose from plain; "):
         chosen(rows, ["adaptive", "dflsh"], sampled=False)
 

@@ -121,8 +121,7 @@ def test_beam_search_is_replayed_on_recorded_drafts(tmp_path: Path) -> None:
     subprocess.run(started, env=environment, check=True, capture_output=True)
     rows = list(read_rows(tmp_path / "run.jsonl"))
     found = {row["policy"]: row for row in rows if row["kind"] == "replayed" and row["set"] == "a"}
-    ran = {row["method"] for row in rows if row["kind"] == "response"}
-    assert ran == {"plain", "plain, V2 runner"}
+    assert {row["method"] for row in rows if row["kind"] == "response"} == {"plain"}
     beam, best = found["beam 4x15 (replayed)"], found["best-first 60 (replayed)"]
     assert beam["tau"] > 1 and beam["nodes"] == best["nodes"] == 60
     (scores,) = (row for row in rows if row["kind"] == "scores")
