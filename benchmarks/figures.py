@@ -63,7 +63,8 @@ def tradeoff_figure(
         bottom = bottom + np.asarray(height)
     right.set_xticks(x, [str(n) for n in budgets])
     right.set(xlabel="verified nodes N", ylabel="ms per step", title=title)
-    right.legend()
+    right.set_ylim(0.0, 1.15 * float(bottom.max()))
+    right.legend(ncols=len(step_ms), loc="upper center")
     save_figure(figure, path)
 
 

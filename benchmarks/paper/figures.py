@@ -11,7 +11,15 @@ import numpy as np
 
 from benchmarks.figures import Sweep, new_figure, save_figure, sweep_figure, tradeoff_figure
 from benchmarks.paper.machines import Cells, Machine
-from benchmarks.paper.methods import ADAPTIVE, CHAINS, PLAIN, REFERENCE, chain_name, fixed_name
+from benchmarks.paper.methods import (
+    ADAPTIVE,
+    CHAINS,
+    PLAIN,
+    REFERENCE,
+    V2,
+    chain_name,
+    fixed_name,
+)
 from benchmarks.paper.stats import Ratio, speedup
 
 
@@ -64,7 +72,8 @@ def sweep(cells: Cells, budgets: list[int]) -> Sweep:
     if set(cells.get(ADAPTIVE, {})) == set(sets):
         nodes = fmean(cell.numbers()["nodes"] for cell in cells[ADAPTIVE].values())
         panel.adaptive = nodes, _mean(cells, ADAPTIVE)
-    chains = [name for n in CHAINS if set(cells.get(name := chain_name(n), {})) == set(sets)]
+    names = [chain_name(n) + runner for n in CHAINS for runner in ("", V2)]
+    chains = [name for name in names if set(cells.get(name, {})) == set(sets)]
     if chains:
         best = max(chains, key=lambda name: _mean(cells, name))
         panel.chain = best, _mean(cells, best)
