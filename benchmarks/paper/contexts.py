@@ -4,12 +4,12 @@
     python -m benchmarks.paper contexts --pair 0.6B          # 1k, 4k, 8k and 16k tokens
     python -m benchmarks.paper contexts --pair tiny --contexts 512 1024 2048 4000
 
-A prompt is a list of numbered passages by this project's text generators; its end begins one of
-them again, so the continuation stands far above (as in LongBench's passage retrieval). All prompts
-begin with the same passages, so an engine computes them once and has them in its prefix cache.
-*Copied* is the share of the first new tokens that repeat the passage. *Attention* is the time of
-all attention layers in a step, the drafter's too: vLLM's kernel for plain decoding and its chains,
-this plugin's for trees. On a GPU, where FULL graphs hide the layers, it is left out.
+A prompt is a list of numbered passages by this project's text generators; its end repeats a piece
+of one of them, so the continuation stands far above (as in LongBench's passage retrieval). All
+prompts begin with the same passages, so an engine computes them once and has them in its prefix
+cache. *Copied* is the share of the first new tokens that repeat the passage. *Attention* is the
+time of all attention layers in a step, the drafter's too: vLLM's kernel for plain decoding and its
+chains, this plugin's for trees. On a GPU, where FULL graphs hide the layers, it is left out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SPARE = 32
 
 
 def passages(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[int]]:
-    """A prompt of `length` tokens, which repeats a passage of that number, and how that goes on."""
+    """A prompt of `length` tokens, whose end repeats a piece of a passage, and how that goes on."""
     import data
 
     rng = Random("passages")
@@ -67,11 +67,14 @@ def passages(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[
         texts.append(ids)
         total += len(ids)
     # Of the first quarter, and long enough to go on with.
-    early = [n for n, ids in enumerate(texts[: max(1, len(texts) // 4)]) if len(ids) > 2 * _LEAD]
-    chosen = texts[early[number % len(early)] if early else 0]
-    end = [*tokenizer("\n\n")["input_ids"], *chosen[:_LEAD]]
+    first = texts[: max(1, len(texts) // 4)]
+    early = [ids for ids in first if len(ids) > 2 * _LEAD] or first[:1]
+    chosen = early[number % len(early)]
+    # Further numbers begin further on in the passage.
+    begin = 3 * _LEAD * (number // len(early)) % max(1, len(chosen) - 2 * _LEAD)
+    end = [*tokenizer("\n\n")["input_ids"], *chosen[begin : begin + _LEAD]]
     flat = [token for ids in texts for token in ids]
-    return [*flat[: length - len(end)], *end], chosen[_LEAD:]
+    return [*flat[: length - len(end)], *end], chosen[begin + _LEAD :]
 
 
 def longer(name: str, pair: Path, positions: int) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.paper.methods import PLAIN
-from benchmarks.paper.stats import Cell
+from benchmarks.paper.stats import Cell, Ratio, sameness, speedup
 from benchmarks.paper.store import Key, Row, read_rows
 
 Cells = dict[str, dict[str, Cell]]  # method -> set -> its responses
@@ -41,6 +41,11 @@ class Machine:
             for method, sets in found.items()
         }
 
+    def same(self, sets: dict[str, Cell]) -> str:
+        """The losslessness column of one method's responses."""
+        rows = [row for cell in sets.values() for row in cell.rows]
+        return sameness(rows, self.near_ties, Key.of)
+
     def situations(self) -> list[tuple[float, int]]:
         """(temperature, concurrency), sorted."""
         return sorted({(key.temperature, key.concurrency) for key, _ in self.responses})
@@ -63,6 +68,16 @@ def machines(files: Iterable[Path]) -> list[Machine]:
             assert current is not None  # a results file starts with a run
             _add(current, row)
     return list(found.values())
+
+
+def ratios(cells: Cells, method: str) -> dict[str, Ratio]:
+    """Speed-ups of a method by set, and their mean as "mean" if it ran on all of plain's sets."""
+    plain, own = cells.get(PLAIN, {}), cells[method]
+    sets = [name for name in plain if name in own]
+    found = {name: speedup([(plain[name], own[name])]) for name in sets}
+    if plain and len(sets) == len(plain):
+        found["mean"] = speedup([(plain[name], own[name]) for name in sets])
+    return found
 
 
 def _add(machine: Machine, row: Row) -> None:

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks import RESULTS
 from benchmarks.paper import figures
-from benchmarks.paper.machines import Cells, Machine, machines
-from benchmarks.paper.methods import CHAINS, PLAIN, V2, chain_name
-from benchmarks.paper.stats import Cell, Ratio, sameness, speedup
-from benchmarks.paper.store import Key, Row
+from benchmarks.paper.machines import Cells, Machine, machines, ratios
+from benchmarks.paper.readme import readme_table, update_between_markers
+from benchmarks.paper.stats import Ratio
+from benchmarks.paper.store import Row
 
-MARKER = "paper"
 _COLUMNS = (
     ("tokens/s", "tokens_per_s", 1),
     ("tau, rounds", "tau", 2),
@@ -35,16 +33,6 @@ _COLUMNS = (
     ("TTFT ms", "ttft_ms", 1),
     ("J/token", "joules_per_token", 2),
 )
-
-
-def ratios(cells: Cells, method: str) -> dict[str, Ratio]:
-    """Speed-ups of a method by set, and their mean as "mean" if it ran on all of plain's sets."""
-    plain, own = cells.get(PLAIN, {}), cells[method]
-    sets = [name for name in plain if name in own]
-    found = {name: speedup([(plain[name], own[name])]) for name in sets}
-    if plain and len(sets) == len(plain):
-        found["mean"] = speedup([(plain[name], own[name]) for name in sets])
-    return found
 
 
 def summary(machine: Machine) -> Row:
@@ -59,7 +47,7 @@ def summary(machine: Machine) -> Row:
             rows[method] = {
                 "speedup": found,
                 "sets": numbers,
-                "same": _same(machine, sets),
+                "same": machine.same(sets),
             }
         tables.append({"temperature": temperature, "concurrency": concurrency, "methods": rows})
     return {
@@ -100,7 +88,7 @@ def _wide_table(machine: Machine, cells: Cells) -> list[str]:
         numbers = [cell.numbers() for cell in sets.values()]
         row = [str(ratios(cells, method).get("mean", ""))]
         row += [_number(fmean(n[key] for n in numbers), digits) for _, key, digits in _COLUMNS]
-        row.append(_same(machine, sets))
+        row.append(machine.same(sets))
         lines.append(f"| {method} | {' | '.join(row)} |")
     return [*lines, ""]
 
@@ -174,77 +162,6 @@ def _load_table(machine: Machine) -> list[str]:
     return lines
 
 
-def readme_table(found: Sequence[Machine], command: str) -> str:
-    """The README's table between its markers: a row per machine, load, temperature and drafter."""
-    devices = list(dict.fromkeys(machine.device for machine in found))
-    lines = [
-        f"| {devices[0] if len(devices) == 1 else ''} | plain | vLLM's best chain "
-        "| chain in our engine | best fixed N | adaptive | tau: chain, adaptive | same as plain |",
-        "|---" * 8 + "|",
-    ]
-    for machine in found:
-        device = "" if len(devices) == 1 else f", {machine.device}"
-        for temperature, concurrency in machine.situations():
-            cells = machine.cells(temperature, concurrency)
-            for label in _labels(cells):
-                drafter = f" with {label}" if label else ""
-                where = f"{machine.name}{drafter}{device}, T={temperature:g}"
-                row = _readme_row(machine, cells, label)
-                lines.append(f"| {where}, {concurrency} at a time | {row} |")
-    return "\n".join([*lines, "", f"`{command}`"])
-
-
-def _labels(cells: Cells) -> list[str]:
-    """Drafters with an adaptive engine; the pair's own has an empty label."""
-    return [label for name in cells if (label := _label(name)) is not None]
-
-
-def _label(name: str) -> str | None:
-    found = re.fullmatch(r"bastion (?:(\S+) )?adaptive", name)
-    return None if found is None else found[1] or ""
-
-
-def _readme_row(machine: Machine, cells: Cells, label: str) -> str:
-    speeds = {name: ratios(cells, name).get("mean") for name in cells}
-    ours = f"bastion {label} ".replace("  ", " ")
-    chain = _best(speeds, [chain_name(n, label) + v for n in CHAINS for v in ("", V2)])
-    fixed = _best(speeds, [name for name in cells if name.startswith(f"{ours}N=")])
-    adaptive = f"{ours}adaptive"
-    plain = fmean(cell.numbers()["tokens_per_s"] for cell in cells[PLAIN].values())
-    row = [f"{plain:.0f} tokens/s"]
-    for name in (chain, f"{ours}chain", fixed, adaptive):
-        ratio = speeds.get(name or "")
-        size = re.search(r"\d+(, V2)?(?=$| runner)", name or "")
-        row.append(f"{ratio}{f' ({size[0]})' if size else ''}" if ratio else "")
-    taus = [
-        f"{fmean(cell.numbers()['tau'] for cell in cells[name].values()):.2f}" if name else "none"
-        for name in (chain, adaptive)
-    ]
-    row.append(", ".join(taus))
-    row.append(_same(machine, cells[adaptive]))
-    return " | ".join(row)
-
-
-def _best(speeds: dict[str, Ratio | None], names: Iterable[str]) -> str | None:
-    ran = [(ratio.mean, name) for name in names if (ratio := speeds.get(name)) is not None]
-    return max(ran)[1] if ran else None
-
-
-def update_between_markers(path: Path, marker: str, text: str) -> None:
-    """Replace what is between `<!-- marker:begin -->` and `<!-- marker:end -->` in a file.
-
-    Raises:
-        ValueError: the file has no such markers.
-    """
-    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
-    page = path.read_text(encoding="utf-8")
-    if begin not in page or end not in page:
-        raise ValueError(f"{path.name} has no lines {begin} and {end}")
-    before, rest = page.split(begin, 1)
-    after = rest.split(end, 1)[1]
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-
-
 def write(files: Sequence[Path], out: Path, stem: str, readme: Path | None = None) -> int:
     """Write STEM.md, STEM.json and the figures of all machines; print the page."""
     found = machines(files)
@@ -258,7 +175,7 @@ def write(files: Sequence[Path], out: Path, stem: str, readme: Path | None = Non
     if readme is not None:
         names = " ".join(path.name for path in files)
         table = readme_table(found, f"python -m benchmarks.paper report {names}")
-        update_between_markers(readme, MARKER, table)
+        update_between_markers(readme, "paper", table)
     print(page)
     return 0
 
@@ -277,11 +194,6 @@ def main(argv: Sequence[str]) -> int:
     if missing:
         parser.error(f"no file {missing[0]}")
     return write(given.files, given.out, given.stem or given.files[0].stem, given.readme)
-
-
-def _same(machine: Machine, sets: dict[str, Cell]) -> str:
-    rows = [row for cell in sets.values() for row in cell.rows]
-    return sameness(rows, machine.near_ties, Key.of)
 
 
 def _said(machine: Machine) -> str:
