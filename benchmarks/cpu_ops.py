@@ -38,7 +38,6 @@ from bastion_kernels import (
     choose_budget,
     context_rows,
     expand_best_first,
-    expand_transitions,
     gather_rows,
     take_best,
     topk_logprobs,
@@ -112,8 +111,9 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
     placed = torch.zeros_like(positions)
     topk_logprobs(logits, TOP_K, tokens[0], logprobs[0])
     tree = (out_tokens, parents, depths, log_rho, size)
+    lattice = logprobs[:, :, None]
     scores, branching = torch.randn(1, DEPTH, TOP_K, TOP_K), tuple(map(torch.zeros_like, tree))
-    expand_best_first(tokens, logprobs, slots, *tree)
+    expand_best_first(tokens, lattice, TOP_K, slots, *tree)
     # the target draws the tokens of a path of PATH nodes
     drawn, fed = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
     fed[1:] = out_tokens[0] + 1
@@ -146,8 +146,8 @@ def step(sizes: Sizes) -> dict[str, Callable[[], object]]:
         "gather_rows": lambda: gather_rows(hidden, source, kept_hidden),
         "bind_slots": lambda: bind_slots(slots, num_sampled, row_slots, base, emitted),
         "topk_logprobs": lambda: topk_logprobs(logits, TOP_K, tokens[0], logprobs[0]),
-        "expand_best_first": lambda: expand_best_first(tokens, logprobs, slots, *tree),
-        "expand_transitions": lambda: expand_transitions(
+        "expand_best_first": lambda: expand_best_first(tokens, lattice, TOP_K, slots, *tree),
+        "with transitions": lambda: expand_best_first(
             tokens, scores.log_softmax(-1), TOP_K, slots, *branching
         ),
         "ancestor_bits": lambda: ancestor_bits(parents, slots, bits),
@@ -266,7 +266,7 @@ def main() -> None:
         for op, taken in times.items():
             print(f"{name:5} {op:22} {median(taken):8.3f} ({min(taken):.3f})")
         # a step has either choose_budget or take_best, and one kind of expansion
-        del times["take_best"], times["expand_transitions"]
+        del times["take_best"], times["with transitions"]
         total, best = (sum(map(of, times.values())) for of in (median, min))
         print(f"{name:5} {'together':22} {total:8.3f} ({best:.3f})")
     if has_linear():

@@ -25,7 +25,6 @@ from bastion_kernels import (
     PrefixHead,
     PrefixLattice,
     expand_best_first,
-    expand_transitions,
     recurrent_lattice,
     topk_logprobs,
 )
@@ -69,7 +68,8 @@ def drafts(
         return ids.view(reqs, DEPTH, count), scores.view(reqs, DEPTH, count)
 
     def dflash() -> None:
-        expand_best_first(*best(TOP_K), slots, *tree)
+        ids, scores = best(TOP_K)
+        expand_best_first(ids, scores[:, :, None], TOP_K, slots, *tree)
 
     before, after, projection = (
         noise(vocab, selector),
@@ -84,7 +84,7 @@ def drafts(
         scores = _score_edges(
             before, after, ids, logits, F.linear(of_block, projection), anchors, candidates
         )
-        expand_transitions(ids.int(), scores.float().log_softmax(-1), TOP_K, slots, *tree)
+        expand_best_first(ids.int(), scores.float().log_softmax(-1), TOP_K, slots, *tree)
 
     gru = noise(3 * state, hidden), noise(3 * state, state)
     prefix = PrefixHead(*gru, noise(rank, hidden + state), noise(vocab, rank))
@@ -97,7 +97,7 @@ def drafts(
             prefix, prepared, lambda rows: F.embedding(rows, embedding), anchors, ids, ids, scores,
             of_block, TOP_K, lattice,
         )  # fmt: skip
-        expand_transitions(ids, lattice.logprobs, TOP_K, slots, *tree, lattice.rows)
+        expand_best_first(ids, lattice.logprobs, TOP_K, slots, *tree, lattice.rows)
 
     return {
         "output head": lambda: F.linear(states, head),

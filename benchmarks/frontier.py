@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
-from bastion_kernels import PrefixHead, PrefixLattice, expand_transitions, recurrent_lattice
+from bastion_kernels import PrefixHead, PrefixLattice, expand_best_first, recurrent_lattice
 from benchmarks import RESULTS, TINY
 from benchmarks.prompts import DOMAINS, load_prompts
 
@@ -113,7 +113,7 @@ def grow(tokens: Tensor, logprobs: Tensor, rows: Tensor, nodes: int) -> tuple[Te
     out = torch.zeros(reqs, nodes, dtype=torch.int64)
     parents, depths = (torch.zeros(reqs, nodes, dtype=torch.int32) for _ in range(2))
     scores, sizes = torch.zeros(reqs, nodes), torch.zeros(reqs, dtype=torch.int32)
-    expand_transitions(
+    expand_best_first(
         tokens.int(), logprobs, TOP_K, torch.arange(reqs), out, parents, depths, scores, sizes, rows
     )
     return out, parents, scores

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
-from bastion_kernels import expand_transitions
+from bastion_kernels import expand_best_first
 
 from drafter import Drafter, load_drafter, save_drafter  # isort: skip
 from eagle3 import Eagle3  # isort: skip
@@ -65,7 +65,7 @@ def test_offline_trees_equal_the_ops_trees(head: type[Selector | Markov]) -> Non
     tokens = torch.zeros(count, nodes, dtype=torch.int64)
     parents, depths = (torch.zeros(count, nodes, dtype=torch.int32) for _ in range(2))
     log_rho = torch.zeros(count, nodes)
-    expand_transitions.reference(
+    expand_best_first.reference(
         part.tokens.int(), scores, WIDTH, torch.arange(count), tokens, parents, depths, log_rho,
         torch.zeros(count, dtype=torch.int32),
     )  # fmt: skip

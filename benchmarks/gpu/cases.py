@@ -19,7 +19,6 @@ from bastion_kernels import (
     ancestor_bits,
     choose_budget,
     expand_best_first,
-    expand_transitions,
     gather_rows,
     topk_logprobs,
 )
@@ -74,14 +73,15 @@ class DraftStage:
         topk_logprobs.triton(self.logits, self.top_k, self.tokens, self.logprobs)
 
     def expand(self) -> None:
-        expand_best_first.triton(*self._lattice(), self.slots, *self.tree)
+        tokens, logprobs = self._lattice()
+        expand_best_first.triton(tokens, logprobs, self.top_k, self.slots, *self.tree)
 
     def branch(self) -> None:
-        self._expand_transitions(self.tree)
+        self._branch(self.tree)
 
-    def _expand_transitions(self, tree: Sequence[Tensor]) -> None:
+    def _branch(self, tree: Sequence[Tensor]) -> None:
         logprobs, rest = self.scores.log_softmax(-1), (self.slots, *tree)
-        expand_transitions.triton(self._lattice()[0], logprobs, self.top_k, *rest)
+        expand_best_first.triton(self._lattice()[0], logprobs, self.top_k, *rest)
 
     def budget(self) -> None:
         choose_budget.triton(
@@ -99,7 +99,7 @@ class DraftStage:
 
     def _lattice(self) -> tuple[Tensor, Tensor]:
         shape = (-1, self.depth, self.top_k)
-        return self.tokens.view(shape), self.logprobs.view(shape)
+        return self.tokens.view(shape), self.logprobs.view(shape)[:, :, None]
 
     def check(self) -> None:
         """Check each op against its reference, on the output of the op before it."""
@@ -112,18 +112,18 @@ class DraftStage:
         tree = tuple(torch.full_like(x, POISON, device="cpu") for x in self.tree)
         lattice_tokens, lattice_logprobs = (x.cpu() for x in self._lattice())
         slots = self.slots.cpu()
-        expand_best_first.reference(lattice_tokens, lattice_logprobs, slots, *tree)
+        expand_best_first.reference(lattice_tokens, lattice_logprobs, self.top_k, slots, *tree)
         for got, want in zip(self.tree, tree, strict=True):
             same("expand_best_first", got, want)
         got_tree = tuple(torch.full_like(x, POISON) for x in self.tree)
         want_tree = tuple(torch.full_like(x, POISON) for x in tree)
-        self._expand_transitions(got_tree)
-        expand_transitions.reference(
+        self._branch(got_tree)
+        expand_best_first.reference(
             lattice_tokens, self.scores.log_softmax(-1).cpu(), self.top_k,
             slots, *want_tree,
         )  # fmt: skip
         for got, want in zip(got_tree, want_tree, strict=True):
-            same("expand_transitions", got, want)
+            same("expand_best_first with transitions", got, want)
         verify = torch.empty_like(self.num_verify, device="cpu")
         choose_budget.reference(
             tree[3], slots, self.limits.cpu(), self.cost.cpu(), len(slots), verify

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bastion_kernels import expand_best_first, expand_transitions
+from bastion_kernels import expand_best_first
 
 __all__ = ["DraftTree", "best_first", "chain"]
 
@@ -189,8 +189,6 @@ def _expand(tokens: Tensor, logprobs: Tensor, limit: int, top_k: int) -> DraftTr
     )
     slots = torch.arange(reqs, device=device)
     out = tree.tokens, tree.parents, tree.depths, tree.log_rho, tree.num_nodes
-    if logprobs.ndim == 3:
-        expand_best_first(tokens[..., :top_k], logprobs[..., :top_k], slots, *out)
-    else:
-        expand_transitions(tokens, logprobs, top_k, slots, *out)
+    rows = logprobs[:, :, None] if logprobs.ndim == 3 else logprobs
+    expand_best_first(tokens, rows, top_k, slots, *out)
     return tree

@@ -29,7 +29,6 @@ from bastion_kernels.draft.gru_states import advance_states
 from bastion_kernels.draft.prefix_lattice import PrefixHead, PrefixLattice, recurrent_lattice
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
 from bastion_kernels.draft.topk_merge import merge_topk
-from bastion_kernels.draft.transitions import expand_transitions
 from bastion_kernels.gated_delta.recurrence import gated_delta_commit, gated_delta_tree
 from bastion_kernels.gated_delta.short_conv import short_conv_commit, short_conv_tree
 from bastion_kernels.gated_delta.states import LayerStates
@@ -53,7 +52,6 @@ __all__ = [
     "choose_budget",
     "context_rows",
     "expand_best_first",
-    "expand_transitions",
     "extend_frontier",
     "gated_delta_commit",
     "gated_delta_tree",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
-from bastion_kernels import PrefixLattice, expand_transitions, recurrent_lattice
+from bastion_kernels import PrefixLattice, expand_best_first, recurrent_lattice
 from benchmarks import TINY
 from benchmarks.frontier import head_of
 from tests.drafters.recording import CANDIDATES, specforge_chains
@@ -49,7 +49,7 @@ def chains(target: Any, drafter: Any, ids: Tensor, anchors: Tensor) -> Tensor:
     out = torch.zeros(blocks, GAMMA, dtype=torch.int64)
     parents, depths = (torch.zeros(blocks, GAMMA, dtype=torch.int32) for _ in range(2))
     scores, sizes = torch.zeros(blocks, GAMMA), torch.zeros(blocks, dtype=torch.int32)
-    expand_transitions(
+    expand_best_first(
         tokens.int(), lattice.logprobs, 1, torch.arange(blocks), out, parents, depths, scores,
         sizes, lattice.rows,
     )  # fmt: skip

@@ -56,7 +56,8 @@ def best_first() -> Tree:
     tokens, parents = torch.zeros(1, NODES, dtype=torch.int64), torch.zeros(1, NODES).int()
     expand_best_first(
         top.indices.int(),
-        top.values.contiguous(),
+        top.values[:, :, None],
+        6,
         torch.zeros(1, dtype=torch.int64),
         tokens,
         parents,

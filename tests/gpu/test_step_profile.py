@@ -38,7 +38,7 @@ class Engine:
             self.folder / "worker.pt.trace.json",
             ("kernel", "gemm", 1000.0),
             *[("kernel", "gemm", 500.0)] * steps,
-            *[("kernel", "_expand_kernel", 20.0)] * steps,
+            *[("kernel", "expand_kernel", 20.0)] * steps,
             *[("gpu_memcpy", "Memcpy DtoH", 2.0)] * steps,
             ("cpu_op", "aten::mm", 9999.0),
         )
@@ -48,7 +48,7 @@ class Engine:
 def test_a_step_is_the_difference_to_the_prompt_alone(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     found = profile_steps(engine, engine.generate, steps=8, step_ms=0.6, folder=tmp_path)
-    assert found["ours"] == pytest.approx({"_expand_kernel": 0.02})
+    assert found["ours"] == pytest.approx({"expand_kernel": 0.02})
     assert found["others"] == pytest.approx({"gemm": 0.5, "Memcpy DtoH": 0.002})
     assert found["busy_ms"] == pytest.approx(0.522)
     assert found["idle_ms"] == pytest.approx(0.078)
@@ -63,6 +63,6 @@ def test_traces_are_read_once(tmp_path: Path) -> None:
 
 def test_our_kernels_are_distinguished_from_vllms() -> None:
     names = our_kernels()
-    assert {"tree_attention_kernel", "plan_kernel", "_expand_kernel", "_choose_kernel"} <= names
+    assert {"tree_attention_kernel", "plan_kernel", "expand_kernel", "_choose_kernel"} <= names
     assert {"_accept_kernel", "_compact_kernel", "_gather_kernel", "_bind_kernel"} <= names
     assert "_gumbel_sample_kernel" not in names

@@ -29,7 +29,6 @@ from bastion_kernels import (
     choose_budget,
     context_rows,
     expand_best_first,
-    expand_transitions,
     extend_frontier,
     gated_delta_commit,
     gated_delta_tree,
@@ -79,12 +78,11 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     log_rho, counts = torch.zeros(slots_total, limit), torch.zeros(slots_total, dtype=torch.int32)
     shape = (reqs, depth, width)
     trees = (out_tokens, parents, depths, log_rho, counts)
-    expand_best_first.triton(tokens.view(shape), logprobs.view(shape), slots, *trees)
-    scores = torch.zeros(*shape, width)
-    expand_transitions.triton(tokens.view(shape), scores, width, slots, *trees)
-    expand_transitions.triton(
-        tokens.view(shape), scores, width, slots, *trees, scores.to(torch.int32)
-    )
+    candidates, scores = tokens.view(shape), torch.zeros(*shape, width)
+    no_state = logprobs.view(shape)[:, :, None]
+    expand_best_first.triton(candidates, no_state, width, slots, *trees)
+    expand_best_first.triton(candidates, scores, width, slots, *trees)
+    expand_best_first.triton(candidates, scores, width, slots, *trees, scores.to(torch.int32))
     launch_frontier(reqs, dtype)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
     choose_budget.triton(log_rho, slots, counts, cost, base, counts, promised=cost)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best-first expansion against brute force over all prefixes, and the kernel against the heap."""
+"""Best-first expansion against brute force over all prefixes, and the kernels against the heap.
+
+Rows named by the caller, for heads with a state, are tested in `test_frontier.py`.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,68 +16,102 @@ from torch import Tensor
 
 from bastion_kernels import expand_best_first
 
+Lattice = tuple[Tensor, Tensor]  # tokens [R, D, M], log-probabilities [R, D, P, M]
 
-def expand(run, tokens: Tensor, logprobs: Tensor, limit: int, **options) -> Trees:
+
+def without_state(
+    reqs: int, depth: int, width: int, generator: torch.Generator, spread: float = 2.0
+) -> Lattice:
+    """Candidates in order, one row for all nodes of a depth."""
+    tokens, logprobs = lattice(reqs, depth, width, generator, spread)
+    return tokens, logprobs[:, :, None]
+
+
+def transitions(
+    reqs: int, depth: int, width: int, generator: torch.Generator, spread: float = 2.0
+) -> Lattice:
+    """Distinct tokens, and unsorted rows: one for each candidate of the depth above."""
+    tokens = torch.rand(reqs, depth, 4 * width + 3, generator=generator).argsort(-1)[..., :width]
+    scores = spread * torch.randn(reqs, depth, width, width, generator=generator)
+    return tokens.int(), scores.log_softmax(-1)
+
+
+STATES = pytest.mark.parametrize("made", [without_state, transitions])
+Made = Callable[..., Lattice]
+
+
+def expand(run, tokens: Tensor, logprobs: Tensor, top_k: int, limit: int, **options) -> Trees:
     """Run on slots = 0, 1, ... and return the trees, on the CPU."""
     reqs = tokens.shape[0]
     slots = options.get("slots", torch.arange(reqs))
     num_slots = options.get("num_slots", max(reqs, int(slots.max()) + 1))
     device = options.get("device", torch.device("cpu"))
     out = poisoned_trees(reqs, num_slots, limit, options.get("wider", 0)).to(device)
-    inputs = (moved(tensor, device) for tensor in (tokens, logprobs, slots))
-    run(*inputs, *out)
+    tokens, logprobs, slots = (moved(x, device) for x in (tokens, logprobs, slots))
+    run(tokens, logprobs, top_k, slots, *out)
     return out.to(torch.device("cpu"))
 
 
-def all_scores(tokens: Tensor, logprobs: Tensor) -> dict[tuple[int, ...], float]:
-    """log rho of every prefix of one lattice `[D, K]`, summed in fp32 from the root down."""
-    scores: dict[tuple[int, ...], float] = {}
-    for depth in range(1, len(tokens) + 1):
-        for ranks in itertools.product(range(tokens.shape[1]), repeat=depth):
-            total = torch.zeros((), dtype=torch.float32)
-            for d, rank in enumerate(ranks):
-                total = total + logprobs[d, rank]
-            scores[tuple(int(tokens[d, rank]) for d, rank in enumerate(ranks))] = total.item()
-    return scores
+def in_order(tokens: Tensor, logprobs: Tensor, top_k: int) -> list[tuple[float, tuple[int, ...]]]:
+    """Every prefix of one lattice whose nodes are among their parents' `top_k` best children.
+
+    Its log rho, summed in fp32 from the root down, and its tokens; in the order of the tree: by
+    score, then by the place of the parent, then by the order of the parent's row.
+    """
+    depth, width = tokens.shape
+    by_token = logprobs.shape[1] > 1
+    scores, places = {(): 0.0}, {}
+    for length in range(1, depth + 1):
+        for path in itertools.product(range(width), repeat=length):
+            above, last = path[:-1], path[-1]
+            row = logprobs[length - 1, above[-1] if above and by_token else 0]
+            place = sorted(range(width), key=lambda k: (-row[k].item(), k)).index(last)
+            if above in scores and place < top_k:
+                scores[path] = (torch.tensor(scores[above]) + row[last]).item()
+                places[path] = place
+    number, rest, found = {(): 0}, set(scores) - {()}, []
+    while rest:
+        ready = [path for path in rest if path[:-1] in number]
+        path = min(ready, key=lambda p: (-scores[p], number[p[:-1]], places[p]))
+        rest.discard(path)
+        number[path] = len(number)
+        found.append((scores[path], tuple(int(tokens[d, k]) for d, k in enumerate(path))))
+    return found
 
 
+@STATES
 @pytest.mark.parametrize("ties", [False, True])
-def test_reference_is_best_first_by_brute_force(ties: bool) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tokens, logprobs = lattice(125, 3, 3, generator)
+@pytest.mark.parametrize("top_k", [3, 2])
+def test_reference_is_best_first_by_brute_force(made: Made, ties: bool, top_k: int) -> None:
+    tokens, logprobs = made(25, 3, 3, torch.Generator().manual_seed(1))
     if ties:
         logprobs = (logprobs * 2).round() / 2
-    for limit in (1, 7, 39, 45):
-        trees = expand(expand_best_first.reference, tokens, logprobs, limit)
-        for row in range(len(tokens)):
-            scores = all_scores(tokens[row], logprobs[row])
-            paths = prefixes(trees, row)
-            assert len(set(paths)) == len(paths) == min(limit, 39)
-            assert all(path[:-1] in {(), *paths} for path in paths), "prefix-closed"
-            found = trees.log_rho[row, : len(paths)].tolist()
-            assert found == [scores[path] for path in paths]
-            assert found == sorted(scores.values(), reverse=True)[:limit], "the best of all"
+    for row in range(len(tokens)):
+        expected = in_order(tokens[row], logprobs[row], top_k)
+        assert len(expected) == sum(top_k**d for d in (1, 2, 3))
+        assert [score for score, _ in expected] == sorted((s for s, _ in expected), reverse=True)
+        for limit in (1, 7, 39, 45):
+            one = slice(row, row + 1)
+            trees = expand(expand_best_first.reference, tokens[one], logprobs[one], top_k, limit)
+            used = int(trees.num_nodes[0])
+            found = [*zip(trees.log_rho[0, :used].tolist(), prefixes(trees, 0), strict=True)]
+            assert found == expected[:limit]
 
 
-def test_smaller_trees_are_prefixes_of_larger_ones() -> None:
-    tokens, logprobs = lattice(1, 15, 8, torch.Generator().manual_seed(2))
-    large = expand(expand_best_first.reference, tokens, logprobs, 128)
+@STATES
+def test_smaller_trees_are_prefixes_of_larger_ones(made: Made) -> None:
+    tokens, logprobs = made(1, 15, 8, torch.Generator().manual_seed(2))
+    large = expand(expand_best_first.reference, tokens, logprobs, 8, 128)
     for limit in (1, 2, 33, 127):
-        small = expand(expand_best_first.reference, tokens, logprobs, limit)
+        small = expand(expand_best_first.reference, tokens, logprobs, 8, limit)
         for one, other in zip(list(small)[:4], list(large)[:4], strict=True):
             assert_same(one, other[:, :limit])
 
 
 def test_unused_columns_and_inert_rows() -> None:
-    tokens, logprobs = lattice(2, 2, 2, torch.Generator().manual_seed(3))
-    trees = expand(
-        expand_best_first.reference,
-        tokens,
-        logprobs,
-        9,
-        slots=torch.tensor([-1, 3]),
-        num_slots=5,
-    )
+    tokens, logprobs = without_state(2, 2, 2, torch.Generator().manual_seed(3))
+    slots = torch.tensor([-1, 3])
+    trees = expand(expand_best_first.reference, tokens, logprobs, 2, 9, slots=slots, num_slots=5)
     assert trees.num_nodes.tolist() == [-7777, -7777, -7777, 6, -7777]
     assert trees.tokens[0].eq(-7777).all()
     assert trees.tokens[1, 6:].eq(0).all()
@@ -84,51 +122,85 @@ def test_unused_columns_and_inert_rows() -> None:
     assert trees.log_rho[[0, 1, 2, 4]].isnan().all()
 
 
-def test_one_candidate_per_depth_gives_the_top_1_chain() -> None:
-    tokens, logprobs = lattice(1, 5, 4, torch.Generator().manual_seed(4))
-    for limit in (3, 5, 8):
-        trees = expand(expand_best_first.reference, tokens[..., :1], logprobs[..., :1], limit)
-        used = min(5, limit)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    "run", versions(expand_best_first.reference, expand_best_first.triton, expand_best_first.cpu)
+)
+def test_equal_rows_give_the_tree_of_one_row(run, ties: bool, device: torch.device) -> None:
+    tokens, logprobs = without_state(3, 6, 5, torch.Generator().manual_seed(3))
+    if ties:
+        logprobs = logprobs.round()
+    rows = logprobs.expand(-1, -1, 5, -1).contiguous()
+    expected = expand(expand_best_first.reference, tokens, logprobs, 5, 70)
+    trees = expand(run, tokens, rows, 5, 70, device=device)
+    for name, one, other in zip(vars(expected), trees, expected, strict=True):
+        assert_same(one, other, name)
+
+
+@STATES
+def test_a_chain_takes_each_nodes_best_child(made: Made) -> None:
+    """With `top_k` 1: the greedy walk of the drafter's own chain."""
+    tokens, logprobs = made(1, 6, 4, torch.Generator().manual_seed(4))
+    walk, scores, last = [], [], 0
+    for depth in range(6):
+        row = logprobs[0, depth, last if logprobs.shape[2] > 1 else 0]
+        last = int(row.argmax())
+        walk.append(int(tokens[0, depth, last]))
+        scores.append(row[last])
+    totals = torch.stack(scores).cumsum(0)
+    for limit in (3, 6, 9):
+        trees = expand(expand_best_first.reference, tokens, logprobs, 1, limit)
+        used = min(6, limit)
         assert trees.num_nodes.item() == used
-        assert trees.tokens[0, :used].tolist() == tokens[0, :used, 0].tolist()
+        assert trees.tokens[0, :used].tolist() == walk[:limit]
         assert trees.parents[0, :used].tolist() == list(range(used))
-        torch.testing.assert_close(
-            trees.log_rho[0, :used], logprobs[0, :used, 0].cumsum(0), rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(trees.log_rho[0, :used], totals[:used], rtol=1e-6, atol=1e-6)
 
 
 def test_impossible_candidates_are_left_out() -> None:
     tokens = torch.arange(6, dtype=torch.int32).view(1, 2, 3)
     inf, nan = float("inf"), float("nan")
-    logprobs = torch.tensor([[[-0.5, -inf, -inf], [0.25, nan, -1.0]]])
-    trees = expand(expand_best_first.reference, tokens, logprobs, 4)
-    assert trees.num_nodes.item() == 2  # a probability above 1 counts as 1, NaN ends its row
+    logprobs = torch.full((1, 2, 3, 3), nan)
+    logprobs[0, 0, 0] = torch.tensor([-inf, nan, -0.5])
+    logprobs[0, 1, 2] = torch.tensor([nan, 0.25, -1.0])
+    trees = expand(expand_best_first.reference, tokens, logprobs, 3, 4)
+    assert trees.num_nodes.item() == 3  # a probability above 1 counts as 1
+    assert trees.tokens[0].tolist() == [2, 4, 5, 0]
+    assert trees.log_rho[0, :3].tolist() == [-0.5, -0.5, -1.5]
+    one_row = torch.tensor([[[[-0.5, -inf, -inf]], [[0.25, nan, -1.0]]]])
+    trees = expand(expand_best_first.reference, tokens, one_row, 3, 4)
+    assert trees.num_nodes.item() == 2  # NaN ends a row that is in order
     assert trees.log_rho[0, :2].tolist() == [-0.5, -0.5]
 
 
-CASES = {  # R, D, K, N
-    "usual": (2, 15, 8, 64),
-    "one node": (2, 15, 8, 1),
-    "one of all": (1, 1, 1, 1),
-    "N not a power of two": (3, 7, 5, 37),
-    "chain": (2, 4, 1, 16),
-    "star": (2, 1, 32, 20),
-    "exhausted": (3, 2, 2, 16),
-    "everything": (1, 3, 3, 39),
-    "full depth": (1, 16, 2, 70),
+CASES = {  # R, D, M, top-K, N
+    "usual": (2, 15, 8, 8, 64),
+    "fewer children than candidates": (2, 7, 20, 6, 40),
+    "one node": (2, 15, 8, 8, 1),
+    "one of all": (1, 1, 1, 1, 1),
+    "N not a power of two": (3, 7, 5, 5, 37),
+    "chain": (2, 4, 5, 1, 16),
+    "star": (2, 1, 32, 32, 20),
+    "exhausted": (3, 2, 2, 2, 16),
+    "everything": (1, 3, 3, 3, 39),
+    "more children than candidates": (1, 3, 3, 9, 39),
+    "full depth": (1, 16, 2, 2, 70),
 }
+SLOW = pytest.mark.slow
 
 
+@STATES
 @pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
-    "scores",
-    ["ties", "broken", *(pytest.param(s, marks=pytest.mark.slow) for s in ("distinct", "equal"))],
+    "scores", ["ties", "broken", *(pytest.param(s, marks=SLOW) for s in ("distinct", "equal"))]
 )
-def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: torch.device) -> None:
-    reqs, depth, width, limit = case
+def test_kernel_equals_heap(
+    run, made: Made, case: tuple[int, ...], scores: str, device: torch.device
+) -> None:
+    reqs, depth, width, top_k, limit = case
     generator = torch.Generator().manual_seed(limit)
-    tokens, logprobs = lattice(reqs, depth, width, generator)
+    tokens, logprobs = made(reqs, depth, width, generator)
     if scores == "ties":
         logprobs = logprobs.round()
     elif scores == "equal":
@@ -141,60 +213,73 @@ def test_kernel_equals_heap(run, case: tuple[int, ...], scores: str, device: tor
     slots = torch.randperm(reqs + 3, generator=generator)[:reqs]
     slots[reqs // 2] = -1 if reqs > 1 else slots[0]
     options = {"slots": slots, "num_slots": reqs + 3, "wider": 5}
-    expected = expand(expand_best_first.reference, tokens, logprobs, limit, **options)
-    actual = expand(run, tokens, logprobs, limit, device=device, **options)
+    expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit, **options)
+    actual = expand(run, tokens, logprobs, top_k, limit, device=device, **options)
     for name, one, other in zip(vars(expected), actual, expected, strict=True):
         assert_same(one, other, name)
 
 
+@STATES
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
-def test_kernel_equals_heap_on_random_trees(run, device: torch.device) -> None:
+def test_kernel_equals_heap_on_random_trees(run, made: Made, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
     slow = run is expand_best_first.triton and device.type == "cpu"
-    for _ in range(60 if slow else 1000):
-        depth, width, limit = (int(torch.randint(1, 7, (), generator=generator)) for _ in range(3))
-        tokens, logprobs = lattice(2, depth, width, generator, spread=4.0)
-        expected = expand(expand_best_first.reference, tokens, logprobs, limit)
-        actual = expand(run, tokens, logprobs, limit, device=device)
+    for _ in range(50 if slow else 1000):
+        depth, width, top_k, limit = torch.randint(1, 7, (4,), generator=generator).tolist()
+        tokens, logprobs = made(2, depth, width, generator, spread=4.0)
+        expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit)
+        actual = expand(run, tokens, logprobs, top_k, limit, device=device)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
 
 
+@STATES
 @pytest.mark.parametrize(
     "run", [pytest.param(expand_best_first.triton, marks=pytest.mark.gpu), expand_best_first.cpu]
 )
-@pytest.mark.parametrize("case", [(64, 16, 32, 512), (1, 15, 32, 256), (1, 255, 255, 4096)])
-def test_kernel_equals_heap_at_full_size(run, case: tuple[int, ...], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "case", [(64, 16, 16, 16, 512), (1, 15, 255, 32, 256), (1, 255, 16, 16, 4096)]
+)
+def test_kernel_equals_heap_at_full_size(
+    run, made: Made, case: tuple[int, ...], device: torch.device
+) -> None:
     if run is expand_best_first.cpu:
         device = torch.device("cpu")
-    reqs, depth, width, limit = case
-    tokens, logprobs = lattice(reqs, depth, width, torch.Generator().manual_seed(6))
-    expected = expand(expand_best_first.reference, tokens, logprobs, limit)
-    actual = expand(run, tokens, logprobs, limit, device=device)
+    reqs, depth, width, top_k, limit = case
+    tokens, logprobs = made(reqs, depth, width, torch.Generator().manual_seed(6))
+    expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit)
+    actual = expand(run, tokens, logprobs, top_k, limit, device=device)
     for one, other in zip(actual, expected, strict=True):
         assert_same(one, other)
 
 
-def test_strided_inputs(device: torch.device) -> None:
-    tokens, logprobs = lattice(2, 4, 6, torch.Generator().manual_seed(7))
-    expected = expand(expand_best_first.reference, tokens, logprobs, 20)
+@STATES
+def test_strided_inputs(made: Made, device: torch.device) -> None:
+    tokens, logprobs = made(2, 4, 6, torch.Generator().manual_seed(7))
+    expected = expand(expand_best_first.reference, tokens, logprobs, 4, 20)
     tokens = tokens.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     logprobs = torch.stack([logprobs, logprobs.neg()], dim=-1)[..., 0]
     assert not tokens.is_contiguous() and not logprobs.is_contiguous()
     for run in versions(expand_best_first, expand_best_first.triton, expand_best_first.cpu):
-        actual = expand(run, tokens, logprobs, 20, device=device)
+        actual = expand(run, tokens, logprobs, 4, 20, device=device)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
 
 
 def test_wrong_arguments_are_named() -> None:
-    tokens, logprobs = lattice(1, 2, 2, torch.Generator().manual_seed(8))
+    tokens, logprobs = transitions(1, 2, 3, torch.Generator().manual_seed(8))
     slots = torch.zeros(1, dtype=torch.int64)
     out = poisoned_trees(1, 1, 4)
-    with pytest.raises(TypeError, match=r"topk_logprobs must be torch\.float32"):
-        expand_best_first(tokens, logprobs.double(), slots, *out)
+    with pytest.raises(TypeError, match=r"logprobs must be torch\.float32"):
+        expand_best_first(tokens, logprobs.double(), 2, slots, *out)
+    with pytest.raises(ValueError, match=r"logprobs must have shape .*, got \[1, 2, 3\]"):
+        expand_best_first(tokens, logprobs[:, :, 0], 2, slots, *out)
+    with pytest.raises(ValueError, match="without rows, P is 1 or M = 3, got 2"):
+        expand_best_first(tokens, logprobs[:, :, :2], 2, slots, *out)
     with pytest.raises(ValueError, match=r"slots must have shape \[1\], got \[2\]"):
-        expand_best_first(tokens, logprobs, slots.repeat(2), *out)
-    out = poisoned_trees(1, 1, 5000)
+        expand_best_first(tokens, logprobs, 2, slots.repeat(2), *out)
+    with pytest.raises(ValueError, match="top_k >= 1"):
+        expand_best_first(tokens, logprobs, 0, slots, *out)
     with pytest.raises(ValueError, match="N <= 4096"):
-        expand_best_first(tokens, logprobs, slots, *out)
+        expand_best_first(tokens, logprobs, 2, slots, *poisoned_trees(1, 1, 5000))

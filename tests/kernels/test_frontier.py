@@ -15,7 +15,7 @@ from bastion_kernels import (
     PrefixHead,
     PrefixLattice,
     advance_states,
-    expand_transitions,
+    expand_best_first,
     extend_frontier,
     recurrent_lattice,
 )
@@ -90,7 +90,7 @@ class Block:
         made = self.lattice(width, top_k, run)
         reqs = len(self.anchors)
         out = poisoned_trees(reqs, reqs, limit)
-        expand_transitions(self.tokens, made.logprobs, top_k, torch.arange(reqs), *out, made.rows)
+        expand_best_first(self.tokens, made.logprobs, top_k, torch.arange(reqs), *out, made.rows)
         return out
 
     def brute_force(self, req: int, top_k: int, limit: int) -> list[tuple[float, tuple[int, ...]]]:
@@ -174,8 +174,8 @@ def test_a_head_that_knows_the_last_token_alone_gives_the_transition_lattice() -
     tokens = torch.rand(2, 5, 19, generator=generator).argsort(-1)[..., :6].int()
     logprobs = torch.randn(2, 5, 6, 6, generator=generator).log_softmax(-1)
     rows = torch.arange(6, dtype=torch.int32).expand(2, 5, 6, 6).contiguous()
-    for run in versions(expand_transitions.reference, expand_transitions.triton,
-                        expand_transitions.cpu):  # fmt: skip
+    for run in versions(expand_best_first.reference, expand_best_first.triton,
+                        expand_best_first.cpu):  # fmt: skip
         plain, named = poisoned_trees(2, 2, 50), poisoned_trees(2, 2, 50)
         run(tokens, logprobs, 4, torch.arange(2), *plain)
         run(tokens, logprobs, 4, torch.arange(2), *named, rows)
@@ -183,7 +183,7 @@ def test_a_head_that_knows_the_last_token_alone_gives_the_transition_lattice() -
             assert_same(one, other)
 
 
-@pytest.mark.parametrize("run", versions(expand_transitions.triton, expand_transitions.cpu))
+@pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
 @pytest.mark.parametrize(
     "size", [(2, 6, 5, 7, 5, 60), (3, 15, 8, 20, 6, 48), (2, 4, 250, 3, 3, 40)]
 )
@@ -198,7 +198,7 @@ def test_expansion_over_rows_equals_the_reference(run, size, device: torch.devic
     rows[torch.rand(shape, generator=generator) < 0.33] = -1
     inputs = tokens, logprobs, top_k, torch.arange(reqs)
     expected = poisoned_trees(reqs, reqs, limit)
-    expand_transitions.reference(*inputs, *expected, rows)
+    expand_best_first.reference(*inputs, *expected, rows)
     out = poisoned_trees(reqs, reqs, limit).to(device)
     given = [x if isinstance(x, int) else moved(x, device) for x in inputs]
     run(*given, *out, moved(rows, device))

@@ -27,7 +27,6 @@ from bastion_kernels import (
     bind_tails,
     choose_budget,
     expand_best_first,
-    expand_transitions,
     merge_topk,
     topk_logprobs,
     topk_partial,
@@ -191,9 +190,7 @@ class Trees:
             merge_topk(keys, mass.contiguous(), *best)
         if draft_id_to_target_id is not None:
             tokens += draft_id_to_target_id[tokens.long()].to(torch.int32)
-        slots = self.row_slots[rows]
-        expand_best_first(tokens, logprobs, slots, *self._nodes(rows))
-        self._mask_and_choose(slots)
+        self.grow_lattice(tokens, logprobs[:, :, None])
 
     def grow_transitions(self, candidates: torch.Tensor, scores: torch.Tensor) -> None:
         """Build the trees of a batch from transition scores. Runs inside the drafter's graph.
@@ -207,28 +204,33 @@ class Trees:
         self.grow_lattice(candidates.to(torch.int32), scores.float().log_softmax(-1))
 
     def grow_lattice(
-        self, tokens: torch.Tensor, logprobs: torch.Tensor, own_rows: torch.Tensor | None = None
+        self, tokens: torch.Tensor, logprobs: torch.Tensor, child_rows: torch.Tensor | None = None
     ) -> None:
         """Build the trees of a batch from a lattice's log-probabilities, in the drafter's graph.
+
+        Every kind of drafter ends here. What the scores of a node's children depend on, the state
+        of the node, decides about P; see `expand_best_first`.
 
         Args:
             tokens: [R, D, M] int32 candidates of each depth.
             logprobs: [R, D, P, M] fp32 of each candidate in row p of its depth.
-            own_rows: [R, D, P, M] int32 row of each candidate's children; None: its own number.
+            child_rows: [R, D, P, M] int32 row of each candidate's children; None without a state
+                (P = 1), and where it is the last token (P = M).
         """
-        rows = slice(0, len(tokens))
-        slots = self.row_slots[rows]
-        out, parents, depths, log_rho, size = self._nodes(rows)
-        expand_transitions(
-            tokens, logprobs, self.top_k, slots, out, parents, depths, log_rho, size, own_rows
+        reqs = len(tokens)
+        slots = self.row_slots[:reqs]
+        expand_best_first(
+            tokens,
+            logprobs,
+            self.top_k,
+            slots,
+            self.tokens[:reqs],
+            self.parents,
+            self.depths,
+            self.log_rho,
+            self.size,
+            child_rows,
         )
-        self._mask_and_choose(slots)
-
-    def _nodes(self, rows: slice) -> tuple[torch.Tensor, ...]:
-        return self.tokens[rows], self.parents, self.depths, self.log_rho, self.size
-
-    def _mask_and_choose(self, slots: torch.Tensor) -> None:
-        """Write the masks of new trees, and choose their N*."""
         torch.minimum(self.size, self.node_limits, out=self.size)
         ancestor_bits(self.parents, slots, self.bits)
         if self.budget is not None:

@@ -16,7 +16,6 @@ from bastion_kernels.cpu.topk import topk_logprobs_cpu
 from bastion_kernels.draft.best_first import ExpandBestFirst
 from bastion_kernels.draft.budget import ChooseBudget, TakeBest
 from bastion_kernels.draft.topk_logprobs import TopkLogprobs
-from bastion_kernels.draft.transitions import ExpandTransitions
 
 _UNIT = 2**40  # units of rho = 1, as in `budget`
 _INFINITE = 0x7F800000  # bits of the fp32 +inf
@@ -74,12 +73,12 @@ def _next_candidate(logprobs, r, depth, own, after):
 
 @njit
 def _expand(
-    tokens, logprobs, rows, children, sorted_rows, slots,
+    tokens, logprobs, rows, children, in_order, slots,
     out_tokens, parents, depths, log_rho, num_nodes,
 ):  # fmt: skip
-    """logprobs: [R, D, P, K]. rows: int32 of that shape, the row of each candidate's children, -1
-    for none; with a last axis of 0 it is the candidate itself, or with sorted_rows row 0.
-    sorted_rows: whether a candidate's column in its row is its rank."""
+    """logprobs: [R, D, P, M]. rows: int32 of that shape, the row of each candidate's children, -1
+    for none; with a last axis of 0 it is the candidate itself, or with in_order row 0. in_order:
+    whether a candidate's column in its row is its rank."""
     depth_limit, limit, has_rows = tokens.shape[1], out_tokens.shape[1], rows.shape[3] > 0
     heap = np.empty(2 * limit + 2, np.int64)
     own_rows = np.zeros(limit + 1, np.int64)  # of each node's children
@@ -105,7 +104,7 @@ def _expand(
                 own = own_rows[parent]
                 if depth < depth_limit and rank < children and own >= 0:
                     candidate = rank
-                    if not sorted_rows:
+                    if not in_order:
                         candidate = _next_candidate(logprobs, r, depth, own, before)
                         if candidate < 0:
                             continue
@@ -133,7 +132,7 @@ def _expand(
             count += 1
             if has_rows:
                 own_rows[count] = rows[r, depth, own_rows[parent], candidate]
-            elif not sorted_rows:
+            elif not in_order:
                 own_rows[count] = candidate
             offers = 2
             parent_a, rank_a, before_a, depth_a, above_a = count, 0, -1, depth + 1, cost[0]
@@ -150,20 +149,11 @@ _NO_ROWS = np.empty((0, 0, 0, 0), np.int32)
 
 def expand_best_first(op: ExpandBestFirst) -> None:
     """Algorithm 1 with a heap."""
-    _expand(
-        op.topk_tokens.numpy(), op.topk_logprobs.numpy()[:, :, None], _NO_ROWS,
-        op.topk_tokens.shape[2], True, op.slots.numpy(), op.out_tokens.numpy(),
-        op.parents.numpy(), op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(),
-    )  # fmt: skip
-
-
-def expand_transitions(op: ExpandTransitions) -> None:
-    """The same with a look through the parent's row for every child."""
     rows = _NO_ROWS if op.rows is None else op.rows.numpy()
     _expand(
-        op.candidates.numpy(), op.logprobs.numpy(), rows, op.top_k, False,
-        op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(), op.depths.numpy(),
-        op.log_rho.numpy(), op.num_nodes.numpy(),
+        op.candidates.numpy(), op.logprobs.numpy(), rows, min(op.top_k, op.candidates.shape[2]),
+        op.stateless, op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(),
+        op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(),
     )  # fmt: skip
 
 

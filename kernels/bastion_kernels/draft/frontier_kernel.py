@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from bastion_kernels.draft.best_first import cost_of
+from bastion_kernels.draft.best_first_kernel import cost_of
 from bastion_kernels.triton_or_none import tl, triton
 
 

@@ -4,9 +4,8 @@
 Such a head (Domino's GRU) scores a candidate given all tokens of the block before it, so each
 prefix has scores of its own, and the prefixes are too many to score them all. They are scored depth
 by depth. Of every depth the B best prefixes by path score are kept, the frontier, each with its
-state, and all M candidates of the next depth are scored after each of them. The result is the
-lattice of `transitions`, with a row for each kept prefix in place of one for each candidate, and
-the row of every child that was kept. Best-first expansion takes the tree from it.
+state, and all M candidates of the next depth are scored after each of them. The result is a
+lattice for `best_first`, with a row for each kept prefix, and the row of every child that was kept.
 
 With B at least the nodes of the tree nothing is lost: the N best prefixes of all have at most N at
 a depth, and each of these is among the N best of its depth. With a smaller B a prefix may be a leaf
@@ -70,7 +69,7 @@ class PrefixHead:
 
 @dataclass(frozen=True)
 class PrefixLattice:
-    """What `recurrent_lattice` writes; see `expand_transitions`.
+    """What `recurrent_lattice` writes; see `expand_best_first`.
 
     Rows that no prefix has are not written. Per request of a published drafter (D 15, B 16, M 32)
     it takes 60 KiB.
