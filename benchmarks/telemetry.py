@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What recording costs: blocks of steps with and without it, in turns, in one engine.
 
-    python -m benchmarks.telemetry [--pair FOLDER --dtype bfloat16] [--rounds 300] [--steps 32]
+    python -m benchmarks.telemetry [--pair FOLDER --dtype bfloat16] [--rounds 300] [--steps 12]
     python -m benchmarks.telemetry --count     # calls of functions, not times
     python -m benchmarks.telemetry --inside    # time in the functions that record
 
@@ -14,8 +14,9 @@ Modes:
 
 A round has a block of every mode, in an order drawn anew. A step is compared with the median step
 of its size in any mode, a mode's block with the round's block without recording. Steps with prompts
-do not count. Everything runs in one process, the front end too, whose part a server does elsewhere.
-Times need an idle machine, counts do not.
+do not count, and a step that something else interrupted counts as a quarter longer than the round's
+median. Everything runs in one process, the front end too, whose part a server does elsewhere. Times
+need an idle machine, counts do not.
 
 A difference of blocks is only as sure as the machine is quiet. `--inside` times the calls that
 record, in one mode, with a clock around each: what they take of a step, the clocks included, but
@@ -51,6 +52,8 @@ OFF, METRICS, PAGE, WATCHED = MODES = ("off", "metrics", "page", "watched")
 _SETTLE = 2
 # Steps of a size without which its median is not known.
 _FEWEST = 8
+# What a step counts as at most, over its round's median: more is an interruption.
+_MOST = 1.25
 _POLL_S = 1.0
 
 
@@ -171,8 +174,8 @@ class Alternating:
                 blocks.append(self.block(mode, steps, measure))
         return blocks
 
-    def inside(self, modes: Sequence[str], steps: int) -> dict[str, tuple[float, float]]:
-        """mode -> seconds of all steps, and those inside the functions that record."""
+    def inside(self, modes: Sequence[str], steps: int) -> dict[str, tuple[float, dict[str, float]]]:
+        """mode -> seconds of all steps, and those inside each of the functions that record."""
         from vllm_bastion.engine import sampler
         from vllm_bastion.hooks import scheduler, telemetry
         from vllm_bastion.policy.step_costs import StepCosts
@@ -193,17 +196,18 @@ class Alternating:
         found = {}
         for mode in modes:
             self.block(mode, steps, seconds)
-            clock.seconds = 0.0
+            clock.seconds.clear()
             block = self.block(mode, steps, seconds)
-            found[mode] = sum(block.amounts), clock.seconds
+            found[mode] = sum(block.amounts), dict(clock.seconds)
         return found
 
 
 class _Clock:
-    """Adds up the time in functions; of one that another one calls, once."""
+    """Adds up the time in functions, by name; one that another one calls counts to the latter."""
 
     def __init__(self) -> None:
-        self.seconds, self._depth = 0.0, 0
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._depth = 0
 
     def wrap(self, owner: Any, name: str) -> None:
         function = getattr(owner, name)
@@ -216,7 +220,7 @@ class _Clock:
             finally:
                 self._depth -= 1
                 if not self._depth:
-                    self.seconds += time.perf_counter() - begin
+                    self.seconds[name] += time.perf_counter() - begin
 
         setattr(owner, name, timed)
 
@@ -245,8 +249,7 @@ def calls(step: Callable[[], None]) -> float:
 
 
 def overheads(blocks: Sequence[Block], modes: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Of each mode but off: (mean ratio to off, 95% interval, rounds). Rounds that something else
-    interrupted, with a block of twice the median, are left out.
+    """Of each mode but off: (mean ratio to off, 95% interval, rounds).
 
     Args:
         blocks: a round after the other, a block of every mode in each.
@@ -257,19 +260,27 @@ def overheads(blocks: Sequence[Block], modes: Sequence[str]) -> dict[str, tuple[
             of_size[size].append(amount)
     expected = {size: median(seen) for size, seen in of_size.items() if len(seen) >= _FEWEST}
     relative: dict[str, list[float]] = {mode: [] for mode in modes}
-    for block in blocks:
-        known = [i for i, size in enumerate(block.sizes) if size in expected]
-        taken = sum(block.amounts[i] for i in known)
-        usual = sum(expected[block.sizes[i]] for i in known)
-        relative[block.mode].append(taken / usual if known else float("nan"))
-    table = np.array([relative[mode] for mode in modes])
-    table = table[:, (table < 2 * np.nanmedian(table)).all(0)]
-    logs = dict(zip(modes, np.log(table), strict=True))
+    for begin in range(0, len(blocks), len(modes)):
+        # [steps] time over the usual one, of each block of the round
+        ratios = {
+            block.mode: np.array(
+                [
+                    amount / expected[size]
+                    for size, amount in zip(block.sizes, block.amounts, strict=True)
+                    if size in expected
+                ]
+            )
+            for block in blocks[begin : begin + len(modes)]
+        }
+        if all(map(len, ratios.values())):
+            most = _MOST * np.median(np.concatenate([*ratios.values()]))
+            for mode, of_steps in ratios.items():
+                relative[mode].append(float(np.log(np.minimum(of_steps, most).mean())))
     draw = np.random.default_rng(0)
     out = {}
     for mode in modes:
         if mode != OFF:
-            pairs = logs[mode] - logs[OFF]
+            pairs = np.array(relative[mode]) - relative[OFF]
             means = draw.choice(pairs, (4000, len(pairs))).mean(1)
             low, high = np.quantile(means, [0.025, 0.975])
             out[mode] = (*np.exp([pairs.mean(), low, high]).tolist(), len(pairs))
@@ -289,7 +300,7 @@ def _run(engine: Engine, requests: list[Request], method: str, *work: Any) -> An
 
 
 def _count_table(blocks: Sequence[Block], modes: Sequence[str]) -> list[str]:
-    lines = ["calls a step: median, and mean with what is sent four times a second"]
+    lines = ["calls a step: median, and mean with what is sent once a second"]
     for kind in ("tree", "plain"):
         for mode in modes:
             found = [
@@ -313,7 +324,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:])
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=32, help="of a block")
+    parser.add_argument("--steps", type=int, default=12, help="of a block")
     parser.add_argument("--tokens", type=int, default=200, help="of a request")
     parser.add_argument("--requests", type=int, default=1, help="decoded at a time")
     parser.add_argument("--nodes", type=int, default=63)
@@ -335,9 +346,12 @@ def main() -> int:
     modes = [OFF, *args.modes]
     if args.inside:
         found = _run(engine, requests, "inside", args.modes, args.rounds * args.steps)
-        for mode, (whole, part) in found.items():
-            per_step = 1e6 * part / (args.rounds * args.steps)
-            print(f"{mode:8}{per_step:.1f} us a step, {100 * part / whole:.2f}% of it")
+        count = args.rounds * args.steps
+        for mode, (whole, parts) in found.items():
+            part = sum(parts.values())
+            each = ", ".join(f"{name} {1e6 * s / count:.1f}" for name, s in parts.items())
+            share = f"{1e6 * part / count:.1f} us a step, {100 * part / whole:.2f}% of it"
+            print(f"{mode:8}{share} ({each})")
         return 0
     blocks = _run(engine, requests, "measure", modes, args.rounds, args.steps, args.count)
     if args.count:

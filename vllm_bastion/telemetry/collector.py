@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core's side: adds up the records of steps, and hands on sums now and then.
 
-A front end needs several microseconds per metric, so it gets a sum a few times a second and not a
-record per step. With several front ends, each sum goes to one of them, as vLLM's statistics do.
+A front end needs several microseconds per metric, so it gets a sum once a second and not a record
+per step. With several front ends, each sum goes to one of them, as vLLM's statistics do.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 # Seconds between two sums while requests run.
-PERIOD = 0.25
+PERIOD = 1.0
 # Records that may wait to be added up. Many at once take less time than one by one.
 MOST_PENDING = 128
 # Bucket i of the histogram of nodes holds trees of at most 2**i nodes, and more than 2**(i - 1).
