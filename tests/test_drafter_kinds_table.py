@@ -20,10 +20,11 @@ if not torch.cuda.is_available():
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
 from vllm_bastion import compat, validation
-from vllm_bastion.drafter_kinds import DOMINO, KINDS, candidates_of, gamma_of, kind_of
+from vllm_bastion.drafter_kinds import KINDS, candidates_of, gamma_of, kind_of
 from vllm_bastion.validation import BastionConfigError
 from vllm_bastion.versions import capabilities_of
 
+DOMINO = "DFlashDominoDraftModel"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _MODELS = "vllm.model_executor.models"
 # One architecture of each kind -> the speculator of vLLM that ours extends

@@ -24,15 +24,16 @@ def teach_drafters() -> None:
         for architecture in kind.models:
             if architecture not in ModelRegistry.models:
                 ModelRegistry.register_model(architecture, kind.model)
-    # The later layout of a Domino checkpoint; `restore_settings` adds the head's settings.
-    read_dflash = SUPPORTED_SPECULATORS_TYPES["dflash"]
-    SUPPORTED_SPECULATORS_TYPES.setdefault("domino", partial(_read_domino, read_dflash))
+        if kind.library_format is not None:
+            # `restore_settings` adds the head's settings.
+            read = partial(_read_as_dflash, SUPPORTED_SPECULATORS_TYPES["dflash"])
+            SUPPORTED_SPECULATORS_TYPES.setdefault(kind.library_format, read)
 
 
-def _read_domino(
+def _read_as_dflash(
     read_dflash: Callable[..., None],
     config_dict: dict[str, Any],
     pre_trained_config: dict[str, Any],
 ) -> None:
-    """A DFlash checkpoint; its `sample_from_anchor` is Domino's, which vLLM's DFlash refuses."""
+    """Without `sample_from_anchor`, which vLLM's DFlash refuses and a kind reads itself."""
     read_dflash(config_dict | {"sample_from_anchor": False}, pre_trained_config)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from bastion_kernels import PrefixLattice, recurrent_lattice, topk_logprobs
-from vllm_bastion.drafter_kinds import CHAIN_CANDIDATES, candidates_of
+from vllm_bastion.drafter_kinds import candidates_of
+from vllm_bastion.drafter_rules import MOST_CANDIDATES
 from vllm_bastion.drafters.dflash import BastionSpeculator
 
 # Prefixes kept at a depth, for each request of a batch of any size: a tree is grown before its
@@ -74,7 +75,7 @@ class BastionDomino(BastionSpeculator):
         count = candidates_of(self.draft_model_config.hf_config)
         assert count is not None
         if chains:
-            count = min(CHAIN_CANDIDATES, vocab)
+            count = min(MOST_CANDIDATES, vocab)
         width = 1 if chains else min(WIDTH, self.trees.tree_size)
         ids = torch.empty(reqs, depth, count, dtype=torch.int32, device=self.device)
         base = torch.empty(ids.shape, dtype=torch.float32, device=self.device)

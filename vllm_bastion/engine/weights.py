@@ -3,9 +3,9 @@
 
 vLLM loads new values into the tensors that a model has, so whatever reads those tensors needs
 nothing. What was made of weights at the start is made anew here: a host's packed copies, the
-tensors in which a drafter has joined the keys' and values' weights of its layers, and what a Domino
-head multiplies. They are written in place, because CUDA graphs and compiled code read them at their
-addresses.
+tensors in which a drafter has joined the keys' and values' weights of its layers, and what the head
+of a model of ours multiplies. They are written in place, because CUDA graphs and compiled code read
+them at their addresses.
 """
 
 from __future__ import annotations

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the config of a drafter's checkpoint says, by kind of drafter; the rows are `drafter_kinds`.
+
+Configs are Hugging Face's. Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# Most candidates of a position that the tree's op takes.
+MOST_CANDIDATES = 255
+# Candidates that a head is asked about where its checkpoint does not say.
+_DEFAULT_CANDIDATES = 32
+
+# A drafter's config -> a number that it implies, or None.
+Rule = Callable[[Any], int | None]
+# A drafter's config, the name that the user gave and the target's vocabulary size -> why the
+# checkpoint is refused, in one sentence, or None.
+Check = Callable[[Any, str, int], str | None]
+
+
+# ---- gamma: the block is the anchor's query and one for each drafted token --------------
+
+
+def _dflash(config: Any) -> dict[str, Any]:
+    return getattr(config, "dflash_config", None) or {}
+
+
+def _block(config: Any) -> int | None:
+    """The block size; LiLiCorr writes it beside the settings of its head."""
+    block = _dflash(config).get("block_size", getattr(config, "block_size", None))
+    return block if isinstance(block, int) and not isinstance(block, bool) else None
+
+
+def after_anchor(config: Any) -> int | None:
+    block = _block(config)
+    return None if block is None else block - 1
+
+
+def dspark_gamma(config: Any) -> int | None:
+    """By default DSpark draws the first token from the anchor's own query."""
+    if getattr(config, "sample_from_anchor", True):
+        return _block(config)
+    return after_anchor(config)
+
+
+def xpress_gamma(config: Any) -> int | None:
+    if _block(config) is None:
+        block = getattr(config, "xpress_block_size", None)
+        return block - 1 if isinstance(block, int) and not isinstance(block, bool) else None
+    return after_anchor(config)
+
+
+def domino_gamma(config: Any) -> int | None:
+    """With `shift_label` each query predicts the token after its own, the anchor's as well."""
+    return _block(config) if _dflash(config).get("shift_label") else after_anchor(config)
+
+
+# ---- candidates -------------------------------------------------------------------------
+
+
+def dspark_candidates(config: Any) -> int:
+    vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    asked = getattr(config, "dspark_draft_topk", None) or _DEFAULT_CANDIDATES
+    return int(min(asked, vocab, MOST_CANDIDATES))
+
+
+def xpress_candidates(config: Any) -> int:
+    ranked = getattr(config, "xpress_topc", None) or config.vocab_size
+    return int(min(_DEFAULT_CANDIDATES, ranked, config.vocab_size))
+
+
+def domino_candidates(config: Any) -> int:
+    vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    return int(min(_DEFAULT_CANDIDATES, vocab))
+
+
+def from_dflash_config(key: str) -> Rule:
+    return lambda config: int(config.dflash_config[key])
+
+
+# ---- checks -----------------------------------------------------------------------------
+
+
+def has_candidates(key: str) -> Check:
+    def check(config: Any, name: str, vocab: int) -> str | None:
+        count = _dflash(config).get(key)
+        if not isinstance(count, bool) and count in range(1, MOST_CANDIDATES + 1):
+            return None
+        return (
+            f'the config of drafter "{name}" has "{key}": {count!r} (in dflash_config), where its '
+            f"head has a whole number of 1 to {MOST_CANDIDATES}: use a complete checkpoint"
+        )
+
+    return check
+
+
+def has_settings(config: Any, name: str, vocab: int) -> str | None:
+    if isinstance(getattr(config, "dflash_config", None), dict):
+        return None
+    return (
+        f'"model": "{name}" is no drafter that trees are grown from, because its config has no '
+        '"dflash_config": use a complete checkpoint'
+    )
+
+
+def has_markov_rank(config: Any, name: str, vocab: int) -> str | None:
+    rank = getattr(config, "markov_rank", None)
+    if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1:
+        return None
+    return (
+        f'the config of drafter "{name}" has "markov_rank": {rank!r}, where a DSpark checkpoint '
+        "has a whole number of at least 1: use a complete checkpoint"
+    )
+
+
+def has_recurrent_head(config: Any, name: str, vocab: int) -> str | None:
+    settings = _dflash(config)
+    least = {"emb_dim": 1, "gru_hidden_dim": 1, "pure_draft_prefix_len": 0}
+    for key, low in least.items():
+        value = settings.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            return (
+                f'the config of drafter "{name}" has "{key}": {value!r} (in dflash_config), where '
+                f"a Domino checkpoint has a whole number of at least {low}: use a complete "
+                "checkpoint"
+            )
+    if not isinstance(settings.get("shift_label"), bool):
+        return (
+            f'the config of drafter "{name}" has "shift_label": {settings.get("shift_label")!r} '
+            "(in dflash_config), where a Domino checkpoint has true or false: use a complete "
+            "checkpoint"
+        )
+    return None
+
+
+def without(key: str, what: str) -> Check:
+    def check(config: Any, name: str, vocab: int) -> str | None:
+        if not _dflash(config).get(key):
+            return None
+        return (
+            f'drafter "{name}" {what} (dflash_config.{key}), which a tree cannot use in a '
+            f"{config.architectures[0]}: use a plain DFlash checkpoint"
+        )
+
+    return check
+
+
+def whole_vocabulary(config: Any, name: str, vocab: int) -> str | None:
+    own = getattr(config, "draft_vocab_size", None)
+    if own is None or own >= vocab:
+        return None
+    return (
+        f'drafter "{name}" has draft_vocab_size {own} of the target\'s {vocab} tokens, and the '
+        "head over its candidates needs all of them: use a checkpoint for all of them"
+    )
+
+
+def no_latent_attention(config: Any, name: str, vocab: int) -> str | None:
+    if _dflash(config).get("attention_mode") != "mla":
+        return None
+    return (
+        f'drafter "{name}" has multi-head latent attention (dflash_config.attention_mode "mla"), '
+        "which vLLM's DFlash does not have: use a DFlash checkpoint with attention_mode "
+        '"gqa", or without this key'
+    )
+
+
+# ---- formats ----------------------------------------------------------------------------
+
+
+def is_domino(config: Any) -> bool:
+    """Whether a drafter that is named as a DFlash one has Domino's head."""
+    return _dflash(config).get("projector_type") == "domino"
+
+
+def is_qwen3(config: Any) -> bool:
+    """Whether a DSpark drafter has Qwen3's layers; SpecForge gives all of them one name."""
+    return getattr(config, "model_type", None) == "qwen3"
+
+
+def domino_settings(written: dict[str, Any]) -> dict[str, Any]:
+    """The head's settings in either of the speculators library's two layouts of Domino."""
+    own_format = written.get("speculators_model_type") == "domino"
+    if not own_format and written.get("projector_type") != "domino":
+        return {}
+    of_rank = "logits_correction_emb_dim" if own_format else "emb_dim"
+    of_anchor = "sample_from_anchor" if own_format else "shift_label"
+    # The library's own defaults.
+    return {
+        "projector_type": "domino",
+        "emb_dim": written.get(of_rank, 256),
+        "gru_hidden_dim": written.get("gru_hidden_dim", 1024),
+        "pure_draft_prefix_len": written.get("pure_draft_prefix_len", 1),
+        "shift_label": written.get(of_anchor, True),
+        "sample_from_anchor": False,
+    }
