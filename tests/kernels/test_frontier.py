@@ -19,6 +19,7 @@ from bastion_kernels import (
     extend_frontier,
     recurrent_lattice,
 )
+from bastion_kernels.cpu import library
 
 VOCAB, HIDDEN, STATE, RANK = 40, 12, 10, 8
 
@@ -26,18 +27,26 @@ VOCAB, HIDDEN, STATE, RANK = 40, 12, 10, 8
 class Block:
     """A random head, and a block of random hidden states for it."""
 
-    def __init__(self, seed: int, reqs: int, depth: int, width: int, start: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(
+        self,
+        seed: int,
+        reqs: int,
+        depth: int,
+        width: int,
+        start: int = 0,
+        sizes: tuple[int, int, int] = (HIDDEN, STATE, RANK),
+    ) -> None:
+        (hidden, state, rank), generator = sizes, torch.Generator().manual_seed(seed)
 
         def noise(*shape: int, std: float = 1.0) -> Tensor:
             return std * torch.randn(*shape, generator=generator)
 
         self.start = start
-        self.gru = nn.GRU(HIDDEN, STATE, batch_first=True, bias=False)
-        self.first = noise(RANK, HIDDEN + STATE, std=0.5)
-        self.last = noise(VOCAB, RANK)
-        self.embedding = noise(VOCAB, HIDDEN)
-        self.hidden = noise(reqs, depth, HIDDEN)
+        self.gru = nn.GRU(hidden, state, batch_first=True, bias=False)
+        self.first = noise(rank, hidden + state, std=0.5)
+        self.last = noise(VOCAB, rank)
+        self.embedding = noise(VOCAB, hidden)
+        self.hidden = noise(reqs, depth, hidden)
         with torch.no_grad():
             for weight in self.gru.parameters():
                 weight.copy_(noise(*weight.shape, std=0.7))
@@ -355,6 +364,28 @@ def test_all_rounds_in_one_call_give_the_references_lattice(
         else:
             number, other = (int((x.rows >= 0).sum()) for x in (actual, expected))
             assert number == other
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's version")
+@pytest.mark.parametrize("reqs", [1, 3])
+def test_products_on_tile_registers(reqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that fill tiles, one to 48 rows. Every prefix is kept, so near ties decide nothing."""
+    if not library.has_tiles():
+        pytest.skip("no tile registers here; the build with emulated ones runs this")
+    block = Block(5, reqs, 3, 4, sizes=(64, 96, 32))
+    block.gru.weight_ih_l0.data *= 0.3
+    block.gru.weight_hh_l0.data *= 0.3
+    expected = block.lattice(64, 4, recurrent_lattice.reference, torch.bfloat16)
+    on_tiles = block.lattice(64, 4, recurrent_lattice.cpu, torch.bfloat16)
+    monkeypatch.setattr(library, "has_tiles", lambda: False)
+    by_vectors = block.lattice(64, 4, recurrent_lattice.cpu, torch.bfloat16)
+    written = by_vectors.rows != -7  # rows of prefixes that there are
+    assert int((on_tiles.rows >= 0).sum()) == reqs * (4 + 16 + 64)
+    for other, tolerance in ((by_vectors, 0.1), (expected, 0.3)):
+        assert_same(on_tiles.rows[written], other.rows[written])
+        torch.testing.assert_close(
+            on_tiles.logprobs[written], other.logprobs[written], rtol=0, atol=tolerance
+        )
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -18,6 +18,7 @@ from bastion_kernels.attention.kv_layout import (
     _by_vectors,
     learn_layout,
 )
+from bastion_kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's version")
 
@@ -71,9 +72,9 @@ def test_packed_caches(
     kv_dtype: torch.dtype | None, matrix: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     tiles = kind == AMX and dtype == torch.bfloat16 and kv_dtype is None
-    if matrix and not (tiles and cpu_module._has_tiles()):
+    if matrix and not (tiles and library.has_tiles()):
         pytest.skip("by vectors anyway")
-    monkeypatch.setattr(cpu_module, "_has_tiles", lambda: matrix)
+    monkeypatch.setattr(library, "has_tiles", lambda: matrix)
     sizes = {"dim": dim, "page": page, "dtype": dtype, "kv_dtype": kv_dtype}
     batch = Batch(long_and_short(), heads=heads, **sizes)
     batch.layout = make(kind, page, dim)

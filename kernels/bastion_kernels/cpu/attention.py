@@ -23,7 +23,6 @@ __all__ = ["FORMATS", "AttentionLayer", "AttentionStep", "serves", "tree_attenti
 # kernel reads a float8 as a float16, 1/factor of its value.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOAT8 = {torch.float8_e4m3fn: (3, 256.0), torch.float8_e5m2: (4, 1.0)}
-_EMULATED = 2  # tile registers, in a test build
 
 _int, _address, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -63,15 +62,6 @@ class RowsArgs(ctypes.Structure):
 def serves(query: torch.dtype, cache: torch.dtype) -> bool:
     """Whether the kernel takes queries and a cache of these dtypes, and can be compiled here."""
     return query in FORMATS and (cache == query or cache in _FLOAT8) and library.problem() is None
-
-
-@lru_cache
-def _has_tiles() -> bool:
-    """Whether there are AMX tile registers; this process may use them from now on."""
-    has = library.load().bastion_has_tiles()
-    if has == _EMULATED:
-        return True
-    return bool(has) and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 @lru_cache
@@ -141,7 +131,7 @@ class AttentionLayer:
             layout = _rows(page, dim, kv_cache.stride(2))
         # The arguments hold addresses only.
         self.kv_cache, self._tensors = kv_cache, (layout.offsets, sinks)
-        tiles = layout.kind == AMX and kv_cache.dtype == torch.bfloat16 and _has_tiles()
+        tiles = layout.kind == AMX and kv_cache.dtype == torch.bfloat16 and library.has_tiles()
         self._args = LayerArgs(
             heads, kv_heads, dim, FORMATS[dtype], kv_cache.data_ptr(), cache_format, blocks, page,
             *kv_cache.stride()[:2], layout.kind, tiles, layout.offsets.data_ptr(), window,

@@ -20,9 +20,11 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 from bastion_kernels.cpu.cache import trusted_folder
 
-__all__ = ["CompileError", "add_flags", "load", "problem", "threads_problem"]
+__all__ = ["CompileError", "add_flags", "has_tiles", "load", "problem", "threads_problem"]
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = (
@@ -30,6 +32,7 @@ _FLAGS = (
     "-fno-math-errno", "-fno-trapping-math", "-w",
 )  # fmt: skip
 _DIGEST_BYTES = 32
+_EMULATED = 2  # tile registers, in a test build
 
 _extra_flags: tuple[str, ...] = ()
 
@@ -43,6 +46,7 @@ def add_flags(*flags: str) -> None:
     global _extra_flags
     _extra_flags = flags
     _load.cache_clear()
+    has_tiles.cache_clear()
 
 
 def problem() -> str | None:
@@ -73,6 +77,15 @@ def load() -> ctypes.CDLL:
         CompileError: there is no C++ compiler, or it fails.
     """
     return _load()[0]
+
+
+@lru_cache
+def has_tiles() -> bool:
+    """Whether there are AMX tile registers; this process may use them from now on."""
+    has = load().bastion_has_tiles()
+    if has == _EMULATED:
+        return True
+    return bool(has) and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 @lru_cache

@@ -26,8 +26,8 @@ class PrefixArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
-            "threads", "half", "reqs", "depth", "width", "candidates", "hidden_words", "state",
-            "rank_columns", "last_words", "top_k", "corrected_from",
+            "threads", "half", "tiles", "reqs", "depth", "width", "candidates", "hidden_words",
+            "state", "rank_columns", "last_words", "top_k", "corrected_from",
         )),
         *((name, ctypes.c_void_p) for name in (
             "tokens", "embedded", "of_input", "of_state", "projection", "positions", "last", "ids",
@@ -77,7 +77,8 @@ def recurrent_lattice(op: RecurrentLattice) -> None:
         ids = torch.arange(ids.numel(), dtype=torch.int32)
     positions, base = F.linear(op.hidden, of_hidden).float(), op.base.contiguous()
     args = PrefixArgs(
-        torch.get_num_threads(), kind == torch.bfloat16, reqs, depth, width, candidates,
+        torch.get_num_threads(), kind == torch.bfloat16,
+        kind == torch.bfloat16 and library.has_tiles(), reqs, depth, width, candidates,
         embedded.shape[1] // word, op.head.weight_hh.shape[1], of_hidden.shape[0],
         last.shape[1] // word, op.top_k, op.head.corrected_from, tokens.data_ptr(),
         embedded.data_ptr(), of_input.data_ptr(), of_state.data_ptr(), projection.data_ptr(),

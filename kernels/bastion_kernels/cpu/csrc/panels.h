@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace bastion {
@@ -93,5 +94,38 @@ void multiply_rows(Panel panel, int64_t rows) {
     multiply_panel<T, kBlocks>(panel, end - begin, std::make_integer_sequence<int, kMost>());
   }
 }
+
+#ifdef BASTION_TILES
+constexpr int64_t kTileWords = 16;
+
+// As multiply_rows for bf16, on tile registers. K is whole tiles, and kBlocks 1 or 3.
+template <int kBlocks>
+void multiply_tiles(const Panel& panel, int64_t rows) {
+  const int64_t groups = ceil_div(rows, kTileRows);
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t begin = rows * group / groups, end = rows * (group + 1) / groups;
+    Tiles tiles(end - begin);
+    tiles.zero<4>();
+    tiles.zero<5>();
+    tiles.zero<6>();
+    for (int64_t word = 0; word < panel.words; word += kTileWords) {
+      const uint32_t* weights = panel.weights + kLanes * word;
+      tiles.load<0>(panel.x + begin * panel.x_stride + word, 4 * panel.x_stride);
+      tiles.load<2>(weights, 4 * kLanes);
+      tiles.multiply<4, 0, 2>();
+      if (kBlocks == 1) continue;
+      tiles.load<3>(weights + panel.weights_stride, 4 * kLanes);
+      tiles.multiply<5, 0, 3>();
+      tiles.load<2>(weights + 2 * panel.weights_stride, 4 * kLanes);
+      tiles.multiply<6, 0, 2>();
+    }
+    float* out = panel.out + begin * kLanes;
+    tiles.store<4>(out, 4 * kLanes);
+    if (kBlocks == 1) continue;
+    tiles.store<5>(out + panel.out_stride, 4 * kLanes);
+    tiles.store<6>(out + 2 * panel.out_stride, 4 * kLanes);
+  }
+}
+#endif
 
 }  // namespace bastion

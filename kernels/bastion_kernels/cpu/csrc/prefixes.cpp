@@ -108,11 +108,11 @@ class Rounds {
     const Span<float> products = scratch.products.get(3 * (input_size + gate_size));
     float *inputs = products.data, *gates = products.data + 3 * input_size;
     const int64_t input_block = kLanes * a_.hidden_words, gate_block = kLanes * state_words_;
-    multiply_rows<T, 3>({inputs_.data, input_stride_, a_.of_input + block * input_block,
+    multiply<3>({inputs_.data, input_stride_, a_.of_input + block * input_block,
                          state_blocks_ * input_block, a_.hidden_words, inputs, input_size},
                         input_rows_);
     if (gate_rows_ > 0) {
-      multiply_rows<T, 3>({gates_.data, state_stride_, a_.of_state + block * gate_block,
+      multiply<3>({gates_.data, state_stride_, a_.of_state + block * gate_block,
                            state_blocks_ * gate_block, state_words_, gates, gate_size},
                           gate_rows_);
     }
@@ -132,6 +132,16 @@ class Rounds {
     }
   }
 
+  template <int kBlocks>
+  void multiply(const Panel& panel, int64_t rows) {
+#ifdef BASTION_TILES
+    if (a_.tiles && rows >= kFewestTileRows && panel.words % kTileWords == 0) {
+      return multiply_tiles<kBlocks>(panel, rows);
+    }
+#endif
+    multiply_rows<T, kBlocks>(panel, rows);
+  }
+
   T* columns(Span<uint32_t> rows, int64_t stride, int64_t row, int64_t block) {
     return reinterpret_cast<T*>(rows.at(row * stride, stride)) + kLanes * block;
   }
@@ -139,7 +149,7 @@ class Rounds {
   // 16 columns of what the last projection is multiplied with.
   void project(int64_t depth, int64_t block, Scratch& scratch) {
     const Span<float> sums = scratch.products.get(kLanes * count_);
-    multiply_rows<T, 1>({states_.data, state_stride_,
+    multiply<1>({states_.data, state_stride_,
                          a_.projection + block * kLanes * state_words_, 0, state_words_, sums.data,
                          0},
                         count_);
@@ -197,7 +207,7 @@ class Rounds {
     }
     for (int64_t block = 0; block < blocks; ++block) {
       float* out = sums.data + block * count * kLanes;
-      multiply_rows<T, 1>({latents_.data + start * latent_stride_, latent_stride_,
+      multiply<1>({latents_.data + start * latent_stride_, latent_stride_,
                            weights.data + block * words * kLanes, 0, words, out, 0},
                           count);
     }

@@ -9,6 +9,7 @@ namespace bastion {
 
 struct PrefixArgs {
   int64_t threads, half;  // half: weights, embeddings and states are bf16, else float32
+  int64_t tiles;          // whether to multiply bf16 on tile registers
   int64_t reqs, depth, width, candidates;      // R, D, B, M
   int64_t hidden_words, state, rank_columns;   // words of H, G, and E up to a multiple of 16
   int64_t last_words, top_k, corrected_from;   // last_words: in a row of `last`
@@ -26,6 +27,7 @@ struct PrefixArgs {
 };
 
 constexpr int64_t kPhases = 4;
+constexpr int64_t kFewestTileRows = 4;  // fewer are faster without tiles
 
 inline Floats sigmoid(Floats x) {
   const Floats most = splat(80.0f);

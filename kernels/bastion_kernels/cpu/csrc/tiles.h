@@ -20,18 +20,19 @@ constexpr int64_t kTileRows = 16;
 
 #ifndef BASTION_EMULATE_TILES
 
-// Eight tiles of the full size, for as long as this lives.
+// Eight tiles, for as long as this lives. Tiles 2 and 3, for B, are of the full size; the others, for
+// A and C, have `rows` rows.
 //
 // The instructions are written out: GCC's intrinsics are macros that paste the tile's number into
 // the text, so they take no template parameter. Their operands do not name the rows that they read,
 // hence "memory".
 class Tiles {
  public:
-  Tiles() {
+  explicit Tiles(int64_t rows = kTileRows) {
     alignas(64) uint8_t config[64] = {1};  // palette 1
     for (int tile = 0; tile < 8; ++tile) {
       config[16 + 2 * tile] = 64;  // bytes of a row
-      config[48 + tile] = kTileRows;
+      config[48 + tile] = uint8_t(tile == 2 || tile == 3 ? kTileRows : rows);
     }
     asm volatile("ldtilecfg (%0)" ::"r"(config) : "memory");
   }
@@ -61,25 +62,26 @@ class Tiles {
 
 class Tiles {
  public:
+  explicit Tiles(int64_t rows = kTileRows) : rows_(rows) {}
   template <int kTile>
   void zero() {
     std::memset(tiles_[kTile], 0, sizeof(tiles_[kTile]));
   }
   template <int kTile>
   void load(const void* from, int64_t stride) {
-    for (int row = 0; row < kTileRows; ++row) {
+    for (int row = 0; row < rows_of(kTile); ++row) {
       std::memcpy(tiles_[kTile][row], static_cast<const uint8_t*>(from) + row * stride, 64);
     }
   }
   template <int kTile>
   void store(void* to, int64_t stride) {
-    for (int row = 0; row < kTileRows; ++row) {
+    for (int row = 0; row < rows_of(kTile); ++row) {
       std::memcpy(static_cast<uint8_t*>(to) + row * stride, tiles_[kTile][row], 64);
     }
   }
   template <int kC, int kA, int kB>
   void multiply() {
-    for (int row = 0; row < kTileRows; ++row) {
+    for (int row = 0; row < rows_of(kC); ++row) {
       for (int pair = 0; pair < 16; ++pair) {
         for (int column = 0; column < 16; ++column) {
           float total = bit_cast<float>(tiles_[kC][row][column]);
@@ -93,6 +95,8 @@ class Tiles {
   }
 
  private:
+  int64_t rows_of(int tile) const { return tile == 2 || tile == 3 ? kTileRows : rows_; }
+  int64_t rows_;
   uint32_t tiles_[8][kTileRows][16] = {};
 };
 
