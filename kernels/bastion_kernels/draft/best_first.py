@@ -39,15 +39,11 @@ from torch import Tensor
 
 from bastion_kernels.draft.best_first_kernel import expand_kernel
 from bastion_kernels.op import Op, public
+from bastion_kernels.triton_or_none import triton
 
 _Child = tuple[float, int, int]  # log q, token, row of its own children
 _Node = tuple[int, int, int, float]  # token, parent, depth, log rho
 _UNUSED: _Node = (0, -1, 0, -math.inf)
-
-
-def _power(number: int) -> int:
-    """The next power of two, without Triton."""
-    return 1 << (number - 1).bit_length()
 
 
 def _expand_one(children: Callable[[int, int], list[_Child]], limit: int) -> list[_Node]:
@@ -225,8 +221,8 @@ class ExpandBestFirst(Op):
             TOP_K=min(self.top_k, width),
             IN_ORDER=self.stateless,
             HAS_ROWS=self.rows is not None,
-            BLOCK=max(32, _power(limit)),
-            BLOCK_M=_power(width),
+            BLOCK=max(32, triton.next_power_of_2(limit)),
+            BLOCK_M=triton.next_power_of_2(width),
             num_warps=1,
         )
 
