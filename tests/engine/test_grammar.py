@@ -169,7 +169,10 @@ def test_rows_for_all_nodes_as_in_vllms_warm_up_are_cut(
     nodes = engine.speculative_config.num_speculative_tokens
     kept, taken = 1 + min(GAMMA, nodes), []
     model_runner = SimpleNamespace(
-        vllm_config=engine, decode_query_len=1 + nodes, adaptive_verification=None
+        vllm_config=engine,
+        decode_query_len=1 + nodes,
+        adaptive_verification=None,
+        execute_model_state=None,
     )
     numbers = np.arange(2 * (1 + nodes), dtype=np.int32).reshape(-1, 1)
     for rows in (numbers, numbers[: kept + 1]):  # the second is of a real step
