@@ -15,7 +15,7 @@ from pathlib import Path
 from vllm_bastion import __version__, compat
 from vllm_bastion.cli.curves import curves, draw_png, draw_text
 from vllm_bastion.cli.profile import newest_profile, profile_text
-from vllm_bastion.policy.cost.store import read_profile
+from vllm_bastion.policy.cost.store import ProfileError, read_profile
 
 _DESCRIPTION = "Check, measure and explain engines that decode with draft trees."
 _PASSED_ON = "All other options are passed to vLLM, for example --tensor-parallel-size 2."
@@ -145,7 +145,12 @@ def _check_folder(role: str, name: str) -> None:
 
 def _show(arguments: argparse.Namespace, _: list[str]) -> int:
     path = arguments.profile or newest_profile()
-    profile = read_profile(path)
+    try:
+        profile = read_profile(path)
+    except ProfileError as error:
+        raise RuntimeError(
+            f"{path} cannot be shown ({error}): measure again, or name another"
+        ) from error
     print(path)
     print(profile_text(profile))
     drawn = curves(profile.table, arguments.context)
