@@ -210,6 +210,7 @@ KEYS = {
     "timing": ({"bastion_budget_timing": 1}, '"bastion_budget_timing"', '"lagged"'),
     "latency": ({"bastion_latency_model": "x"}, '"bastion_latency_model"', '"ema_calib"'),
     "calibration": ({"bastion_calibration": ""}, '"bastion_calibration"', "a file name"),
+    "no profile": ({"bastion_calibration": "/"}, '"bastion_calibration": / is', 'give "auto"'),
     "no model": ({"model": None}, 'needs "model"', "DFlash drafter"),
     "zero nodes": ({"num_speculative_tokens": 0}, '"num_speculative_tokens"', "got 0"),
     "text nodes": ({"num_speculative_tokens": "8"}, '"num_speculative_tokens"', "got '8'"),

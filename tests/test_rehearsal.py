@@ -63,6 +63,7 @@ def test_every_case_is_compared_with_plain_decoding_of_its_target() -> None:
         assert not case.like_fresh or fresh.speculative == case.speculative
         plain = by_name[fresh.plain] if case.like_fresh else fresh
         assert plain.speculative is None and plain.pair == case.pair
+        assert plain.adapters == fresh.adapters == case.adapters
         assert plain.arguments == fresh.arguments == case.arguments
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from vllm_bastion.connectors import saving_too_early
 from vllm_bastion.drafter_kinds import KINDS, architectures_of, kind_of
 from vllm_bastion.other_drafters import other_family
 from vllm_bastion.platform import current_host
+from vllm_bastion.policy.cost.store import ProfileError, named_profile
 from vllm_bastion.versions import capabilities, first_version_with
 
 # One architecture of each kind of drafter.
@@ -287,6 +289,7 @@ def check_engine(vllm_config: Any) -> None:
     """
     spec_config = vllm_config.speculative_config
     assert isinstance(spec_config, BastionSpeculativeConfig)
+    _check_calibration(spec_config.bastion_calibration)
     _check_connector(vllm_config)
     if vllm_config.lora_config is not None and (
         spec_config.bastion_budget == "adaptive" and spec_config.bastion_budget_timing == "lagged"
@@ -325,6 +328,15 @@ def check_engine(vllm_config: Any) -> None:
         spec_config.bastion_gamma,
         vllm_config.scheduler_config.max_num_batched_tokens,
     )
+
+
+def _check_calibration(setting: str) -> None:
+    """Refuse a file that is no profile now, and not when all weights are loaded."""
+    try:
+        if setting not in ("auto", "off"):
+            named_profile(Path(setting).expanduser())
+    except ProfileError as error:
+        raise BastionConfigError(str(error)) from error
 
 
 def _check_connector(vllm_config: Any) -> None:

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 HERE = Path(__file__).resolve().parent
 GAMMA = BLOCK_SIZE - 1
 BUDGETS = (8, 16, 32, 63, 64, 128)
-WIDTH = 16  # K: candidates per depth, or in a row
+WIDTH = 16  # K: candidates of a depth, or of a row
 NEW_TOKENS = 64
 PROMISE = 63  # nodes of the trees whose A-hat is compared with the accepted length
 
@@ -44,8 +44,8 @@ class Lattice(NamedTuple):
     """
 
     tokens: Tensor  # [A, D, K]
-    order: Tensor  # [A, D, P, WIDTH] candidates of a row, best first
-    logprobs: Tensor  # [A, D, P, WIDTH]
+    order: Tensor  # [A, D, P, W] the best candidates of a row, best first
+    logprobs: Tensor  # [A, D, P, W]
 
     def block(self, anchor: int) -> Block:
         """One block as lists."""
@@ -83,7 +83,7 @@ def best_first_tree(block: Block, budget: int) -> list[tuple[int, int, int, floa
     while heap and len(nodes) < budget:
         minus, _, base, parent, depth, above, rank, candidate = heapq.heappop(heap)
         nodes.append((parent, depth + 1, block.tokens[depth][candidate], math.exp(-minus)))
-        if rank + 1 < WIDTH:
+        if rank + 1 < len(block.order[depth][0]):
             push(base, parent, depth, above, rank + 1)
         if depth + 1 < len(block.tokens):
             push(-minus, len(nodes), depth + 1, candidate, 0)
@@ -148,16 +148,18 @@ def walk(drafts: Drafts, ids: list[int], start: int, budget: int | None) -> tupl
 
 
 @torch.inference_mode()
-def draft(target: AnyTarget, drafter: Drafter, ids: Tensor, start: int) -> Lattice:
+def draft(
+    target: AnyTarget, drafter: Drafter, ids: Tensor, start: int, width: int = WIDTH
+) -> Lattice:
     """The drafts of every block of a continuation: ids [L], NEW_TOKENS blocks."""
     anchors = torch.arange(start, start + NEW_TOKENS)[None]
     _, features = target(ids[None], features=target.feature_layers)
     states = drafter(target, features, ids[anchors], anchors)[0]
     log_q = target.logits(states).log_softmax(-1)
     if drafter.head is None:
-        logprobs, tokens = log_q.topk(WIDTH, dim=-1)
+        logprobs, tokens = log_q.topk(width, dim=-1)
         rows = logprobs[:, :, None]
-        return Lattice(tokens, torch.arange(WIDTH).expand_as(rows), rows)
+        return Lattice(tokens, torch.arange(width).expand_as(rows), rows)
     if isinstance(drafter.head, Domino):
         raise SystemExit("its scores depend on whole paths: use python -m benchmarks.frontier")
     values, tokens = log_q.topk(CANDIDATES, dim=-1)
@@ -165,7 +167,7 @@ def draft(target: AnyTarget, drafter: Drafter, ids: Tensor, start: int) -> Latti
     bias = drafter.head.bias(above, states[:, :, None])  # [A, D, P, V]
     wanted = tokens[:, :, None].expand(-1, -1, CANDIDATES, -1)
     scores = values[:, :, None] + bias.gather(-1, wanted)
-    logprobs, order = scores.log_softmax(-1).topk(WIDTH, dim=-1)
+    logprobs, order = scores.log_softmax(-1).topk(min(width, CANDIDATES), dim=-1)
     return Lattice(tokens, order, logprobs)
 
 
@@ -176,8 +178,9 @@ def loops(ids: list[int]) -> bool:
 
 
 def table(
-    target: AnyTarget, drafter: Drafter, prompts: list[dict], tok, temperature: float, samples: int
-) -> None:
+    target: AnyTarget, drafter: Drafter, prompts: list[dict], tok, temperature: float, samples: int,
+    width: int,
+) -> None:  # fmt: skip
     """Print tau per domain for one temperature."""
     counts: dict[tuple[str, int | None], list[int]] = defaultdict(lambda: [0, 0])
     looping: dict[str, list[bool]] = defaultdict(list)
@@ -189,7 +192,7 @@ def table(
         heat = torch.full((samples,), temperature)
         many = continue_batch(target, prompt.repeat(samples, 1), start + length, heat, seed=number)
         for ids in many:
-            drafts = Drafts(draft(target, drafter, ids, start))
+            drafts = Drafts(draft(target, drafter, ids, start, width))
             names = [row["domain"]]
             if row["domain"] == "code":
                 names.append("  " + row["id"].rsplit("-", 1)[0])
@@ -259,6 +262,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl")
     parser.add_argument("--samples", type=int, default=2, help="continuations per prompt at T=1")
     parser.add_argument("--stride", type=int, default=1, help="use every n-th prompt")
+    parser.add_argument("--width", type=int, default=WIDTH, help="candidates of a depth")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
@@ -271,9 +275,9 @@ def main() -> None:
         check(args.target, target, prompts, tok)
         return
     drafter = load_drafter(args.drafter)
-    table(target, drafter, prompts, tok, 0.0, 1)
+    table(target, drafter, prompts, tok, 0.0, 1, args.width)
     if args.samples:
-        table(target, drafter, prompts, tok, 1.0, args.samples)
+        table(target, drafter, prompts, tok, 1.0, args.samples, args.width)
 
 
 if __name__ == "__main__":

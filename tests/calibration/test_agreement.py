@@ -98,7 +98,7 @@ def test_all_refuse_what_rank_0_cannot_read(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text("notes")
     first, second = on_two_ranks(tmp_path, _open_named)
     assert first == second
-    assert "delete it or give 'auto'" in first[2]
+    assert 'delete it or give "auto"' in first[2]
 
 
 def _peaks(rank: int, folder: Path, group: Any) -> DeviceSpec:

@@ -195,6 +195,54 @@ def test_requests_past_the_kept_rows_are_left_alone() -> None:
         assert rows.state_rows.tolist() == expected
 
 
+@pytest.mark.parametrize("align", [True, False])
+def test_blocks_hold_the_state_of_their_end_wherever_a_path_crosses_it(align: bool) -> None:
+    """Every number of tokens before a step, and every length of the path, side by side.
+
+    A state is written as the text that it has seen: position by position, then the path's rows.
+    """
+    from vllm_bastion.engine.gated_delta import GatedDeltaModelState
+
+    size, longest = 4 if align else 100, 4
+    cases = [(c, n) for c in range(1, 2 * 4 + 1) for n in range(1, longest + 1)]
+    count = len(cases)
+    tables = torch.arange(4 * count, dtype=torch.int32).view(count, 4)
+    path = torch.full((count, longest + 1), -1, dtype=torch.int32)
+    memory: dict[int, list[int]] = {}
+    for r, (before, length) in enumerate(cases):
+        path[r, :length] = torch.arange(0, 2 * length, 2)  # rows of a tree, every other
+        memory[int(tables[r, -(-before // size) - 1])] = [-1] * before
+
+    def commit(read: Any, into: Any, starts: Any, logits: Any, paths: Any) -> None:
+        for r, (one, other) in enumerate(zip(read[0].tolist(), into[0].tolist(), strict=True)):
+            if other >= 0:
+                memory[other] = memory[one] + [row for row in paths[r].tolist() if row >= 0]
+
+    state: Any = object.__new__(GatedDeltaModelState)
+    state.trees = SimpleNamespace(path=path, walked=True, verifying=False)
+    starts = torch.arange(count + 1, dtype=torch.int32)
+    state._batch = SimpleNamespace(num_reqs=count, cu_num_logits=starts)
+    state._rows = {0: SimpleNamespace(query_start_loc=starts)}
+    state._tables, state._block_size, state._align_mode = {0: tables}, size, align
+    state._no_state = torch.tensor(-1, dtype=torch.int32)
+    state._depths = torch.arange(longest + 1, dtype=torch.int32)
+    state._computed = torch.tensor([before for before, _ in cases], dtype=torch.int32)
+    state._state_rows = state._blocks(0, state._computed)[None]
+    state._into_rows = torch.full_like(state._state_rows, -1)
+    state._commit = commit
+    state.postprocess_state(starts[:-1], starts[:-1])
+
+    crossed = 0
+    for r, (before, length) in enumerate(cases):
+        text = [-1] * before + path[r, :length].tolist()
+        for end in range(before + 1, len(text) + 1):
+            # the path's end, and the end of each block that is full
+            if end == len(text) or (align and end % size == 0):
+                crossed += end < len(text)
+                assert memory[int(tables[r, -(-end // size) - 1])] == text[:end]
+    assert crossed == (12 if align else 0)
+
+
 def test_a_tree_larger_than_a_cached_block_is_refused() -> None:
     from vllm_bastion.engine.gated_delta import GatedDeltaModelState
 

@@ -325,7 +325,7 @@ def test_setting_off_auto_and_file(tmp_path, monkeypatch, warnings):
     assert measure.calls == 2 and len(warnings) == 1 and "NVIDIA L40S" in warnings[0]
     # and never overwritten if it is not a profile
     named.write_text("notes")
-    with pytest.raises(ProfileError, match="delete it or give 'auto'"):
+    with pytest.raises(ProfileError, match='delete it or give "auto"'):
         open_profile(str(named), KEY, measure)
     assert named.read_text() == "notes"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.methods import ADAPTIVE, CHAIN, PLAIN, Target, fixed_name, methods
+from tests.e2e.adapters import RANK
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "benchmarks" / "tiny"
@@ -25,11 +26,11 @@ class Case:
         speculative: keys of `speculative_config`; None for plain decoding.
         plain: the case whose tokens it must repeat; its own name for plain decoding.
         weights: "varied" for other weights from the start, "reload" or "transfer" for other weights
-            in the running engine; see `new_weights`.
+            in the running engine; "sleep" for the same ones after sleep at level 1, "refill" for
+            other ones after sleep at level 2; see `new_weights`.
         like_fresh: whether it also takes as many steps as the case `plain`.
         unlike: prompts whose tokens must not be those of the case "plain"; all others must be.
-        waits: times per steady step that this plugin may wait for the device, on average.
-        arguments: further arguments of `EngineArgs`.
+        adapters: whether the first two prompts have a LoRA adapter each.
     """
 
     name: str
@@ -38,11 +39,13 @@ class Case:
     plain: str = "plain"
     pair: Path = TINY
     waits: float = 0.0
+    blocks: float = 0.0
     tokens: int = 24
     arguments: dict[str, Any] = field(default_factory=dict)
     weights: str | None = None
     like_fresh: bool = False
     unlike: tuple[int, ...] | None = None
+    adapters: bool = False
 
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `EngineArgs`."""
@@ -107,6 +110,13 @@ _HYBRID: dict[str, Any] = {
     },
 }
 
+_ADAPTERS: dict[str, Any] = {
+    "plain": "plain-adapters",
+    "adapters": True,
+    "unlike": (0, 1),
+    "arguments": {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK},
+}
+
 # These weights give the second prompt the same tokens.
 _NEW: dict[str, Any] = {"unlike": (0, 2)}
 
@@ -125,6 +135,17 @@ CASES = (
     Case("paper-adaptive", "paper's command: adaptive", **_paper(ADAPTIVE)),
     Case("plain-hybrid", "hybrid target, plain", **_HYBRID),
     Case("hybrid", "hybrid pair, N = 16", _bastion(16, 16), **_HYBRID),
+    Case("plain-adapters", "two adapters, plain", **_ADAPTERS),
+    Case("adapters", "two adapters, N = 16", _bastion(16, 16), **_ADAPTERS),
+    # vLLM waits for the device to sort a step's rows by adapter, unless the last step had the same.
+    Case(
+        "adapters-exact",
+        "two adapters, adaptive",
+        _bastion(31, "adaptive"),
+        waits=1.0,
+        blocks=7.0,
+        **_ADAPTERS,
+    ),
     Case("plain-varied", "other weights, plain", plain="plain-varied", weights="varied", **_NEW),
     Case(
         "varied", "other weights, N = 16", _bastion(16, 16), plain="plain-varied", weights="varied"
@@ -144,6 +165,23 @@ CASES = (
         _bastion(16, 16),
         "varied",
         weights="transfer",
+        like_fresh=True,
+        **_NEW,
+    ),
+    Case(
+        "sleep",
+        "after sleep at level 1, N = 16",
+        _bastion(16, 16),
+        "fixed",
+        weights="sleep",
+        like_fresh=True,
+    ),
+    Case(
+        "refill",
+        "after sleep at level 2, other weights, N = 16",
+        _bastion(16, 16),
+        "varied",
+        weights="refill",
         like_fresh=True,
         **_NEW,
     ),

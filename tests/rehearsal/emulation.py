@@ -32,7 +32,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tests.rehearsal import arithmetic
+from tests.rehearsal import arithmetic, lora
 from tests.rehearsal.device import FakeDriver
 
 # Operators without numbers of their own: memory, metadata and real copies of the driver.
@@ -343,7 +343,6 @@ class Emulation:
     # ---- vLLM -----------------------------------------------------------------------------------
 
     def _patch_vllm(self) -> None:
-        from vllm.lora.ops.triton_ops import lora_shrink_op
         from vllm.model_executor.layers import logits_processor
         from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
         from vllm.model_executor.models import registry
@@ -415,14 +414,7 @@ class Emulation:
         # Otherwise a new process imports vLLM to look at each model's class.
         registry._run_in_subprocess = lambda look: look()
         Worker.determine_available_memory = determine_available_memory
-
-        configure = lora_shrink_op.get_lora_op_configs
-
-        def in_one_piece(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            # Otherwise 64 programs share a sum, and the interpreter runs one after the other.
-            return {**configure(*args, **kwargs), "split_k": 1}
-
-        lora_shrink_op.get_lora_op_configs = in_one_piece
+        lora.patch(self)
 
 
 def declared_ops() -> dict[str, tuple[Any, Callable[..., None]]]:

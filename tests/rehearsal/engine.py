@@ -7,11 +7,13 @@ import collections
 import os
 import time
 import traceback
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.adapters import make_adapter
 from tests.rehearsal import new_weights
-from tests.rehearsal.cases import PROMPTS, Case
+from tests.rehearsal.cases import PROMPTS, TINY, Case
 from tests.rehearsal.device import FakeDriver
 from tests.rehearsal.emulation import Emulation
 
@@ -42,8 +44,9 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     waits: collections.Counter[tuple[bool, str]] = collections.Counter()
     driver.on_wait(lambda kind: waits.update([_waiting(kind)]))
     params = SamplingParams(temperature=0.0, max_tokens=case.tokens, ignore_eos=True)
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), {"prompt": prompt}, params)
+    adapters = _adapters(folder) if case.adapters else ()
+    for i, (prompt, adapter) in enumerate(zip_longest(PROMPTS, adapters)):
+        engine.add_request(str(i), {"prompt": prompt}, params, lora_request=adapter)
     tokens: dict[str, list[int]] = {}
     steps: list[dict[str, int]] = []
     while engine.has_unfinished_requests() and len(steps) < _MOST_STEPS:
@@ -79,6 +82,15 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
         "decode_s": done - started,
         "slowest": dict(emulation.seconds.most_common(12)),
     }
+
+
+def _adapters(folder: Path) -> list[Any]:
+    """One for each of the first two prompts."""
+    from vllm.lora.request import LoRARequest
+
+    target = str(TINY / "target")
+    paths = [make_adapter(target, folder / name, seed) for seed, name in enumerate("ab", 1)]
+    return [LoRARequest(Path(path).name, i, path) for i, path in enumerate(paths, 1)]
 
 
 def _waiting(kind: str) -> tuple[bool, str]:

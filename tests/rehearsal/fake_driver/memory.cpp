@@ -199,6 +199,11 @@ DRIVER_CALL(cuMemHostGetFlags)(unsigned* f, void* p) {
 }
 
 // ---- virtual memory management: reserved ranges are mapped from the start
+
+// Ranges that were unmapped and whose addresses are still reserved. What is mapped there next holds
+// other bytes: a GPU promises nothing about them.
+static std::map<uintptr_t, size_t> unmapped;
+
 DRIVER_CALL(cuMemGetAllocationGranularity)(size_t* g, const CUmemAllocationProp*,
                                            CUmemAllocationGranularity_flags) {
   *g = 2u << 20;
@@ -218,6 +223,7 @@ DRIVER_CALL(cuMemAddressReserve)(CUdeviceptr* p, size_t n, size_t, CUdeviceptr,
 DRIVER_CALL(cuMemAddressFree)(CUdeviceptr p, size_t n) {
   LOCK;
   allocations.erase(p);
+  unmapped.erase(unmapped.lower_bound(p), unmapped.lower_bound(p + n));
   munmap((void*)p, n);
   return CUDA_SUCCESS;
 }
@@ -239,13 +245,17 @@ DRIVER_CALL(cuMemRelease)(CUmemGenericAllocationHandle h) {
   return CUDA_SUCCESS;
 }
 
-DRIVER_CALL(cuMemMap)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle,
+DRIVER_CALL(cuMemMap)(CUdeviceptr p, size_t n, size_t, CUmemGenericAllocationHandle,
                       unsigned long long) {
+  LOCK;
+  if (unmapped.erase(p)) memset((void*)p, 0xCD, n);
   return CUDA_SUCCESS;
 }
 
 DRIVER_CALL(cuMemUnmap)(CUdeviceptr p, size_t n) {
+  LOCK;
   madvise((void*)p, n, MADV_DONTNEED);
+  unmapped[p] = n;
   return CUDA_SUCCESS;
 }
 

@@ -234,11 +234,11 @@ def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) 
     if setting == "auto":
         return load_or_measure(key, measure)
     path = Path(setting).expanduser()
-    profile = _named_profile(path)
+    profile = named_profile(path)
     if profile is None:
         with _lock(path) as locked:
             # Another engine may have measured while this one waited.
-            profile = _named_profile(path) or _measure_and_store(measure, path, locked)
+            profile = named_profile(path) or _measure_and_store(measure, path, locked)
     differences = key.differences(profile.key)
     if differences:
         logger.warning(
@@ -247,14 +247,20 @@ def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) 
     return profile
 
 
-def _named_profile(path: Path) -> Profile | None:
+def named_profile(path: Path) -> Profile | None:
+    """The profile in a file that the user named; None if there is no such file.
+
+    Raises:
+        ProfileError: it is no profile.
+    """
     try:
         return read_profile(path)
     except FileNotFoundError:
         return None
     except ProfileError as error:
         raise ProfileError(
-            f"bastion_calibration: {path} is no latency profile ({error}); delete it or give 'auto'"
+            f'"bastion_calibration": {path} is no latency profile ({error}): delete it or give '
+            '"auto"'
         ) from error
 
 
