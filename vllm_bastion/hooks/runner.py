@@ -151,7 +151,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="only the worker knows how many nodes were verified; vLLM 0.33's warm-up sends bitmask "
         "rows for N drafts per request",
         what="attaches the counts, and whether steps draft, to the output for the scheduler; "
-        "drops the rows beyond 63 drafts",
+        "hides the drafter from a step that drafts nothing; drops the rows beyond 63 drafts",
         upstream="adaptive verification reports what it verified",
         when=BASTION_WORKER,
     ),
