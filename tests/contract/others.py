@@ -261,6 +261,39 @@ OTHERS: tuple[Reliance, ...] = (
         body=("self.adaptive_verification",),
     ),
     Reliance(
+        _RUNNER,
+        files="hooks/runner.py",
+        names=(
+            "adaptive_verification draft_tokens_handler execute_model_state num_speculative_steps "
+            "req_states speculator"
+        ),
+    ),
+    Reliance(
+        f"{_GPU}.model_runner:ExecuteModelState",
+        files="hooks/runner.py",
+        names=(
+            "aux_hidden_states hidden_states input_batch num_spec_tokens_to_schedule "
+            "slot_mappings_by_layer"
+        ),
+    ),
+    Reliance(
+        f"{_RUNNER}.sample_tokens",
+        files="hooks/runner.py",
+        why="without a drafter and its steps, a step neither drafts nor sets draft tokens",
+        body=(
+            "if self.speculator is not None:",
+            "self.speculator.propose(",
+            "if self.num_speculative_steps > 0:",
+            "self.draft_tokens_handler.set_draft_tokens(",
+        ),
+    ),
+    Reliance(
+        f"{_GPU}.buffer_utils:UvaBackedTensor",
+        files="cpu/twins/__init__.py",
+        methods=("copy_to_uva(self, n)",),
+        names="cpu gpu",
+    ),
+    Reliance(
         f"{_SPEC}.dflash.utils:load_dflash_model",
         files="hooks/runner.py",
         why="the drafter's layers are known by this tag",

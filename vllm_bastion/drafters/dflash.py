@@ -366,7 +366,7 @@ class BastionSpeculator(DFlashSpeculator):
         slot_mappings: dict[str, torch.Tensor],
         hidden: list[torch.Tensor],
     ) -> None:
-        """End a step for which `decide` returned true, in place of `propose`.
+        """End a step for which `decide` returned true, without a draft.
 
         hidden: the target's hidden states that the drafter reads, [R, H] each.
         """
