@@ -22,15 +22,18 @@ def check(
         ValueError: wrong number of dimensions, a wrong size or stride.
         TypeError: wrong dtype.
     """
-    if tensor.dim() != len(shape) or any(
-        want is not None and want != size for want, size in zip(shape, tensor.shape, strict=True)
-    ):
+    sizes = tensor.shape
+    fits = len(sizes) == len(shape)
+    if fits and sizes != shape:
+        for want, size in zip(shape, sizes):
+            fits = fits and (want is None or want == size)
+    if not fits:
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(f"{op}: {name} must have shape [{wanted}], got {list(tensor.shape)}")
+        raise ValueError(f"{op}: {name} must have shape [{wanted}], got {list(sizes)}")
     if tensor.dtype not in dtypes:
         kinds = " or ".join(str(kind) for kind in dtypes)
         raise TypeError(f"{op}: {name} must be {kinds}, got {tensor.dtype}")
-    if not strided and shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if not strided and shape and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{op}: the last dimension of {name} must be contiguous")
 
 

@@ -56,8 +56,8 @@ def calibrate(runner: Any) -> None:
         costs = _set_costs(runner, config, group)
     else:
         costs = summary.FIXED_BUDGET
-        if current_host().compiles_on_first_use():
-            warm_up(runner)
+    if current_host().compiles_on_first_use():
+        warm_up(runner, group)
     _start_recording(runner)
     if group.rank_in_group == 0:
         logger.info("%s", _summary(runner, config, costs).sentence())

@@ -45,6 +45,8 @@ logger = init_logger(__name__)
 
 # Trees whose step takes longer are timed with the shortest context only.
 _SLOW_S = 0.3
+# What `warm_up` may take, beyond the largest tree.
+_WARM_UP_S = 2.0
 
 
 def measure(
@@ -131,11 +133,20 @@ def measure(
     return Profile.from_measurement(key, table, report)
 
 
-def warm_up(runner: Any) -> None:
-    """Run a step with the largest tree, so that a CPU's first request does not wait to compile."""
-    nodes = min(_largest_tree(runner), _max_tree_rows(runner) - 1)
-    if nodes > 0:
-        with TreeSteps(runner).untrimmed() as steps:
+def warm_up(runner: Any, group: Any) -> None:
+    """Run a tree of every size, so that a CPU's first requests do not wait. Collective in `group`.
+
+    oneDNN compiles a matrix product for every new number of rows. The largest tree is first; slow
+    models, whose steps hide that time, run as many of the others as `_WARM_UP_S` allows.
+    """
+    largest = min(_largest_tree(runner), _max_tree_rows(runner) - 1)
+    if largest < 1:
+        return
+    with TreeSteps(runner).untrimmed() as steps:
+        own = _seconds(partial(steps.run, 1, largest, 1))
+        own = min(own, _seconds(partial(steps.run, 1, largest, 1)))
+        seconds = from_rank_0(group, lambda: own)
+        for nodes in range(1, min(largest, 1 + int(_WARM_UP_S / seconds))):
             steps.run(1, nodes, 1)
 
 

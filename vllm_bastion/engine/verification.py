@@ -299,12 +299,13 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         before, trees = self._history[0], self._history[1]
         if before.promised is not None:
             live = self._is_live(before)
-            promised = before.promised[live]
-            accepted = published.emitted[before.slots[live]] - 1
+            slots = before.slots[live]
+            promised = before.promised[live].tolist()
+            accepted = (published.emitted[slots] - 1).tolist()
             if gate is not None:
-                gate.observe_outcomes(before.slots[live].tolist(), promised, accepted)
+                gate.observe_outcomes(slots.tolist(), promised, accepted)
             if recorder is not None:
-                recorder.yielded(sum(promised.tolist()), sum(accepted.tolist()))
+                recorder.yielded(sum(promised), sum(accepted))
         if len(trees.slots):
             chosen = published.num_verify[trees.slots]
             promised = published.promised[trees.slots]
@@ -313,7 +314,9 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             trees.promised = promised * nodes / np.maximum(chosen, 1)
             if gate is not None:
                 live = self._is_live(trees)
-                gate.observe_trees(trees.slots[live].tolist(), trees.promised[live], nodes[live])
+                gate.observe_trees(
+                    trees.slots[live].tolist(), trees.promised[live].tolist(), nodes[live].tolist()
+                )
 
     def _is_live(self, trees: VerifiedTrees) -> np.ndarray:
         """[T] bool, whether the slots still belong to the trees' requests."""

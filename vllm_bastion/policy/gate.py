@@ -36,9 +36,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from vllm_bastion.policy.cost.online import StepEstimate
 
 # Trees that an average covers: long enough to smooth single trees, short enough to follow a change
@@ -130,7 +127,9 @@ class DraftGate:
         """`request` never has a tree: it is a root in every step, and gains nothing."""
         self._excluded.add(request)
 
-    def observe_trees(self, requests: Sequence[int], tokens: ArrayLike, nodes: ArrayLike) -> None:
+    def observe_trees(
+        self, requests: Sequence[int], tokens: Sequence[float], nodes: Sequence[float]
+    ) -> None:
         """Add trees that were verified, or are about to be, to their requests' averages.
 
         Args:
@@ -138,16 +137,14 @@ class DraftGate:
             tokens: [R] draft tokens expected to be accepted, the sums of the path scores.
             nodes: [R] nodes verified.
         """
-        for request, expected, size in zip(
-            requests, np.asarray(tokens).tolist(), np.asarray(nodes).tolist(), strict=True
-        ):
+        for request, expected, size in zip(requests, tokens, nodes, strict=True):
             own = self._requests.setdefault(request, _Gain())
             own.add_tree(expected, size)
             if own.count <= _RECENT:
                 self._all.add_tree(expected, size)
 
     def observe_outcomes(
-        self, requests: Sequence[int], promised: ArrayLike, accepted: ArrayLike
+        self, requests: Sequence[int], promised: Sequence[float], accepted: Sequence[float]
     ) -> None:
         """Compare verified trees with what they promised.
 
@@ -156,9 +153,7 @@ class DraftGate:
             promised: [R] draft tokens that were expected to be accepted.
             accepted: [R] draft tokens that were.
         """
-        for request, expected, count in zip(
-            requests, np.asarray(promised).tolist(), np.asarray(accepted).tolist(), strict=True
-        ):
+        for request, expected, count in zip(requests, promised, accepted, strict=True):
             own = self._requests.get(request)
             if own is not None:
                 own.add_outcome(expected, count)

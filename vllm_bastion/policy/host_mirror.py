@@ -21,6 +21,7 @@ class HostMirror:
             torch.zeros(source.shape, dtype=source.dtype, pin_memory=self._on_device)
             for _ in range(2)
         ]
+        self._arrays = [buffer.numpy() for buffer in self._host]
         self._steps: list[int | None] = [None, None]
         if self._on_device:
             # Not blocking events: the device may be idle while the host waits, so the wait spins
@@ -49,7 +50,7 @@ class HostMirror:
         buffer = step % 2
         if self._on_device and not self._copied[buffer].query():
             self._copied[buffer].synchronize()
-        return self._host[buffer].numpy()
+        return self._arrays[buffer]
 
 
 def to_device(

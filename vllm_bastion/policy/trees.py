@@ -123,7 +123,7 @@ class Trees:
         self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
         self._mirror = HostMirror(self._results)
-        self._grown_for: dict[int, np.ndarray | None] = {}
+        self._grown_for: list[np.ndarray | None] = [None, None]  # of its two steps
         self._set_top_k(top_k)
 
     def use_chains(self) -> None:
@@ -278,8 +278,7 @@ class Trees:
             step: its number.
             grown_for: [R] request slots that trees were grown for; None if the step did not draft.
         """
-        self._grown_for = {s: g for s, g in self._grown_for.items() if s > step - 2}
-        self._grown_for[step] = grown_for
+        self._grown_for[step % 2] = grown_for
         self._mirror.start_copy(step)
 
     def has_published(self, step: int) -> bool:
@@ -292,7 +291,7 @@ class Trees:
         if results is None:
             return None
         num_verify, promised, emitted = results
-        return Published(self._grown_for[step], num_verify, promised.view(np.float32), emitted)
+        return Published(self._grown_for[step % 2], num_verify, promised.view(np.float32), emitted)
 
     def select_columns(
         self,

@@ -35,6 +35,7 @@ LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
 # Costs are rebuilt when the log of a factor has changed by this much. Callers copy a new array to
 # the device, and a smaller change would alter no decision that is worth the copy.
 _LOG_STEP = 0.01
+_SLOPE_STEP = 0.05  # the same for the part of a step that depends on its rows
 _MAX_CACHED = 512
 _ALPHA = 0.1  # of the paper's moving average
 
@@ -165,23 +166,28 @@ class FilteredLatency:
         # By powers of two of requests: the filter, and the step of its last observation.
         self._filters: dict[int, StepFilter] = {}
         self._observed: dict[int, int] = {}
+        # The slope that the filter's curves were built with last.
+        self._slopes: dict[int, float] = {}
         self._steps = 0
         # Sizes of the batch, in powers of two, and kinds of step that were seen.
         self._seen: set[tuple[int, bool]] = set()
-        self._curves: dict[tuple[int, int, int], CostArray] = {}
+        self._curves: dict[tuple[int, int, float], CostArray] = {}
 
     def estimate(self, num_reqs: int, context_len: float) -> StepEstimate:
         """See `LatencyModel`."""
         num_reqs = max(1, int(num_reqs))
         prior, state = self._prior.estimate(num_reqs, context_len), self.filter(num_reqs)
-        log_slope = round(state.slope / _LOG_STEP)
-        key = (num_reqs, context_bucket(context_len), log_slope)
+        size = num_reqs.bit_length()
+        slope = self._slopes[size]
+        if abs(state.slope - slope) > _SLOPE_STEP:
+            slope = self._slopes[size] = state.slope
+        key = (num_reqs, context_bucket(context_len), slope)
         curve = self._curves.get(key)
         if curve is None:
             root = float(prior.curve[min(num_reqs, self.table.max_rows)])
             added = prior.curve - root
             # No step has fewer rows than requests, but the curve must still decrease there.
-            added *= np.exp(_LOG_STEP * np.where(added < 0, 0, log_slope))
+            added *= np.exp(np.where(added < 0, 0.0, slope))
             curve = (root + added).astype(np.float32)
             curve.setflags(write=False)
             _keep(self._curves, key, curve)
@@ -196,6 +202,7 @@ class FilteredLatency:
             nearest = min(self._filters, key=lambda other: abs(other - size), default=None)
             like = None if nearest is None else self._filters[nearest]
             state = self._filters[size] = StepFilter(like)
+            self._slopes[size] = state.slope
             self._observed[size] = self._steps
         return state
 

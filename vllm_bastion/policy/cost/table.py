@@ -24,9 +24,12 @@ from vllm_bastion.policy.cost.forward_times import Carrier, FloatArray, ForwardT
 
 CostArray = NDArray[np.float32]
 
-# Results are cached per (requests, context bucket). With 12 buckets per doubling a bucket's context
-# is at most 3 % off, and the context affects only the attention's part of a step.
-_BUCKETS_PER_DOUBLING = 12
+# Results are cached per (requests, context bucket). Buckets are even in log(_SHORT + context), so a
+# bucket's context is at most 6 % of that off. The context affects only the attention's part of a
+# step, which is small for the first tokens; with finer buckets, short answers would cross one in
+# every step, and each crossing copies a cost array to the device.
+_BUCKETS_PER_DOUBLING = 6
+_SHORT = 64.0
 _MAX_CACHED = 512
 _MIN_MS = 1e-6
 
@@ -214,12 +217,12 @@ class StepCostTable:
 
 def context_bucket(context_len: float) -> int:
     """Bucket of a mean context length; contexts of a bucket share a cached result."""
-    return round(_BUCKETS_PER_DOUBLING * math.log2(1.0 + max(0.0, float(context_len))))
+    return round(_BUCKETS_PER_DOUBLING * math.log2(1.0 + max(0.0, float(context_len)) / _SHORT))
 
 
 def bucket_context(bucket: int) -> float:
     """The context length that represents `bucket`; an inverse of `context_bucket`."""
-    return float(2.0 ** (bucket / _BUCKETS_PER_DOUBLING) - 1.0)
+    return float(_SHORT * (2.0 ** (bucket / _BUCKETS_PER_DOUBLING) - 1.0))
 
 
 def padded_rows(max_rows: int, captured_sizes: Sequence[int]) -> FloatArray:
