@@ -59,6 +59,7 @@ def context(session: Any) -> list[dict[str, Any]]:
                 "request": request.request_id.rsplit("-", 1)[0],
                 "computed": request.num_computed_tokens,
                 "emitted": request.num_output_tokens,
+                "prompt": request.num_prompt_tokens,
                 "waiting": waiting,
                 "sums": sums,
             }

@@ -50,6 +50,8 @@ def test_context_waits_without_loss(runner: Runner, compare: Comparison, top_k: 
             for sums, expected in zip(mine["sums"], other["sums"], strict=True):
                 assert sums == pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert waited > 30  # several rows of both requests
+    # A prompt after which drafting was refused.
+    assert any(one["emitted"] == 1 and one["waiting"] >= one["prompt"] for one in deferred)
     assert any(one["computed"] > 64 and not one["waiting"] for one in deferred)
 
 

@@ -67,8 +67,9 @@ class BastionSpeculator(DFlashSpeculator):
     # Whether vLLM's `propose` is to store the context's keys and values and run no block. It calls
     # the methods that ask for this without a free argument; see `_storing_context_only`.
     _context_only = False
-    # Whether the drafter's blocks stay the request's while its rows wait; false before `set_attn`.
-    _may_defer = False
+    # Whether the drafter's blocks stay the request's while its rows wait, those of a prompt too;
+    # false before `set_attn`.
+    _may_defer = _may_defer_prompts = False
     # Whether `decide` was called for the current step, as it is not in vLLM's warm-up, and whether
     # it found that hidden states need only be kept.
     _has_decided = _only_keeps = False
@@ -158,9 +159,9 @@ class BastionSpeculator(DFlashSpeculator):
         groups = [kv_cache_config.kv_cache_groups[gid] for gid in self.draft_kv_cache_group_ids]
         self._context_layers = [group.layer_names[0] for group in groups]
         # A KV connector may read the drafter's blocks at the end of any step.
-        self._may_defer = self.vllm_config.kv_transfer_config is None and all(
-            may_defer(group.kv_cache_spec) for group in groups
-        )
+        specs = [group.kv_cache_spec for group in groups]
+        self._may_defer = self.vllm_config.kv_transfer_config is None and all(map(may_defer, specs))
+        self._may_defer_prompts = self._may_defer and all(may_defer(spec, True) for spec in specs)
         self.runtime.deferred = None
 
     def _deferred(self) -> DeferredContext | None:
@@ -331,13 +332,16 @@ class BastionSpeculator(DFlashSpeculator):
         """Decide whether the step ends with a draft. Called before its tokens are sampled.
 
         Returns:
-            Whether nothing is left for `propose` to do but to `keep` the step's hidden states: the
-            step has one row for each request, and there is no draft.
+            Whether nothing is left for `propose` to do but to `keep` the step's hidden states:
+            there is no draft, and no row that may be rejected. A prompt's rows are kept only if
+            drafting was refused at its end. While prompts wait, or between the chunks of one, more
+            rows come at once, and a draft may follow.
         """
         runtime, costs = self.runtime, self.runtime.costs
         self._has_decided = True
         skipped = num_speculative_tokens == 0
         runtime.drafted = not skipped
+        refused = False
         if costs is not None:
             costs.learn()
             costs.install(batch.num_reqs, runtime.context_len)
@@ -352,11 +356,12 @@ class BastionSpeculator(DFlashSpeculator):
                     announced = runtime.drafting
                     runtime.drafting = runtime.manager.draft_next(slots)
                     runtime.drafted = announced if self._announces_drafts else runtime.drafting
-        self._only_keeps = (
-            not runtime.drafted
-            and batch.num_tokens == batch.num_reqs
-            and not self.trees.verifying
-            and self._deferred() is not None
+                    refused = not runtime.drafted and not runtime.backlog
+        verifies = self.trees.verifying or batch.num_draft_tokens > 0
+        deferred = None if runtime.drafted or verifies else self._deferred()
+        self._only_keeps = deferred is not None and (
+            batch.num_tokens == batch.num_reqs
+            or (refused and self._may_defer_prompts and deferred.has_room(batch.num_tokens))
         )
         return self._only_keeps
 
@@ -368,12 +373,12 @@ class BastionSpeculator(DFlashSpeculator):
     ) -> None:
         """End a step for which `decide` returned true, without a draft.
 
-        hidden: the target's hidden states that the drafter reads, [R, H] each.
+        hidden: the target's hidden states that the drafter reads, [T, H] each.
         """
         deferred = self._deferred()
         assert deferred is not None
         slots = [slot_mappings[layer] for layer in self._context_layers]
-        deferred.add(hidden, batch.positions, slots, batch.num_reqs)
+        deferred.add(hidden, batch.positions, slots, batch.num_tokens)
         self._has_decided = self._only_keeps = False
         self._step_done()
 

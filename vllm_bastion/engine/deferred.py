@@ -2,9 +2,10 @@
 """The drafter's context while nothing is drafted: kept, and stored in one go.
 
 A drafter reads the keys and values that it computes from the target's hidden states. A plain step
-only keeps the hidden states of its rows. They are turned into keys and values when drafting
-resumes, when a request leaves, because its blocks may then be cached or belong to another request,
-and after a limited number of steps, before a sliding window lets go of a block.
+only keeps the hidden states of its rows, a prompt's too where there is room. They are turned into
+keys and values when drafting resumes, when a request leaves, because its blocks may then be cached
+or belong to another request, and after a limited number of steps, before a sliding window lets go
+of a block.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class DeferredContext:
         slots: Sequence[torch.Tensor],
         count: int,
     ) -> None:
-        """Keep the first `count` rows of a step: one accepted row of each of its requests."""
+        """Keep the first `count` rows of a step, all of them accepted; see `has_room`."""
         begin, end = self._num_rows, self._num_rows + count
         into = self._views.get((begin, end))
         if into is None:
@@ -72,6 +73,10 @@ class DeferredContext:
         if self._num_steps == _MAX_STEPS or end + self._max_num_reqs > len(self._positions):
             self.flush()
 
+    def has_room(self, count: int) -> bool:
+        """Whether so many rows can be added. There is always room for a row of each request."""
+        return self._num_rows + count <= len(self._positions)
+
     def flush(self) -> None:
         """Store the rows that were kept."""
         count, self._num_rows, self._num_steps = self._num_rows, 0, 0
@@ -79,10 +84,13 @@ class DeferredContext:
             self._store(count)
 
 
-def may_defer(spec: KVCacheSpec) -> bool:
-    """Whether a row may wait: whether its block stays the request's until it is stored."""
+def may_defer(spec: KVCacheSpec, prompts: bool = False) -> bool:
+    """Whether a row may wait: whether its block stays the request's until it is stored.
+
+    prompts: whether a prompt's rows may, of which a sliding window may let go at once.
+    """
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(may_defer(inner) for inner in spec.kv_cache_specs.values())
+        return all(may_defer(inner, prompts) for inner in spec.kv_cache_specs.values())
     if isinstance(spec, SlidingWindowSpec):
-        return bool(spec.sliding_window >= _MIN_WINDOW)
+        return not prompts and bool(spec.sliding_window >= _MIN_WINDOW)
     return isinstance(spec, FullAttentionSpec)

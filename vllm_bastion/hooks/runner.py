@@ -415,8 +415,8 @@ def set_active_loras(
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
     """Attach what the scheduler must know to the step's output, see `hooks.scheduler`.
 
-    A step that draws one token for each request and drafts nothing is sampled as if there were no
-    drafter, at a plain step's cost.
+    A step that verifies nothing and drafts nothing is sampled as if there were no drafter, at a
+    plain step's cost.
     """
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
