@@ -70,7 +70,7 @@ ADAPTERS: tuple[Reliance, ...] = (
         names=(
             "cu_num_logits cu_num_logits_np has_prefill idx_mapping idx_mapping_np "
             "input_ids logits_indices max_query_len num_computed_tokens_np "
-            "num_draft_tokens_per_req num_reqs num_scheduled_tokens num_tokens "
+            "num_draft_tokens num_draft_tokens_per_req num_reqs num_scheduled_tokens num_tokens "
             "num_tokens_after_padding positions prefill_len_np query_start_loc "
             "query_start_loc_np"
         ),

@@ -38,12 +38,12 @@ class Engine:
         self.asked = 0
         self.runtime = Runtime(self.trees)
         self.runtime.costs = SimpleNamespace(
-            learn=lambda: None,
+            learn=lambda at_once: None,
             current=SimpleNamespace(plain_ms=1.0),
             install=lambda *_: None,
             timer=SimpleNamespace(step_done=self.timed.append),
         )
-        self.runtime.gate = SimpleNamespace(draft=self._ask, reason="pays")
+        self.runtime.gate = SimpleNamespace(draft=self._ask, reason="pays", exploring=False)
         states = SimpleNamespace(req_id_to_index={}, num_speculative_steps=NODES)
         starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
         self.manager = BastionVerificationManager(self.runtime, states, starts, 1, 1000)
@@ -76,6 +76,7 @@ class Engine:
             num_scheduled_tokens=np.ones(count, dtype=np.int32),
             prefill_len_np=np.full(count, 20),
             num_tokens=count,
+            num_draft_tokens=0,
             has_prefill=False,
             positions=torch.full((count,), 20),
         )

@@ -343,7 +343,7 @@ class BastionSpeculator(DFlashSpeculator):
         runtime.drafted = not skipped
         refused = False
         if costs is not None:
-            costs.learn()
+            costs.learn(at_once=runtime.gate is None or runtime.gate.exploring)
             costs.install(batch.num_reqs, runtime.context_len)
             if runtime.gate is not None and runtime.manager is not None and not skipped:
                 slots = batch.idx_mapping_np

@@ -246,7 +246,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         plain_ms, drafts = math.inf, False
         if self.runtime.backlog:
             reason = "prompts wait"
-        elif not self.trees.node_limits_host[slots].any():
+        elif not self.trees.wants_nodes(slots):
             reason = "requests want none"
         else:
             plain_ms = costs.current.plain_ms

@@ -113,6 +113,11 @@ class DraftGate:
         self.reason = "start"
 
     @property
+    def exploring(self) -> bool:
+        """Whether a trial is under way, or what it showed has not been used yet."""
+        return self._trial > 0 or self._pause > 0
+
+    @property
     def kappa(self) -> float:
         """Accepted over promised draft tokens, over the first trees of all requests."""
         return (self._all.accepted + _PRIOR_TOKENS) / (self._all.promised + _PRIOR_TOKENS)

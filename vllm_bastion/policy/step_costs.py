@@ -14,6 +14,10 @@ from vllm_bastion.policy.cost.table import CostArray
 from vllm_bastion.policy.cost.timing import StepTimer, StepTimes
 from vllm_bastion.policy.trees import Trees
 
+# Steps that are learned from together. Code that ran before the last forward pass has left a CPU's
+# caches, so that learning from one step takes about as long as from four.
+_TOGETHER = 4
+
 
 class StepCosts:
     """Cost of a whole step, for the current batch.
@@ -44,9 +48,9 @@ class StepCosts:
             self._installed = self.current.curve
             self._trees.set_cost_ms(self._installed)
 
-    def learn(self) -> None:
-        """Learn from the steps that were completed since the last call."""
-        if self.timer is not None:
+    def learn(self, *, at_once: bool = True) -> None:
+        """Learn from the steps that were completed since; unless `at_once`, from a few together."""
+        if self.timer is not None and (at_once or self.timer.num_pending >= _TOGETHER):
             for step in self.timer.completed():
                 if self.on_step is not None:
                     self._report(step, self.on_step)

@@ -92,6 +92,7 @@ class Trees:
         # Most nodes of each request, as the request itself has asked; a copy on the host.
         self.node_limits = torch.full((slots,), num_nodes, dtype=torch.int32, device=device)
         self.node_limits_host = np.full(slots, num_nodes, dtype=np.int32)
+        self._unlimited = True  # whether all of them are N
         self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
         # N* of the next step, the accepted tokens expected of that many nodes (the sum of their
         # path scores), and the tokens that the last step emitted. They share a buffer, so that one
@@ -145,6 +146,11 @@ class Trees:
         if self.node_limits_host[slot] != nodes:
             self.node_limits_host[slot] = nodes
             self.node_limits[slot] = nodes
+            self._unlimited = bool((self.node_limits_host == self.num_nodes).all())
+
+    def wants_nodes(self, slots: np.ndarray) -> bool:
+        """Whether any of the requests in `slots`, [R], may have nodes."""
+        return self._unlimited or bool(self.node_limits_host[slots].any())
 
     # ---- end of step t: the drafter's logits become trees -------------------------------
 

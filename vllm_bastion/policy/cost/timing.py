@@ -121,6 +121,11 @@ class StepTimer:
             self._drafting = None
             self._last_step_timed = True
 
+    @property
+    def num_pending(self) -> int:
+        """Steps whose times `completed` has not returned yet."""
+        return len(self._pending)
+
     def completed(self) -> Iterator[StepTimes]:
         """Times of the steps that have completed on the device, oldest first."""
         while self._pending and self._pending[0].marks[2].query():
