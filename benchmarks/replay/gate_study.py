@@ -3,16 +3,18 @@
 
 What steps really cost differs from the calibrated costs that the controller starts from, by a
 factor on each kind of step, and is measured with noise and stalls. The controller must find out
-which kind pays while it decodes.
+which kind pays while it decodes, and the first requests after a start must not pay for that.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from benchmarks.replay.costs import CostSource
 from benchmarks.replay.policies import Adaptive, Fixed, Plain
-from benchmarks.replay.simulation import Corpus, Policy, Truth, simulate
+from benchmarks.replay.simulation import Corpus, Policy, Request, Truth, simulate
 
 # Factors on plain steps and on steps with trees.
 CASES = {
@@ -26,6 +28,8 @@ BATCHES = (1, 4, 16)
 MAX_NODES = 64
 _BUDGETS = (4, 8, 16, 32, 64)
 _NOISE, _STALLS = 0.15, 0.01
+# Of the study of a start: requests, those decoded before they are repeated, and orders.
+_FIRST, _BETWEEN, _ORDERS = 9, 40, 12
 
 
 def gate_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
@@ -68,4 +72,40 @@ def gate_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
                     "always drafting": best / milliseconds(adaptive(plain=False)),
                 }
             )
+    return rows
+
+
+def start_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
+    """Time of the first requests after a start, over that of the same ones later.
+
+    Returns:
+        A row for each case, one request at a time: `first / later` of the controller, over several
+        orders of the requests; then `first / best`, over plain decoding or the best fixed budget.
+    """
+    rows = []
+    for case, (plain_factor, tree_factor) in CASES.items():
+        times = np.zeros(3)
+        for order in range(_ORDERS):
+            requests = list(corpus.requests)
+            np.random.default_rng(order).shuffle(requests)
+            first, others = requests[:_FIRST], requests[_FIRST : _FIRST + _BETWEEN]
+
+            def milliseconds(
+                policy: Policy,
+                decoded: list[Request],
+                plain: float = plain_factor,
+                tree: float = tree_factor,
+                seed: int = order,
+            ) -> float:
+                truth = Truth(source.table, None, plain, tree, _NOISE, _STALLS, seed)
+                return simulate(corpus, policy, truth, requests=decoded).ms
+
+            fixed = (milliseconds(Fixed(corpus, n), first) for n in _BUDGETS)
+            policy = Adaptive(corpus, source.latency("ema_table"), max_nodes=MAX_NODES)
+            early = milliseconds(policy, first)
+            milliseconds(policy, others)
+            late = milliseconds(policy, first)
+            times += early, late, min(milliseconds(Plain(), first), *fixed)
+        rows.append({"really": case, "first / later": times[0] / times[1],
+                     "first / best": times[0] / times[2]})  # fmt: skip
     return rows
