@@ -18,7 +18,7 @@ PLAIN, LAGGED = (next(c for c in CASES if c.name == name) for name in ("plain", 
 
 def _result(**changes: Any) -> dict[str, Any]:
     steady = {"waits:ours": 0.0, "waits:vllm": 1.0, "sync:event": 1.0, "launch": 20.5}
-    fine = {"tokens": [[1, 2]], "steady": steady, "steady_steps": 3, "waits": {}}
+    fine = {"tokens": [[1, 2]], "cached": [], "steady": steady, "steady_steps": 3, "waits": {}}
     return {**fine, "faults": [], "missing": [], "errors": [], **changes}
 
 
@@ -32,6 +32,7 @@ def _result(**changes: Any) -> dict[str, Any]:
         ({"steady": {"waits:ours": 2.0}}, "2.0 waits of ours"),
         ({"steady": {"waits:ours": 0.0, "alloc:device": 0.5}}, "blocks or allocates"),
         ({"steady": {"waits:ours": 0.0, "sync:memcpy": 0.5}}, "blocks or allocates"),
+        ({"cached": [0]}, "[0] cached tokens, not []"),
         ({"failure": "Traceback"}, "did not run to its end"),
     ],
 )
@@ -64,6 +65,7 @@ def test_every_case_is_compared_with_plain_decoding_of_its_target() -> None:
         plain = by_name[fresh.plain] if case.like_fresh else fresh
         assert plain.speculative is None and plain.pair == case.pair
         assert plain.adapters == fresh.adapters == case.adapters
+        assert plain.long == fresh.long == case.long
         assert plain.arguments == fresh.arguments == case.arguments
 
 

@@ -31,6 +31,11 @@ class Case:
         like_fresh: whether it also takes as many steps as the case `plain`.
         unlike: prompts whose tokens must not be those of the case "plain"; all others must be.
         adapters: whether the first two prompts have a LoRA adapter each.
+        long: tokens of prompts that are repeated up to this length, and continued in a second turn
+            with as many cached tokens as the case `plain` has; 0 for short prompts and one turn.
+        waits: times per steady step that this plugin may wait for the device, on average.
+        blocks: calls per steady step that may block or allocate, on average.
+        arguments: further arguments of `EngineArgs`.
     """
 
     name: str
@@ -46,6 +51,7 @@ class Case:
     like_fresh: bool = False
     unlike: tuple[int, ...] | None = None
     adapters: bool = False
+    long: int = 0
 
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `EngineArgs`."""
@@ -110,6 +116,15 @@ _HYBRID: dict[str, Any] = {
     },
 }
 
+# A block of states has 544 tokens, and ends in the texts that are decoded.
+_CACHED: dict[str, Any] = {
+    "plain": "plain-cached",
+    "pair": TINY / "hybrid",
+    "long": 541,
+    "tokens": 20,
+    "arguments": {**_HYBRID["arguments"], "max_model_len": 1024, "max_num_batched_tokens": 768},
+}
+
 _ADAPTERS: dict[str, Any] = {
     "plain": "plain-adapters",
     "adapters": True,
@@ -135,6 +150,8 @@ CASES = (
     Case("paper-adaptive", "paper's command: adaptive", **_paper(ADAPTIVE)),
     Case("plain-hybrid", "hybrid target, plain", **_HYBRID),
     Case("hybrid", "hybrid pair, N = 16", _bastion(16, 16), **_HYBRID),
+    Case("plain-cached", "hybrid target, prefix cache, plain", **_CACHED),
+    Case("cached", "hybrid pair, prefix cache, N = 16", _bastion(16, 16), **_CACHED),
     Case("plain-adapters", "two adapters, plain", **_ADAPTERS),
     Case("adapters", "two adapters, N = 16", _bastion(16, 16), **_ADAPTERS),
     # vLLM waits for the device to sort a step's rows by adapter, unless the last step had the same.

@@ -351,6 +351,7 @@ class Emulation:
         from vllm.v1.worker.gpu_worker import Worker
 
         flash, measure = flash_attn.flash_attn_varlen_func, Worker.determine_available_memory
+        initialize = Worker.initialize_from_config
         filtered = topk_topp_sampler.apply_top_k_top_p_triton
         prompts = qwen_gdn_linear_attn.fla_chunk_gated_delta_rule
         convolution = qwen_gdn_linear_attn.causal_conv1d_fn
@@ -405,6 +406,12 @@ class Emulation:
             self.running = False
             return measure(worker)
 
+        def initialize_from_config(worker: Any, *args: Any, **kwargs: Any) -> None:
+            # What is allocated here is also filled here, and used by every step.
+            self.running = True
+            initialize(worker, *args, **kwargs)
+            self.running = False
+
         flash_attn.flash_attn_varlen_func = attend
         topk_topp_sampler.apply_top_k_top_p_triton = filter_logits
         qwen_gdn_linear_attn.fla_chunk_gated_delta_rule = recurrence
@@ -414,6 +421,7 @@ class Emulation:
         # Otherwise a new process imports vLLM to look at each model's class.
         registry._run_in_subprocess = lambda look: look()
         Worker.determine_available_memory = determine_available_memory
+        Worker.initialize_from_config = initialize_from_config
         lora.patch(self)
 
 

@@ -26,9 +26,10 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     """Start the engine and decode; the process ends without stopping it.
 
     Returns:
-        tokens: token ids by prompt; steps: until the first prompt is done; steady: mean counts per
-        steady step; waits: calls that waited in the steady steps, by place in the source; faults,
-        missing, errors: messages; start_s, decode_s; slowest: emulated seconds by kernel.
+        tokens: token ids by prompt, then by second turn; cached: tokens of each second turn that
+        came from the cache; steps: until the first prompt is done; steady: mean counts per steady
+        step; waits: calls that waited in the steady steps, by place in the source; faults, missing,
+        errors: messages; start_s, decode_s; slowest: emulated seconds by kernel.
     """
     from vllm import EngineArgs, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -45,8 +46,9 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     driver.on_wait(lambda kind: waits.update([_waiting(kind)]))
     params = SamplingParams(temperature=0.0, max_tokens=case.tokens, ignore_eos=True)
     adapters = _adapters(folder) if case.adapters else ()
-    for i, (prompt, adapter) in enumerate(zip_longest(PROMPTS, adapters)):
-        engine.add_request(str(i), {"prompt": prompt}, params, lora_request=adapter)
+    prompts = [{"prompt_token_ids": ids} for ids in _prompts(engine, case)]
+    for i, (prompt, adapter) in enumerate(zip_longest(prompts, adapters)):
+        engine.add_request(str(i), prompt, params, lora_request=adapter)
     tokens: dict[str, list[int]] = {}
     steps: list[dict[str, int]] = []
     while engine.has_unfinished_requests() and len(steps) < _MOST_STEPS:
@@ -65,12 +67,15 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens[output.request_id] = list(output.outputs[0].token_ids)
+    first = [tokens[str(i)] for i in range(len(PROMPTS))]
+    second, cached = _second_turns(engine, prompts, first, params) if case.long else ([], [])
     done = time.perf_counter()
     steady = steps[_WARM_UP:]
     names = sorted({name for counts in steady for name in counts})
     means = {name: sum(c.get(name, 0) for c in steady) / len(steady) for name in names}
     return {
-        "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
+        "tokens": first + second,
+        "cached": cached,
         "steps": len(steps),
         "steady_steps": len(steady),
         "steady": {name: mean for name, mean in means.items() if not name.startswith("at ")},
@@ -82,6 +87,28 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
         "decode_s": done - started,
         "slowest": dict(emulation.seconds.most_common(12)),
     }
+
+
+def _prompts(engine: Any, case: Case) -> list[list[int]]:
+    """Token ids; long ones repeat the prompt, up to lengths of their own."""
+    encoded = [engine.get_tokenizer().encode(prompt) for prompt in PROMPTS]
+    if not case.long:
+        return encoded
+    return [(ids * case.long)[: case.long - 5 * i] for i, ids in enumerate(encoded)]
+
+
+def _second_turns(
+    engine: Any, prompts: list[dict[str, Any]], answers: list[list[int]], params: Any
+) -> tuple[list[list[int]], list[int]]:
+    """Continue every text. Returns the tokens, and how many of each prompt were cached."""
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        ids = prompt["prompt_token_ids"]
+        engine.add_request(f"next-{i}", {"prompt_token_ids": ids + answer + ids[:4]}, params)
+    outputs: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    found = [outputs[f"next-{i}"] for i in range(len(prompts))]
+    return [list(x.outputs[0].token_ids) for x in found], [x.num_cached_tokens for x in found]
 
 
 def _adapters(folder: Path) -> list[Any]:

@@ -52,6 +52,10 @@ def problems(cases: list[Case], results: _Results) -> list[str]:
             found.append(f"{case.name}: no steady step")
         if result["tokens"] != plain.get("tokens"):
             found.append(f"{case.name}: other tokens than {case.plain}")
+        if result.get("cached") != plain.get("cached"):
+            found.append(f"{case.name}: {result['cached']} cached tokens, not {plain['cached']}")
+        if case.long and not all(result["cached"]):
+            found.append(f"{case.name}: a second turn found nothing in the cache")
         if case.like_fresh and result["steps"] != plain.get("steps"):
             found.append(f"{case.name}: {result['steps']} steps, a fresh engine {plain['steps']}")
         if case.unlike is not None:
