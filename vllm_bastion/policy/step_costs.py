@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_bastion.policy.cost.online import LatencyModel, StepEstimate
-from vllm_bastion.policy.cost.table import CostArray
+from vllm_bastion.policy.cost.table import CostArray, context_bucket
 from vllm_bastion.policy.cost.timing import StepTimer, StepTimes
 from vllm_bastion.policy.trees import Trees
 
@@ -34,6 +34,8 @@ class StepCosts:
         self._trees = trees
         self._installed: CostArray | None = None
         self._num_reqs = 1
+        # The context that `current` is of, and whether nothing was learned since.
+        self._bucket, self._is_current = -1, False
         # Told of each whole step that was timed: whether it verified drafts, its rows, and its
         # predicted and measured milliseconds.
         self.on_step: Callable[[bool, int, float, float], None] | None = None
@@ -41,7 +43,10 @@ class StepCosts:
 
     def install(self, num_reqs: int, context_len: float) -> None:
         """Write the costs of this batch to the trees' cost buffer, if they differ from it."""
-        self._num_reqs = num_reqs
+        bucket = context_bucket(context_len)
+        if self._is_current and num_reqs == self._num_reqs and bucket == self._bucket:
+            return
+        self._num_reqs, self._bucket, self._is_current = num_reqs, bucket, True
         self.current = self.latency.estimate(num_reqs, context_len)
         # N* does not depend on a common factor of all costs.
         if self.current.curve is not self._installed:
@@ -55,6 +60,7 @@ class StepCosts:
                 if self.on_step is not None:
                     self._report(step, self.on_step)
                 self.latency.observe(step)
+                self._is_current = False
 
     def _report(self, step: StepTimes, on_step: Callable[[bool, int, float, float], None]) -> None:
         # A step that only verifies or only drafts is of neither kind.
