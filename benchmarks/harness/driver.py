@@ -288,7 +288,8 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], Non
                 for name, curve in curves.items():
                     errors[name] = curve.predict_ms(rows, context, reqs) - step.forward_ms
                 errors["C(N) at start-up"] = start_up - step.total_ms
-                errors["C(N)"] = runtime.costs.current.tree_step_ms(rows) - step.total_ms
+                estimate = runtime.costs.latency.estimate(reqs, context)
+                errors["C(N)"] = estimate.tree_step_ms(rows) - step.total_ms
                 found = {name: float(error) for name, error in errors.items()}
                 note(found, float(step.total_ms))
             yield step
