@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.replay.costs import CostSource, from_profile, paper_a100
 from benchmarks.replay.figures import sweep_figure, tradeoff_figure
-from benchmarks.replay.gate_study import gate_study, start_study
+from benchmarks.replay.gate_study import FIRST, gate_study, start_study
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
 from benchmarks.replay.studies import (
@@ -95,7 +95,9 @@ def _evaluate(
         print("\nThe gate, as a share of the better of plain decoding and the best fixed budget\n")
         _print_rows(gates)
         starts = start_study(corpus, source)
-        print("\nThe first 9 requests after a start, time over that of the same ones later\n")
+        print(
+            f"\nThe first {FIRST} requests after a start, time over that of the same ones later\n"
+        )
         _print_rows(starts)
         batches = batch_study(corpus, source)
         print("\nBatches, speed-up over plain decoding at the same batch\n")

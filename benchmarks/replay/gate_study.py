@@ -29,7 +29,7 @@ MAX_NODES = 64
 _BUDGETS = (4, 8, 16, 32, 64)
 _NOISE, _STALLS = 0.15, 0.01
 # Of the study of a start: requests, those decoded before they are repeated, and orders.
-_FIRST, _BETWEEN, _ORDERS = 9, 40, 12
+FIRST, _BETWEEN, _ORDERS = 9, 40, 12
 
 
 def gate_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def start_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
         for order in range(_ORDERS):
             requests = list(corpus.requests)
             np.random.default_rng(order).shuffle(requests)
-            first, others = requests[:_FIRST], requests[_FIRST : _FIRST + _BETWEEN]
+            first, others = requests[:FIRST], requests[FIRST : FIRST + _BETWEEN]
 
             def milliseconds(
                 policy: Policy,

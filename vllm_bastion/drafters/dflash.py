@@ -334,8 +334,8 @@ class BastionSpeculator(DFlashSpeculator):
         Returns:
             Whether nothing is left for `propose` to do but to `keep` the step's hidden states:
             there is no draft, and no row that may be rejected. A prompt's rows are kept only if
-            drafting was refused at its end. While prompts wait, or between the chunks of one, more
-            rows come at once, and a draft may follow.
+            drafting was refused at its end: a longer prompt, or one that waits, would fill the
+            buffer in the next step.
         """
         runtime, costs = self.runtime, self.runtime.costs
         self._has_decided = True
