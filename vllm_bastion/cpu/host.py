@@ -71,7 +71,7 @@ class CpuHost(Host):
     ) -> bool:
         from vllm_bastion.cpu.context_kv import take_rows
         from vllm_bastion.cpu.int8 import install_int8, int8_wanted
-        from vllm_bastion.cpu.linear import install_linear
+        from vllm_bastion.cpu.linear import install_head, install_linear
 
         if in_drafter:
             take_rows(layer)
@@ -81,7 +81,9 @@ class CpuHost(Host):
         if rounds and int8_wanted(drafter_weights, layer.weight.dtype):
             install_int8(layer)
             return True
-        return install_linear(layer, remove_weight)
+        if install_linear(layer, remove_weight):
+            return True
+        return not remove_weight and install_head(layer)
 
     def prepare_drafter(self, model: Any, drafter_weights: str) -> None:
         from vllm_bastion.cpu import context_kv

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from bastion_kernels.cpu.linear import pack_weight
-from vllm_bastion.cpu.int8 import int8_product, is_int8
-from vllm_bastion.cpu.linear import packed_weight
+from vllm_bastion.cpu.int8 import int8_head, is_int8
+from vllm_bastion.cpu.linear import install_head, packed_weight
 
 
 def repack(*models: nn.Module) -> None:
@@ -37,11 +37,12 @@ def repack(*models: nn.Module) -> None:
 
 def _repack_layer(layer: Any, weight: Tensor, done: set[int]) -> None:
     if is_int8(layer):
-        layer.cpu_linear = int8_product(weight)
+        layer.cpu_linear = int8_head(weight)
         return
     packed = packed_weight(layer)
     if packed is None:
-        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        if not install_head(layer):
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
     elif packed.data_ptr() not in done:  # a head and its embeddings share one
         done.add(packed.data_ptr())
         fresh = pack_weight(weight)
