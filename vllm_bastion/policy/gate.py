@@ -14,17 +14,22 @@ request's own trees. kappa_r is the ratio of its accepted to its promised tokens
 all requests as a prior worth PRIOR_TOKENS. A request is judged by its own trees alone: only its
 first RECENT trees count for others, and only until they have trees of their own.
 
-Neither kind of step tells what the other one costs or brings, so the gate explores. g_r is known
-up to g_r (1 + g_r) / (t_r + 1), the variance of the mean of t_r trees whose accepted lengths are
-geometric, and ln(C / P) up to the latency model's standard deviation. If |x| is less than DOUBT
-standard deviations, the less promising kind may be tried, for TRIAL decisions in a row, so that one
-whole step of it is timed. That is expected to lose
+Neither kind of step tells what the other one costs or brings, so the gate explores. Accepted
+lengths are about geometric, so the mean of t_r trees tells 1 + g_r up to (1 + g_r)^2 / (t_r + 1), a
+variance. ln(C / P) is known up to the latency model's standard deviation, and plain steps teach no
+more than that. With s, the standard deviation of what a kind of step teaches of x, knowing it would
+save
+
+    s (phi(z) - z Phi(-z))        z = |x| / s; phi, Phi of the normal distribution
+
+of the time to come: the expected loss of a choice whose sign may be wrong. The less promising kind
+is tried, for TRIAL decisions in a row, so that one whole step of it is timed, if that many
+milliseconds over a HORIZON of steps are more than the trial is expected to lose,
 
     TRIAL C (1 - e^x)     or, for plain steps,     TRIAL P (1 - e^-x)
 
-milliseconds. Trials are paid from an allowance that grows by SHARE of the time, and by P / R for
-each new request, whose first tree thus hardly ever waits. What cannot pay is never tried, what may
-pay is tried the more often the less it costs, and what is lost to trials is bounded.
+Trials are paid from an allowance that grows by SHARE of the time, and by P / R for each new
+request, whose first tree thus hardly ever waits. So what is lost to trials is bounded.
 
 The very first trees are grown whatever they promise, for nothing is known of the drafter, unless
 they cannot pay: g_r is at most D, the depth of trees, and C / P is known up to that deviation.
@@ -45,8 +50,12 @@ _FADING = 32
 # Trees that what is known of all requests covers.
 _RECENT_OF_ALL = 256
 _PRIOR_TOKENS = 4.0
+# Standard deviations by which the cost of the very first trees may be wrong.
 _DOUBT = 3.0
 _TRIAL = 2
+# Steps for which a trial of plain steps teaches what they cost, and one of trees what its requests
+# gain: they finish.
+_COST_HORIZON, _GAIN_HORIZON = 64, 16
 _SHARE = 1 / 64
 # The allowance starts with this many plain steps, and never holds more than as many tree steps.
 _START = 4.0
@@ -213,7 +222,7 @@ class DraftGate:
             gain = ratio * known.tokens
             tokens += 1.0 + gain
             nodes += known.nodes
-            variance += gain * (1.0 + gain) / (trees + 1.0)
+            variance += (1.0 + gain) ** 2 / (trees + 1.0)
         return tokens, variance, nodes, unknown
 
     def _tries_the_other(
@@ -238,14 +247,22 @@ class DraftGate:
         if self._pause:
             self._pause -= 1
             return False
+        other_ms, now_ms = (plain_ms, tree_ms) if drafts else (tree_ms, plain_ms)
+        horizon = _COST_HORIZON if drafts else _GAIN_HORIZON
         # Plain steps teach what they cost, steps with trees also what they bring.
         sd = math.sqrt(costs.ratio_sd**2 + (0.0 if drafts else gain_variance))
-        if abs(advantage) >= _DOUBT * sd:
-            return False
-        other_ms = plain_ms if drafts else tree_ms
         loss = _TRIAL * other_ms * max(1.0 - math.exp(-abs(advantage)), _MIN_LOSS)
-        if loss > self._allowance_ms:
+        if loss > min(horizon * now_ms * _normal_loss(advantage, sd), self._allowance_ms):
             return False
         self._allowance_ms -= loss
         self._trial, self._pause, self._trial_of_trees = _TRIAL - 1, _PAUSE, not drafts
         return True
+
+
+def _normal_loss(mean: float, sd: float) -> float:
+    """Expected amount by which a normal variable lies beyond 0, on the side away from its mean."""
+    if sd == 0.0:
+        return 0.0
+    z = abs(mean) / sd
+    density = math.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+    return sd * (density - 0.5 * z * math.erfc(z / math.sqrt(2.0)))

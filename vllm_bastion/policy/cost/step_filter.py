@@ -32,6 +32,8 @@ import math
 _NOISE = 0.1
 # of (l, a, s) before the first step,
 _PRIOR = (0.5, 0.3, 0.2)
+# of how they differ between two sizes of batch,
+_OTHER_SIZE = (0.5, 0.1, 0.1)
 # and of what they change by in one step.
 _DRIFT = (0.01, 0.003, 0.003)
 _CLIP = 2.0  # an innovation counts as at most this many of its standard deviations
@@ -45,11 +47,12 @@ class StepFilter:
     """
 
     def __init__(self, like: StepFilter | None = None) -> None:
-        # A new size starts from what is known of another one, and as uncertain as the first.
+        # A new size starts from what is known of another one.
         self._state: list[float] = [0.0, 0.0, 0.0] if like is None else like._state.copy()
         self._covariance = [[0.0] * 3 for _ in range(3)]
-        for i, sd in enumerate(_PRIOR):
-            self._covariance[i][i] = sd**2
+        for i, (prior, differs) in enumerate(zip(_PRIOR, _OTHER_SIZE, strict=True)):
+            known = prior**2 if like is None else like._covariance[i][i] + differs**2
+            self._covariance[i][i] = min(known, prior**2)
 
     @property
     def level(self) -> float:
