@@ -140,6 +140,11 @@ class Host:
 
     # ---- a step -------------------------------------------------------------------------
 
+    def top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest scores of each row [M, V], in order, and their indices (int64)."""
+        values, indices = scores.topk(k, dim=-1)
+        return values, indices
+
     def sample(self, *args: Any, **kwargs: Any) -> Tensor:
         """vLLM's ``gumbel_sample``: a token for every row of logits."""
         from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample

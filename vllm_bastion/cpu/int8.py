@@ -11,7 +11,6 @@ would remain in the drafter's KV cache.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +18,8 @@ import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
 
-from bastion_kernels.cpu.linear import Int8Weight, linear_int8_cpu, round_rows
-from vllm_bastion.cpu.linear import PRIMITIVES, Logits, has_linear
-
-# Columns that oneDNN multiplies at once. Given 151,936 of them, its time grows with the rows of x:
-# 240 rows of 1,024 take 73 ms, and 20 ms in parts (two-core Xeon with AMX).
-_PART = 16384
+from bastion_kernels.cpu.linear import Int8Weight, round_rows
+from vllm_bastion.cpu.linear import PRIMITIVES, has_linear
 
 
 def int8_wanted(drafter_weights: str, dtype: torch.dtype) -> bool:
@@ -40,72 +35,36 @@ def int8_wanted(drafter_weights: str, dtype: torch.dtype) -> bool:
     )
 
 
-Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
-# Takes rows [M, K], and writes their products [M, N].
-_Write = Callable[[Tensor, Tensor], None]
+def takes_our_product(weight: Tensor) -> bool:
+    """Whether an int8 product with this weight [N, K] is ours, not oneDNN's."""
+    return has_linear() and weight.shape[0] % 16 == 0 and weight.shape[1] % 4 == 0
 
 
-def int8_product(weight: Tensor) -> Product:
+def int8_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """A function (x [.., K] bf16, ignored, bias) -> [.., N] bf16 over a packed copy of the weight.
 
     weight: [N, K] bf16. Each of its rows has a scale, and so has each row of x.
     """
-    if _is_ours(weight):
+    if takes_our_product(weight):
         return _our_product(weight)
-    return _product(_onednn(weight), len(weight))
-
-
-def int8_head(weight: Tensor) -> Product:
-    """`int8_product` for a head; its result is valid until the next call."""
-    write = _ours(weight) if _is_ours(weight) else _onednn(weight)
-    return _product(write, len(weight), Logits(len(weight)))
-
-
-def _is_ours(weight: Tensor) -> bool:
-    return has_linear() and weight.shape[0] % 16 == 0 and weight.shape[1] % 4 == 0
-
-
-def _product(write: _Write, columns: int, kept: Logits | None = None) -> Product:
-    """A product by `write`, into `kept` if there is one."""
+    rounded, scales = round_rows(weight)
+    handler = ops.create_onednn_scaled_mm(
+        rounded.t(), scales, weight.dtype, True, False, PRIMITIVES
+    )
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        count = rows.shape[0]
-        out = rows.new_empty(count, columns) if kept is None else kept.of(count)
-        write(rows, out)
-        out = out.view(*x.shape[:-1], columns)
+        values, row_scales, _ = ops.onednn_scaled_int8_quant(rows)
+        out = torch.empty(rows.shape[0], handler.n, dtype=x.dtype)
+        ops.onednn_scaled_mm(handler, values, out, row_scales, None, None, None)
+        out = out.view(*x.shape[:-1], handler.n)
         return out if bias is None else out + bias
 
+    product.scales = scales  # type: ignore[attr-defined]  # oneDNN reads them in place
     return product
 
 
-def _onednn(weight: Tensor) -> _Write:
-    rounded, scales = round_rows(weight)
-    handlers = [
-        ops.create_onednn_scaled_mm(part.t(), part_scales, weight.dtype, True, False, PRIMITIVES)
-        for part, part_scales in zip(rounded.split(_PART), scales.split(_PART), strict=True)
-    ]
-
-    def write(rows: Tensor, out: Tensor) -> None:
-        values, row_scales, _ = ops.onednn_scaled_int8_quant(rows)
-        if len(handlers) == 1:
-            ops.onednn_scaled_mm(handlers[0], values, out, row_scales, None, None, None)
-            return
-        for handler, columns in zip(handlers, out.split(_PART, dim=1), strict=True):
-            part = columns.new_empty(columns.shape)  # oneDNN writes contiguous results only
-            ops.onednn_scaled_mm(handler, values, part, row_scales, None, None, None)
-            columns.copy_(part)
-
-    write.scales = scales  # type: ignore[attr-defined]  # oneDNN reads them in place
-    return write
-
-
-def _ours(weight: Tensor) -> _Write:
-    packed = Int8Weight(weight)
-    return lambda rows, out: linear_int8_cpu(rows, packed.values, packed.start, packed.scales, out)
-
-
-def _our_product(weight: Tensor) -> Product:
+def _our_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     packed = Int8Weight(weight)
     values, start, scales = parts = packed.values, packed.start, packed.scales
 
@@ -132,17 +91,3 @@ def install_int8(layer: Any) -> None:
     else:
         layer.cpu_linear = product
     layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-
-
-def is_int8(layer: Any) -> bool:
-    """Whether a layer multiplies in int8."""
-    return getattr(vars(layer).get("cpu_linear"), "__module__", None) == __name__
-
-
-def with_int8_head(model: nn.Module) -> None:
-    """Make a drafter's head multiply in int8: a copy, if its weight is the target's."""
-    head: Any = model.lm_head
-    if not getattr(model, "has_own_lm_head", False):
-        head = copy.copy(head)
-    head.cpu_linear = int8_head(head.weight.data)
-    model.lm_head = head

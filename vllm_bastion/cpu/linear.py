@@ -91,7 +91,7 @@ _library.impl("linear_int8", _result, "Meta")
 _packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
-class Logits:
+class Room:
     """Room for the logits of a head, which its next product overwrites.
 
     Logits are the largest tensors of a step. The C library maps what is larger than 32 MiB anew in
@@ -101,13 +101,14 @@ class Logits:
 
     def __init__(self, columns: int) -> None:
         # Pages that are never written take no memory.
-        self._rows = torch.empty(_KEPT_ROWS, columns, dtype=torch.bfloat16)
+        self._kept = torch.empty(_KEPT_ROWS * columns, dtype=torch.bfloat16)
 
-    def of(self, count: int) -> Tensor:
-        """[count, N] bf16, uninitialised."""
-        if count <= len(self._rows):
-            return self._rows[:count]
-        return self._rows.new_empty(count, self._rows.shape[1])
+    def of(self, rows: int, columns: int) -> Tensor:
+        """[rows, columns] bf16, contiguous and uninitialised."""
+        size = rows * columns
+        if size > len(self._kept):
+            return self._kept.new_empty(rows, columns)
+        return self._kept[:size].view(rows, columns)
 
 
 def install_head(layer: Any) -> bool:
@@ -124,11 +125,11 @@ def install_head(layer: Any) -> bool:
         or current_platform.is_zen_cpu()
     ):
         return False
-    handler, kept = ops.create_onednn_mm(weight.data.t(), PRIMITIVES), Logits(len(weight))
+    handler, room = ops.create_onednn_mm(weight.data.t(), PRIMITIVES), Room(len(weight))
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = _rows(x)
-        out = kept.of(len(rows))
+        out = room.of(len(rows), handler.n)
         torch.ops._C.onednn_mm(out, rows, bias, handler.handler_tensor)
         return out.view(*x.shape[:-1], out.shape[1])
 
@@ -156,14 +157,14 @@ def install_linear(layer: Any, remove_weight: bool) -> bool:
     if not remove_weight:
         _packed[weight] = packed
 
-    kept = None if remove_weight else Logits(len(weight))
+    room = None if remove_weight else Room(len(weight))
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if kept is None:
+        if room is None:
             out: Tensor = torch.ops.vllm_bastion.linear(x, packed, bias)
             return out
         rows = _rows(x)
-        out = kept.of(len(rows))
+        out = room.of(len(rows), packed.shape[0] * 16)
         linear_cpu(rows, packed, bias, out)
         return out.view(*x.shape[:-1], out.shape[1])
 

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from vllm_bastion.drafter_kinds import candidates_of
 from vllm_bastion.drafters.dflash import BastionSpeculator
+from vllm_bastion.platform import current_host
 
 
 class BastionDSpark(BastionSpeculator, DSparkSpeculator):
@@ -39,7 +40,7 @@ class BastionDSpark(BastionSpeculator, DSparkSpeculator):
         logits = model.compute_draft_logits(hidden_states)
         count = candidates_of(self.draft_model_config.hf_config)
         assert count is not None
-        values, draft_ids = logits.topk(count, dim=-1)  # [R * D, M]
+        values, draft_ids = current_host().top_k(logits, count)  # [R * D, M]
         candidates = model.map_draft_to_target(draft_ids).view(num_reqs, depth, count)
         anchors = self.input_buffers.input_ids[self._anchor_idx[:num_reqs]]
         before = torch.empty_like(candidates)

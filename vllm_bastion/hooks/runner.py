@@ -57,6 +57,15 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         when=BASTION_WORKER,
     ),
     Hook(
+        target="vllm.model_executor.layers.logits_processor:_topk",
+        wrapper="runner:top_k",
+        expects="(scores, k)",
+        why="PyTorch's top-k of a vocabulary takes three times as long as ours on a CPU",
+        what="a drafter's candidates are ranked by ours there",
+        upstream="a faster top-k on a CPU",
+        when=BASTION_WORKER,
+    ),
+    Hook(
         target="vllm.compilation.decorators:_try_load_aot_compiled_fn",
         wrapper="runner:load_compiled",
         expects="(model, aot_compilation_path)",
@@ -238,6 +247,11 @@ def cpu_product(original: Callable[..., Any], layer: Any, remove_weight: bool) -
         remove_weight=remove_weight,
     )
     return None if installed else original(layer, remove_weight)
+
+
+def top_k(original: Callable[..., Any], scores: Any, k: int) -> Any:
+    """The host's, on a CPU."""
+    return original(scores, k) if scores.is_cuda else current_host().top_k(scores, k)
 
 
 def init_speculator(
