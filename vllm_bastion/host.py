@@ -22,6 +22,8 @@ from torch import Tensor
 # Draws a token for the given rows of the step's logits, or for all rows: rows [A] int64 or None ->
 # processed logits [A, V] and tokens [A] int64.
 Draw = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+# Scores [M, V] and k -> the k largest of each row and their indices, [M, k] each.
+TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,12 @@ class Host:
 
     # ---- a step -------------------------------------------------------------------------
 
-    def top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest scores of each row [M, V], in order, and their indices (int64)."""
-        values, indices = scores.topk(k, dim=-1)
+    def top_k(self, scores: Tensor, k: int, by: TopK = torch.topk) -> tuple[Tensor, Tensor]:
+        """The k largest scores of each row [M, V], in order, and their indices (int64).
+
+        by: what finds them unless the host has something better.
+        """
+        values, indices = by(scores, k)
         return values, indices
 
     def sample(self, *args: Any, **kwargs: Any) -> Tensor:

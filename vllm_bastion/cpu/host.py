@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels import topk_logprobs
-from vllm_bastion.host import Draw, Host, HostChoices
+from vllm_bastion.host import Draw, Host, HostChoices, TopK
 
 
 class CpuHost(Host):
@@ -103,7 +103,7 @@ class CpuHost(Host):
 
     # ---- a step -------------------------------------------------------------------------
 
-    def top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def top_k(self, scores: Tensor, k: int, by: TopK = torch.topk) -> tuple[Tensor, Tensor]:
         # PyTorch's takes three times as long for a vocabulary.
         tokens = torch.empty(len(scores), k, dtype=torch.int32)
         topk_logprobs(scores, k, tokens, torch.empty(tokens.shape))

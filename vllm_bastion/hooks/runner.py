@@ -250,8 +250,8 @@ def cpu_product(original: Callable[..., Any], layer: Any, remove_weight: bool) -
 
 
 def top_k(original: Callable[..., Any], scores: Any, k: int) -> Any:
-    """The host's, on a CPU."""
-    return original(scores, k) if scores.is_cuda else current_host().top_k(scores, k)
+    """Ours on a CPU."""
+    return current_host().top_k(scores, k, original)
 
 
 def init_speculator(
