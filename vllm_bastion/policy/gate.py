@@ -17,8 +17,8 @@ first RECENT trees count for others, and only until they have trees of their own
 Neither kind of step tells what the other one costs or brings, so the gate explores. Accepted
 lengths are about geometric, so the mean of t_r trees tells 1 + g_r up to (1 + g_r)^2 / (t_r + 1), a
 variance. ln(C / P) is known up to the latency model's standard deviation, and plain steps teach no
-more than that. With s, the standard deviation of what a kind of step teaches of x, knowing it would
-save
+more than that: one step, whose time has the variance r, reduces a variance v by v^2 / (v + r). With
+s, the standard deviation of what a trial teaches of x, it saves
 
     s (phi(z) - z Phi(-z))        z = |x| / s; phi, Phi of the normal distribution
 
@@ -42,6 +42,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_bastion.policy.cost.online import StepEstimate
+from vllm_bastion.policy.cost.step_filter import NOISE
 
 # Trees that an average covers: long enough to smooth single trees, short enough to follow a change
 # of topic within an answer. What is known of a request that gets no trees fades as fast in steps.
@@ -59,8 +60,9 @@ _COST_HORIZON, _GAIN_HORIZON = 64, 16
 _SHARE = 1 / 64
 # The allowance starts with this many plain steps, and never holds more than as many tree steps.
 _START = 4.0
-# A trial is taken to cost at least this fraction of its time: at break-even they do not alternate.
-_MIN_LOSS = 0.1
+# A trial is taken to cost at least this fraction of its time, for the change of kinds costs, too: a
+# step that only verifies and one that only drafts take longer together than one that does both.
+_MIN_LOSS = 0.3
 # Decisions after a trial before the next: what it showed has not arrived yet.
 _PAUSE = 3
 
@@ -250,7 +252,8 @@ class DraftGate:
         other_ms, now_ms = (plain_ms, tree_ms) if drafts else (tree_ms, plain_ms)
         horizon = _COST_HORIZON if drafts else _GAIN_HORIZON
         # Plain steps teach what they cost, steps with trees also what they bring.
-        sd = math.sqrt(costs.ratio_sd**2 + (0.0 if drafts else gain_variance))
+        cost_variance = costs.ratio_sd**4 / (costs.ratio_sd**2 + NOISE**2)
+        sd = math.sqrt(cost_variance + (0.0 if drafts else gain_variance))
         loss = _TRIAL * other_ms * max(1.0 - math.exp(-abs(advantage)), _MIN_LOSS)
         if loss > min(horizon * now_ms * _normal_loss(advantage, sd), self._allowance_ms):
             return False

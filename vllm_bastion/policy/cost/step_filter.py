@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 
 # Standard deviations of logarithms: of one step's time,
-_NOISE = 0.1
+NOISE = 0.1
 # of (l, a, s) before the first step,
 _PRIOR = (0.5, 0.3, 0.2)
 # of how they differ between two sizes of batch,
@@ -102,7 +102,7 @@ class StepFilter:
         t0 = c00 + c01 * on_arm + c02 * on_slope
         t1 = c01 + c11 * on_arm + c12 * on_slope
         t2 = c02 + c12 * on_arm + c22 * on_slope
-        variance = t0 + t1 * on_arm + t2 * on_slope + _NOISE**2
+        variance = t0 + t1 * on_arm + t2 * on_slope + NOISE**2
         k0, k1, k2 = t0 / variance, t1 / variance, t2 / variance
         limit = _CLIP * math.sqrt(variance)
         innovation = min(max(math.log(measured_ms / predicted_ms), -limit), limit)
