@@ -2,7 +2,7 @@
 """The adaptive budget against fixed ones and no drafts, in one engine, in turns.
 
     python -m benchmarks.budgets [--pair 0.6B] [--drafter dflash2] [--concurrency 1 4]
-                                 [--temperature 1] [--out FOLDER]
+                                 [--temperature 1] [--mixed] [--out FOLDER]
 
 Rows:
 
@@ -14,7 +14,9 @@ Rows:
 All but the first are one engine that is switched between requests, in the order of the rows and
 then in the reverse one. So they share memory, threads and the machine's moods, which differ between
 two starts of one engine by more than two good budgets do. Costs are learned in all of them. A block
-decodes all prompts of a domain, `--concurrency` at a time; its time includes their prefill. Nothing
+decodes all prompts of a domain, or with `--mixed` of all in turn, `--concurrency` at a time;
+its time includes their prefill. With as few prompts as run at a time, none follows one that has
+finished: drafts then cost more than with a queue, because the last requests decode alone. Nothing
 else may run on the machine.
 """
 
@@ -201,6 +203,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=4, help="of a domain")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--mixed", action="store_true", help="one queue of all domains")
     parser.add_argument("--out", type=Path, default=RESULTS / "budgets")
     args = parser.parse_args()
     pair = pair_folder(args.pair)
@@ -221,6 +224,9 @@ def main() -> int:
         requests[row["domain"]].append(
             Request(row["id"], row["prompt"], args.tokens, args.temperature, seed)
         )
+    if args.mixed:
+        turns = zip(*requests.values(), strict=True)
+        requests = {"mixed": [request for turn in turns for request in turn]}
     modes = [PLAIN, NEVER, *map(str, args.budgets), ADAPTIVE]
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
         process = EngineProcess(Path(folder) / "engine.log", engine.variables())
@@ -235,7 +241,8 @@ def main() -> int:
     print(page)
     argv = without_folders(sys.argv[1:])
     found = {"provenance": provenance(argv), "blocks": [asdict(block) for block in blocks]}
-    name = "-".join(filter(None, (args.pair, args.drafter, "t1" if args.temperature else None)))
+    kinds = args.drafter, "mixed" if args.mixed else None, "t1" if args.temperature else None
+    name = "-".join(filter(None, (args.pair, *kinds)))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     command = found["provenance"]["command"]
