@@ -14,10 +14,9 @@ Rows:
 All but the first are one engine that is switched between requests, in the order of the rows and
 then in the reverse one. So they share memory, threads and the machine's moods, which differ between
 two starts of one engine by more than two good budgets do. Costs are learned in all of them. A block
-decodes all prompts of a domain, or with `--mixed` of all in turn, `--concurrency` at a time;
-its time includes their prefill. With as few prompts as run at a time, none follows one that has
-finished: drafts then cost more than with a queue, because the last requests decode alone. Nothing
-else may run on the machine.
+decodes all prompts of a domain, or with `--mixed` one queue of all domains, `--concurrency` at a
+time; its time includes their prefill. Use several times as many prompts as run at a time: once the
+queue is empty, the batch shrinks. Nothing else may run on the machine.
 """
 
 from __future__ import annotations

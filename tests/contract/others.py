@@ -169,6 +169,26 @@ OTHERS: tuple[Reliance, ...] = (
         ),
     ),
     Reliance(
+        "vllm._custom_ops",
+        files="cpu/linear.py",
+        names="_supports_onednn create_onednn_mm",
+    ),
+    Reliance(
+        "vllm._custom_ops:onednn_mm",
+        files="cpu/linear.py",
+        why="a head calls the op itself, with room for its result",
+        body=(
+            "torch.ops._C.onednn_mm(",
+            "output, x.reshape(-1, dnnl_handler.k), bias, dnnl_handler.handler_tensor",
+        ),
+    ),
+    Reliance(
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        files="cpu/linear.py",
+        why="a head takes oneDNN where vLLM does: unless this check holds",
+        body=("check_cpu_sgl_kernel(N, K, dtype)",),
+    ),
+    Reliance(
         "torch._dynamo.aot_compile:AOTCompiledFunction",
         files="cpu/stored_graphs.py",
         names=("_artifacts"),
@@ -454,6 +474,7 @@ OTHERS: tuple[Reliance, ...] = (
     ),
     Reliance("argparse:ArgumentParser", files="hooks/engine_args.py", names="_actions"),
     Reliance("torch.cpu", files="cpu/int8.py", names="_is_vnni_supported"),
+    Reliance("torch.cpu", files="cpu/linear.py", names="_is_amx_tile_supported"),
     Reliance("torch", files="engine/deferred.py", names="_foreach_copy_"),
     Reliance(
         "vllm.config.speculative:SpeculativeConfig",

@@ -42,8 +42,7 @@ def test_product(rows: int, inner: int, outer: int) -> None:
 @pytest.mark.parametrize("vocab", [33_000, 512])
 def test_a_head(vocab: int) -> None:
     """In parts of the vocabulary, or in one: the bits of one product."""
-    from vllm_bastion.cpu.head import Int8Head
-    from vllm_bastion.cpu.int8 import int8_product
+    from vllm_bastion.cpu.int8 import Int8Head, int8_product
 
     g = torch.Generator().manual_seed(vocab)
     weight = torch.randn(vocab, 64, generator=g).bfloat16()
@@ -65,7 +64,7 @@ def test_the_best_of_a_vocabulary() -> None:
 
 
 def test_a_heads_logits_are_kept_for_so_many_rows() -> None:
-    from vllm_bastion.cpu.head import Int8Head
+    from vllm_bastion.cpu.int8 import Int8Head
 
     weight = torch.eye(64).bfloat16()
     head, empty = Int8Head(weight), weight[:0]

@@ -17,7 +17,6 @@ if not is_cpu_build() or not torch.cpu._is_vnni_supported():
 
 from bastion_kernels.cpu.linear import pack_weight
 from vllm_bastion.cpu import context_kv, int8, linear
-from vllm_bastion.cpu.head import install_int8_head, int8_head
 from vllm_bastion.cpu.renew import repack
 from vllm_bastion.engine.weights import _join, loading_drafter
 
@@ -85,7 +84,7 @@ def test_a_tied_head_follows_the_embeddings(
             dispatch_cpu_unquantized_gemm(one, remove_weight=False)
     drafter.lm_head = target.head
     if in_int8:
-        install_int8_head(drafter)
+        int8.with_int8_head(drafter)
         assert drafter.lm_head is not target.head
     new, x = random(64, 32, seed=2), random(5, 32, seed=1)
     target.embed.weight.data.copy_(new)
@@ -93,16 +92,16 @@ def test_a_tied_head_follows_the_embeddings(
     repack(target, drafter)
     for head in (target.embed, target.head, drafter.lm_head):
         assert close(head.cpu_linear(x, head.weight, None), product(x, new))
-    assert (int8_head(drafter.lm_head) is not None) == in_int8
+    assert int8.is_int8(drafter.lm_head) == in_int8
 
 
 def test_a_drafters_own_head_becomes_int8_itself() -> None:
     """vLLM loads new weights into the module that it has built."""
     drafter = nn.Module()
     drafter.lm_head, drafter.has_own_lm_head = layer(random(64, 32, seed=0)), True
-    before = drafter.lm_head
-    install_int8_head(drafter)
-    assert drafter.lm_head is before and int8_head(before) is not None
+    head = drafter.lm_head
+    int8.with_int8_head(drafter)
+    assert drafter.lm_head is head and int8.is_int8(head)
 
 
 def drafter_model(layers: int) -> SimpleNamespace:

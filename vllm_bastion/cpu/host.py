@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bastion_kernels import topk_logprobs
 from vllm_bastion.host import Draw, Host, HostChoices, TopK
 
 
@@ -88,13 +87,12 @@ class CpuHost(Host):
 
     def prepare_drafter(self, model: Any, drafter_weights: str) -> None:
         from vllm_bastion.cpu import context_kv
-        from vllm_bastion.cpu.head import install_int8_head
-        from vllm_bastion.cpu.int8 import int8_wanted
+        from vllm_bastion.cpu.int8 import int8_wanted, with_int8_head
 
         context_kv.install(model.model)
         head = model.lm_head
         if head.tp_size == 1 and int8_wanted(drafter_weights, head.weight.dtype):
-            install_int8_head(model)
+            with_int8_head(model)
 
     def weights_changed(self, target: Any, drafter: Any) -> None:
         from vllm_bastion.cpu.renew import repack
@@ -104,6 +102,8 @@ class CpuHost(Host):
     # ---- a step -------------------------------------------------------------------------
 
     def top_k(self, scores: Tensor, k: int, by: TopK = torch.topk) -> tuple[Tensor, Tensor]:
+        from bastion_kernels import topk_logprobs
+
         # PyTorch's takes three times as long for a vocabulary.
         tokens = torch.empty(len(scores), k, dtype=torch.int32)
         topk_logprobs(scores, k, tokens, torch.empty(tokens.shape))

@@ -4,8 +4,8 @@
 On a CPU with bf16 and int8 vectors but no matrix registers, vLLM's own product (oneDNN) takes 1.7
 times as long for 17 rows as for one, because it loads weights and multiplies in turn. Ours overlaps
 the two. The order of the sums differs, as it does between any two libraries. Small weights stay in
-the CPU's caches, where nothing waits for memory: they keep vLLM's product. So do all on other CPUs,
-but a head's result is kept.
+the CPU's caches, where nothing waits for memory: they keep vLLM's product. On other CPUs all
+weights do; where there are matrix registers, a head reuses the memory of its result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch.library import Library
 from torch.utils.weak import WeakTensorKeyDictionary
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
-from vllm.platforms import current_platform
 
 from bastion_kernels.cpu.linear import (
     can_multiply,
@@ -31,7 +30,7 @@ from bastion_kernels.cpu.linear import (
 
 # A smaller weight keeps vLLM's product. The limit separates the tiny pairs from real models.
 MIN_WEIGHT_BYTES = 1 << 20
-# Logits of so many rows are kept.
+# Rows of logits that there is always room for.
 _KEPT_ROWS = 256
 PRIMITIVES = 32  # shapes whose compiled code oneDNN caches, as in vLLM's own layers
 
@@ -94,9 +93,9 @@ _packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 class Room:
     """Room for the logits of a head, which its next product overwrites.
 
-    Logits are the largest tensors of a step. The C library maps what is larger than 32 MiB anew in
-    each, and 240 rows of 151,936 then take 57 ms in place of 35, or ten times as long where free
-    pages return to a hypervisor (two-core Xeon with AMX).
+    Logits are the largest tensors of a step. The C library maps more than 32 MiB anew each time it
+    allocates them: 240 rows of 151,936 in bf16 then take 57 ms instead of 35 (two-core Xeon with
+    AMX).
     """
 
     def __init__(self, columns: int) -> None:
@@ -114,15 +113,15 @@ class Room:
 def install_head(layer: Any) -> bool:
     """Set the product of a bf16 head or of embeddings; its result is valid until the next call.
 
-    Returns False, and changes nothing, where vLLM does not take oneDNN.
+    Returns False, and changes nothing, unless the CPU has matrix registers, where this was timed,
+    and vLLM would use oneDNN.
     """
     weight = layer.weight
     if (
         weight.is_meta
         or weight.dtype != torch.bfloat16
-        or not ops._supports_onednn
+        or not (ops._supports_onednn and torch.cpu._is_amx_tile_supported())
         or check_cpu_sgl_kernel(*weight.shape, weight.dtype)
-        or current_platform.is_zen_cpu()
     ):
         return False
     handler, room = ops.create_onednn_mm(weight.data.t(), PRIMITIVES), Room(len(weight))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from bastion_kernels.cpu.linear import pack_weight
-from vllm_bastion.cpu.head import Int8Head, int8_head
+from vllm_bastion.cpu.int8 import Int8Head, is_int8
 from vllm_bastion.cpu.linear import install_head, packed_weight
 
 
@@ -36,7 +36,7 @@ def repack(*models: nn.Module) -> None:
 
 
 def _repack_layer(layer: Any, weight: Tensor, done: set[int]) -> None:
-    if int8_head(layer) is not None:
+    if is_int8(layer):
         layer.cpu_linear = Int8Head(weight)
         return
     packed = packed_weight(layer)

@@ -51,7 +51,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         ),
         what=(
             "the drafter's layers multiply in int8 (`bastion_drafter_weights`); without matrix "
-            "registers, other layers use our bf16 product"
+            "registers, other layers use our bf16 product; a head reuses the memory of its logits"
         ),
         upstream="online int8 quantisation of a drafter on a CPU; a product for few rows",
         when=BASTION_WORKER,

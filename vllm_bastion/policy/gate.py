@@ -15,18 +15,19 @@ all requests as a prior worth PRIOR_TOKENS. A request is judged by its own trees
 first RECENT trees count for others, and only until they have trees of their own.
 
 Neither kind of step tells what the other one costs or brings, so the gate explores. Accepted
-lengths are about geometric, so the mean of t_r trees tells 1 + g_r up to (1 + g_r)^2 / (t_r + 1), a
-variance. ln(C / P) is known up to the latency model's standard deviation, and plain steps teach no
-more than that: one step, whose time has the variance r, reduces a variance v by v^2 / (v + r). With
-s, the standard deviation of what a trial teaches of x, it saves
+lengths are about geometric, so after t_r trees 1 + g_r has a variance of about (1 + g_r)^2 /
+(t_r + 1). ln(C / P) has the variance v that the latency model gives. One step, whose time has the
+variance r, reduces it by v^2 / (v + r). A trial of plain steps teaches only that, a trial of trees
+both. If s is the standard deviation of what a trial teaches about x, it is expected to save
 
     s (phi(z) - z Phi(-z))        z = |x| / s; phi, Phi of the normal distribution
 
-of the time to come: the expected loss of a choice whose sign may be wrong. The less promising kind
-is tried, for TRIAL decisions in a row, so that one whole step of it is timed, if that many
-milliseconds over a HORIZON of steps are more than the trial is expected to lose,
+of the time that follows: what is lost where x has the wrong sign. The less promising kind is tried
+if this saves more over a HORIZON of steps than the trial is expected to lose,
 
     TRIAL C (1 - e^x)     or, for plain steps,     TRIAL P (1 - e^-x)
+
+milliseconds. A trial is TRIAL decisions in a row, so that one whole step of the kind is timed.
 
 Trials are paid from an allowance that grows by SHARE of the time, and by P / R for each new
 request, whose first tree thus hardly ever waits. So what is lost to trials is bounded.
@@ -54,14 +55,15 @@ _PRIOR_TOKENS = 4.0
 # Standard deviations by which the cost of the very first trees may be wrong.
 _DOUBT = 3.0
 _TRIAL = 2
-# Steps for which a trial of plain steps teaches what they cost, and one of trees what its requests
-# gain: they finish.
+# Steps for which the result of a trial is used: of plain steps, whose cost changes slowly, and of
+# trees, whose requests finish.
 _COST_HORIZON, _GAIN_HORIZON = 64, 16
 _SHARE = 1 / 64
 # The allowance starts with this many plain steps, and never holds more than as many tree steps.
 _START = 4.0
-# A trial is taken to cost at least this fraction of its time, for the change of kinds costs, too: a
-# step that only verifies and one that only drafts take longer together than one that does both.
+# A trial is assumed to cost at least this fraction of its time. Changing the kind of step takes
+# time too: one step that only verifies and one that only drafts take longer than one with both and
+# one with neither.
 _MIN_LOSS = 0.3
 # Decisions after a trial before the next: what it showed has not arrived yet.
 _PAUSE = 3

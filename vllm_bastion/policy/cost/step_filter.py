@@ -47,7 +47,7 @@ class StepFilter:
     """
 
     def __init__(self, like: StepFilter | None = None) -> None:
-        # A new size starts from what is known of another one.
+        # A new size starts from what is known of another one, and a little less certain.
         self._state: list[float] = [0.0, 0.0, 0.0] if like is None else like._state.copy()
         self._covariance = [[0.0] * 3 for _ in range(3)]
         for i, (prior, differs) in enumerate(zip(_PRIOR, _OTHER_SIZE, strict=True)):
