@@ -8,12 +8,13 @@ and the file to look at, instead of an engine failing inside a step.
 from __future__ import annotations
 
 from tests.contract.adapters import ADAPTERS
+from tests.contract.cpu import CPU
 from tests.contract.others import OTHERS
 from tests.contract.reliance import Reliance
 
 __all__ = ["CONTRACT", "UNUSED_OF_MANAGER", "Reliance"]
 
-CONTRACT: tuple[Reliance, ...] = (*ADAPTERS, *OTHERS)
+CONTRACT: tuple[Reliance, ...] = (*ADAPTERS, *CPU, *OTHERS)
 
 # Members of AdaptiveVerificationManager that BastionVerificationManager inherits although it does
 # not run the base constructor: nothing may call them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks, attention layers, calibration and CPU code rely on."""
+"""What the hooks, attention layers and calibration rely on."""
 
 from __future__ import annotations
 
@@ -135,21 +135,6 @@ OTHERS: tuple[Reliance, ...] = (
     ),
     Reliance(
         f"{_MODELS}.qwen3_dflash:DFlashQwen3Model",
-        files="cpu/context_kv.py",
-        methods=(
-            "_normalize_context_k(self, all_k)",
-            (
-                "_project_context_kv(self, context_states, num_ctx, num_layers, num_kv_heads, "
-                "head_dim)"
-            ),
-        ),
-        names=(
-            "_fused_kv_bias _fused_kv_weight _hidden_norm_weight _k_norm_weights "
-            "_rms_norm_eps _rope_cos_sin_cache"
-        ),
-    ),
-    Reliance(
-        f"{_MODELS}.qwen3_dflash:DFlashQwen3Model",
         files="engine/weights.py",
         methods=("_build_fused_kv_buffers(self)",),
         names="_fused_kv_bias _fused_kv_weight _k_norm_weights",
@@ -159,45 +144,6 @@ OTHERS: tuple[Reliance, ...] = (
         files="engine/weights.py",
         why="a drafter's layers are joined when its weights have been loaded",
         body=("loader.load_weights(", "self.model._build_fused_kv_buffers()"),
-    ),
-    Reliance(
-        "vllm._custom_ops",
-        files="cpu/int8.py",
-        names=(
-            "_supports_onednn cpu_attn_reshape_and_cache create_onednn_scaled_mm "
-            "onednn_scaled_int8_quant onednn_scaled_mm rms_norm"
-        ),
-    ),
-    Reliance(
-        "vllm._custom_ops",
-        files="cpu/linear.py",
-        names="_supports_onednn create_onednn_mm",
-    ),
-    Reliance(
-        "vllm._custom_ops:onednn_mm",
-        files="cpu/linear.py",
-        why="a head calls the op itself, with room for its result",
-        body=(
-            "torch.ops._C.onednn_mm(",
-            "output, x.reshape(-1, dnnl_handler.k), bias, dnnl_handler.handler_tensor",
-        ),
-    ),
-    Reliance(
-        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-        files="cpu/linear.py",
-        why="a head takes oneDNN where vLLM does: unless this check holds",
-        body=("check_cpu_sgl_kernel(N, K, dtype)",),
-    ),
-    Reliance(
-        "torch._dynamo.aot_compile:AOTCompiledFunction",
-        files="cpu/stored_graphs.py",
-        names=("_artifacts"),
-    ),
-    Reliance(
-        "vllm.compilation.decorators:_try_load_aot_compiled_fn",
-        files="cpu/stored_graphs.py",
-        why="a loaded function must have this method",
-        body=("._artifacts.compiled_fn.finalize_loading(",),
     ),
     Reliance(
         "vllm.config.scheduler:SchedulerConfig",
@@ -306,12 +252,6 @@ OTHERS: tuple[Reliance, ...] = (
             "if self.num_speculative_steps > 0:",
             "self.draft_tokens_handler.set_draft_tokens(",
         ),
-    ),
-    Reliance(
-        f"{_GPU}.buffer_utils:UvaBackedTensor",
-        files="cpu/twins/__init__.py",
-        methods=("copy_to_uva(self, n)",),
-        names="cpu gpu",
     ),
     Reliance(
         f"{_SPEC}.dflash.utils:load_dflash_model",
@@ -473,8 +413,6 @@ OTHERS: tuple[Reliance, ...] = (
         body=("input_batch.num_draft_tokens == 0",),
     ),
     Reliance("argparse:ArgumentParser", files="hooks/engine_args.py", names="_actions"),
-    Reliance("torch.cpu", files="cpu/int8.py", names="_is_vnni_supported"),
-    Reliance("torch.cpu", files="cpu/linear.py", names="_is_amx_tile_supported"),
     Reliance("torch", files="engine/deferred.py", names="_foreach_copy_"),
     Reliance(
         "vllm.config.speculative:SpeculativeConfig",
