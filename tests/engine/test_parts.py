@@ -40,13 +40,13 @@ def logits_of(num_reqs: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(num_reqs * DEPTH, VOCAB, generator=generator)
 
 
-def best_paths(logits: torch.Tensor) -> list[tuple[float, tuple[int, ...]]]:
+def best_paths(logits: torch.Tensor, depth: int = DEPTH) -> list[tuple[float, tuple[int, ...]]]:
     """The NODES most probable prefixes of one request, by brute force over the lattice."""
     logprobs = logits.log_softmax(-1)
     top = logprobs.topk(TOP_K, dim=-1)
     found: list[tuple[float, tuple[int, ...]]] = []
     prefixes: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for d in range(DEPTH):
+    for d in range(depth):
         prefixes = [
             (score + float(top.values[d, k]), (*path, int(top.indices[d, k])))
             for score, path in prefixes
@@ -144,6 +144,26 @@ def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots() -> No
         torch.testing.assert_close(trees.log_rho[slot], scores)
         assert trees.depths[slot].tolist() == [len(path) for path in got]
     assert (trees.parents[[0, 2, 4]] == -1).all()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_draft_that_stops_early_grows_the_best_prefixes_of_its_depths(depth: int) -> None:
+    trees, logits = make_trees(), logits_of(2)
+    bind(trees, [3, 1])
+    trees.grow(logits, 2)  # what an earlier draft leaves behind
+    first = logits.view(2, DEPTH, VOCAB)[:, :depth]
+    trees.grow(first.flatten(0, 1), 2)
+    for row, slot in enumerate((3, 1)):
+        expected = best_paths(first[row], depth)
+        size = int(trees.size[slot])
+        assert size == len(expected)
+        got = [path_of(trees, row, slot, node) for node in range(1, size + 1)]
+        assert got == [path for _, path in expected]
+    # The deepest of the first nodes, by walking every node to its root.
+    for nodes in range(size + 1):
+        paths = [path_of(trees, row, slot, node) for node in range(1, nodes + 1)]
+        expected_depth = max(map(len, paths), default=0)
+        assert trees.deepest(np.array([slot]), np.array([nodes])).tolist() == [expected_depth]
 
 
 def test_a_dummy_batch_leaves_every_tree_alone() -> None:
@@ -295,13 +315,14 @@ def test_steps_are_timed_when_they_are_over(monkeypatch: pytest.MonkeyPatch) -> 
         timer.logits_ready()
         seen += timer.completed()
         clock[0] += 1.0
-        timer.step_done(drafted=step % 2 == 0)
+        timer.step_done(drafted=step % 2 == 0, spared=step % 3)
         clock[0] += 0.5
     clock[0] += 10.0
     seen += timer.completed()
     assert [one.rows for one in seen] == [8 + step for step in range(40) if step != 20]
     assert {one.forward_ms for one in seen} == {3.0}
     assert [one.drafted for one in seen] == [step % 2 == 0 for step in range(40) if step != 20]
+    assert [one.spared for one in seen] == [step % 3 for step in range(40) if step != 20]
     unknown = [one.rows - 8 for one in seen if one.total_ms is None]
     assert unknown == [0, 21]
     assert {one.total_ms for one in seen if one.total_ms is not None} == {4.5}

@@ -41,7 +41,7 @@ class Engine:
             learn=lambda at_once: None,
             current=SimpleNamespace(plain_ms=1.0),
             install=lambda *_: None,
-            timer=SimpleNamespace(step_done=self.timed.append),
+            timer=SimpleNamespace(step_done=lambda drafted, _: self.timed.append(drafted)),
         )
         self.runtime.gate = SimpleNamespace(draft=self._ask, reason="pays", exploring=False)
         states = SimpleNamespace(req_id_to_index={}, num_speculative_steps=NODES)

@@ -42,6 +42,27 @@ def test_curves_are_taken_at_captured_sizes_with_drafter_and_overhead(name):
     assert (estimate.ratio_sd > 0) == (name == "ema_table")
 
 
+@pytest.mark.parametrize("name", ["table", "ema_table", "ema"])
+def test_a_draft_of_fewer_positions_is_cheaper_and_teaches_the_same(name):
+    table = StepCostTable(
+        [(n, 0, 2.0 + 0.1 * n) for n in SIZES],
+        [(1, 1.5)],
+        max_rows=64,
+        captured_sizes=SIZES,
+        position_samples=[(1, 0.1)],
+    )
+    model = make_latency(name, table, roofline=_Line(), calibrated=_Line())
+    whole, part = model.estimate(1, 0), model.estimate(1, 0, spared=10)
+    np.testing.assert_allclose(whole.tree_ms - part.tree_ms, 1.0, rtol=1e-5)
+    assert part.plain_ms == whole.plain_ms
+    # Steps that take what they should, with drafts of either kind, correct nothing.
+    for spared in (0, 10) * 20:
+        total = model.estimate(1, 0, spared).tree_step_ms(16)
+        forward = total - (1.5 - 0.1 * spared)
+        model.observe(StepTimes(16, 1, 0.0, True, True, forward, total, spared))
+    np.testing.assert_allclose(model.estimate(1, 0).tree_ms, whole.tree_ms, rtol=1e-3)
+
+
 def test_names_choose_curves():
     table, bare, fitted = _table(), _Line(), _Line()
     both = {"roofline": bare, "calibrated": fitted}

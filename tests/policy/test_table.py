@@ -78,6 +78,19 @@ def test_noise_never_makes_a_larger_step_cheaper():
     assert table.drafter_ms(1) <= table.drafter_ms(2) <= table.drafter_ms(8)
 
 
+def test_positions_that_are_not_predicted_are_not_paid():
+    table = StepCostTable(
+        [(1, 0, 5.0)], [(1, 3.0), (4, 9.0)], max_rows=8, position_samples=[(1, 0.1), (4, 0.5)]
+    )
+    assert table.drafter_ms(1, spared=10) == pytest.approx(2.0)
+    assert table.drafter_ms(4, spared=10) == pytest.approx(4.0)
+    assert table.drafter_ms(2, spared=3) == pytest.approx(5.0 - 3 * (0.1 + 0.4 / 3))
+    assert table.drafter_ms(4, spared=100) == 0.0
+    again = StepCostTable.from_json(json.loads(json.dumps(table.to_json())))
+    assert again.drafter_ms(4, spared=10) == table.drafter_ms(4, spared=10)
+    assert StepCostTable([(1, 0, 5.0)], [(1, 3.0)], max_rows=8).drafter_ms(1, spared=10) == 3.0
+
+
 def test_sizes_measured_at_different_batches_stay_monotone():
     # 64 rows of one request over 10 tokens were measured below 8 rows of 8 requests over 800
     table = StepCostTable([(8, 800, 5.0, 8), (64, 10, 4.0, 1)], max_rows=64)
@@ -161,6 +174,7 @@ def test_json_round_trip():
         {"samples": "abc"},
         {"samples": None},
         {"drafter_samples": [[1, 0.0]]},
+        {"position_samples": [[1, -0.1]]},
         {"aux_ms": -1.0},
         {"aux_ms": "fast"},
         {"max_rows": 0},

@@ -20,7 +20,7 @@ from vllm_bastion import envs
 from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.agreement import from_rank_0, shared_profile
 from vllm_bastion.calibration.key import host_choices, key_of
-from vllm_bastion.calibration.measure import largest_steps, measure, warm_up
+from vllm_bastion.calibration.measure import largest_steps, may_stop_early, measure, warm_up
 from vllm_bastion.calibration.points import CONTEXTS
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
 from vllm_bastion.engine.runtime import runtime_of
@@ -38,6 +38,7 @@ from vllm_bastion.policy.cost.store import (
 )
 from vllm_bastion.policy.cost.table import StepCostTable
 from vllm_bastion.policy.gate import DraftGate
+from vllm_bastion.policy.reach import DraftReach
 from vllm_bastion.policy.step_costs import StepCosts
 from vllm_bastion.telemetry.recorder import Recorder
 
@@ -58,6 +59,9 @@ def calibrate(runner: Any) -> None:
         costs = summary.FIXED_BUDGET
     if current_host().compiles_on_first_use():
         warm_up(runner, group)
+    runtime = runtime_of(runner.vllm_config)
+    if may_stop_early(runner):
+        runtime.reach = DraftReach(runner.max_num_reqs, runtime.trees.depth)
     _start_recording(runner)
     if group.rank_in_group == 0:
         logger.info("%s", _summary(runner, config, costs).sentence())

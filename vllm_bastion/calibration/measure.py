@@ -81,14 +81,20 @@ def measure(
     far_rounds = _rounds(partial(dummy_tree_step, runner), far, group)[:REPEATS_FAR]
     for steps, far_steps in zip(plain_rounds, far_rounds, strict=False):
         steps += far_steps
+    short = _short_drafts(runner, batches, contexts[0])
+    short_rounds = _rounds(partial(_short_draft, runner), short, group)
     tree_rounds = _tree_rounds(runner, shapes, contexts, group)
     head_times: dict[int, list[float]] = {}
     plain: list[tuple[int, Any]] = []
     trees: list[tuple[int, Any, Any]] = []
-    for heads, steps, verified_trees in zip(head_rounds, plain_rounds, tree_rounds, strict=True):
+    drafts: list[tuple[int, Any]] = []
+    rounds = zip(head_rounds, plain_rounds, short_rounds, tree_rounds, strict=True)
+    for heads, steps, shorts, verified_trees in rounds:
         for (n,) in heads:
             head_times.setdefault(n, []).append(_head_ms(runner, n))
         plain += _dummy_steps(runner, steps)
+        with runner.speculator.drafting_first():
+            drafts += _dummy_steps(runner, shorts)
         trees += _tree_steps(runner, verified_trees)
 
     def head_ms(rows: int) -> float:
@@ -101,6 +107,11 @@ def measure(
         samples.append((rows, float(context), step.forward_ms + head_ms(rows), step.num_reqs))
         drafter.append((step.num_reqs, step.drafter_ms))
     drafter_ms = StepCostTable(samples, drafter, max_rows=1).drafter_ms
+    more = max(1, runtime_of(runner.vllm_config).trees.depth - 1)
+    positions = [
+        (step.num_reqs, max(0.0, drafter_ms(step.num_reqs) - step.drafter_ms) / more)
+        for _, step in drafts
+    ]
 
     aux_times: list[list[float]] = [[], []]  # of plain steps, and of tree steps
     for context, roots, verified in trees:
@@ -117,6 +128,7 @@ def measure(
         plain_aux_ms=plain_aux_ms,
         max_rows=runner.max_num_tokens,
         captured_sizes=captured,
+        position_samples=positions,
     )
     report = calibrate_and_report(roofline, samples) if roofline else None
     error = ""
@@ -148,6 +160,11 @@ def warm_up(runner: Any, group: Any) -> None:
         seconds = from_rank_0(group, lambda: own)
         for nodes in range(1, min(largest, 1 + int(_WARM_UP_S / seconds))):
             steps.run(1, nodes, 1)
+
+
+def may_stop_early(runner: Any) -> bool:
+    """Whether drafts may differ in depth. A GPU's do not: a captured graph has all rows."""
+    return runner.speculator.may_stop_early and not current_host().runs_ahead
 
 
 def largest_steps(runner: Any, captured: list[int]) -> tuple[int, int, int]:
@@ -227,6 +244,16 @@ def _dummy_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, 
         for rows, context in points:
             dummy_tree_step(runner, rows, context)
     return [(context, timing) for (_, context), timing in zip(points, timings, strict=True)]
+
+
+def _short_drafts(runner: Any, batches: list[int], context: int) -> list[tuple[int, ...]]:
+    """Batches to time a draft of one position of; none if every draft has all positions."""
+    return [(n, context) for n in batches] if may_stop_early(runner) else []
+
+
+def _short_draft(runner: Any, rows: int, context: int) -> None:
+    with runner.speculator.drafting_first():
+        dummy_tree_step(runner, rows, context)
 
 
 def _seconds(work: Callable[[], object]) -> float:

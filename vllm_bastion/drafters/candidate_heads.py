@@ -9,6 +9,7 @@ softmax over a row gives each child's probability after its parent.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 
@@ -22,13 +23,18 @@ class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         candidates, logits = self.model.compute_candidates(hidden_states)
-        shape = num_reqs, self.num_speculative_steps, -1
-        candidates, logits = candidates.view(shape), logits.view(shape)
-        scores = self._score_candidates(candidates, logits, hidden_states.view(shape))
-        self.trees.grow_transitions(candidates, scores)
+        depth = self.num_speculative_steps - self._spared
+        # vLLM compiles the head for whole blocks.
+        candidates, logits, block = (
+            F.pad(part.view(num_reqs, depth, -1), (0, 0, 0, self._spared))
+            for part in (candidates, logits, hidden_states)
+        )
+        scores = self._score_candidates(candidates, logits, block)
+        self.trees.grow_transitions(candidates[:, :depth], scores[:, :depth])
 
 
 class BastionLiLiCorr(BastionDFlash2, LiLiCorrSpeculator):
     """LiLiCorr's attention over the lattice of candidates."""
 
     _speculator_name = "BASTION"
+    may_stop_early = False  # the lattice is a whole block

@@ -73,6 +73,10 @@ class BastionSpeculator(DFlashSpeculator):
     # Whether `decide` was called for the current step, as it is not in vLLM's warm-up, and whether
     # it found that hidden states need only be kept.
     _has_decided = _only_keeps = False
+    # Whether this kind of drafter can grow trees from the first positions of a block, and how many
+    # at its end the coming draft does without.
+    may_stop_early = True
+    _spared = 0
 
     def __init__(
         self,
@@ -226,11 +230,14 @@ class BastionSpeculator(DFlashSpeculator):
             self._context_only = False
 
     def _of_block(self, hidden_states: torch.Tensor, num_reqs: int) -> torch.Tensor:
-        """The rows that trees are grown from: one for each drafted position."""
-        return hidden_states[self.sample_indices[: num_reqs * self.num_speculative_steps]]
+        """The rows that trees are grown from: one for each predicted position."""
+        rows = self.sample_indices[: num_reqs * self.num_speculative_steps]
+        if self._spared:
+            rows = rows.view(num_reqs, -1)[:, : -self._spared].flatten()
+        return hidden_states[rows]
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
-        """Build the trees of a batch from the block's hidden states, [num_reqs * D, H].
+        """Build the trees of a batch from the hidden states of `_of_block`.
 
         A drafter with a reduced vocabulary has logits for its own token ids.
         """
@@ -324,7 +331,8 @@ class BastionSpeculator(DFlashSpeculator):
 
     def _step_done(self) -> None:
         if self.runtime.timer is not None:
-            self.runtime.timer.step_done(self.runtime.drafted)
+            self.runtime.timer.step_done(self.runtime.drafted, self._spared)
+        self._spared = 0
 
     # ---- steps that draft nothing -------------------------------------------------------
 
@@ -342,9 +350,15 @@ class BastionSpeculator(DFlashSpeculator):
         skipped = num_speculative_tokens == 0
         runtime.drafted = not skipped
         refused = False
+        if runtime.reach is not None:
+            slots = batch.idx_mapping_np
+            if batch.num_draft_tokens > 0:
+                deepest = self.trees.deepest(slots, self.trees.step_drafts)
+                runtime.reach.observe(slots, deepest)
+            self._spared = runtime.reach.depth - runtime.reach.of(slots)
         if costs is not None:
             costs.learn(at_once=runtime.gate is None or runtime.gate.exploring)
-            costs.install(batch.num_reqs, runtime.context_len)
+            costs.install(batch.num_reqs, runtime.context_len, self._spared)
             if runtime.gate is not None and runtime.manager is not None and not skipped:
                 slots = batch.idx_mapping_np
                 if batch.has_prefill:
@@ -364,6 +378,15 @@ class BastionSpeculator(DFlashSpeculator):
             or (refused and self._may_defer_prompts and deferred.has_room(batch.num_tokens))
         )
         return self._only_keeps
+
+    @contextmanager
+    def drafting_first(self) -> Iterator[None]:
+        """Within it dummy runs draft the first position only."""
+        self._spared = self.num_speculative_steps - 1
+        try:
+            yield
+        finally:
+            self._spared = 0
 
     def keep(
         self,

@@ -14,6 +14,7 @@ from vllm_bastion.config import bastion_config
 from vllm_bastion.engine.deferred import DeferredContext
 from vllm_bastion.policy.cost.timing import StepTimer
 from vllm_bastion.policy.gate import DraftGate
+from vllm_bastion.policy.reach import DraftReach
 from vllm_bastion.policy.step_costs import StepCosts
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.telemetry.recorder import Recorder
@@ -40,6 +41,8 @@ class Runtime:
     costs: StepCosts | None = None
     # None if every step drafts: with a fixed budget, or with data parallelism.
     gate: DraftGate | None = None
+    # None if every draft has the drafter's whole depth.
+    reach: DraftReach | None = None
     # None until the first step, and if the drafter's context cannot wait.
     deferred: DeferredContext | None = None
     # None until the KV cache exists.

@@ -145,6 +145,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._generations[req_idx] += 1
         if self.runtime.gate is not None:
             self.runtime.gate.forget(req_idx)
+        if self.runtime.reach is not None:
+            self.runtime.reach.restart(req_idx)
 
     def get_num_tokens(
         self,

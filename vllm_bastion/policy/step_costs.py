@@ -34,20 +34,25 @@ class StepCosts:
         self._trees = trees
         self._installed: CostArray | None = None
         self._num_reqs = 1
-        # The context that `current` is of, and whether nothing was learned since.
-        self._bucket, self._is_current = -1, False
+        # The context and the spared positions that `current` is of, and whether nothing was
+        # learned since.
+        self._bucket, self._spared, self._is_current = -1, 0, False
         # Told of each whole step that was timed: whether it verified drafts, its rows, and its
         # predicted and measured milliseconds.
         self.on_step: Callable[[bool, int, float, float], None] | None = None
         self.current = StepEstimate(trees.cost_ms_host, float(trees.cost_ms_host[1]))
 
-    def install(self, num_reqs: int, context_len: float) -> None:
-        """Write the costs of this batch to the trees' cost buffer, if they differ from it."""
-        bucket = context_bucket(context_len)
-        if self._is_current and num_reqs == self._num_reqs and bucket == self._bucket:
+    def install(self, num_reqs: int, context_len: float, spared: int = 0) -> None:
+        """Write the costs of this batch to the trees' cost buffer, if they differ from it.
+
+        See `LatencyModel.estimate`.
+        """
+        batch = num_reqs, context_bucket(context_len), spared
+        if self._is_current and batch == (self._num_reqs, self._bucket, self._spared):
             return
-        self._num_reqs, self._bucket, self._is_current = num_reqs, bucket, True
-        self.current = self.latency.estimate(num_reqs, context_len)
+        self._num_reqs, self._bucket, self._spared = batch
+        self._is_current = True
+        self.current = self.latency.estimate(num_reqs, context_len, spared)
         # N* does not depend on a common factor of all costs.
         if self.current.curve is not self._installed:
             self._installed = self.current.curve
@@ -67,8 +72,8 @@ class StepCosts:
         if step.total_ms is None or step.verified != step.drafted:
             return
         cost = self.current
-        if step.num_reqs != self._num_reqs:
-            cost = self.latency.estimate(step.num_reqs, step.context_len)
+        if (step.num_reqs, step.spared) != (self._num_reqs, self._spared):
+            cost = self.latency.estimate(step.num_reqs, step.context_len, step.spared)
         predicted = cost.tree_step_ms(step.rows) if step.verified else cost.plain_ms
         on_step(step.verified, step.rows, predicted, step.total_ms)
 

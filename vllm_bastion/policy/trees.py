@@ -152,6 +152,15 @@ class Trees:
         """Whether any of the requests in `slots`, [R], may have nodes."""
         return self._unlimited or bool(self.node_limits_host[slots].any())
 
+    def deepest(self, slots: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+        """[R] depth of the deepest of the first `nodes` [R] nodes of each tree; 0 for none.
+
+        The host waits for the device.
+        """
+        within = np.arange(self.num_nodes) < nodes[:, None]
+        depths: np.ndarray = (self.depths.cpu().numpy()[slots] * within).max(axis=1)
+        return depths
+
     # ---- end of step t: the drafter's logits become trees -------------------------------
 
     def bind_rows(
@@ -178,7 +187,8 @@ class Trees:
         """Build the trees of a batch. Runs inside the drafter's captured graph.
 
         Args:
-            logits: [num_reqs * D, V] of the drafter; the D positions of a request are consecutive.
+            logits: [num_reqs * D, V] of the drafter, or of the first positions of each block; those
+                of a request are consecutive.
                 With `all_gather`, V is this rank's slice of the vocabulary.
             num_reqs: R.
             vocab_start: first token id of the slice.
@@ -186,9 +196,10 @@ class Trees:
             draft_id_to_target_id: [drafter's V] int64, if the drafter's vocabulary is a subset of
                 the target's: the offset from a draft token id to the target's ("d2t").
         """
-        rows = slice(0, num_reqs)
-        tokens, logprobs = self.top_tokens[rows], self.top_logprobs[rows]
-        best = tokens.view(-1, self.top_k), logprobs.view(-1, self.top_k)
+        best = tuple(
+            top.view(-1, self.top_k)[: len(logits)] for top in (self.top_tokens, self.top_logprobs)
+        )
+        tokens, logprobs = (part.view(num_reqs, -1, self.top_k) for part in best)
         if all_gather is None:
             topk_logprobs(logits, self.top_k, *best)
         else:

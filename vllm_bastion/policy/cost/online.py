@@ -66,12 +66,13 @@ class StepEstimate(NamedTuple):
 class LatencyModel(Protocol):
     """Cost of a step, by its total target rows."""
 
-    def estimate(self, num_reqs: int, context_len: float) -> StepEstimate:
+    def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
         """The next step's cost.
 
         Args:
             num_reqs: requests that decode in the step.
             context_len: mean cached tokens per request.
+            spared: positions of its block that the drafter does not predict.
         """
         ...
 
@@ -105,17 +106,18 @@ class CurveLatency:
         self.factor: float | None = 1.0 if online else None
         self._seen: set[int] = set()
         self._forward: dict[tuple[int, int], FloatArray] = {}
-        self._estimates: dict[tuple[int, int, int], StepEstimate] = {}
+        self._estimates: dict[tuple[int, int, int, int], StepEstimate] = {}
 
-    def estimate(self, num_reqs: int, context_len: float) -> StepEstimate:
+    def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
         """See `LatencyModel`."""
         table, num_reqs = self.table, max(1, int(num_reqs))
         log_c = 0 if self.factor is None else round(math.log(self.factor) / _LOG_STEP)
-        key = (num_reqs, context_bucket(context_len), log_c)
+        key = (num_reqs, context_bucket(context_len), log_c, spared)
         estimate = self._estimates.get(key)
         if estimate is None:
             forward = self._forward_ms(*key[:2]) * math.exp(_LOG_STEP * log_c)
-            curve = (forward + table.drafter_ms(num_reqs) + table.aux_ms).astype(np.float32)
+            drafter_ms = table.drafter_ms(num_reqs, spared)
+            curve = (forward + drafter_ms + table.aux_ms).astype(np.float32)
             curve.setflags(write=False)
             plain_ms = float(forward[min(num_reqs, table.max_rows)]) + table.plain_aux_ms
             estimate = StepEstimate(curve, plain_ms)
@@ -171,17 +173,18 @@ class FilteredLatency:
         self._steps = 0
         # Sizes of the batch, in powers of two, and kinds of step that were seen.
         self._seen: set[tuple[int, bool]] = set()
-        self._curves: dict[tuple[int, int, float], CostArray] = {}
+        self._curves: dict[tuple[int, int, float, int], CostArray] = {}
 
-    def estimate(self, num_reqs: int, context_len: float) -> StepEstimate:
+    def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
         """See `LatencyModel`."""
         num_reqs = max(1, int(num_reqs))
-        prior, state = self._prior.estimate(num_reqs, context_len), self.filter(num_reqs)
+        prior = self._prior.estimate(num_reqs, context_len, spared)
+        state = self.filter(num_reqs)
         size = num_reqs.bit_length()
         slope = self._slopes[size]
         if abs(state.slope - slope) > _SLOPE_STEP:
             slope = self._slopes[size] = state.slope
-        key = (num_reqs, context_bucket(context_len), slope)
+        key = (num_reqs, context_bucket(context_len), slope, spared)
         curve = self._curves.get(key)
         if curve is None:
             root = float(prior.curve[min(num_reqs, self.table.max_rows)])
@@ -225,7 +228,7 @@ class FilteredLatency:
         state = self.filter(num_reqs)
         state.age(self._steps - self._observed[size])
         self._observed[size] = self._steps
-        prior = self._prior.estimate(num_reqs, step.context_len)
+        prior = self._prior.estimate(num_reqs, step.context_len, step.spared)
         if step.verified:
             root = float(prior.curve[min(num_reqs, row)])
             state.observe_tree(root, float(prior.curve[row]) - root, step.total_ms)

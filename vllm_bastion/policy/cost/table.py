@@ -48,6 +48,8 @@ class StepCostTable:
             largest it runs unpadded. Empty: no graphs.
         plain_aux_ms: `aux_ms` of a step that drafts nothing; default: `aux_ms`.
         carrier: latency curve that extrapolates beyond the measured contexts.
+        position_samples: what one position less saves of a drafter pass, `(num_reqs, ms)`; empty:
+            nothing.
 
     Raises:
         ValueError: no samples, or a value that is not finite and positive.
@@ -63,12 +65,14 @@ class StepCostTable:
         captured_sizes: Sequence[int] = (),
         plain_aux_ms: float | None = None,
         carrier: Carrier | None = None,
+        position_samples: Iterable[Sequence[float]] = (),
     ) -> None:
         self.max_rows = int(max_rows)
         if self.max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         self.samples = _checked_samples(samples)
         self.drafter_samples = _checked_drafter(drafter_samples)
+        self.position_samples = _checked_drafter(position_samples, or_zero=True)
         self.aux_ms = _checked_aux("aux_ms", aux_ms)
         self.plain_aux_ms = _checked_aux(
             "plain_aux_ms", aux_ms if plain_aux_ms is None else plain_aux_ms
@@ -172,14 +176,15 @@ class StepCostTable:
             self._forward[key] = forward
         return forward
 
-    def drafter_ms(self, num_reqs: int) -> float:
-        """Milliseconds of one drafter pass over `num_reqs` requests; 0 where none was measured."""
-        if not self.drafter_samples:
-            return 0.0
-        reqs = np.array([point[0] for point in self.drafter_samples], dtype=np.float64)
-        times = np.array([point[1] for point in self.drafter_samples])
-        times = np.maximum.accumulate(times)
-        return float(_interpolate(np.array([float(num_reqs)]), reqs, times)[0])
+    def drafter_ms(self, num_reqs: int, spared: int = 0) -> float:
+        """Milliseconds of one drafter pass over `num_reqs` requests; 0 where none was measured.
+
+        spared: positions at the end of its block that the drafter does not predict.
+        """
+        whole = _by_requests(self.drafter_samples, num_reqs)
+        if spared == 0:
+            return whole
+        return max(0.0, whole - spared * _by_requests(self.position_samples, num_reqs))
 
     # ---- serialisation -----------------------------------------------------------------------
 
@@ -188,6 +193,7 @@ class StepCostTable:
         return {
             "samples": [list(sample) for sample in self.samples],
             "drafter_samples": [list(sample) for sample in self.drafter_samples],
+            "position_samples": [list(sample) for sample in self.position_samples],
             "aux_ms": self.aux_ms,
             "plain_aux_ms": self.plain_aux_ms,
             "max_rows": self.max_rows,
@@ -210,6 +216,7 @@ class StepCostTable:
                 captured_sizes=data["captured_sizes"],
                 plain_aux_ms=data["plain_aux_ms"],
                 carrier=carrier,
+                position_samples=data.get("position_samples", ()),
             )
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"not a step-cost table: {error!r}") from error
@@ -245,6 +252,15 @@ def _interpolate(x: FloatArray, points: FloatArray, values: FloatArray) -> Float
     return out
 
 
+def _by_requests(samples: Sequence[tuple[int, float]], num_reqs: int) -> float:
+    """Milliseconds for so many requests, non-decreasing in them; 0 without samples."""
+    if not samples:
+        return 0.0
+    reqs = np.array([point[0] for point in samples], dtype=np.float64)
+    times = np.maximum.accumulate(np.array([point[1] for point in samples]))
+    return float(_interpolate(np.array([float(num_reqs)]), reqs, times)[0])
+
+
 def _checked_samples(samples: Iterable[Sequence[float]]) -> tuple[Sample, ...]:
     checked = []
     for sample in samples:
@@ -260,10 +276,12 @@ def _checked_samples(samples: Iterable[Sequence[float]]) -> tuple[Sample, ...]:
     return tuple(checked)
 
 
-def _checked_drafter(samples: Iterable[Sequence[float]]) -> tuple[tuple[int, float], ...]:
+def _checked_drafter(
+    samples: Iterable[Sequence[float]], or_zero: bool = False
+) -> tuple[tuple[int, float], ...]:
     groups: dict[int, list[float]] = {}
     for num_reqs, ms in samples:
-        if int(num_reqs) < 1 or not (math.isfinite(ms) and ms > 0):
+        if int(num_reqs) < 1 or not (math.isfinite(ms) and (ms > 0 or (or_zero and ms == 0))):
             raise ValueError(f"not a drafter time: {ms} ms for {num_reqs} requests")
         groups.setdefault(int(num_reqs), []).append(float(ms))
     return tuple((reqs, float(np.median(groups[reqs]))) for reqs in sorted(groups))

@@ -58,6 +58,8 @@ class StepTimes:
     forward_ms: float
     # from the end of the previous step to the end of this one; None if that one was not timed
     total_ms: float | None
+    # positions of its block that the drafter did not predict
+    spared: int = 0
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class _Step:
     context_len: float = 0.0
     verified: bool = True
     drafted: bool = True
+    spared: int = 0
     follows: bool = False  # whether the step before it was timed too
 
 
@@ -108,14 +111,17 @@ class StepTimer:
             self._running.verified = True
             self._drafting, self._running = self._running, None
 
-    def step_done(self, drafted: bool) -> None:
-        """After the drafter. A step that verifies nothing never calls `logits_ready`."""
+    def step_done(self, drafted: bool, spared: int = 0) -> None:
+        """After the drafter. A step that verifies nothing never calls `logits_ready`.
+
+        spared: positions of each block that the drafter did not predict.
+        """
         if self._running is not None:
             self.logits_ready()
             assert self._drafting is not None
             self._drafting.verified = False
         if self._drafting is not None:
-            self._drafting.drafted = drafted
+            self._drafting.drafted, self._drafting.spared = drafted, spared
             self._drafting.marks[2].record()
             self._pending.append(self._drafting)
             self._drafting = None
@@ -140,6 +146,7 @@ class StepTimer:
                 step.drafted,
                 start.elapsed_time(logits),
                 before.marks[2].elapsed_time(end) if before is not None and step.follows else None,
+                step.spared,
             )
             if before is not None:
                 self._free.append(before)
