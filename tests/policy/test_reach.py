@@ -18,10 +18,6 @@ def _of(reach: DraftReach, *slots: int) -> int:
     return reach.of(np.array(slots))
 
 
-def test_nothing_is_left_out_before_the_first_tree():
-    assert _of(DraftReach(4, DEPTH), 0, 3) == DEPTH
-
-
 def test_a_draft_reaches_beyond_the_last_tree():
     for deepest in range(DEPTH + 1):
         reach = DraftReach(1, DEPTH)
@@ -59,11 +55,12 @@ def test_a_batch_reaches_as_deep_as_its_deepest_request():
     assert _of(reach, 0, 1) == _of(reach, 1) == 11
 
 
-def test_a_new_request_starts_from_the_mean_of_all_trees():
+def test_a_new_request_drafts_the_whole_block_first():
     reach = DraftReach(3, DEPTH)
-    for _ in range(200):
-        _observe(reach, s0=2, s1=4)
-    assert _of(reach, 2) == 6  # 3/2 * 3 + 2
-    _observe(reach, s0=DEPTH)
+    _observe(reach, s0=2, s1=4)
+    assert _of(reach, 0, 1) == 8
+    assert _of(reach, 0, 1, 2) == DEPTH
     reach.restart(0)
-    assert 6 <= _of(reach, 0) <= 7
+    assert _of(reach, 0) == DEPTH
+    _observe(reach, s0=1)
+    assert _of(reach, 0) == 3

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_bastion.envs import cache_dir
@@ -24,6 +25,10 @@ def newest_profile() -> Path:
     return profiles[-1]
 
 
+def _by_requests(samples: Sequence[tuple[int, float]]) -> str:
+    return ", ".join(f"{ms:.3f} ms at R={reqs}" for reqs, ms in samples)
+
+
 def profile_text(profile: Profile) -> str:
     """A profile as text: what was measured, then a row per size, batch and context."""
     key, table = profile.key, profile.table
@@ -36,7 +41,8 @@ def profile_text(profile: Profile) -> str:
         f"drafter    {key.drafter_hash}, quantization {key.drafter_quantization or 'unknown'}",
         f"measured   {profile.created}",
         f"graphs     {', '.join(map(str, table.captured_sizes)) or 'none'}",
-        f"draft      {', '.join(f'{ms:.3f} ms at R={r}' for r, ms in table.drafter_samples)}",
+        f"draft      {_by_requests(table.drafter_samples)}",
+        f"a position {_by_requests(table.position_samples) or 'not spared'}",
         f"overhead   {table.aux_ms:.3f} ms (plain step {table.plain_aux_ms:.3f} ms)",
     ]
     if profile.rmse_before is not None and profile.rmse_after is not None:

@@ -10,9 +10,9 @@ If the deepest node verified of a request's tree was at depth x, its next draft 
 
     max(3/2 x + 2, the last reach - 1)        at most D
 
-It grows quickly where a text becomes predictable, and shrinks slowly. A new request starts from the
-mean x of all trees, and from D before the first one. A batch reaches as deep as the request that
-reaches deepest. Within its reach a draft is the same as without one.
+It grows quickly where a text becomes predictable, and shrinks slowly. A new request's first draft
+reaches to D. A batch reaches as deep as the request that reaches deepest. Within its reach a draft
+is the same as without one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from __future__ import annotations
 import numpy as np
 
 _TIMES, _PLUS, _FALL = 1.5, 2.0, 1.0
-# Weight of a tree in the mean over all trees.
-_ALPHA = 0.02
 
 
 class DraftReach:
@@ -36,8 +34,6 @@ class DraftReach:
         self.depth = depth
         # [S]; 0 of a request without trees.
         self._reach = np.zeros(num_slots)
-        # Of all trees; None before the first.
-        self._mean: float | None = None
 
     def restart(self, slot: int) -> None:
         """A new request takes the slot."""
@@ -52,14 +48,8 @@ class DraftReach:
         """
         reach = np.maximum(_TIMES * deepest + _PLUS, self._reach[slots] - _FALL)
         self._reach[slots] = np.minimum(reach, self.depth)
-        mean = float(deepest.mean())
-        weight = 1.0 - (1.0 - _ALPHA) ** len(slots)
-        self._mean = mean if self._mean is None else self._mean + weight * (mean - self._mean)
 
     def of(self, slots: np.ndarray) -> int:
         """Depth to draft to, 1 to D, for the requests in `slots`, [R], R >= 1."""
         reach = self._reach[slots]
-        if not reach.all():
-            unknown = self.depth if self._mean is None else _TIMES * self._mean + _PLUS
-            reach = np.where(reach > 0.0, reach, unknown)
-        return min(int(reach.max()), self.depth)
+        return int(reach.max()) if reach.all() else self.depth
