@@ -89,10 +89,14 @@ def test_a_requests_own_metrics_have_its_trees(run: dict[str, Any]) -> None:
         own = [(nodes, len(path) - 1) for request, nodes, path in trees if request == name]
         drafted = [(nodes, accepted) for nodes, accepted in own if nodes]
         found = result["spec_decode_metrics"]
+        if not drafted:  # a busy machine's gate may leave a request without trees
+            assert "per_step_drafted" not in (found or {})
+            continue
         assert found["per_step_drafted"] == [nodes for nodes, _ in drafted]
         assert found["per_step_accepted"] == [accepted for _, accepted in drafted]
-        assert found["num_spec_steps"] == len(drafted) > 0
+        assert found["num_spec_steps"] == len(drafted)
         assert len(found["acceptance_histogram"]) == GAMMA + 1
+    assert any(run["verified"])
 
 
 @pytest.mark.slow
