@@ -29,7 +29,7 @@ DETAILED = (("per_request_spec_decode_metrics", "detailed"),)
 @pytest.fixture(scope="module")
 def run(runner: Runner) -> dict[str, Any]:
     """One batch of an engine whose budget adapts."""
-    engine = Engine(extra=DETAILED).with_bastion(nodes=NODES)
+    engine = Engine().with_bastion(nodes=NODES)
     return runner.submit(engine, [cases.greedy(2)]).result()["batches"][0]
 
 
@@ -82,21 +82,22 @@ def check_metrics(run: dict[str, Any]) -> None:
     assert metrics["bastion_measured_step_ms" + min(timed).removeprefix("bastion_timed_steps")] > 0
 
 
-def test_a_requests_own_metrics_have_its_trees(run: dict[str, Any]) -> None:
-    """`--per-request-spec-decode-metrics detailed`: nodes and accepted tokens of every tree."""
+def test_a_requests_own_metrics_have_its_trees(runner: Runner) -> None:
+    """`--per-request-spec-decode-metrics detailed`: nodes and accepted tokens of every tree.
+
+    The budget is fixed: a busy machine's gate may leave a request without trees.
+    """
+    engine = Engine(extra=DETAILED).with_bastion(NODES, 16)
+    run = runner.submit(engine, [cases.greedy(2)]).result()["batches"][0]
     trees = list(zip(run["path_requests"], run["verified"], run["paths"], strict=True))
     for name, result in run["requests"].items():
         own = [(nodes, len(path) - 1) for request, nodes, path in trees if request == name]
         drafted = [(nodes, accepted) for nodes, accepted in own if nodes]
         found = result["spec_decode_metrics"]
-        if not drafted:  # a busy machine's gate may leave a request without trees
-            assert "per_step_drafted" not in (found or {})
-            continue
         assert found["per_step_drafted"] == [nodes for nodes, _ in drafted]
         assert found["per_step_accepted"] == [accepted for _, accepted in drafted]
-        assert found["num_spec_steps"] == len(drafted)
+        assert found["num_spec_steps"] == len(drafted) > 0
         assert len(found["acceptance_histogram"]) == GAMMA + 1
-    assert any(run["verified"])
 
 
 @pytest.mark.slow

@@ -81,8 +81,9 @@ def measure(
     far_rounds = _rounds(partial(dummy_tree_step, runner), far, group)[:REPEATS_FAR]
     for steps, far_steps in zip(plain_rounds, far_rounds, strict=False):
         steps += far_steps
-    short = _short_drafts(runner, batches, contexts[0])
-    short_rounds = _rounds(partial(_short_draft, runner), short, group)
+    short = [(n, contexts[0]) for n in batches] if may_stop_early(runner) else []
+    with runner.speculator.drafting_first():
+        short_rounds = _rounds(partial(dummy_tree_step, runner), short, group)
     tree_rounds = _tree_rounds(runner, shapes, contexts, group)
     head_times: dict[int, list[float]] = {}
     plain: list[tuple[int, Any]] = []
@@ -244,16 +245,6 @@ def _dummy_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, 
         for rows, context in points:
             dummy_tree_step(runner, rows, context)
     return [(context, timing) for (_, context), timing in zip(points, timings, strict=True)]
-
-
-def _short_drafts(runner: Any, batches: list[int], context: int) -> list[tuple[int, ...]]:
-    """Batches to time a draft of one position of; none if every draft has all positions."""
-    return [(n, context) for n in batches] if may_stop_early(runner) else []
-
-
-def _short_draft(runner: Any, rows: int, context: int) -> None:
-    with runner.speculator.drafting_first():
-        dummy_tree_step(runner, rows, context)
 
 
 def _seconds(work: Callable[[], object]) -> float:

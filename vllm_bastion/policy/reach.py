@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How deep the next draft reaches.
 
-A drafter predicts all D positions of its block, and each of them costs a row of the output head. On
-a CPU, R x D rows of a head are the larger part of a draft of R requests, while the budget often
-takes nodes of the first depths only. So the head is asked for the positions that trees are likely
-to have nodes at.
+A drafter predicts all D positions of its block, and each of them costs a row of the output head. At
+Qwen3-0.6B's shape on a two-core EPYC, D = 15 positions are 28% of a draft for one request, and 45%
+to 47% for 4 and 16, while the budget often takes nodes of the first depths only. So the head
+computes only the positions where trees are likely to have nodes.
 
 If the deepest node verified of a request's tree was at depth x, its next draft reaches to
 

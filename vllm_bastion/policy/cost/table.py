@@ -181,10 +181,8 @@ class StepCostTable:
 
         spared: positions at the end of its block that the drafter does not predict.
         """
-        whole = _by_requests(self.drafter_samples, num_reqs)
-        if spared == 0:
-            return whole
-        return max(0.0, whole - spared * _by_requests(self.position_samples, num_reqs))
+        saved = spared * _by_requests(self.position_samples, num_reqs)
+        return max(0.0, _by_requests(self.drafter_samples, num_reqs) - saved)
 
     # ---- serialisation -----------------------------------------------------------------------
 
