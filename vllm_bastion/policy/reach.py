@@ -32,8 +32,8 @@ class DraftReach:
 
     def __init__(self, num_slots: int, depth: int) -> None:
         self.depth = depth
-        # [S]; 0 of a request without trees.
-        self._reach = np.zeros(num_slots)
+        # [S]; 0 of a request without trees. A list, because NumPy takes longer for few requests.
+        self._reach = [0.0] * num_slots
 
     def restart(self, slot: int) -> None:
         """A new request takes the slot."""
@@ -46,10 +46,11 @@ class DraftReach:
             slots: [T] their request slots, T >= 1.
             deepest: [T] depth of the deepest node verified of each; 0 for none.
         """
-        reach = np.maximum(_TIMES * deepest + _PLUS, self._reach[slots] - _FALL)
-        self._reach[slots] = np.minimum(reach, self.depth)
+        for slot, depth in zip(slots.tolist(), deepest.tolist(), strict=True):
+            reach = max(_TIMES * depth + _PLUS, self._reach[slot] - _FALL)
+            self._reach[slot] = min(reach, self.depth)
 
     def of(self, slots: np.ndarray) -> int:
         """Depth to draft to, 1 to D, for the requests in `slots`, [R], R >= 1."""
-        reach = self._reach[slots]
-        return int(reach.max()) if reach.all() else self.depth
+        reach = [self._reach[slot] for slot in slots.tolist()]
+        return int(max(reach)) if all(reach) else self.depth

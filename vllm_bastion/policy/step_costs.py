@@ -61,11 +61,15 @@ class StepCosts:
     def learn(self, *, at_once: bool = True) -> None:
         """Learn from the steps that were completed since; unless `at_once`, from a few together."""
         if self.timer is not None and (at_once or self.timer.num_pending >= _TOGETHER):
-            for step in self.timer.completed():
+            steps, passed = list(self.timer.completed()), 0
+            for i, step in enumerate(steps, 1):
+                passed += 1
+                if i < len(steps) and _same_plain(step, steps[i]):
+                    continue
                 if self.on_step is not None:
                     self._report(step, self.on_step)
-                self.latency.observe(step)
-                self._is_current = False
+                self.latency.observe(step, passed)
+                self._is_current, passed = False, 0
 
     def _report(self, step: StepTimes, on_step: Callable[[bool, int, float, float], None]) -> None:
         # A step that only verifies or only drafts is of neither kind.
@@ -80,3 +84,9 @@ class StepCosts:
     def correction(self) -> dict[str, float]:
         """The factors of the batch that was installed last, see `LatencyModel.correction`."""
         return self.latency.correction(self._num_reqs)
+
+
+def _same_plain(step: StepTimes, following: StepTimes) -> bool:
+    """Whether both are plain steps of as many requests: the later one tells the same."""
+    drafts = step.verified or step.drafted or following.verified or following.drafted
+    return not drafts and step.num_reqs == following.num_reqs

@@ -76,8 +76,8 @@ class LatencyModel(Protocol):
         """
         ...
 
-    def observe(self, step: StepTimes) -> None:
-        """Learn from a completed step."""
+    def observe(self, step: StepTimes, passed: int = 1) -> None:
+        """Learn from a completed step, the last of `passed` steps since the one observed before."""
         ...
 
     def correction(self, num_reqs: int) -> dict[str, float]:
@@ -124,7 +124,7 @@ class CurveLatency:
             _keep(self._estimates, key, estimate)
         return estimate
 
-    def observe(self, step: StepTimes) -> None:
+    def observe(self, step: StepTimes, passed: int = 1) -> None:
         """See `LatencyModel`. The first use of a padded size may compile, and does not count."""
         if self.factor is None or not step.verified:
             return
@@ -209,13 +209,13 @@ class FilteredLatency:
             self._observed[size] = self._steps
         return state
 
-    def observe(self, step: StepTimes) -> None:
+    def observe(self, step: StepTimes, passed: int = 1) -> None:
         """See `LatencyModel`.
 
         A step that only verifies or only drafts is neither a step with trees nor a plain one. The
         first of a kind may compile, and does not count; the filter clips later ones.
         """
-        self._steps += 1
+        self._steps += passed
         if step.total_ms is None or step.verified != step.drafted:
             return
         num_reqs = max(1, step.num_reqs)
