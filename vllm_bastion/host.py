@@ -187,6 +187,27 @@ class Host:
         accept_path(tokens, *walk)
         return processed
 
+    def run_gated_delta(
+        self,
+        layer: Any,
+        weight: Tensor,
+        states: tuple[Tensor, Tensor],
+        rows: Any,
+        saved: Any,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    ) -> bool:
+        """Run a layer's tree rows on a kernel of the host's own. Returns False if it has none.
+
+        Args:
+            layer: vLLM's gated delta layer.
+            weight: of its convolution, [C, W].
+            states: its views `attention.gated_delta.states_of`.
+            rows: the `TreeRows` of the step.
+            saved: the layer's `CommitInputs`, written.
+            tensors: mixed_qkv [T, C]; b, a [T, H]; out [T, H, V], written.
+        """
+        return False
+
     # ---- calibration --------------------------------------------------------------------
 
     def prepare_timing(self, runner: Any) -> None:

@@ -23,7 +23,9 @@ from vllm_bastion.attention.gated_delta import (
     run_tree_rows,
     states_of,
 )
+from vllm_bastion.cpu.host import CpuHost
 from vllm_bastion.hooks import gated_delta
+from vllm_bastion.host import Host
 
 HEADS, KEY_HEADS, DIM, WIDTH, TAPS = 4, 2, 16, 32, 4
 CHANNELS = 2 * KEY_HEADS * DIM + HEADS * WIDTH
@@ -92,7 +94,7 @@ def make_layer(on_cpu: bool) -> Any:
 class Step:
     """A tree of three rows, a prompt of two (in `with_prompt`), a chain of two."""
 
-    def __init__(self, with_prompt: bool) -> None:
+    def __init__(self, with_prompt: bool, host: Host | None = None) -> None:
         g = torch.Generator().manual_seed(1)
         lengths = [3, 2, 2] if with_prompt else [3, 2]
         rows = sum(lengths)
@@ -117,6 +119,7 @@ class Step:
             torch.tensor([2, -1, 1] if with_prompt else [2, 1]).int(),
             step_rows,
             {"layer": self.saved.of_layer(0)},
+            (host or Host()).run_gated_delta,
         )
         self.out = torch.full((rows, HEADS, WIDTH), 7.0)
 
@@ -126,11 +129,12 @@ class Step:
         return self.saved.of_layer(0)
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_both_versions_of_a_layer_give_the_same(on_cpu: bool) -> None:
-    """vLLM's two layouts of a state, and its kernel for CUDA that normalises."""
-    usual, step = Step(False), Step(True)
+@pytest.mark.parametrize(("on_cpu", "host"), [(True, Host()), (False, Host()), (True, CpuHost())])
+def test_all_versions_of_a_layer_give_the_same(on_cpu: bool, host: Host) -> None:
+    """vLLM's two layouts of a state, its kernel for CUDA that normalises, and our kernel."""
+    usual, step = Step(False), Step(True, host)
     expected, saved = usual.run(True), step.run(on_cpu)
+    assert (step.rows.of_host is not None) == isinstance(host, CpuHost)
     torch.testing.assert_close(step.out[step.ours], usual.out)
     assert bool((step.out[3:5] == 7).all())
     assert torch.equal(saved.conv_input, usual.given[0])
@@ -175,8 +179,9 @@ def test_requests_past_the_kept_rows_are_left_alone() -> None:
     state.trees, state._max_rows, state._commit_inputs_by_layer = None, 5, {}
     state._no_state = torch.tensor(-1, dtype=torch.int32)
     state._starts = torch.zeros(4, dtype=torch.int32)
+    state._native = Host().run_gated_delta
     state._tables = {0: torch.tensor([[7], [8], [9]], dtype=torch.int32)}
-    state._block_size = 64
+    state._align_mode, state._block_size = False, 64
     decode, places = torch.tensor([True, False, True]), torch.tensor([0, 1, 2, 6, 7, 8])
     for prompts, lengths, expected in (
         (0, [3, 0, 3], [7, -1, -1]),

@@ -15,6 +15,7 @@ from bastion_kernels.gated_delta.recurrence import gated_delta_commit, gated_del
 from bastion_kernels.gated_delta.states import LayerStates
 
 versions = pytest.mark.parametrize("version", ["reference", "triton"])
+commits = pytest.mark.parametrize("version", ["reference", "triton", "cpu"])
 
 
 class Step:
@@ -165,7 +166,7 @@ def test_requests_without_a_state_are_left_alone(version: str) -> None:
         torch.testing.assert_close(out[int(step.starts[r])].double(), truth, rtol=1e-4, atol=1e-5)
 
 
-@versions
+@commits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtype) -> None:
     step = Step(mixed(7), seed=7)
@@ -212,7 +213,7 @@ def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtyp
             assert torch.equal(state[place], before[place])
 
 
-@versions
+@commits
 def test_the_state_after_any_part_of_a_path(version: str) -> None:
     """A block may end at every offset: its state goes where the step's state was, or elsewhere."""
     step = Step([Request(3, parents=chain(7))], seed=9, padded=0)

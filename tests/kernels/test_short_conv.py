@@ -13,6 +13,7 @@ from bastion_kernels.gated_delta.short_conv import short_conv_tree
 from bastion_kernels.gated_delta.states import LayerStates
 
 versions = pytest.mark.parametrize("version", ["reference", "triton"])
+commits = pytest.mark.parametrize("version", ["reference", "triton", "cpu"])
 CHANNELS = 150
 
 
@@ -66,7 +67,7 @@ def test_a_row_is_convolved_with_its_ancestors(version: str, taps: int) -> None:
     assert bool((out[int(step.starts[-1]) :] == POISON).all())
 
 
-@versions
+@commits
 def test_the_last_inputs_of_the_accepted_text_are_kept(version: str) -> None:
     step = Step(mixed(9), seed=9)
     tails = [max(1, len(request.parents)) for request in step.requests] + [0]
@@ -94,7 +95,7 @@ def test_the_last_inputs_of_the_accepted_text_are_kept(version: str) -> None:
     assert torch.equal(first.cpu(), step.state)
 
 
-@versions
+@commits
 def test_the_inputs_before_any_part_of_a_path(version: str) -> None:
     """A block may end at every offset: its state goes where the step's state was, or elsewhere."""
     step = Step([Request(2, parents=[-1, 0, 1, 2, 3, 4])], seed=10)

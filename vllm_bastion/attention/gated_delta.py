@@ -4,13 +4,13 @@
 vLLM's layer projects and normalises. Its core has a short convolution and the recurrence; we run
 both for trees and chains, and vLLM runs both for prompts. A FULL graph holds the launches of one
 step and is replayed for all, so every tensor that a launch reads or writes is a buffer that lives
-as long as the engine.
+as long as the engine. On a CPU one call runs both, and what lies between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,13 +32,16 @@ class CommitInputs:
     key: torch.Tensor  # [M, Hk, K]
     updates: torch.Tensor  # [M, H, V] fp32
     decays: torch.Tensor  # [M, H] fp64
+    # What the host made for one layer.
+    of_host: Any = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.conv_input, self.key, self.updates, self.decays
 
     def of_layer(self, index: int) -> CommitInputs:
         """The part of one layer, by its index in `allocate`'s list."""
-        return CommitInputs(*(x[index] for x in self.tensors()))
+        conv_input, key, updates, decays = (x[index] for x in self.tensors())
+        return CommitInputs(conv_input, key, updates, decays)
 
 
 def allocate(
@@ -79,6 +82,9 @@ class TreeRows:
     step_rows: torch.Tensor | None
     # by layer name
     commit_inputs: Mapping[str, CommitInputs]
+    # The host's own kernel, see `Host.run_gated_delta`, and what it made of these rows.
+    native: Callable[..., bool]
+    of_host: Any = field(default=None, init=False)
 
 
 @dataclass(kw_only=True)
@@ -153,6 +159,10 @@ def run_tree_rows(
     mixed_qkv: [T, C]; b, a: [T, H]; out: [T, H, V], written.
     """
     saved, step_rows = rows.commit_inputs[layer.prefix], rows.step_rows
+    if _on_cpu(layer) and rows.native(
+        layer, _weight_of(layer), states_of(layer), rows, saved, (mixed_qkv, b, a, out)
+    ):
+        return
     if step_rows is not None:
         mixed_qkv, b, a = (x.index_select(0, step_rows) for x in (mixed_qkv, b, a))
     # A graph's padding may exceed the tree rows that a step can have.

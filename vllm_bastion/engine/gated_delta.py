@@ -41,6 +41,7 @@ from vllm_bastion.attention.gated_delta import (
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.target import BastionModelState
 from vllm_bastion.logger import init_logger
+from vllm_bastion.platform import current_host
 
 logger = init_logger(__name__)
 
@@ -70,6 +71,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
 
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(runtime, vllm_config, *args)
+        self._native = current_host().run_gated_delta
         self._layers: dict[str, Any] = {}
         self._groups: dict[str, int] = {}  # KV-cache group by layer name
         # For all layers; None until the profiling run, or until the caches are bound.
@@ -182,6 +184,8 @@ class GatedDeltaModelState(BastionModelState, _OneState):
     def _blocks(self, group: int, tokens: torch.Tensor) -> torch.Tensor:
         """The blocks of the states after `tokens` [R] tokens."""
         table = self._tables[group][: len(tokens)]
+        if not self._align_mode:
+            return table[:, 0]  # the request's one state
         # A dummy batch has any number of tokens.
         columns = self._column(tokens).clamp(0, table.shape[1] - 1)
         return table.gather(1, columns.long()[:, None])[:, 0]
@@ -233,7 +237,9 @@ class GatedDeltaModelState(BastionModelState, _OneState):
             # A dummy batch is not trimmed: skip the requests that do not fit the buffers.
             fits = starts[1:] <= self._max_rows
             torch.where(fits, state_rows, self._no_state, out=state_rows)
-        return TreeRows(self.trees, starts, state_rows, step_rows, self._commit_inputs_by_layer)
+        return TreeRows(
+            self.trees, starts, state_rows, step_rows, self._commit_inputs_by_layer, self._native
+        )
 
     def warm_up(self) -> None:
         super().warm_up()
@@ -278,13 +284,14 @@ class GatedDeltaModelState(BastionModelState, _OneState):
             path[:, 0] = 0
         starts, computed = rows.query_start_loc[: count + 1], self._computed[:count]
         state_rows, into_rows = self._state_rows[:, :count], self._into_rows[:, :count]
+        if not self._align_mode:
+            self._commit(state_rows, state_rows, starts, batch.cu_num_logits, path)
+            return
         end = computed + (path >= 0).sum(1, dtype=torch.int32)
         for group in by_group:
             into_rows[group] = self._blocks(group, end)
         # The end comes first: the block's end may be written where the state is read.
         self._commit(state_rows, into_rows, starts, batch.cu_num_logits, path)
-        if not self._align_mode:
-            return
         boundary = end // self._block_size * self._block_size
         inside = (boundary > computed) & (boundary < end)
         for group in by_group:

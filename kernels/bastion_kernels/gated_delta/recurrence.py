@@ -273,4 +273,4 @@ class GatedDeltaCommit(Op):
         )
 
 
-gated_delta_commit = public(GatedDeltaCommit)
+gated_delta_commit = public(GatedDeltaCommit, cpu="bastion_kernels.cpu.gated_delta")

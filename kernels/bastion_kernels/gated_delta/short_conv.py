@@ -306,4 +306,4 @@ class ShortConvCommit(Op):
         )  # fmt: skip
 
 
-short_conv_commit = public(ShortConvCommit)
+short_conv_commit = public(ShortConvCommit, cpu="bastion_kernels.cpu.gated_delta")

@@ -13,7 +13,6 @@ constexpr int64_t kChain = 64;     // a causal run of at most so many rows gets 
 constexpr float kLowest = -1e30f;  // of a score
 
 enum Layout : int64_t { kOther, kVector, kAmx };
-enum Format : int64_t { kFloat32, kBf16, kFp16, kE4M3, kE5M2 };
 
 // What a layer is in every step. Strides are in elements.
 struct LayerArgs {

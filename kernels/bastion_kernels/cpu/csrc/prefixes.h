@@ -29,12 +29,6 @@ struct PrefixArgs {
 constexpr int64_t kPhases = 4;
 constexpr int64_t kFewestTileRows = 4;  // fewer are faster without tiles
 
-inline Floats sigmoid(Floats x) {
-  const Floats most = splat(80.0f);
-  x = -x;
-  return 1.0f / (1.0f + exp_of(x < most ? x : most));
-}
-
 // `to` is read as words later, which the compiler allows for copied bytes only.
 template <class T>
 void round_to(T* to, Floats x) {

@@ -74,7 +74,15 @@ inline F exp_of(F x) {
 inline float exp_of(float x) { return exp_of<float, int32_t>(x); }
 inline Floats exp_of(Floats x) { return exp_of<Floats, Ints>(x); }
 
+inline Floats sigmoid(Floats x) {
+  const Floats most = splat(80.0f);
+  x = -x;
+  return 1.0f / (1.0f + exp_of(x < most ? x : most));
+}
+
 // ---- Number formats ----
+
+enum Format : int64_t { kFloat32, kBf16, kFp16, kE4M3, kE5M2 };
 
 struct Bf16 {
   uint16_t bits;
