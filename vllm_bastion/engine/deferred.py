@@ -46,7 +46,9 @@ class DeferredContext:
         store: Callable[[int], None],
     ) -> None:
         self._hidden, self._positions, self._slots = hidden, positions, slots
-        self._max_num_reqs, self._store = max_num_reqs, store
+        self._max_rows, self._store = len(positions), store
+        # A plain step always fits if so many rows are kept.
+        self._full = self._max_rows - max_num_reqs
         self._num_rows = self._num_steps = 0
         # [begin, end) of rows -> these rows of every buffer: the same ones are written again.
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -70,12 +72,12 @@ class DeferredContext:
         torch._foreach_copy_(into, [row if row.shape[0] == count else row[:count] for row in rows])
         self._num_rows = end
         self._num_steps += 1
-        if self._num_steps == _MAX_STEPS or end + self._max_num_reqs > len(self._positions):
+        if self._num_steps == _MAX_STEPS or end > self._full:
             self.flush()
 
     def has_room(self, count: int) -> bool:
         """Whether so many rows can be added. There is always room for a row of each request."""
-        return self._num_rows + count <= len(self._positions)
+        return self._num_rows + count <= self._max_rows
 
     def flush(self) -> None:
         """Store the rows that were kept."""

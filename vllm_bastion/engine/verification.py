@@ -80,8 +80,11 @@ class CountedOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()
         ends = self._num_logits.tolist()
-        nodes = (end - begin - 1 for begin, end in pairwise(ends))
-        num_verified = dict(zip(self._req_ids, nodes, strict=True))
+        if ends[-1] == len(self._req_ids):  # roots only
+            num_verified = dict.fromkeys(self._req_ids, 0)
+        else:
+            nodes = (end - begin - 1 for begin, end in pairwise(ends))
+            num_verified = dict(zip(self._req_ids, nodes, strict=True))
         if self._recorder is not None and self._step is not None:
             trees = [name for name, count in num_verified.items() if count > 0]
             tokens, row = output.sampled_token_ids, output.req_id_to_index
