@@ -19,14 +19,14 @@ def run(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> bool:
     mixed, b, a, out = tensors
+    model = weight, layer.A_log, layer.dt_bias, *states
     ours: GatedDeltaLayer | None = saved.of_host
-    if ours is None or not ours.is_current:
-        weights = weight, layer.A_log.detach(), layer.dt_bias.detach()
-        dtypes = [tensor.dtype for tensor in (*weights, *states, mixed)]
-        if not serves(*dtypes) or mixed.dtype != saved.key.dtype:
+    if ours is None or not ours.has(*model):
+        of_rows = {x.dtype for x in (*tensors, saved.key, saved.conv_input)}
+        if len(of_rows) != 1 or not serves(*of_rows, *(x.dtype for x in model)):
             return False
         ours = saved.of_host = GatedDeltaLayer(
-            *weights, *states, saved.conv_input, saved.key, saved.updates, saved.decays,
+            *model, saved.conv_input, saved.key, saved.updates, saved.decays,
             layer.head_k_dim**-0.5,
         )  # fmt: skip
     if rows.of_host is None:

@@ -169,7 +169,7 @@ class GatedDeltaLayer:
         self._tensors = (
             weight, decay_log, decay_bias, conv_state, state, conv_input, key, updates, decays,
         )  # fmt: skip
-        self._addresses = self._places()
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors[:5]]
         heads, width = updates.shape[1:]
         self._args = _LayerArgs(
             heads, *key.shape[1:], width, weight.shape[1], FORMATS[key.dtype],
@@ -180,21 +180,18 @@ class GatedDeltaLayer:
         )  # fmt: skip
         self._run = library.load().bastion_gated_delta
 
-    def _places(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors]
-
-    @property
-    def is_current(self) -> bool:
-        """Whether all tensors still have the memory that they had."""
-        return self._addresses == self._places()
+    def has(self, *tensors: Tensor) -> bool:
+        """Whether the first five tensors are where these are: a model may get other memory."""
+        return self._addresses == [tensor.data_ptr() for tensor in tensors]
 
     def __call__(
         self, step: GatedDeltaStep, mixed: Tensor, b: Tensor, a: Tensor, out: Tensor
     ) -> None:
-        """mixed: `[T, C]`; b, a: `[T, H]`, of mixed's dtype; out: `[T, H, V]`, written.
+        """mixed: `[T, C]`; b, a: `[T, H]`; out: `[T, H, V]`, written; all of the key's dtype.
 
-        The last dimensions are contiguous.
+        The last dimension of `out` is contiguous.
         """
+        mixed, b, a = (x if x.stride(-1) == 1 else x.contiguous() for x in (mixed, b, a))
         rows = _RowsArgs(
             torch.get_num_threads(), mixed.data_ptr(), mixed.stride(0), b.data_ptr(), b.stride(0),
             a.data_ptr(), a.stride(0), out.data_ptr(), *out.stride()[:2],
@@ -205,7 +202,7 @@ class GatedDeltaLayer:
 def _commit_args(op: GatedDeltaCommit | ShortConvCommit) -> tuple[_CommitArgs, tuple[Tensor, ...]]:
     """The arguments of both commits, and the tensors that they have addresses of."""
     path, states = op.path, op.states
-    rows = [x.to(torch.int32).contiguous() for x in (op.state_rows, op.into_rows)]
+    rows = [x.to(torch.int32) for x in (op.state_rows, op.into_rows)]
     kept = (states.table, *rows, op.query_start_loc, op.cu_num_logits, path)
     args = _CommitArgs(
         torch.get_num_threads(), len(states.states), path.shape[0], states.table.data_ptr(),
