@@ -359,6 +359,8 @@ def test_whole_steps_of_both_kinds_correct_the_costs() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "new_mark", lambda device: Event(clock))
         costs = StepCosts(make_latency("ema_table", table), trees, online=True)
+    reported: list[bool] = []
+    costs.on_step = lambda verified, *_: reported.append(verified)
     costs.install(1, 50.0)
     assert costs.current.tree_step_ms(9) == installed[-1][9] == pytest.approx(4.25)
     assert costs.current.plain_ms == 3.25
@@ -375,6 +377,9 @@ def test_whole_steps_of_both_kinds_correct_the_costs() -> None:
         assert costs.timer.num_pending < 5
     clock[0] += 10.0
     costs.learn()
+    # The very first step has no length. Of plain steps that complete together, the last one counts.
+    assert reported.count(True) == 59
+    assert 0 < reported.count(False) <= 20
     costs.install(1, 50.0)
     # 3 ms forward, 1 ms draft, 2 ms of all the rest; 3 ms and 0.5 ms without a draft
     assert costs.current.tree_step_ms(9) == pytest.approx(6.0, rel=0.03)

@@ -59,7 +59,10 @@ class StepCosts:
             self._trees.set_cost_ms(self._installed)
 
     def learn(self, *, at_once: bool = True) -> None:
-        """Learn from the steps that were completed since; unless `at_once`, from a few together."""
+        """Learn from the steps that were completed since; unless `at_once`, from a few together.
+
+        Of plain steps in a row, the last one speaks for those before it.
+        """
         if self.timer is not None and (at_once or self.timer.num_pending >= _TOGETHER):
             steps, passed = list(self.timer.completed()), 0
             for i, step in enumerate(steps, 1):

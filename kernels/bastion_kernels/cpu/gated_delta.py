@@ -200,17 +200,16 @@ class GatedDeltaLayer:
 
 
 def _commit_args(op: GatedDeltaCommit | ShortConvCommit) -> tuple[_CommitArgs, tuple[Tensor, ...]]:
-    """The arguments of both commits, and the tensors that they have addresses of."""
+    """The arguments of both commits, and tensors that must live until the call returns."""
     path, states = op.path, op.states
     rows = [x.to(torch.int32) for x in (op.state_rows, op.into_rows)]
-    kept = (states.table, *rows, op.query_start_loc, op.cu_num_logits, path)
     args = _CommitArgs(
         torch.get_num_threads(), len(states.states), path.shape[0], states.table.data_ptr(),
         rows[0].data_ptr(), rows[0].stride(0), rows[1].data_ptr(), rows[1].stride(0),
         op.query_start_loc.data_ptr(), op.cu_num_logits.data_ptr(), path.data_ptr(),
         path.stride(0), path.shape[1],
     )  # fmt: skip
-    return args, kept
+    return args, tuple(rows)
 
 
 def _has(states: LayerStates, *tensors: Tensor) -> bool:
@@ -222,7 +221,7 @@ def gated_delta_commit(op: GatedDeltaCommit) -> None:
     if not _has(op.states, op.key):
         op.reference()
         return
-    paths, kept = _commit_args(op)
+    paths, _rows = _commit_args(op)
     first = op.states.first
     args = _DeltaCommitArgs(
         paths, op.updates.shape[2], *op.key.shape[2:], op.updates.shape[3], _numbers(op.key),
@@ -230,7 +229,6 @@ def gated_delta_commit(op: GatedDeltaCommit) -> None:
         op.decays.stride(0), FORMATS[first.dtype], *first.stride(),
     )  # fmt: skip
     library.load().bastion_gated_delta_commit(ctypes.byref(args))
-    del kept
 
 
 def short_conv_commit(op: ShortConvCommit) -> None:
@@ -238,11 +236,10 @@ def short_conv_commit(op: ShortConvCommit) -> None:
     if not _has(op.states, op.x):
         op.reference()
         return
-    paths, kept = _commit_args(op)
+    paths, _rows = _commit_args(op)
     first = op.states.first
     args = _ConvCommitArgs(
         paths, first.shape[1], first.shape[2], _numbers(op.x), *op.x.stride()[:2],
         FORMATS[first.dtype], *first.stride(),
     )  # fmt: skip
     library.load().bastion_short_conv_commit(ctypes.byref(args))
-    del kept

@@ -85,15 +85,9 @@ class Twin:
         values: list[Any] = []
         rounded = []
         for item in given:
-            value, kind = item, type(item)
-            if kind is int:
-                pass
-            elif isinstance(item, torch.Tensor):
-                value = None
-                if item.is_contiguous():
-                    value = _views.get((item.data_ptr(), item.dtype, item.nbytes))
-                if value is None:
-                    value = _flat_view(item)
+            value = item
+            if isinstance(item, torch.Tensor):
+                value = _flat_view(item)
                 if value is None:
                     flat = _flat(item)
                     value = (flat.view(torch.int16) if self._bits else flat.float()).numpy()
