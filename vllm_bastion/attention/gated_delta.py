@@ -159,9 +159,8 @@ def run_tree_rows(
     mixed_qkv: [T, C]; b, a: [T, H]; out: [T, H, V], written.
     """
     saved, step_rows = rows.commit_inputs[layer.prefix], rows.step_rows
-    if _on_cpu(layer) and rows.native(
-        layer, _weight_of(layer), states_of(layer), rows, saved, (mixed_qkv, b, a, out)
-    ):
+    weight, states = _weight_of(layer), states_of(layer)
+    if _on_cpu(layer) and rows.native(layer, weight, states, rows, saved, (mixed_qkv, b, a, out)):
         return
     if step_rows is not None:
         mixed_qkv, b, a = (x.index_select(0, step_rows) for x in (mixed_qkv, b, a))
@@ -171,13 +170,11 @@ def run_tree_rows(
     trees, num_reqs = rows.trees, rows.state_rows.shape[0]
     requests = (rows.state_rows, rows.query_start_loc)
     tree = (trees.tail_lens[:num_reqs], trees.step_slots[:num_reqs])
-    conv_state, state = states_of(layer)
+    conv_state, state = states
     conv_input, key = saved.conv_input[:count], saved.key[:count]
     conv_input.copy_(mixed_qkv)
     mixed = torch.empty_like(conv_input)
-    short_conv_tree(
-        conv_input, _weight_of(layer), conv_state, *requests, *tree, trees.parents, mixed
-    )
+    short_conv_tree(conv_input, weight, conv_state, *requests, *tree, trees.parents, mixed)
     query, own_key, value, gate, beta = _inputs_of(layer, mixed, b, a)
     key.copy_(own_key)
     result = out[:count] if step_rows is None else out.new_empty(count, *out.shape[1:])

@@ -152,18 +152,10 @@ class CpuHost(Host):
         accept_lazily(draw_and_keep, *walk)
         return processed
 
-    def run_gated_delta(
-        self,
-        layer: Any,
-        weight: Tensor,
-        states: tuple[Tensor, Tensor],
-        rows: Any,
-        saved: Any,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    ) -> bool:
+    def run_gated_delta(self, *args: Any) -> bool:
         from vllm_bastion.cpu import gated_delta
 
-        return gated_delta.run(layer, weight, states, rows, saved, tensors)
+        return gated_delta.run(*args)
 
     # ---- calibration --------------------------------------------------------------------
 

@@ -14,8 +14,6 @@ namespace {
 
 constexpr int64_t kTogether = 12;  // rows that are multiplied with the state at once
 
-int64_t padded(int64_t size) { return ceil_div(size, kLanes) * kLanes; }
-
 struct Scratch {
   Buffer<float> rows, taps, state, products, sums;
   Buffer<int32_t> above;
@@ -81,8 +79,8 @@ class Unit {
     if (place_ < 0 || count_ <= 0) return;
     CHECK(first_ + count_ <= l_.max_rows);
     channels_ = 2 * l_.key_heads * l_.dim + l_.heads * l_.width;
-    dim_ = padded(l_.dim);
-    width_ = padded(l_.width);
+    dim_ = whole_vectors(l_.dim);
+    width_ = whole_vectors(l_.width);
     place_rows(request);
     // keys, queries, values
     const Span<float> all = m_.rows.get(count_ * (2 * dim_ + width_));

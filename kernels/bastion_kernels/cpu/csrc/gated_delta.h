@@ -6,6 +6,9 @@
 
 namespace bastion {
 
+// A row's numbers, filled up to whole vectors.
+inline int64_t whole_vectors(int64_t size) { return ceil_div(size, kLanes) * kLanes; }
+
 // Numbers of a format known at run time. Strides are in elements.
 struct Numbers {
   const void* data;

@@ -29,8 +29,8 @@ Span<int64_t> accepted(const CommitArgs& a, int64_t request, Scratch& scratch) {
   return rows.part(0, count);
 }
 
-// Calls work(layer, request, part, rows, from, to) for whatever moves, in any order. from, to: rows
-// of the layer's states.
+// Calls work(layer, part, rows, from, to, scratch) for whatever moves, in any order. rows: accepted
+// ones; from, to: rows of the layer's states.
 template <class Work>
 void for_each(const CommitArgs& a, int64_t parts, Work work) {
   const int64_t total = a.layers * a.requests * parts;
@@ -53,7 +53,7 @@ void for_each(const CommitArgs& a, int64_t parts, Work work) {
 // S <- e^{G_a} S + sum_j e^{G_a - G_j} k_j u_j^T of one head.
 void move_head(const DeltaCommitArgs& a, int64_t layer, int64_t head, Span<int64_t> rows,
                int64_t from, int64_t to, Scratch& scratch) {
-  const int64_t count = rows.size, wide = ceil_div(a.width, kLanes) * kLanes;
+  const int64_t count = rows.size, wide = whole_vectors(a.width);
   const int64_t key_head = head / (a.heads / a.key_heads);
   const double* decays = a.decays + layer * a.decays_layer + head;
   const double last = decays[rows[count - 1] * a.heads];
