@@ -59,7 +59,9 @@ class CpuHost(Host):
         from vllm_bastion.cpu.stored_graphs import host_instructions
 
         products = str(MIN_WEIGHT_BYTES if has_linear() else None)
-        return drafter_weights, products, host_instructions()
+        # The target's attention writes its cache itself: a model that was compiled for another
+        # attention would write twice, or not at all.
+        return drafter_weights, products, host_instructions(), "attention-writes-cache"
 
     def loading_compiled(self) -> AbstractContextManager[None]:
         from vllm_bastion.cpu.stored_graphs import complete_when_read
