@@ -208,8 +208,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         """
         if kv_cache is not self._whole:
             blocks, heads, page, _ = kv_cache.shape
-            self._halves = kv_cache.view(blocks, heads, 2 * page, -1).chunk(2, dim=2)
-            self._whole = kv_cache
+            keys, values = kv_cache.view(blocks, heads, 2 * page, -1).chunk(2, dim=2)
+            self._whole, self._halves = kv_cache, (keys, values)
         return self._halves
 
     def _with_cache(
