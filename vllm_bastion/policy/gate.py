@@ -55,9 +55,9 @@ _PRIOR_TOKENS = 4.0
 # Standard deviations by which the cost of the very first trees may be wrong.
 _DOUBT = 3.0
 _TRIAL = 2
-# Steps for which the result of a trial is used: of plain steps, whose cost changes slowly, and of
-# trees, whose requests finish.
-_COST_HORIZON, _GAIN_HORIZON = 64, 16
+# Steps for which the result of a trial is used: of trees, whose requests finish, and of plain steps,
+# whose cost changes slowly. By `step_filter._DRIFT` it is known to 5% after so many.
+_GAIN_HORIZON, _COST_HORIZON = 16, 256
 _SHARE = 1 / 64
 # The allowance starts with this many plain steps, and never holds more than as many tree steps.
 _START = 4.0
