@@ -55,8 +55,8 @@ _PRIOR_TOKENS = 4.0
 # Standard deviations by which the cost of the very first trees may be wrong.
 _DOUBT = 3.0
 _TRIAL = 2
-# Steps for which the result of a trial is used: of trees, whose requests finish, and of plain steps,
-# whose cost changes slowly. By `step_filter._DRIFT` it is known to 5% after so many.
+# Steps for which the result of a trial is used: of trees, whose requests finish, and of plain
+# steps, whose cost changes slowly. By `step_filter._DRIFT` it is known to 5% after so many.
 _GAIN_HORIZON, _COST_HORIZON = 16, 256
 _SHARE = 1 / 64
 # The allowance starts with this many plain steps, and never holds more than as many tree steps.
