@@ -298,6 +298,7 @@ def _scheduled(**drafts: int) -> Any:
         num_scheduled_tokens={name: 1 + count for name, count in drafts.items()},
         total_num_scheduled_tokens=sum(1 + count for count in drafts.values()),
         num_invalid_spec_tokens=None,
+        finished_req_ids=set(),
     )
 
 

@@ -22,9 +22,13 @@ PLAN = "tests.e2e.plain_steps:in_turns"
 PROBE = "tests.e2e.plain_steps:context"
 
 
-@pytest.mark.parametrize("top_k", [16, pytest.param(1, marks=pytest.mark.slow)])
-def test_context_waits_without_loss(runner: Runner, compare: Comparison, top_k: int) -> None:
-    plain = Engine(max_num_seqs=2, eager=True)
+@pytest.mark.parametrize(
+    ("top_k", "caching"), [(16, True), (16, False), pytest.param(1, True, marks=pytest.mark.slow)]
+)
+def test_context_waits_without_loss(
+    runner: Runner, compare: Comparison, top_k: int, caching: bool
+) -> None:
+    plain = Engine(max_num_seqs=2, eager=True, extra=(("enable_prefix_caching", caching),))
     batch = Batch("drafts in turns")
     # The last one starts while others decode, and short ones end while their rows wait.
     for i, (name, text) in enumerate(cases.some(2, first=5)):
@@ -39,7 +43,8 @@ def test_context_waits_without_loss(runner: Runner, compare: Comparison, top_k: 
         ),
     }
     for name, run in runs.items():
-        compare.same(f"{name}, K = {top_k}", [batch], first, run.result(), plain)
+        label = f"{name}, K = {top_k}{'' if caching else ', no prefix caching'}"
+        compare.same(label, [batch], first, run.result(), plain)
     deferred, at_once = (run.result()["batches"][0]["probed"] for run in runs.values())
     assert len(deferred) == len(at_once)
     waited = 0

@@ -5,13 +5,14 @@ A drafter reads the keys and values that it computes from the target's hidden st
 only keeps the hidden states of its rows, a prompt's too where there is room. They are turned into
 keys and values when drafting resumes, when a request leaves, because its blocks may then be cached
 or belong to another request, and after a limited number of steps, before a sliding window lets go
-of a block.
+of a block. Rows of requests that have all left are dropped where nobody can find their blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -50,6 +51,7 @@ class DeferredContext:
         # A plain step always fits if so many rows are kept.
         self._full = self._max_rows - max_num_reqs
         self._num_rows = self._num_steps = 0
+        self._requests: set[int] = set()  # those that the rows belong to
         # [begin, end) of rows -> these rows of every buffer: the same ones are written again.
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -59,8 +61,12 @@ class DeferredContext:
         positions: torch.Tensor,
         slots: Sequence[torch.Tensor],
         count: int,
+        requests: np.ndarray,
     ) -> None:
-        """Keep the first `count` rows of a step, all of them accepted; see `has_room`."""
+        """Keep the first `count` rows of a step, all of them accepted; see `has_room`.
+
+        requests: [R] slots of the step's requests.
+        """
         begin, end = self._num_rows, self._num_rows + count
         into = self._views.get((begin, end))
         if into is None:
@@ -72,6 +78,7 @@ class DeferredContext:
         torch._foreach_copy_(into, [row if row.shape[0] == count else row[:count] for row in rows])
         self._num_rows = end
         self._num_steps += 1
+        self._requests.update(requests.tolist())
         if self._num_steps == _MAX_STEPS or end > self._full:
             self.flush()
 
@@ -79,9 +86,18 @@ class DeferredContext:
         """Whether so many rows can be added. There is always room for a row of each request."""
         return self._num_rows + count <= self._max_rows
 
+    def leave(self, request: int, needed: bool) -> None:
+        """A request gives up its blocks. `needed`: whether someone may find them again."""
+        if request not in self._requests:
+            return
+        if not needed and len(self._requests) == 1:
+            self._num_rows = 0
+        self.flush()
+
     def flush(self) -> None:
         """Store the rows that were kept."""
         count, self._num_rows, self._num_steps = self._num_rows, 0, 0
+        self._requests.clear()
         if count:
             self._store(count)
 

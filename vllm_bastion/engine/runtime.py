@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +60,8 @@ class Runtime:
     drafting: bool = True
     # Mean cached tokens of the current step's requests.
     context_len: float = 0.0
+    # Ids of the requests that ended before the current step.
+    finished: Collection[str] = ()
     # Whether prompts can fill the next step, see `StepPlan`.
     backlog: bool = False
     # Rows and logits of each of the step's requests, [R]; None before the host has trimmed it, and

@@ -370,7 +370,7 @@ def draft_tokens_handler(original: Callable[..., Any], device: Any = None) -> An
 def execute_model(
     original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Pass on what the scheduler knows: nodes that a grammar rejected, and waiting prompts."""
+    """Pass on what the scheduler knows: rejected nodes, waiting prompts, requests that ended."""
     if bastion_config(self.vllm_config) is None:
         return original(self, scheduler_output, *args, **kwargs)
     from vllm_bastion.engine.runtime import runtime_of
@@ -379,6 +379,7 @@ def execute_model(
     plan = StepPlan.find(scheduler_output)
     runtime = runtime_of(self.vllm_config)
     runtime.backlog = plan is not None and plan.backlog
+    runtime.finished = scheduler_output.finished_req_ids
     runtime.trimmed = _untrimmed(self, scheduler_output)
     if not (
         scheduler_output.has_structured_output_requests
