@@ -229,14 +229,14 @@ def test_a_request_that_never_has_trees_only_makes_the_others_pay_more():
     assert gate(1.4).draft([0, 1], StepEstimate(cost, plain))
 
 
-def test_plain_steps_are_tried_while_their_cost_is_in_doubt_and_two_in_a_row():
+def test_plain_steps_are_tried_while_their_cost_is_in_doubt_and_four_in_a_row():
     gate, names = DraftGate(15), [0]
     for _ in range(64):
         gate.observe_trees(names, [0.6], [16])
         gate.observe_outcomes(names, [0.6], [0.6])
     drafts = [gate.draft(names, estimate(15.0, sd=0.3)) for _ in range(40)]
     runs = [len(list(run)) for kind, run in itertools.groupby(drafts) if not kind]
-    assert runs and set(runs) == {2}
+    assert runs and set(runs) == {4}
     # Once it is known, there is nothing to try.
     assert all(gate.draft(names, estimate(15.0, sd=0.01)) for _ in range(200))
     # Nor where trees gain more than the doubt.

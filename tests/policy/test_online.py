@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latency models: staircase, drift, noise, outliers, and what one kind of step tells of another."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -99,11 +101,16 @@ def test_the_papers_factor_follows_the_forward_time():
 
 
 def _serve(model, steps, rng, *, plain=1.0, root=1.0, added=1.0, noise=0.05, spikes=(), drafts=0.9):
-    """Steps of one request; factors on plain steps, and on a tree step's roots and further rows."""
-    prior = _table().cost_ms(1, 0).astype(float)
+    """Steps of one request, four of a kind in a row.
+
+    Factors on plain steps, and on a tree step's roots and further rows.
+    """
+    prior, trees = _table().cost_ms(1, 0).astype(float), True
     for i in range(steps):
+        if i % 4 == 0:
+            trees = rng.random() < drafts
         error = (1 + noise * rng.standard_normal()) * (40.0 if i in spikes else 1.0)
-        if rng.random() < drafts:
+        if trees:
             rows = int(rng.integers(2, 33))
             total = error * (root * prior[1] + added * (prior[rows] - prior[1]))
             model.observe(StepTimes(rows, 1, 0.0, True, True, total - 2.0, total))
@@ -136,6 +143,36 @@ def test_a_slowdown_is_followed():
     assert _costs(model) == pytest.approx((3.9, 6.15, 10.8), rel=0.1)
 
 
+def test_a_stalled_step_leaves_doubt():
+    """It must not make the gate certain that trees do not pay: nothing would be tried again."""
+    costs = {}
+    for name, times in {"stalled": 10.0, "usual": 1.0}.items():
+        model = FilteredLatency(_table())
+        for factor in (1.0, times):
+            model.observe(StepTimes(9, 1, 0.0, True, True, 2.0, factor * 4.9))
+        for _ in range(4):
+            model.observe(_plain(2.6))
+        costs[name] = model.estimate(1, 0)
+    ratio = costs["stalled"].tree_step_ms(9) / costs["stalled"].plain_ms
+    assert costs["stalled"].ratio_sd > 2 * costs["usual"].ratio_sd
+    assert math.log(ratio / (4.9 / 2.6)) < 2 * costs["stalled"].ratio_sd
+
+
+def test_a_plain_step_right_after_trees_does_not_count():
+    model, rng = FilteredLatency(_table()), np.random.default_rng(2)
+    _serve(model, 200, rng, drafts=0.5)
+    for _ in range(200):
+        _serve(model, 1, rng, drafts=1.0)
+        model.observe(_plain(1.4 * 2.6))
+        model.observe(_plain(2.6))
+    assert _costs(model) == pytest.approx((2.6, 4.1, 7.2), rel=0.06)
+    # Of several plain steps together the last one is told, which follows another one.
+    for _ in range(200):
+        _serve(model, 1, rng, drafts=1.0)
+        model.observe(_plain(1.4 * 2.6), passed=4)
+    assert _costs(model)[0] == pytest.approx(1.4 * 2.6, rel=0.1)
+
+
 @pytest.mark.parametrize("drafts", [0.0, 1.0])
 def test_each_kind_of_step_shows_that_the_machine_changed(drafts):
     model, rng = FilteredLatency(_table()), np.random.default_rng(9)
@@ -149,7 +186,7 @@ def test_doubt_grows_while_only_one_kind_is_seen_and_ends_with_the_other():
     first = model.estimate(1, 0).ratio_sd
     _serve(model, 100, rng, drafts=1.0)
     alone = model.estimate(1, 0).ratio_sd
-    _serve(model, 20, rng, drafts=0.5)
+    _serve(model, 40, rng, drafts=0.5)
     known = model.estimate(1, 0).ratio_sd
     _serve(model, 1000, rng, drafts=1.0)
     later = model.estimate(1, 0).ratio_sd

@@ -25,9 +25,11 @@ both. If s is the standard deviation of what a trial teaches about x, it is expe
 of the time that follows: what is lost where x has the wrong sign. The less promising kind is tried
 if this saves more over a HORIZON of steps than the trial is expected to lose,
 
-    TRIAL C (1 - e^x)     or, for plain steps,     TRIAL P (1 - e^-x)
+    2 C (1 - e^x)     or, for plain steps,     4 P (1 - e^-x)
 
-milliseconds. A trial is TRIAL decisions in a row, so that one whole step of the kind is timed.
+milliseconds: so many decisions in a row are a trial. Of two, one step is whole: the other begins
+or ends with the other kind. Of four, two are whole plain steps and follow a plain one, see
+`FilteredLatency.observe`.
 
 Trials are paid from an allowance that grows by SHARE of the time, and by P / R for each new
 request, whose first tree thus hardly ever waits. So what is lost to trials is bounded.
@@ -54,7 +56,7 @@ _RECENT_OF_ALL = 256
 _PRIOR_TOKENS = 4.0
 # Standard deviations by which the cost of the very first trees may be wrong.
 _DOUBT = 3.0
-_TRIAL = 2
+_TRIAL_OF_TREES, _TRIAL_OF_PLAIN = 2, 4
 # Steps for which the result of a trial is used: of trees, whose requests finish, and of plain
 # steps, whose cost changes slowly. By `step_filter._DRIFT` it is known to 5% after so many.
 _GAIN_HORIZON, _COST_HORIZON = 16, 256
@@ -252,15 +254,17 @@ class DraftGate:
             self._pause -= 1
             return False
         other_ms, now_ms = (plain_ms, tree_ms) if drafts else (tree_ms, plain_ms)
-        horizon = _COST_HORIZON if drafts else _GAIN_HORIZON
+        horizon, steps = _GAIN_HORIZON, _TRIAL_OF_TREES
+        if drafts:
+            horizon, steps = _COST_HORIZON, _TRIAL_OF_PLAIN
         # Plain steps teach what they cost, steps with trees also what they bring.
         cost_variance = costs.ratio_sd**4 / (costs.ratio_sd**2 + NOISE**2)
         sd = math.sqrt(cost_variance + (0.0 if drafts else gain_variance))
-        loss = _TRIAL * other_ms * max(1.0 - math.exp(-abs(advantage)), _MIN_LOSS)
+        loss = steps * other_ms * max(1.0 - math.exp(-abs(advantage)), _MIN_LOSS)
         if loss > min(horizon * now_ms * _normal_loss(advantage, sd), self._allowance_ms):
             return False
         self._allowance_ms -= loss
-        self._trial, self._pause, self._trial_of_trees = _TRIAL - 1, _PAUSE, not drafts
+        self._trial, self._pause, self._trial_of_trees = steps - 1, _PAUSE, not drafts
         return True
 
 

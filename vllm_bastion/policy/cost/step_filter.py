@@ -16,9 +16,11 @@ is what steps with trees take beyond that, the slope s what rows beyond the root
     K = S H' / (H S H' + r)             S = the covariance, r = the variance of one step's time
     state += K y,  S -= K H S           y clipped to two of its standard deviations
 
-and between two observations S grows by Q a step: what has not been seen for long is not known well.
-With r = 0.1^2 and Q = 0.01^2, K of the level settles at 0.1, the alpha of the paper's moving
-average. The arm and the slope depend less on the machine, and follow more slowly.
+If y is larger, S decreases by less, as if r were so large that y is two standard deviations: one
+stalled step must not make the filter certain of what it showed. Between two observations S grows
+by Q a step: what has not been seen for long is not known well. With r = 0.1^2 and Q = 0.01^2, K of
+the level settles at 0.1, the alpha of the paper's moving average. The arm and the slope depend less
+on the machine, and follow more slowly.
 
 The standard deviation of a is how well the two kinds of step can be compared; the gate explores
 by it.
@@ -105,10 +107,14 @@ class StepFilter:
         variance = t0 + t1 * on_arm + t2 * on_slope + NOISE**2
         k0, k1, k2 = t0 / variance, t1 / variance, t2 / variance
         limit = _CLIP * math.sqrt(variance)
-        innovation = min(max(math.log(measured_ms / predicted_ms), -limit), limit)
+        surprise = math.log(measured_ms / predicted_ms)
+        innovation = min(max(surprise, -limit), limit)
         level, arm, slope = self._state
         slope = min(max(slope + k2 * innovation, -_MAX_SLOPE), _MAX_SLOPE)
         self._state = [level + k0 * innovation, arm + k1 * innovation, slope]
+        # See the module docstring: (limit / surprise)^2 is the variance over the larger one.
+        shrink = min(1.0, (limit / surprise) ** 2) if surprise else 1.0
+        k0, k1, k2 = shrink * k0, shrink * k1, shrink * k2
         c00, c01, c02 = c00 - k0 * t0, c01 - k0 * t1, c02 - k0 * t2
         c11, c12, c22 = c11 - k1 * t1, c12 - k1 * t2, c22 - k2 * t2
         self._covariance = [[c00, c01, c02], [c01, c11, c12], [c02, c12, c22]]
