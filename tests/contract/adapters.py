@@ -72,7 +72,7 @@ ADAPTERS: tuple[Reliance, ...] = (
             "input_ids logits_indices max_query_len num_computed_tokens_np "
             "num_draft_tokens num_draft_tokens_per_req num_reqs num_scheduled_tokens num_tokens "
             "num_tokens_after_padding positions prefill_len_np query_start_loc "
-            "query_start_loc_np"
+            "query_start_loc_np req_ids"
         ),
     ),
     Reliance(

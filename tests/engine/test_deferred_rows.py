@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from vllm_bastion.engine.deferred import DeferredContext
@@ -23,44 +22,44 @@ def _kept(rows: int = 16) -> tuple[DeferredContext, list[list[int]]]:
     return context, stored
 
 
-def _add(context: DeferredContext, positions: list[int], requests: list[int]) -> None:
+def _add(context: DeferredContext, positions: list[int], requests: list[str]) -> None:
     at = torch.tensor(positions)
-    context.add([torch.ones(len(at), 4)], at, [at], len(at), np.array(requests))
+    context.add([torch.ones(len(at), 4)], at, [at], len(at), requests)
 
 
 def test_rows_that_nobody_can_find_are_dropped() -> None:
     context, stored = _kept()
-    _add(context, [0, 1, 2], [3])
-    context.leave(3, needed=False)
+    _add(context, [0, 1, 2], ["a"])
+    context.leave("a", needed=False)
     context.flush()
     assert stored == []
 
 
 def test_rows_of_a_request_that_leaves_are_stored_if_its_blocks_can_be_found() -> None:
     context, stored = _kept()
-    _add(context, [0, 1, 2], [3])
-    context.leave(3, needed=True)
+    _add(context, [0, 1, 2], ["a"])
+    context.leave("a", needed=True)
     assert stored == [[0, 1, 2]]
 
 
 def test_other_requests_keep_their_rows() -> None:
     context, stored = _kept()
-    _add(context, [7, 40], [3, 5])
-    context.leave(4, needed=True)  # it has no rows
+    _add(context, [7, 40], ["a", "b"])
+    context.leave("c", needed=True)  # it has no rows
     assert stored == []
-    context.leave(3, needed=False)
+    context.leave("a", needed=False)
     assert stored == [[7, 40]]
-    _add(context, [41], [5])
-    context.leave(3, needed=True)  # its rows are stored
+    _add(context, [41], ["b"])
+    context.leave("a", needed=True)  # its rows are stored
     assert stored == [[7, 40]]
-    context.leave(5, needed=False)
+    context.leave("b", needed=False)
     context.flush()
     assert stored == [[7, 40]]
 
 
 def test_a_full_buffer_is_stored() -> None:
     context, stored = _kept(rows=4)
-    _add(context, [0, 1], [0])
+    _add(context, [0, 1], ["a"])
     assert context.has_room(2) and not context.has_room(3)
-    _add(context, [2], [0])  # no room for a row of each of two requests
+    _add(context, [2], ["a"])  # no room for a row of each of two requests
     assert stored == [[0, 1, 2]] and context.has_room(4)

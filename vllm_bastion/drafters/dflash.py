@@ -401,7 +401,7 @@ class BastionSpeculator(DFlashSpeculator):
         deferred = self._deferred()
         assert deferred is not None
         slots = [slot_mappings[layer] for layer in self._context_layers]
-        deferred.add(hidden, batch.positions, slots, batch.num_tokens, batch.idx_mapping_np)
+        deferred.add(hidden, batch.positions, slots, batch.num_tokens, batch.req_ids)
         self._has_decided = self._only_keeps = False
         self._step_done()
 

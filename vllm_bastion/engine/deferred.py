@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -51,7 +50,7 @@ class DeferredContext:
         # A plain step always fits if so many rows are kept.
         self._full = self._max_rows - max_num_reqs
         self._num_rows = self._num_steps = 0
-        self._requests: set[int] = set()  # those that the rows belong to
+        self._requests: set[str] = set()  # those that the rows belong to
         # [begin, end) of rows -> these rows of every buffer: the same ones are written again.
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -61,11 +60,11 @@ class DeferredContext:
         positions: torch.Tensor,
         slots: Sequence[torch.Tensor],
         count: int,
-        requests: np.ndarray,
+        requests: Sequence[str],
     ) -> None:
         """Keep the first `count` rows of a step, all of them accepted; see `has_room`.
 
-        requests: [R] slots of the step's requests.
+        requests: ids of the step's requests.
         """
         begin, end = self._num_rows, self._num_rows + count
         into = self._views.get((begin, end))
@@ -78,7 +77,7 @@ class DeferredContext:
         torch._foreach_copy_(into, [row if row.shape[0] == count else row[:count] for row in rows])
         self._num_rows = end
         self._num_steps += 1
-        self._requests.update(requests.tolist())
+        self._requests.update(requests)
         if self._num_steps == _MAX_STEPS or end > self._full:
             self.flush()
 
@@ -86,7 +85,7 @@ class DeferredContext:
         """Whether so many rows can be added. There is always room for a row of each request."""
         return self._num_rows + count <= self._max_rows
 
-    def leave(self, request: int, needed: bool) -> None:
+    def leave(self, request: str, needed: bool) -> None:
         """A request gives up its blocks. `needed`: whether someone may find them again."""
         if request not in self._requests:
             return

@@ -50,7 +50,6 @@ class BastionModelState(DefaultModelState):
         super().__init__(vllm_config, *args)
         self.runtime, self.trees = runtime, runtime.trees
         self._batch: InputBatch | None = None
-        self._slots: dict[str, int] = {}
         self._caches_prefixes = vllm_config.cache_config.enable_prefix_caching
         # name -> layer, KV-cache group
         self._target_layers: dict[str, tuple[Attention, int]] = {}
@@ -62,7 +61,6 @@ class BastionModelState(DefaultModelState):
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
-        self._slots[new_req_data.req_id] = req_index
         nodes = request_budget(new_req_data.sampling_params, self.trees.num_nodes)
         self.trees.set_node_limit(req_index, nodes)
         if nodes == 0 and self.runtime.gate is not None:
@@ -182,10 +180,9 @@ class BastionModelState(DefaultModelState):
 
         From here on its blocks may belong to another request.
         """
-        slot, deferred = self._slots.pop(req_id, None), self.runtime.deferred
-        if slot is not None and deferred is not None:
+        if self.runtime.deferred is not None:
             needed = self._caches_prefixes or req_id not in self.runtime.finished
-            deferred.leave(slot, needed)
+            self.runtime.deferred.leave(req_id, needed)
         super().remove_request(req_id)
 
     # ---- after the target's forward -----------------------------------------------------

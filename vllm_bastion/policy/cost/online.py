@@ -215,12 +215,12 @@ class FilteredLatency:
 
         A step that only verifies or only drafts is neither a step with trees nor a plain one. The
         first of a kind may compile, and does not count; the filter clips later ones. Nor does a
-        plain step right after trees, which finds cold caches: on the tiny pair it takes 1.3 times
-        as long as the tenth.
+        plain step that no plain step precedes: on the tiny pair it takes 1.3 times as long as the
+        tenth in a row.
         """
         self._steps += passed
         plain = not step.verified and not step.drafted
-        cold = plain and not self._after_plain and passed == 1
+        first_plain = plain and not self._after_plain and passed == 1
         self._after_plain = plain
         if step.total_ms is None or step.verified != step.drafted:
             return
@@ -228,7 +228,7 @@ class FilteredLatency:
         row = min(max(step.rows, num_reqs), self.table.max_rows)
         size = num_reqs.bit_length()
         kind = (size, step.verified)
-        if cold or kind not in self._seen:
+        if first_plain or kind not in self._seen:
             self._seen.add(kind)
             return
         state = self.filter(num_reqs)
