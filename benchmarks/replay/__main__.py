@@ -94,6 +94,9 @@ def _evaluate(
         gates = gate_study(corpus, source)
         print("\nThe gate, as a share of the better of plain decoding and the best fixed budget\n")
         _print_rows(gates)
+        hard = gate_study(corpus, source, hard_start=True)
+        print("\nThe same after a hard start: the requests that accept least come first\n")
+        _print_rows(hard)
         starts = start_study(corpus, source)
         print(
             f"\nThe first {FIRST} requests after a start, time over that of the same ones later\n"
@@ -107,6 +110,7 @@ def _evaluate(
             "scores": scores,
             "drift": drift,
             "gate": gates,
+            "gate after a hard start": hard,
             "start": starts,
             "batches": batches,
             "seconds": time.perf_counter() - start,

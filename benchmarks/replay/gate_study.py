@@ -30,10 +30,17 @@ _BUDGETS = (4, 8, 16, 32, 64)
 _NOISE, _STALLS = 0.15, 0.01
 # Of the study of a start: requests, those decoded before they are repeated, and orders.
 FIRST, _BETWEEN, _ORDERS = 9, 40, 12
+# Requests of a hard start, at least.
+_FIRST_HARD = 4
 
 
-def gate_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
+def gate_study(
+    corpus: Corpus, source: CostSource, *, hard_start: bool = False
+) -> list[dict[str, Any]]:
     """Time of the better of plain decoding and the best fixed budget, over the time of adaptive.
+
+    hard_start: the requests that accept least come first, before all of them: what a server learns
+    from them must not be held against those that follow.
 
     Returns:
         A row for each case and batch: `fixed / plain`, the best fixed budget's speed; then the
@@ -44,6 +51,8 @@ def gate_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
     for case, (plain_factor, tree_factor) in CASES.items():
         for batch in BATCHES:
             requests = corpus.interleaved() * max(1, batch // 8)
+            if hard_start:
+                requests = _hardest(corpus, source)[: max(_FIRST_HARD, batch)] + requests
 
             def milliseconds(
                 policy: Policy,
@@ -73,6 +82,15 @@ def gate_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _hardest(corpus: Corpus, source: CostSource) -> list[Request]:
+    """All requests, first those that accept least of trees of 8 nodes."""
+
+    def tau(request: Request) -> float:
+        return simulate(corpus, Fixed(corpus, 8), Truth(source.table), requests=[request]).tau
+
+    return sorted(corpus.interleaved(), key=tau)
 
 
 def start_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:

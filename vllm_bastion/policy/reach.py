@@ -10,9 +10,11 @@ If the deepest node verified of a request's tree was at depth x, its next draft 
 
     max(3/2 x + 2, the last reach - 1)        at most D
 
+Within its reach a draft is the same as without one: the drafter's own rows stay. On the tiny pair
+with four requests, whole blocks of 7 positions gave 10% fewer tokens a step in 6% less time.
+
 It grows quickly where a text becomes predictable, and shrinks slowly. A new request's first draft
-reaches to D. A batch reaches as deep as the request that reaches deepest. Within its reach a draft
-is the same as without one.
+reaches to D. A batch reaches as deep as the request that reaches deepest.
 """
 
 from __future__ import annotations
