@@ -27,7 +27,7 @@ def test_preemption(runner: Runner, compare: Comparison) -> None:
     batch = crowded()
     plain, tree, plain_async = (
         runner.submit(engine, [batch])
-        for engine in (sync, sync.with_bastion(16), sync.with_async())
+        for engine in (sync, sync.with_bastion(16, 16), sync.with_async())
     )
     compare.same("batch 4, sync", [batch], plain.result(), tree.result())
     known = {"answers": answers(plain.result())}
