@@ -16,17 +16,14 @@ first RECENT trees count for others, and only until they have trees of their own
 
 Neither kind of step tells what the other one costs or brings, so the gate explores. Accepted
 lengths are about geometric, so after t_r trees 1 + g_r has a variance of about (1 + g_r)^2 /
-(t_r + 1). Requests without trees of their own are judged by the trees of m others, and have as much
-variance in common as one request after m trees; m fades with each new request. ln(C / P) has the
-variance v that the latency model gives. One step, whose time has the variance r, reduces it by
-v^2 / (v + r). A trial of plain steps teaches only that, a trial of trees all. If s is the standard
-deviation of what a trial teaches about x, it is expected to save
+(t_r + 1). ln(C / P) has the variance v that the latency model gives. One step, whose time has the
+variance r, reduces it by v^2 / (v + r). A trial of plain steps teaches only that, a trial of trees
+both. If s is the standard deviation of what a trial teaches about x, it is expected to save
 
     s (phi(z) - z Phi(-z))        z = |x| / s; phi, Phi of the normal distribution
 
-of the time that follows: what is lost where x has the wrong sign. A request soon finishes. What
-steps cost, and what new requests have in common, is of use for longer. The less promising kind is
-tried if this saves more over these HORIZONs than the trial is expected to lose,
+of the time that follows: what is lost where x has the wrong sign. The less promising kind is tried
+if this saves more over a HORIZON of steps than the trial is expected to lose,
 
     2 C (1 - e^x)     or, for plain steps,     4 P (1 - e^-x)
 
@@ -60,9 +57,9 @@ _PRIOR_TOKENS = 4.0
 # Standard deviations by which the cost of the very first trees may be wrong.
 _DOUBT = 3.0
 _TRIAL_OF_TREES, _TRIAL_OF_PLAIN = 2, 4
-# Steps for which the result of a trial is used: what it shows of requests, which finish, and what
-# holds for those after them too. By `step_filter._DRIFT` a cost is known to 5% after so many.
-_HORIZON, _LONG_HORIZON = 16, 256
+# Steps for which the result of a trial is used: of trees, whose requests finish, and of plain
+# steps, whose cost changes slowly. By `step_filter._DRIFT` it is known to 5% after so many.
+_GAIN_HORIZON, _COST_HORIZON = 16, 256
 _SHARE = 1 / 64
 # The allowance starts with this many plain steps, and never holds more than as many tree steps.
 _START = 4.0
@@ -120,8 +117,6 @@ class DraftGate:
         self._most_tokens = 1.0 + depth
         self._requests: dict[int, _Gain] = {}
         self._all = _Gain(_RECENT_OF_ALL)
-        # Requests whose trees are known, m.
-        self._num_known = 0.0
         self._excluded: set[int] = set()
         self._allowance_ms = -1.0  # negative before the first decision
         self._arrivals = 0
@@ -146,7 +141,6 @@ class DraftGate:
         """From now on the integer `request` identifies another request."""
         self._requests.pop(request, None)
         self._excluded.discard(request)
-        self._num_known *= 1.0 - 1.0 / _RECENT
         self._arrivals += 1
 
     def exclude(self, request: int) -> None:
@@ -166,7 +160,6 @@ class DraftGate:
         for request, expected, size in zip(requests, tokens, nodes, strict=True):
             own = self._requests.setdefault(request, _Gain())
             own.add_tree(expected, size)
-            self._num_known += own.count == 1
             if own.count <= _RECENT:
                 self._all.add_tree(expected, size)
 
@@ -195,7 +188,7 @@ class DraftGate:
             costs: of the next step of this batch.
         """
         count, plain_ms = len(requests), costs.plain_ms
-        tokens, variance, common, nodes, unknown = self._expected(requests)
+        tokens, variance, nodes, unknown = self._expected(requests)
         tree_ms = costs.tree_step_ms(round(count + nodes))
         # As long as nothing is known of any tree, a request is assumed to break even if it can.
         most = self._most_tokens * math.exp(_DOUBT * costs.ratio_sd)
@@ -203,9 +196,8 @@ class DraftGate:
         advantage = math.log(tokens / count) - math.log(tree_ms / plain_ms)
         drafts = advantage >= -1e-9
         self.reason = "pays" if drafts else "does not pay"
-        gain_variances = variance / tokens**2, common / tokens**2
         if unknown == 0 and self._tries_the_other(
-            drafts, advantage, gain_variances, costs, tree_ms, count
+            drafts, advantage, variance / tokens**2, costs, tree_ms, count
         ):
             drafts = not drafts
             self.reason = "trial of trees" if drafts else "trial of plain steps"
@@ -215,15 +207,10 @@ class DraftGate:
                     self._requests[request].fade()
         return drafts
 
-    def _expected(self, requests: Sequence[int]) -> tuple[float, float, float, float, int]:
-        """What is expected of a step with trees.
-
-        Returns:
-            Its tokens; their variance that each request has for itself, and that of what requests
-            without trees have in common; its nodes; and the requests nothing is known of.
-        """
+    def _expected(self, requests: Sequence[int]) -> tuple[float, float, float, int]:
+        """Of a step with trees: tokens, their variance, nodes; and requests nothing is known of."""
         every, kappa = self._all, self.kappa
-        tokens = variance = nodes = judged_by_others = 0.0
+        tokens = variance = nodes = 0.0
         unknown = 0
         for request in requests:
             if request in self._excluded:
@@ -242,23 +229,18 @@ class DraftGate:
             tokens += 1.0 + gain
             nodes += known.nodes
             variance += (1.0 + gain) ** 2 / (trees + 1.0)
-            judged_by_others += 0.0 if own else 1.0 + gain
-        common = judged_by_others**2 / (self._num_known + 1.0)
-        return tokens, variance, common, nodes, unknown
+        return tokens, variance, nodes, unknown
 
     def _tries_the_other(
         self,
         drafts: bool,
         advantage: float,
-        gain_variances: tuple[float, float],
+        gain_variance: float,
         costs: StepEstimate,
         tree_ms: float,
         count: int,
     ) -> bool:
-        """Whether to take the less promising kind of step, paid from the allowance.
-
-        gain_variances: of ln(tokens), see `_expected`.
-        """
+        """Whether to take the less promising kind of step, paid from the allowance."""
         plain_ms = costs.plain_ms
         if self._allowance_ms < 0.0:
             self._allowance_ms = _START * plain_ms
@@ -272,15 +254,14 @@ class DraftGate:
             self._pause -= 1
             return False
         other_ms, now_ms = (plain_ms, tree_ms) if drafts else (tree_ms, plain_ms)
+        horizon, steps = _GAIN_HORIZON, _TRIAL_OF_TREES
+        if drafts:
+            horizon, steps = _COST_HORIZON, _TRIAL_OF_PLAIN
         # Plain steps teach what they cost, steps with trees also what they bring.
-        steps = _TRIAL_OF_PLAIN if drafts else _TRIAL_OF_TREES
-        of_requests, common = (0.0, 0.0) if drafts else gain_variances
-        lasting = costs.ratio_sd**4 / (costs.ratio_sd**2 + NOISE**2) + common
-        soon = _normal_loss(advantage, math.sqrt(lasting + of_requests))
-        later = _normal_loss(advantage, math.sqrt(lasting))
-        saved = now_ms * (_HORIZON * soon + (_LONG_HORIZON - _HORIZON) * later)
+        cost_variance = costs.ratio_sd**4 / (costs.ratio_sd**2 + NOISE**2)
+        sd = math.sqrt(cost_variance + (0.0 if drafts else gain_variance))
         loss = steps * other_ms * max(1.0 - math.exp(-abs(advantage)), _MIN_LOSS)
-        if loss > min(saved, self._allowance_ms):
+        if loss > min(horizon * now_ms * _normal_loss(advantage, sd), self._allowance_ms):
             return False
         self._allowance_ms -= loss
         self._trial, self._pause, self._trial_of_trees = steps - 1, _PAUSE, not drafts
