@@ -48,11 +48,11 @@ def gate_study(
         choice in hindsight.
     """
     rows = []
+    hardest = _hardest_first(corpus, source) if hard_start else []
     for case, (plain_factor, tree_factor) in CASES.items():
         for batch in BATCHES:
-            requests = corpus.interleaved() * max(1, batch // 8)
-            if hard_start:
-                requests = _hardest(corpus, source)[: max(_FIRST_HARD, batch)] + requests
+            requests = hardest[: max(_FIRST_HARD, batch)]
+            requests += corpus.interleaved() * max(1, batch // 8)
 
             def milliseconds(
                 policy: Policy,
@@ -84,7 +84,7 @@ def gate_study(
     return rows
 
 
-def _hardest(corpus: Corpus, source: CostSource) -> list[Request]:
+def _hardest_first(corpus: Corpus, source: CostSource) -> list[Request]:
     """All requests, first those that accept least of trees of 8 nodes."""
 
     def tau(request: Request) -> float:

@@ -32,7 +32,9 @@ or ends with the other kind. Of four, two are whole plain steps and follow a pla
 `FilteredLatency.observe`.
 
 Trials are paid from an allowance that grows by SHARE of the time, and by P / R for each new
-request, whose first tree thus hardly ever waits. So what is lost to trials is bounded.
+request. So what is lost to trials is bounded. In a batch of four or more the first requests may
+accept so little that no trial is expected to pay for later ones; the study of a hard start in
+benchmarks/replay shows what that costs.
 
 The very first trees are grown whatever they promise, for nothing is known of the drafter, unless
 they cannot pay: g_r is at most D, the depth of trees, and C / P is known up to that deviation.
