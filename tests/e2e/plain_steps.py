@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that drafts and decodes plainly in turns: for `test_deferred`."""
+"""What an engine does in steps without drafts, and near the end of replies."""
 
 from __future__ import annotations
 
@@ -65,3 +65,18 @@ def context(session: Any) -> list[dict[str, Any]]:
             }
         )
     return out
+
+
+def drafts(session: Any) -> list[dict[str, Any]]:
+    """Whether the step drafted and how deep, and what remains to requests that have begun."""
+    runner = session.runner
+    running = [one for one in session.scheduler.running if one.num_output_tokens]
+    slots = [runner.req_states.req_id_to_index[one.request_id] for one in running]
+    trees = runner.speculator.trees
+    return [
+        {
+            "drafted": runner.speculator.runtime.drafted,
+            "deepest": int(trees.depths[slots].max()) if slots else 0,
+            "remaining": [one.max_tokens - one.num_output_tokens for one in running],
+        }
+    ]

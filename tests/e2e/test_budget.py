@@ -106,6 +106,32 @@ def test_requests_with_their_own_budgets(
     assert all((nodes > 0) == (most[name] > 0) for name, nodes in seen.items()), seen
 
 
+def test_nothing_is_drafted_that_no_reply_can_use(
+    runner: Runner, compare: Comparison, tmp_path: Path
+) -> None:
+    """Drafts are free, so every other step has one."""
+    profile = tmp_path / "profile.json"
+    free = StepCostTable.flat(10.0, max_rows=512)
+    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), free), profile)
+    batch = Batch("short replies")
+    for (name, text), tokens in zip(cases.some(3), (2, 2, 1, 24, 3, 1, 17, 33, 9), strict=True):
+        batch.add(name, text, temperature=0, max_tokens=tokens, ignore_eos=True)
+    rows = ("max_num_batched_tokens", 512)
+    plain = Engine(max_num_seqs=2, eager=True, extra=(rows,))
+    engine = plain.with_bastion(16, calibration=str(profile), latency_model="table")
+    expected = runner.submit(plain, [batch])
+    run = runner.run(engine, [batch], probe="tests.e2e.plain_steps:drafts")
+    compare.same("drafts are free", [batch], expected.result(), run)
+    steps = run["batches"][0]["probed"]
+    assert len(steps) > 10
+    for step in steps:
+        longest = max(step["remaining"], default=0)
+        assert step["drafted"] == (longest > 1), step
+        if step["drafted"]:
+            assert step["deepest"] < longest, step
+    assert any(step["remaining"] and not step["drafted"] for step in steps)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("label", "engine"), _BUDGETS, ids=[label for label, _ in _BUDGETS])

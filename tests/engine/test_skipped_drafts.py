@@ -44,7 +44,13 @@ class Engine:
             timer=SimpleNamespace(step_done=lambda drafted, _: self.timed.append(drafted)),
         )
         self.runtime.gate = SimpleNamespace(draft=self._ask, reason="pays", exploring=False)
-        states = SimpleNamespace(req_id_to_index={}, num_speculative_steps=NODES)
+        states = SimpleNamespace(
+            req_id_to_index={},
+            num_speculative_steps=NODES,
+            max_model_len=100,
+            max_seq_len=np.full(SLOTS, 30),
+            prefill_len=SimpleNamespace(np=np.full(SLOTS, 20)),
+        )
         starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
         self.manager = BastionVerificationManager(self.runtime, states, starts, 1, 1000)
         self.runtime.manager = self.manager

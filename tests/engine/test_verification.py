@@ -59,7 +59,13 @@ class Steps:
         costs: Any = SimpleNamespace(current=cost, correction=dict)
         self.runtime = Runtime(self.trees, costs=costs, gate=None if budget else self.gate)
         self.names = {f"r{slot}": slot for slot in slots}
-        states = SimpleNamespace(req_id_to_index=self.names, num_speculative_steps=NODES)
+        states = SimpleNamespace(
+            req_id_to_index=self.names,
+            num_speculative_steps=NODES,
+            max_model_len=100,
+            max_seq_len=np.full(SLOTS, 90),
+            prefill_len=SimpleNamespace(np=np.full(SLOTS, 20)),
+        )
         self.starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
         self.manager = kind(self.runtime, states, self.starts, 1, 1000)
         self.slots = np.array(slots)
@@ -69,6 +75,9 @@ class Steps:
         # Of every step: N* and the promise of the trees grown at its end, tokens emitted in it.
         self.asked: list[tuple[list[int], float, list[int]]] = []
         self.records: list[StepRecord] = []
+
+    def batch(self, rows: int = 0) -> Any:
+        return SimpleNamespace(idx_mapping_np=self.slots, num_tokens=rows, has_prefill=False)
 
     def run(self, limits: dict[str, int] | None = None) -> dict[str, int]:
         """One step; the nodes that its output reports. The scheduler cuts drafts to `limits`."""
@@ -87,13 +96,12 @@ class Steps:
             map(len, drafts.values())
         ):
             assert self.starts[: count + 1].tolist() == cu.tolist()
-        assert self.manager.draft_next(self.slots)
+        assert self.manager.draft_next(*self.manager.continuing(self.batch(rows)))
         emitted = [1 + (self.step * 3 + i) % 4 for i in range(count)]
         self.trees.bind_rows(torch.tensor(self.slots), torch.tensor(emitted, dtype=torch.int32))
         generator = torch.Generator().manual_seed(self.step)
         self.trees.grow(4 * torch.randn(count * DEPTH, VOCAB, generator=generator), count)
-        batch: Any = SimpleNamespace(idx_mapping_np=self.slots, num_tokens=rows, has_prefill=False)
-        self.manager.record_confidences(None, batch)
+        self.manager.record_confidences(None, self.batch(rows))
         tokens = dict(zip(self.names, emitted, strict=True))
         result = SimpleNamespace(
             sampled_token_ids=[[0] * tokens[name] for name in order],
@@ -169,12 +177,12 @@ def test_steps_without_trees_teach_nothing_and_the_last_ones_are_still_heard(kin
     for _ in range(3):
         steps.run()
     asked = steps.asked[:]
-    empty: Any = SimpleNamespace(idx_mapping_np=steps.slots)
+    empty = steps.batch()
     before = len(steps.gate.told)
     steps.runtime.drafted = False
     steps.run()  # verifies trees and grows none
     for _ in range(3):  # the scheduler may not even ask
-        steps.manager.draft_next(steps.slots)
+        steps.manager.draft_next(*steps.manager.continuing(empty))
         steps.trees.bind_rows(torch.tensor(steps.slots), torch.ones(2, dtype=torch.int32))
         steps.manager.record_confidences(None, empty)
     promised = [told for told in steps.gate.told[before:] if told[0] == "promised"]
@@ -214,8 +222,8 @@ def test_a_requests_own_budget_leaves_the_other_trees_what_they_ask_for(kind: An
     if kind is LaggedVerificationManager:
         # An average over all four would leave the others a quarter less.
         assert sum(shares.values()) == sum(asked[-2])
-    assert limited.manager.draft_next(limited.slots)
-    assert not limited.manager.draft_next(np.array([0])), "nobody there wants a tree"
+    assert limited.manager.draft_next(limited.slots, np.full(4, 9))
+    assert not limited.manager.draft_next(np.array([0]), np.array([9])), "it wants no tree"
 
 
 @pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
@@ -238,3 +246,35 @@ def test_recorded_steps_are_those_that_were_made(kind: Any) -> None:
     assert totals.step_ms == pytest.approx(sum(costs), rel=1e-5)
     emitted = [sum(tokens) for *_, tokens in steps.asked[1:]]
     assert totals.plain_ms == pytest.approx(sum(4.0 * tokens / 3 for tokens in emitted))
+
+
+@pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
+def test_remaining_tokens_are_those_that_the_host_does_not_know_to_be_emitted(kind: Any) -> None:
+    steps, emitted = Steps(kind, [3, 0]), np.zeros((0, 2), dtype=int)
+    for now in range(8):
+        _, remaining = steps.manager.continuing(steps.batch())
+        # 70 at the start. Steps that the host has not read count as one token each, as this one.
+        read = emitted[: max(now - kind.lag, 0)].sum(axis=0)
+        unread = now - max(now - kind.lag, 0) + 1
+        # The first step has no trees, so its emitted tokens are not read.
+        first = emitted[0] - 1 if now > kind.lag else 0
+        assert (70 - remaining - read + first).tolist() == [unread] * 2
+        sampled = torch.tensor([5, 70], dtype=torch.int32)
+        slots, rest = steps.manager.continuing(steps.batch(), sampled)
+        assert slots.tolist() == [3] and rest.tolist() == [remaining[0] - 4]
+        # The last token of a reply is a plain step's.
+        sampled[0] += int(rest[0]) - 1
+        assert not len(steps.manager.continuing(steps.batch(), sampled)[0])
+        steps.run()
+        emitted = np.vstack([emitted, steps.asked[-1][2]])
+
+
+def test_a_prompt_that_continues_emits_nothing() -> None:
+    steps = Steps(BastionVerificationManager, [3, 0, 1])
+    batch = steps.batch()
+    batch.has_prefill = True
+    batch.num_computed_tokens_np = np.array([0, 16, 30])
+    batch.num_scheduled_tokens = np.array([16, 4, 1])
+    batch.prefill_len_np = np.array([40, 20, 20])
+    slots, remaining = steps.manager.continuing(batch)
+    assert (slots.tolist(), remaining.tolist()) == ([0, 1], [69, 69])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vllm_bastion.policy.cost.online import StepEstimate
-from vllm_bastion.policy.gate import DraftGate
+from vllm_bastion.policy.gate import DraftGate, tokens_until
 
 PLAIN_MS = 10.0
 
@@ -264,3 +264,47 @@ def test_trials_of_plain_steps_are_paid_from_the_allowance():
         plain += not gate.draft([0], estimate(15.0, sd=1.0))
     lost = plain * PLAIN_MS * (1 - 15.0 / 20.0)
     assert 0.5 / 64 < lost / (4000 * 15.0) < 1.5 / 64
+
+
+@pytest.mark.parametrize("tokens", [0.0, 0.3, 2.0, 7.5])
+@pytest.mark.parametrize("end", [0, 1, 3, 20])
+def test_tokens_until_the_end_are_those_of_a_geometric_length(end, tokens):
+    counts = np.arange(4000)
+    chances = (tokens / (1 + tokens)) ** counts / (1 + tokens)
+    expected = float((np.minimum(counts, end) * chances).sum())
+    assert tokens_until(end, tokens) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def told(tokens):
+    """A gate to which two requests have shown sixteen trees each."""
+    gate = DraftGate(15)
+    for _ in range(16):
+        gate.observe_trees([0, 1], [tokens] * 2, [8] * 2)
+        gate.observe_outcomes([0, 1], [tokens] * 2, [tokens] * 2)
+    return gate
+
+
+def test_a_reply_that_ends_soon_cannot_use_a_whole_tree():
+    assert told(5.0).draft([0], estimate(30.0))
+    assert told(5.0).draft([0], estimate(30.0), [20])
+    # Two more tokens would take two plain steps.
+    assert not told(5.0).draft([0], estimate(30.0), [2])
+    # The other request gains for both, or does not.
+    assert told(5.0).draft([0, 1], estimate(30.0), [1, 50])
+    assert not told(5.0).draft([0, 1], estimate(36.0), [1, 50])
+    assert told(5.0).draft([0, 1], estimate(36.0), [50, 50])
+
+
+def test_nothing_is_tried_at_the_end_of_a_reply():
+    def tries(remaining):
+        gate, costs = told(1.2), estimate(25.0, sd=0.2)
+        gate.forget(2)  # nothing is known of it but others' trees
+        return any(gate.draft([2], costs, [left]) for left in remaining)
+
+    assert tries(range(200, 1, -1))
+    assert not tries([2] * 200)
+
+
+def test_the_first_trees_are_not_tried_for_a_last_token():
+    assert DraftGate(15).draft([0], estimate(30.0), [4])
+    assert not DraftGate(15).draft([0], estimate(30.0), [2])

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.config.compilation import CompilationConfig, CUDAGraphMode
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.utils.math_utils import next_power_of_2
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import context_rows, gather_rows
 from vllm_bastion.config import bastion_config, chain_view_of
+from vllm_bastion.drafters.room import for_all_rows, with_room
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
@@ -41,22 +42,6 @@ from vllm_bastion.platform import current_host
 _MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
 # vLLM's `propose` skips its CUDA graph for a profiling run and has no other argument for that.
 _WITHOUT_GRAPH = {"is_profile": True}
-
-
-def _with_room(vllm_config: VllmConfig) -> VllmConfig:
-    """A configuration whose batch token limit holds gamma + 1 rows of every request.
-
-    vLLM sizes its drafter's buffers by that limit, and otherwise limits the requests of a step.
-    """
-    spec_config, scheduler_config = vllm_config.speculative_config, vllm_config.scheduler_config
-    assert spec_config is not None
-    rows = scheduler_config.max_num_seqs * (spec_config.num_speculative_tokens + 1)
-    view = copy.copy(vllm_config)
-    view.scheduler_config = copy.copy(scheduler_config)
-    view.scheduler_config.max_num_batched_tokens = max(
-        rows, scheduler_config.max_num_batched_tokens
-    )
-    return view
 
 
 class BastionSpeculator(DFlashSpeculator):
@@ -86,7 +71,7 @@ class BastionSpeculator(DFlashSpeculator):
         req_states: RequestState,
     ) -> None:
         step_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        super().__init__(_with_room(chain_view_of(vllm_config)), device)
+        super().__init__(with_room(chain_view_of(vllm_config)), device)
         self.runtime, self.trees = runtime, runtime.trees
         self._req_states = req_states
         # With async scheduling the next step is scheduled before this one's output arrives. A draft
@@ -116,7 +101,9 @@ class BastionSpeculator(DFlashSpeculator):
         config = self.vllm_config
         if self.max_num_tokens > len(self._context_source):
             self.vllm_config = copy.copy(config)
-            self.vllm_config.compilation_config = self._for_all_rows(config.compilation_config)
+            self.vllm_config.compilation_config = for_all_rows(
+                config.compilation_config, len(self._context_source)
+            )
         try:
             model = super().load_draft_model(*args, **kwargs)
         finally:
@@ -131,18 +118,6 @@ class BastionSpeculator(DFlashSpeculator):
         assert spec_config is not None
         current_host().prepare_drafter(model, spec_config.bastion_drafter_weights)
         return model
-
-    def _for_all_rows(self, compilation: CompilationConfig) -> CompilationConfig:
-        """A copy of the target's settings: vLLM writes the compiled row ranges into them."""
-        compilation = copy.copy(compilation)
-        if compilation.compile_ranges_endpoints:
-            # One range up to the drafter's limit: no second one at the target's.
-            compilation.compile_ranges_endpoints = [
-                end
-                for end in compilation.compile_ranges_endpoints
-                if end != len(self._context_source)
-            ]
-        return compilation
 
     def set_attn(
         self,
@@ -279,8 +254,10 @@ class BastionSpeculator(DFlashSpeculator):
         skipped = num_speculative_tokens == 0
         if dummy_run or not self._has_decided:
             runtime.drafted = not skipped
-        elif not runtime.drafted:
-            kwargs |= _WITHOUT_GRAPH  # the graph would run the block
+        else:
+            self._stop_at_the_end(input_batch, num_sampled)
+            if not runtime.drafted:
+                kwargs |= _WITHOUT_GRAPH  # the graph would run the block
         hidden = aux_hidden_states or [last_hidden_states]
         self._combines_hidden = bool(aux_hidden_states)
         if not self._context_hidden and not (self.trees.chains and self.trees.budget is not None):
@@ -329,6 +306,18 @@ class BastionSpeculator(DFlashSpeculator):
             self._step_done()
         return tokens
 
+    def _stop_at_the_end(self, batch: InputBatch, num_sampled: torch.Tensor) -> None:
+        """Draft nothing beyond the ends of all replies, where the host knows what was sampled."""
+        runtime = self.runtime
+        if not runtime.drafted or runtime.gate is None or runtime.manager is None:
+            return
+        if current_host().runs_ahead:
+            return
+        slots, remaining = runtime.manager.continuing(batch, num_sampled)
+        runtime.drafted = len(slots) > 0
+        if runtime.drafted and runtime.reach is not None:
+            self._spared = max(self._spared, runtime.reach.depth + 1 - int(remaining.max()))
+
     def _step_done(self) -> None:
         if self.runtime.timer is not None:
             self.runtime.timer.step_done(self.runtime.drafted, self._spared)
@@ -358,17 +347,17 @@ class BastionSpeculator(DFlashSpeculator):
             self._spared = runtime.reach.depth - runtime.reach.of(slots)
         if costs is not None:
             costs.learn(at_once=runtime.gate is None or runtime.gate.exploring)
-            costs.install(batch.num_reqs, runtime.context_len, self._spared)
+            context = runtime.context_len
+            if batch.has_prefill:  # of the next step, when the prompts are cached too
+                seen = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+                context = float(seen.sum()) / len(seen)
+            costs.install(batch.num_reqs, context, self._spared)
             if runtime.gate is not None and runtime.manager is not None and not skipped:
-                slots = batch.idx_mapping_np
-                if batch.has_prefill:
-                    # A prompt that continues in the next step has no use for a draft.
-                    seen = batch.num_computed_tokens_np + batch.num_scheduled_tokens
-                    slots = slots[seen >= batch.prefill_len_np]
+                slots, remaining = runtime.manager.continuing(batch)
                 runtime.drafted = len(slots) > 0
                 if runtime.drafted:
                     announced = runtime.drafting
-                    runtime.drafting = runtime.manager.draft_next(slots)
+                    runtime.drafting = runtime.manager.draft_next(slots, remaining)
                     runtime.drafted = announced if self._announces_drafts else runtime.drafting
                     refused = not runtime.drafted and not runtime.backlog
         verifies = self.trees.verifying or batch.num_draft_tokens > 0

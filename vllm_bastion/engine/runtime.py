@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_bastion.config import bastion_config
 from vllm_bastion.engine.deferred import DeferredContext
@@ -29,8 +30,13 @@ class DraftPlanner(Protocol):
     def drafts(self) -> np.ndarray:
         """[R] int32, most nodes that each row of the step may have on the device."""
 
-    def draft_next(self, slots: np.ndarray) -> bool:
-        """Whether the coming step of the requests in `slots`, [R], gets trees."""
+    def continuing(
+        self, batch: InputBatch, num_sampled: torch.Tensor | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `BastionVerificationManager.continuing`."""
+
+    def draft_next(self, slots: np.ndarray, remaining: np.ndarray) -> bool:
+        """Whether the coming step of such requests gets trees."""
 
 
 @dataclass

@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.policy.remaining import RemainingTokens
 from vllm_bastion.policy.shares import even_split
 from vllm_bastion.policy.trees import Published
 from vllm_bastion.telemetry.record import StepRecord
@@ -139,6 +140,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._has_observed = False
         # [S] requests that each slot has had.
         self._generations = np.zeros(len(self.trees.row_slots), dtype=np.int64)
+        self._remaining = RemainingTokens(len(self.trees.row_slots))
 
     # ---- the calls of a step, in order --------------------------------------------------
 
@@ -146,6 +148,9 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         """A new request, or a preempted one that resumes, takes the slot."""
         self._treeless.add(req_idx)
         self._generations[req_idx] += 1
+        states = self.req_states
+        end = min(int(states.max_seq_len[req_idx]), states.max_model_len)
+        self._remaining.restart(req_idx, end - int(states.prefill_len.np[req_idx]))
         if self.runtime.gate is not None:
             self.runtime.gate.forget(req_idx)
         if self.runtime.reach is not None:
@@ -242,8 +247,33 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         # The fourth is for sharded sampling, which is refused here.
         return (*values, None) if capabilities().returns_admitted_drafts else values
 
-    def draft_next(self, slots: np.ndarray) -> bool:
-        """Whether the coming step of the requests in `slots`, [R], gets trees."""
+    def continuing(
+        self, batch: InputBatch, num_sampled: torch.Tensor | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The requests that emit in this step and in the next one.
+
+        Args:
+            num_sampled: [R] tokens that the step has emitted, on the host; before, None.
+
+        Returns:
+            Their request slots, [C], and the most tokens that each may emit from the next step on.
+            Both are empty if none of them has a use for a draft: it may emit one token at most.
+        """
+        self._observe_past_step()
+        rows = _emitting(batch)
+        slots = batch.idx_mapping_np[rows]
+        emitted = 1 if num_sampled is None else num_sampled.numpy()[rows]
+        remaining = self._remaining.after(slots, emitted)
+        goes_on = remaining > 0
+        slots, remaining = slots[goes_on], remaining[goes_on]
+        if len(slots) and remaining.max() == 1:
+            if (recorder := self.runtime.recorder) is not None:
+                recorder.decided(False, "replies end", len(slots), math.inf)
+            return slots[:0], remaining[:0]
+        return slots, remaining
+
+    def draft_next(self, slots: np.ndarray, remaining: np.ndarray) -> bool:
+        """Whether the coming step of some requests gets trees; see `continuing`."""
         gate, costs = self.runtime.gate, self.runtime.costs
         if gate is None or costs is None:
             return True
@@ -255,7 +285,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             reason = "requests want none"
         else:
             plain_ms = costs.current.plain_ms
-            drafts = gate.draft(slots.tolist(), costs.current)
+            drafts = gate.draft(slots.tolist(), costs.current, remaining.tolist())
             reason = gate.reason
         if (recorder := self.runtime.recorder) is not None:
             recorder.decided(drafts, reason, len(slots), plain_ms)
@@ -278,6 +308,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
                 nodes = int(self._num_verify.sum()) if self._req_ids else 0
             tree_ms = 0.0 if costs is None else costs.current.tree_step_ms(rows)
             recorder.ended(requests, nodes, rows, tree_ms)
+        self._remaining.emit(slots[_emitting(input_batch)])
         self._step += 1
         self._has_observed = False
         self._history.append(_NO_TREES)
@@ -302,9 +333,11 @@ class BastionVerificationManager(AdaptiveVerificationManager):
     def _observe(self, published: Published) -> None:
         gate, recorder = self.runtime.gate, self.runtime.recorder
         before, trees = self._history[0], self._history[1]
+        live = self._is_live(before)
+        slots = before.slots[live]
+        # One token of each step has been counted at its end.
+        self._remaining.emit(slots, published.emitted[slots] - 1)
         if before.promised is not None:
-            live = self._is_live(before)
-            slots = before.slots[live]
             promised = before.promised[live].tolist()
             accepted = (published.emitted[slots] - 1).tolist()
             if gate is not None:
@@ -355,3 +388,11 @@ class BastionVerificationManager(AdaptiveVerificationManager):
 
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
         """See `batches_to_profile`."""
+
+
+def _emitting(batch: InputBatch) -> np.ndarray | slice:
+    """Rows of the batch whose requests emit: all but prompts that continue in the next step."""
+    if not batch.has_prefill:
+        return slice(None)
+    seen = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+    return np.asarray(seen >= batch.prefill_len_np)

@@ -12,7 +12,8 @@ target rows, P that of a plain step. If x >= 0, the next step gets trees.
 g_r = kappa_r a_r. a_r and n_r average the promises (sums of path scores) and the nodes of the
 request's own trees. kappa_r is the ratio of its accepted to its promised tokens, with the ratio of
 all requests as a prior worth PRIOR_TOKENS. A request is judged by its own trees alone: only its
-first RECENT trees count for others, and only until they have trees of their own.
+first RECENT trees count for others, and only until they have trees of their own. Near the end of
+its reply a request has no use for a whole tree: see `tokens_until`.
 
 Neither kind of step tells what the other one costs or brings, so the gate explores. Accepted
 lengths are about geometric, so after t_r trees 1 + g_r has a variance of about (1 + g_r)^2 /
@@ -23,7 +24,8 @@ both. If s is the standard deviation of what a trial teaches about x, it is expe
     s (phi(z) - z Phi(-z))        z = |x| / s; phi, Phi of the normal distribution
 
 of the time that follows: what is lost where x has the wrong sign. The less promising kind is tried
-if this saves more over a HORIZON of steps than the trial is expected to lose,
+if this saves more over a HORIZON of steps, or until all requests of the batch have ended, than the
+trial is expected to lose,
 
     2 C (1 - e^x)     or, for plain steps,     4 P (1 - e^-x)
 
@@ -71,6 +73,7 @@ _START = 4.0
 _MIN_LOSS = 0.3
 # Decisions after a trial before the next: what it showed has not arrived yet.
 _PAUSE = 3
+_NO_LIMIT = 1 << 30
 
 
 @dataclass
@@ -182,24 +185,31 @@ class DraftGate:
                 if own.count <= _RECENT:
                     self._all.add_outcome(expected, count)
 
-    def draft(self, requests: Sequence[int], costs: StepEstimate) -> bool:
+    def draft(
+        self, requests: Sequence[int], costs: StepEstimate, remaining: Sequence[int] | None = None
+    ) -> bool:
         """Whether the next step of these requests gets trees.
 
         Args:
             requests: [R] requests, R >= 1.
             costs: of the next step of this batch.
+            remaining: [R] most tokens that each request may emit from the next step on, >= 1; None
+                without limits.
         """
         count, plain_ms = len(requests), costs.plain_ms
-        tokens, variance, nodes, unknown = self._expected(requests)
+        if remaining is None:
+            remaining = [_NO_LIMIT] * count
+        tokens, variance, nodes, unknown = self._expected(requests, remaining)
         tree_ms = costs.tree_step_ms(round(count + nodes))
         # As long as nothing is known of any tree, a request is assumed to break even if it can.
-        most = self._most_tokens * math.exp(_DOUBT * costs.ratio_sd)
-        tokens += unknown * min(tree_ms / plain_ms, most)
+        doubt = math.exp(_DOUBT * costs.ratio_sd)
+        for limit in unknown:
+            tokens += min(tree_ms / plain_ms, min(self._most_tokens, limit) * doubt)
         advantage = math.log(tokens / count) - math.log(tree_ms / plain_ms)
         drafts = advantage >= -1e-9
         self.reason = "pays" if drafts else "does not pay"
-        if unknown == 0 and self._tries_the_other(
-            drafts, advantage, variance / tokens**2, costs, tree_ms, count
+        if not unknown and self._tries_the_other(
+            drafts, advantage, variance / tokens**2, costs, tree_ms, count, max(remaining)
         ):
             drafts = not drafts
             self.reason = "trial of trees" if drafts else "trial of plain steps"
@@ -209,25 +219,30 @@ class DraftGate:
                     self._requests[request].fade()
         return drafts
 
-    def _expected(self, requests: Sequence[int]) -> tuple[float, float, float, int]:
-        """Of a step with trees: tokens, their variance, nodes; and requests nothing is known of."""
+    def _expected(
+        self, requests: Sequence[int], remaining: Sequence[int]
+    ) -> tuple[float, float, float, list[int]]:
+        """Of a step with trees: tokens, their variance, nodes.
+
+        The last value are the `remaining` tokens of the requests that nothing is known of.
+        """
         every, kappa = self._all, self.kappa
         tokens = variance = nodes = 0.0
-        unknown = 0
-        for request in requests:
-            if request in self._excluded:
+        unknown = []
+        for request, limit in zip(requests, remaining, strict=True):
+            if request in self._excluded or limit <= 1:
                 tokens += 1.0
                 continue
             own = self._requests.get(request)
             if own is None and not every.trees:
-                unknown += 1
+                unknown.append(limit)
                 continue
             known = every if own is None else own
             ratio, trees = kappa, 0.0
             if own is not None:
                 ratio = (own.accepted + kappa * _PRIOR_TOKENS) / (own.promised + _PRIOR_TOKENS)
                 trees = own.trees
-            gain = ratio * known.tokens
+            gain = tokens_until(limit - 1, ratio * known.tokens)
             tokens += 1.0 + gain
             nodes += known.nodes
             variance += (1.0 + gain) ** 2 / (trees + 1.0)
@@ -241,8 +256,12 @@ class DraftGate:
         costs: StepEstimate,
         tree_ms: float,
         count: int,
+        longest: int,
     ) -> bool:
-        """Whether to take the less promising kind of step, paid from the allowance."""
+        """Whether to take the less promising kind of step, paid from the allowance.
+
+        longest: steps until all requests have ended, at most.
+        """
         plain_ms = costs.plain_ms
         if self._allowance_ms < 0.0:
             self._allowance_ms = _START * plain_ms
@@ -256,7 +275,7 @@ class DraftGate:
             self._pause -= 1
             return False
         other_ms, now_ms = (plain_ms, tree_ms) if drafts else (tree_ms, plain_ms)
-        horizon, steps = _GAIN_HORIZON, _TRIAL_OF_TREES
+        horizon, steps = min(_GAIN_HORIZON, longest), _TRIAL_OF_TREES
         if drafts:
             horizon, steps = _COST_HORIZON, _TRIAL_OF_PLAIN
         # Plain steps teach what they cost, steps with trees also what they bring.
@@ -268,6 +287,16 @@ class DraftGate:
         self._allowance_ms -= loss
         self._trial, self._pause, self._trial_of_trees = steps - 1, _PAUSE, not drafts
         return True
+
+
+def tokens_until(end: int, tokens: float) -> float:
+    """Mean of min(n, `end`) for a geometric n >= 0 with the mean `tokens`.
+
+    So many draft tokens are accepted of a request that can only use `end` more of them.
+    """
+    if end >= _NO_LIMIT - 1:
+        return tokens
+    return tokens * (1.0 - (tokens / (1.0 + tokens)) ** end)
 
 
 def _normal_loss(mean: float, sd: float) -> float:
