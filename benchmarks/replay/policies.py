@@ -220,7 +220,14 @@ class Adaptive:
                 self.gate.forget(name)
             if not new:
                 return
-        self._drafted = self.gate.draft(requests, self.latency.estimate(len(steps), context_len))
+        # The engine decides before it knows what a step emits: one token at least.
+        left = [self.corpus.remaining(step) - (not arrived) for step in steps]
+        rows = [row for row, tokens in enumerate(left) if tokens > 0]
+        self._drafted = max(left) > 1 and self.gate.draft(
+            [requests[row] for row in rows],
+            self.latency.estimate(len(steps), context_len),
+            [left[row] for row in rows],
+        )
 
     def _decide(self, trees: list[StepTree], context_len: float) -> tuple[Budget, Budget]:
         """The budget that the step's own scores call for, and the one that is verified."""

@@ -51,6 +51,8 @@ class Corpus:
         self.ranks = target_ranks(recording)
         self._trees: list[StepTree | None] = [None] * recording.num_steps
         self.requests: list[Request] = []
+        # [steps] tokens that a request still emits, from that step on.
+        self._remaining = np.zeros(recording.num_steps, dtype=np.int64)
         for q in range(len(recording.request_ids)):
             if temperature is not None and recording.temperatures[q] != np.float32(temperature):
                 continue
@@ -63,6 +65,7 @@ class Corpus:
                     f"request {recording.request_ids[q]} has no step at some position; record "
                     "with one token per step"
                 )
+            self._remaining[steps] = positions[::-1]
             self.requests.append(
                 Request(q, recording.domains[q], int(steps[0]), int(positions[-1]))
             )
@@ -77,6 +80,10 @@ class Corpus:
         by_domain = {name: [r for r in self.requests if r.domain == name] for name in self.domains}
         longest = max((len(rows) for rows in by_domain.values()), default=0)
         return [rows[i] for i in range(longest) for rows in by_domain.values() if i < len(rows)]
+
+    def remaining(self, step: int) -> int:
+        """Tokens that the request still emits in this step and later."""
+        return int(self._remaining[step])
 
     def scores(self, step: int) -> FloatArray:
         """[D, K] or [D, K, K]: what a step's tree is grown from, see `steps.best_first`."""

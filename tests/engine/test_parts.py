@@ -273,7 +273,9 @@ def test_a_step_with_prompt_rows_is_priced_again() -> None:
     # 40 prompt rows in the step, and the second request has room for one more draft token
     trees.choose_again(slots, np.array([NODES, 1]), base_rows=42)
     rho = np.exp(trees.log_rho[slots].numpy())
-    expected = choose_budget_on_host(rho, [NODES, 1], cost, base_rows=42)
+    # The prompt's time is no reason for larger trees: a node costs what its row adds to the step.
+    added = cost[40:] - cost[42] + cost[2]
+    expected = choose_budget_on_host(rho, [NODES, 1], added, base_rows=2)
     trees.publish(0, slots)
     again = trees.published(0).num_verify[slots].tolist()
     assert again == expected.counts.tolist() != alone

@@ -122,6 +122,7 @@ class Trees:
         # largest tree the best one.
         self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
         self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
+        self._node_cost_ms = torch.ones_like(self.cost_ms)  # of `choose_again`
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
         self._mirror = HostMirror(self._results)
         self._grown_for: list[np.ndarray | None] = [None, None]  # of its two steps
@@ -253,7 +254,7 @@ class Trees:
         if self.budget is not None:
             torch.clamp(self.size, max=self.budget, out=self.num_verify)
         else:
-            self._choose(slots, self.size, self.base_rows)
+            self._choose(slots, self.size, self.base_rows, self.cost_ms)
 
     def _best_of_slice(self, logits: torch.Tensor, vocab_start: int) -> torch.Tensor:
         """The K best of a slice, and its mass: [M, K + 1] int64, one message between ranks."""
@@ -268,13 +269,17 @@ class Trees:
         return packed
 
     def _choose(
-        self, slots: torch.Tensor, limits: torch.Tensor, base_rows: torch.Tensor | int
+        self,
+        slots: torch.Tensor,
+        limits: torch.Tensor,
+        base_rows: torch.Tensor | int,
+        cost_ms: torch.Tensor,
     ) -> None:
         choose_budget(
             self.log_rho,
             slots,
             limits,
-            self.cost_ms,
+            cost_ms,
             base_rows,
             self.num_verify,
             promised=self.promised,
@@ -335,18 +340,26 @@ class Trees:
         self.pruned = True
 
     def choose_again(self, slots: np.ndarray, drafts: np.ndarray, base_rows: int) -> None:
-        """Choose N* again.
+        """Choose N* again, for a step with other rows than roots, or for trees that were pruned.
+
+        Prompt tokens have to be computed in any case, so nodes are not chosen to make up for their
+        time: the cost of n nodes is C(R) + C(base_rows + n) - C(base_rows).
 
         Args:
             slots: [R] request slots.
             drafts: [R] most nodes of each request.
-            base_rows: target rows of the step that are not nodes.
+            base_rows: target rows of the step that are not nodes, >= R.
         """
         both = np.stack([slots, drafts])
         self.pruned = False
         on_device, most = to_device(both, dtype=torch.int64, device=self.device)
         self._limits[on_device] = torch.minimum(self.size[on_device], most.to(torch.int32))
-        self._choose(on_device, self._limits, base_rows)
+        num_reqs, cost = len(slots), self.cost_ms
+        if base_rows != num_reqs:
+            added = cost[base_rows - num_reqs :]
+            cost = self._node_cost_ms[: len(added)]
+            torch.sub(added, added[num_reqs] - self.cost_ms[num_reqs], out=cost)
+        self._choose(on_device, self._limits, num_reqs, cost)
 
     # ---- step t+1: the trees are verified -----------------------------------------------
 
