@@ -15,17 +15,25 @@ all requests as a prior worth PRIOR_TOKENS. A request is judged by its own trees
 first RECENT trees count for others, and only until they have trees of their own. Near the end of
 its reply a request has no use for a whole tree: see `tokens_until`.
 
-Neither kind of step tells what the other one costs or brings, so the gate explores. Accepted
-lengths are about geometric, so after t_r trees 1 + g_r has a variance of about (1 + g_r)^2 /
-(t_r + 1). ln(C / P) has the variance v that the latency model gives. One step, whose time has the
-variance r, reduces it by v^2 / (v + r). A trial of plain steps teaches only that, a trial of trees
-both. If s is the standard deviation of what a trial teaches about x, it is expected to save
+Neither kind of step tells what the other one costs or brings, so the gate explores. Three things
+are uncertain in x:
+
+    the requests      Accepted lengths are about geometric, so after t_r trees 1 + g_r has a
+                      variance of about (1 + g_r)^2 / (t_r + 1).
+    new requests      Those without trees are judged by the trees of m others. What they have in
+                      common has the variance BETWEEN / (m + 1) in ln(1 + g), where BETWEEN is the
+                      variance between requests. m fades with each new request.
+    the cost          ln(C / P) has the variance v that the latency model gives. One step, whose
+                      time has the variance r, reduces it by v^2 / (v + r).
+
+A trial of plain steps teaches only the last, a trial of trees all. If s is the standard deviation
+of what a trial teaches about x, it is expected to save
 
     s (phi(z) - z Phi(-z))        z = |x| / s; phi, Phi of the normal distribution
 
-of the time that follows: what is lost where x has the wrong sign. The less promising kind is tried
-if this saves more over a HORIZON of steps, or until all requests of the batch have ended, than the
-trial is expected to lose,
+of the time that follows: what is lost where x has the wrong sign. What it teaches of requests is of
+use until they end, or for HORIZON steps; the rest is for LONG_HORIZON. The less promising kind is
+tried if that saves more than the trial, which must end before they do, is expected to lose,
 
     2 C (1 - e^x)     or, for plain steps,     4 P (1 - e^-x)
 
@@ -34,9 +42,8 @@ or ends with the other kind. Of four, two are whole plain steps and follow a pla
 `FilteredLatency.observe`.
 
 Trials are paid from an allowance that grows by SHARE of the time, and by P / R for each new
-request. So what is lost to trials is bounded. In a batch of four or more the first requests may
-accept so little that no trial is expected to pay for later ones; the study of a hard start in
-benchmarks/replay shows what that costs.
+request. So what is lost to trials is bounded. That no start with hard requests ends drafting for
+good is shown by a study in benchmarks/replay.
 
 The very first trees are grown whatever they promise, for nothing is known of the drafter, unless
 they cannot pay: g_r is at most D, the depth of trees, and C / P is known up to that deviation.
@@ -61,9 +68,14 @@ _PRIOR_TOKENS = 4.0
 # Standard deviations by which the cost of the very first trees may be wrong.
 _DOUBT = 3.0
 _TRIAL_OF_TREES, _TRIAL_OF_PLAIN = 2, 4
-# Steps for which the result of a trial is used: of trees, whose requests finish, and of plain
-# steps, whose cost changes slowly. By `step_filter._DRIFT` it is known to 5% after so many.
-_GAIN_HORIZON, _COST_HORIZON = 16, 256
+# Steps for which the result of a trial is used. By `step_filter._DRIFT` a cost is known to 5% after
+# the second number.
+_HORIZON, _LONG_HORIZON = 16, 256
+# Variance of ln(1 + g) between requests: 0.11 to 0.24 on the recorded ones (tiny pair, T=0 and T=1,
+# trees of 8 and 16 nodes).
+_BETWEEN = 0.2
+# New requests after which what is known of the ones before is forgotten.
+_ARRIVALS = 64
 _SHARE = 1 / 64
 # The allowance starts with this many plain steps, and never holds more than as many tree steps.
 _START = 4.0
@@ -122,6 +134,7 @@ class DraftGate:
         self._most_tokens = 1.0 + depth
         self._requests: dict[int, _Gain] = {}
         self._all = _Gain(_RECENT_OF_ALL)
+        self._num_known = 0.0  # requests whose trees are known, m
         self._excluded: set[int] = set()
         self._allowance_ms = -1.0  # negative before the first decision
         self._arrivals = 0
@@ -146,6 +159,7 @@ class DraftGate:
         """From now on the integer `request` identifies another request."""
         self._requests.pop(request, None)
         self._excluded.discard(request)
+        self._num_known *= 1.0 - 1.0 / _ARRIVALS
         self._arrivals += 1
 
     def exclude(self, request: int) -> None:
@@ -165,6 +179,7 @@ class DraftGate:
         for request, expected, size in zip(requests, tokens, nodes, strict=True):
             own = self._requests.setdefault(request, _Gain())
             own.add_tree(expected, size)
+            self._num_known += own.count == 1
             if own.count <= _RECENT:
                 self._all.add_tree(expected, size)
 
@@ -199,7 +214,7 @@ class DraftGate:
         count, plain_ms = len(requests), costs.plain_ms
         if remaining is None:
             remaining = [_NO_LIMIT] * count
-        tokens, variance, nodes, unknown = self._expected(requests, remaining)
+        tokens, variance, common, nodes, unknown = self._expected(requests, remaining)
         tree_ms = costs.tree_step_ms(round(count + nodes))
         # As long as nothing is known of any tree, a request is assumed to break even if it can.
         doubt = math.exp(_DOUBT * costs.ratio_sd)
@@ -208,8 +223,9 @@ class DraftGate:
         advantage = math.log(tokens / count) - math.log(tree_ms / plain_ms)
         drafts = advantage >= -1e-9
         self.reason = "pays" if drafts else "does not pay"
+        variances = variance / tokens**2, common / tokens**2
         if not unknown and self._tries_the_other(
-            drafts, advantage, variance / tokens**2, costs, tree_ms, count, max(remaining)
+            drafts, advantage, variances, costs, tree_ms, count, max(remaining)
         ):
             drafts = not drafts
             self.reason = "trial of trees" if drafts else "trial of plain steps"
@@ -221,13 +237,16 @@ class DraftGate:
 
     def _expected(
         self, requests: Sequence[int], remaining: Sequence[int]
-    ) -> tuple[float, float, float, list[int]]:
-        """Of a step with trees: tokens, their variance, nodes.
+    ) -> tuple[float, float, float, float, list[int]]:
+        """What is expected of a step with trees.
 
-        The last value are the `remaining` tokens of the requests that nothing is known of.
+        Returns:
+            Its tokens; their variance that each request has for itself, and that which new requests
+            have in common; its nodes; and the `remaining` tokens of the requests of which nothing
+            is known.
         """
         every, kappa = self._all, self.kappa
-        tokens = variance = nodes = 0.0
+        tokens = variance = nodes = of_new = 0.0
         unknown = []
         for request, limit in zip(requests, remaining, strict=True):
             if request in self._excluded or limit <= 1:
@@ -246,13 +265,15 @@ class DraftGate:
             tokens += 1.0 + gain
             nodes += known.nodes
             variance += (1.0 + gain) ** 2 / (trees + 1.0)
-        return tokens, variance, nodes, unknown
+            of_new += 0.0 if own else 1.0 + gain
+        common = _BETWEEN * of_new**2 / (self._num_known + 1.0)
+        return tokens, variance, common, nodes, unknown
 
     def _tries_the_other(
         self,
         drafts: bool,
         advantage: float,
-        gain_variance: float,
+        gain_variances: tuple[float, float],
         costs: StepEstimate,
         tree_ms: float,
         count: int,
@@ -260,6 +281,7 @@ class DraftGate:
     ) -> bool:
         """Whether to take the less promising kind of step, paid from the allowance.
 
+        gain_variances: of ln(tokens), see `_expected`.
         longest: steps until all requests have ended, at most.
         """
         plain_ms = costs.plain_ms
@@ -275,14 +297,17 @@ class DraftGate:
             self._pause -= 1
             return False
         other_ms, now_ms = (plain_ms, tree_ms) if drafts else (tree_ms, plain_ms)
-        horizon, steps = min(_GAIN_HORIZON, longest), _TRIAL_OF_TREES
-        if drafts:
-            horizon, steps = _COST_HORIZON, _TRIAL_OF_PLAIN
-        # Plain steps teach what they cost, steps with trees also what they bring.
-        cost_variance = costs.ratio_sd**4 / (costs.ratio_sd**2 + NOISE**2)
-        sd = math.sqrt(cost_variance + (0.0 if drafts else gain_variance))
+        steps = _TRIAL_OF_PLAIN if drafts else _TRIAL_OF_TREES
+        if not drafts and longest <= steps:
+            return False
+        of_requests, common = (0.0, 0.0) if drafts else gain_variances
+        lasting = costs.ratio_sd**4 / (costs.ratio_sd**2 + NOISE**2) + common
+        soon = _normal_loss(advantage, math.sqrt(lasting + of_requests))
+        later = _normal_loss(advantage, math.sqrt(lasting))
+        near = min(_HORIZON, longest)
+        saved = now_ms * (near * soon + (_LONG_HORIZON - near) * later)
         loss = steps * other_ms * max(1.0 - math.exp(-abs(advantage)), _MIN_LOSS)
-        if loss > min(horizon * now_ms * _normal_loss(advantage, sd), self._allowance_ms):
+        if loss > min(saved, self._allowance_ms):
             return False
         self._allowance_ms -= loss
         self._trial, self._pause, self._trial_of_trees = steps - 1, _PAUSE, not drafts
