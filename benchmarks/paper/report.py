@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and figures from results files, also of several machines.
 
-    python -m benchmarks.paper report A.jsonl B.jsonl --out FOLDER [--readme README.md]
+    python -m benchmarks.paper report A.jsonl B.jsonl --out FOLDER
+    python -m benchmarks.paper report A.jsonl B.jsonl --readme README.md    # the short table only
 
 Responses of the same device, target and temperature belong together, whichever file they are in.
 """
@@ -162,7 +163,7 @@ def _load_table(machine: Machine) -> list[str]:
     return lines
 
 
-def write(files: Sequence[Path], out: Path, stem: str, readme: Path | None = None) -> int:
+def write(files: Sequence[Path], out: Path, stem: str) -> int:
     """Write STEM.md, STEM.json and the figures of all machines; print the page."""
     found = machines(files)
     out.mkdir(parents=True, exist_ok=True)
@@ -172,11 +173,16 @@ def write(files: Sequence[Path], out: Path, stem: str, readme: Path | None = Non
     (out / f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")
     for number, machine in enumerate(found):
         figures.draw(machine, out, stem if number == 0 else f"{stem}-{number + 1}")
-    if readme is not None:
-        names = " ".join(path.name for path in files)
-        table = readme_table(found, f"python -m benchmarks.paper report {names}")
-        update_between_markers(readme, "paper", table)
     print(page)
+    return 0
+
+
+def update_readme(files: Sequence[Path], readme: Path) -> int:
+    """Put the short table of all machines between a page's markers; print it."""
+    names = " ".join(path.name for path in files)
+    table = readme_table(machines(files), f"python -m benchmarks.paper report {names}")
+    update_between_markers(readme, "paper", table)
+    print(table)
     return 0
 
 
@@ -188,12 +194,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "paper", help="folder")
     parser.add_argument("--stem", help="name of the files (default: of the first results file)")
-    parser.add_argument("--readme", type=Path, help="a page with paper:begin and paper:end markers")
+    parser.add_argument("--readme", type=Path, help="only write the short table, between markers")
     given = parser.parse_args(argv)
     missing = [path.name for path in given.files if not path.is_file()]
     if missing:
         parser.error(f"no file {missing[0]}")
-    return write(given.files, given.out, given.stem or given.files[0].stem, given.readme)
+    if given.readme is not None:
+        return update_readme(given.files, given.readme)
+    return write(given.files, given.out, given.stem or given.files[0].stem)
 
 
 def _said(machine: Machine) -> str:

@@ -197,7 +197,9 @@ def test_the_command_writes_page_data_figures_and_the_readmes_table(tmp_path: Pa
     path = write(tmp_path / "a.jsonl", [*rows, *more, score])
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- paper:begin -->\nold\n<!-- paper:end -->\nafter\n")
-    report.main([str(path), "--out", str(tmp_path / "out"), "--readme", str(readme)])
+    assert report.main([str(path), "--readme", str(readme)]) == 0
+    assert {one.name for one in tmp_path.iterdir()} == {"a.jsonl", "README.md"}
+    assert report.main([str(path), "--out", str(tmp_path / "out")]) == 0
     written = {one.name for one in (tmp_path / "out").iterdir()}
     figures = ("a-t0-c1-sets", "a-t0-c1-tradeoff", "a-sweep", "a-costs", "a-scores")
     assert written == {"a.md", "a.json", *(f"{name}.png" for name in figures)}
