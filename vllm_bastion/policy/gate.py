@@ -33,17 +33,17 @@ of what a trial teaches about x, it is expected to save
 
 of the time that follows: what is lost where x has the wrong sign. What it teaches of requests is of
 use until they end, or for HORIZON steps; the rest is for LONG_HORIZON. The less promising kind is
-tried if that saves more than the trial, which must end before they do, is expected to lose,
+tried if that saves more than the trial is expected to lose,
 
     2 C (1 - e^x)     or, for plain steps,     4 P (1 - e^-x)
 
 milliseconds: so many decisions in a row are a trial. Of two, one step is whole: the other begins
 or ends with the other kind. Of four, two are whole plain steps and follow a plain one, see
-`FilteredLatency.observe`.
+`FilteredLatency.observe`. No trial of trees begins where replies end within it.
 
 Trials are paid from an allowance that grows by SHARE of the time, and by P / R for each new
-request. So what is lost to trials is bounded. That no start with hard requests ends drafting for
-good is shown by a study in benchmarks/replay.
+request. So what is lost to trials is bounded. What a start with hard requests costs later ones is
+shown by a study in benchmarks/replay.
 
 The very first trees are grown whatever they promise, for nothing is known of the drafter, unless
 they cannot pay: g_r is at most D, the depth of trees, and C / P is known up to that deviation.
