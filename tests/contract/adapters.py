@@ -142,8 +142,9 @@ ADAPTERS: tuple[Reliance, ...] = (
         f"{_GPU}.states:RequestState",
         files="engine/draft_tokens.py",
         names=(
-            "all_token_ids draft_tokens last_sampled_tokens next_prefill_tokens "
-            "num_speculative_steps prefill_len prompt_len req_id_to_index total_len"
+            "all_token_ids draft_tokens last_sampled_tokens max_model_len max_seq_len "
+            "next_prefill_tokens num_speculative_steps prefill_len prompt_len req_id_to_index "
+            "total_len"
         ),
     ),
     Reliance(

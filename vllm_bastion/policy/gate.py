@@ -57,6 +57,7 @@ from dataclasses import dataclass
 
 from vllm_bastion.policy.cost.online import StepEstimate
 from vllm_bastion.policy.cost.step_filter import NOISE
+from vllm_bastion.policy.remaining import NO_LIMIT
 
 # Trees that an average covers: long enough to smooth single trees, short enough to follow a change
 # of topic within an answer. What is known of a request that gets no trees fades as fast in steps.
@@ -85,7 +86,6 @@ _START = 4.0
 _MIN_LOSS = 0.3
 # Decisions after a trial before the next: what it showed has not arrived yet.
 _PAUSE = 3
-_NO_LIMIT = 1 << 30
 
 
 @dataclass
@@ -213,7 +213,7 @@ class DraftGate:
         """
         count, plain_ms = len(requests), costs.plain_ms
         if remaining is None:
-            remaining = [_NO_LIMIT] * count
+            remaining = [NO_LIMIT] * count
         tokens, variance, common, nodes, unknown = self._expected(requests, remaining)
         tree_ms = costs.tree_step_ms(round(count + nodes))
         # As long as nothing is known of any tree, a request is assumed to break even if it can.
@@ -319,8 +319,6 @@ def tokens_until(end: int, tokens: float) -> float:
 
     So many draft tokens are accepted of a request that can only use `end` more of them.
     """
-    if end >= _NO_LIMIT - 1:
-        return tokens
     return tokens * (1.0 - (tokens / (1.0 + tokens)) ** end)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_MANY = 1 << 30
+NO_LIMIT = 1 << 30
 
 
 class RemainingTokens:
@@ -18,11 +18,11 @@ class RemainingTokens:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._remaining = np.full(num_slots, _MANY, dtype=np.int64)
+        self._remaining = np.full(num_slots, NO_LIMIT, dtype=np.int64)
 
     def restart(self, slot: int, tokens: int) -> None:
         """A new request takes the slot, and may emit so many tokens."""
-        self._remaining[slot] = tokens if tokens > 0 else _MANY
+        self._remaining[slot] = tokens if tokens > 0 else NO_LIMIT
 
     def emit(self, slots: np.ndarray, tokens: np.ndarray | int = 1) -> None:
         """The requests in `slots`, [R], have emitted so many more tokens each, [R]."""
