@@ -96,3 +96,28 @@ def timed_trees(session: Any) -> list[dict[str, Any]]:
     assert runner.adaptive_verification is manager
     assert len(runner.req_states.req_id_to_index) == requests
     return seen
+
+
+def warm_up_lengths(session: Any) -> list[dict[str, int]]:
+    """The longest request and the most drafts of vLLM's warm-up steps, run once more."""
+    from vllm.v1.worker.gpu import warmup
+
+    runner, lengths, drafts = session.runner, dict[str, int](), [0]
+    execute = runner.execute_model
+
+    def execute_model(step: Any, *args: Any, **kwargs: Any) -> Any:
+        computed = dict(
+            zip(step.scheduled_cached_reqs.req_ids, step.scheduled_cached_reqs.num_computed_tokens,
+                strict=True)
+        )  # fmt: skip
+        for name, rows in step.num_scheduled_tokens.items():
+            lengths[name] = max(lengths.get(name, 0), computed.get(name, 0) + rows)
+        drafts.extend(map(len, step.scheduled_spec_decode_tokens.values()))
+        return execute(step, *args, **kwargs)
+
+    # Three requests are decoding.
+    seats = runner.scheduler_config.max_num_seqs
+    runner.scheduler_config.max_num_seqs = 2
+    warmup.warmup_kernels(runner, execute_model, runner.sample_tokens)
+    runner.scheduler_config.max_num_seqs = seats
+    return [{"longest": max(lengths.values()), "drafts": max(drafts)}]

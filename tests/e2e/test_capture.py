@@ -58,3 +58,16 @@ def test_calibration_times_trees_over_their_context(runner: Runner) -> None:
     assert trees["rows"] == [6, 6] and trees["query_start_loc"] == [0, 6, 12]
     assert trees["seq_lens"] == [107, 107]
     assert trees["masked"] and trees["tails"] == [6, 6]
+
+
+@pytest.mark.parametrize(("nodes", "drafts"), [(8, 8), (63, 30)])
+def test_no_request_of_the_warm_up_leaves_the_models_length(
+    runner: Runner, nodes: int, drafts: int
+) -> None:
+    """Four times N + 1 rows and three more: 128 hold trees of 30 nodes."""
+    engine = Engine(max_num_seqs=5, max_model_len=128, eager=True).with_bastion(nodes)
+    probe = "tests.e2e.capture_probe:warm_up_lengths"
+    run = runner.run(engine, [cases.greedy(1, tokens=2)], probe=probe)
+    found = run["batches"][0]["probed"][0]
+    assert found["drafts"] == drafts
+    assert found["longest"] <= 128

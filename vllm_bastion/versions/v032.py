@@ -45,6 +45,9 @@ CAPABILITIES = Capabilities(
         f"{_GPU}.model_runner:StructuredOutputsWorker": (
             "(max_num_logits, vocab_size, device, mask_stride, num_bonus_tokens)"
         ),
+        f"{_GPU}.warmup:_warmup_kernels": (
+            "(model_runner, worker_execute_model, worker_sample_tokens)"
+        ),
     },
     fingerprints={
         "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting": "437e6c68",
