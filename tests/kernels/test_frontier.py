@@ -177,17 +177,20 @@ def test_a_narrow_frontier_keeps_a_tree_of_true_scores() -> None:
     assert totals == sorted(totals) and totals[0] < totals[-1]
 
 
-def test_a_head_that_knows_the_last_token_alone_gives_the_transition_lattice() -> None:
+def test_a_head_that_knows_the_last_token_alone_gives_the_transition_lattice(
+    device: torch.device,
+) -> None:
     """With `rows` naming each candidate's own row, the tree is the one without `rows`."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.rand(2, 5, 19, generator=generator).argsort(-1)[..., :6].int()
     logprobs = torch.randn(2, 5, 6, 6, generator=generator).log_softmax(-1)
-    rows = torch.arange(6, dtype=torch.int32).expand(2, 5, 6, 6).contiguous()
+    rows = torch.arange(6, dtype=torch.int32).expand(2, 5, 6, 6).contiguous().to(device)
+    slots, tokens, logprobs = torch.arange(2).to(device), tokens.to(device), logprobs.to(device)
     for run in versions(expand_best_first.reference, expand_best_first.triton,
                         expand_best_first.cpu):  # fmt: skip
-        plain, named = poisoned_trees(2, 2, 50), poisoned_trees(2, 2, 50)
-        run(tokens, logprobs, 4, torch.arange(2), *plain)
-        run(tokens, logprobs, 4, torch.arange(2), *named, rows)
+        plain, named = (poisoned_trees(2, 2, 50).to(device) for _ in range(2))
+        run(tokens, logprobs, 4, slots, *plain)
+        run(tokens, logprobs, 4, slots, *named, rows)
         for one, other in zip(named, plain, strict=True):
             assert_same(one, other)
 

@@ -114,11 +114,12 @@ class ExtendFrontier(Op):
         self.parents.zero_()
         self.children.zero_()
         self.out_costs.fill_(torch.inf)
+        order = torch.arange(kept, dtype=torch.int32, device=self.rows.device)
         for req in range(reqs):
             best = costs[req].flatten().sort(stable=True)
             number = int(best.values[:kept].isfinite().sum())
             chosen = best.indices[:number].sort().values
-            self.rows[req].view(-1)[chosen] = torch.arange(number, dtype=torch.int32)
+            self.rows[req].view(-1)[chosen] = order[:number]
             self.parents[req, :number] = (chosen // candidates).int()
             self.children[req, :number] = (chosen % candidates).int()
             self.out_costs[req, :number] = costs[req].flatten()[chosen]
