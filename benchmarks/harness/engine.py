@@ -131,10 +131,13 @@ class UserEngine(Engine):
     prefix_caching: bool | None = False  # a repeat must not find the cache of the one before
     environment: dict[str, str] = field(default_factory=dict)
     cudagraphs: str | None = None  # vLLM's `cudagraph_mode`
+    memory: float | None = None  # vLLM's `gpu_memory_utilization`
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `LLM`."""
         arguments = super().arguments()
+        if self.memory is not None:
+            arguments["gpu_memory_utilization"] = self.memory
         if self.cudagraphs is not None:
             arguments["compilation_config"] = {"cudagraph_mode": self.cudagraphs}
         return arguments

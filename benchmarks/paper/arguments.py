@@ -7,15 +7,12 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import PretrainedConfig
 
 import benchmarks.paper
 from benchmarks import TINY
 from benchmarks.kinds import KINDS
 from benchmarks.paper.data import SETS, DataError
-from benchmarks.paper.methods import Drafter, Target
+from benchmarks.paper.methods import Drafter, Target, config_of
 from benchmarks.random_drafter import write_random
 from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
 from vllm_bastion.envs import cache_dir
@@ -160,16 +157,3 @@ def pair_dtype(name: str) -> str:
 def without_folders(argv: Sequence[str]) -> list[str]:
     """Arguments as results name them: of an absolute path, the last part."""
     return [re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", one) for one in argv]
-
-
-def config_of(name: str) -> Any:
-    """A checkpoint's config, of a folder or of the Hub.
-
-    Raises:
-        DataError: it cannot be had.
-    """
-    try:
-        config, _ = PretrainedConfig.get_config_dict(name)
-    except OSError as error:
-        raise DataError(f"no model {name}: no such folder, and the Hub does not give it") from error
-    return argparse.Namespace(**{"architectures": None, **config})

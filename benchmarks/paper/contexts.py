@@ -136,7 +136,9 @@ def main(argv: Sequence[str]) -> int:
     rows = methods(what, cpu=cpu, budgets=(16, 63), nodes=63)
     rows = {name: rows[name] for name in _METHODS}
     rows = chosen(rows, given.methods, False)
-    engine = engines_of(what, cpu, max_model_len=longest, dtype=dtype, eager=given.eager)
+    engine = engines_of(
+        what, cpu, given.alive, max_model_len=longest, dtype=dtype, eager=given.eager
+    )
     settings = {"target": given.pair, "drafter": given.pair, "eagle3": None, "dtype": dtype}
     settings |= {"tokens": given.tokens, "seed": 0, "raw": True, "ignore_eos": True}
     settings |= {"samples": given.prompts, "alive": given.alive}

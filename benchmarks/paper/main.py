@@ -109,15 +109,16 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
     longest = given.max_model_len or _length(what, prompts, tokenizer, given)
     renderer = Renderer(tokenizer, given.raw, longest - given.tokens - what.gamma - 1)
 
+    alive = given.alive or (fitting(what, longest) if cpu else 1)
     engine = engines_of(
         what,
         cpu,
+        alive,
         max_model_len=longest,
         dtype=given.dtype,
         eager=given.eager,
         cudagraphs=given.cudagraphs,
     )
-    alive = given.alive or (fitting(what, longest) if cpu else 1)
     name = given.pair or Path(what.target).name
     out = given.out or OUT / f"{name}{'-quick' if given.quick else ''}.jsonl"
     device = device_name("cpu" if cpu else "cuda")

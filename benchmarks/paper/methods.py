@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from transformers import PretrainedConfig
 
 from benchmarks.harness.engine import UserEngine, bastion, dflash
 from benchmarks.paper.data import DataError
@@ -28,6 +30,9 @@ BUDGETS_GPU, BUDGETS_CPU = (16, 32, 64, 128, 256), (16, 32, 63)
 # Memory of an engine besides its KV cache: its weights in the layouts of their kernels too, and
 # libraries and compiled code.
 _WEIGHTS, _OVERHEAD_BYTES = 2.2, 3 << 28
+# Of a GPU's memory for all engines together, and slots of a request beyond its context: nodes,
+# drafted positions and a block that is not full.
+_GPU_SHARE, _SLOTS = 0.9, 512
 _ENVIRONMENT = {
     # Steps are counted in the engine's process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -201,13 +206,47 @@ def groups(names: Sequence[str], alive: int) -> list[list[str]]:
     return [[PLAIN, *others[i : i + size]] for i in range(0, max(1, len(others)), size)]
 
 
-def engines_of(what: Target, cpu: bool, **settings: Any) -> Callable[[Method, int], UserEngine]:
-    """From a method and a concurrency to its engine; `settings` are fields of `UserEngine`."""
+def engines_of(
+    what: Target, cpu: bool, alive: int, **settings: Any
+) -> Callable[[Method, int], UserEngine]:
+    """From a method and a concurrency to its engine; `settings` are fields of `UserEngine`.
+
+    On a GPU, `alive` engines get equal shares of the memory and a KV cache of the size they need:
+    vLLM would measure what is free, which changes while others start.
+    """
+    shared = not cpu and alive > 1
+    token_bytes = _token_bytes(what) if shared else 0
 
     def engine(method: Method, concurrency: int) -> UserEngine:
-        return method.engine(what.target, cpu, max_num_seqs=concurrency, **settings)
+        own = dict(settings)
+        if shared:
+            tokens = concurrency * (settings["max_model_len"] + _SLOTS)
+            own |= {"memory": _GPU_SHARE / alive, "kv_cache_bytes": token_bytes * tokens}
+        return method.engine(what.target, cpu, max_num_seqs=concurrency, **own)
 
     return engine
+
+
+def _token_bytes(what: Target) -> int:
+    """Bytes of a token in the KV caches of a target and its drafter, in two-byte numbers.
+
+    Raises:
+        DataError: a config has not the usual names, so the size is not known.
+    """
+    total = 0
+    for name in (what.target, what.drafter):
+        if name is None:
+            continue
+        config = config_of(name)
+        try:
+            heads, width = config.num_key_value_heads, config.head_dim
+            total += 4 * config.num_hidden_layers * heads * width
+        except AttributeError as error:
+            raise DataError(
+                f"--alive needs one engine at a time for {Path(name).name}: the size of its KV "
+                "cache is not in its config"
+            ) from error
+    return total
 
 
 def _cache_gib(max_model_len: int) -> int:
@@ -235,3 +274,16 @@ def reference_of(method: Method, temperature: float, ran: Sequence[str]) -> str 
     if REFERENCE in ran:
         return None if method.name == PLAIN else REFERENCE
     return PLAIN
+
+
+def config_of(name: str) -> Any:
+    """A checkpoint's config, of a folder or of the Hub.
+
+    Raises:
+        DataError: it cannot be had.
+    """
+    try:
+        config, _ = PretrainedConfig.get_config_dict(name)
+    except OSError as error:
+        raise DataError(f"no model {name}: no such folder, and the Hub does not give it") from error
+    return argparse.Namespace(**{"architectures": None, **config})

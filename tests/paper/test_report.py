@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import TINY
 from benchmarks.paper import report
 from benchmarks.paper.arguments import without_folders
 from benchmarks.paper.data import DataError, Prompt
@@ -21,6 +22,7 @@ from benchmarks.paper.methods import (
     Drafter,
     Target,
     chosen,
+    engines_of,
     groups,
     methods,
     reference_of,
@@ -257,6 +259,18 @@ def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
     assert chains == ["dflash 7", "dflash 7, V2 runner", "dspark 7, V2 runner"]
     assert "dspark 7" in on_gpu and not any("V2" in name for name in on_gpu)
     assert next(name for name in on_cpu if "domino" in name) == "bastion domino chain"
+
+
+def test_engines_side_by_side_share_a_gpu() -> None:
+    what = Target(str(TINY / "target"), str(TINY / "drafter"), 15)
+    plain = methods(what, cpu=False)[PLAIN]
+    shared = engines_of(what, False, 3, max_model_len=512)(plain, 4).arguments()
+    assert shared["gpu_memory_utilization"] == pytest.approx(0.3)
+    # Layers of the target and the drafter; key and value; heads; their size; two bytes.
+    assert shared["kv_cache_memory_bytes"] == (6 + 3) * 2 * 2 * 32 * 2 * 4 * 1024
+    for cpu, alive in ((False, 1), (True, 3)):
+        alone = engines_of(what, cpu, alive, max_model_len=512)(plain, 4).arguments()
+        assert "gpu_memory_utilization" not in alone and alone["kv_cache_memory_bytes"] is None
 
 
 def test_draws_are_compared_within_one_runner_only() -> None:
