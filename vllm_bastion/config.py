@@ -141,7 +141,7 @@ def bastion_config(vllm_config: Any) -> BastionSpeculativeConfig | None:
     return spec_config if isinstance(spec_config, BastionSpeculativeConfig) else None
 
 
-def default_nodes(keys: dict[str, Any], drafter: Any, limit: int | None) -> int:
+def default_nodes(keys: dict[str, Any], drafter: Any, limit: int) -> int:
     """N for a user who names none: the host's, or fewer where no step can use so many.
 
     vLLM sizes its buffers by N before any step has been timed, so N does not follow from the costs.
@@ -150,7 +150,7 @@ def default_nodes(keys: dict[str, Any], drafter: Any, limit: int | None) -> int:
     Args:
         keys: the user's keys, checked.
         drafter: the drafter's Hugging Face config, checked.
-        limit: the user's `max_num_batched_tokens`, or None.
+        limit: the smaller of the user's `max_num_batched_tokens`, if any, and `max_model_len`.
     """
     defaults = BastionSpeculativeConfig
     budget = keys.get("bastion_budget", defaults.bastion_budget)
@@ -163,9 +163,7 @@ def default_nodes(keys: dict[str, Any], drafter: Any, limit: int | None) -> int:
     nodes = current_host().default_nodes
     if top_k == 1:
         nodes = min(nodes, gamma)  # a chain has no more
-    if limit is not None:
-        nodes = min(nodes, limit - 1 - gamma)
-    return max(nodes, 1)
+    return max(min(nodes, limit - 1 - gamma), 1)
 
 
 def request_budget(sampling_params: Any, most: int) -> int:

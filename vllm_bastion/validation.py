@@ -370,6 +370,15 @@ def check_token_limit(nodes: int, gamma: int, limit: int | None) -> None:
         )
 
 
+def check_length(nodes: int, max_model_len: int) -> None:
+    """A tree and its root must fit into a context: a warm-up step would write behind its blocks."""
+    if nodes + 1 > max_model_len:
+        raise BastionConfigError(
+            f'"num_speculative_tokens": {nodes} does not fit into max_model_len {max_model_len}: '
+            f"lower it to at most {max_model_len - 1}, or raise max_model_len"
+        )
+
+
 def too_few_rows_for_adapters(engine_args: Any) -> BastionConfigError:
     """What to say where vLLM refuses adapters, because a step cannot hold every request's nodes.
 

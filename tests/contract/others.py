@@ -270,7 +270,17 @@ OTHERS: tuple[Reliance, ...] = (
         files="hooks/runner.py",
         whole_body=True,
     ),
-    Reliance(f"{_GPU}.warmup:_warmup_kernels", files="hooks/runner.py", whole_body=True),
+    Reliance(
+        f"{_GPU}.warmup:_warmup_kernels",
+        files="hooks/runner.py hooks/warm_up.py",
+        why="a request's rows follow from these two, and the longest has four times as many",
+        body=(
+            "num_spec_steps = model_runner.num_speculative_steps",
+            "prompt_len = decode_query_len + 1",
+            "decode_steps.append(([0], [use_spec_decode]))",
+        ),
+        whole_body=True,
+    ),
     Reliance(
         f"{_CORE}.async_scheduler:AsyncScheduler._update_after_schedule",
         files="hooks/scheduler.py",

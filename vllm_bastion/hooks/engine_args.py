@@ -76,9 +76,12 @@ def create_speculative_config(
     validation.check_drafter(drafter, keys["model"], target_model_config)
     kind, gamma = kind_of(architectures_of(drafter)), gamma_of(drafter)
     assert kind is not None and gamma is not None
+    length, limit = target_model_config.max_model_len, self.max_num_batched_tokens
     if keys.get("num_speculative_tokens") is None:
-        keys["num_speculative_tokens"] = default_nodes(keys, drafter, self.max_num_batched_tokens)
-    validation.check_token_limit(keys["num_speculative_tokens"], gamma, self.max_num_batched_tokens)
+        room = length if limit is None else min(length, limit)
+        keys["num_speculative_tokens"] = default_nodes(keys, drafter, room)
+    validation.check_token_limit(keys["num_speculative_tokens"], gamma, limit)
+    validation.check_length(keys["num_speculative_tokens"], length)
     keys["method"] = kind.method
     config = BastionSpeculativeConfig(
         **keys,

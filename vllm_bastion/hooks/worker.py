@@ -35,8 +35,9 @@ def install_adapters(vllm_config: Any) -> None:
     """
     from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
     from vllm_bastion.hooks.runner import RUNNER_HOOKS
+    from vllm_bastion.hooks.warm_up import WARM_UP_HOOKS
 
-    for hook in (*RUNNER_HOOKS, *GATED_DELTA_HOOKS):
+    for hook in (*RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS):
         if hook in GATED_DELTA_HOOKS and not vllm_config.model_config.is_hybrid:
             continue
         if hook.target.partition(":")[0] == _CPU_WORKER and _CPU_WORKER not in sys.modules:

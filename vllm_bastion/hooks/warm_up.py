@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks around the warm-up of a worker of method "bastion".
+
+Our kernels are compiled and step costs measured there, and vLLM's own warm-up is kept within the
+model's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_bastion import envs
+from vllm_bastion.config import bastion_config
+from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
+
+WARM_UP_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+        wrapper="warm_up:warm_up",
+        expects="(self)",
+        why="our kernels must be compiled and step costs measured before the first request",
+        what="compiles the kernels, runs vLLM's warm-up and measures the costs",
+        upstream="a callback after warm-up",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.warmup:_warmup_kernels",
+        wrapper="warm_up:warm_up_kernels",
+        expects="(model_runner, worker_execute_model, worker_sample_tokens, greedy=)",
+        why="its requests grow by four times N + 1 rows, so with a large N they leave the model's "
+        "length: their blocks are written into another request's row or behind the table",
+        what="warms up with as many drafts as fit the length",
+        upstream="a bound in `_warmup_kernels`",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        wrapper="warm_up:warm_up",
+        expects="(self)",
+        why="as above: the CPU worker overrides the method",
+        what="as above",
+        upstream="a callback after warm-up",
+        when=BASTION_WORKER,
+    ),
+)
+
+
+def warm_up_kernels(original: Callable[..., Any], model_runner: Any, *args: Any, **kw: Any) -> Any:
+    """vLLM's warm-up, with no more drafts than let its longest request fit the model's length."""
+    steps, rows = model_runner.num_speculative_steps, model_runner.decode_query_len
+    if bastion_config(model_runner.vllm_config) is None:
+        return original(model_runner, *args, **kw)
+    # The first request has a prompt of one row more, three steps with drafts and two without.
+    fitting = (model_runner.max_model_len - 3) // 4
+    spared = min(max(0, rows - fitting), steps - 1)
+    try:
+        model_runner.num_speculative_steps = steps - spared
+        model_runner.decode_query_len = rows - spared
+        return original(model_runner, *args, **kw)
+    finally:
+        model_runner.num_speculative_steps, model_runner.decode_query_len = steps, rows
+
+
+def warm_up(original: Callable[..., Any], self: Any) -> Any:
+    """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
+    if bastion_config(self.vllm_config) is None:
+        return original(self)
+    from vllm_bastion.calibration.engine import calibrate
+    from vllm_bastion.calibration.measure import dummy_tree_step
+
+    runner = self.model_runner
+    for part in (runner.model_state, runner.speculator, runner.adaptive_verification):
+        part.warm_up()
+    # Run the largest tree too: the trees of vLLM's warm-up requests may be smaller.
+    dummy_tree_step(runner, runner.decode_query_len)
+    times = original(self)
+    calibrate(runner)
+    if envs.page_enabled():
+        from vllm_bastion.engine.seen import show_to_page
+
+        show_to_page(self.vllm_config)
+    return times
