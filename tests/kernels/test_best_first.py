@@ -224,8 +224,8 @@ def test_kernel_equals_heap(
 @pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
 def test_kernel_equals_heap_on_random_trees(run, made: Made, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
-    slow = run is expand_best_first.triton and device.type == "cpu"
-    for _ in range(50 if slow else 1000):
+    # Triton compiles for every shape, or interprets.
+    for _ in range(50 if run is expand_best_first.triton else 1000):
         depth, width, top_k, limit = torch.randint(1, 7, (4,), generator=generator).tolist()
         tokens, logprobs = made(2, depth, width, generator, spread=4.0)
         expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit)
