@@ -7,6 +7,7 @@ import collections
 import os
 import time
 import traceback
+from functools import wraps
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
 
     arguments, folder = case.engine_arguments(), Path(os.environ["VLLM_BASTION_CACHE"]) / case.name
     weights = None if case.weights is None else new_weights.NewWeights(case, arguments, folder)
+    _watch_lengths(emulation.errors)
     begin = time.perf_counter()
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     started = time.perf_counter()
@@ -87,6 +89,28 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
         "decode_s": done - started,
         "slowest": dict(emulation.seconds.most_common(12)),
     }
+
+
+def _watch_lengths(errors: list[str]) -> None:
+    """Note each step, of warm-up and calibration too, in which a request leaves the model's length.
+
+    Its blocks have no place in the block table then: a GPU writes into other memory.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    execute = GPUModelRunner.execute_model
+
+    @wraps(execute)  # the hooks compare its signature
+    def execute_model(self: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
+        known = step.scheduled_cached_reqs
+        computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
+        for name, rows in step.num_scheduled_tokens.items():
+            length = computed.get(name, 0) + rows
+            if length > self.max_model_len:
+                errors.append(f"{name} has {length} tokens, max_model_len is {self.max_model_len}")
+        return execute(self, step, *args, **kwargs)
+
+    GPUModelRunner.execute_model = execute_model
 
 
 def _prompts(engine: Any, case: Case) -> list[list[int]]:
