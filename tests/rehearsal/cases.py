@@ -141,8 +141,6 @@ CASES = (
     Case("fixed", "bastion, N = 16", _bastion(16, 16)),
     Case("exact", "adaptive, exact", _bastion(31, "adaptive", budget_timing="exact"), waits=1.0),
     Case("lagged", "adaptive, lagged", _bastion(31, "adaptive", budget_timing="lagged")),
-    # N is 240 here. A warm-up of as many nodes would leave the model's length.
-    Case("defaults", "every default", {"method": "bastion"}),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
     Case("domino", "Domino, N = 16", _bastion(16, 16, model=TINY / "domino")),
