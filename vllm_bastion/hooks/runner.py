@@ -443,12 +443,16 @@ def _sample_plain(original: Callable[..., Any], runner: Any) -> Any:
 
 
 def _rows_in_use(runner: Any, grammar_output: Any) -> Any:
-    """Drop bitmask rows beyond a request's largest tree if every request brought N + 1 rows."""
+    """As many bitmask rows as a request's largest tree has, where each came with N + 1 rows.
+
+    vLLM's warm-up on 0.33 brings these, all alike, and fewer where `warm_up_kernels` spares drafts.
+    """
     config = bastion_config(runner.vllm_config)
     if config is None or grammar_output is None:
         return grammar_output
     mask, reqs = grammar_output.grammar_bitmask, len(grammar_output.structured_output_request_ids)
     if len(mask) != reqs * runner.decode_query_len:
         return grammar_output
-    used = mask.reshape(reqs, runner.decode_query_len, -1)[:, : config.max_grammar_tokens + 1]
+    rows = np.minimum(np.arange(config.max_grammar_tokens + 1), runner.decode_query_len - 1)
+    used = mask.reshape(reqs, runner.decode_query_len, -1)[:, rows]
     return replace(grammar_output, grammar_bitmask=used.reshape(-1, mask.shape[1]))
