@@ -243,8 +243,8 @@ def _token_bytes(what: Target) -> int:
             total += 4 * config.num_hidden_layers * heads * width
         except AttributeError as error:
             raise DataError(
-                f"--alive needs one engine at a time for {Path(name).name}: the size of its KV "
-                "cache is not in its config"
+                f"the config of {Path(name).name} does not say how large its KV cache is: "
+                "use --alive 1"
             ) from error
     return total
 

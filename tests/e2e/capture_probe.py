@@ -98,20 +98,23 @@ def timed_trees(session: Any) -> list[dict[str, Any]]:
     return seen
 
 
+def lengths(step: Any) -> dict[str, int]:
+    """Tokens of each request at the end of a step, by its SchedulerOutput; dummies start at 0."""
+    known = step.scheduled_cached_reqs
+    computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    return {name: computed.get(name, 0) + rows for name, rows in step.num_scheduled_tokens.items()}
+
+
 def warm_up_lengths(session: Any) -> list[dict[str, int]]:
     """The longest request and the most drafts of vLLM's warm-up steps, run once more."""
     from vllm.v1.worker.gpu import warmup
 
-    runner, lengths, drafts = session.runner, dict[str, int](), [0]
+    runner, found, drafts = session.runner, [0], [0]
     execute = runner.execute_model
 
     def execute_model(step: Any, *args: Any, **kwargs: Any) -> Any:
-        computed = dict(
-            zip(step.scheduled_cached_reqs.req_ids, step.scheduled_cached_reqs.num_computed_tokens,
-                strict=True)
-        )  # fmt: skip
-        for name, rows in step.num_scheduled_tokens.items():
-            lengths[name] = max(lengths.get(name, 0), computed.get(name, 0) + rows)
+        found.extend(lengths(step).values())
         drafts.extend(map(len, step.scheduled_spec_decode_tokens.values()))
         return execute(step, *args, **kwargs)
 
@@ -120,4 +123,4 @@ def warm_up_lengths(session: Any) -> list[dict[str, int]]:
     runner.scheduler_config.max_num_seqs = 2
     warmup.warmup_kernels(runner, execute_model, runner.sample_tokens)
     runner.scheduler_config.max_num_seqs = seats
-    return [{"longest": max(lengths.values()), "drafts": max(drafts)}]
+    return [{"longest": max(found), "drafts": max(drafts)}]

@@ -14,7 +14,7 @@ from bastion_kernels.gated_delta.states import LayerStates
 
 versions = pytest.mark.parametrize("version", ["reference", "triton"])
 commits = pytest.mark.parametrize(
-    "version", ["reference", "triton", *([] if torch.cuda.is_available() else ["cpu"])]
+    "version", ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
 )
 CHANNELS = 150
 

@@ -98,14 +98,13 @@ def _watch_lengths(errors: list[str]) -> None:
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+    from tests.e2e.capture_probe import lengths
+
     execute = GPUModelRunner.execute_model
 
     @wraps(execute)  # the hooks compare its signature
     def execute_model(self: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
-        known = step.scheduled_cached_reqs
-        computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
-        for name, rows in step.num_scheduled_tokens.items():
-            length = computed.get(name, 0) + rows
+        for name, length in lengths(step).items():
             if length > self.max_model_len:
                 errors.append(f"{name} has {length} tokens, max_model_len is {self.max_model_len}")
         return execute(self, step, *args, **kwargs)
