@@ -84,9 +84,7 @@ def tree_attention_kernel(
     kv_ptr,
     # [R, *] int32
     table_ptr,
-    # [R+1] int32, [R] int32, [R] int32, [R] int64
-    query_start_loc_ptr,
-    seq_lens_ptr,
+    # [R] int32, [R] int64
     tail_lens_ptr,
     slots_ptr,
     # [S, N+1, W] int32
@@ -140,6 +138,7 @@ def tree_attention_kernel(
     MAX_TAIL: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE_STAGES: tl.constexpr,
+    BUNDLE_FIELDS: tl.constexpr,
     RUN_FIELDS: tl.constexpr,
 ):
     """Attention of one run of the plan. Grid: (programs,)."""
@@ -151,6 +150,15 @@ def tree_attention_kernel(
     members = tl.load(run_ptr + 2)
     line = tl.load(run_ptr + 3)
     stop = tl.load(run_ptr + 4)
+    # of the bundle, see `plan_kernel`
+    entry_ptr = run_ptr + 8
+    request = tl.load(entry_ptr)
+    bundle_row = tl.load(entry_ptr + 1)
+    bundle_start = tl.load(entry_ptr + 2) * KV_HEADS
+    bundle_tiles = tl.load(entry_ptr + 3)
+    first = tl.load(entry_ptr + 4)
+    rows = tl.load(entry_ptr + 5)
+    context = tl.load(entry_ptr + 6)
     team = line // chunk
 
     packed = tl.arange(0, BLOCK_M)
@@ -159,24 +167,18 @@ def tree_attention_kernel(
         score_scale *= tl.load(q_scale_ptr)
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr)
+    block_stride = stride_kv_block.to(tl.uint32).to(tl.uint64)
     # capped scores have the scale already
     exponent_scale = 1.0 if SOFTCAP else score_scale
     while line < stop:
-        request = tl.load(bundles_ptr + bundle * 4)
-        bundle_row = tl.load(bundles_ptr + bundle * 4 + 1)
         block_row = bundle_row + member * BLOCK_Q
-        bundle_start = tl.load(bundles_ptr + bundle * 4 + 2) * KV_HEADS
-        bundle_tiles = tl.load(bundles_ptr + bundle * 4 + 3)
         head = (line - bundle_start) // bundle_tiles
         # where this head's part of the line starts
         start = bundle_start + head * bundle_tiles
         begin = line - start
 
-        first = tl.load(query_start_loc_ptr + request)
-        rows = tl.load(query_start_loc_ptr + request + 1) - first
         slot = tl.load(slots_ptr + request)
         tail = tl.where(slot >= 0, tl.load(tail_lens_ptr + request), 0)
-        context = tl.maximum(tl.load(seq_lens_ptr + request) - rows, 0)
         row = block_row + packed // GROUP
         live = (packed < BLOCK_Q * GROUP) & (row < rows)
         query_head = head * GROUP + packed % GROUP
@@ -215,21 +217,25 @@ def tree_attention_kernel(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         request_table_ptr = table_ptr + request.to(tl.int64) * stride_table
         kv_head_ptr = kv_ptr + head.to(tl.int64) * stride_kv_head
+        # The pages of a tile are read one tile ahead, so that the addresses are there in time.
+        column = ((skipped + begin) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
+        page = tl.load(request_table_ptr + column // PAGE, mask=column < end, other=0)
         for t in tl.range(skipped + begin, skipped + finish, num_stages=STAGES):
-            column = t * BLOCK_N + tl.arange(0, BLOCK_N)
-            # columns past the end read the last one and are hidden below
-            cached = tl.minimum(column, end - 1)
-            page = tl.load(request_table_ptr + cached // PAGE).to(tl.int64)
-            row_offset = page * stride_kv_block + (cached % PAGE) * stride_kv_row
+            # Unsigned, so that dividing by a power of two is one instruction; nothing in this loop
+            # costs more than what comes between two products.
+            column = (t * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
+            seen = column < end
+            row_offset = page.to(tl.uint32).to(tl.uint64) * block_stride
+            row_offset += (column % PAGE) * stride_kv_row
             key_ptr = kv_head_ptr + row_offset[:, None] + dim[None, :] * stride_kv_col
-            if DIM == BLOCK_D:
-                keys = tl.load(key_ptr)
-                values = tl.load(key_ptr + DIM * stride_kv_col)
-            else:
-                keys = tl.load(key_ptr, mask=(dim < DIM)[None, :], other=0.0)
-                values = tl.load(
-                    key_ptr + DIM * stride_kv_col, mask=(dim < DIM)[None, :], other=0.0
-                )
+            # what lies past the end may be no number
+            present = seen[:, None]
+            if DIM != BLOCK_D:
+                present &= (dim < DIM)[None, :]
+            keys = tl.load(key_ptr, mask=present, other=0.0)
+            values = tl.load(key_ptr + DIM * stride_kv_col, mask=present, other=0.0)
+            following = column + BLOCK_N
+            page = tl.load(request_table_ptr + following // PAGE, mask=following < end, other=0)
             scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
             if SOFTCAP:
                 # tanh(x) = 1 - 2 / (1 + exp(2x)); here score_scale has a factor 2 / softcap, and
@@ -321,5 +327,13 @@ def tree_attention_kernel(
                 mask=inside,
             )
         line = tl.minimum(start + bundle_tiles, stop)
-        if line == bundle_start + bundle_tiles * KV_HEADS:
+        if line == bundle_start + bundle_tiles * KV_HEADS and line < stop:
             bundle += 1
+            entry_ptr = bundles_ptr + bundle * BUNDLE_FIELDS
+            request = tl.load(entry_ptr)
+            bundle_row = tl.load(entry_ptr + 1)
+            bundle_start = tl.load(entry_ptr + 2) * KV_HEADS
+            bundle_tiles = tl.load(entry_ptr + 3)
+            first = tl.load(entry_ptr + 4)
+            rows = tl.load(entry_ptr + 5)
+            context = tl.load(entry_ptr + 6)

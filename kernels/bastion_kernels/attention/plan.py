@@ -26,10 +26,12 @@ from __future__ import annotations
 
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["RUN_FIELDS", "first_tile", "plan_kernel"]
+__all__ = ["BUNDLE_FIELDS", "RUN_FIELDS", "first_tile", "plan_kernel"]
 
-# int32 values kept for a program, the last three unused
-RUN_FIELDS = 8
+# int32 values kept for a bundle, the last one unused, and for a program, which has those of its
+# first bundle too: what it begins with then comes from memory at once
+BUNDLE_FIELDS = 8
+RUN_FIELDS = 16
 
 
 @triton.jit
@@ -64,11 +66,12 @@ def plan_kernel(
     seq_lens_ptr,
     # [2] int32: tiles in a run, programs with work (written)
     header_ptr,
-    # [capacity, 4] int32, by width: request, first row within it, first tile in the line of one
-    # head, tiles (written)
+    # [capacity, BUNDLE_FIELDS] int32, by width: request, first row within it, first tile in the
+    # line of one head, tiles; of the request its first row in the batch, its rows, and the cached
+    # rows before them (written)
     bundles_ptr,
-    # [programs, 8] int32: first bundle, member, members of the team, first position in the line,
-    # end position (written)
+    # [programs, RUN_FIELDS] int32: first bundle, member, members of the team, first position in the
+    # line, end position; from the ninth on, the values of the first bundle (written)
     runs_ptr,
     num_reqs,
     programs,
@@ -81,8 +84,10 @@ def plan_kernel(
     CLASSES: tl.constexpr,
     CAPACITY: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    BUNDLE_FIELDS: tl.constexpr,
     RUN_FIELDS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
+    SECOND: tl.constexpr,
 ):
     """Lay out the step's bundles and cut them into runs. Grid: (1,).
 
@@ -92,6 +97,7 @@ def plan_kernel(
         CLASSES, PROGRAMS: powers of two >= WIDTH and >= programs.
         CAPACITY: power of two >= rows // (BLOCK_Q * WIDTH) + requests of any step.
         SEARCH_STEPS: >= log2(CAPACITY) + 1.
+        SECOND: tiles that take as long as a second q-block in a run does besides its own tiles.
     """
     # Candidate i belongs to the last request r with query_start_loc[r] // span + r <= i: no prefix
     # sum over requests is needed, at the price of some candidates without rows.
@@ -126,29 +132,17 @@ def plan_kernel(
     skipped = first_tile(context, row, rows, WINDOW, MAX_TAIL, BLOCK_N)
     tiles = tl.where(used, (seen + BLOCK_N - 1) // BLOCK_N - skipped, 0)
 
-    # Bundles and tiles before each bundle in the line of its width: one scan over the pair.
     kind = tl.arange(0, CLASSES)
-    mine = width[None, :] == kind[:, None] + 1
-    pair = tl.where(mine, (tiles.to(tl.int64) + (1 << 32))[None, :], 0)
-    before = tl.sum(tl.where(mine, tl.cumsum(pair, 1) - pair, 0), 0)
-    totals = tl.sum(pair, 1)
-    bundles = (totals >> 32).to(tl.int32)
-    ends = (totals & 0xFFFFFFFF).to(tl.int32) * KV_HEADS
-    offsets = tl.cumsum(bundles, 0) - bundles
-    place = (before >> 32).to(tl.int32) + tl.sum(tl.where(mine, offsets[:, None], 0), 0)
-
-    entry = bundles_ptr + place * 4
-    tl.store(entry, request, mask=used)
-    tl.store(entry + 1, row, mask=used)
-    tl.store(entry + 2, (before & 0xFFFFFFFF).to(tl.int32), mask=used)
-    tl.store(entry + 3, tiles, mask=used)
-
     members = kind + 1
+    mine = width[None, :] == kind[:, None] + 1
+    bundles = tl.sum(mine.to(tl.int32), 1)
+    ends = tl.sum(tl.where(mine, tiles[None, :], 0), 1) * KV_HEADS
     area = tl.sum(ends * members, 0)
+    most = tl.max(tiles, 0)
     # Merging a cut costs about what a tile does, so the time of a q-block of n tiles cut into s is
     # near n/s + s: runs shorter than sqrt(n) would be slower.
-    shortest = tl.ceil(tl.sqrt(tl.max(tiles, 0).to(tl.float32))).to(tl.int32)
-    chunk = tl.maximum(tl.maximum((area + programs - 1) // programs, shortest), 1)
+    shortest = tl.maximum(tl.ceil(tl.sqrt(most.to(tl.float32))).to(tl.int32), 1)
+    chunk = tl.maximum((area + programs - 1) // programs, shortest)
     # Rounding adds less than one team to each line, so this many tiles are certainly enough; so
     # is one team for each line.
     spare = tl.maximum(programs - tl.sum(tl.where(bundles > 0, members, 0), 0), 0)
@@ -160,6 +154,39 @@ def plan_kernel(
         needed = tl.sum((ends + middle - 1) // middle * members, 0)
         chunk = tl.where(needed <= programs, chunk, middle + 1)
         enough = tl.where(needed <= programs, middle, enough)
+
+    # With a team or more for each head of each bundle, a bundle's part of the line is rounded up to
+    # whole runs, so that no program has to begin and to merge a second q-block, unless that makes
+    # the runs too long.
+    fits = tl.sum(bundles * members, 0) * KV_HEADS <= programs
+    whole = chunk
+    enough = tl.where(fits, tl.minimum(most, chunk + SECOND + 1), chunk)
+    while whole < enough:
+        middle = (whole + enough) // 2
+        needed = tl.sum((tiles + middle - 1) // middle * width, 0) * KV_HEADS
+        whole = tl.where(needed <= programs, whole, middle + 1)
+        enough = tl.where(needed <= programs, middle, enough)
+    needed = tl.sum((tiles + whole - 1) // whole * width, 0) * KV_HEADS
+    if fits & (needed <= programs) & (whole <= chunk + SECOND):
+        chunk = whole
+        tiles = (tiles + chunk - 1) // chunk * chunk
+
+    # Bundles and tiles before each bundle in the line of its width: one scan over the pair.
+    pair = tl.where(mine, (tiles.to(tl.int64) + (1 << 32))[None, :], 0)
+    before = tl.sum(tl.where(mine, tl.cumsum(pair, 1) - pair, 0), 0)
+    ends = (tl.sum(pair, 1) & 0xFFFFFFFF).to(tl.int32) * KV_HEADS
+    offsets = tl.cumsum(bundles, 0) - bundles
+    place = (before >> 32).to(tl.int32) + tl.sum(tl.where(mine, offsets[:, None], 0), 0)
+
+    entry_ptr = bundles_ptr + place * BUNDLE_FIELDS
+    tl.store(entry_ptr, request, mask=used)
+    tl.store(entry_ptr + 1, row, mask=used)
+    tl.store(entry_ptr + 2, (before & 0xFFFFFFFF).to(tl.int32), mask=used)
+    tl.store(entry_ptr + 3, tiles, mask=used)
+    tl.store(entry_ptr + 4, first, mask=used)
+    tl.store(entry_ptr + 5, rows, mask=used)
+    tl.store(entry_ptr + 6, context, mask=used)
+
     needs = (ends + chunk - 1) // chunk * members
     bases = tl.cumsum(needs, 0) - needs
     busy = tl.sum(needs, 0)
@@ -177,11 +204,17 @@ def plan_kernel(
     high = low + tl.sum(tl.where(chosen, bundles[:, None], 0), 0)
     # the table of bundles must be complete before it is searched
     tl.debug_barrier()
-    first_bundle = _last_not_above(bundles_ptr + 2, 4, KV_HEADS, low, high, line, SEARCH_STEPS)
-    run = runs_ptr + program * RUN_FIELDS
+    first_bundle = _last_not_above(
+        bundles_ptr + 2, BUNDLE_FIELDS, KV_HEADS, low, high, line, SEARCH_STEPS
+    )
+    run_ptr = runs_ptr + program * RUN_FIELDS
     exists = program < programs
-    tl.store(run, first_bundle, mask=exists)
-    tl.store(run + 1, within % (which + 1), mask=exists)
-    tl.store(run + 2, which + 1, mask=exists)
-    tl.store(run + 3, line, mask=exists)
-    tl.store(run + 4, tl.where(program < busy, end, 0), mask=exists)
+    tl.store(run_ptr, first_bundle, mask=exists)
+    tl.store(run_ptr + 1, within % (which + 1), mask=exists)
+    tl.store(run_ptr + 2, which + 1, mask=exists)
+    tl.store(run_ptr + 3, line, mask=exists)
+    tl.store(run_ptr + 4, tl.where(program < busy, end, 0), mask=exists)
+    has_work = exists & (program < busy)
+    for field in tl.static_range(BUNDLE_FIELDS - 1):
+        value = tl.load(bundles_ptr + first_bundle * BUNDLE_FIELDS + field, mask=has_work)
+        tl.store(run_ptr + 8 + field, value, mask=has_work)

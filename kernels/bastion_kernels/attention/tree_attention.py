@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.kv_layout import KVLayout
-from bastion_kernels.attention.plan import RUN_FIELDS
+from bastion_kernels.attention.plan import BUNDLE_FIELDS, RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.checks import check, on_gpu
 from bastion_kernels.op import load
@@ -245,8 +245,6 @@ class AttentionLayer:
             query,
             kv_cache,
             step.block_table,
-            step.query_start_loc,
-            step.seq_lens,
             step.tail_lens,
             step.slots,
             step.ancestor_bits,
@@ -284,6 +282,7 @@ class AttentionLayer:
             MAX_TAIL=workspace.max_tail,
             STAGES=workspace.tiles.stages,
             MERGE_STAGES=_MERGE_STAGES,
+            BUNDLE_FIELDS=BUNDLE_FIELDS,
             RUN_FIELDS=RUN_FIELDS,
             num_warps=workspace.tiles.num_warps,
             # the default until Triton 3.10

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.plan import RUN_FIELDS, plan_kernel
+from bastion_kernels.attention.plan import BUNDLE_FIELDS, RUN_FIELDS, plan_kernel
 from bastion_kernels.triton_or_none import triton
 
 __all__ = ["Tiles", "TreeAttentionWorkspace"]
@@ -17,6 +17,8 @@ __all__ = ["Tiles", "TreeAttentionWorkspace"]
 _DEFAULT_PROGRAMS = 4
 # bytes of shared memory that a program may have on such a device: Hopper's
 _DEFAULT_SHARED = 227 * 1024
+# see `plan_kernel`
+_SECOND = 8
 # q-blocks that walk the same tiles together: more would save no time, as eight do more arithmetic
 # on a tile than its way from memory takes
 _MAX_WIDTH = 8
@@ -31,7 +33,7 @@ class Tiles:
     # cached rows in a tile, a power of two >= 16
     block_n: int
     num_warps: int
-    # tiles in flight
+    # tiles in shared memory, one fewer where matrix instructions take their inputs from registers
     stages: int
     # programs that share a multiprocessor
     occupancy: int
@@ -44,27 +46,27 @@ _TILES = (
     (
         227 * 1024,
         {
-            64: Tiles(128, 64, num_warps=8, stages=7, occupancy=1),
-            128: Tiles(128, 64, num_warps=8, stages=5, occupancy=1),
-            256: Tiles(64, 32, num_warps=8, stages=5, occupancy=1),
+            64: Tiles(128, 64, num_warps=8, stages=4, occupancy=1),
+            128: Tiles(64, 64, num_warps=4, stages=3, occupancy=2),
+            256: Tiles(64, 32, num_warps=8, stages=3, occupancy=1),
         },
     ),
     # A100
     (
         163 * 1024,
         {
-            64: Tiles(64, 64, num_warps=4, stages=7, occupancy=2),
-            128: Tiles(64, 64, num_warps=8, stages=7, occupancy=1),
-            256: Tiles(64, 32, num_warps=8, stages=5, occupancy=1),
+            64: Tiles(64, 64, num_warps=4, stages=4, occupancy=2),
+            128: Tiles(64, 64, num_warps=8, stages=4, occupancy=1),
+            256: Tiles(64, 32, num_warps=8, stages=3, occupancy=1),
         },
     ),
     # RTX 30, 40 and 50, A6000, L40S, RTX PRO 6000
     (
         99 * 1024,
         {
-            64: Tiles(64, 64, num_warps=4, stages=5, occupancy=2),
-            128: Tiles(64, 64, num_warps=8, stages=5, occupancy=1),
-            256: Tiles(32, 32, num_warps=8, stages=5, occupancy=1),
+            64: Tiles(64, 64, num_warps=4, stages=3, occupancy=2),
+            128: Tiles(64, 64, num_warps=8, stages=3, occupancy=1),
+            256: Tiles(32, 32, num_warps=8, stages=3, occupancy=1),
         },
     ),
 )
@@ -75,12 +77,10 @@ def default_tiles(
 ) -> Tiles:
     """Tile sizes for a data type, padded head dimension and number of heads per key head.
 
-    A warpgroup's matrix instruction has 64 rows on Hopper. Two warpgroups in a program read a tile
-    once for 128 rows, half as often as two programs would, and the softmax of one runs under the
-    products of the other. That takes nearly all registers, so one program is all that a
-    multiprocessor holds (`occupancy`). Page numbers take two of the stages, so five keep two tiles
-    in flight and seven keep three: half as large tiles need more of them on their way to keep the
-    memory busy.
+    A warpgroup's matrix instruction has 64 rows on Hopper. Two programs of one warpgroup each share
+    a multiprocessor, so that the softmax of one runs under the products of the other. Two
+    warpgroups in one program wait for each other at every tile: on an H100, with heads of 128
+    numbers and trees of 64 nodes, that takes 1.1 to 1.3 times as long (`benchmarks/README.md`).
 
     Other GPUs have less shared memory, and a warp's matrix instruction takes its inputs from
     registers, so that 128 rows of 128 numbers would spill. They get half as many rows, or less, and
@@ -171,7 +171,7 @@ class TreeAttentionWorkspace:
         self.capacity = triton.next_power_of_2(bundles)
 
         self.header = torch.zeros(2, dtype=torch.int32, device=device)
-        self.bundles = torch.zeros(self.capacity, 4, dtype=torch.int32, device=device)
+        self.bundles = torch.zeros(self.capacity, BUNDLE_FIELDS, dtype=torch.int32, device=device)
         self.runs = torch.zeros(self.programs, RUN_FIELDS, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(self.programs, dtype=torch.int32, device=device)
         # a run cuts at most two q-blocks: the one it begins in and the one it ends in
@@ -209,7 +209,9 @@ class TreeAttentionWorkspace:
             CLASSES=triton.next_power_of_2(self.width),
             CAPACITY=self.capacity,
             PROGRAMS=triton.next_power_of_2(self.programs),
+            BUNDLE_FIELDS=BUNDLE_FIELDS,
             RUN_FIELDS=RUN_FIELDS,
             SEARCH_STEPS=self.capacity.bit_length() + 1,
+            SECOND=_SECOND,
             num_warps=8 if self.capacity >= 512 else 4,
         )
