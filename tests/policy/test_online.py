@@ -207,6 +207,23 @@ def test_another_size_of_batch_starts_from_the_nearest_and_in_doubt():
     assert model.estimate(1, 0).plain_ms == before
 
 
+def test_steps_beyond_the_graphs_say_nothing_of_those_in_graphs():
+    """On an H100, 516 rows took 2.3 times their prior, and 260 were then thought to take 1.6."""
+    table = StepCostTable.linear(5.0, 0.01, max_rows=1024, captured_sizes=[1, 4, 64, 256, 512])
+    model, rng = FilteredLatency(table), np.random.default_rng(5)
+    prior = table.cost_ms(4, 0)
+    for _ in range(60):
+        for rows, factor in ((260, 1.0), (512, 1.0), (516, 2.3), (1000, 2.3)):
+            ms = factor * float(prior[rows]) * (1 + 0.03 * rng.standard_normal())
+            model.observe(StepTimes(rows, 4, 0.0, True, True, ms, ms))
+    expected = [float(prior[n]) * (1.0 if n <= 512 else 2.3) for n in (64, 260, 512, 516, 1000)]
+    for num_reqs in (4, 5, 1):
+        cost = model.estimate(num_reqs, 0)
+        found = [cost.tree_step_ms(n) for n in (64, 260, 512, 516, 1000)]
+        assert found == pytest.approx(expected, rel=0.08)
+        assert (np.diff(cost.curve) >= 0).all()
+
+
 def test_isolated_stalls_do_little():
     model = FilteredLatency(_table())
     _serve(model, 200, np.random.default_rng(2), spikes={20, 50, 51, 90, 150})

@@ -8,6 +8,10 @@ added to the forward pass.
 
 Decisions depend on how sizes compare, and a host's memory can be slow for seconds at a time. So
 every size is timed once before any is timed again: a slow period then affects all sizes.
+
+Beyond the captured graphs the host launches kernels one by one, which may take it longer than the
+device needs for them. So the device is idle when such a step begins: if it had other work left, it
+would hide the host's time, which in a row of such steps it does not.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ def measure(
     start = time.perf_counter()
     current_host().prepare_timing(runner)
     batches, contexts = _batches(runner), _contexts(runner)
+    largest_graph = max(captured, default=runner.max_num_tokens)
     shapes = tree_shapes(_largest_tree(runner), _max_tree_rows(runner), batches[-1])
     # The sizes of tree steps are timed without context, too.
     padded = padded_rows(runner.max_num_tokens, captured)
@@ -93,10 +98,10 @@ def measure(
     for heads, steps, shorts, verified_trees in rounds:
         for (n,) in heads:
             head_times.setdefault(n, []).append(_head_ms(runner, n))
-        plain += _dummy_steps(runner, steps)
+        plain += _dummy_steps(runner, steps, largest_graph)
         with runner.speculator.drafting_first():
-            drafts += _dummy_steps(runner, shorts)
-        trees += _tree_steps(runner, verified_trees)
+            drafts += _dummy_steps(runner, shorts, largest_graph)
+        trees += _tree_steps(runner, verified_trees, largest_graph)
 
     def head_ms(rows: int) -> float:
         return float(np.interp(rows, sizes, [median(head_times[n]) for n in sizes]))
@@ -239,10 +244,14 @@ def _tree_rounds(
     return [[point for point, count in points if turn < count] for turn in range(REPEATS)]
 
 
-def _dummy_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, Any]]:
+def _dummy_steps(
+    runner: Any, points: list[tuple[int, ...]], largest_graph: int
+) -> list[tuple[int, Any]]:
     """Run a dummy step of each (rows, context). Returns (context, vLLM's timing) of each."""
     with runner.step_timing.collect() as timings:
         for rows, context in points:
+            if rows > largest_graph:
+                torch.accelerator.synchronize()
             dummy_tree_step(runner, rows, context)
     return [(context, timing) for (_, context), timing in zip(points, timings, strict=True)]
 
@@ -263,13 +272,15 @@ def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
         trees.always_masking = False
 
 
-def _tree_steps(runner: Any, points: list[tuple[int, ...]]) -> list[tuple[int, Any, Any]]:
+def _tree_steps(
+    runner: Any, points: list[tuple[int, ...]], largest_graph: int
+) -> list[tuple[int, Any, Any]]:
     """Run each (requests, nodes, context). Returns (context, timing of roots, timing of trees)."""
     if not points:
         return []
     with TreeSteps(runner).untrimmed() as steps, runner.step_timing.collect() as timings:
         for reqs, nodes, context in points:
-            steps.run(reqs, nodes, context)
+            steps.run(reqs, nodes, context, wait=reqs * (1 + nodes) > largest_graph)
     return [
         (context, roots, verified)
         for (_, _, context), roots, verified in zip(

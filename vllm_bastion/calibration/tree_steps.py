@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from vllm import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -49,7 +50,7 @@ class TreeSteps:
             runner.adaptive_verification = manager
             sampler.enable_adaptive_verification = adaptive
 
-    def run(self, num_reqs: int, nodes: int, context_len: int) -> None:
+    def run(self, num_reqs: int, nodes: int, context_len: int, *, wait: bool = False) -> None:
         """Run two steps, which the runner's ``step_timing`` times if it collects.
 
         The first one decodes a root of each request and drafts; the second one verifies the trees
@@ -60,6 +61,7 @@ class TreeSteps:
             num_reqs: requests.
             nodes: nodes of each request's tree.
             context_len: cached tokens of each request.
+            wait: let the device finish the first step before the second one begins.
         """
         names = [f"_bastion_{i}" for i in range(num_reqs)]
         prompt = [0] * (context_len + 1)
@@ -89,6 +91,8 @@ class TreeSteps:
         cached.num_output_tokens = [1] * num_reqs
         cached.new_block_ids = [None] * num_reqs
         trees.scheduled_spec_decode_tokens = {name: [0] * nodes for name in names}
+        if wait:
+            torch.accelerator.synchronize()
         self._execute(trees)
 
     def _step(self, tokens: dict[str, int]) -> SchedulerOutput:

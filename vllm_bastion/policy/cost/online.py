@@ -160,7 +160,11 @@ class CurveLatency:
 
 
 class FilteredLatency:
-    """`ema_table`: the measured table, corrected by the times of whole steps."""
+    """`ema_table`: the measured table, corrected by the times of whole steps.
+
+    Steps with more rows than the largest captured graph have a filter of their own. The host
+    launches their kernels one by one, so their times tell nothing of what a row costs in a graph.
+    """
 
     def __init__(self, table: StepCostTable) -> None:
         self.table = table
@@ -170,11 +174,16 @@ class FilteredLatency:
         self._observed: dict[int, int] = {}
         # The slope that the filter's curves were built with last.
         self._slopes: dict[int, float] = {}
+        # Most rows of a graph, the filter of steps beyond them, and ln of what such steps take over
+        # their prior and the `tree` of their batch, as the curves were built with it last.
+        self._largest_graph = max(table.captured_sizes, default=table.max_rows)
+        self._ungraphed = StepFilter()
+        self._ungraphed_log = 0.0
         self._steps = 0
         self._after_plain = False
         # Sizes of the batch, in powers of two, and kinds of step that were seen.
         self._seen: set[tuple[int, bool]] = set()
-        self._curves: dict[tuple[int, int, float, int], CostArray] = {}
+        self._curves: dict[tuple[int, int, float, float, int], CostArray] = {}
 
     def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
         """See `LatencyModel`."""
@@ -185,7 +194,9 @@ class FilteredLatency:
         slope = self._slopes[size]
         if abs(state.slope - slope) > _SLOPE_STEP:
             slope = self._slopes[size] = state.slope
-        key = (num_reqs, context_bucket(context_len), slope, spared)
+        if abs(self._ungraphed.tree - self._ungraphed_log) > _SLOPE_STEP:
+            self._ungraphed_log = self._ungraphed.tree
+        key = (num_reqs, context_bucket(context_len), slope, self._ungraphed_log, spared)
         curve = self._curves.get(key)
         if curve is None:
             root = float(prior.curve[min(num_reqs, self.table.max_rows)])
@@ -193,6 +204,9 @@ class FilteredLatency:
             # No step has fewer rows than requests, but the curve must still decrease there.
             added *= np.exp(np.where(added < 0, 0.0, slope))
             curve = (root + added).astype(np.float32)
+            beyond = slice(self._largest_graph + 1, None)
+            curve[beyond] = prior.curve[beyond] * math.exp(self._ungraphed_log)
+            np.maximum.accumulate(curve[num_reqs:], out=curve[num_reqs:])
             curve.setflags(write=False)
             _keep(self._curves, key, curve)
         plain_ms = prior.plain_ms * math.exp(state.level)
@@ -227,14 +241,20 @@ class FilteredLatency:
         num_reqs = max(1, step.num_reqs)
         row = min(max(step.rows, num_reqs), self.table.max_rows)
         size = num_reqs.bit_length()
-        kind = (size, step.verified)
+        ungraphed = row > self._largest_graph
+        kind = (-1 if ungraphed else size, step.verified)
         if first_plain or kind not in self._seen:
             self._seen.add(kind)
             return
         state = self.filter(num_reqs)
+        prior = self._prior.estimate(num_reqs, step.context_len, step.spared)
+        if ungraphed:
+            if step.verified:
+                expected = math.exp(state.tree) * float(prior.curve[row])
+                self._ungraphed.observe_tree(expected, 0.0, step.total_ms)
+            return
         state.age(self._steps - self._observed[size])
         self._observed[size] = self._steps
-        prior = self._prior.estimate(num_reqs, step.context_len, step.spared)
         if step.verified:
             root = float(prior.curve[min(num_reqs, row)])
             state.observe_tree(root, float(prior.curve[row]) - root, step.total_ms)
