@@ -33,12 +33,14 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import RESULTS, TINY
 from benchmarks.harness.decoder import engine_core, model_runner, reported_nodes
-from benchmarks.harness.engine import Engine, Request, UserEngine
+from benchmarks.harness.engine import GAMMA, Engine, Request, UserEngine
 from benchmarks.harness.process import EngineProcess, report_state
 from benchmarks.paper.arguments import pair_drafter, pair_dtype, pair_folder, without_folders
+from benchmarks.paper.methods import Target, gpu_share
 from benchmarks.prompts import DOMAINS, load_prompts
 from benchmarks.provenance import provenance
 
@@ -70,7 +72,6 @@ class Switched:
         self._mode = ADAPTIVE
         self._count_steps(engine_core(llm).scheduler)
         manager = model_runner(llm).adaptive_verification
-        assert manager.lag == 0, "budgets are switched in steps that know their own trees"
         self._switch_budget(manager)
         self._switch_gate(manager.runtime.gate)
 
@@ -88,9 +89,14 @@ class Switched:
         choose, observe = manager._choose, manager._observe
 
         def chosen(slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-            number: np.ndarray = choose(slots, drafts)
             if self._mode in (ADAPTIVE, NEVER):
+                return choose(slots, drafts)
+            if manager.lag:  # the device keeps their sum only, and shares it out
+                learned, manager._per_request = manager._per_request, float(self._mode)
+                number = choose(slots, drafts)
+                manager._per_request = learned
                 return number
+            choose(slots, drafts)
             limit = manager._max_step_nodes(len(slots)) // len(slots)
             return np.minimum(manager._max_nodes(drafts), min(int(self._mode), limit)).astype(
                 np.int32
@@ -209,13 +215,17 @@ def main() -> int:
     drafter = pair / "drafter"
     if args.drafter:
         drafter = Path(pair_drafter(args.pair, pair, args.drafter))
+    at_once, length = max(args.concurrency), 1024
+    what = Target(str(pair / "target"), str(drafter), GAMMA)
+    memory = gpu_share(what, 2)(at_once, length) if torch.cuda.is_available() else {}
     engine = UserEngine(
         {"method": "bastion", "model": str(drafter)},
         target=pair / "target",
-        max_num_seqs=max(args.concurrency),
-        max_model_len=1024,
+        max_num_seqs=at_once,
+        max_model_len=length,
         dtype=pair_dtype(args.pair),
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        **memory,
     )
     requests: dict[str, list[Request]] = {domain: [] for domain in DOMAINS}
     for row in load_prompts(TINY / "prompts.jsonl", args.prompts):

@@ -214,17 +214,32 @@ def engines_of(
     On a GPU, `alive` engines get equal shares of the memory and a KV cache of the size they need:
     vLLM would measure what is free, which changes while others start.
     """
-    shared = not cpu and alive > 1
-    token_bytes = _token_bytes(what) if shared else 0
+    room = gpu_share(what, alive) if alive > 1 and not cpu else None
 
     def engine(method: Method, concurrency: int) -> UserEngine:
         own = dict(settings)
-        if shared:
-            tokens = concurrency * (settings["max_model_len"] + _SLOTS)
-            own |= {"memory": _GPU_SHARE / alive, "kv_cache_bytes": token_bytes * tokens}
+        if room is not None:
+            own |= room(concurrency, settings["max_model_len"])
         return method.engine(what.target, cpu, max_num_seqs=concurrency, **own)
 
     return engine
+
+
+def gpu_share(what: Target, alive: int) -> Callable[[int, int], dict[str, Any]]:
+    """From concurrency and length to the memory of one of `alive` engines on a GPU.
+
+    The memory is fields of `UserEngine`.
+
+    Raises:
+        DataError: the size of the KV cache is not known.
+    """
+    token_bytes = _token_bytes(what)
+
+    def share(concurrency: int, max_model_len: int) -> dict[str, Any]:
+        tokens = concurrency * (max_model_len + _SLOTS)
+        return {"memory": _GPU_SHARE / alive, "kv_cache_bytes": token_bytes * tokens}
+
+    return share
 
 
 def _token_bytes(what: Target) -> int:
