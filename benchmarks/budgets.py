@@ -92,9 +92,10 @@ class Switched:
             if self._mode in (ADAPTIVE, NEVER):
                 return choose(slots, drafts)
             if manager.lag:  # the device keeps their sum only, and shares it out
-                learned, manager._per_request = manager._per_request, float(self._mode)
+                learned = manager._nodes, manager._num_trees
+                manager._nodes, manager._num_trees = int(self._mode) * len(slots), len(slots)
                 number = choose(slots, drafts)
-                manager._per_request = learned
+                manager._nodes, manager._num_trees = learned
                 return number
             choose(slots, drafts)
             limit = manager._max_step_nodes(len(slots)) // len(slots)

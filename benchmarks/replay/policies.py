@@ -149,8 +149,8 @@ class Adaptive:
         self.max_nodes = max_nodes or corpus.max_nodes
         self.shared = shared
         self.lag = int(timing == "lagged")
-        # nodes per request that the last observed scores called for
-        self._per_request = float(self.max_nodes)
+        # nodes that the last observed scores called for, and of how many trees
+        self._nodes, self._num_trees = self.max_nodes, 1
         self._history = deque([_Trees() for _ in range(2 + self.lag)], 2 + self.lag)
         self.gate = DraftGate(corpus.recording.depth) if plain else None
         self._drafted = True
@@ -185,7 +185,7 @@ class Adaptive:
         """Pass what the engine knows at this step to the gate."""
         before, trees = self._history[0], self._history[1]
         if trees.nodes:
-            self._per_request = sum(trees.nodes) / len(trees.nodes)
+            self._nodes, self._num_trees = sum(trees.nodes), len(trees.nodes)
         if self.gate is None:
             return
         self.gate.observe_outcomes(before.requests, before.promised, before.accepted)
@@ -244,7 +244,8 @@ class Adaptive:
             n = best_size(speedup_curve(order, cost, num_reqs))
             wanted = budget = budget_of(order, n, cost, num_reqs)
             if self.lag:
-                n = min(round(self._per_request * num_reqs), len(order.rows))
+                of_these = min(num_reqs, self._num_trees) / self._num_trees
+                n = min(round(self._nodes * of_these), len(order.rows))
                 budget = budget_of(order, n, cost, num_reqs)
         else:
             wanted = budget = self._decide_alone(rho, limits, context_len)

@@ -76,6 +76,13 @@ class Steps:
         self.asked: list[tuple[list[int], float, list[int]]] = []
         self.records: list[StepRecord] = []
 
+    def join(self, slots: list[int]) -> None:
+        """New requests, from the next step on."""
+        self.names |= {f"r{slot}": slot for slot in slots}
+        self.slots = np.array([*self.slots, *slots])
+        for slot in slots:
+            self.manager.add_request(slot)
+
     def batch(self, rows: int = 0) -> Any:
         return SimpleNamespace(idx_mapping_np=self.slots, num_tokens=rows, has_prefill=False)
 
@@ -92,9 +99,8 @@ class Steps:
             order, torch.tensor([self.names[name] for name in order])
         )
         assert rows == count + total == int(cu[-1])
-        if isinstance(self.manager, LaggedVerificationManager) and 0 < total < sum(
-            map(len, drafts.values())
-        ):
+        lagged = isinstance(self.manager, LaggedVerificationManager)
+        if lagged and 0 < total < self.manager._layout_np[0, self.manager._slots].sum():
             assert self.starts[: count + 1].tolist() == cu.tolist()
         assert self.manager.draft_next(*self.manager.continuing(self.batch(rows)))
         emitted = [1 + (self.step * 3 + i) % 4 for i in range(count)]
@@ -145,7 +151,7 @@ def test_the_gate_hears_of_each_step_once_and_at_a_fixed_distance(kind: Any) -> 
 def test_lagged_sizes_come_from_the_step_before_and_shares_from_this_one() -> None:
     steps = Steps(LaggedVerificationManager, [2, 4, 1])
     steps.run()
-    assert sum(steps.run().values()) == 3 * NODES, "nothing is known of any tree yet"
+    assert sum(steps.run().values()) == NODES, "nothing is known of any tree yet"
     uneven = 0
     for now in range(2, 9):
         asked = sum(steps.asked[now - 2][0])
@@ -157,6 +163,16 @@ def test_lagged_sizes_come_from_the_step_before_and_shares_from_this_one() -> No
         np.testing.assert_allclose(sorted(got, reverse=True), best)
         uneven += max(shares.values()) - min(shares.values()) > 1
     assert uneven
+
+
+def test_a_batch_that_grew_keeps_its_nodes_until_its_own_scores_arrive() -> None:
+    steps = Steps(LaggedVerificationManager, [2])
+    for _ in range(4):
+        steps.run()
+    steps.join([4, 1])
+    verified = [sum(steps.run().values()) for _ in range(4)]
+    assert verified == [sum(asked) for asked, *_ in steps.asked[2:6]]
+    assert [len(asked) for asked, *_ in steps.asked[2:6]] == [1, 1, 3, 3]
 
 
 def test_what_a_slots_last_request_promised_is_not_its_next_ones() -> None:

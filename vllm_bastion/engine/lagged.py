@@ -36,17 +36,22 @@ class LaggedVerificationManager(BastionVerificationManager):
         self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
         self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)
         self._slots = np.zeros(0, dtype=np.int64)
-        # Nodes per request that the last observed scores asked for.
-        self._per_request = float(self.trees.tree_size)
+        # Nodes that the last observed scores asked for, and of how many trees.
+        self._nodes, self._num_trees = self.trees.tree_size, 1
 
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-        """An even split of the step's nodes, [R] int32. The device keeps only its sum."""
+        """An even split of the step's nodes, [R] int32. The device keeps only its sum.
+
+        A batch that grew keeps the number of nodes until its own scores arrive: few requests ask
+        for so many nodes each that a large batch would compute for a long time.
+        """
         self._observe_past_step()
         limits = self._max_nodes(drafts)
         self._layout_np[0, slots], self._layout_np[1, slots] = limits, self._plain_rows
         self._slots = slots
+        num_trees = min(int((limits > 0).sum()), self._num_trees)
         total = min(
-            round(self._per_request * int((limits > 0).sum())),
+            round(self._nodes * num_trees / self._num_trees),
             int(limits.sum()),
             self._max_step_nodes(len(slots)),
         )
@@ -58,7 +63,8 @@ class LaggedVerificationManager(BastionVerificationManager):
             slots = published.grown_for
             slots = slots[self.trees.node_limits_host[slots] > 0]
             if len(slots):
-                self._per_request = float(published.num_verify[slots].mean())
+                self._nodes = int(published.num_verify[slots].sum())
+                self._num_trees = len(slots)
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         total = int(self._num_verify.sum())
