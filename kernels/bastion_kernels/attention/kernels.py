@@ -115,16 +115,17 @@ def tree_attention_kernel(
     stride_out_row,
     stride_out_head,
     stride_out_col,
-    stride_kv_block,
-    stride_kv_head,
-    stride_kv_row,
-    stride_kv_col,
     stride_table,
     stride_bits_slot,
     stride_bits_node,
     stride_bits_word,
     words,
     stride_depths,
+    # of the cache, constant so that a page's address is one instruction
+    STRIDE_KV_BLOCK: tl.constexpr,
+    STRIDE_KV_HEAD: tl.constexpr,
+    STRIDE_KV_ROW: tl.constexpr,
+    STRIDE_KV_COL: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -167,7 +168,6 @@ def tree_attention_kernel(
         score_scale *= tl.load(q_scale_ptr)
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr)
-    block_stride = stride_kv_block.to(tl.uint32).to(tl.uint64)
     # capped scores have the scale already
     exponent_scale = 1.0 if SOFTCAP else score_scale
     while line < stop:
@@ -216,24 +216,26 @@ def tree_attention_kernel(
         norm = tl.zeros([BLOCK_M], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         request_table_ptr = table_ptr + request.to(tl.int64) * stride_table
-        kv_head_ptr = kv_ptr + head.to(tl.int64) * stride_kv_head
+        kv_head_ptr = kv_ptr + head.to(tl.int64) * STRIDE_KV_HEAD
         # The pages of a tile are read one tile ahead, so that the addresses are there in time.
+        # Columns are unsigned, so that dividing by a power of two is one instruction: nothing in
+        # this loop costs more than what comes between two products.
         column = ((skipped + begin) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
         page = tl.load(request_table_ptr + column // PAGE, mask=column < end, other=0)
         for t in tl.range(skipped + begin, skipped + finish, num_stages=STAGES):
-            # Unsigned, so that dividing by a power of two is one instruction; nothing in this loop
-            # costs more than what comes between two products.
             column = (t * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
-            seen = column < end
-            row_offset = page.to(tl.uint32).to(tl.uint64) * block_stride
-            row_offset += (column % PAGE) * stride_kv_row
-            key_ptr = kv_head_ptr + row_offset[:, None] + dim[None, :] * stride_kv_col
-            # what lies past the end may be no number
-            present = seen[:, None]
-            if DIM != BLOCK_D:
+            row_offset = page.to(tl.uint32).to(tl.uint64) * STRIDE_KV_BLOCK
+            row_offset += (column % PAGE) * STRIDE_KV_ROW
+            key_ptr = kv_head_ptr + row_offset[:, None] + dim[None, :] * STRIDE_KV_COL
+            # Past the end lies anything, even what is no number. Scores there are hidden, so keys
+            # may be; but it must not be added to the result, not even with the weight 0.
+            present = (column < end)[:, None]
+            if DIM == BLOCK_D:
+                keys = tl.load(key_ptr)
+            else:
+                keys = tl.load(key_ptr, mask=(dim < DIM)[None, :], other=0.0)
                 present &= (dim < DIM)[None, :]
-            keys = tl.load(key_ptr, mask=present, other=0.0)
-            values = tl.load(key_ptr + DIM * stride_kv_col, mask=present, other=0.0)
+            values = tl.load(key_ptr + DIM * STRIDE_KV_COL, mask=present, other=0.0)
             following = column + BLOCK_N
             page = tl.load(request_table_ptr + following // PAGE, mask=following < end, other=0)
             scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
@@ -246,7 +248,7 @@ def tree_attention_kernel(
                 hide |= t < inner
             if hide:
                 scores = _hide(
-                    scores, column, t * BLOCK_N - context_end, end, position, tail_row,
+                    scores, column.to(tl.int32), t * BLOCK_N - context_end, end, position, tail_row,
                     bits_row_ptr, stride_bits_word, words, depths_row_ptr, tail, BLOCK_N, WINDOW,
                 )  # fmt: skip
             # the scale is applied within the exponent, where a fused multiply-add does it for free

@@ -18,7 +18,7 @@ _DEFAULT_PROGRAMS = 4
 # bytes of shared memory that a program may have on such a device: Hopper's
 _DEFAULT_SHARED = 227 * 1024
 # see `plan_kernel`
-_SECOND = 8
+_SECOND = 4
 # q-blocks that walk the same tiles together: more would save no time, as eight do more arithmetic
 # on a tile than its way from memory takes
 _MAX_WIDTH = 8
