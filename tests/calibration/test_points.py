@@ -11,7 +11,7 @@ from vllm_bastion.calibration.points import repeats_after, sizes_to_measure, tre
 
 
 def test_sizes_beyond_the_graphs_are_measured_too() -> None:
-    assert sizes_to_measure([8, 64, 512], 8192) == [8, 64, 512, 576, 1152, 2304, 4608]
+    assert sizes_to_measure([8, 64, 512], 8192) == [8, 64, 512, 513, 1026, 2052, 4104]
     assert sizes_to_measure([8, 64, 512], 512) == [8, 64, 512]
     assert sizes_to_measure([], 20) == [1, 2, 4, 8, 12, 16, 17, 20]
 

@@ -26,14 +26,14 @@ _TREE_REQS = (1, 4, 16)
 def sizes_to_measure(captured: Sequence[int], max_rows: int) -> list[int]:
     """Rows to time: every captured size, and some beyond the last, where steps run without graphs.
 
-    The cost jumps where graphs end, which extrapolation cannot find, so the first size beyond is
-    just above the last captured one.
+    The cost jumps where graphs end, so the first size beyond has one row more than the last one
+    captured: nodes would be chosen up to where an interpolated jump costs what they bring.
     """
     if not captured:
         return [n for n in _EAGER_ROWS if n <= max_rows]
     sizes = list(captured)
-    beyond = captured[-1] + captured[-1] // 8
-    while beyond < max_rows and len(sizes) < len(captured) + 4:
+    beyond = captured[-1] + 1
+    while beyond <= max_rows and len(sizes) < len(captured) + 4:
         sizes.append(beyond)
         beyond *= 2
     return [n for n in sizes if n <= max_rows]

@@ -46,7 +46,7 @@ _TILES = (
     (
         227 * 1024,
         {
-            64: Tiles(128, 64, num_warps=8, stages=4, occupancy=1),
+            64: Tiles(64, 64, num_warps=4, stages=4, occupancy=2),
             128: Tiles(64, 64, num_warps=4, stages=3, occupancy=2),
             256: Tiles(64, 32, num_warps=8, stages=3, occupancy=1),
         },
