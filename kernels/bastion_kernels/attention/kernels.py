@@ -39,6 +39,19 @@ def bits_from(bits_row_ptr, stride_word, start, words, tail_row):
 
 
 @triton.jit
+def _bundle(entry_ptr, KV_HEADS: tl.constexpr):
+    """A bundle's values as `plan_kernel` writes them, its start counted over all heads."""
+    request = tl.load(entry_ptr)
+    row = tl.load(entry_ptr + 1)
+    start = tl.load(entry_ptr + 2) * KV_HEADS
+    tiles = tl.load(entry_ptr + 3)
+    first = tl.load(entry_ptr + 4)
+    rows = tl.load(entry_ptr + 5)
+    context = tl.load(entry_ptr + 6)
+    return request, row, start, tiles, first, rows, context
+
+
+@triton.jit
 def _hide(
     scores, column, start, end, position, tail_row, bits_row_ptr, stride_word, words, depths_ptr,
     tail, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
@@ -151,15 +164,9 @@ def tree_attention_kernel(
     members = tl.load(run_ptr + 2)
     line = tl.load(run_ptr + 3)
     stop = tl.load(run_ptr + 4)
-    # of the bundle, see `plan_kernel`
-    entry_ptr = run_ptr + 8
-    request = tl.load(entry_ptr)
-    bundle_row = tl.load(entry_ptr + 1)
-    bundle_start = tl.load(entry_ptr + 2) * KV_HEADS
-    bundle_tiles = tl.load(entry_ptr + 3)
-    first = tl.load(entry_ptr + 4)
-    rows = tl.load(entry_ptr + 5)
-    context = tl.load(entry_ptr + 6)
+    request, bundle_row, bundle_start, bundle_tiles, first, rows, context = _bundle(
+        run_ptr + RUN_FIELDS - BUNDLE_FIELDS, KV_HEADS
+    )
     team = line // chunk
 
     packed = tl.arange(0, BLOCK_M)
@@ -331,11 +338,6 @@ def tree_attention_kernel(
         line = tl.minimum(start + bundle_tiles, stop)
         if line == bundle_start + bundle_tiles * KV_HEADS and line < stop:
             bundle += 1
-            entry_ptr = bundles_ptr + bundle * BUNDLE_FIELDS
-            request = tl.load(entry_ptr)
-            bundle_row = tl.load(entry_ptr + 1)
-            bundle_start = tl.load(entry_ptr + 2) * KV_HEADS
-            bundle_tiles = tl.load(entry_ptr + 3)
-            first = tl.load(entry_ptr + 4)
-            rows = tl.load(entry_ptr + 5)
-            context = tl.load(entry_ptr + 6)
+            request, bundle_row, bundle_start, bundle_tiles, first, rows, context = _bundle(
+                bundles_ptr + bundle * BUNDLE_FIELDS, KV_HEADS
+            )

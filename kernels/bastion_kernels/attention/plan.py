@@ -17,6 +17,10 @@ runs of `chunk` tiles, one for each team:
 With a window the tiles before that of the bundle's first row are left out. The plan does not know
 which rows are a tail, so it takes the smallest position that the row could have.
 
+A run that ends with one q-block and begins the next has two to begin and to merge. So where there
+is a team for each head of each bundle, a bundle's part of the line is rounded up to whole runs,
+unless the runs become longer by more than a second q-block costs.
+
 There are as many lines as there are widths in the step. `chunk` is the smallest for which all teams
 together have no more members than there are programs: nobody walks further than that, and what is
 lost to rounding is less than one team for each width in use.
@@ -71,7 +75,7 @@ def plan_kernel(
     # rows before them (written)
     bundles_ptr,
     # [programs, RUN_FIELDS] int32: first bundle, member, members of the team, first position in the
-    # line, end position; from the ninth on, the values of the first bundle (written)
+    # line, end position; the last BUNDLE_FIELDS are those of the first bundle (written)
     runs_ptr,
     num_reqs,
     programs,
@@ -97,7 +101,7 @@ def plan_kernel(
         CLASSES, PROGRAMS: powers of two >= WIDTH and >= programs.
         CAPACITY: power of two >= rows // (BLOCK_Q * WIDTH) + requests of any step.
         SEARCH_STEPS: >= log2(CAPACITY) + 1.
-        SECOND: tiles that take as long as a second q-block in a run does besides its own tiles.
+        SECOND: tiles that take as long as a second q-block in a run does, besides its own.
     """
     # Candidate i belongs to the last request r with query_start_loc[r] // span + r <= i: no prefix
     # sum over requests is needed, at the price of some candidates without rows.
@@ -155,9 +159,7 @@ def plan_kernel(
         chunk = tl.where(needed <= programs, chunk, middle + 1)
         enough = tl.where(needed <= programs, middle, enough)
 
-    # With a team or more for each head of each bundle, a bundle's part of the line is rounded up to
-    # whole runs, so that no program has to begin and to merge a second q-block, unless that makes
-    # the runs too long.
+    # the shortest runs of which whole ones make up every bundle's part of the line
     fits = tl.sum(bundles * members, 0) * KV_HEADS <= programs
     whole = chunk
     enough = tl.where(fits, tl.minimum(most, chunk + SECOND + 1), chunk)
@@ -217,4 +219,4 @@ def plan_kernel(
     has_work = exists & (program < busy)
     for field in tl.static_range(BUNDLE_FIELDS - 1):
         value = tl.load(bundles_ptr + first_bundle * BUNDLE_FIELDS + field, mask=has_work)
-        tl.store(run_ptr + 8 + field, value, mask=has_work)
+        tl.store(run_ptr + RUN_FIELDS - BUNDLE_FIELDS + field, value, mask=has_work)
