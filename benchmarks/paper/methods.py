@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.harness.engine import UserEngine, bastion, dflash
 from benchmarks.paper.data import DataError
+from vllm_bastion.policy.cost.roofline import ModelShape
 
 PLAIN = "plain"
 # Plain decoding in the model runner that bastion uses. A CPU host otherwise decodes with another
@@ -252,15 +253,14 @@ def _token_bytes(what: Target) -> int:
     for name in (what.target, what.drafter):
         if name is None:
             continue
-        config = config_of(name)
         try:
-            heads, width = config.num_key_value_heads, config.head_dim
-            total += 4 * config.num_hidden_layers * heads * width
-        except AttributeError as error:
+            shape = ModelShape.from_config(config_of(name))
+        except ValueError as error:
             raise DataError(
-                f"the config of {Path(name).name} does not say how large its KV cache is: "
-                "use --alive 1"
+                f"the config of {Path(name).name} does not say how large its KV cache is "
+                f"({error}): use --alive 1"
             ) from error
+        total += 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     return total
 
 

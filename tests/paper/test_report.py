@@ -273,6 +273,19 @@ def test_engines_side_by_side_share_a_gpu() -> None:
         assert "gpu_memory_utilization" not in alone and alone["kv_cache_memory_bytes"] is None
 
 
+def test_the_size_of_a_kv_cache_comes_from_any_usual_config(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4,
+              "hidden_size": 64, "intermediate_size": 8, "vocab_size": 9}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    what = Target(str(tmp_path), None, 15)
+    plain = methods(what, cpu=False)[PLAIN]
+    shared = engines_of(what, False, 2, max_model_len=512)(plain, 1).arguments()
+    assert shared["kv_cache_memory_bytes"] == 2 * 2 * 4 * 16 * 2 * 1024
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(DataError, match=r"num_attention_heads.*use --alive 1"):
+        engines_of(what, False, 2, max_model_len=512)
+
+
 def test_draws_are_compared_within_one_runner_only() -> None:
     rows = methods(Target("t", "d", 15), cpu=True)
     for name, method in rows.items():
