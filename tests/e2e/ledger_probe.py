@@ -146,9 +146,25 @@ def changed_objects() -> list[str]:
     return sorted(found)
 
 
+def _tables() -> dict[int, str]:
+    """Identities of the dicts that rows of the ledger name, and their targets."""
+    found: dict[int, str] = {}
+    if "vllm_bastion.hooks" not in sys.modules:
+        return found
+    from vllm_bastion.hooks.assigned import every_change
+
+    for row in every_change():
+        holder, _, name = row.target.partition(":")
+        value = vars(sys.modules[holder]).get(name) if holder in sys.modules else None
+        if isinstance(value, dict):
+            found[id(value)] = row.target
+    return found
+
+
 def survey() -> dict[str, Any]:
     """Everything above, as JSON."""
     ours: dict[str, str] = {}
+    homes = _tables()
     described: dict[str, dict[str, str]] = {}
     for holder, owner in holders():
         descriptions = described.setdefault(holder, {})
@@ -156,8 +172,10 @@ def survey() -> dict[str, Any]:
             if name in _OF_PYTHON:
                 continue
             if is_ours(value):
-                # A kernel's stand-in knows its kernel, under whatever name it was imported.
-                ours[target(holder, name)] = getattr(value, "target", "")
+                # A kernel's stand-in knows its kernel, and a table is where its row says, under
+                # whatever name and in whatever module it was imported.
+                home = getattr(value, "target", "") or homes.get(id(value), "")
+                ours[target(holder, name)] = home
             elif (text := describe(name, value)) is not None:
                 descriptions[name] = text
     if any(op.startswith("vllm_bastion::") for op in torch._C._dispatch_get_all_op_names()):
