@@ -224,6 +224,28 @@ def test_steps_beyond_the_graphs_say_nothing_of_those_in_graphs():
         assert (np.diff(cost.curve) >= 0).all()
 
 
+def test_what_steps_beyond_the_graphs_take_is_followed():
+    table = StepCostTable.linear(5.0, 0.01, max_rows=1024, captured_sizes=[1, 4, 64, 256, 512])
+    model, ms = FilteredLatency(table), float(table.cost_ms(4, 0)[516])
+    for factor, steps in ((2.3, 2000), (1.2, 60)):
+        for _ in range(steps):
+            model.observe(StepTimes(516, 4, 0.0, True, True, factor * ms, factor * ms))
+        assert model.estimate(4, 0).tree_step_ms(516) == pytest.approx(factor * ms, rel=0.08)
+
+
+def test_a_batch_whose_roots_have_no_graph_is_learned_like_any_other():
+    table = StepCostTable.linear(5.0, 0.1, max_rows=64, captured_sizes=[1, 2])
+    model, prior = FilteredLatency(table), table.cost_ms(8, 0)
+    for _ in range(200):
+        model.observe(_plain(2 * float(prior[8]), num_reqs=8))
+        model.observe(_plain(2 * float(prior[8]), num_reqs=8))
+        ms = 2 * float(prior[40])
+        model.observe(StepTimes(40, 8, 0.0, True, True, ms, ms))
+    cost = model.estimate(8, 0)
+    found = [cost.plain_ms, cost.tree_step_ms(8), cost.tree_step_ms(40)]
+    assert found == pytest.approx([2 * float(prior[n]) for n in (8, 8, 40)], rel=0.06)
+
+
 def test_isolated_stalls_do_little():
     model = FilteredLatency(_table())
     _serve(model, 200, np.random.default_rng(2), spikes={20, 50, 51, 90, 150})

@@ -37,6 +37,8 @@ LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
 _LOG_STEP = 0.01
 _SLOPE_STEP = 0.05  # the same for the part of a step that depends on its rows
 _MAX_CACHED = 512
+# In place of a size of batch: steps that only their trees take beyond the graphs.
+_UNGRAPHED = -1
 _ALPHA = 0.1  # of the paper's moving average
 
 
@@ -162,8 +164,9 @@ class CurveLatency:
 class FilteredLatency:
     """`ema_table`: the measured table, corrected by the times of whole steps.
 
-    Steps with more rows than the largest captured graph have a filter of their own. The host
-    launches their kernels one by one, so their times tell nothing of what a row costs in a graph.
+    Trees that take a batch beyond the largest captured graph have a filter of their own: the host
+    launches the kernels of such a step one by one, and its time tells nothing of what a row costs
+    in a graph.
     """
 
     def __init__(self, table: StepCostTable) -> None:
@@ -171,11 +174,11 @@ class FilteredLatency:
         self._prior = CurveLatency(table)
         # By powers of two of requests: the filter, and the step of its last observation.
         self._filters: dict[int, StepFilter] = {}
-        self._observed: dict[int, int] = {}
+        self._observed: dict[int, int] = {_UNGRAPHED: 0}
         # The slope that the filter's curves were built with last.
         self._slopes: dict[int, float] = {}
-        # Most rows of a graph, the filter of steps beyond them, and ln of what such steps take over
-        # their prior and the `tree` of their batch, as the curves were built with it last.
+        # Most rows of a graph, and the filter of steps beyond it. What they take is relative to
+        # their prior and to the `tree` of their batch; its logarithm is kept as the curves have it.
         self._largest_graph = max(table.captured_sizes, default=table.max_rows)
         self._ungraphed = StepFilter()
         self._ungraphed_log = 0.0
@@ -204,9 +207,10 @@ class FilteredLatency:
             # No step has fewer rows than requests, but the curve must still decrease there.
             added *= np.exp(np.where(added < 0, 0.0, slope))
             curve = (root + added).astype(np.float32)
-            beyond = slice(self._largest_graph + 1, None)
-            curve[beyond] = prior.curve[beyond] * math.exp(self._ungraphed_log)
-            np.maximum.accumulate(curve[num_reqs:], out=curve[num_reqs:])
+            if num_reqs <= self._largest_graph:
+                beyond = slice(self._largest_graph + 1, None)
+                curve[beyond] = prior.curve[beyond] * math.exp(self._ungraphed_log)
+                np.maximum.accumulate(curve[num_reqs:], out=curve[num_reqs:])
             curve.setflags(write=False)
             _keep(self._curves, key, curve)
         plain_ms = prior.plain_ms * math.exp(state.level)
@@ -240,22 +244,20 @@ class FilteredLatency:
             return
         num_reqs = max(1, step.num_reqs)
         row = min(max(step.rows, num_reqs), self.table.max_rows)
-        size = num_reqs.bit_length()
-        ungraphed = row > self._largest_graph
-        kind = (-1 if ungraphed else size, step.verified)
+        ungraphed = step.verified and num_reqs <= self._largest_graph < row
+        size = _UNGRAPHED if ungraphed else num_reqs.bit_length()
+        kind = (size, step.verified)
         if first_plain or kind not in self._seen:
             self._seen.add(kind)
             return
-        state = self.filter(num_reqs)
-        prior = self._prior.estimate(num_reqs, step.context_len, step.spared)
-        if ungraphed:
-            if step.verified:
-                expected = math.exp(state.tree) * float(prior.curve[row])
-                self._ungraphed.observe_tree(expected, 0.0, step.total_ms)
-            return
+        batch = self.filter(num_reqs)
+        state = self._ungraphed if ungraphed else batch
         state.age(self._steps - self._observed[size])
         self._observed[size] = self._steps
-        if step.verified:
+        prior = self._prior.estimate(num_reqs, step.context_len, step.spared)
+        if ungraphed:
+            state.observe_tree(math.exp(batch.tree) * float(prior.curve[row]), 0.0, step.total_ms)
+        elif step.verified:
             root = float(prior.curve[min(num_reqs, row)])
             state.observe_tree(root, float(prior.curve[row]) - root, step.total_ms)
         else:
