@@ -97,7 +97,7 @@ class Switched:
                 number = choose(slots, drafts)
                 manager._nodes, manager._num_trees = learned
                 return number
-            choose(slots, drafts)
+            choose(slots, drafts)  # its time is part of a step
             limit = manager._max_step_nodes(len(slots)) // len(slots)
             return np.minimum(manager._max_nodes(drafts), min(int(self._mode), limit)).astype(
                 np.int32

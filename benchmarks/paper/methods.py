@@ -227,9 +227,10 @@ def engines_of(
 
 
 def gpu_share(what: Target, alive: int) -> Callable[[int, int], dict[str, Any]]:
-    """From concurrency and length to the memory of one of `alive` engines on a GPU.
+    """The memory of a GPU that one of `alive` engines gets.
 
-    The memory is fields of `UserEngine`.
+    Returns:
+        A function of concurrency and model length. It returns fields of `UserEngine`.
 
     Raises:
         DataError: the size of the KV cache is not known.

@@ -9,9 +9,9 @@ added to the forward pass.
 Decisions depend on how sizes compare, and a host's memory can be slow for seconds at a time. So
 every size is timed once before any is timed again: a slow period then affects all sizes.
 
-Beyond the captured graphs the host launches kernels one by one, which may take it longer than the
-device needs for them. So the device is idle when such a step begins: if it had other work left, it
-would hide the host's time, which in a row of such steps it does not.
+Beyond the captured graphs the host launches kernels one by one, and may be slower than the device.
+The device must be idle when such a step is timed: earlier work would hide the host's time, which
+shows when such steps follow each other.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ _TREE_REQS = (1, 4, 16)
 def sizes_to_measure(captured: Sequence[int], max_rows: int) -> list[int]:
     """Rows to time: every captured size, and some beyond the last, where steps run without graphs.
 
-    The cost jumps where graphs end, so the first size beyond has one row more than the last one
-    captured: nodes would be chosen up to where an interpolated jump costs what they bring.
+    The cost jumps where graphs end. Costs are interpolated between measured sizes, so the first
+    size beyond the graphs is one row more than the last: else the jump would look like a slope.
     """
     if not captured:
         return [n for n in _EAGER_ROWS if n <= max_rows]

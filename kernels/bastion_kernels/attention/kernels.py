@@ -225,8 +225,8 @@ def tree_attention_kernel(
         request_table_ptr = table_ptr + request.to(tl.int64) * stride_table
         kv_head_ptr = kv_ptr + head.to(tl.int64) * STRIDE_KV_HEAD
         # The pages of a tile are read one tile ahead, so that the addresses are there in time.
-        # Columns are unsigned, so that dividing by a power of two is one instruction: nothing in
-        # this loop costs more than what comes between two products.
+        # Columns are unsigned, so that dividing by a power of two is one instruction. The addresses
+        # stand between two products, which wait for them.
         column = ((skipped + begin) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
         page = tl.load(request_table_ptr + column // PAGE, mask=column < end, other=0)
         for t in tl.range(skipped + begin, skipped + finish, num_stages=STAGES):

@@ -159,7 +159,8 @@ def plan_kernel(
         chunk = tl.where(needed <= programs, chunk, middle + 1)
         enough = tl.where(needed <= programs, middle, enough)
 
-    # the shortest runs of which whole ones make up every bundle's part of the line
+    # The shortest runs of which whole ones make up every bundle's part of the line. Runs of `most`
+    # tiles are enough where there is a team for each head of each bundle.
     fits = tl.sum(bundles * members, 0) * KV_HEADS <= programs
     whole = chunk
     enough = tl.where(fits, tl.minimum(most, chunk + SECOND + 1), chunk)
@@ -168,8 +169,7 @@ def plan_kernel(
         needed = tl.sum((tiles + middle - 1) // middle * width, 0) * KV_HEADS
         whole = tl.where(needed <= programs, whole, middle + 1)
         enough = tl.where(needed <= programs, middle, enough)
-    needed = tl.sum((tiles + whole - 1) // whole * width, 0) * KV_HEADS
-    if fits & (needed <= programs) & (whole <= chunk + SECOND):
+    if fits & (whole <= chunk + SECOND):
         chunk = whole
         tiles = (tiles + chunk - 1) // chunk * chunk
 
