@@ -69,7 +69,7 @@ ADAPTERS: tuple[Reliance, ...] = (
         files="drafters/dflash.py",
         names=(
             "cu_num_logits cu_num_logits_np has_prefill idx_mapping idx_mapping_np "
-            "input_ids logits_indices max_query_len num_computed_tokens_np "
+            "input_ids is_padding logits_indices max_query_len num_computed_tokens_np "
             "num_draft_tokens num_draft_tokens_per_req num_reqs num_scheduled_tokens num_tokens "
             "num_tokens_after_padding positions prefill_len_np query_start_loc "
             "query_start_loc_np req_ids"
@@ -289,6 +289,7 @@ ADAPTERS: tuple[Reliance, ...] = (
             "add_request(self, req_index, new_req_data)",
             "prepare_inputs(self, input_batch, req_states)",
             "prepare_dummy_inputs(self, num_reqs, num_tokens)",
+            "dummy_inputs_embeds(self, num_tokens)",
             (
                 "prepare_attn(self, input_batch, cudagraph_mode, block_tables, slot_mappings, "
                 "attn_groups, kv_cache_config, for_capture)"

@@ -107,6 +107,17 @@ OTHERS: tuple[Reliance, ...] = (
         body=("context_len: int = 0", "skip_eplb: bool = False"),
     ),
     Reliance(
+        f"{_RUNNER}.execute_model",
+        files="engine/target.py",
+        why="a timed step's tokens are written before they are embedded",
+        body=(
+            "InputBatch.make_dummy(",
+            "attn_metadata = self.model_state.prepare_attn(",
+            "inputs_embeds = self.model_state.dummy_inputs_embeds(",
+            "is_padding=input_batch.is_padding",
+        ),
+    ),
+    Reliance(
         f"{_CORE}.output:CachedRequestData",
         files="calibration/tree_steps.py",
         names=("new_block_ids num_computed_tokens num_output_tokens req_ids"),

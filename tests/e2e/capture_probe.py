@@ -83,6 +83,7 @@ def timed_trees(session: Any) -> list[dict[str, Any]]:
                 "seq_lens": target.seq_lens.tolist(),
                 "masked": target.trees.masking,
                 "tails": target.trees.tail_lens[: batch.num_reqs].tolist(),
+                "tokens": batch.input_ids[: batch.num_tokens].tolist(),
             }
         )
         return metadata

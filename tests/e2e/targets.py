@@ -168,11 +168,15 @@ SPEC: dict[str, dict[str, Any]] = {
 }
 
 
-def make_target(name: str, folder: Path) -> str:
-    """Write the checkpoint of `TARGETS[name]` with the tiny target's tokenizer to a folder."""
+def make_target(name: str, folder: Path, **changes: Any) -> str:
+    """Write the checkpoint of `TARGETS[name]` with the tiny target's tokenizer to a folder.
+
+    changes: to the values of its config.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind, settings = TARGETS[name]
+    settings = settings | changes
     loader = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
     config = AutoConfig.for_model(
         kind, **(settings if "vision_config" in settings else _SIZES | settings)

@@ -58,6 +58,8 @@ def test_calibration_times_trees_over_their_context(runner: Runner) -> None:
     assert trees["rows"] == [6, 6] and trees["query_start_loc"] == [0, 6, 12]
     assert trees["seq_lens"] == [107, 107]
     assert trees["masked"] and trees["tails"] == [6, 6]
+    # Requests with equal trees would share the experts of a mixture.
+    assert len(set(root["tokens"])) == 2 and len(set(trees["tokens"])) == 12
 
 
 @pytest.mark.parametrize(("nodes", "drafts"), [(8, 8), (63, 30)])

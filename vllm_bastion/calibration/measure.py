@@ -264,12 +264,12 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
     """Run a dummy batch as a tree step runs: with the attention kernel that reads the mask."""
-    trees = runtime_of(runner.vllm_config).trees
-    trees.always_masking = True
+    runtime = runtime_of(runner.vllm_config)
+    runtime.trees.always_masking = runtime.fills_rows = True
     try:
         runner._dummy_run(rows, context_len=context, skip_eplb=True)
     finally:
-        trees.always_masking = False
+        runtime.trees.always_masking = runtime.fills_rows = False
 
 
 def _tree_steps(

@@ -4,7 +4,8 @@
 vLLM's dummy runs distribute rows over as many requests as possible, so they cannot run one request
 with a tree of 64 nodes. Here artificial requests are scheduled as real ones would be: a step with
 one prompt token, whose context counts as cached, then a step with draft tokens. They run the same
-code as real steps.
+code as real steps, but every row gets a token of its own: requests with one prompt would have equal
+trees, and in a mixture of experts the same few experts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from vllm import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from vllm_bastion.engine.runtime import runtime_of
 
 
 class TreeSteps:
@@ -35,17 +38,19 @@ class TreeSteps:
 
         A KV connector sees nothing of it: only the scheduler can tell one what to save.
         """
-        runner = self._runner
+        runner, runtime = self._runner, runtime_of(self._runner.vllm_config)
         manager, sampler = runner.adaptive_verification, runner.rejection_sampler
         adaptive = sampler.enable_adaptive_verification
         runner.adaptive_verification, sampler.enable_adaptive_verification = None, False
         runner.kv_connector.set_disabled(True)
+        runtime.fills_rows = True
         try:
             yield self
             last = SchedulerOutput.make_empty()
             last.finished_req_ids = self._finished
             runner.execute_model(last)
         finally:
+            runtime.fills_rows = False
             runner.kv_connector.set_disabled(False)
             runner.adaptive_verification = manager
             sampler.enable_adaptive_verification = adaptive

@@ -64,6 +64,8 @@ class Runtime:
     drafted: bool = True
     # Whether steps scheduled from now on get placeholders.
     drafting: bool = True
+    # Whether rows get tokens of their own, see `BastionModelState._fill_rows`.
+    fills_rows: bool = False
     # Mean cached tokens of the current step's requests.
     context_len: float = 0.0
     # Ids of the requests that ended before the current step.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's forward pass over trees: positions by depth, the mask, the KV cache.
 
-``BastionModelState`` is vLLM's ``DefaultModelState`` with five of its methods extended:
+``BastionModelState`` is vLLM's ``DefaultModelState`` with six of its methods extended:
 
 * ``prepare_inputs`` / ``prepare_dummy_inputs``: rotary positions are root + depth, in a buffer of
   their own. ``input_batch.positions`` stays linear, because slot mappings, the drafter's context
   and vLLM's bookkeeping read cache positions from it.
 * ``prepare_attn``: builds the attention metadata of the target's layers only, and adds the trees.
   The drafter builds its own.
+* ``dummy_inputs_embeds``: a timed step's tokens reach a target that takes embeddings.
 * ``add_request``: a request's own limit on its tree.
 * ``custom_sampler``: the acceptance walk.
 * ``postprocess_state``: compaction. It runs after sampling and before ``propose`` overwrites the
@@ -16,6 +17,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -141,6 +143,8 @@ class BastionModelState(DefaultModelState):
             **kwargs,
         )
         self._batch = input_batch
+        if self.runtime.fills_rows:
+            self._fill_rows(input_batch)
         self._begin_step(input_batch)
         if for_capture or cudagraph_mode == CUDAGraphMode.FULL or self.trees.always_masking:
             # A graph is replayed for all later batches, so it must hold the tree kernel.
@@ -152,6 +156,26 @@ class BastionModelState(DefaultModelState):
                 assert isinstance(layer_metadata, TreeMetadata)
                 layer_metadata.trees = self.trees
         return metadata
+
+    def _fill_rows(self, batch: InputBatch) -> None:
+        """Give each row of a timed step a token of its own, spread over the vocabulary.
+
+        A row's experts follow mostly from its token, so equal rows would share them. vLLM marks the
+        rows of a dummy batch as padding, which no expert processes.
+        """
+        rows, vocab = slice(batch.num_tokens), self.model_config.get_vocab_size()
+        # The golden section spreads any number of multiples evenly; without a common divisor they
+        # differ until the vocabulary is used up.
+        stride = next(n for n in range(int(0.618 * vocab) or 1, 0, -1) if gcd(n, vocab) == 1)
+        order = torch.arange(1, batch.num_tokens + 1, device=self.device)
+        batch.input_ids[rows] = order * stride % vocab
+        batch.is_padding[rows] = False
+
+    def dummy_inputs_embeds(self, num_tokens: int) -> torch.Tensor:
+        embeddings = super().dummy_inputs_embeds(num_tokens)
+        if self.runtime.fills_rows and self._batch is not None:
+            embeddings.copy_(self.model.embed_input_ids(self._batch.input_ids))
+        return embeddings
 
     def _is_target(self, group: AttentionGroup) -> bool:
         # A group has one backend, and the drafter's layers keep vLLM's.
