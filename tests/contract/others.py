@@ -102,9 +102,22 @@ OTHERS: tuple[Reliance, ...] = (
     ),
     Reliance(
         f"{_RUNNER}._dummy_run",
-        files="calibration/measure.py",
-        why="dummy_tree_step passes both by name",
-        body=("context_len: int = 0", "skip_eplb: bool = False"),
+        files="calibration/measure.py hooks/worker.py",
+        why="passed by name; only a uniform batch gets decode_query_len rows",
+        body=(
+            "uniform_decode: bool = False",
+            "context_len: int = 0",
+            "skip_eplb: bool = False",
+            "randomize_inputs: bool = False",
+            "if uniform_decode:",
+            "num_tokens = max(num_tokens, self.decode_query_len)",
+        ),
+    ),
+    Reliance(
+        "vllm.v1.worker.gpu_worker:Worker.execute_dummy_batch",
+        files="hooks/worker.py",
+        why="ours runs the same with one row",
+        body=("_dummy_run(", "uniform_decode=True", "randomize_inputs=self.randomize_dummy_inputs"),
     ),
     Reliance(
         f"{_RUNNER}.execute_model",

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 _FORWARDS: list[dict[str, Any]] = []
 
 
@@ -57,16 +55,19 @@ def seen(session: Any) -> list[dict[str, Any]]:
 
 
 def idle(session: Any) -> list[dict[str, Any]]:
-    """Rows of the batch that an idle data-parallel rank runs, and tokens of each request."""
+    """The batch with which an idle data-parallel rank joins the steps of the others."""
     runner, worker = session.runner, session.core.model_executor.driver_worker.worker
-    prepare, found = runner.model_state.prepare_attn, []
+    prepare, propose, found = runner.model_state.prepare_attn, runner.speculator.propose, []
 
     def prepare_attn(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append({"rows": batch.num_tokens, "requests": batch.num_reqs})
+        found.append({"rows": batch.num_tokens, "requests": batch.num_reqs, "drafts": False})
         return prepare(batch, *args, **kwargs)
 
-    runner.model_state.prepare_attn = prepare_attn
-    with torch.inference_mode():
-        worker.execute_dummy_batch()
-    runner.model_state.prepare_attn = prepare
+    def proposed(*args: Any, **kwargs: Any) -> Any:
+        found[-1]["drafts"] = kwargs["dummy_run"]
+        return propose(*args, **kwargs)
+
+    runner.model_state.prepare_attn, runner.speculator.propose = prepare_attn, proposed
+    worker.execute_dummy_batch()
+    runner.model_state.prepare_attn, runner.speculator.propose = prepare, propose
     return found

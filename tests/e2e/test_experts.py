@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts: their step costs are those of rows that reach many experts."""
+"""Mixtures of experts: their step costs are those of rows that reach many experts.
+
+And their data-parallel ranks step together, also with a rank that has no work.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import ON_GPU, Engine, Runner
+from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Engine, Runner
 from tests.e2e.targets import IMAGES, SPEC, make_target
 
 pytestmark = [
@@ -48,3 +57,57 @@ def test_rows_differ_where_the_target_takes_embeddings(runner: Runner, tmp_path:
     spec = {"images": True, "arguments": IMAGES, "setup": SPEC["qwen3-vl"]["setup"][1:]}
     steps = _calibrated(runner, target, **spec)
     assert all(step["different"] == step["rows"] for step in steps)
+
+
+def test_an_idle_rank_runs_one_row(runner: Runner) -> None:
+    """vLLM runs N + 1. The drafter's part has collectives too."""
+    engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
+    run = runner.run(engine, [cases.greedy(1, tokens=2)], probe="tests.e2e.experts_probe:idle")
+    assert run["batches"][0]["probed"][0] == {"rows": 1, "requests": 1, "drafts": True}
+
+
+def _two_ranks(engine: Engine, folder: Path, caches: dict[str, str]) -> list[dict[str, Any]]:
+    """What two ranks decode: two prompts for long, and one of them briefly."""
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank, (prompts, tokens) in enumerate([(["def f(x):", "import"], 24), (["def f(x):"], 4)]):
+        spec = {"engine": engine.arguments(), "prompts": prompts, "tokens": tokens}
+        names = {"RANK": str(rank), "RANK_LOCAL": str(rank), "SIZE": "2",
+                 "MASTER_IP": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        environment = os.environ | ENVIRONMENT | caches | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        with (folder / f"{rank}.log").open("w") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.e2e.data_parallel", json.dumps(spec),
+                     str(folder / f"{rank}.json")],
+                    env=environment | {f"VLLM_DP_{name}": value for name, value in names.items()},
+                    cwd=ROOT, stdout=log, stderr=log,
+                )
+            )  # fmt: skip
+    # A rank that fails leaves the other one waiting.
+    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+        time.sleep(0.5)
+    for rank in ranks:
+        rank.kill()
+    logs = [(folder / f"{rank}.log").read_text()[-4000:] for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0], logs
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_two_data_parallel_ranks(runner: Runner, tmp_path: Path) -> None:
+    """The tokens of plain ranks; when one rank is done, the other does not pay for its trees."""
+    target = make_target("qwen3-moe", tmp_path / "target", num_experts=EXPERTS)
+    plain = Engine(eager=True, extra=(("model", target),))
+    expected = _two_ranks(plain, tmp_path / "plain", runner.caches)
+    made = _two_ranks(plain.with_bastion(15), tmp_path / "bastion", runner.caches)
+    assert [rank["tokens"] for rank in made] == [rank["tokens"] for rank in expected]
+    steps = made[1]["steps"]
+    idle = [step["ranks"] for step in steps if step["dummy"]]
+    assert [step["ranks"] for step in made[0]["steps"][-len(idle) :]] == idle
+    assert all(own == 1 for _, own in idle) and max(rows for rows, _ in idle) > 3
+    # Both ranks had trees before.
+    assert any(min(step["ranks"]) > 1 for step in steps[1:] if not step["dummy"])

@@ -164,6 +164,16 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         when=BASTION_WORKER,
     ),
     Hook(
+        target="vllm.v1.worker.gpu_worker:Worker.execute_dummy_batch",
+        wrapper="worker:execute_dummy_batch",
+        expects="(self)",
+        why="an idle data-parallel rank of a mixture of experts runs N + 1 rows, and other ranks' "
+        "steps are padded to as many",
+        what="runs one row, and a draft for it",
+        upstream="a dummy batch of one row",
+        when=BASTION_WORKER,
+    ),
+    Hook(
         target="vllm.v1.worker.gpu_worker:Worker.reload_weights",
         wrapper="weights:reload_weights",
         expects="(self, *args, **kwargs)",

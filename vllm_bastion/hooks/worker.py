@@ -50,6 +50,14 @@ def install_adapters(vllm_config: Any) -> None:
     Worker.bastion_snapshot = worker_snapshot
 
 
+def execute_dummy_batch(original: Callable[..., None], self: Any) -> None:
+    """Join the step of a rank that has work, with one row in place of N + 1."""
+    if bastion_config(self.vllm_config) is None:
+        original(self)
+    else:
+        self.model_runner._dummy_run(1, randomize_inputs=self.randomize_dummy_inputs)
+
+
 def rebind_kernels(original: Callable[..., None], overrides: Any) -> None:
     """Let vLLM's scan of all modules get past llvmlite.
 
