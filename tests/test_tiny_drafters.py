@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
 from bastion_kernels import expand_best_first
 
+from checkpoints import load_target  # isort: skip
 from drafter import Drafter, load_drafter, save_drafter  # isort: skip
 from eagle3 import Eagle3  # isort: skip
 from evaluate import WIDTH, Lattice, best_first_tree, draft  # isort: skip
 from heads import CANDIDATES, Domino, Markov, Selector  # isort: skip
 from model import Dims, Target, rope_tables, rotate  # isort: skip
+from train import drafter_loss  # isort: skip
 
 DIMS = Dims(
     vocab_size=64,
@@ -74,6 +78,123 @@ def test_offline_trees_equal_the_ops_trees(head: type[Selector | Markov]) -> Non
         mine = best_first_tree(part.block(row), nodes)
         assert [node[:3] for node in mine] == list(grown)
         assert [node[3] for node in mine] == pytest.approx(log_rho[row].exp().tolist(), rel=1e-4)
+
+
+WORDS = torch.tensor([1, 2, 5, *range(20, 60)])
+
+
+def test_a_reduced_vocabulary_drafts_the_best_of_its_own_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    target = Target(DIMS)
+    small = Drafter(replace(DIMS, num_hidden_layers=2), 1, vocabulary=WORDS, block_size=8)
+    with torch.no_grad():
+        for weight in (*target.parameters(), *small.parameters()):
+            weight.normal_(std=0.4).copy_(weight.bfloat16())
+    save_drafter(small, tmp_path, target, eos_id=0)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["d2t"] + torch.arange(len(WORDS)), WORDS)
+    assert torch.equal(stored["lm_head.weight"].float(), target.embed_tokens.weight[WORDS])
+    again = load_drafter(tmp_path)
+    anchors = torch.tensor([[20, 31]])
+    _, features = target(IDS[None], features=target.feature_layers)
+    states = again(target, features, IDS[anchors], anchors)
+    assert states.shape == (1, 2, 7, DIMS.hidden_size)
+    whole = target.logits(states).log_softmax(-1)
+    others = torch.ones(DIMS.vocab_size, dtype=torch.bool)
+    others[WORDS] = False
+    best = whole.masked_fill(others, -torch.inf).argmax(-1)
+    drafted = draft(target, again, IDS, 20, width=4, blocks=12).tokens[[0, 11], :, 0]
+    assert torch.equal(drafted, best[0])
+    assert again.indices(torch.tensor([0, 1, 3, 5, 59, 60])).tolist() == [-1, 0, -1, 2, 42, -1]
+
+
+@pytest.mark.parametrize("soft", [0.0, 0.5, 1.0])
+def test_likeliest_tokens_give_the_loss_of_whole_distributions(soft: float) -> None:
+    torch.manual_seed(0)
+    target = Target(DIMS).requires_grad_(False)
+    model = Drafter(replace(DIMS, num_hidden_layers=1), 1)
+    ids = IDS.view(2, 60)
+    with torch.no_grad():
+        hidden, features = target(ids, features=target.feature_layers)
+        odds, likely = target.logits(hidden).softmax(-1).topk(DIMS.vocab_size)
+    rolls = {
+        "ids": ids, "greedy": torch.tensor([True, False]), "first": torch.tensor([3, 9]),
+        "features": features,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    whole, found = drafter_loss(model, target, rolls | {"hidden": hidden}, 3, soft)
+    torch.manual_seed(1)
+    kept = rolls | {"likely": likely, "odds": odds, "length": torch.tensor([60, 60])}
+    some, again = drafter_loss(model, target, kept, 3, soft)
+    torch.testing.assert_close(whole, some)
+    assert found == again
+    expected = torch.autograd.grad(whole, list(model.parameters()))
+    for mine, theirs in zip(torch.autograd.grad(some, list(model.parameters())), expected):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_is_the_mean_over_blocks_of_weighted_cross_entropies() -> None:
+    torch.manual_seed(0)
+    target = Target(DIMS)
+    model = Drafter(replace(DIMS, num_hidden_layers=1), 1, vocabulary=WORDS, block_size=4)
+    ids, length, first = IDS.view(2, 60), torch.tensor([60, 40]), torch.tensor([50, 30])
+    with torch.no_grad():
+        hidden, features = target(ids, features=target.feature_layers)
+        odds, likely = target.logits(hidden).softmax(-1).topk(DIMS.vocab_size)
+    rolls = {
+        "ids": ids, "greedy": torch.tensor([True, True]), "first": first, "length": length,
+        "features": features, "likely": likely, "odds": odds,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    loss, found = drafter_loss(model, target, rolls, 5, 0.0, decay=2.0)
+    torch.manual_seed(1)
+    room = (length - 3 - first)[:, None]
+    anchors = first[:, None] + (torch.rand(2, 5) * room).long()
+    assert (anchors + 3 < length[:, None]).all() and (anchors >= first[:, None]).all()
+    with torch.inference_mode():
+        states = model(target, features, ids.gather(1, anchors), anchors)
+        every = target.logits(states)
+    weights = torch.exp(-torch.arange(3) / 2.0)
+    total, hits, accepted = 0.0, 0, 0
+    for row in range(2):
+        for block in range(5):
+            going = True
+            for depth in range(3):
+                token = int(ids[row, anchors[row, block] + 1 + depth])
+                log_q = every[row, block, depth, WORDS].log_softmax(-1)
+                if token in WORDS:
+                    place = WORDS.tolist().index(token)
+                    total -= float(weights[depth] * log_q[place])
+                going = going and int(WORDS[log_q.argmax()]) == token
+                hits += going and depth == 0
+                accepted += going
+    assert loss.item() == pytest.approx(total / 10 / float(weights.sum()), rel=1e-5)
+    assert float(found["hit"]) == pytest.approx(hits / 10)
+    assert float(found["accepted"]) == pytest.approx(accepted / 10)
+
+
+def test_a_llama_target_is_transformers_llama(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {
+        name: getattr(DIMS, name) for name in Dims.__dataclass_fields__ if name != "rope_theta"
+    }
+    config = LlamaConfig(**sizes, rope_theta=1000.0, tie_word_embeddings=True)
+    reference = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight.normal_(std=0.1).copy_(weight.bfloat16())
+    reference.bfloat16().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "rope_theta": 1000.0}))
+    target = load_target(tmp_path)
+    assert target.feature_layers == (1, 2, 3)
+    with torch.inference_mode():
+        theirs = reference.float()(IDS[None], output_hidden_states=True)
+        hidden, features = target(IDS[None], features=target.feature_layers)
+        logits = target.logits(hidden)
+    torch.testing.assert_close(logits, theirs.logits, rtol=1e-3, atol=1e-3)
+    picked = torch.cat([theirs.hidden_states[i + 1] for i in (1, 2, 3)], -1)
+    torch.testing.assert_close(features, picked, rtol=1e-3, atol=1e-3)
 
 
 def test_a_domino_checkpoint_has_specforges_names(tmp_path: Path) -> None:

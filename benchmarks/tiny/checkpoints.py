@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write and read the checkpoints of the two targets."""
+"""Write and read the checkpoints of the targets."""
 
 from __future__ import annotations
 
@@ -37,12 +37,20 @@ def save_qwen3(model: Target, folder: Path, eos_id: int) -> None:
 
 
 def load_target(folder: Path, device: str = "cpu") -> AnyTarget:
-    """Read back what `save_target` wrote, in float32 (of bf16-rounded values)."""
+    """Read what `save_target` wrote, or a Llama model with a tied head, in float32.
+
+    Weights are stored in bf16. A Llama's drafters read three of its layers: the second, the third
+    from the last, and the middle one between them.
+    """
     config = json.loads((folder / "config.json").read_text())
     if config["architectures"] == [ARCHITECTURE]:
         return load_hybrid(folder, device)
     dims = Dims(**{k: config[k] for k in Dims.__dataclass_fields__})
-    model = Target(dims)
+    llama = config["architectures"] == ["LlamaForCausalLM"]
+    model = Target(dims, head_norms=not llama)
+    if llama:
+        last = dims.num_hidden_layers - 3
+        model.feature_layers = (1, (1 + last) // 2, last)
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict({n.removeprefix("model."): w.float() for n, w in weights.items()})
     return model.to(device).eval()

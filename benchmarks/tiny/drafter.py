@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from checkpoints import AnyTarget
 from heads import Domino, Markov, Selector
 from model import Dims, Layer, RMSNorm, Target, hf_config, rope_tables, save_bf16
@@ -35,13 +36,25 @@ class Drafter(nn.Module):
     """DFlash draft model without embedding and head, which are the target's.
 
     causal: whether a block's rows see only those before them.
+    vocabulary: ascending ids [V'] of the target's tokens that are drafted; None: all of them.
     """
 
-    def __init__(self, dims: Dims, mask_id: int, causal: bool = False) -> None:
+    vocabulary: Tensor | None
+
+    def __init__(
+        self,
+        dims: Dims,
+        mask_id: int,
+        causal: bool = False,
+        vocabulary: Tensor | None = None,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
         super().__init__()
+        self.block_size = block_size
         self.dims = dims
         self.mask_id = mask_id
         self.causal = causal
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
         h = dims.hidden_size
         self.fc = nn.Linear(len(TARGET_LAYER_IDS) * h, h, bias=False)
         self.hidden_norm = RMSNorm(h, dims.rms_norm_eps)
@@ -59,12 +72,31 @@ class Drafter(nn.Module):
 
     def logits(self, target: AnyTarget, states: Tensor, before: Tensor) -> Tensor:
         """[..., D, V] logits of blocks' states [..., D, H] that follow the tokens `before`."""
-        logits = target.logits(states).float()
+        logits = self.plain_logits(target, states).float()
         if self.head is None:
             return logits
         if isinstance(self.head, Domino):
             return logits + self.head.bias(before, states, target.embed_tokens).float()
         return logits + self.head.bias(before, states).float()
+
+    def plain_logits(self, target: AnyTarget, states: Tensor) -> Tensor:
+        """The target's head on states [..., H], over the drafted tokens: [..., V']."""
+        if self.vocabulary is None:
+            return target.logits(states)
+        rows = self.head_rows(target)
+        return F.linear(states.to(rows.dtype), rows)
+
+    def head_rows(self, target: AnyTarget) -> Tensor:
+        """The target's head over the drafted tokens: [V', H]."""
+        rows = target.embed_tokens.weight
+        return rows if self.vocabulary is None else rows[self.vocabulary]
+
+    def indices(self, tokens: Tensor) -> Tensor:
+        """The places of tokens among the drafted ones; -1 for any other token."""
+        if self.vocabulary is None:
+            return tokens
+        at = torch.searchsorted(self.vocabulary, tokens).clamp(max=len(self.vocabulary) - 1)
+        return torch.where(self.vocabulary[at] == tokens, at, -1)
 
     def forward(
         self, target: AnyTarget, features: Tensor, tokens: Tensor, anchors: Tensor
@@ -80,10 +112,10 @@ class Drafter(nn.Module):
         num_blocks = anchors.shape[1]
         device = features.device
         context = self.hidden_norm(self.fc(features))
-        ids = torch.full((batch, num_blocks, BLOCK_SIZE), self.mask_id, device=device)
+        ids = torch.full((batch, num_blocks, self.block_size), self.mask_id, device=device)
         ids[:, :, 0] = tokens
-        x = target.embed_tokens(ids.flatten(1))
-        positions = (anchors[..., None] + torch.arange(BLOCK_SIZE, device=device)).flatten(1)
+        x = target.embed_tokens(ids.flatten(1)).to(self.fc.weight.dtype)
+        positions = (anchors[..., None] + torch.arange(self.block_size, device=device)).flatten(1)
         q_cos, q_sin = (t[:, None] for t in rope_tables(self.dims, positions))
         c_positions = torch.arange(context_len, device=device)
         c_cos, c_sin = (t[None, None] for t in rope_tables(self.dims, c_positions))
@@ -95,7 +127,7 @@ class Drafter(nn.Module):
             ck, cv = attn.keys_values(context, c_cos, c_sin)
             x = x + attn.attend(q, torch.cat([ck, k], dim=2), torch.cat([cv, v], dim=2), mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x).unflatten(1, (num_blocks, BLOCK_SIZE))[:, :, 1:]
+        return self.norm(x).unflatten(1, (num_blocks, self.block_size))[:, :, 1:]
 
     def _mask(self, anchors: Tensor, context_len: int) -> Tensor:
         """[B, 1, A*G, T + A*G]: the context before a row's block, and the block itself.
@@ -105,9 +137,9 @@ class Drafter(nn.Module):
         batch, num_blocks = anchors.shape
         arange = torch.arange(context_len, device=anchors.device)
         context = arange < anchors[..., None]  # [B, A, T]
-        context = context.repeat_interleave(BLOCK_SIZE, dim=1)
-        row = torch.arange(num_blocks * BLOCK_SIZE, device=anchors.device)
-        own = row[:, None] // BLOCK_SIZE == row // BLOCK_SIZE
+        context = context.repeat_interleave(self.block_size, dim=1)
+        row = torch.arange(num_blocks * self.block_size, device=anchors.device)
+        own = row[:, None] // self.block_size == row // self.block_size
         if self.causal:
             own = own.tril()
         return torch.cat([context, own.expand(batch, -1, -1)], dim=-1)[:, None]
@@ -130,12 +162,19 @@ def fix_key_norms(model: Drafter) -> None:
 
 
 def save_drafter(model: Drafter, folder: Path, target: AnyTarget, eos_id: int) -> None:
-    """Write the checkpoint in vLLM's format (without embedding and vocabulary head)."""
+    """Write the checkpoint in vLLM's format, without the embedding.
+
+    The head is left out too, unless only some of the target's tokens are drafted: then the file has
+    the head's rows for them, and `d2t`, the offset from the place of each to its id.
+    """
     dflash = {"mask_token_id": model.mask_id, "target_layer_ids": list(target.feature_layers)}
     kind: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
     weights = model.state_dict()
     if model.causal:
         dflash["causal"] = True
+    if model.vocabulary is not None:
+        kind["draft_vocab_size"] = len(model.vocabulary)
+        weights |= head_of_some(target.embed_tokens.weight, model.vocabulary)
     if isinstance(model.head, Selector):
         kind["architectures"] = ["DFlash2DraftModel"]
         dflash |= model.head.config()
@@ -148,7 +187,7 @@ def save_drafter(model: Drafter, folder: Path, target: AnyTarget, eos_id: int) -
     config = hf_config(
         model.dims,
         **kind,
-        block_size=BLOCK_SIZE,
+        block_size=model.block_size,
         num_target_layers=target.dims.num_hidden_layers,
         layer_types=["full_attention"] * model.dims.num_hidden_layers,
         max_window_layers=model.dims.num_hidden_layers,
@@ -160,17 +199,27 @@ def save_drafter(model: Drafter, folder: Path, target: AnyTarget, eos_id: int) -
     save_bf16(weights, folder, config)
 
 
+def head_of_some(head: Tensor, vocabulary: Tensor) -> dict[str, Tensor]:
+    """A reduced head's weights in a checkpoint: some rows of a head, and which they are."""
+    offsets = vocabulary - torch.arange(len(vocabulary), device=vocabulary.device)
+    return {"lm_head.weight": head[vocabulary], "d2t": offsets}
+
+
 def load_drafter(folder: Path, device: str = "cpu") -> Drafter:
     """Read back what `save_drafter` wrote, in float32 (of bf16-rounded values)."""
     config = json.loads((folder / "config.json").read_text())
     dims = Dims(**{k: config[k] for k in Dims.__dataclass_fields__})
     dflash = config.get("dflash_config", config)  # DSpark has these settings at the top level
-    model = Drafter(dims, dflash["mask_token_id"], dflash.get("causal", False))
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight", None)  # the target's rows
+    offsets = weights.pop("d2t", None)
+    vocabulary = None if offsets is None else offsets + torch.arange(len(offsets))
+    causal = dflash.get("causal", False)
+    model = Drafter(dims, dflash["mask_token_id"], causal, vocabulary, config["block_size"])
     if "selector_rank" in dflash:
         model.candidate_selector = Selector(dims, dflash["selector_rank"])
     if "markov_rank" in config:
         model.markov_head = Markov(dims, config["markov_rank"])
-    weights = load_file(folder / "model.safetensors")
     if dflash.get("projector_type") == "domino":
         model.domino = Domino(dims, dflash["emb_dim"], dflash["gru_hidden_dim"])
         parts = ("prefix_gru.", "embed_proj.")

@@ -114,9 +114,9 @@ class Drafts:
 
     def accepted(self, anchor: int, truth: list[int], budget: int | None) -> int:
         """Draft tokens accepted at a block if the target emits `truth`; budget None: the chain."""
-        depth = 0
+        depth, gamma = 0, len(self.chains[anchor])
         if budget is None:
-            while depth < GAMMA and self.chains[anchor][depth] == truth[depth]:
+            while depth < gamma and self.chains[anchor][depth] == truth[depth]:
                 depth += 1
             return depth
         if anchor not in self.trees:
@@ -124,7 +124,7 @@ class Drafts:
             self.trees[anchor] = {(parent, t): i for i, (parent, _, t, _) in enumerate(nodes, 1)}
             self.scores[anchor] = [score for *_, score in nodes]
         node = 0
-        while depth < GAMMA:
+        while depth < gamma:
             node = self.trees[anchor].get((node, truth[depth]), budget + 1)
             if node > budget:
                 break
@@ -137,10 +137,10 @@ class Drafts:
 def walk(drafts: Drafts, ids: list[int], start: int, budget: int | None) -> tuple[int, int]:
     """(tokens, target forwards) from position `start`, the first new token.
 
-    Block i of `drafts` is at position start + i.
+    Block i of `drafts` is at position start + i, up to the last block.
     """
     at, forwards = start, 0
-    while at - start < NEW_TOKENS - 1:
+    while at - start < len(drafts.chains) - 1:
         truth = ids[at + 1 : at + 1 + GAMMA]
         at += drafts.accepted(at - start, truth, budget) + 1
         forwards += 1
@@ -149,15 +149,22 @@ def walk(drafts: Drafts, ids: list[int], start: int, budget: int | None) -> tupl
 
 @torch.inference_mode()
 def draft(
-    target: AnyTarget, drafter: Drafter, ids: Tensor, start: int, width: int = WIDTH
+    target: AnyTarget,
+    drafter: Drafter,
+    ids: Tensor,
+    start: int,
+    width: int = WIDTH,
+    blocks: int = NEW_TOKENS,
 ) -> Lattice:
-    """The drafts of every block of a continuation: ids [L], NEW_TOKENS blocks."""
-    anchors = torch.arange(start, start + NEW_TOKENS)[None]
+    """The drafts of every block of a continuation: ids [L]."""
+    anchors = torch.arange(start, start + blocks)[None]
     _, features = target(ids[None], features=target.feature_layers)
     states = drafter(target, features, ids[anchors], anchors)[0]
-    log_q = target.logits(states).log_softmax(-1)
+    log_q = drafter.plain_logits(target, states).float().log_softmax(-1)
     if drafter.head is None:
         logprobs, tokens = log_q.topk(width, dim=-1)
+        if drafter.vocabulary is not None:
+            tokens = drafter.vocabulary[tokens]
         rows = logprobs[:, :, None]
         return Lattice(tokens, torch.arange(width).expand_as(rows), rows)
     if isinstance(drafter.head, Domino):

@@ -33,7 +33,7 @@ def optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 def steps(
     name: str, model: nn.Module, total: int, lr: float, args: argparse.Namespace
 ) -> Iterator[tuple[int, list[torch.optim.Optimizer]]]:
-    """Yield (step, optimisers) with the learning rate set; checkpoints every 200 steps, resumes."""
+    """Yield (step, optimisers) with the learning rate set; checkpoints every 50 steps, resumes."""
     opts = optimisers(model, lr)
     path = args.work / f"{name}.ckpt"
     first = 0
@@ -50,7 +50,7 @@ def steps(
             for group in opt.param_groups:
                 group["lr"] = lr * factor
         yield step, opts
-        if (step + 1) % 200 == 0:
+        if (step + 1) % 50 == 0:
             saved = [o.state_dict() for o in opts]
             torch.save({"step": step + 1, "model": model.state_dict(), "opts": saved}, path)
 

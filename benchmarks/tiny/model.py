@@ -64,9 +64,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Qwen3 attention: per-head RMS norm of queries and keys, rotary, grouped heads."""
+    """Qwen3 attention: per-head RMS norm of queries and keys, rotary, grouped heads.
 
-    def __init__(self, dims: Dims) -> None:
+    head_norms: False for Llama's attention, which has no such norms.
+    """
+
+    def __init__(self, dims: Dims, head_norms: bool = True) -> None:
         super().__init__()
         self.dims = dims
         h, d = dims.hidden_size, dims.head_dim
@@ -74,8 +77,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(h, dims.num_key_value_heads * d, bias=False)
         self.v_proj = nn.Linear(h, dims.num_key_value_heads * d, bias=False)
         self.o_proj = nn.Linear(dims.num_attention_heads * d, h, bias=False)
-        self.q_norm = RMSNorm(d, dims.rms_norm_eps)
-        self.k_norm = RMSNorm(d, dims.rms_norm_eps)
+        self.q_norm = RMSNorm(d, dims.rms_norm_eps) if head_norms else nn.Identity()
+        self.k_norm = RMSNorm(d, dims.rms_norm_eps) if head_norms else nn.Identity()
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, T, n*D] -> [B, n, T, D]."""
@@ -116,9 +119,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Pre-norm decoder layer; the target and the drafter call its parts differently."""
 
-    def __init__(self, dims: Dims) -> None:
+    def __init__(self, dims: Dims, head_norms: bool = True) -> None:
         super().__init__()
-        self.self_attn = Attention(dims)
+        self.self_attn = Attention(dims, head_norms)
         self.mlp = MLP(dims)
         self.input_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
@@ -134,15 +137,16 @@ class Cache:
 
 
 class Target(nn.Module):
-    """Qwen3 language model with a tied head."""
+    """Qwen3 language model with a tied head; a Llama model without `head_norms`."""
 
     feature_layers = (1, 3, 4)  # whose outputs its drafters read
 
-    def __init__(self, dims: Dims) -> None:
+    def __init__(self, dims: Dims, head_norms: bool = True) -> None:
         super().__init__()
         self.dims = dims
         self.embed_tokens = nn.Embedding(dims.vocab_size, dims.hidden_size)
-        self.layers = nn.ModuleList(Layer(dims) for _ in range(dims.num_hidden_layers))
+        layers = range(dims.num_hidden_layers)
+        self.layers = nn.ModuleList(Layer(dims, head_norms) for _ in layers)
         self.norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
         for name, p in self.named_parameters():
             if p.dim() == 2:
@@ -202,12 +206,13 @@ class Target(nn.Module):
 
 
 def save_bf16(weights: Mapping[str, Tensor], folder: Path, config: dict) -> None:
-    """Write weights rounded to bf16, by Hugging Face's names, and config.json."""
+    """Write weights by Hugging Face's names, floats rounded to bf16, and config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     rounded = {
-        name: weight.detach().to("cpu", torch.bfloat16).contiguous()
+        name: weight.detach().to("cpu", torch.bfloat16 if weight.is_floating_point() else None)
         for name, weight in weights.items()
     }
+    rounded = {name: weight.contiguous() for name, weight in rounded.items()}
     save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -25,7 +25,7 @@ from loop import Log, apply_gradients, steps
 from model import Target
 from rollouts import make_rollouts
 from torch import Tensor
-from train import ANCHORS, HERE, draft_steps, random_blocks
+from train import ANCHORS, HERE, draft_steps, random_blocks, rows_of
 from transformers import AutoTokenizer
 
 RANK, STATE = 96, 192
@@ -50,7 +50,7 @@ def load_rollouts(args: argparse.Namespace, target: Target) -> dict[str, Tensor]
 def block_states(target: Target, model: Drafter, rolls: dict[str, Tensor]) -> dict[str, Tensor]:
     """The frozen backbone's blocks: at int64 [N, A], states bf16 [N, A, G-1, H]."""
     torch.manual_seed(2)
-    at = random_blocks(rolls["first"], ANCHORS, rolls["ids"].shape[1])
+    at = random_blocks(rolls["first"], ANCHORS, rolls["ids"].shape[1] - (model.block_size - 1))
     states = []
     for rows in torch.arange(len(at)).split(16):
         tokens = rolls["ids"][rows].long().gather(1, at[rows])
@@ -70,7 +70,7 @@ def train_head(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor
     head = HEADS[args.name](model.dims, args.rank)
     model.add_module(head.name, head)
     everything = torch.arange(len(rolls["ids"]))
-    draft_steps(args.name, model, target, rolls, everything, args.steps, args.lr, args)
+    draft_steps(args.name, model, target, rows_of(rolls, everything), args.steps, args.lr, args)
     return model
 
 
@@ -80,7 +80,9 @@ def train_domino(args: argparse.Namespace, target: Target, rolls: dict[str, Tens
     for layer in model.layers:
         layer.self_attn.k_norm.requires_grad_(False)  # see `fix_key_norms`
     everything = torch.arange(len(rolls["ids"]))
-    draft_steps("all", model, target, rolls, everything, args.steps, args.lr, args, True, True)
+    draft_steps(
+        "all", model, target, rows_of(rolls, everything), args.steps, args.lr, args, True, True
+    )
     return model
 
 
@@ -91,7 +93,9 @@ def train_causal(args: argparse.Namespace, target: Target, rolls: dict[str, Tens
     for layer in model.layers:
         layer.self_attn.k_norm.requires_grad_(False)  # see `fix_key_norms`
     everything = torch.arange(len(rolls["ids"]))
-    draft_steps(args.name, model, target, rolls, everything, args.steps, args.lr, args, True)
+    draft_steps(
+        args.name, model, target, rows_of(rolls, everything), args.steps, args.lr, args, True
+    )
     return model
 
 

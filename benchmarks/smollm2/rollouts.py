@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's own replies, which its drafter is trained to predict.
+
+    python -m benchmarks.smollm2.rollouts --gsm8k grade-school-math's train.jsonl
+
+Writes numbered shards of token ids to the pair's folder, sources in turn, greedy and at T=1; an
+interrupted run goes on where it stopped. `--pause FILE` waits while that file exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.smollm2 import prompts
+from benchmarks.smollm2.pausing import wait_while
+from benchmarks.smollm2.target import END_OF_TURN, fetch, pair_folder
+
+SHARD = 128  # conversations
+# (source, temperature): one shard of each in turn.
+ROUND = (
+    ("gsm8k", 0.0),
+    ("code", 0.0),
+    ("own", 0.0),
+    ("gsm8k", 1.0),
+    ("own", 0.0),
+    ("code", 0.0),
+    ("gsm8k", 0.0),
+    ("own", 1.0),
+)
+REPLY, INSTRUCTION, PROMPT = 320, 160, 400  # most tokens
+SECOND_TURNS = 32  # of a shard of own instructions: conversations with a second turn
+
+
+class Engine:
+    """vLLM's offline engine, stepped here so that it can pause."""
+
+    def __init__(self, folder: Path, pause: Path | None, seed: int) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM
+
+        self.pause = pause
+        self.count = 0
+        self.llm = LLM(
+            str(folder), dtype="bfloat16", max_model_len=1536, max_num_seqs=64,
+            max_num_batched_tokens=2048, kv_cache_memory_bytes=2 << 30, enforce_eager=True,
+            disable_log_stats=True, seed=seed,
+        )  # fmt: skip
+        self.end = self.llm.get_tokenizer().convert_tokens_to_ids(END_OF_TURN)
+
+    def __call__(self, many: list[list[int]], temperature: float, tokens: int) -> list[list[int]]:
+        """Continue token ids up to the end of a turn (which is kept)."""
+        from vllm import SamplingParams, TokensPrompt
+
+        engine = self.llm.llm_engine
+        first, found = self.count, {}
+        steps, begin = 0, time.monotonic()
+        # vLLM 0.32 cannot seed requests of a CPU one by one when a prompt is split.
+        params = SamplingParams(temperature=temperature, max_tokens=tokens, detokenize=False)
+        for ids in many:
+            engine.add_request(str(self.count), TokensPrompt(prompt_token_ids=ids), params)
+            self.count += 1
+        while engine.has_unfinished_requests():
+            wait_while(self.pause)
+            steps += 1
+            if steps % 100 == 0:
+                rate = steps / (time.monotonic() - begin)
+                print(f"  {len(found)} of {len(many)} ended, {rate:.1f} steps/s", flush=True)
+            for output in engine.step():
+                if output.finished:
+                    found[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+        return [found[first + i] for i in range(len(many))]
+
+
+def shards(engine: Engine, file: Path | None) -> Iterator[tuple[str, Any]]:
+    """(name, function that makes the rows) without end."""
+    tok = engine.llm.get_tokenizer()
+    texts = {"gsm8k": prompts.gsm8k(file), "code": prompts.code()}
+    print({name: len(found) for name, found in texts.items()}, flush=True)
+
+    def ids(text: str) -> list[int]:
+        whole = tok.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        return tok(whole, add_special_tokens=False)["input_ids"]
+
+    def asked(source: str, temperature: float, number: int) -> list[dict[str, Any]]:
+        pool = texts[source]
+        picked = [ids(pool[(number * SHARD + i) % len(pool)]) for i in range(SHARD)]
+        picked = [one for one in picked if len(one) <= PROMPT]
+        return _rows(picked, engine(picked, temperature, REPLY))
+
+    def written(temperature: float, number: int) -> list[dict[str, Any]]:
+        starts = tok(prompts.own(SHARD * (number + 1))[-SHARD:], add_special_tokens=False)
+        reply_to = tok(f"{END_OF_TURN}\n<|im_start|>assistant\n", add_special_tokens=False)
+        again = tok("\n<|im_start|>user\n", add_special_tokens=False)["input_ids"]
+        begin = reply_to["input_ids"]
+
+        def instruct(before: list[list[int]]) -> list[list[int]]:
+            found = engine(before, 1.0, INSTRUCTION)
+            ended = zip(before, found, strict=True)
+            return [ids + text[:-1] + begin for ids, text in ended if text[-1] == engine.end]
+
+        first = instruct(starts["input_ids"])
+        rows = _rows(first, engine(first, temperature, REPLY))
+        ended = [row for row in rows if row["reply"][-1] == engine.end][:SECOND_TURNS]
+        second = instruct([r["prompt"] + r["reply"] + again for r in ended])
+        second = [one for one in second if len(one) < 1000]
+        return rows + _rows(second, engine(second, temperature, REPLY))
+
+    numbers = dict.fromkeys(prompts.SOURCES, 0)
+    while True:
+        for source, temperature in ROUND:
+            number = numbers[source]
+            numbers[source] += 1
+            name = f"{source}-{number:04d}-t{temperature:g}.jsonl"
+            if source == "own":
+                yield name, lambda t=temperature, n=number: written(t, n)
+            else:
+                yield name, lambda s=source, t=temperature, n=number: asked(s, t, n)
+
+
+def _rows(asked: list[list[int]], replies: list[list[int]]) -> list[dict[str, Any]]:
+    both = zip(asked, replies, strict=True)
+    return [{"prompt": one, "reply": reply} for one, reply in both if len(reply) > 8]
+
+
+def main() -> None:
+    """Write shards until there are `--tokens` tokens of replies."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.smollm2.rollouts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gsm8k", type=Path, help="its training questions (default: the Hub's)")
+    parser.add_argument("--tokens", type=float, default=3e6, help="of replies, all shards together")
+    parser.add_argument("--pause", type=Path, help="wait while this file exists")
+    args = parser.parse_args()
+    folder = pair_folder() / "rollouts"
+    folder.mkdir(parents=True, exist_ok=True)
+    engine = Engine(fetch(), args.pause, seed=len(list(folder.glob("*.jsonl"))))
+    total = 0
+    for name, make in shards(engine, args.gsm8k):
+        path, begin = folder / name, time.monotonic()
+        if path.exists():
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+        else:
+            rows = make()
+            part = path.with_suffix(".part")
+            part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            part.rename(path)
+        new = sum(len(row["reply"]) for row in rows)
+        total += new
+        seconds = time.monotonic() - begin
+        print(
+            f"{name}: {len(rows)} replies, {new} tokens, {seconds:.0f} s; {total} in all",
+            flush=True,
+        )
+        if total >= args.tokens:
+            return
+
+
+if __name__ == "__main__":
+    main()

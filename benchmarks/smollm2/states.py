@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the target computes on its replies: `python -m benchmarks.smollm2.states`.
+
+It is most of a training step otherwise, so it is stored once for every shard of
+`benchmarks.smollm2.rollouts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from torch import Tensor
+
+import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
+from benchmarks.smollm2.pausing import wait_while
+from benchmarks.smollm2.target import fetch, pair_folder
+
+from checkpoints import AnyTarget, load_target  # isort: skip
+
+SHORTEST = 24  # a reply must have room for blocks
+LIKELY = 32  # tokens kept of the target's distributions
+CHUNK = 16  # rows of a forward pass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversation in a shard's states: positions `begin` to `begin + length` of it.
+
+    Args:
+        first: where the first block starts, the last token of the prompt.
+    """
+
+    shard: int
+    begin: int
+    length: int
+    first: int
+    greedy: bool
+
+
+class States:
+    """The shards' states, of which batches are drawn; a file per shard, mapped into memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shards: list[dict[str, Tensor]] = []
+        self.rows: list[Row] = []
+        for path in sorted(folder.glob("*.pt")):
+            shard = torch.load(path, mmap=True)
+            for begin, length, first, greedy in shard.pop("rows").tolist():
+                row = Row(len(self.shards), begin, length, first, bool(greedy))
+                self.rows.append(row)
+            self.shards.append(shard)
+        self.rows.sort(key=lambda row: row.length)  # so that a batch has little padding
+
+    def batches(self, size: int) -> Callable[[], dict[str, Tensor]]:
+        """Draws `size` rows of about the same length, by torch's generator."""
+
+        def draw() -> dict[str, Tensor]:
+            begin = int(torch.randint(len(self.rows) - size + 1, ()))
+            return self.batch(self.rows[begin : begin + size])
+
+        return draw
+
+    def batch(self, rows: list[Row]) -> dict[str, Tensor]:
+        """The rows as `make_rollouts` of benchmarks/tiny has them, padded at the end."""
+        longest = max(row.length for row in rows)
+        out = {
+            name: values.new_zeros(len(rows), longest, *values.shape[1:])
+            for name, values in self.shards[0].items()
+        }
+        for i, row in enumerate(rows):
+            for name, values in self.shards[row.shard].items():
+                out[name][i, : row.length] = values[row.begin : row.begin + row.length]
+        return out | {
+            "length": torch.tensor([row.length for row in rows]),
+            "first": torch.tensor([row.first for row in rows]),
+            "greedy": torch.tensor([row.greedy for row in rows]),
+        }
+
+
+def store(target: AnyTarget, shards: Path, folder: Path, pause: Path | None = None) -> None:
+    """Compute the states of every shard of replies that has none yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(shards.glob("*.jsonl")):
+        out = folder / f"{path.stem}.pt"
+        if out.exists():
+            continue
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
+        greedy = path.stem.endswith("-t0")
+        torch.save(states_of(target, rows, greedy, pause), out.with_suffix(".part"))
+        out.with_suffix(".part").rename(out)
+        print(f"states of {path.stem}", flush=True)
+
+
+@torch.inference_mode()
+def states_of(
+    target: AnyTarget, rows: list[dict], greedy: bool, pause: Path | None = None
+) -> dict[str, Tensor]:
+    """ids int32 [T] and features bf16 [T, F*H] of rows laid end to end.
+
+    likely int32 and odds fp16 [T, LIKELY] are the next token's, in replies. "rows" int64 [N, 4] has
+    begin, length, first and greedy of each row.
+    """
+    rows = sorted(rows, key=lambda row: len(row["prompt"]) + len(row["reply"]))
+    parts: dict[str, list[Tensor]] = {k: [] for k in ("ids", "features", "likely", "odds")}
+    table, begin = [], 0
+    for at in range(0, len(rows), CHUNK):
+        wait_while(pause)
+        chunk = [torch.tensor(row["prompt"] + row["reply"]) for row in rows[at : at + CHUNK]]
+        padded = torch.nn.utils.rnn.pad_sequence(chunk, batch_first=True)
+        hidden, features = target(padded, features=target.feature_layers)
+        for i, ids in enumerate(chunk):
+            parts["ids"].append(ids.int())
+            parts["features"].append(features[i, : len(ids)].bfloat16())
+            first = len(rows[at + i]["prompt"]) - 1
+            odds, likely = target.logits(hidden[i, first : len(ids)]).topk(LIKELY)
+            front = torch.zeros(first, LIKELY)
+            parts["likely"].append(torch.cat([front.int(), likely.int()]))
+            parts["odds"].append(torch.cat([front, odds.float().softmax(-1)]).half())
+            table.append((begin, len(ids), first, int(greedy)))
+            begin += len(ids)
+    return {name: torch.cat(found) for name, found in parts.items()} | {"rows": torch.tensor(table)}
+
+
+def main() -> None:
+    """Store what is missing."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2.states")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pause", type=Path, help="wait while this file exists")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    target = load_target(fetch()).requires_grad_(False).bfloat16()
+    store(target, pair_folder() / "rollouts", pair_folder() / "states", args.pause)
+
+
+if __name__ == "__main__":
+    main()

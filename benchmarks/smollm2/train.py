@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train the drafter on the target's replies: `python -m benchmarks.smollm2.train`.
+
+The steps, the loss and the model are those of benchmarks/tiny, the data what
+`benchmarks.smollm2.states` has stored. Checkpoints and a log are in the pair's folder; an
+interrupted run goes on from the last checkpoint, also with other data or another number of steps.
+`--export` writes the checkpoint's drafter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from torch import Tensor
+
+import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
+from benchmarks.smollm2.pausing import wait_while
+from benchmarks.smollm2.states import States
+from benchmarks.smollm2.target import fetch, pair_folder
+
+from checkpoints import load_target  # isort: skip
+from drafter import DRAFTER_LAYERS, Drafter, fix_key_norms, save_drafter  # isort: skip
+from model import Dims  # isort: skip
+from train import draft_steps  # isort: skip
+
+MASK = "<reponame>"  # which no chat contains
+WORDS = 8192  # tokens that can be drafted
+BLOCK = 8  # chains and trees deeper than 7 would pay seldom with replies this hard to guess
+FEED_FORWARD = 1024
+DECAY = 4.0  # of the loss over depth
+SOFT_LABELS = 0.5
+NAME = "drafter"
+
+
+def vocabulary(shards: Path, size: int) -> Tensor:
+    """Ascending ids of the tokens that conversations have most often.
+
+    The head's rows are the target's, so a checkpoint goes on with another choice.
+    """
+    counts: Counter[int] = Counter()
+    for shard in sorted(shards.glob("*.jsonl")):
+        for line in shard.read_text().splitlines():
+            row = json.loads(line)
+            counts.update(row["prompt"] + row["reply"])
+    chosen = sorted(token for token, _ in counts.most_common(size))
+    covered = sum(counts[token] for token in chosen) / counts.total()
+    print(f"{len(chosen)} of {len(counts)} tokens are {covered:.2%} of the text", flush=True)
+    return torch.tensor(chosen)
+
+
+def new_drafter(target: torch.nn.Module, words: Tensor, mask_id: int) -> Drafter:
+    """Three layers; key norms are fixed from the start (see `fix_key_norms`)."""
+    torch.manual_seed(1)
+    sizes = {k: getattr(target.dims, k) for k in Dims.__dataclass_fields__}
+    sizes |= {"num_hidden_layers": DRAFTER_LAYERS, "intermediate_size": FEED_FORWARD}
+    model = Drafter(Dims(**sizes), mask_id, vocabulary=words, block_size=BLOCK)
+    model.norm.weight.data.copy_(target.final_scale)  # which the shared head expects
+    fix_key_norms(model)
+    return model
+
+
+def pausing(draw: Callable[[], dict[str, Tensor]], pause: Path | None) -> Callable:
+    """The same batches, none of which is drawn while the file exists."""
+
+    def wait_and_draw() -> dict[str, Tensor]:
+        wait_while(pause)
+        return draw()
+
+    return wait_and_draw
+
+
+def main() -> None:
+    """Train, write the drafter."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.smollm2.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--rows", type=int, default=16, help="replies of a step")
+    parser.add_argument("--anchors", type=int, default=16, help="blocks of a reply")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pause", type=Path, help="wait while this file exists")
+    parser.add_argument("--export", action="store_true", help="only write the checkpoint's drafter")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    folder, source = pair_folder(), fetch()
+    args.work = folder / "training"
+    args.work.mkdir(parents=True, exist_ok=True)
+    target = load_target(source, args.device).requires_grad_(False).bfloat16()
+    words = vocabulary(folder / "rollouts", WORDS)
+    model = new_drafter(target, words, mask_of(source)).to(args.device)
+    if args.export:
+        state = torch.load(args.work / f"{NAME}.ckpt", map_location=args.device)
+        model.load_state_dict(state["model"])
+    else:
+        states = States(folder / "states")
+        print(f"{len(states.rows)} replies", flush=True)
+        draft_steps(
+            NAME,
+            model,
+            target,
+            pausing(states.batches(args.rows), args.pause),
+            args.steps,
+            args.lr,
+            args,
+            SOFT_LABELS,
+            anchors=args.anchors,
+            decay=DECAY,
+        )
+    save_drafter(model, folder / "drafter", target, eos_of(source))
+
+
+def mask_of(source: Path) -> int:
+    """The id of the mask token."""
+    tokens = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
+    return next(token["id"] for token in tokens if token["content"] == MASK)
+
+
+def eos_of(source: Path) -> int:
+    """The id that ends a turn."""
+    return json.loads((source / "config.json").read_text())["eos_token_id"]
+
+
+if __name__ == "__main__":
+    main()
