@@ -96,6 +96,10 @@ class SchedulerState(Carrier):
     """Number of running requests at which the waiting ones did not fit into the KV cache."""
     collector: Collector | None = None
     """Adds up the records of steps; None before the first."""
+    ended: dict[str, None] = field(default_factory=dict)
+    """Ids of streaming-input sessions that were ended here; chunks may be on their way."""
+    endings: list[tuple[int, str, str]] = field(default_factory=list)
+    """Client, request id and sentence of those whose client has not been told."""
 
 
 @dataclass

@@ -11,10 +11,11 @@ from tests.contract.adapters import ADAPTERS
 from tests.contract.cpu import CPU
 from tests.contract.others import OTHERS
 from tests.contract.reliance import Reliance
+from tests.contract.sessions import SESSIONS
 
 __all__ = ["CONTRACT", "UNUSED_OF_MANAGER", "Reliance"]
 
-CONTRACT: tuple[Reliance, ...] = (*ADAPTERS, *CPU, *OTHERS)
+CONTRACT: tuple[Reliance, ...] = (*ADAPTERS, *CPU, *OTHERS, *SESSIONS)
 
 # Members of AdaptiveVerificationManager that BastionVerificationManager inherits although it does
 # not run the base constructor: nothing may call them.

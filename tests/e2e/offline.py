@@ -7,7 +7,7 @@ import multiprocessing
 import os
 from typing import Any
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for `collective_rpc(costs)`
@@ -37,7 +37,7 @@ def generate(spec: dict[str, Any]) -> dict[str, Any]:
 
     spec: that of `tests.e2e.worker.work`; with `spawn` vLLM spawns its processes as usual.
     """
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     if not spec.get("spawn"):
         fork()
     from vllm import LLM, SamplingParams

@@ -74,6 +74,11 @@ class StepEndConnector(KVConnectorBase_V1):
 
     # ---- the scheduler's side -----------------------------------------------------------
 
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        # Others hand so many tokens' blocks to another engine: none of a path that was cut.
+        assert request.num_computed_tokens < request.num_tokens
+        return False, None
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:

@@ -24,6 +24,7 @@ def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
     Returns:
         `{"info": ..., "batches": [...]}`; with `spec["may_fail"]`, if the engine does not start,
         `{"error": "Type: text"}`; with `spec["offline"]` the result of `offline.generate`; with
+        `spec["sessions"]` that of `sessions.run`; with
         `spec["command"]` what `vllm` prints for these words, as `{"output": "..."}`. And `cpu_s`,
         the CPU seconds of this process and its children.
     """
@@ -65,6 +66,10 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
         from tests.e2e.offline import generate
 
         return generate(spec)
+    if "sessions" in spec:
+        from tests.e2e.sessions import run
+
+        return run(spec)
     from benchmarks.harness.session import Session
 
     engine = spec["engine"]

@@ -138,6 +138,26 @@ HOOKS: tuple[Hook, ...] = (
         when=EVERY_PROCESS,
     ),
     Hook(
+        target=f"{_SCHEDULER}._handle_stopped_request",
+        wrapper="sessions:handle_stopped_request",
+        expects="(self, request)",
+        why="tokens that a stop cuts off stay counted as computed, so a session's next chunk and "
+        "connectors use their keys and values; a session may outgrow max_model_len",
+        what="counts up to the cut, and ends a session whose next chunk does not fit",
+        upstream="the scheduler subtracts the tokens that it cuts",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
+        target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+        wrapper="sessions:process_outputs",
+        expects="(self, engine_core_outputs, engine_core_timestamp=, iteration_stats=, "
+        "weight_version=)",
+        why="an error of the engine core ends a session's turn, and the session waits for ever",
+        what="ends the session with the sentence",
+        upstream="an error ends a session",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
         target=f"{_SCHEDULER}.make_spec_decoding_stats",
         wrapper="scheduler:make_spec_decoding_stats",
         expects=(
@@ -206,8 +226,9 @@ HOOKS: tuple[Hook, ...] = (
         target=f"{_SCHEDULER}.add_request",
         wrapper="tracing:add_request",
         expects="(self, request)",
-        why="a request's own metrics have N + 1 positions, and a step without nodes counts there",
-        what="makes positions depths, and counts trees that were verified",
+        why="a request's own metrics have N + 1 positions, and a step without nodes counts there; "
+        "a session's chunk may not fit into max_model_len",
+        what="makes positions depths, and counts trees that were verified; drops such a chunk",
         upstream="statistics that know trees",
         when=EVERY_PROCESS,
     ),

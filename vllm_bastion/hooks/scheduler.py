@@ -26,6 +26,7 @@ from vllm_bastion.config import (
     request_budget,
 )
 from vllm_bastion.hooks.grammar import attach_plan
+from vllm_bastion.hooks.sessions import send_endings
 from vllm_bastion.hooks.telemetry import collect
 from vllm_bastion.hooks.tracing import count_for_span
 
@@ -103,6 +104,8 @@ def update_from_output(
             for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
         }
     outputs = original(self, scheduler_output, model_runner_output)
+    if spec_config is not None:
+        send_endings(self, outputs)
     if spec_config is not None and report is not None and report.step is not None:
         collect(self, state, report.step, longest, outputs)
     return outputs

@@ -16,6 +16,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from vllm_bastion.carriers import RequestState
 from vllm_bastion.config import bastion_config
+from vllm_bastion.hooks.sessions import takes_chunk
 
 # Not a name of the W3C's trace context, so whoever reads that ignores it.
 _HEADER = "vllm-bastion"
@@ -32,9 +33,11 @@ class TreeRequestMetrics(RequestSpecDecodeMetrics):
 
 
 def add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
-    """Let `--per-request-spec-decode-metrics` count trees."""
-    result = original(self, request)
+    """Let `--per-request-spec-decode-metrics` count trees; drop chunks of ended sessions."""
     spec_config = bastion_config(self.vllm_config)
+    if spec_config is not None and not takes_chunk(self, request):
+        return None
+    result = original(self, request)
     if spec_config is not None and request.spec_decode_metrics is not None:
         request.spec_decode_metrics = TreeRequestMetrics.new(spec_config.max_chain_tokens)
     return result

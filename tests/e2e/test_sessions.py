@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming-input sessions give the tokens of ordinary requests over the same history.
+
+Where `max_tokens` or a stop cuts an accepted path, the next chunk begins behind the cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.engines import ON_GPU, PAIR, Engine, Runner
+from tests.e2e.targets import HYBRID
+from tests.e2e.test_connectors import connector, over
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(ON_GPU, reason="tokens are compared without near-ties"),
+]
+
+# (tokens of a chunk, max_tokens of a turn, turns, further parameters)
+SHAPES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "long turns": (25, 20, 3, {}),
+    "short turns": (25, 5, 8, {}),
+    "odd turns": (25, 13, 4, {}),
+    "one token each": (1, 2, 12, {}),
+    "stops": (25, 30, 4, {"stop_token_ids": list(range(2, 40))}),
+    "seeded": (25, 13, 4, {"temperature": 1.0, "seed": 7}),
+    "several steps a chunk": (140, 9, 2, {}),
+}
+
+
+def session(
+    name: str, domain: str, chunk: int, tokens: int, turns: int, ahead: bool, **params: Any
+) -> dict[str, Any]:
+    """A session whose chunks are one text of the domain."""
+    text = cases.long_prompt(domain, chunk * turns)
+    params = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params}
+    parts = [text[i * chunk : (i + 1) * chunk] for i in range(turns)]
+    turned = [{"chunk": part, "params": params} for part in parts]
+    return {"id": f"{name}, {domain}", "ahead": ahead, "turns": turned}
+
+
+def sessions(ahead: bool) -> list[dict[str, Any]]:
+    """A session of each shape and each domain."""
+    return [
+        session(name, domain, *shape[:3], ahead, **shape[3])
+        for name, shape in SHAPES.items()
+        for domain in cases.DOMAINS
+    ]
+
+
+def assert_same(expected: dict[str, Any], run: dict[str, Any]) -> None:
+    """Every session and every continued request has the expected tokens."""
+    assert run["async"] == expected["async"]
+    for part in ("sessions", "continued"):
+        wrong = [
+            name
+            for name, result in run[part].items()
+            if result["error"] or result["token_ids"] != expected[part][name]["token_ids"]
+        ]
+        assert not wrong, (part, len(wrong), len(run[part]), wrong)
+
+
+def continued(runner: Runner, plain: Engine, made: list[dict[str, Any]]) -> dict[str, Any]:
+    """Prompts that go on from where sessions end, by id."""
+    ordinary = runner.run(plain, [], sessions=made, ordinary=True)["sessions"]
+    more = cases.long_prompt("chat", 20)
+    return {name: result["history"] + more for name, result in ordinary.items()}
+
+
+_ALL = [
+    pytest.param(mode, timing, ahead, marks=() if quick else pytest.mark.slow)
+    for mode, timing, ahead, quick in (
+        ("sync", "exact", False, True),
+        ("sync", "lagged", True, True),
+        ("async", "lagged", False, True),
+        ("sync", "exact", True, False),
+        ("sync", "lagged", False, False),
+        ("async", "exact", False, False),
+        ("async", "exact", True, False),
+        ("async", "lagged", True, False),
+    )
+]
+
+
+@pytest.mark.parametrize(("mode", "timing", "ahead"), _ALL)
+def test_sessions_equal_ordinary_requests(
+    runner: Runner, mode: str, timing: str, ahead: bool
+) -> None:
+    """Prompts that find the sessions' blocks in the prefix cache are continued rightly, too."""
+    plain = Engine(eager=True, async_scheduling=mode == "async")
+    prompts = continued(runner, plain, sessions(False))
+    asked = {"sessions": sessions(False), "ordinary": True, "continued": prompts}
+    expected = runner.submit(plain, [], **asked)
+    tree = plain.with_bastion(16, budget_timing=timing)
+    if timing == "exact":
+        tree = plain.with_bastion(16, 16)
+    run = runner.run(tree, [], sessions=sessions(ahead), continued=prompts)
+    assert_same(expected.result(), run)
+
+
+def test_the_drafter_keeps_its_context(runner: Runner) -> None:
+    """Trees of sessions are accepted as those of ordinary requests over the same history."""
+    tree = Engine(eager=True, max_num_seqs=1).with_bastion(16, 16)
+    made = [session(name, "code", 25, n, 6, False) for name, n in (("long", 20), ("odd", 13))]
+    ordinary = runner.submit(tree, [], sessions=made, ordinary=True)
+    run = runner.run(tree, [], sessions=made)
+    counters = [
+        [
+            result["metrics"][f"vllm:spec_decode_num_{what}"]
+            for what in ("drafts", "accepted_tokens")
+        ]
+        for result in (ordinary.result(), run)
+    ]
+    assert counters[0] == counters[1] and counters[0][1] > counters[0][0]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_preempted_sessions(runner: Runner, mode: str) -> None:
+    """They lose their blocks in a turn, start over, and end with the same tokens."""
+    plain = Engine(eager=True, async_scheduling=mode == "async", num_blocks=11)
+    made = [session("crowded", domain, 25, 80, 2, True) for domain in cases.DOMAINS[:2]]
+    expected = runner.submit(plain, [], sessions=made, ordinary=True)
+    run = runner.run(plain.with_bastion(16, 16), [], sessions=made)
+    assert_same(expected.result(), run)
+    assert run["metrics"]["vllm:num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_over_a_connector(runner: Runner, tmp_path: Path, mode: str) -> None:
+    """Another engine continues sessions whose blocks a connector has saved."""
+    plain = Engine(eager=True, async_scheduling=mode == "async")
+    made = [session("saved", domain, 25, 13, 4, False) for domain in cases.DOMAINS]
+    prompts = continued(runner, plain, made)
+    expected = runner.submit(plain, [], sessions=made, ordinary=True, continued=prompts)
+    tree = over(plain.with_bastion(16, 16), connector(tmp_path / "blocks"))
+    assert_same(expected.result(), runner.run(tree, [], sessions=made))
+    other = runner.run(tree, [], sessions=[], continued=prompts)
+    assert_same(expected.result(), other)
+    assert other["metrics"]["vllm:external_prefix_cache_hits"] > 0
+
+
+def test_a_target_with_recurrent_layers_takes_none(runner: Runner) -> None:
+    """Its state may be past the cut. One sentence says so, and ordinary requests are served."""
+    pair = PAIR / "hybrid"
+    extra = (("model", str(pair / "target")), ("dtype", "bfloat16"), *HYBRID.items())
+    plain = Engine(eager=True, extra=extra)
+    made = [session("hybrid", "code", 25, 13, 2, False)]
+    tree = plain.with_bastion(16, 16, model=str(pair / "drafter"))
+    run = runner.run(tree, [], sessions=made, continued={"one": made[0]["turns"][0]["chunk"]})
+    error = run["sessions"]["hybrid, code"]["error"]
+    assert error.startswith("VLLMValidationError: Streaming-input sessions")
+    assert len(run["continued"]["one"]["token_ids"]) == 16
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_a_session_that_outgrows_the_model_ends_alone(
+    runner: Runner, mode: str, ahead: bool
+) -> None:
+    """It ends with a sentence; the sessions beside it and the engine go on."""
+    most = 128
+    plain = Engine(eager=True, async_scheduling=mode == "async", max_model_len=most)
+    shapes = (("grows", most // 4, 6), ("small", 9, 5), ("one", 3, 7))
+    made = [session(name, "code", chunk, 6, turns, ahead) for name, chunk, turns in shapes]
+    expected = runner.submit(plain, [], sessions=made, ordinary=True)
+    run = runner.run(plain.with_bastion(16, 16), [], sessions=made)
+    whole = expected.result()["sessions"]["grows, code"]
+    grown = run["sessions"]["grows, code"]
+    assert "length" in whole["error"], "an ordinary request of that length is refused"
+    reason, sentence = grown["reasons"].pop()
+    assert reason == "error" and f"max_model_len {most}" in sentence
+    assert f"a chunk of {most // 4} tokens after {3 * (most // 4 + 5)} " in sentence
+    if not ahead:  # else vLLM joins what the client has not taken yet
+        assert grown["reasons"] == whole["reasons"] == [["length", None]] * 3
+    assert_same(expected.result(), run)
+
+
+def test_a_turn_may_end_at_the_models_length(runner: Runner) -> None:
+    """The last chunk leaves room for one token; a further one ends the session."""
+    most = 128
+    plain = replace(Engine(eager=True), max_model_len=most)
+    text = cases.long_prompt("code", most + 8)
+    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    turned = [{"chunk": part, "params": params} for part in (text[:60], text[60:122])]
+    made = [{"id": "full", "ahead": False, "turns": turned}]
+    expected = runner.submit(plain, [], sessions=made, ordinary=True)
+    more = [{**made[0], "turns": [*turned, {"chunk": text[122:123], "params": params}]}]
+    run = runner.run(plain.with_bastion(16, 16), [], sessions=more)
+    assert_same(expected.result(), run)
+    assert len(expected.result()["sessions"]["full"]["token_ids"]) == 7
+    assert [reason for reason, _ in run["sessions"]["full"]["reasons"]] == ["length"] * 2 + [
+        "error"
+    ]
