@@ -34,6 +34,8 @@ _ON_CPU = {
     # Read by Triton when it is imported, see tests/interpreter.py.
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",
+    # Compiled functions check every index; see tests/cpu/test_bounds.py.
+    "NUMBA_BOUNDSCHECK": "1",
 }
 for _name, _value in (_ENVIRONMENT | ({} if ON_GPU else _ON_CPU)).items():
     os.environ.setdefault(_name, _value)

@@ -14,9 +14,9 @@ _BATCH = "vllm.v1.worker.gpu.input_batch"
 def _write_rows(writes, out, stride, rows, starts, contents, cu_lens):
     for i in range(writes):
         begin = cu_lens[i - 1] if i > 0 else 0
-        base = rows[i] * stride + starts[i] - begin
+        row = out[rows[i] * stride : (rows[i] + 1) * stride]
         for j in range(begin, cu_lens[i]):
-            out[base + j] = contents[j]
+            row[starts[i] + j - begin] = contents[j]
 
 
 @njit
@@ -24,10 +24,9 @@ def _write_groups(writes, ptrs, strides, rows, starts, contents, cu_lens, groups
     for i in range(writes):
         begin, end = cu_lens[i - 1] if i > 0 else 0, cu_lens[i]
         stride = strides[groups[i]]
-        out = int32_at(ptrs[groups[i]], (rows[i] + 1) * stride)
-        base = rows[i] * stride + starts[i] - begin
+        row = int32_at(ptrs[groups[i]], (rows[i] + 1) * stride)[rows[i] * stride :]
         for j in range(begin, end):
-            out[base + j] = contents[j]
+            row[starts[i] + j - begin] = contents[j]
 
 
 @twin("vllm.v1.worker.gpu.buffer_utils:_apply_write_kernel", compile=False)
@@ -73,12 +72,12 @@ def _prepare_prefill_inputs(
             continue
         start = query_start_loc_ptr[i]
         length = query_start_loc_ptr[i + 1] - start
-        row = slot * all_token_ids_stride
+        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
         for j in range(length):
-            input_ids_ptr[start + j] = all_token_ids_ptr[row + computed + j]
+            input_ids_ptr[start + j] = tokens[computed + j]
         for j in range(min(num_lookahead, LOOKAHEAD_BLOCK)):
             pos = computed + length + j
-            token = all_token_ids_ptr[row + pos] if pos < prefill_len else 0
+            token = tokens[pos] if pos < prefill_len else 0
             next_prefill_tokens_ptr[j * next_prefill_tokens_stride + slot] = token
 
 
@@ -133,9 +132,9 @@ def _combine_sampled_and_draft_tokens(
             continue
         if NUM_NEW_SAMPLED_TOKENS > 0 and seq_len - num_logits >= prefill_len:
             input_ids_ptr[begin] = last_sampled_tokens_ptr[slot]
+        drafts = draft_tokens_ptr[slot * draft_tokens_stride : (slot + 1) * draft_tokens_stride]
         for j in range(min(num_drafts, BLOCK_SIZE)):
-            token = draft_tokens_ptr[slot * draft_tokens_stride + j]
-            input_ids_ptr[query_end - num_drafts + j] = token
+            input_ids_ptr[query_end - num_drafts + j] = drafts[j]
 
 
 @twin(f"{_BATCH}:_get_num_sampled_and_rejected_kernel")
@@ -188,15 +187,16 @@ def _post_update(
                 token = draft_tokens_ptr[i * num_draft_tokens + j]
                 draft_tokens_out_ptr[slot * num_draft_tokens + j] = token
         total_len, num_sampled = total_len_ptr[slot], num_sampled_ptr[i]
-        row = i * sampled_tokens_stride
+        sampled = sampled_tokens_ptr[i * sampled_tokens_stride : (i + 1) * sampled_tokens_stride]
+        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
         if num_sampled > 0:
-            last_sampled_tokens_ptr[slot] = sampled_tokens_ptr[row + num_sampled - 1]
+            last_sampled_tokens_ptr[slot] = sampled[num_sampled - 1]
             total_len_ptr[slot] = total_len + num_sampled
         for j in range(num_sampled):
-            token = sampled_tokens_ptr[row + j]
-            all_token_ids_ptr[slot * all_token_ids_stride + total_len + j] = token
+            tokens[total_len + j] = sampled[j]
             if output_bin_counts_ptr is not None:
-                output_bin_counts_ptr[slot * output_bin_counts_stride + token] += 1
+                begin = slot * output_bin_counts_stride
+                output_bin_counts_ptr[begin : begin + output_bin_counts_stride][sampled[j]] += 1
         delta = -num_rejected_ptr[i]
         if query_start_loc_ptr is not None:
             delta += query_start_loc_ptr[i + 1] - query_start_loc_ptr[i]

@@ -81,8 +81,10 @@ def _gather_block_tables(
                 if MASK_SLIDING_WINDOW and sliding_window_reach_ptr[group] > 0:
                     below = num_computed_tokens_ptr[slot] - sliding_window_reach_ptr[group]
                     null = max(below, 0) // block_sizes_ptr[group]
+            blocks = src[slot * stride : (slot + 1) * stride]
+            row = dst[i * stride : (i + 1) * stride]
             for j in range(num_blocks_ptr[group * num_blocks_stride + slot]):
-                dst[i * stride + j] = src[slot * stride + j] if j >= null else 0
+                row[j] = blocks[j] if j >= null else 0
 
 
 @njit
@@ -133,9 +135,9 @@ def _compute_slot_mappings(
                 for j in range(start, end):
                     slot_mappings_ptr[out + j] = PAD_ID
                 continue
-            row = int32_at(block_table_ptrs[group], (slot + 1) * stride)
+            row = int32_at(block_table_ptrs[group], (slot + 1) * stride)[slot * stride :]
             for j in range(start, end):
-                block = row[slot * stride + pos[j] // (size * cp_size)]
+                block = row[pos[j] // (size * cp_size)]
                 slot_mappings_ptr[out + j] = cp_local_slot(
                     pos[j], block, size, cp_rank, cp_size, CP_INTERLEAVE, PAD_ID
                 )

@@ -11,7 +11,7 @@ from vllm_bastion.cpu.twins.launch import twin
 @njit
 def _slot(table, row, stride, pos, block_size, cp_rank, cp_size, interleave, pad):
     """The cache slot of a position, or `pad`: block 0 is the null block and must not be written."""
-    block = table[row * stride + min(pos // (block_size * cp_size), stride - 1)]
+    block = table[row * stride : (row + 1) * stride][min(pos // (block_size * cp_size), stride - 1)]
     if block == 0:
         return pad
     return cp_local_slot(pos, block, block_size, cp_rank, cp_size, interleave, pad)

@@ -6,6 +6,9 @@ number of programs. If a kernel differs between versions of vLLM, the twin has t
 versions and gets None for those that the installed version lacks. Tensors arrive as flat NumPy
 views that begin at the tensor's first element, so that the kernel's strides apply. A tensor of
 16-bit floats arrives as float32 and is rounded back afterwards, or as its bits.
+
+A twin slices a request's row out of such a view before it uses an index that follows from data.
+With NUMBA_BOUNDSCHECK=1, as in the tests, Numba then raises where a row would reach into the next.
 """
 
 from __future__ import annotations

@@ -73,18 +73,17 @@ def _fill_logprob_token_ids(
     PADDED_COLS,
 ):
     for i in range(grid0):
-        tokens, valid = i * out_token_ids_stride, i * out_valid_mask_stride
-        out_token_ids_ptr[tokens] = sampled_token_ids_ptr[i]
-        out_valid_mask_ptr[valid] = True
+        tokens = out_token_ids_ptr[i * out_token_ids_stride : (i + 1) * out_token_ids_stride]
+        valid = out_valid_mask_ptr[i * out_valid_mask_stride : (i + 1) * out_valid_mask_stride]
+        tokens[0], valid[0] = sampled_token_ids_ptr[i], True
         slot = expanded_idx_mapping_ptr[i]
         custom = num_per_req_token_ids_ptr[slot]
+        own = per_req_token_ids_ptr[
+            slot * per_req_token_ids_stride : (slot + 1) * per_req_token_ids_stride
+        ]
         for j in range(min(custom if custom > 0 else NUM_TOPK, PADDED_COLS)):
-            if custom > 0:
-                token = per_req_token_ids_ptr[slot * per_req_token_ids_stride + j]
-            else:
-                token = topk_indices_ptr[i * topk_indices_stride + j]
-            out_token_ids_ptr[tokens + 1 + j] = token
-            out_valid_mask_ptr[valid + 1 + j] = True
+            token = own[j] if custom > 0 else topk_indices_ptr[i * topk_indices_stride + j]
+            tokens[1 + j], valid[1 + j] = token, True
 
 
 @twin("vllm.v1.worker.gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
@@ -101,9 +100,12 @@ def _prompt_logprobs_token_ids(
     for i in range(grid0):
         slot = idx_mapping_ptr[i]
         start, end = query_start_loc_ptr[i], query_start_loc_ptr[i + 1]
-        row = slot * all_token_ids_stride + num_computed_tokens_ptr[slot] + 1 - start
+        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
+        first = num_computed_tokens_ptr[slot] + 1
         for j in range(start, end):
-            prompt_logprobs_token_ids_ptr[j] = all_token_ids_ptr[row + j]
+            at = first + j - start
+            # The last row has no next token; vLLM drops its result.
+            prompt_logprobs_token_ids_ptr[j] = tokens[at] if at < len(tokens) else 0
 
 
 @twin("vllm.v1.worker.gpu.metrics.logits:_num_nans_kernel", compile=False)

@@ -83,14 +83,19 @@ def _bincount(
     for i in range(grid0):
         slot = expanded_idx_mapping_ptr[i]
         prompt_len, prefill_len = prompt_len_ptr[slot], prefill_len_ptr[slot]
-        row = slot * all_token_ids_stride
+        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
+        mask = prompt_bin_mask_ptr[
+            slot * prompt_bin_mask_stride : (slot + 1) * prompt_bin_mask_stride
+        ]
+        counts = output_bin_counts_ptr[
+            slot * output_bin_counts_stride : (slot + 1) * output_bin_counts_stride
+        ]
         for j in range(min(prefill_len, grid1 * BLOCK_SIZE)):
-            token = all_token_ids_ptr[row + j]
+            token = tokens[j]
             if j < prompt_len:
-                word = slot * prompt_bin_mask_stride + token // 32
-                prompt_bin_mask_ptr[word] |= np.int32(1) << np.int32(token % 32)
+                mask[token // 32] |= np.int32(1) << np.int32(token % 32)
             else:
-                output_bin_counts_ptr[slot * output_bin_counts_stride + token] += 1
+                counts[token] += 1
 
 
 @twin(f"{_SAMPLE}.bad_words:_bad_words_kernel")
@@ -116,11 +121,18 @@ def _bad_words(
         slot = expanded_idx_mapping_ptr[i]
         pos = expanded_local_pos_ptr[i]
         output_len = total_len_ptr[slot] - prompt_len_ptr[slot]
-        output = slot * all_token_ids_stride + prompt_len_ptr[slot]
-        offsets = slot * bad_word_offsets_stride
+        output = all_token_ids_ptr[
+            slot * all_token_ids_stride + prompt_len_ptr[slot] : (slot + 1) * all_token_ids_stride
+        ]
+        words = bad_word_token_ids_ptr[
+            slot * bad_word_token_ids_stride : (slot + 1) * bad_word_token_ids_stride
+        ]
+        offsets = bad_word_offsets_ptr[
+            slot * bad_word_offsets_stride : (slot + 1) * bad_word_offsets_stride
+        ]
+        row = logits_ptr[i * logits_stride : (i + 1) * logits_stride]
         for word in range(min(grid1, num_bad_words_ptr[slot])):
-            begin = slot * bad_word_token_ids_stride + bad_word_offsets_ptr[offsets + word]
-            end = slot * bad_word_token_ids_stride + bad_word_offsets_ptr[offsets + word + 1]
+            begin, end = offsets[word], offsets[word + 1]
             prefix = end - begin - 1
             if prefix > output_len + pos:
                 continue
@@ -131,10 +143,10 @@ def _bad_words(
                 if at >= output_len:
                     actual = input_ids_ptr[i - pos + at - output_len + 1]
                 else:
-                    actual = all_token_ids_ptr[output + at]
-                match = match and bad_word_token_ids_ptr[begin + j] == actual
+                    actual = output[at]
+                match = match and words[begin + j] == actual
             if match:
-                logits_ptr[i * logits_stride + bad_word_token_ids_ptr[end - 1]] = -_INF
+                row[words[end - 1]] = -_INF
 
 
 @twin(f"{_SAMPLE}.logit_bias:_bias_kernel")
@@ -168,7 +180,9 @@ def _bias(
         row = logits_ptr[i * logits_stride : i * logits_stride + vocab_size]
 
         num_allowed = min(num_allowed_token_ids_ptr[slot], BLOCK_SIZE)
-        allowed = allowed_token_ids_ptr[slot * allowed_token_ids_stride :]
+        allowed = allowed_token_ids_ptr[
+            slot * allowed_token_ids_stride : (slot + 1) * allowed_token_ids_stride
+        ]
         if num_allowed > 0:
             for j in range(num_allowed):
                 saved[j] = row[allowed[j]]
@@ -177,16 +191,19 @@ def _bias(
                 row[allowed[j]] = saved[j]
 
         num_bias = min(num_logit_bias_ptr[slot], BLOCK_SIZE)
-        tokens = bias_token_ids_ptr[slot * bias_token_ids_stride :]
+        tokens = bias_token_ids_ptr[
+            slot * bias_token_ids_stride : (slot + 1) * bias_token_ids_stride
+        ]
+        biases = bias_ptr[slot * bias_stride : (slot + 1) * bias_stride]
         for j in range(num_bias):
-            saved[j] = row[tokens[j]] + bias_ptr[slot * bias_stride + j]
+            saved[j] = row[tokens[j]] + biases[j]
         for j in range(num_bias):
             row[tokens[j]] = saved[j]
 
         num_stop = min(num_stop_token_ids_ptr[slot], BLOCK_SIZE)
         if num_stop <= 0 or pos_ptr[i] + 1 >= min_lens_ptr[slot]:
             continue
-        stop = stop_token_ids_ptr[slot * stop_token_ids_stride :]
+        stop = stop_token_ids_ptr[slot * stop_token_ids_stride : (slot + 1) * stop_token_ids_stride]
         for j in range(num_stop):
             saved[j] = row[stop[j]]
         for j in range(num_stop):
@@ -244,4 +261,5 @@ def _trace_replay(
         if slot >= 0:
             step = total_len_ptr[slot] - prompt_len_ptr[slot]
             if 0 <= step < trace_len_ptr[slot]:
-                sampled_ptr[i] = trace_token_ids_ptr[slot * trace_token_ids_stride + step]
+                begin = slot * trace_token_ids_stride
+                sampled_ptr[i] = trace_token_ids_ptr[begin : begin + trace_token_ids_stride][step]

@@ -255,7 +255,8 @@ def _prepare_rope_positions(
             for dim in range(NUM_DIMS):
                 if computed < prefill_lens_ptr[slot]:
                     row = slot * prefill_positions_stride0 + dim * prefill_positions_stride1
-                    pos = prefill_positions_ptr[row + computed + j]
+                    row_positions = prefill_positions_ptr[row : row + prefill_positions_stride1]
+                    pos = row_positions[computed + j]
                 else:
                     pos = computed + j + prefill_delta_ptr[slot]
                 positions_ptr[dim * positions_stride + start + j] = pos

@@ -10,11 +10,11 @@ _THINKING = "vllm.v1.worker.gpu.sample.thinking_budget"
 
 
 @njit
-def _last_match(tokens, row, low, high, total, marker, length):
+def _last_match(tokens, low, high, total, marker, length):
     """The last position in [low, high) at which a marker of the first `total` tokens begins."""
     for at in range(min(high, total - length + 1) - 1, low - 1, -1):
         same = 0
-        while same < length and tokens[row + at + same] == marker[same]:
+        while same < length and tokens[at + same] == marker[same]:
             same += 1
         if same == length:
             return at
@@ -45,7 +45,7 @@ def _update_committed_marker_cache(
             continue
         total, scanned = total_len_ptr[slot], cached_scan_pos_ptr[slot]
         start, end = cached_last_start_ptr[slot], cached_last_end_ptr[slot]
-        row = slot * all_token_ids_stride
+        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
         if scanned > total:
             scanned, start, end = 0, -1, -1
         # The first scan goes back block by block until it finds a marker.
@@ -56,8 +56,7 @@ def _update_committed_marker_cache(
             low = scanned
         while high > 0 and low < high:
             new_start = _last_match(
-                all_token_ids_ptr,
-                row,
+                tokens,
                 low,
                 high,
                 total,
@@ -65,8 +64,7 @@ def _update_committed_marker_cache(
                 START_LEN,
             )
             new_end = _last_match(
-                all_token_ids_ptr,
-                row,
+                tokens,
                 low,
                 high,
                 total,
@@ -85,12 +83,12 @@ def _update_committed_marker_cache(
 
 
 @njit
-def _effective_match(tokens, row, total, drafts, first, begin, marker, length):
+def _effective_match(tokens, total, drafts, first, begin, marker, length):
     """Whether a marker begins at `begin` of the output followed by this step's drafts."""
     for j in range(length):
         pos = begin + j
         # Row `first` of the step is the output's last token; the drafts follow it.
-        token = tokens[row + pos] if pos < total else drafts[first + pos - total + 1]
+        token = tokens[pos] if pos < total else drafts[first + pos - total + 1]
         if token != marker[j]:
             return False
     return True
@@ -126,12 +124,11 @@ def _thinking_budget(
         first = i - local_pos
         total = total_len_ptr[slot]
         length = total + local_pos
-        row = slot * all_token_ids_stride
+        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
         start, end = cached_last_start_ptr[slot], cached_last_end_ptr[slot]
         for at in range(max(total - START_LEN + 1, 0), length - START_LEN + 1):
             if _effective_match(
-                all_token_ids_ptr,
-                row,
+                tokens,
                 total,
                 input_ids_ptr,
                 first,
@@ -142,8 +139,7 @@ def _thinking_budget(
                 start = at
         for at in range(max(total - NATURAL_END_LEN + 1, 0), length - NATURAL_END_LEN + 1):
             if _effective_match(
-                all_token_ids_ptr,
-                row,
+                tokens,
                 total,
                 input_ids_ptr,
                 first,
@@ -158,8 +154,7 @@ def _thinking_budget(
         begun = 0
         for prefix in range(1, min(END_LEN - 1, length) + 1):
             if _effective_match(
-                all_token_ids_ptr,
-                row,
+                tokens,
                 total,
                 input_ids_ptr,
                 first,
@@ -168,4 +163,5 @@ def _thinking_budget(
                 prefix,
             ):
                 begun = prefix
-        logits_ptr[i * logits_stride + reasoning_end_token_ids_ptr[begun]] = 1.0e9
+        row = logits_ptr[i * logits_stride : (i + 1) * logits_stride]
+        row[reasoning_end_token_ids_ptr[begun]] = 1.0e9

@@ -53,8 +53,9 @@ def _flatten_sampled(
     grid0, flat_sampled_ptr, sampled_ptr, sampled_stride, num_sampled_ptr, cu_num_logits_ptr
 ):
     for i in range(grid0):
+        sampled = sampled_ptr[i * sampled_stride : (i + 1) * sampled_stride]
         for j in range(num_sampled_ptr[i]):
-            flat_sampled_ptr[cu_num_logits_ptr[i] + j] = sampled_ptr[i * sampled_stride + j]
+            flat_sampled_ptr[cu_num_logits_ptr[i] + j] = sampled[j]
 
 
 @twin(f"{_SAMPLER}:_gather_draft_sampled_kernel")
@@ -192,6 +193,7 @@ def _rejection(
         slot = int(idx_mapping_ptr[i])
         start, end = int(cu_num_logits_ptr[i]), int(cu_num_logits_ptr[i + 1])
         temperature = temp_ptr[slot]
+        sampled = sampled_ptr[i * sampled_stride : (i + 1) * sampled_stride]
         accepted_length, target_lse, draft_lse = 0, np.float32(0.0), np.float32(0.0)
         for step in range(end - start - 1):
             row = start + step
@@ -208,7 +210,7 @@ def _rejection(
                 if not SYNTHETIC_MODE:
                     accepted = argmax == draft
                 accepted = accepted and draft >= 0
-                sampled_ptr[i * sampled_stride + step] = draft if accepted else argmax
+                sampled[step] = draft if accepted else argmax
             else:
                 sums = target_local_sumexp_ptr[row * target_local_sumexp_stride :]
                 target_lse = _log_sum_exp(maxes, sums[:vocab_num_blocks], PADDED_VOCAB_NUM_BLOCKS)
@@ -224,7 +226,7 @@ def _rejection(
                     proposed = draft_logits_ptr[at] / temperature - draft_lse
                 if not SYNTHETIC_MODE:
                     accepted = target > np.log(uniform) + proposed
-                sampled_ptr[i * sampled_stride + step] = draft
+                sampled[step] = draft
             if not accepted:
                 break
             accepted_length += 1
@@ -332,6 +334,5 @@ def _insert_resampled(
             continue
         maxes = resampled_local_max_ptr[i * resampled_local_max_stride :][:resample_num_blocks]
         best = np.where(np.isnan(maxes), -np.inf, maxes).argmax()
-        sampled_ptr[i * sampled_stride + step] = resampled_local_argmax_ptr[
-            i * resampled_local_argmax_stride + best
-        ]
+        sampled = sampled_ptr[i * sampled_stride : (i + 1) * sampled_stride]
+        sampled[step] = resampled_local_argmax_ptr[i * resampled_local_argmax_stride + best]

@@ -70,10 +70,11 @@ def _cache_draft_logits(
         if slot < 0:
             continue
         begin = slot * draft_logits_stride_0 + step * draft_logits_stride_1
+        row = draft_logits_ptr[begin : begin + draft_logits_stride_1]
         cached, mine = (slot * num_steps + step) * top_k, flat * top_k
         for k in range(top_k):
-            draft_logits_ptr[begin + cached_candidate_ptr[cached + k]] = -np.inf
+            row[cached_candidate_ptr[cached + k]] = -np.inf
         for k in range(top_k):
             token = candidate_ptr[mine + k]
-            draft_logits_ptr[begin + token] = scores_ptr[mine + k]
+            row[token] = scores_ptr[mine + k]
             cached_candidate_ptr[cached + k] = token
