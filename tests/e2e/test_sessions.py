@@ -120,7 +120,7 @@ def test_the_drafter_keeps_its_context(runner: Runner) -> None:
     assert counters[0] == counters[1] and counters[0][1] > counters[0][0]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_preempted_sessions(runner: Runner, mode: str) -> None:
     """They lose their blocks in a turn, start over, and end with the same tokens."""
     plain = Engine(eager=True, async_scheduling=mode == "async", num_blocks=11)
@@ -158,8 +158,15 @@ def test_a_target_with_recurrent_layers_takes_none(runner: Runner) -> None:
     assert len(run["continued"]["one"]["token_ids"]) == 16
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize(
+    ("mode", "ahead"),
+    [
+        ("sync", False),
+        ("async", True),
+        pytest.param("sync", True, marks=pytest.mark.slow),
+        pytest.param("async", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_session_that_outgrows_the_model_ends_alone(
     runner: Runner, mode: str, ahead: bool
 ) -> None:
