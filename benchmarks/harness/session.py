@@ -87,15 +87,17 @@ class Session:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.forwards = 0
         self.batch_sizes: list[int] = []  # requests of every forward
-        # For every verified tree: its request, its number of nodes and the accepted path.
+        # For every verified tree: its request, its root's position in the request, its number of
+        # nodes and the accepted path.
         self.path_requests: list[str] = []
+        self.roots: list[int] = []
         self.verified: list[int] = []
         self.paths: list[list[int]] = []
         # For every step with trees, nodes by request: counted on the device, and as reported to the
         # scheduler.
         self.counted: list[dict[str, int]] = []
         self.reported: list[dict[str, int]] = []
-        self._steps: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
+        self._steps: list[tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._results: dict[str, dict[str, Any]] = {}
         self._count_forwards()
         self._record_trees()
@@ -126,7 +128,9 @@ class Session:
             # Count on the device (the root is a row too) and read it after the batch, so that the
             # host stays as far ahead of the device as in production.
             verified = batch.cu_num_logits.diff()[: batch.num_reqs] - 1
-            self._steps.append((batch.req_ids, trees.path[: batch.num_reqs].clone(), verified))
+            first = batch.logits_indices[batch.cu_num_logits[: batch.num_reqs]]
+            path = trees.path[: batch.num_reqs].clone()
+            self._steps.append((batch.req_ids, path, verified, batch.positions[first]))
             postprocess(*args, **kwargs)
 
         state.postprocess_state = postprocess_state
@@ -147,14 +151,15 @@ class Session:
     def read_steps(self) -> None:
         """Add the steps since the last call to the recorded trees."""
         steps, self._steps = self._steps, []
-        for names, path_rows, verified in steps:
+        for names, path_rows, verified, positions in steps:
             counts = zip(names, verified.tolist(), strict=True)
             nodes = {_plain_id(name): count for name, count in counts if count}
             if nodes:
                 self.counted.append(nodes)
-            rows = zip(names, path_rows.tolist(), verified.tolist(), strict=True)
-            for name, path, nodes in rows:
+            lists = (part.tolist() for part in (path_rows, verified, positions))
+            for name, path, nodes, root in zip(names, *lists, strict=True):
                 if nodes > 0:
+                    self.roots.append(root)
                     self.paths.append([node for node in path if node >= 0])
                     self.verified.append(nodes)
                     self.path_requests.append(_plain_id(name))
@@ -203,7 +208,7 @@ class Session:
         """
         before, forwards = self.metrics(), self.forwards
         free_before = self.free_blocks()
-        self.path_requests, self.verified, self.paths = [], [], []
+        self.path_requests, self.verified, self.paths, self.roots = [], [], [], []
         self.counted, self.reported = [], []
         self._steps = []
         probed: list[Any] = []
@@ -238,6 +243,7 @@ class Session:
             "forwards": self.forwards - forwards,
             "batch_sizes": self.batch_sizes[forwards:],
             "path_requests": self.path_requests,
+            "roots": self.roots,
             "verified": self.verified,
             "paths": self.paths,
             "counted": self.counted,

@@ -17,6 +17,7 @@ from benchmarks.random_drafter import write_random
 from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
 from vllm_bastion.envs import cache_dir
 
+REAL = "smollm2"  # the pair of a real chat model
 # Of `--quick`; options that were given win.
 _QUICK = {"samples": 3, "tokens": 48, "replay_prompts": 2}
 
@@ -32,7 +33,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--drafter", help="its DFlash drafter")
     add("--eagle3", help="its EAGLE-3 head")
     add("--drafters", nargs="+", default=[], help="names, folders, of a pair; random")
-    add("--pair", help="in place of these: tiny, hybrid, or a shape of benchmarks.widen")
+    add("--pair", help=f"in place of these: tiny, hybrid, {REAL}, or a shape of benchmarks.widen")
     add("--sets", nargs="+", default=[], metavar="SET", help=f"of {', '.join(SETS)}")
     add("--long", action="store_true", help="the seven sets of LongBench too")
     add("--data", nargs="+", default=[], metavar="SET=FILE", help="local copies of sets")
@@ -51,8 +52,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--dtype", help="default: bfloat16; float32 for the tiny pair")
     add("--eager", action="store_true", help="without torch.compile and CUDA graphs")
     add("--cudagraphs", metavar="MODE", help="vLLM's cudagraph_mode, such as FULL_DECODE_ONLY")
-    add("--raw", action="store_true", help="no chat template (--pair: always)")
-    add("--ignore-eos", action="store_true", help="always decode --tokens (--pair: always)")
+    add("--raw", action="store_true", help="no chat template (toy pairs: always)")
+    add("--ignore-eos", action="store_true", help="always decode --tokens (toy pairs: always)")
     add("--max-model-len", type=int, help="default: as long as the prompts need")
     add("--replay-prompts", type=int, default=4, help="prompts per set to replay; 0: none")
     add("--quick", action="store_true", help="minutes on two cores: the tiny pair, own prompts")
@@ -82,12 +83,13 @@ def target_of(given: argparse.Namespace) -> Target:
     """
     if given.pair is not None:
         folder = pair_folder(given.pair)
-        given.raw = given.ignore_eos = True
         given.dtype = given.dtype or pair_dtype(given.pair)
         given.sets = given.sets or [one.partition("=")[0] for one in given.data]
-        given.jsonl = given.jsonl or ([] if given.sets else [TINY / "prompts.jsonl"])
+        if given.pair != REAL:
+            given.raw = given.ignore_eos = True
+            given.jsonl = given.jsonl or ([] if given.sets else [TINY / "prompts.jsonl"])
         if given.tokens == 2048:
-            given.tokens = 64
+            given.tokens = 256 if given.pair == REAL else 64
         given.target, given.drafter = str(folder / "target"), str(folder / "drafter")
         given.drafters = [pair_drafter(given.pair, folder, name) for name in given.drafters]
         head = TINY / "eagle3"
@@ -115,7 +117,7 @@ def drafter_of(name: str) -> Drafter:
 
 
 def pair_folder(name: str) -> Path:
-    """A pair of `benchmarks/tiny`, or of a shape of `benchmarks.widen`.
+    """A pair of `benchmarks/tiny`, of `benchmarks.smollm2`, or of a shape of `benchmarks.widen`.
 
     Raises:
         DataError: there is no such pair.
@@ -124,11 +126,19 @@ def pair_folder(name: str) -> Path:
         return TINY
     if name == "hybrid":
         return TINY / name
+    if name == REAL:
+        from benchmarks.smollm2.install import pair
+        from benchmarks.smollm2.target import CannotFetch
+
+        try:
+            return pair()
+        except CannotFetch as error:
+            raise DataError(str(error)) from error
     from benchmarks.widen.pairs import pair_of
     from benchmarks.widen.widening import SHAPES
 
     if name not in SHAPES:
-        raise DataError(f"no pair {name}: choose from tiny, hybrid, {', '.join(SHAPES)}")
+        raise DataError(f"no pair {name}: choose from tiny, hybrid, {REAL}, {', '.join(SHAPES)}")
     return pair_of(name)
 
 
@@ -139,7 +149,7 @@ def pair_drafter(pair: str, folder: Path, name: str) -> str:
     """
     if name == "random":
         return str(write_random(folder / "drafter", cache_dir() / "random" / pair / name))
-    if pair != "tiny" and name in ("dflash2", "domino"):
+    if pair not in ("tiny", REAL) and name in ("dflash2", "domino"):
         from benchmarks.widen.pairs import drafter_of as wide_drafter_of
 
         return str(wide_drafter_of(pair, name))

@@ -13,7 +13,7 @@ from benchmarks.figures import Sweep, new_figure, save_figure, sweep_figure, tra
 from benchmarks.paper.machines import Cells, Machine
 from benchmarks.paper.methods import (
     ADAPTIVE,
-    CHAINS,
+    ALL_CHAINS,
     PLAIN,
     REFERENCE,
     V2,
@@ -72,7 +72,7 @@ def sweep(cells: Cells, budgets: list[int]) -> Sweep:
     if set(cells.get(ADAPTIVE, {})) == set(sets):
         nodes = fmean(cell.numbers()["nodes"] for cell in cells[ADAPTIVE].values())
         panel.adaptive = nodes, _mean(cells, ADAPTIVE)
-    names = [chain_name(n) + runner for n in CHAINS for runner in ("", V2)]
+    names = [chain_name(n) + runner for n in ALL_CHAINS for runner in ("", V2)]
     chains = [name for name in names if set(cells.get(name, {})) == set(sets)]
     if chains:
         best = max(chains, key=lambda name: _mean(cells, name))

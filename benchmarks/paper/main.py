@@ -21,7 +21,7 @@ from benchmarks.harness.engine import Request, UserEngine
 from benchmarks.harness.process import EngineError
 from benchmarks.kinds import KINDS
 from benchmarks.paper import contexts, replayed, report
-from benchmarks.paper.arguments import config_of, parse, target_of, without_folders
+from benchmarks.paper.arguments import REAL, config_of, parse, target_of, without_folders
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import (
     LONG,
@@ -99,7 +99,7 @@ def _prompts(given: argparse.Namespace) -> tuple[list[Prompt], dict[str, str]]:
 
 def _run(given: argparse.Namespace, argv: list[str]) -> int:
     cpu = not torch.cuda.is_available()
-    if given.pair is not None:
+    if given.pair not in (None, REAL):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     what = target_of(given)
     rows = methods(what, cpu=cpu, budgets=given.budgets)

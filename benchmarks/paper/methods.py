@@ -25,7 +25,10 @@ V2 = ", V2 runner"
 EAGLE3, NGRAM, SUFFIX = "eagle3", "ngram", "suffix"
 BEAM = "beam 4x{depth} (replayed)"
 ESTIMATORS = ("static", "ema", "ema_calib")
-CHAINS, EAGLE3_CHAINS = (4, 7, 15), (3, 5, 7)
+# Lengths of vLLM's own chain; those of a drafter whose block is too short for the longest.
+CHAINS, SHALLOW_CHAINS = (4, 7, 15), (2, 3, 5, 7)
+ALL_CHAINS = tuple(sorted({*CHAINS, *SHALLOW_CHAINS}))
+EAGLE3_CHAINS = (3, 5, 7)
 BUDGETS_GPU, BUDGETS_CPU = (16, 32, 64, 128, 256), (16, 32, 63)
 
 # Memory of an engine besides its KV cache: its weights in the layouts of their kernels too, and
@@ -155,7 +158,8 @@ def _of_drafter(
         full = name.replace("bastion", f"bastion {label}") if label else name
         return Method(full, bastion(folder, most, budget, **keys), True, True)
 
-    lengths = [n for n in CHAINS if n <= gamma] if drafter.method is not None else []
+    known = CHAINS if gamma >= max(CHAINS) else SHALLOW_CHAINS
+    lengths = [n for n in known if n <= gamma] if drafter.method is not None else []
     chains = {chain_name(n, label): dflash(folder, n, drafter.method or "") for n in lengths}
     first = [Method(name, chain) for name, chain in chains.items()]
     second = [Method(name + V2, chain, second_runner=True) for name, chain in chains.items()]

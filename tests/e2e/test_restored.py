@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts are as good after restored state as after computed state.
+
+The same texts are decoded fresh, after a prefix hit, after preemption, after a connector's restore
+and as a second turn. Tokens alone would not show a lost context of the drafter: they stay right
+while drafts become useless. So what is compared is how much of the tree is accepted at each
+position, which must be equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import cases
+from tests.e2e.compare import Comparison
+from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.test_connectors import connector, over
+
+pytestmark = pytest.mark.e2e
+
+NODES, TOKENS, BLOCK = 12, 64, 32
+# Of all trees. While others' prompts are computed, a step has smaller trees or none.
+COMMON = 0.6
+
+
+def first_turns(name: str = "first turns") -> Batch:
+    batch = Batch(name)
+    for text_name, text in cases.some(2, first=3):
+        batch.add(text_name, text, temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    return batch
+
+
+def second_turns(run: dict[str, Any]) -> Batch:
+    """Each text with its reply and the start of another text."""
+    batch = Batch("second turns")
+    replies = run["batches"][0]["requests"]
+    others = [*list(replies)[1:], next(iter(replies))]
+    for (name, result), other in zip(replies.items(), others, strict=True):
+        ids = result["prompt_token_ids"] + result["token_ids"]
+        more = replies[other]["prompt_token_ids"][:20]
+        batch.add(f"{name}-2", ids + more, temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    return batch
+
+
+def accepted(batch: dict[str, Any]) -> dict[tuple[str, int], int]:
+    """Accepted nodes by request and position, of trees that other requests did not make smaller."""
+    rows = zip(batch["path_requests"], batch["roots"], batch["verified"], batch["paths"])
+    return {(name, at): len(path) for name, at, nodes, path in rows if nodes == NODES}
+
+
+def assert_as_good(fresh: dict[str, Any], restored: dict[str, Any], reach: float = 1.0) -> None:
+    """Equal acceptance wherever both have a tree; `reach`: share of the positions where they do."""
+    ours, theirs = accepted(restored), accepted(fresh)
+    common = ours.keys() & theirs.keys()
+    assert len(common) >= reach * len(theirs)
+    assert {at: ours[at] for at in common} == {at: theirs[at] for at in common}
+    tau = sum(theirs.values()) / len(theirs)
+    print(f"{len(common)} of {len(theirs)} trees in common, {tau:.2f} tokens each")
+    assert tau > 2, "drafts are worth comparing"
+
+
+@pytest.fixture
+def tree() -> Engine:
+    """One request at a time, everything computed."""
+    alone = Engine(max_num_seqs=1, eager=True, extra=(("enable_prefix_caching", False),))
+    return alone.with_bastion(NODES, NODES)
+
+
+def test_after_a_prefix_hit_and_as_a_second_turn(
+    runner: Runner, compare: Comparison, tree: Engine
+) -> None:
+    fresh = runner.run(tree, [first_turns()])
+    turns = second_turns(fresh)
+    fresh_turns = runner.submit(tree, [turns])
+    caching = replace(tree, extra=(("enable_prefix_caching", True),))
+    run = runner.run(caching, [first_turns(), first_turns("first turns again"), turns])
+    cached, again, later = run["batches"]
+    for result in again["requests"].values():
+        assert result["cached_tokens"] >= BLOCK
+    # A second turn finds what was decoded, not only what was asked.
+    assert all(
+        result["cached_tokens"] > len(cached["requests"][name[:-2]]["prompt_token_ids"])
+        for name, result in later["requests"].items()
+    )
+    compare.same("second turns", [turns], fresh_turns.result(), {"batches": [later]})
+    assert_as_good(fresh["batches"][0], again)
+    assert_as_good(fresh_turns.result()["batches"][0], later)
+
+
+def test_after_preemption(runner: Runner, compare: Comparison, tree: Engine) -> None:
+    fresh = runner.run(tree, [first_turns()])
+    crowded = replace(tree, max_num_seqs=4, num_blocks=13)
+    run = runner.run(crowded, [first_turns()])
+    assert run["batches"][0]["metrics"]["num_preemptions"] > 0
+    compare.same("preempted", [first_turns()], fresh, run)
+    assert_as_good(fresh["batches"][0], run["batches"][0], COMMON)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the connector's blocks are a CPU's")
+def test_after_a_connectors_restore(
+    runner: Runner, compare: Comparison, tree: Engine, tmp_path: Path
+) -> None:
+    fresh = runner.run(tree, [first_turns()])
+    turns = second_turns(fresh)
+    fresh_turns = runner.submit(tree, [turns])
+    config = connector(tmp_path / "blocks")
+    runner.run(over(tree, config), [first_turns()])
+    loaded = runner.run(over(tree, config), [turns])
+    assert all(r["cached_tokens"] >= BLOCK for r in loaded["batches"][0]["requests"].values())
+    compare.same("restored", [turns], fresh_turns.result(), loaded)
+    assert_as_good(fresh_turns.result()["batches"][0], loaded["batches"][0])

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter that is stored without a head becomes the trained one beside its target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
+from benchmarks.smollm2.install import install, write_compact
+
+from drafter import Drafter, load_drafter, save_drafter  # isort: skip
+from model import Dims, Target  # isort: skip
+
+DIMS = Dims(
+    vocab_size=64,
+    hidden_size=48,
+    intermediate_size=80,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+
+
+def test_an_installed_drafter_is_the_trained_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    target, words = Target(DIMS), torch.tensor([1, 5, *range(30, 60)])
+    folder = tmp_path / "target"
+    folder.mkdir()
+    embedding = target.embed_tokens.weight.detach().bfloat16()
+    save_file({"model.embed_tokens.weight": embedding}, folder / "model.safetensors")
+    for seed in (1, 2):  # the second replaces the first
+        torch.manual_seed(seed)
+        drafter = Drafter(replace(DIMS, num_hidden_layers=1), 3, vocabulary=words, block_size=8)
+        save_drafter(drafter, tmp_path / "trained", target, eos_id=0)
+        write_compact(tmp_path / "trained", tmp_path / "compact")
+        assert "lm_head.weight" not in load_file(tmp_path / "compact" / "model.safetensors")
+        install(tmp_path / "compact", folder, tmp_path / "drafter")
+        trained, installed = (
+            load_file(tmp_path / name / "model.safetensors") for name in ("trained", "drafter")
+        )
+        assert trained.keys() == installed.keys()
+        assert all(torch.equal(trained[name], installed[name]) for name in trained)
+    written = tmp_path / "drafter" / "model.safetensors"
+    before = written.stat().st_mtime_ns
+    install(tmp_path / "compact", folder, tmp_path / "drafter")
+    assert written.stat().st_mtime_ns == before, "it was there already"
+    assert load_drafter(tmp_path / "drafter").vocabulary.tolist() == words.tolist()
