@@ -41,6 +41,8 @@ def cache(tmp_path, monkeypatch):
 def test_show_prints_the_measurements(cache, capsys):
     write_profile(_profile(), cache / "a.json")
     assert cli.main(["show"]) == 0
+    assert "measured ms" not in capsys.readouterr().out
+    assert cli.main(["show", "--table"]) == 0
     text = capsys.readouterr().out
     assert "NVIDIA H200" in text and "RMSE on held-out points" in text and "1, 8, 32" in text
     rows = [line.split() for line in text.splitlines() if line.split()[:2] == ["32", "1"]]
@@ -113,9 +115,64 @@ def test_show_writes_a_png(cache, tmp_path):
     from matplotlib.image import imread
 
     write_profile(_profile(), cache / "a.json")
-    assert cli.main(["show", "--png", str(tmp_path / "figures" / "c.png")]) == 0
-    picture = imread(tmp_path / "figures" / "c.png")
+    assert cli.main(["show", "--png", str(tmp_path / "c.png")]) == 0
+    picture = imread(tmp_path / "c.png")
     assert picture.shape[1] > 2 * picture.shape[0] and picture[..., :3].std() > 0.05
+
+
+def test_show_begins_with_the_conclusion(cache, capsys):
+    samples = [(rows, 0, 10.0 if rows <= 64 else 30.0) for rows in (1, 8, 16, 32, 64, 128)]
+    profile = Profile(KEY, StepCostTable(samples, max_rows=128), names=("Qwen3-8B", "its DFlash"))
+    write_profile(profile, cache / "a.json")
+    assert cli.main(["show"]) == 0
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("Up to about 63 nodes cost less than 10% here")
+    assert second == "Target Qwen3-8B, drafter its DFlash." and "Doubtful" not in "".join(rest)
+
+
+def test_show_flags_times_that_contradict_each_other(cache, capsys):
+    samples = [(1, 0, 9.0), (16, 0, 299.0), (32, 0, 11.0), (64, 0, 13.0)]
+    write_profile(Profile(KEY, StepCostTable(samples, max_rows=64), load=0.5), cache / "a.json")
+    assert cli.main(["show", "--table"]) == 0
+    text = capsys.readouterr().out
+    assert "Doubtful: 16 rows took 299 ms, but 32 rows took 11; 11 ms are used" in text
+    assert "other processes used 50% of the CPUs meanwhile" in text
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("doubtful")] == ["16"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--context", "-1"], "--context must be a number"),
+        (["--png", "no/such/folder/c.png"], "--png: there is no folder no/such/folder"),
+        (["--png", "."], "--png: . is a folder"),
+    ],
+)
+def test_show_checks_its_arguments_first(cache, tmp_path, monkeypatch, capsys, options, reason):
+    monkeypatch.chdir(tmp_path)
+    write_profile(_profile(), cache / "a.json")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["show", *options]) == 1
+    captured = capsys.readouterr()
+    assert not captured.out and reason in captured.err
+    assert sorted(tmp_path.rglob("*")) == before, "no folder is made"
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["calibrate", "T", "D", "--out", "no/folder/p.json"], "--out: there is no folder"),
+        (["explain", "T", "D", "--page", "no/folder/p.html"], "--page: there is no folder"),
+        (["explain", "T", "D", "--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["explain", "T", "D", "--prompt", ""], "--prompt must not be empty"),
+    ],
+)
+def test_arguments_are_checked_before_an_engine_starts(
+    tmp_path, monkeypatch, capsys, command, reason
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(command) == 1
+    assert reason in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_a_png_without_matplotlib_names_the_extra(cache, tmp_path, monkeypatch, capsys):
@@ -137,13 +194,18 @@ def test_a_bad_profile_is_an_error_not_a_traceback(cache, tmp_path, capsys):
     assert "vllm-bastion show:" in capsys.readouterr().err
 
 
-def test_calibrate_hands_vllms_options_on(monkeypatch, capsys):
+def test_calibrate_hands_vllms_options_on(tmp_path, monkeypatch, capsys):
     calls = []
 
     def main(target, drafter, *, output, engine_args):
         calls.append((target, drafter, output, engine_args))
-        return _profile()
+        return _profile(), tmp_path / "p.json"
 
+    refused = []
+    report = types.SimpleNamespace(text=lambda: "trees      N 63", refusal=None)
+    checking = types.ModuleType("vllm_bastion.cli.check")
+    checking.check = lambda *_: refused[0] if refused else report
+    monkeypatch.setitem(sys.modules, "vllm_bastion.cli.check", checking)
     module = types.ModuleType("vllm_bastion.calibration.engine")
     module.main = main
     package = types.ModuleType("vllm_bastion.engine")
@@ -152,7 +214,14 @@ def test_calibrate_hands_vllms_options_on(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm_bastion.calibration.engine", module)
     assert cli.main(["calibrate", "T", "D", "--max-num-seqs", "4"]) == 0
     assert calls == [("T", "D", None, ["--max-num-seqs", "4"])]
-    assert "NVIDIA H200" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("trees      N 63\n") and text.endswith(
+        f"Profile: {tmp_path / 'p.json'}\n"
+    )
+    # What check refuses starts no engine.
+    refused.append(types.SimpleNamespace(text=lambda: "refused    why", refusal="why"))
+    assert cli.main(["calibrate", "T", "D"]) == 1
+    assert len(calls) == 1 and capsys.readouterr().out == "refused    why\n"
 
 
 def test_calibrate_names_a_folder_that_is_not_there(capsys):

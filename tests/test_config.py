@@ -170,6 +170,8 @@ KEYS = {
     "latency": ({"bastion_latency_model": "x"}, '"bastion_latency_model"', '"ema_calib"'),
     "calibration": ({"bastion_calibration": ""}, '"bastion_calibration"', "a file name"),
     "no profile": ({"bastion_calibration": "/"}, '"bastion_calibration": / is', 'give "auto"'),
+    "no file": ({"bastion_calibration": "/no.json"}, "there is no file /no.json", '"write:'),
+    "no folder": ({"bastion_calibration": "write:/no/p.json"}, "there is no folder /no", "make it"),
     "no model": ({"model": None}, 'needs "model"', "DFlash drafter"),
     "zero nodes": ({"num_speculative_tokens": 0}, '"num_speculative_tokens"', "got 0"),
     "text nodes": ({"num_speculative_tokens": "8"}, '"num_speculative_tokens"', "got '8'"),

@@ -57,7 +57,8 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_latency_model: Literal["table", "ema_table", "static", "ema", "ema_calib"] = "ema_table"
     """What a step costs: measured table or calibrated roofline, with ema_ corrected in service."""
     bastion_calibration: Annotated[str, Field(min_length=1)] = "auto"
-    """Where the measured costs come from: auto (cached profile, else measure), off, or a file."""
+    """Where the measured costs come from: auto (cached profile, else measure), off, a file that
+    exists, or `write:` and a file to measure for and to write."""
     bastion_drafter_weights: Literal["auto", "checkpoint"] = "auto"
     """Whether the drafter's weights stay as its checkpoint has them. auto: int8 on a CPU, for a
     bf16 model."""

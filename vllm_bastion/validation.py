@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from vllm_bastion.connectors import saving_too_early
 from vllm_bastion.drafter_kinds import KINDS, architectures_of, kind_of
 from vllm_bastion.other_drafters import other_family
 from vllm_bastion.platform import current_host
-from vllm_bastion.policy.cost.store import ProfileError, named_profile
+from vllm_bastion.policy.cost.store import ProfileError, check_setting
 from vllm_bastion.versions import capabilities, first_version_with
 
 # One architecture of each kind of drafter.
@@ -331,10 +330,9 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def _check_calibration(setting: str) -> None:
-    """Refuse a file that is no profile now, and not when all weights are loaded."""
+    """Refuse a file that is missing or no profile now, and not when all weights are loaded."""
     try:
-        if setting not in ("auto", "off"):
-            named_profile(Path(setting).expanduser())
+        check_setting(setting)
     except ProfileError as error:
         raise BastionConfigError(str(error)) from error
 

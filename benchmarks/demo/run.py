@@ -113,7 +113,7 @@ def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
         )
         for name in (PLAIN, chain_name(pair.chain), ADAPTIVE)
     }
-    trees = bastion(pair.folder / "drafter", NODES, "adaptive", calibration=str(costs))
+    trees = bastion(pair.folder / "drafter", NODES, "adaptive", calibration=f"write:{costs}")
     chosen = {
         "plain": rows[PLAIN],
         "dflash": rows[chain_name(pair.chain)],

@@ -33,7 +33,8 @@ _ROWS = 1025
 def measure_costs(engine: UserEngine, drafter: str, nodes: int, path: Path) -> CostSource:
     """This machine's step costs for the pair; measured where the file is missing."""
     if not path.exists():
-        speculative = bastion(Path(drafter), nodes, "adaptive", calibration=str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        speculative = bastion(Path(drafter), nodes, "adaptive", calibration=f"write:{path}")
         run_engine(replace(engine, speculative=speculative), [])
     return from_profile("this machine", path, _ROWS)
 

@@ -71,7 +71,7 @@ def record_profile(target: Path, drafter: Path, path: Path) -> None:
     """Start an engine that measures its step costs and stores them."""
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    speculative = bastion(drafter, GAMMA, "adaptive", calibration=str(path))
+    speculative = bastion(drafter, GAMMA, "adaptive", calibration=f"write:{path}")
     engine = Engine(
         speculative, target, max_num_batched_tokens=PROFILE_ROWS, max_model_len=PROFILE_LEN
     )

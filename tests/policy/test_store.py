@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -247,7 +248,7 @@ def test_read_only_folder(public_folder, filled):
         assert list(folder.iterdir()) == []
 
 
-def _start_engine(folder, setting, barrier, results):
+def _start_engine(folder, barrier, results):
     def measure():
         time.sleep(0.5)
         results.put(("measured", os.getpid()))
@@ -255,17 +256,15 @@ def _start_engine(folder, setting, barrier, results):
 
     os.environ["VLLM_BASTION_CACHE"] = folder
     barrier.wait(timeout=60)
-    profile = open_profile(setting, KEY, measure)
+    profile = open_profile("auto", KEY, measure)
     results.put(("got", profile.table.samples[0][2]))
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_two_processes_at_once_measure_once(tmp_path, named):
-    setting = str(tmp_path / "mine.json") if named else "auto"
+def test_two_processes_at_once_measure_once(tmp_path):
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
     children = [
-        context.Process(target=_start_engine, args=(str(tmp_path), setting, barrier, results))
+        context.Process(target=_start_engine, args=(str(tmp_path), barrier, results))
         for _ in range(2)
     ]
     for child in children:
@@ -317,17 +316,51 @@ def test_setting_off_auto_and_file(tmp_path, monkeypatch, warnings):
     open_profile("auto", KEY, measure)
     assert measure.calls == 1
     named = tmp_path / "mine.json"
+    with pytest.raises(ProfileError, match=r'there is no file .*mine.json: write one with "write:'):
+        open_profile(str(named), KEY, measure)
+    assert measure.calls == 1 and list(tmp_path.iterdir()) == [tmp_path / "cache"]
+    with pytest.raises(ProfileError, match="there is no folder"):
+        open_profile(f"write:{tmp_path}/no/mine.json", KEY, measure)
+    for calls in (2, 3):  # measured at each start
+        open_profile(f"write:{named}", KEY, measure)
+        assert measure.calls == calls and named.exists() and not warnings
     open_profile(str(named), KEY, measure)
-    assert measure.calls == 2 and named.exists() and not warnings
     # a named file is used even if another machine wrote it, with a warning
     other = replace(KEY, device="NVIDIA L40S")
     assert open_profile(str(named), other, measure).key == KEY
-    assert measure.calls == 2 and len(warnings) == 1 and "NVIDIA L40S" in warnings[0]
+    assert measure.calls == 3 and len(warnings) == 1 and "NVIDIA L40S" in warnings[0]
     # and never overwritten if it is not a profile
     named.write_text("notes")
     with pytest.raises(ProfileError, match='delete it or give "auto"'):
         open_profile(str(named), KEY, measure)
+    with pytest.raises(ProfileError, match="is no latency profile"):
+        open_profile(f"write:{named}", KEY, measure)
     assert named.read_text() == "notes"
+
+
+def _contradictory(ago_s=0.0, load=0.0, ms=299.0):
+    samples = [(1, 64, 5.0), (8, 64, ms), (16, 64, 7.0)]
+    created = (datetime.now(UTC) - timedelta(seconds=ago_s)).isoformat(timespec="seconds")
+    return replace(Profile(KEY, StepCostTable(samples, max_rows=16)), created=created, load=load)
+
+
+def test_times_that_contradict_each_other_are_measured_at_the_next_start(tmp_path, warnings):
+    write_profile(_contradictory(ago_s=60), profile_path(KEY, tmp_path))
+    measure = _Measure()
+    assert load_or_measure(KEY, measure, tmp_path).table.samples[0][2] == 5.0
+    assert measure.calls == 1 and "8 rows with 64 cached tokens" in warnings[0]
+    assert "measured again" in warnings[0]
+    load_or_measure(KEY, measure, tmp_path)
+    assert measure.calls == 1
+
+
+@pytest.mark.parametrize(("hours", "calls"), [(1, 0), (25, 1)])
+def test_a_profile_from_a_busy_machine_is_kept_for_a_day(tmp_path, warnings, hours, calls):
+    busy = _contradictory(ago_s=3600 * hours, load=0.6, ms=6.0)
+    write_profile(busy, profile_path(KEY, tmp_path))
+    measure = _Measure()
+    load_or_measure(KEY, measure, tmp_path)
+    assert measure.calls == calls and len(warnings) == calls
 
 
 def test_config_hash_ignores_where_the_model_lies():

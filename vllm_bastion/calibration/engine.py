@@ -30,10 +30,12 @@ from vllm_bastion.policy.cost.devices import device_name, device_spec
 from vllm_bastion.policy.cost.online import make_latency
 from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
 from vllm_bastion.policy.cost.store import (
+    WRITE,
     Profile,
     ProfileKey,
     profile_path,
     read_profile,
+    unix_time,
     write_profile,
 )
 from vllm_bastion.policy.cost.table import StepCostTable
@@ -85,6 +87,8 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
         return profile
 
     profile = shared_profile(config.bastion_calibration, key, measured, group)
+    if profile is not None and group.rank_in_group == 0:
+        _log_doubts(profile)
     if profile is None:
         roofline = bare_roofline(runner, group)
         table, calibrated = _prior(runner, roofline), None
@@ -95,7 +99,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
         calibrated = profile.calibrated
         roofline = calibrated.roofline if calibrated else None
         costs = summary.measured(measured_s) if measured_s else summary.loaded(profile.created)
-        runtime.profile_time = summary.unix_time(profile.created)
+        runtime.profile_time = unix_time(profile.created)
     latency = make_latency(
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
     )
@@ -113,6 +117,18 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
     if runner.dp_size == 1:
         runtime.gate = DraftGate(runtime.trees.depth)
     return costs
+
+
+def _log_doubts(profile: Profile) -> None:
+    found = profile.doubts()
+    if found:
+        more = f" ({len(found) - 1} more: vllm-bastion show)" if len(found) > 1 else ""
+        logger.warning(
+            "Step costs are doubtful: %s%s. Start again on an idle machine, or measure once with "
+            "'vllm-bastion calibrate'",
+            found[0],
+            more,
+        )
 
 
 def _start_recording(runner: Any) -> None:
@@ -149,7 +165,9 @@ def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summa
     )
 
 
-def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]) -> Profile:
+def main(
+    target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]
+) -> tuple[Profile, Path]:
     """`vllm-bastion calibrate`: start an engine, which measures itself, and store the profile.
 
     Args:
@@ -157,6 +175,9 @@ def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequenc
         drafter: likewise.
         output: file to write; None for the cache.
         engine_args: vLLM's own options.
+
+    Returns:
+        The profile, and the file that it was written to.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -165,20 +186,20 @@ def main(target: str, drafter: str, *, output: Path | None, engine_args: Sequenc
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-bastion calibrate"))
     args = EngineArgs.from_cli_args(parser.parse_args(["--model", target, *engine_args]))
     with tempfile.TemporaryDirectory() as folder:
-        # A named file that does not exist is measured and written; the cache is not read.
         fresh = Path(folder) / "profile.json"
         given = dict(args.speculative_config or {})
         args.speculative_config = {
             **given,
             "method": "bastion",
             "model": drafter,
-            "bastion_calibration": str(fresh),
+            "bastion_calibration": f"{WRITE}{fresh}",
         }
         engine = LLMEngine.from_engine_args(args)
         profile = read_profile(fresh)
         engine.engine_core.shutdown()
-    write_profile(profile, output or profile_path(profile.key))
-    return profile
+    path = output or profile_path(profile.key)
+    write_profile(profile, path)
+    return profile, path
 
 
 def _prior(runner: Any, roofline: Roofline | None) -> StepCostTable:

@@ -7,7 +7,8 @@ trees of a few requests (`TreeSteps`). The output head, which each verified node
 added to the forward pass.
 
 Decisions depend on how sizes compare, and a host's memory can be slow for seconds at a time. So
-every size is timed once before any is timed again: a slow period then affects all sizes.
+every size is timed once before any is timed again: a slow period then affects all sizes. Points
+whose times contradict others' are timed again, see `policy.cost.doubts`.
 
 Beyond the captured graphs the host launches kernels one by one, and may be slower than the device.
 The device must be idle when such a step is timed: earlier work would hide the host's time, which
@@ -27,6 +28,7 @@ import torch
 
 from vllm_bastion.calibration import points
 from vllm_bastion.calibration.agreement import from_rank_0
+from vllm_bastion.calibration.load import CpuTimes
 from vllm_bastion.calibration.points import (
     REPEATS,
     REPEATS_FAR,
@@ -38,6 +40,7 @@ from vllm_bastion.calibration.tree_steps import TreeSteps
 from vllm_bastion.engine.runtime import runtime_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
+from vllm_bastion.policy.cost.doubts import Point, doubts, settled
 from vllm_bastion.policy.cost.fit import calibrate_and_report
 from vllm_bastion.policy.cost.forward_times import Sample
 from vllm_bastion.policy.cost.roofline import Roofline
@@ -49,6 +52,8 @@ logger = init_logger(__name__)
 
 # Trees whose step takes longer are timed with the shortest context only.
 _SLOW_S = 0.3
+# Times that contradict each other are measured this often more, within so many seconds.
+_AGAIN, _AGAIN_S = 3, 10.0
 # What `warm_up` may take, beyond the largest tree.
 _WARM_UP_S = 2.0
 
@@ -65,7 +70,7 @@ def measure(
         captured: captured sizes, ascending.
         group: the ranks that step together.
     """
-    start = time.perf_counter()
+    start, cpus = time.perf_counter(), CpuTimes.now()
     current_host().prepare_timing(runner)
     batches, contexts = _batches(runner), _contexts(runner)
     largest_graph = max(captured, default=runner.max_num_tokens)
@@ -106,25 +111,41 @@ def measure(
     def head_ms(rows: int) -> float:
         return float(np.interp(rows, sizes, [median(head_times[n]) for n in sizes]))
 
-    samples: list[Sample] = []
-    drafter: list[tuple[int, float]] = []
-    for context, step in plain:
-        rows = step.num_target_tokens
-        samples.append((rows, float(context), step.forward_ms + head_ms(rows), step.num_reqs))
-        drafter.append((step.num_reqs, step.drafter_ms))
+    def forward_samples() -> list[Sample]:
+        times = [
+            (step.num_target_tokens, float(context), step.forward_ms, step.num_reqs)
+            for context, step in plain
+        ]
+        times += [
+            (int(padded[step.num_target_tokens]), float(context), step.forward_ms, step.num_reqs)
+            for context, _, step in trees
+        ]
+        return [(rows, context, ms + head_ms(rows), reqs) for rows, context, ms, reqs in times]
+
+    deadline = time.perf_counter() + _AGAIN_S
+    for _ in range(_AGAIN):
+        found = {doubt.point for doubt in doubts(forward_samples())}
+        more = from_rank_0(group, partial(_again, found, plain, trees, padded, deadline))
+        if more is None:
+            break
+        for _ in range(REPEATS):
+            plain += _dummy_steps(runner, more[0], largest_graph)
+            trees += _tree_steps(runner, more[1], largest_graph)
+
+    samples = forward_samples()
+    drafter = [(step.num_reqs, step.drafter_ms) for _, step in plain]
     drafter_ms = StepCostTable(samples, drafter, max_rows=1).drafter_ms
-    more = max(1, runtime_of(runner.vllm_config).trees.depth - 1)
+    fewer = max(1, runtime_of(runner.vllm_config).trees.depth - 1)
     positions = [
-        (step.num_reqs, max(0.0, drafter_ms(step.num_reqs) - step.drafter_ms) / more)
+        (step.num_reqs, max(0.0, drafter_ms(step.num_reqs) - step.drafter_ms) / fewer)
         for _, step in drafts
     ]
 
     aux_times: list[list[float]] = [[], []]  # of plain steps, and of tree steps
-    for context, roots, verified in trees:
-        rows, reqs = int(padded[verified.num_target_tokens]), verified.num_reqs
-        samples.append((rows, float(context), verified.forward_ms + head_ms(rows), reqs))
+    for _, roots, verified in trees:
         for times, step in zip(aux_times, (roots, verified), strict=True):
-            times.append(step.drafter_ms - drafter_ms(reqs) - head_ms(step.num_target_tokens))
+            head = head_ms(step.num_target_tokens)
+            times.append(step.drafter_ms - drafter_ms(verified.num_reqs) - head)
     plain_aux_ms, aux_ms = (max(0.0, median(times)) if times else 0.0 for times in aux_times)
 
     table = StepCostTable(
@@ -136,7 +157,7 @@ def measure(
         captured_sizes=captured,
         position_samples=positions,
     )
-    report = calibrate_and_report(roofline, samples) if roofline else None
+    report = calibrate_and_report(roofline, settled(samples)) if roofline else None
     error = ""
     if report is not None:
         error = f"; roofline error {report.rmse_before:.2f} -> {report.rmse_after:.2f} ms"
@@ -148,7 +169,36 @@ def measure(
         time.perf_counter() - start,
         error,
     )
-    return Profile.from_measurement(key, table, report)
+    config, end = runner.vllm_config, CpuTimes.now()
+    names = (config.model_config.model, config.speculative_config.model)
+    load = cpus.others_until(end, group.world_size) if cpus and end else 0.0
+    return Profile.from_measurement(key, table, report, names, load)
+
+
+def _again(
+    found: set[Point],
+    plain: list[tuple[int, Any]],
+    trees: list[tuple[int, Any, Any]],
+    padded: Any,
+    deadline: float,
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
+    """The plain steps and the trees to time again, as `measure` names them; None if there are none.
+
+    found: doubtful points. plain, trees: what was timed.
+    """
+    steps: set[tuple[int, ...]] = {
+        (step.num_target_tokens, context)
+        for context, step in plain
+        if (step.num_target_tokens, context, step.num_reqs) in found
+    }
+    shapes: set[tuple[int, ...]] = {
+        (step.num_reqs, step.num_target_tokens // step.num_reqs - 1, context)
+        for context, _, step in trees
+        if (int(padded[step.num_target_tokens]), context, step.num_reqs) in found
+    }
+    if not (steps or shapes) or time.perf_counter() > deadline:
+        return None
+    return sorted(steps), sorted(shapes)
 
 
 def warm_up(runner: Any, group: Any) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from vllm_bastion.policy.cost.store import unix_time
+
 
 @dataclass(frozen=True)
 class EngineSummary:
@@ -80,12 +82,3 @@ def loaded(created: str, now: datetime | None = None) -> str:
         if count:
             return f"loaded, measured {count} {unit}{'s' if count > 1 else ''} ago"
     return "loaded, measured less than a minute ago"
-
-
-def unix_time(created: str) -> float | None:
-    """`Profile.created` in seconds since the epoch; None if it is not in ISO format."""
-    try:
-        then = datetime.fromisoformat(created)
-    except ValueError:
-        return None
-    return (then if then.tzinfo else then.replace(tzinfo=UTC)).timestamp()

@@ -8,13 +8,14 @@ when they run.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vllm_bastion import __version__, compat
-from vllm_bastion.cli.curves import curves, draw_png, draw_text
-from vllm_bastion.cli.profile import newest_profile, profile_text
+from vllm_bastion.cli.curves import check_context, check_matplotlib, curves, draw_png, draw_text
+from vllm_bastion.cli.profile import conclusion, newest_profile, profile_text, table_text
 from vllm_bastion.policy.cost.store import ProfileError, read_profile
 
 _DESCRIPTION = "Check, measure and explain engines that decode with draft trees."
@@ -55,18 +56,34 @@ def _parser() -> argparse.ArgumentParser:
     calibrate = engine_command(
         "calibrate", _calibrate, "start an engine, measure its steps and store the profile"
     )
-    calibrate.add_argument("--out", type=Path, help="file to write; default: one in the cache")
+    calibrate.add_argument(
+        "--out", type=Path, help="file to write; default: one in the cache, which starts then read"
+    )
     explain = engine_command(
         "explain", _explain, "decode prompts offline and write what happened as a page"
     )
-    explain.add_argument("--prompt", action="append", help="may be repeated")
-    explain.add_argument("--tokens", type=int, default=128, help="to emit for each prompt")
-    explain.add_argument("--page", type=Path, default=Path("bastion.html"), help="file to write")
+    explain.add_argument(
+        "--prompt", action="append", help="may be repeated; default: a question about an algorithm"
+    )
+    explain.add_argument(
+        "--tokens", type=int, default=128, help="to emit for each prompt; default: %(default)s"
+    )
+    explain.add_argument(
+        "--page",
+        type=Path,
+        default=Path("bastion.html"),
+        help="file to write; default: %(default)s",
+    )
     show = commands.add_parser("show", help="print a profile, and draw C(N) and the break-even")
     show.add_argument(
         "profile", type=Path, nargs="?", help="a file; default: the newest in the cache"
     )
-    show.add_argument("--context", type=float, help="cached tokens per request in the figure")
+    show.add_argument(
+        "--context",
+        type=float,
+        help="cached tokens per request in the figure; default: the fewest that were measured",
+    )
+    show.add_argument("--table", action="store_true", help="also print what was measured")
     show.add_argument("--png", type=Path, help="also write the figure to this file")
     show.set_defaults(run=_show)
     return parser
@@ -86,26 +103,36 @@ def _check(arguments: argparse.Namespace, engine_args: list[str]) -> int:
 
 def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
     _check_models(arguments)
+    if arguments.out is not None:
+        _check_file("--out", arguments.out)
     try:
         from vllm_bastion.calibration.engine import main as calibrate
     except ImportError as error:
         raise _no_vllm(error) from error
-
-    profile = calibrate(
+    if not _would_start(arguments, engine_args):
+        return 1
+    profile, path = calibrate(
         arguments.target, arguments.drafter, output=arguments.out, engine_args=engine_args
     )
-    print(profile_text(profile))
+    print(f"\n{conclusion(profile)}\n\nProfile: {path}")
     return 0
 
 
 def _explain(arguments: argparse.Namespace, engine_args: list[str]) -> int:
     _check_models(arguments)
+    if arguments.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
+    if "" in (arguments.prompt or ()):
+        raise ValueError("--prompt must not be empty")
+    _check_file("--page", arguments.page)
     try:
         from vllm_bastion.cli.explain import PROMPTS, explain
     except ImportError as error:
         raise _no_vllm(error) from error
     from vllm_bastion.page.document import with_data
 
+    if not _would_start(arguments, engine_args):
+        return 1
     snapshots, _ = explain(
         arguments.target,
         arguments.drafter,
@@ -116,6 +143,26 @@ def _explain(arguments: argparse.Namespace, engine_args: list[str]) -> int:
     arguments.page.write_text(with_data(snapshots), encoding="utf-8")
     print(f"Page: {arguments.page}")
     return 0
+
+
+def _would_start(arguments: argparse.Namespace, engine_args: list[str]) -> bool:
+    """Print what would be served, or why nothing would be; see `check`."""
+    from vllm_bastion.cli.check import check
+
+    report = check(arguments.target, arguments.drafter, engine_args)
+    print(report.text(), flush=True)
+    return report.refusal is None
+
+
+def _check_file(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before minutes have passed. Makes no folder."""
+    folder = path.parent
+    if path.is_dir():
+        raise IsADirectoryError(f"{option}: {path} is a folder; name a file")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{option}: there is no folder {folder}; make it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise PermissionError(f"{option}: {path} cannot be written")
 
 
 def _check_models(arguments: argparse.Namespace) -> None:
@@ -144,6 +191,10 @@ def _check_folder(role: str, name: str) -> None:
 
 
 def _show(arguments: argparse.Namespace, _: list[str]) -> int:
+    check_context(arguments.context)
+    if arguments.png is not None:
+        _check_file("--png", arguments.png)
+        check_matplotlib()
     path = arguments.profile or newest_profile()
     try:
         profile = read_profile(path)
@@ -151,10 +202,11 @@ def _show(arguments: argparse.Namespace, _: list[str]) -> int:
         raise RuntimeError(
             f"{path} cannot be shown ({error}): measure again, or name another"
         ) from error
-    print(path)
-    print(profile_text(profile))
     drawn = curves(profile.table, arguments.context)
-    print(f"\n{draw_text(drawn)}")
+    print(conclusion(profile, arguments.context))
+    print(f"\n{profile_text(profile)}\nfile       {path}\n\n{draw_text(drawn)}")
+    if arguments.table:
+        print(f"\n{table_text(profile)}")
     if arguments.png is not None:
         draw_png(drawn, arguments.png)
         print(f"\nFigure: {arguments.png}")

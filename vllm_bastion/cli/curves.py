@@ -61,16 +61,25 @@ def curves(table: StepCostTable, context: float | None = None) -> Curves:
     Raises:
         ValueError: `context` is negative or not finite.
     """
+    check_context(context)
     if context is None:
         context = min((sample[1] for sample in table.samples if sample[1] > 0), default=0.0)
-    if not (math.isfinite(context) and context >= 0):
-        raise ValueError(f"--context must be a number of at least 0, got {context}")
     largest = min(table.max_rows, max(sample[0] for sample in table.samples))
     # Batch sizes of which a step with a node for each was measured.
     sizes = sorted({sample[3] for sample in table.samples if 2 * sample[3] <= largest} | {1})
     return Curves(
         context, tuple(_curve(table, reqs, context, largest) for reqs in sizes[:_MOST_CURVES])
     )
+
+
+def check_context(context: float | None) -> None:
+    """Refuse a number of cached tokens that is negative or not finite.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if context is not None and not (math.isfinite(context) and context >= 0):
+        raise ValueError(f"--context must be a number of at least 0, got {context}")
 
 
 def _curve(table: StepCostTable, reqs: int, context: float, largest: int) -> Curve:
@@ -134,17 +143,23 @@ def _column(nodes: int, most: int) -> int:
     return round(math.log2(1 + nodes) / max(math.log2(1 + most), 1e-9) * (_WIDTH - 1))
 
 
-def draw_png(drawn: Curves, path: Path) -> None:
-    """Both figures side by side, as a PNG.
+def check_matplotlib() -> None:
+    """Refuse `--png` without matplotlib.
 
     Raises:
-        RuntimeError: matplotlib is not installed; the text names the extra that has it.
+        RuntimeError: the text names the extra that has it.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.backends.backend_agg  # noqa: F401
     except ImportError as error:
         raise RuntimeError("--png needs matplotlib: pip install 'vllm-bastion[figures]'") from error
+
+
+def draw_png(drawn: Curves, path: Path) -> None:
+    """Both figures side by side, as a PNG. See `check_matplotlib`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10.0, 4.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -164,5 +179,4 @@ def draw_png(drawn: Curves, path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")

@@ -6,8 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_bastion.cli.curves import Curve, curves
 from vllm_bastion.envs import cache_dir
+from vllm_bastion.policy.cost.doubts import doubts
 from vllm_bastion.policy.cost.store import Profile
+
+_CHEAP = 1.1  # a step may take so many times as long as one without nodes
 
 
 def newest_profile() -> Path:
@@ -29,8 +33,41 @@ def _by_requests(samples: Sequence[tuple[int, float]]) -> str:
     return ", ".join(f"{ms:.3f} ms at R={reqs}" for reqs, ms in samples)
 
 
+def conclusion(profile: Profile, context: float | None = None) -> str:
+    """What a profile means, in a few sentences, with what makes it doubtful.
+
+    context: cached tokens of each request; None: the fewest that were measured.
+    """
+    drawn = curves(profile.table, context)
+    target, drafter = (name or "unknown" for name in profile.names)
+    lines = [
+        f"{_cheap_nodes(drawn.curves[0])} (one request, {drawn.context:.0f} cached tokens).",
+        f"Target {target}, drafter {drafter}.",
+    ]
+    found = profile.doubts()
+    if found:
+        lines.append(f"Doubtful: {'; '.join(found)}. Measure again on an idle machine.")
+    return "\n".join(lines)
+
+
+def _cheap_nodes(curve: Curve) -> str:
+    """How many nodes add little to a step of one request, and what such a tree must gain."""
+    *_, (nodes, needed) = (
+        (n, accepted)
+        for n, ms, accepted in zip(curve.nodes, curve.cost_ms, curve.break_even, strict=True)
+        if ms <= _CHEAP * curve.cost_ms[0]
+    )
+    if nodes == 0:
+        return "Nodes are dear here: the first ones make a step more than 10% longer"
+    which = "At least" if nodes == curve.nodes[-1] else "Up to about"
+    return (
+        f"{which} {nodes} nodes cost less than 10% here; such a tree pays if about "
+        f"{max(needed, 0.0):.1f} of its tokens are accepted"
+    )
+
+
 def profile_text(profile: Profile) -> str:
-    """A profile as text: what was measured, then a row per size, batch and context."""
+    """A profile's set-up as text, and what follows from all its measurements."""
     key, table = profile.key, profile.table
     lines = [
         f"device     {key.device}, tensor parallel {key.tp_size}, {key.dtype}",
@@ -51,16 +88,24 @@ def profile_text(profile: Profile) -> str:
             f"roofline   RMSE on held-out points {profile.rmse_before:.3f} -> "
             f"{profile.rmse_after:.3f} ms ({reduction:.1f} % less)"
         )
-    lines += ["", "  rows  reqs   context  measured ms  calibrated  roofline"]
+    return "\n".join(lines)
+
+
+def table_text(profile: Profile) -> str:
+    """What was measured: a row for each size, batch and context."""
+    table = profile.table
+    doubtful = {doubt.point for doubt in doubts(table.samples)}
+    lines = ["  rows  reqs   context  measured ms  calibrated  roofline"]
     groups: dict[tuple[int, int, float], list[float]] = {}
     for rows, context, ms, reqs in table.samples:
         groups.setdefault((rows, reqs, context), []).append(ms)
     for (rows, reqs, context), times in sorted(groups.items()):
         middle = sorted(times)[len(times) // 2]
-        curves = "         -         -"
+        fits = "         -         -"
         if profile.calibrated is not None:
             fitted = float(profile.calibrated.predict_ms(rows, context, reqs))
             bare = float(profile.calibrated.roofline.predict_ms(rows, context, reqs))
-            curves = f"{fitted:10.3f}{bare:10.3f}"
-        lines.append(f"{rows:6d}{reqs:6d}{context:10.0f}{middle:13.3f}  {curves}")
+            fits = f"{fitted:10.3f}{bare:10.3f}"
+        mark = "  doubtful" if (rows, context, reqs) in doubtful else ""
+        lines.append(f"{rows:6d}{reqs:6d}{context:10.0f}{middle:13.3f}  {fits}{mark}")
     return "\n".join(lines)

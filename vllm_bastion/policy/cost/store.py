@@ -3,8 +3,9 @@
 
 One JSON file per `ProfileKey`, in `VLLM_BASTION_CACHE` or `$XDG_CACHE_HOME/vllm-bastion`. A cached
 file is used only if its schema and its whole key match. Any other file (truncated, NaN, another
-GPU's, an older schema) is measured again, with one warning. Files are written atomically. A lock
-file makes the second of two engines that start together wait for the first one's measurement. If
+GPU's, an older schema, times that contradict each other) is measured again, with one warning. One
+that was measured beside other work is kept for a day. Files are written atomically. A lock file
+makes the second of two engines that start together wait for the first one's measurement. If
 the folder cannot be written, the engine still starts: it logs a warning and measures every time.
 """
 
@@ -13,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -24,12 +27,16 @@ from typing import Any
 
 from vllm_bastion.envs import cache_dir
 from vllm_bastion.logger import init_logger
+from vllm_bastion.policy.cost.doubts import doubts
 from vllm_bastion.policy.cost.fit import CalibratedRoofline, CalibrationReport
 from vllm_bastion.policy.cost.table import StepCostTable
 
 logger = init_logger(__name__)
 
 SCHEMA = 2
+WRITE = "write:"  # before the name of a file that is to be written
+# Times are doubtful if others used such a share of the CPUs, and are kept for so long.
+LOADED, LOADED_S = 0.2, 24 * 3600.0
 # Longer than any calibration; a process that has waited this long measures for itself.
 _LOCK_TIMEOUT_S = 900.0
 
@@ -89,16 +96,45 @@ class Profile:
     rmse_before: float | None = None
     rmse_after: float | None = None
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    # names of target and drafter, for readers; the key has hashes of their configs
+    names: tuple[str, str] = ("", "")
+    # share of the CPUs that other processes used meanwhile
+    load: float = 0.0
 
     @classmethod
     def from_measurement(
-        cls, key: ProfileKey, table: StepCostTable, report: CalibrationReport | None
+        cls,
+        key: ProfileKey,
+        table: StepCostTable,
+        report: CalibrationReport | None,
+        names: tuple[str, str] = ("", ""),
+        load: float = 0.0,
     ) -> Profile:
         """Join a table and a calibration, which also extends the table to longer contexts."""
         if report is None:
-            return cls(key, table)
+            return cls(key, table, names=names, load=load)
         table = table.with_carrier(report.calibrated)
-        return cls(key, table, report.calibrated, report.rmse_before, report.rmse_after)
+        return cls(
+            key,
+            table,
+            report.calibrated,
+            report.rmse_before,
+            report.rmse_after,
+            names=names,
+            load=load,
+        )
+
+    def age_s(self) -> float:
+        """Seconds since it was measured; infinite if it does not say when."""
+        then = unix_time(self.created)
+        return math.inf if then is None else datetime.now(UTC).timestamp() - then
+
+    def doubts(self) -> list[str]:
+        """Why its times may be wrong; empty for most."""
+        found = [doubt.text() for doubt in doubts(self.table.samples)]
+        if self.load >= LOADED:
+            found.append(f"other processes used {100 * self.load:.0f}% of the CPUs meanwhile")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The file's content, which is also what rank 0 broadcasts to the other ranks."""
@@ -110,6 +146,8 @@ class Profile:
             "calibrated": self.calibrated.to_json() if self.calibrated else None,
             "rmse_before": self.rmse_before,
             "rmse_after": self.rmse_after,
+            "names": list(self.names),
+            "load": self.load,
         }
 
     @classmethod
@@ -137,9 +175,25 @@ class Profile:
                 data["rmse_before"],
                 data["rmse_after"],
                 str(data["created"]),
+                _two_names(data.get("names", ("", ""))),
+                float(data.get("load", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"unreadable content: {error}") from error
+
+
+def _two_names(names: Any) -> tuple[str, str]:
+    target, drafter = names
+    return str(target), str(drafter)
+
+
+def unix_time(created: str) -> float | None:
+    """`Profile.created` in seconds since the epoch; None if it is not in ISO format."""
+    try:
+        then = datetime.fromisoformat(created)
+    except ValueError:
+        return None
+    return (then if then.tzinfo else then.replace(tzinfo=UTC)).timestamp()
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -203,12 +257,13 @@ def load_or_measure(
     Called on rank 0 only; the other ranks get its `Profile.to_json()`.
     """
     path = profile_path(key, directory)
+    start = time.monotonic()
     profile, _ = _matching(path, key)
     if profile is not None:
         return profile
     with _lock(path) as locked:
-        # Another engine may have measured while this one waited.
-        profile, reason = _matching(path, key)
+        # Another engine may have measured while this one waited, and would not do better now.
+        profile, reason = _matching(path, key, time.monotonic() - start)
         if profile is not None:
             return profile
         if reason is not None:
@@ -220,25 +275,29 @@ def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) 
     """The profile that `bastion_calibration` asks for.
 
     Args:
-        setting: `auto` (the cached profile, else measured and stored), `off` (None), or a file. A
-            named file is used even if its key differs, with a warning; if it does not exist, it is
-            measured and written.
+        setting: `auto` (the cached profile, else measured and stored), `off` (None), `write:` and a
+            file to measure for and to write, or a file. A named file is used even if its key
+            differs, with a warning.
         key: the key of this engine.
         measure: times this engine.
 
     Raises:
-        ProfileError: the named file exists and is not a profile.
+        ProfileError: see `check_setting`.
     """
     if setting == "off":
         return None
     if setting == "auto":
         return load_or_measure(key, measure)
+    if setting.startswith(WRITE):
+        path = check_written(setting)
+        profile = measure()
+        try:
+            write_profile(profile, path)
+        except OSError as error:
+            _warn_unwritable(path, error)
+        return profile
     path = Path(setting).expanduser()
     profile = named_profile(path)
-    if profile is None:
-        with _lock(path) as locked:
-            # Another engine may have measured while this one waited.
-            profile = named_profile(path) or _measure_and_store(measure, path, locked)
     differences = key.differences(profile.key)
     if differences:
         logger.warning(
@@ -247,16 +306,49 @@ def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) 
     return profile
 
 
-def named_profile(path: Path) -> Profile | None:
-    """The profile in a file that the user named; None if there is no such file.
+def check_setting(setting: str) -> None:
+    """Check `bastion_calibration` without measuring anything.
 
     Raises:
-        ProfileError: it is no profile.
+        ProfileError: a named file is missing or is no profile, or the file to write has no folder
+            or is something else.
+    """
+    if setting.startswith(WRITE):
+        check_written(setting)
+    elif setting not in ("auto", "off"):
+        named_profile(Path(setting).expanduser())
+
+
+def check_written(setting: str) -> Path:
+    """The file of a setting `write:FILE`.
+
+    Raises:
+        ProfileError: its folder does not exist, or it exists and is no profile.
+    """
+    path = Path(setting.removeprefix(WRITE)).expanduser()
+    if not setting.removeprefix(WRITE) or not path.parent.is_dir():
+        raise ProfileError(
+            f'"bastion_calibration": "{setting}" cannot be written: there is no folder '
+            f"{path.parent}, make it first"
+        )
+    if path.exists():
+        named_profile(path)  # which is replaced; nothing else is
+    return path
+
+
+def named_profile(path: Path) -> Profile:
+    """The profile in a file that the user named.
+
+    Raises:
+        ProfileError: there is no such file, or it is no profile.
     """
     try:
         return read_profile(path)
-    except FileNotFoundError:
-        return None
+    except FileNotFoundError as error:
+        raise ProfileError(
+            f'"bastion_calibration": there is no file {path}: write one with "{WRITE}{path}" or '
+            f"'vllm-bastion calibrate TARGET DRAFTER --out {path}', or give \"auto\""
+        ) from error
     except ProfileError as error:
         raise ProfileError(
             f'"bastion_calibration": {path} is no latency profile ({error}): delete it or give '
@@ -274,8 +366,14 @@ def _measure_and_store(measure: Callable[[], Profile], path: Path, locked: bool)
     return profile
 
 
-def _matching(path: Path, key: ProfileKey) -> tuple[Profile | None, str | None]:
-    """The profile in `path` if its key matches; else None and the reason (None: no file)."""
+def _matching(
+    path: Path, key: ProfileKey, waited_s: float = 0.0
+) -> tuple[Profile | None, str | None]:
+    """The profile in `path` if its key matches and it is not to be measured again.
+
+    Else None and the reason (None: no file). waited_s: one that was measured since is taken as it
+    is.
+    """
     try:
         profile = read_profile(path)
     except FileNotFoundError:
@@ -283,7 +381,13 @@ def _matching(path: Path, key: ProfileKey) -> tuple[Profile | None, str | None]:
     except ProfileError as error:
         return None, str(error)
     differences = key.differences(profile.key)
-    return (None, "; ".join(differences)) if differences else (profile, None)
+    if differences:
+        return None, "; ".join(differences)
+    contradictory, doubtful = doubts(profile.table.samples), profile.doubts()
+    age_s = profile.age_s()
+    if doubtful and (contradictory or age_s > LOADED_S) and age_s > waited_s + 1.0:
+        return None, doubtful[0]
+    return profile, None
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_bastion.policy.cost.doubts import settled, settled_by_requests
 from vllm_bastion.policy.cost.forward_times import Carrier, FloatArray, ForwardTimes, Sample
 
 CostArray = NDArray[np.float32]
@@ -40,7 +41,7 @@ class StepCostTable:
     Args:
         samples: measured forward passes, `(target_rows, context_len, forward_ms[, num_reqs])`.
             context_len is the mean of cached tokens per request; num_reqs defaults to 1. Repeated
-            points are reduced to their median.
+            points are reduced to their median, and points that contradict others are `settled`.
         drafter_samples: measured drafter passes, `(num_reqs, drafter_ms)`; empty: no drafter time.
         aux_ms: constant time of a cycle that is neither (sampling, tree building, compaction).
         max_rows: most target rows of a step.
@@ -81,7 +82,7 @@ class StepCostTable:
         if self.captured_sizes and self.captured_sizes[0] < 1:
             raise ValueError(f"captured sizes must be positive, got {self.captured_sizes[0]}")
         self.carrier = carrier
-        self._times = ForwardTimes(self.samples, carrier)
+        self._times = ForwardTimes(settled(self.samples), carrier)
         # [max_rows + 1] float64: rows that the target computes in a step of n rows
         self.padded_rows = padded_rows(self.max_rows, self.captured_sizes)
         self._forward: dict[tuple[int, int], FloatArray] = {}
@@ -255,7 +256,7 @@ def _by_requests(samples: Sequence[tuple[int, float]], num_reqs: int) -> float:
     if not samples:
         return 0.0
     reqs = np.array([point[0] for point in samples], dtype=np.float64)
-    times = np.maximum.accumulate(np.array([point[1] for point in samples]))
+    times = np.maximum.accumulate(settled_by_requests([point[1] for point in samples]))
     return float(_interpolate(np.array([float(num_reqs)]), reqs, times)[0])
 
 
