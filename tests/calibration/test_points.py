@@ -42,3 +42,20 @@ def test_every_size_is_timed_before_any_is_timed_again() -> None:
     rounds = measure._rounds(run, points, alone)
     assert seen == points  # the first run is not a measurement
     assert rounds == [points, *[[(1, 0), (8, 128)]] * 4]
+
+
+def test_only_doubtful_points_are_timed_again() -> None:
+    """A plain step and a tree, as they were named the first time; nothing once time is up."""
+
+    def step(rows: int, reqs: int) -> SimpleNamespace:
+        return SimpleNamespace(num_target_tokens=rows, num_reqs=reqs)
+
+    plain = [(0, step(16, 16)), (0, step(32, 32)), (128, step(4, 4))]
+    trees = [(128, None, step(16, 1)), (128, None, step(64, 4))]
+    padded = {16: 24, 64: 64}
+    later = time.perf_counter() + 60
+    found = {(16, 0.0, 16), (24, 128.0, 1), (4, 128.0, 4)}
+    again = measure._again(found, plain, trees, padded, later)
+    assert again == ([(4, 128), (16, 0)], [(1, 15, 128)])
+    assert measure._again(set(), plain, trees, padded, later) is None
+    assert measure._again(found, plain, trees, padded, time.perf_counter() - 1) is None

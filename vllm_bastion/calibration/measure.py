@@ -52,8 +52,8 @@ logger = init_logger(__name__)
 
 # Trees whose step takes longer are timed with the shortest context only.
 _SLOW_S = 0.3
-# Times that contradict each other are measured this often more, within so many seconds.
-_AGAIN, _AGAIN_S = 3, 10.0
+# Times that contradict each other are measured at most this often more, for about so many seconds.
+_AGAIN, _AGAIN_S = 3 * REPEATS, 10.0
 # What `warm_up` may take, beyond the largest tree.
 _WARM_UP_S = 2.0
 
@@ -128,9 +128,8 @@ def measure(
         more = from_rank_0(group, partial(_again, found, plain, trees, padded, deadline))
         if more is None:
             break
-        for _ in range(REPEATS):
-            plain += _dummy_steps(runner, more[0], largest_graph)
-            trees += _tree_steps(runner, more[1], largest_graph)
+        plain += _dummy_steps(runner, more[0], largest_graph)
+        trees += _tree_steps(runner, more[1], largest_graph)
 
     samples = forward_samples()
     drafter = [(step.num_reqs, step.drafter_ms) for _, step in plain]
