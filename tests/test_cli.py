@@ -136,7 +136,8 @@ def test_show_flags_times_that_contradict_each_other(cache, capsys):
     assert cli.main(["show", "--table"]) == 0
     text = capsys.readouterr().out
     assert "Doubtful: 16 rows took 299 ms, but 32 rows took 11; 11 ms are used" in text
-    assert "other processes used 50% of the CPUs meanwhile" in text
+    assert "(1 more, see --table). Measure again" in text
+    assert "doubtful: other processes used 50% of the CPUs meanwhile" in text
     assert [line.split()[0] for line in text.splitlines() if line.endswith("doubtful")] == ["16"]
 
 

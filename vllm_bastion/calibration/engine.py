@@ -122,7 +122,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
 def _log_doubts(profile: Profile) -> None:
     found = profile.doubts()
     if found:
-        more = f" ({len(found) - 1} more: vllm-bastion show)" if len(found) > 1 else ""
+        more = f" ({len(found) - 1} more, see vllm-bastion show --table)" if len(found) > 1 else ""
         logger.warning(
             "Step costs are doubtful: %s%s. Start again on an idle machine, or measure once with "
             "'vllm-bastion calibrate'",

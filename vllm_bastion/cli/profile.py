@@ -46,7 +46,8 @@ def conclusion(profile: Profile, context: float | None = None) -> str:
     ]
     found = profile.doubts()
     if found:
-        lines.append(f"Doubtful: {'; '.join(found)}. Measure again on an idle machine.")
+        more = f" ({len(found) - 1} more, see --table)" if len(found) > 1 else ""
+        lines.append(f"Doubtful: {found[0]}{more}. Measure again on an idle machine.")
     return "\n".join(lines)
 
 
@@ -108,4 +109,5 @@ def table_text(profile: Profile) -> str:
             fits = f"{fitted:10.3f}{bare:10.3f}"
         mark = "  doubtful" if (rows, context, reqs) in doubtful else ""
         lines.append(f"{rows:6d}{reqs:6d}{context:10.0f}{middle:13.3f}  {fits}{mark}")
+    lines += [f"doubtful: {text}" for text in profile.doubts()]
     return "\n".join(lines)

@@ -41,7 +41,7 @@ class Doubt:
     def text(self) -> str:
         """For a log and for `vllm-bastion show`."""
         rows, context, reqs = self.point
-        where = f" with {context:.0f} cached tokens, {_requests(reqs)}" if context else ""
+        where = f" ({_requests(reqs)}, {context:.0f} cached tokens each)" if context else ""
         return (
             f"{_rows(rows)}{where} took {self.ms:.4g} ms, but {self.against}; "
             f"{self.used_ms:.4g} ms are used"
