@@ -7,7 +7,7 @@
 Rows:
 
     plain       vLLM without speculation, with the model runner that it chooses: a second engine
-    never       this engine, and the gate never opens: what a plain step costs here
+    never       this engine, which never drafts: what a plain step costs here
     N = 16      trees of 16 nodes in every step
     adaptive    as a user has it
 
@@ -43,6 +43,7 @@ from benchmarks.paper.arguments import pair_drafter, pair_dtype, pair_folder, wi
 from benchmarks.paper.methods import Target, gpu_share
 from benchmarks.prompts import DOMAINS, load_prompts
 from benchmarks.provenance import provenance
+from vllm_bastion.policy.step_size import StepSize
 
 PLAIN, NEVER, ADAPTIVE = "plain", "never", "adaptive"
 
@@ -73,7 +74,7 @@ class Switched:
         self._count_steps(engine_core(llm).scheduler)
         manager = model_runner(llm).adaptive_verification
         self._switch_budget(manager)
-        self._switch_gate(manager.runtime.gate)
+        self._switch_drafting(manager.runtime.controller)
 
     def _count_steps(self, scheduler: Any) -> None:
         update = scheduler.update_from_output
@@ -92,10 +93,11 @@ class Switched:
             if self._mode in (ADAPTIVE, NEVER):
                 return choose(slots, drafts)
             if manager.lag:  # the device keeps their sum only, and shares it out
-                learned = manager._nodes, manager._num_trees
-                manager._nodes, manager._num_trees = int(self._mode) * len(slots), len(slots)
+                controller, learned = manager.runtime.controller, manager.runtime.controller.size
+                controller.size = StepSize()
+                controller.size.observe(int(self._mode) * len(slots), len(slots), len(slots))
                 number = choose(slots, drafts)
-                manager._nodes, manager._num_trees = learned
+                controller.size = learned
                 return number
             choose(slots, drafts)  # its time is part of a step
             limit = manager._max_step_nodes(len(slots)) // len(slots)
@@ -109,13 +111,16 @@ class Switched:
 
         manager._choose, manager._observe = chosen, observed
 
-    def _switch_gate(self, gate: Any) -> None:
-        draft = gate.draft
+    def _switch_drafting(self, controller: Any) -> None:
+        plan = controller.plan
 
-        def drafts(*args: Any) -> bool:
-            return bool(draft(*args)) if self._mode == ADAPTIVE else self._mode != NEVER
+        def planned(batch: Any) -> Any:
+            decision = plan(batch)
+            if self._mode == ADAPTIVE or decision.replies_end:
+                return decision
+            return replace(decision, drafts=self._mode != NEVER)
 
-        gate.draft = drafts
+        controller.plan = planned
 
     def block(self, mode: str, domain: str, concurrency: int) -> Block:
         """Decode a domain's prompts."""

@@ -122,8 +122,8 @@ class Alternating:
     def _switch(self, mode: str) -> None:
         runtime, records = self._runtime, mode != OFF
         runtime.recorder = self._recorder if records else None
-        if runtime.costs is not None:
-            runtime.costs.on_step = self._recorder.timed if records else None
+        if runtime.controller is not None:
+            runtime.controller.on_step = self._recorder.timed if records else None
         runtime.seen = self._seen.get(mode)
         self._loggers[:] = self._all_loggers if records else self._others
 
@@ -178,7 +178,7 @@ class Alternating:
         """mode -> seconds of all steps, and those inside each of the functions that record."""
         from vllm_bastion.engine import sampler
         from vllm_bastion.hooks import scheduler, telemetry
-        from vllm_bastion.policy.step_costs import StepCosts
+        from vllm_bastion.policy.controller import Controller
         from vllm_bastion.telemetry.recorder import Recorder
         from vllm_bastion.telemetry.seen_trees import SeenTrees
 
@@ -186,7 +186,7 @@ class Alternating:
         for name in ("decided", "ended", "yielded", "take", "finish", "snapshot"):
             clock.wrap(Recorder, name)
         for owner, name in (
-            (StepCosts, "_report"),
+            (Controller, "_report"),
             (SeenTrees, "wanted"),
             (sampler, "keep_tree"),
             (scheduler, "collect"),

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from vllm_bastion.step_times import StepTimes
 from vllm_bastion.telemetry.collector import Collector
 from vllm_bastion.telemetry.record import StepRecord
 
@@ -72,6 +73,8 @@ class StepPlan(Carrier):
     parents have then. Only requests whose tree a grammar has pruned."""
     backlog: bool = False
     """Whether prompts can fill the step after this one, so that it has no room for drafts."""
+    times: Sequence[StepTimes] = ()
+    """Times of earlier steps, for all ranks to learn from; see `StepReport.times`."""
 
 
 @dataclass
@@ -84,6 +87,8 @@ class StepReport(Carrier):
     """Whether the step that is scheduled next has a use for placeholders."""
     step: StepRecord | None = None
     """What the worker recorded about the step."""
+    times: Sequence[StepTimes] = ()
+    """Times of completed steps, where several ranks must learn the same."""
 
 
 @dataclass
@@ -92,6 +97,8 @@ class SchedulerState(Carrier):
 
     drafting: bool = True
     """As the last StepReport said."""
+    times: list[StepTimes] = field(default_factory=list)
+    """From the last StepReports, on their way to all ranks."""
     blocked_at: int | None = None
     """Number of running requests at which the waiting ones did not fit into the KV cache."""
     collector: Collector | None = None

@@ -11,7 +11,7 @@ import logging
 
 
 def init_logger(module: str) -> logging.Logger:
-    """Logger for one of our modules: `vllm_bastion.policy.gate` -> `vllm.bastion.policy.gate`.
+    """Logger for one of our modules: `vllm_bastion.envs` -> `vllm.bastion.envs`.
 
     Args:
         module: the caller's `__name__`.

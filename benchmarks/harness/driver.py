@@ -271,7 +271,7 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], Non
     from vllm_bastion.calibration.engine import bare_roofline
     from vllm_bastion.policy.cost.fit import calibrate
 
-    timer, table = runtime.timer, runtime.costs.latency.table
+    timer, table = runtime.timer, runtime.controller.latency.table
     roofline = bare_roofline(runner, get_world_group())
     curves = {} if roofline is None else {"roofline": roofline}
     if roofline is not None:
@@ -288,7 +288,7 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], Non
                 for name, curve in curves.items():
                     errors[name] = curve.predict_ms(rows, context, reqs) - step.forward_ms
                 errors["C(N) at start-up"] = start_up - step.total_ms
-                estimate = runtime.costs.latency.estimate(reqs, context)
+                estimate = runtime.controller.latency.estimate(reqs, context)
                 errors["C(N)"] = estimate.tree_step_ms(rows) - step.total_ms
                 found = {name: float(error) for name, error in errors.items()}
                 note(found, float(step.total_ms))

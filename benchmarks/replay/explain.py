@@ -23,7 +23,8 @@ from benchmarks.replay.draft_tree import DraftTree, best_first
 from benchmarks.replay.figures import step_figure
 from benchmarks.replay.recording import Recording, load_recording
 from vllm_bastion.cli.profile import newest_profile
-from vllm_bastion.policy.cost.online import CurveLatency, LatencyModel
+from vllm_bastion.policy.cost.latency import LatencyModel
+from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.store import read_profile
 from vllm_bastion.policy.cost.table import CostArray
 

@@ -20,9 +20,9 @@ from benchmarks.replay.controller import (
 )
 from benchmarks.replay.simulation import Corpus, Outcome
 from benchmarks.replay.steps import StepTree, beam_accepted, chain_accepted
-from vllm_bastion.policy.cost.online import LatencyModel
-from vllm_bastion.policy.cost.timing import StepTimes
-from vllm_bastion.policy.gate import DraftGate
+from vllm_bastion.policy.controller import Batch, Controller
+from vllm_bastion.policy.cost.latency import LatencyModel
+from vllm_bastion.step_times import StepTimes
 
 
 @dataclass
@@ -108,7 +108,7 @@ Timing = Literal["exact", "lagged"]
 
 @dataclass
 class _Trees:
-    """The trees of one step, as the gate observes them; empty for a step without trees."""
+    """The trees of one step, as the controller observes them; empty for a step without trees."""
 
     requests: list[int] = field(default_factory=list)
     # Per request: the nodes that its scores call for, and the tokens expected from them.
@@ -124,9 +124,9 @@ class Adaptive:
         corpus: trees and outcomes.
         latency: the controller's cost model.
         max_nodes: N_max of every request.
-        timing: `exact` sizes a step by its own scores. `lagged` takes the nodes per request that
-            the scores of the step before called for, and fills them with this step's best nodes;
-            the gate observes everything one step later, too.
+        timing: `exact` sizes a step by its own scores. `lagged` sizes it by those of the step
+            before, and fills it with this step's best nodes; the controller observes everything one
+            step later, too.
         shared: whether the batch's nodes compete; if not, every request maximises its own S(N) on
             the cost of a batch of one.
         plain: whether a step may be plain decoding.
@@ -149,10 +149,10 @@ class Adaptive:
         self.max_nodes = max_nodes or corpus.max_nodes
         self.shared = shared
         self.lag = int(timing == "lagged")
-        # nodes that the last observed scores called for, and of how many trees
-        self._nodes, self._num_trees = self.max_nodes, 1
         self._history = deque([_Trees() for _ in range(2 + self.lag)], 2 + self.lag)
-        self.gate = DraftGate(corpus.recording.depth) if plain else None
+        num_slots = len(corpus.recording.request_ids)
+        self.controller = Controller(corpus.recording.depth, num_slots, latency, gates=plain)
+        self._graphs = np.array(latency.table.captured_sizes, dtype=np.int64)
         self._drafted = True
         # (A-hat, accepted) of every request and step that had a tree
         self.predictions: list[tuple[float, int]] = []
@@ -167,7 +167,7 @@ class Adaptive:
         outcome = Outcome([0] * len(steps), 0, drafted=False)
         if self._drafted:
             trees = [self.corpus.tree(step) for step in steps]
-            wanted, budget = self._decide(trees, context_len)
+            wanted, budget = self._decide(trees, requests, context_len)
             accepted = [tree.accepted(int(n)) for tree, n in zip(trees, budget.counts, strict=True)]
             promised = [_promise(tree, n) for tree, n in zip(trees, budget.counts, strict=True)]
             self.predictions.extend(zip(promised, accepted, strict=True))
@@ -182,15 +182,15 @@ class Adaptive:
         return outcome
 
     def _observe(self, present: Sequence[int]) -> None:
-        """Pass what the engine knows at this step to the gate."""
+        """Pass what the engine knows at this step to the controller."""
         before, trees = self._history[0], self._history[1]
+        gains = self.controller.gains
         if trees.nodes:
-            self._nodes, self._num_trees = sum(trees.nodes), len(trees.nodes)
-        if self.gate is None:
-            return
-        self.gate.observe_outcomes(before.requests, before.promised, before.accepted)
+            promised = np.dot([gains.kappa_of(q) for q in trees.requests], trees.promised)
+            self.controller.size.observe(sum(trees.nodes), len(trees.nodes), float(promised))
+        gains.add_outcomes(before.requests, before.promised, before.accepted)
         rows = [r for r, name in enumerate(trees.requests) if name in present]
-        self.gate.observe_trees(
+        gains.add_trees(
             [trees.requests[r] for r in rows],
             [trees.promised[r] for r in rows],
             [trees.nodes[r] for r in rows],
@@ -198,7 +198,7 @@ class Adaptive:
 
     def timed(self, step: StepTimes) -> None:
         """See `Policy`. A recorded step drafts for itself, the engine's for the next one."""
-        self.latency.observe(replace(step, drafted=self._drafted))
+        self.controller.observe([replace(step, drafted=self._drafted)])
 
     def _requests(self, steps: Sequence[int]) -> list[int]:
         return [int(q) for q in self.corpus.recording.step_requests[list(steps)]]
@@ -210,32 +210,33 @@ class Adaptive:
 
         The engine also drafts after a prompt's last chunk, for the whole batch.
         """
-        if self.gate is None:
+        if not self.controller.gates:
             return
         requests = self._requests(steps)
         if arrived:
             positions = self.corpus.recording.step_positions[list(steps)]
             new = [name for name, at in zip(requests, positions, strict=True) if at == 1]
             for name in new:
-                self.gate.forget(name)
+                self.controller.restart(name, 0)
             if not new:
                 return
         # The engine decides before it knows what a step emits: one token at least.
         left = [self.corpus.remaining(step) - (not arrived) for step in steps]
         rows = [row for row, tokens in enumerate(left) if tokens > 0]
-        self._drafted = max(left) > 1 and self.gate.draft(
-            [requests[row] for row in rows],
-            self.latency.estimate(len(steps), context_len),
-            [left[row] for row in rows],
+        batch = Batch(
+            [requests[row] for row in rows], [left[row] for row in rows], len(steps), context_len
         )
+        self._drafted = self.controller.plan(batch).drafts
 
-    def _decide(self, trees: list[StepTree], context_len: float) -> tuple[Budget, Budget]:
+    def _decide(
+        self, trees: list[StepTree], requests: list[int], context_len: float
+    ) -> tuple[Budget, Budget]:
         """The budget that the step's own scores call for, and the one that is verified."""
         rho = np.zeros((len(trees), self.max_nodes))
         limits = []
-        for row, tree in zip(rho, trees, strict=True):
+        for row, tree, request in zip(rho, trees, requests, strict=True):
             used = min(len(tree.rho), self.max_nodes)
-            row[:used] = tree.rho[:used]
+            row[:used] = self.controller.gains.kappa_of(request) * tree.rho[:used]
             limits.append(used)
         if self.shared:
             num_reqs = len(limits)
@@ -244,8 +245,10 @@ class Adaptive:
             n = best_size(speedup_curve(order, cost, num_reqs))
             wanted = budget = budget_of(order, n, cost, num_reqs)
             if self.lag:
-                of_these = min(num_reqs, self._num_trees) / self._num_trees
-                n = min(round(self._nodes * of_these), len(order.rows))
+                most = min(len(order.rows), len(cost) - 1 - num_reqs)
+                n = self.controller.size.choose(
+                    num_reqs, num_reqs, num_reqs, most, cost, self._graphs
+                )
                 budget = budget_of(order, n, cost, num_reqs)
         else:
             wanted = budget = self._decide_alone(rho, limits, context_len)

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.replay.recording import Recording
 from benchmarks.replay.steps import FloatArray, StepTree, best_first, target_ranks
 from vllm_bastion.policy.cost.table import StepCostTable
-from vllm_bastion.policy.cost.timing import StepTimes
+from vllm_bastion.step_times import StepTimes
 
 
 @dataclass(frozen=True)

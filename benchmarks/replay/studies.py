@@ -12,7 +12,8 @@ from benchmarks.replay.costs import CostSource
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
 from benchmarks.replay.steps import greedy_chain
-from vllm_bastion.policy.cost.online import CurveLatency, LatencyModel
+from vllm_bastion.policy.cost.latency import LatencyModel
+from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.table import StepCostTable
 
 BUDGETS = (8, 16, 32, 64, 128, 256, 512, 1024)

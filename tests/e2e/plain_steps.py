@@ -14,16 +14,16 @@ DRAFTED, PLAIN = 5, 70
 
 
 def in_turns() -> None:
-    """Let the gate follow this plan, whatever drafts are worth."""
-    from vllm_bastion.policy.gate import DraftGate
+    """Let the controller follow this plan, whatever drafts are worth."""
+    from vllm_bastion.policy.controller import Controller, Decision
 
     decisions = [0]
 
-    def draft(self: DraftGate, *args: Any) -> bool:
+    def weigh(self: Controller, *args: Any) -> Decision:
         decisions[0] += 1
-        return decisions[0] % (DRAFTED + PLAIN) < DRAFTED
+        return Decision(decisions[0] % (DRAFTED + PLAIN) < DRAFTED, "by plan", 1.0)
 
-    DraftGate.draft = draft  # type: ignore[method-assign]
+    Controller._weigh = weigh  # type: ignore[method-assign]
 
 
 def at_once() -> None:

@@ -348,55 +348,56 @@ def test_steps_that_never_end_are_not_timed() -> None:
 def test_whole_steps_of_both_kinds_correct_the_costs() -> None:
     from types import SimpleNamespace
 
+    from vllm_bastion.engine.runtime import Runtime
+    from vllm_bastion.policy.controller import Controller
     from vllm_bastion.policy.cost import timing
-    from vllm_bastion.policy.cost.online import make_latency
+    from vllm_bastion.policy.cost.models import make_latency
     from vllm_bastion.policy.cost.table import StepCostTable
-    from vllm_bastion.policy.step_costs import StepCosts
 
     clock, installed = [0.0], []
     table = StepCostTable.flat(3.0, max_rows=64, drafter_ms=1.0, aux_ms=0.25)
-    trees = SimpleNamespace(
-        device=torch.device("cpu"), set_cost_ms=installed.append, cost_ms_host=np.ones(65)
-    )
+    buffers: Any = SimpleNamespace(set_cost_ms=installed.append, set_log_kappa=None)
+    control = Controller(15, SLOTS, make_latency("ema_table", table), buffers)
+    runtime = Runtime(make_trees(), controller=control)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "new_mark", lambda device: Event(clock))
-        costs = StepCosts(make_latency("ema_table", table), trees, online=True)
+        timer = runtime.timer = timing.StepTimer(torch.device("cpu"))
     reported: list[bool] = []
-    costs.on_step = lambda verified, *_: reported.append(verified)
-    costs.install(1, 50.0)
-    assert costs.current.tree_step_ms(9) == installed[-1][9] == pytest.approx(4.25)
-    assert costs.current.plain_ms == 3.25
+    control.on_step = lambda verified, *_: reported.append(verified)
+    costs = control.price(1, 50.0)
+    assert costs.tree_step_ms(9) == installed[-1][9] == pytest.approx(4.25)
+    assert costs.plain_ms == 3.25
     for step in range(120):
         plain = step >= 60
-        costs.timer.forward_start(1 if plain else 9, 1, 50.0)
+        timer.forward_start(1 if plain else 9, 1, 50.0)
         clock[0] += 3.0
         if not plain:
-            costs.timer.logits_ready()
+            timer.logits_ready()
             clock[0] += 1.0
         clock[0] += 0.5 if plain else 2.0
-        costs.timer.step_done(drafted=not plain)
-        costs.learn(at_once=False)
-        assert costs.timer.num_pending < 5
+        timer.step_done(drafted=not plain)
+        runtime.learn()
+        assert timer.num_pending < 5
     clock[0] += 10.0
-    costs.learn()
+    control.observe(runtime.completed_steps(at_once=True))
     # The very first step has no length. Of plain steps that complete together, the last one counts.
     assert reported.count(True) == 59
     assert 0 < reported.count(False) <= 20
-    costs.install(1, 50.0)
+    costs = control.price(1, 50.0)
     # 3 ms forward, 1 ms draft, 2 ms of all the rest; 3 ms and 0.5 ms without a draft
-    assert costs.current.tree_step_ms(9) == pytest.approx(6.0, rel=0.03)
-    assert costs.current.plain_ms == pytest.approx(3.5, rel=0.02)
+    assert costs.tree_step_ms(9) == pytest.approx(6.0, rel=0.05)
+    assert costs.plain_ms == pytest.approx(3.5, rel=0.02)
     # A machine that slows down while nothing is drafted would slow drafts down as well.
-    for _ in range(60):
-        costs.timer.forward_start(1, 1, 50.0)
+    for _ in range(200):
+        timer.forward_start(1, 1, 50.0)
         clock[0] += 1.3 * 3.5
-        costs.timer.step_done(drafted=False)
-        costs.learn()
-    costs.install(1, 50.0)
-    assert costs.current.plain_ms == pytest.approx(1.3 * 3.5, rel=0.02)
-    assert 1.1 * 6.0 < costs.current.tree_step_ms(9) < 1.35 * 6.0
+        timer.step_done(drafted=False)
+        runtime.learn()
+    costs = control.price(1, 50.0)
+    assert costs.plain_ms == pytest.approx(1.3 * 3.5, rel=0.03)
+    assert 1.1 * 6.0 < costs.tree_step_ms(9) < 1.35 * 6.0
     count = len(installed)
-    costs.install(1, 50.0)
+    control.price(1, 50.0)
     assert len(installed) == count, "what has not changed is not copied again"
 
 

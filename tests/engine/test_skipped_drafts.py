@@ -13,6 +13,9 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.policy.controller import Batch, Controller, Decision
+from vllm_bastion.policy.cost.paper import CurveLatency
+from vllm_bastion.policy.cost.table import StepCostTable
 from vllm_bastion.policy.trees import Trees
 
 if current_platform.is_cpu():
@@ -26,6 +29,16 @@ from vllm_bastion.engine.verification import BastionVerificationManager
 NODES, SLOTS = 10, 4
 
 
+class Asked(Controller):
+    """Counts how often it is asked, and always drafts."""
+
+    asked = 0
+
+    def plan(self, batch: Batch) -> Decision:
+        self.asked += 1
+        return Decision(True, "pays", 1.0)
+
+
 class Engine:
     """The speculator, the manager and what they tell the others, without vLLM's drafter."""
 
@@ -35,15 +48,11 @@ class Engine:
             device=torch.device("cpu"),
         )  # fmt: skip
         self.timed: list[bool] = []
-        self.asked = 0
         self.runtime = Runtime(self.trees)
-        self.runtime.costs = SimpleNamespace(
-            learn=lambda at_once: None,
-            current=SimpleNamespace(plain_ms=1.0),
-            install=lambda *_: None,
-            timer=SimpleNamespace(step_done=lambda drafted, _: self.timed.append(drafted)),
+        self.runtime.timer = SimpleNamespace(
+            step_done=lambda drafted, _: self.timed.append(drafted), num_pending=0
         )
-        self.runtime.gate = SimpleNamespace(draft=self._ask, reason="pays", exploring=False)
+        self.runtime.controller = Asked(3, SLOTS, CurveLatency(StepCostTable.flat(max_rows=64)))
         states = SimpleNamespace(
             req_id_to_index={},
             num_speculative_steps=NODES,
@@ -60,9 +69,10 @@ class Engine:
         self.speculator._context_hidden = [torch.zeros(64, 8)]
         patch.setattr(DFlashSpeculator, "propose", self._propose)
 
-    def _ask(self, *_: Any) -> bool:
-        self.asked += 1
-        return True
+    @property
+    def asked(self) -> int:
+        """Times that the controller was asked."""
+        return self.runtime.controller.asked
 
     def _propose(self, batch: Any, *args: Any, num_speculative_tokens: int, **_: Any) -> None:
         """As vLLM's: nothing is drafted where nothing is wanted."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The managers, step by step on real trees without an engine: sizes, counts, what a gate hears."""
+"""The managers, step by step on real trees without an engine: sizes, counts, what is learned."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.lagged import LaggedVerificationManager
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.verification import BastionVerificationManager
-from vllm_bastion.policy.cost.online import StepEstimate
-from vllm_bastion.policy.gate import DraftGate
+from vllm_bastion.policy.controller import Batch, Controller, Decision
+from vllm_bastion.policy.cost.latency import StepEstimate
+from vllm_bastion.policy.gains import Gains
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.telemetry.record import StepRecord
 from vllm_bastion.telemetry.recorder import Recorder
@@ -25,23 +26,29 @@ DEPTH, NODES, VOCAB, SLOTS = 4, 10, 32, 5
 COST = (4.0 + 0.15 * np.arange(129)).astype(np.float32)
 
 
-class Gate(DraftGate):
-    """A gate that notes what it is told and always drafts."""
+class Told(Gains):
+    """Gains that note what they are told."""
 
     def __init__(self) -> None:
-        super().__init__(depth=15)
+        super().__init__()
         self.told: list[tuple[Any, ...]] = []
 
-    def observe_trees(self, requests: Any, tokens: Any, nodes: Any) -> None:
+    def add_trees(self, requests: Any, promised: Any, nodes: Any) -> None:
         if requests:
-            self.told.append(("promised", list(requests), list(nodes), float(np.sum(tokens))))
+            self.told.append(("promised", list(requests), list(nodes), float(np.sum(promised))))
 
-    def observe_outcomes(self, requests: Any, promised: Any, accepted: Any) -> None:
+    def add_outcomes(self, requests: Any, promised: Any, accepted: Any) -> None:
         if requests:
             self.told.append(("realised", list(requests), float(sum(promised)), sum(accepted)))
 
-    def draft(self, *args: Any) -> bool:
-        return True
+
+class Drafts(Controller):
+    """A controller whose trees always pay."""
+
+    gains: Told
+
+    def _weigh(self, batch: Batch, costs: StepEstimate) -> Decision:
+        return Decision(True, "pays", costs.plain_ms)
 
 
 class Steps:
@@ -53,11 +60,10 @@ class Steps:
             max_num_reqs=SLOTS, max_num_tokens=128, num_nodes=NODES, depth=DEPTH, top_k=3,
             budget=budget, device=torch.device("cpu"),
         )  # fmt: skip
-        self.trees.set_cost_ms(COST)
-        self.gate = Gate()
-        cost = StepEstimate(COST, plain_ms=4.0)
-        costs: Any = SimpleNamespace(current=cost, correction=dict)
-        self.runtime = Runtime(self.trees, costs=costs, gate=None if budget else self.gate)
+        latency: Any = SimpleNamespace(estimate=lambda *_: StepEstimate(COST, plain_ms=4.0))
+        controller = Drafts(15, SLOTS, latency, self.trees)
+        self.gains = controller.gains = Told()
+        self.runtime = Runtime(self.trees, controller=None if budget else controller)
         self.names = {f"r{slot}": slot for slot in slots}
         states = SimpleNamespace(
             req_id_to_index=self.names,
@@ -84,7 +90,9 @@ class Steps:
             self.manager.add_request(slot)
 
     def batch(self, rows: int = 0) -> Any:
-        return SimpleNamespace(idx_mapping_np=self.slots, num_tokens=rows, has_prefill=False)
+        return SimpleNamespace(
+            idx_mapping_np=self.slots, num_tokens=rows, has_prefill=False, num_reqs=len(self.slots)
+        )
 
     def run(self, limits: dict[str, int] | None = None) -> dict[str, int]:
         """One step; the nodes that its output reports. The scheduler cuts drafts to `limits`."""
@@ -102,7 +110,8 @@ class Steps:
         lagged = isinstance(self.manager, LaggedVerificationManager)
         if lagged and 0 < total < self.manager._layout_np[0, self.manager._slots].sum():
             assert self.starts[: count + 1].tolist() == cu.tolist()
-        assert self.manager.draft_next(*self.manager.continuing(self.batch(rows)))
+        fixed = self.trees.budget is not None
+        assert fixed or self.manager.plan(self.batch(rows), 1.0, 0).drafts
         emitted = [1 + (self.step * 3 + i) % 4 for i in range(count)]
         self.trees.bind_rows(torch.tensor(self.slots), torch.tensor(emitted, dtype=torch.int32))
         generator = torch.Generator().manual_seed(self.step)
@@ -127,11 +136,11 @@ class Steps:
 
 
 @pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
-def test_the_gate_hears_of_each_step_once_and_at_a_fixed_distance(kind: Any) -> None:
+def test_the_controller_hears_of_each_step_once_and_at_a_fixed_distance(kind: Any) -> None:
     steps, heard = Steps(kind, [3, 0, 4]), 0
     for now in range(9):
         steps.run()
-        told, heard = steps.gate.told[heard:], len(steps.gate.told)
+        told, heard = steps.gains.told[heard:], len(steps.gains.told)
         # Trees of this step are those that the last one grew; lagged: one more step back, although
         # on a CPU everything has arrived.
         trees = now - kind.lag
@@ -180,9 +189,9 @@ def test_what_a_slots_last_request_promised_is_not_its_next_ones() -> None:
     for _ in range(4):
         steps.run()
     steps.manager.add_request(0)
-    before = len(steps.gate.told)
+    before = len(steps.gains.told)
     steps.run()
-    told = {kind: rest for kind, *rest in steps.gate.told[before:]}
+    told = {kind: rest for kind, *rest in steps.gains.told[before:]}
     assert told["promised"][0] == told["realised"][0] == [2]
     assert told["realised"][2] == steps.asked[2][2][0] - 1
 
@@ -194,15 +203,15 @@ def test_steps_without_trees_teach_nothing_and_the_last_ones_are_still_heard(kin
         steps.run()
     asked = steps.asked[:]
     empty = steps.batch()
-    before = len(steps.gate.told)
+    before = len(steps.gains.told)
     steps.runtime.drafted = False
     steps.run()  # verifies trees and grows none
     for _ in range(3):  # the scheduler may not even ask
-        steps.manager.draft_next(*steps.manager.continuing(empty))
+        steps.manager.plan(empty, 1.0, 0)
         steps.trees.bind_rows(torch.tensor(steps.slots), torch.ones(2, dtype=torch.int32))
         steps.manager.record_confidences(None, empty)
-    promised = [told for told in steps.gate.told[before:] if told[0] == "promised"]
-    realised = [told for told in steps.gate.told[before:] if told[0] == "realised"]
+    promised = [told for told in steps.gains.told[before:] if told[0] == "promised"]
+    realised = [told for told in steps.gains.told[before:] if told[0] == "realised"]
     assert [told[2] for told in promised] == [nodes for nodes, *_ in asked[2 - kind.lag : 3]]
     emitted = [sum(tokens) - 2 for *_, tokens in steps.asked[2 - kind.lag : 4]]
     assert [told[3] for told in realised] == emitted
@@ -238,8 +247,9 @@ def test_a_requests_own_budget_leaves_the_other_trees_what_they_ask_for(kind: An
     if kind is LaggedVerificationManager:
         # An average over all four would leave the others a quarter less.
         assert sum(shares.values()) == sum(asked[-2])
-    assert limited.manager.draft_next(limited.slots, np.full(4, 9))
-    assert not limited.manager.draft_next(np.array([0]), np.array([9])), "it wants no tree"
+    assert limited.manager.plan(limited.batch(), 1.0, 0).drafts
+    limited.slots = np.array([0])
+    assert limited.manager.plan(limited.batch(), 1.0, 0).reason == "requests want none"
 
 
 @pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
@@ -252,7 +262,7 @@ def test_recorded_steps_are_those_that_were_made(kind: Any) -> None:
     assert [record.nodes for record in records] == reported
     # Prompts leave no trees for the first step here, which nobody decided about.
     assert [record.kind for record in records] == ["plain"] + ["tree"] * 8
-    realised = [told[2:] for told in steps.gate.told if told[0] == "realised"]
+    realised = [told[2:] for told in steps.gains.told if told[0] == "realised"]
     pairs = [(record.promised, record.yielded) for record in records if record.promised]
     assert pairs == [pytest.approx(told) for told in realised]
     totals = recorder.totals

@@ -48,7 +48,9 @@ def expand(run, tokens: Tensor, logprobs: Tensor, top_k: int, limit: int, **opti
     device = options.get("device", torch.device("cpu"))
     out = poisoned_trees(reqs, num_slots, limit, options.get("wider", 0)).to(device)
     tokens, logprobs, slots = (moved(x, device) for x in (tokens, logprobs, slots))
-    run(tokens, logprobs, top_k, slots, *out)
+    log_kappa = options.get("log_kappa")
+    kappa = {} if log_kappa is None else {"log_kappa": moved(log_kappa, device)}
+    run(tokens, logprobs, top_k, slots, *out, **kappa)
     return out.to(torch.device("cpu"))
 
 
@@ -283,3 +285,20 @@ def test_wrong_arguments_are_named() -> None:
         expand_best_first(tokens, logprobs, 0, slots, *out)
     with pytest.raises(ValueError, match="N <= 4096"):
         expand_best_first(tokens, logprobs, 2, slots, *poisoned_trees(1, 1, 5000))
+
+
+@STATES
+@pytest.mark.parametrize(
+    "run", versions(expand_best_first.reference, expand_best_first.triton, expand_best_first.cpu)
+)
+def test_path_scores_are_calibrated_by_slot(made: Made, run: Callable[..., None]) -> None:
+    tokens, logprobs = made(3, 4, 5, torch.Generator().manual_seed(8))
+    slots, log_kappa = torch.tensor([2, -1, 0]), torch.tensor([0.25, 7.0, -1.5])
+    options = {"slots": slots, "num_slots": 3}
+    plain = expand(run, tokens, logprobs, 5, 12, **options)
+    scaled = expand(run, tokens, logprobs, 5, 12, log_kappa=log_kappa, **options)
+    assert_same(plain.tokens, scaled.tokens)
+    assert_same(plain.parents, scaled.parents)
+    for slot in (0, 2):
+        assert_same(scaled.log_rho[slot], plain.log_rho[slot] + log_kappa[slot])
+    assert_same(scaled.log_rho[1], plain.log_rho[1])

@@ -12,7 +12,7 @@ from benchmarks.replay import explain
 from benchmarks.replay.explain import explain_step, explanation_text
 from benchmarks.replay.recording import save_recording
 from benchmarks.replay.steps import best_first, target_ranks
-from vllm_bastion.policy.cost.online import CurveLatency
+from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 

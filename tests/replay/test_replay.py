@@ -18,9 +18,11 @@ from benchmarks.replay.recording import save_recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 from benchmarks.replay.steps import NEVER, beam_accepted, best_first, chain_accepted, target_ranks
 from benchmarks.replay.studies import budget_study, drift_study
-from vllm_bastion.policy.cost.online import CurveLatency, LatencyName
+from vllm_bastion.policy.cost.latency import LatencyName
+from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
+from vllm_bastion.policy.gains import Gains
 
 
 def _lattice(rng, depth, top_k):
@@ -124,7 +126,9 @@ def test_every_policy_emits_every_token(corpus, batch):
         assert simulate(corpus, policy, Truth(table), batch=batch).tokens == expected
 
 
-def test_lagged_uses_the_size_of_the_step_before_and_this_steps_nodes(corpus):
+def test_lagged_uses_the_size_of_the_step_before_and_this_steps_nodes(corpus, monkeypatch):
+    # what was accepted is known a step later, too
+    monkeypatch.setattr(Gains, "kappa_of", lambda *_: 1.0)
     table = StepCostTable.linear(10.0, 0.3, max_rows=300)
     lagged, exact = (
         Adaptive(corpus, CurveLatency(table), max_nodes=64, timing=timing, plain=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from vllm_bastion import envs
 from vllm_bastion.calibration import summary
@@ -26,8 +26,9 @@ from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lag
 from vllm_bastion.engine.runtime import runtime_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
+from vllm_bastion.policy.controller import Controller
 from vllm_bastion.policy.cost.devices import device_name, device_spec
-from vllm_bastion.policy.cost.online import make_latency
+from vllm_bastion.policy.cost.models import make_latency
 from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
 from vllm_bastion.policy.cost.store import (
     WRITE,
@@ -39,9 +40,8 @@ from vllm_bastion.policy.cost.store import (
     write_profile,
 )
 from vllm_bastion.policy.cost.table import StepCostTable
-from vllm_bastion.policy.gate import DraftGate
+from vllm_bastion.policy.cost.timing import StepTimer
 from vllm_bastion.policy.reach import DraftReach
-from vllm_bastion.policy.step_costs import StepCosts
 from vllm_bastion.telemetry.recorder import Recorder
 
 logger = init_logger(__name__)
@@ -62,6 +62,7 @@ def calibrate(runner: Any) -> None:
     if current_host().compiles_on_first_use():
         warm_up(runner, group)
     runtime = runtime_of(runner.vllm_config)
+    runtime.graph_sizes = np.array(captured_sizes(runner), dtype=np.int64)
     if may_stop_early(runner):
         runtime.reach = DraftReach(runner.max_num_reqs, runtime.trees.depth)
     _start_recording(runner)
@@ -73,7 +74,7 @@ def calibrate(runner: Any) -> None:
 
 
 def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str:
-    """Set the runtime's step costs and gate. Returns where they come from, for `EngineSummary`."""
+    """Make the controller. Returns where its costs come from, for `EngineSummary`."""
     runtime = runtime_of(runner.vllm_config)
     key = profile_key(runner)
     measured_s = 0.0
@@ -103,19 +104,20 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
     latency = make_latency(
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
     )
-    # GPUs do not share what they learn, and all of them must choose the same budget.
-    alone = group.world_size == 1
-    if not alone and config.bastion_latency_model in ("ema", "ema_calib"):
-        raise ValueError(
-            f"bastion_latency_model {config.bastion_latency_model!r} learns on each GPU by itself, "
-            "and GPUs that step together must agree: use 'ema_table' or 'static'"
-        )
+    # Data-parallel ranks draft together, and nothing tells one of them what the others decide.
+    runtime.controller = Controller(
+        runtime.trees.depth,
+        runner.max_num_reqs,
+        latency,
+        runtime.trees,
+        gates=runner.dp_size == 1,
+    )
     # `table` and `static` are used as they are, T_aux included.
-    online = alone and config.bastion_latency_model.startswith("ema")
-    runtime.costs = StepCosts(latency, runtime.trees, online=online)
-    runtime.costs.install(1, 1.0)
-    if runner.dp_size == 1:
-        runtime.gate = DraftGate(runtime.trees.depth)
+    if config.bastion_latency_model.startswith("ema"):
+        ranks = get_tp_group()
+        runtime.learns_with_others = ranks.world_size > 1
+        if ranks.rank_in_group == 0:
+            runtime.timer = StepTimer(runner.device)
     return costs
 
 
@@ -136,16 +138,16 @@ def _start_recording(runner: Any) -> None:
     if not envs.telemetry():
         return
     runtime = runtime_of(runner.vllm_config)
-    trees, costs = runtime.trees, runtime.costs
+    trees, controller = runtime.trees, runtime.controller
     kind = "chain" if trees.chains else "tree"
     profile_time = {} if runtime.profile_time is None else {"profile_time": runtime.profile_time}
 
     def latest() -> dict[str, float]:
-        return {**profile_time, **({} if costs is None else costs.correction())}
+        return {**profile_time, **({} if controller is None else controller.correction())}
 
     recorder = Recorder(kind, "no gate" if trees.budget is None else "fixed budget", latest)
-    if costs is not None:
-        costs.on_step = recorder.timed
+    if controller is not None:
+        controller.on_step = recorder.timed
     runtime.recorder = recorder
 
 

@@ -309,7 +309,9 @@ class BastionSpeculator(DFlashSpeculator):
     def _stop_at_the_end(self, batch: InputBatch, num_sampled: torch.Tensor) -> None:
         """Draft nothing beyond the ends of all replies, where the host knows what was sampled."""
         runtime = self.runtime
-        if not runtime.drafted or runtime.gate is None or runtime.manager is None:
+        if not runtime.drafted or runtime.manager is None:
+            return
+        if runtime.controller is None or not runtime.controller.gates:
             return
         if current_host().runs_ahead:
             return
@@ -334,10 +336,12 @@ class BastionSpeculator(DFlashSpeculator):
             drafting was refused at its end: a longer prompt, or one that waits, would fill the
             buffer in the next step.
         """
-        runtime, costs = self.runtime, self.runtime.costs
+        runtime, controller = self.runtime, self.runtime.controller
         self._has_decided = True
         skipped = num_speculative_tokens == 0
         runtime.drafted = not skipped
+        if self.trees.budget == 0:
+            runtime.drafted = runtime.drafting = False
         refused = False
         if runtime.reach is not None:
             slots = batch.idx_mapping_np
@@ -345,20 +349,20 @@ class BastionSpeculator(DFlashSpeculator):
                 deepest = self.trees.deepest(slots, self.trees.step_drafts)
                 runtime.reach.observe(slots, deepest)
             self._spared = runtime.reach.depth - runtime.reach.of(slots)
-        if costs is not None:
-            costs.learn(at_once=runtime.gate is None or runtime.gate.exploring)
+        if controller is not None:
+            runtime.learn()
             context = runtime.context_len
             if batch.has_prefill:  # of the next step, when the prompts are cached too
                 seen = batch.num_computed_tokens_np + batch.num_scheduled_tokens
                 context = float(seen.sum()) / len(seen)
-            costs.install(batch.num_reqs, context, self._spared)
-            if runtime.gate is not None and runtime.manager is not None and not skipped:
-                slots, remaining = runtime.manager.continuing(batch)
-                runtime.drafted = len(slots) > 0
-                if runtime.drafted:
-                    announced = runtime.drafting
-                    runtime.drafting = runtime.manager.draft_next(slots, remaining)
-                    runtime.drafted = announced if self._announces_drafts else runtime.drafting
+            if skipped or runtime.manager is None:
+                controller.price(batch.num_reqs, context, self._spared)
+            else:
+                decision = runtime.manager.plan(batch, context, self._spared)
+                runtime.drafted = decision.drafts
+                if not decision.replies_end:
+                    announced, runtime.drafting = runtime.drafting, decision.drafts
+                    runtime.drafted = announced if self._announces_drafts else decision.drafts
                     refused = not runtime.drafted and not runtime.backlog
         verifies = self.trees.verifying or batch.num_draft_tokens > 0
         deferred = None if runtime.drafted or verifies else self._deferred()

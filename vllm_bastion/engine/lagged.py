@@ -2,9 +2,9 @@
 """Lagged timing: the last step's scores size a step, and its own scores choose the nodes.
 
 The host must know a step's rows before it launches the step, and waiting for the scores would leave
-the device idle between two steps. So the host takes the nodes per request that the previous step's
-scores asked for, and the device fills that number with the best nodes of the current trees. The
-device runs a whole step while the host reads the older scores.
+the device idle between two steps. So the host sizes the step by what the previous step's scores
+asked for (`policy.step_size`), and the device fills that number with the best nodes of the current
+trees. The device runs a whole step while the host reads the older scores.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ class LaggedVerificationManager(BastionVerificationManager):
         self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
         self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)
         self._slots = np.zeros(0, dtype=np.int64)
-        # Nodes that the last observed scores asked for, and of how many trees.
-        self._nodes, self._num_trees = self.trees.tree_size, 1
 
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-        """An even split of the step's nodes, [R] int32. The device keeps only its sum.
-
-        A batch that grew keeps the number of nodes until its own scores arrive: few requests ask
-        for so many nodes each that a large batch would compute for a long time.
-        """
+        """An even split of the step's nodes, [R] int32. The device keeps only its sum."""
         self._observe_past_step()
         limits = self._max_nodes(drafts)
         self._layout_np[0, slots], self._layout_np[1, slots] = limits, self._plain_rows
         self._slots = slots
-        num_trees = min(int((limits > 0).sum()), self._num_trees)
-        total = min(
-            round(self._nodes * num_trees / self._num_trees),
-            int(limits.sum()),
-            self._max_step_nodes(len(slots)),
-        )
+        controller = self.runtime.controller
+        total = min(int(limits.sum()), self._max_step_nodes(len(slots)))
+        if controller is not None:
+            total = controller.size.choose(
+                int((limits > 0).sum()),
+                len(slots),
+                int(self._plain_rows.sum()),
+                total,
+                controller.costs.curve,
+                self.runtime.graph_sizes,
+            )
         return even_split(total, limits)
 
     def _observe(self, published: Published) -> None:
         super()._observe(published)
-        if published.grown_for is not None:
+        controller = self.runtime.controller
+        if published.grown_for is not None and controller is not None:
             slots = published.grown_for
             slots = slots[self.trees.node_limits_host[slots] > 0]
             if len(slots):
-                self._nodes = int(published.num_verify[slots].sum())
-                self._num_trees = len(slots)
+                nodes, tokens = published.num_verify[slots].sum(), published.promised[slots].sum()
+                controller.size.observe(int(nodes), len(slots), float(tokens))
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         total = int(self._num_verify.sum())

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -14,13 +14,17 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_bastion.config import bastion_config
 from vllm_bastion.engine.deferred import DeferredContext
+from vllm_bastion.policy.controller import Controller, Decision
 from vllm_bastion.policy.cost.timing import StepTimer
-from vllm_bastion.policy.gate import DraftGate
 from vllm_bastion.policy.reach import DraftReach
-from vllm_bastion.policy.step_costs import StepCosts
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.step_times import StepTimes
 from vllm_bastion.telemetry.recorder import Recorder
 from vllm_bastion.telemetry.seen_trees import SeenTrees
+
+# Steps that are learned from together. A forward pass evicts this code from a CPU's caches: on the
+# tiny pair, learning from every step took 17 us a step with four together and 30 us alone.
+_TOGETHER = 4
 
 
 class DraftPlanner(Protocol):
@@ -35,8 +39,8 @@ class DraftPlanner(Protocol):
     ) -> tuple[np.ndarray, np.ndarray]:
         """See `BastionVerificationManager.continuing`."""
 
-    def draft_next(self, slots: np.ndarray, remaining: np.ndarray) -> bool:
-        """Whether the coming step of such requests gets trees."""
+    def plan(self, batch: InputBatch, context_len: float, spared: int) -> Decision:
+        """See `BastionVerificationManager.plan`."""
 
 
 @dataclass
@@ -45,9 +49,14 @@ class Runtime:
 
     trees: Trees
     # None before calibration, and with a fixed budget.
-    costs: StepCosts | None = None
-    # None if every step drafts: with a fixed budget, or with data parallelism.
-    gate: DraftGate | None = None
+    controller: Controller | None = None
+    # Times the engine's steps; None if nothing learns from the times, or another rank has it.
+    timer: StepTimer | None = None
+    # Whether several ranks must decide alike. Then what the timer shows goes out with a step's
+    # output, and all ranks learn from it when it comes back with a later step.
+    learns_with_others: bool = False
+    # Ascending sizes of the target's CUDA graphs; empty without graphs.
+    graph_sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     # None if every draft has the drafter's whole depth.
     reach: DraftReach | None = None
     # None until the first step, and if the drafter's context cannot wait.
@@ -76,10 +85,18 @@ class Runtime:
     # in a step without drafts.
     trimmed: tuple[np.ndarray, np.ndarray] | None = None
 
-    @property
-    def timer(self) -> StepTimer | None:
-        """Times the engine's steps; None if nothing learns from the times."""
-        return self.costs.timer if self.costs is not None else None
+    def learn(self) -> None:
+        """Learn from the steps that have completed, unless all ranks must learn together."""
+        controller = self.controller
+        if controller is not None and not self.learns_with_others:
+            controller.observe(self.completed_steps(at_once=controller.is_probing))
+
+    def completed_steps(self, *, at_once: bool = False) -> list[StepTimes]:
+        """Times that were not asked for yet; unless `at_once`, of a few steps together."""
+        timer = self.timer
+        if timer is None or not (at_once or timer.num_pending >= _TOGETHER):
+            return []
+        return list(timer.completed())
 
 
 def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:

@@ -30,7 +30,7 @@ def show_to_page(vllm_config: VllmConfig) -> None:
 def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
     spec = bastion_config(vllm_config)
     assert spec is not None and runtime.seen is not None
-    trees, gate, costs = runtime.trees, runtime.gate, runtime.costs
+    trees, controller = runtime.trees, runtime.controller
     most = len(trees.cost_ms_host) - 1
     rows = [n for n in (1, 2, 3, *(2**i for i in range(2, 24))) if n < most and n <= 512]
     rows.append(min(most, 512))
@@ -42,10 +42,10 @@ def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
         "candidates": trees.top_k,
         "budget": spec.bastion_budget,
         "drafting": runtime.drafting,
-        "kappa": None if gate is None else gate.kappa,
+        "kappa": None if controller is None else controller.gains.kappa,
         # Of the batch that was installed last.
-        "cost_rows": [] if costs is None else rows,
-        "cost_ms": [] if costs is None else [costs.current.tree_step_ms(n) for n in rows],
+        "cost_rows": [] if controller is None else rows,
+        "cost_ms": [] if controller is None else [controller.costs.tree_step_ms(n) for n in rows],
         "trees": runtime.seen.look(),
     }
 

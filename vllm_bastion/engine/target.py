@@ -65,8 +65,8 @@ class BastionModelState(DefaultModelState):
         super().add_request(req_index, new_req_data)
         nodes = request_budget(new_req_data.sampling_params, self.trees.num_nodes)
         self.trees.set_node_limit(req_index, nodes)
-        if nodes == 0 and self.runtime.gate is not None:
-            self.runtime.gate.exclude(req_index)
+        if nodes == 0 and self.runtime.controller is not None:
+            self.runtime.controller.gains.exclude(req_index)
 
     # ---- the target's forward -----------------------------------------------------------
 

@@ -11,9 +11,8 @@ nodes.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -31,9 +30,11 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.runtime import Runtime
-from vllm_bastion.policy.remaining import RemainingTokens
+from vllm_bastion.policy.controller import Batch, Decision
+from vllm_bastion.policy.remaining import NO_LIMIT
 from vllm_bastion.policy.shares import even_split
 from vllm_bastion.policy.trees import Published
+from vllm_bastion.step_times import StepTimes
 from vllm_bastion.telemetry.record import StepRecord
 from vllm_bastion.telemetry.recorder import Recorder
 from vllm_bastion.versions import capabilities
@@ -49,6 +50,8 @@ class VerifiedTrees:
     generations: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     # [T] nodes that are verified, or their limit if only the device knows them.
     max_nodes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    # [T] kappa of each, which its scores contain.
+    kappa: np.ndarray = field(default_factory=lambda: np.ones(0))
     # [T] accepted draft tokens expected of each; None until known.
     promised: np.ndarray | None = None
 
@@ -62,7 +65,8 @@ class CountedOutput(AsyncModelRunnerOutput):
     drafting: whether the step that is scheduled next has a use for placeholders. num_logits:
     [R + 1] running sum of root and nodes of the requests `req_ids`; a copy from the device may
     still fill it, one that was queued before the output's own. recorder, step: who completes the
-    step's record, and the record; None if steps are not recorded.
+    step's record, and the record; None if steps are not recorded. times: of completed steps, for
+    all ranks.
     """
 
     def __init__(
@@ -73,8 +77,9 @@ class CountedOutput(AsyncModelRunnerOutput):
         num_logits: np.ndarray,
         recorder: Recorder | None = None,
         step: StepRecord | None = None,
+        times: Sequence[StepTimes] = (),
     ) -> None:
-        self._output, self._drafting = output, drafting
+        self._output, self._drafting, self._times = output, drafting, times
         self._recorder, self._step = recorder, step
         self._req_ids, self._num_logits = req_ids, num_logits
 
@@ -91,7 +96,7 @@ class CountedOutput(AsyncModelRunnerOutput):
             tokens, row = output.sampled_token_ids, output.req_id_to_index
             accepted = [(len(tokens[row[name]]) or 1) - 1 for name in trees]
             self._recorder.finish(self._step, [num_verified[name] for name in trees], accepted)
-        StepReport(num_verified, self._drafting, self._step).attach(output)
+        StepReport(num_verified, self._drafting, self._step, self._times).attach(output)
         return output
 
     def get_kv_connector_output(self) -> Any:
@@ -134,13 +139,12 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._plain_rows = np.zeros(0, dtype=np.int32)
         self._req_ids: list[str] = []
         self._num_logits_np = np.zeros(1, dtype=np.int32)
-        # The current step, and the steps before it that the gate has not observed; newest last.
+        # The current step, and the steps before it that were not observed; newest last.
         self._step = 0
         self._history = deque([_NO_TREES] * (2 + self.lag), 2 + self.lag)
         self._has_observed = False
         # [S] requests that each slot has had.
         self._generations = np.zeros(len(self.trees.row_slots), dtype=np.int64)
-        self._remaining = RemainingTokens(len(self.trees.row_slots))
 
     # ---- the calls of a step, in order --------------------------------------------------
 
@@ -150,9 +154,9 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._generations[req_idx] += 1
         states = self.req_states
         end = min(int(states.max_seq_len[req_idx]), states.max_model_len)
-        self._remaining.restart(req_idx, end - int(states.prefill_len.np[req_idx]))
-        if self.runtime.gate is not None:
-            self.runtime.gate.forget(req_idx)
+        if self.runtime.controller is not None:
+            left = end - int(states.prefill_len.np[req_idx])
+            self.runtime.controller.restart(req_idx, left)
         if self.runtime.reach is not None:
             self.runtime.reach.restart(req_idx)
 
@@ -178,10 +182,14 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._drafts, self._req_ids = drafts, order
         with gpu_sync_allowed():
             self._num_verify = self._choose(slots, drafts)
-        rows = np.flatnonzero(drafts)
+        rows, controller = np.flatnonzero(drafts), self.runtime.controller
         max_nodes = drafts if self.lag else self._num_verify
+        with_tree = slots[rows]
         self._history[-1] = VerifiedTrees(
-            slots[rows], self._generations[slots[rows]], max_nodes[rows]
+            with_tree,
+            self._generations[with_tree],
+            max_nodes[rows],
+            np.ones(len(rows)) if controller is None else controller.kappa_in_use(with_tree),
         )
         self._observe_past_step()
         return int(self._num_verify.sum() + self._plain_rows.sum())
@@ -207,9 +215,19 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         else:
             num_verify = drafts
         limit = self._max_step_nodes(len(slots))
+        if trees.budget is not None:
+            limit = min(limit, self._room_in_graphs())
         if num_verify.sum() > limit:
             num_verify = even_split(limit, num_verify)
         return num_verify
+
+    def _room_in_graphs(self) -> int:
+        """Nodes with which the step still fits into a CUDA graph; no limit where none would.
+
+        A step without a graph takes several times as long on an H100.
+        """
+        room = self.runtime.graph_sizes[-1:] - self._plain_rows.sum()
+        return int(room[0]) if len(room) and room[0] >= 0 else NO_LIMIT
 
     def _max_nodes(self, drafts: np.ndarray) -> np.ndarray:
         """[R] int32, most nodes of each row's tree that the host knows of.
@@ -257,43 +275,50 @@ class BastionVerificationManager(AdaptiveVerificationManager):
 
         Returns:
             Their request slots, [C], and the most tokens that each may emit from the next step on.
-            Both are empty if none of them has a use for a draft: it may emit one token at most.
+            Both are empty if each of them may emit one token at most.
         """
         self._observe_past_step()
         rows = _emitting(batch)
         slots = batch.idx_mapping_np[rows]
         emitted = 1 if num_sampled is None else num_sampled.numpy()[rows]
-        remaining = self._remaining.after(slots, emitted)
+        assert self.runtime.controller is not None
+        remaining = self.runtime.controller.remaining.after(slots, emitted)
         goes_on = remaining > 0
         slots, remaining = slots[goes_on], remaining[goes_on]
         if len(slots) and remaining.max() == 1:
-            if (recorder := self.runtime.recorder) is not None:
-                recorder.decided(False, "replies end", len(slots), math.inf)
             return slots[:0], remaining[:0]
         return slots, remaining
 
-    def draft_next(self, slots: np.ndarray, remaining: np.ndarray) -> bool:
-        """Whether the coming step of some requests gets trees; see `continuing`."""
-        gate, costs = self.runtime.gate, self.runtime.costs
-        if gate is None or costs is None:
-            return True
-        self._observe_past_step()
-        plain_ms, drafts = math.inf, False
-        if self.runtime.backlog:
-            reason = "prompts wait"
-        elif not self.trees.wants_nodes(slots):
-            reason = "requests want none"
-        else:
-            plain_ms = costs.current.plain_ms
-            drafts = gate.draft(slots.tolist(), costs.current, remaining.tolist())
-            reason = gate.reason
+    def plan(self, batch: InputBatch, context_len: float, spared: int) -> Decision:
+        """Let the controller decide about the step after the current one.
+
+        Args:
+            batch: of the current step, whose tokens are not sampled yet.
+            context_len: mean cached tokens of its requests.
+            spared: positions at the end of its block that the drafter does not predict.
+        """
+        controller = self.runtime.controller
+        assert controller is not None
+        slots, remaining = self.continuing(batch)
+        decision = controller.plan(
+            Batch(
+                slots.tolist(),
+                remaining.tolist(),
+                batch.num_reqs,
+                context_len,
+                spared,
+                self.runtime.backlog,
+                self.trees.wants_nodes(slots),
+            )
+        )
         if (recorder := self.runtime.recorder) is not None:
-            recorder.decided(drafts, reason, len(slots), plain_ms)
-        return drafts
+            recorder.decided(decision.drafts, decision.reason, len(slots), decision.plain_ms)
+        return decision
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         """Called after ``propose``, at the end of a step: publish the trees that it grew."""
-        slots, drafted, costs = input_batch.idx_mapping_np, self.runtime.drafted, self.runtime.costs
+        slots, drafted = input_batch.idx_mapping_np, self.runtime.drafted
+        controller = self.runtime.controller
         if drafted:
             self._treeless.difference_update(slots.tolist())
         else:
@@ -306,14 +331,15 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             if input_batch.has_prefill:
                 requests -= int(np.count_nonzero(input_batch.is_prefilling_np))
                 nodes = int(self._num_verify.sum()) if self._req_ids else 0
-            tree_ms = 0.0 if costs is None else costs.current.tree_step_ms(rows)
+            tree_ms = 0.0 if controller is None else controller.costs.tree_step_ms(rows)
             recorder.ended(requests, nodes, rows, tree_ms)
-        self._remaining.emit(slots[_emitting(input_batch)])
+        if controller is not None:
+            controller.remaining.emit(slots[_emitting(input_batch)])
         self._step += 1
         self._has_observed = False
         self._history.append(_NO_TREES)
 
-    # ---- what the gate learns -----------------------------------------------------------
+    # ---- what the controller learns -----------------------------------------------------------
 
     def _observe_past_step(self) -> None:
         """Once a step, read what the step `lag` + 1 before this one published.
@@ -331,30 +357,32 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             self._observe(published)
 
     def _observe(self, published: Published) -> None:
-        gate, recorder = self.runtime.gate, self.runtime.recorder
+        controller, recorder = self.runtime.controller, self.runtime.recorder
+        if controller is None:
+            return
         before, trees = self._history[0], self._history[1]
         live = self._is_live(before)
         slots = before.slots[live]
         # One token of each step has been counted at its end.
-        self._remaining.emit(slots, published.emitted[slots] - 1)
+        controller.remaining.emit(slots, published.emitted[slots] - 1)
         if before.promised is not None:
-            promised = before.promised[live].tolist()
+            promised = before.promised[live]
             accepted = (published.emitted[slots] - 1).tolist()
-            if gate is not None:
-                gate.observe_outcomes(slots.tolist(), promised, accepted)
+            raw = (promised / before.kappa[live]).tolist()
+            controller.gains.add_outcomes(slots.tolist(), raw, accepted)
             if recorder is not None:
-                recorder.yielded(sum(promised), sum(accepted))
+                recorder.yielded(float(promised.sum()), sum(accepted))
         if len(trees.slots):
             chosen = published.num_verify[trees.slots]
             promised = published.promised[trees.slots]
             # A request near its end or in a large batch has fewer placeholders than N*.
             nodes = np.minimum(chosen, trees.max_nodes)
             trees.promised = promised * nodes / np.maximum(chosen, 1)
-            if gate is not None:
-                live = self._is_live(trees)
-                gate.observe_trees(
-                    trees.slots[live].tolist(), trees.promised[live].tolist(), nodes[live].tolist()
-                )
+            live = self._is_live(trees)
+            raw = trees.promised[live] / trees.kappa[live]
+            controller.gains.add_trees(
+                trees.slots[live].tolist(), raw.tolist(), nodes[live].tolist()
+            )
 
     def _is_live(self, trees: VerifiedTrees) -> np.ndarray:
         """[T] bool, whether the slots still belong to the trees' requests."""
@@ -373,7 +401,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         counts, self._num_logits_np = self._num_logits_np, np.zeros(1, dtype=np.int32)
         recorder = self.runtime.recorder
         step = None if recorder is None else recorder.take()
-        return CountedOutput(output, self.runtime.drafting, req_ids, counts, recorder, step)
+        times = self.runtime.completed_steps() if self.runtime.learns_with_others else ()
+        return CountedOutput(output, self.runtime.drafting, req_ids, counts, recorder, step, times)
 
     def warm_up(self) -> None:
         """Compile the ops of a step with prompt rows."""

@@ -63,9 +63,8 @@ def _tree_of(request: Any) -> GrammarTree | None:
     return None if state is None else state.grammar_tree
 
 
-def attach_plan(scheduler: Any, output: Any, backlog: bool) -> None:
+def attach_plan(scheduler: Any, output: Any, plan: StepPlan) -> None:
     """Tell the worker which nodes of a tree were scheduled, where they are not its first ones."""
-    plan = StepPlan(backlog=backlog)
     for request_id, tokens in output.scheduled_spec_decode_tokens.items():
         tree = _tree_of(scheduler.requests.get(request_id))
         if tree is not None and tree.pruned and tree.tokens[: len(tokens)] == tokens:

@@ -370,6 +370,8 @@ def execute_model(
     plan = StepPlan.find(scheduler_output)
     runtime = runtime_of(self.vllm_config)
     runtime.backlog = plan is not None and plan.backlog
+    if plan is not None and plan.times and runtime.controller is not None:
+        runtime.controller.observe(plan.times)
     runtime.finished = scheduler_output.finished_req_ids
     runtime.trimmed = _untrimmed(self, scheduler_output)
     if not (

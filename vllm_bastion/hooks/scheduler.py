@@ -17,7 +17,13 @@ from typing import Any
 import numpy as np
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_bastion.carriers import GrammarLimits, RequestState, SchedulerState, StepReport
+from vllm_bastion.carriers import (
+    GrammarLimits,
+    RequestState,
+    SchedulerState,
+    StepPlan,
+    StepReport,
+)
 from vllm_bastion.config import (
     BastionSpeculativeConfig,
     bastion_config,
@@ -89,6 +95,7 @@ def update_from_output(
         verified = report.num_verified
         state = SchedulerState.ensure(self)
         state.drafting = report.drafting
+        state.times += report.times
         for request_id in scheduler_output.scheduled_spec_decode_tokens:
             request = self.requests.get(request_id)
             if request is not None:
@@ -173,7 +180,9 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     elif output.scheduled_new_reqs:
         state.blocked_at = None
     room = self.max_num_scheduled_tokens - len(self.running)
-    attach_plan(self, output, backlog=room <= 0 or _prompt_tokens(self, room) >= room)
+    backlog = room <= 0 or _prompt_tokens(self, room) >= room
+    times, state.times = state.times, []
+    attach_plan(self, output, StepPlan(backlog=backlog, times=times))
     return output
 
 

@@ -123,6 +123,8 @@ class Trees:
         self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
         self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
         self._node_cost_ms = torch.ones_like(self.cost_ms)  # of `choose_again`
+        # ln kappa_r by slot, which path scores of trees grown from now on contain.
+        self.log_kappa = torch.zeros(slots, device=device)
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
         self._mirror = HostMirror(self._results)
         self._grown_for: list[np.ndarray | None] = [None, None]  # of its two steps
@@ -248,6 +250,7 @@ class Trees:
             self.log_rho,
             self.size,
             child_rows,
+            self.log_kappa,
         )
         torch.minimum(self.size, self.node_limits, out=self.size)
         ancestor_bits(self.parents, slots, self.bits)
@@ -292,6 +295,10 @@ class Trees:
         """
         self.cost_ms_host = np.array(cost_ms, dtype=np.float32)
         to_device(self.cost_ms_host, out=self.cost_ms)
+
+    def set_log_kappa(self, log_kappa: np.ndarray) -> None:
+        """Install what calibrates path scores, [S] fp32; see `policy.gains`."""
+        to_device(log_kappa, out=self.log_kappa)
 
     def publish(self, step: int, grown_for: np.ndarray | None) -> None:
         """At the end of a step, start the copy of its results to the host.

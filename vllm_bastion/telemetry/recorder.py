@@ -135,10 +135,15 @@ class Recorder:
 
     def snapshot(self) -> dict[str, Any]:
         """Everything since the worker started, for a page: `Totals.to_plain` and more."""
-        totals = self.totals
+        self._add_pending()
+        with self._adding:  # the output's thread may add to the totals meanwhile
+            totals = self._totals
+            plain = {
+                **totals.to_plain(),
+                "accepted_by_depth": totals.accepted_by_depth,
+                "gain": totals.gain,
+            }
         return {
-            **totals.to_plain(),
-            "accepted_by_depth": totals.accepted_by_depth,
-            "gain": totals.gain,
+            **plain,
             **{name: details() for name, details in self.details.items()},
         }

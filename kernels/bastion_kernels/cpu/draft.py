@@ -74,7 +74,7 @@ def _next_candidate(logprobs, r, depth, own, after):
 @njit
 def _expand(
     tokens, logprobs, rows, children, in_order, slots,
-    out_tokens, parents, depths, log_rho, num_nodes,
+    out_tokens, parents, depths, log_rho, num_nodes, log_kappa,
 ):  # fmt: skip
     """logprobs: [R, D, P, M]. rows: int32 of that shape, the row of each candidate's children, -1
     for none; with a last axis of 0 it is the candidate itself, or with in_order row 0. in_order:
@@ -138,22 +138,25 @@ def _expand(
             parent_a, rank_a, before_a, depth_a, above_a = count, 0, -1, depth + 1, cost[0]
             parent_b, rank_b, before_b, depth_b, above_b = parent, rank + 1, candidate, depth, above
         num_nodes[slot] = count
+        if log_kappa.shape[0] > 0:
+            log_rho[slot, :count] += log_kappa[slot]
         out_tokens[r, count:] = 0
         parents[slot, count:] = -1
         depths[slot, count:] = 0
         log_rho[slot, count:] = -np.inf
 
 
-_NO_ROWS = np.empty((0, 0, 0, 0), np.int32)
+_NO_ROWS, _NO_KAPPA = np.empty((0, 0, 0, 0), np.int32), np.empty(0, np.float32)
 
 
 def expand_best_first(op: ExpandBestFirst) -> None:
     """Algorithm 1 with a heap."""
     rows = _NO_ROWS if op.rows is None else op.rows.numpy()
+    log_kappa = _NO_KAPPA if op.log_kappa is None else op.log_kappa.numpy()
     _expand(
         op.candidates.numpy(), op.logprobs.numpy(), rows, min(op.top_k, op.candidates.shape[2]),
         op.stateless, op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(),
-        op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(),
+        op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(), log_kappa,
     )  # fmt: skip
 
 

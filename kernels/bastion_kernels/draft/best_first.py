@@ -137,6 +137,8 @@ class ExpandBestFirst(Op):
     rows: Tensor | None = None
     """`[R, D, P, M]` int32, for other states: at the next depth, the row of the children of
     candidate [.., m] after row [.., p, ..]; -1 for a candidate whose children are not known."""
+    log_kappa: Tensor | None = None
+    """`[S]` fp32, added to every path score of the slot as it is written; None: nothing."""
 
     @property
     def stateless(self) -> bool:
@@ -159,6 +161,8 @@ class ExpandBestFirst(Op):
         self.expect("depths", (num_slots, limit), torch.int32)
         self.expect("log_rho", (num_slots, limit), torch.float32)
         self.expect("num_nodes", (num_slots,), torch.int32)
+        if self.log_kappa is not None:
+            self.expect("log_kappa", (num_slots,), torch.float32)
         if limit > 4096 or max(depth, width, prefixes) > 255 or self.top_k < 1:
             raise ValueError(
                 f"{self.name}: N <= 4096, D, P and M <= 255, top_k >= 1, got {limit}, {depth}, "
@@ -190,6 +194,8 @@ class ExpandBestFirst(Op):
             nodes = _expand_one(partial(_children, levels, self.top_k), self.out_tokens.shape[1])
             out = (self.out_tokens[r], self.parents[slot], self.depths[slot], self.log_rho[slot])
             _store_nodes(nodes, self.num_nodes[slot], *out)
+            if self.log_kappa is not None:
+                self.log_rho[slot] += self.log_kappa[slot]
 
     def triton(self) -> None:
         """One warp per request, one node per round."""
@@ -208,6 +214,7 @@ class ExpandBestFirst(Op):
             self.depths,
             self.log_rho,
             self.num_nodes,
+            self.log_kappa,
             *self.candidates.stride(),
             *self.logprobs.stride(),
             *((0, 0, 0, 0) if self.rows is None else rows.stride()),

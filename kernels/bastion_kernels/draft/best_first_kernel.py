@@ -57,6 +57,7 @@ def expand_kernel(
     depths_ptr,
     log_rho_ptr,
     num_nodes_ptr,
+    log_kappa_ptr,
     candidates_r,
     candidates_d,
     candidates_m,
@@ -164,6 +165,9 @@ def expand_kernel(
         tl.store(out_tokens_ptr + row * out_tokens_r + column, token, mask=real)
         tl.store(parents_ptr + slot * parents_s + column, tl.where(used, above, -1), mask=real)
         tl.store(depths_ptr + slot * depths_s + column, tl.where(used, depth, 0), mask=real)
-        score = tl.where(used, 0.0 - score, float("-inf"))
+        shift = 0.0
+        if log_kappa_ptr is not None:
+            shift = tl.load(log_kappa_ptr + slot)
+        score = tl.where(used, shift - score, float("-inf"))
         tl.store(log_rho_ptr + slot * log_rho_s + column, score, mask=real)
         tl.store(num_nodes_ptr + slot, count)

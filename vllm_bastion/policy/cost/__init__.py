@@ -6,8 +6,10 @@ roofline        analytical cost of a forward pass
 forward_times   measured forward passes, interpolated
 table           cost of a whole step, from forward_times
 fit             a roofline, calibrated to measurements
-correction      factors learned from real steps
-online          latency models: a table or a roofline, with or without a correction
+latency         the interface of latency models
+corrected       the table, corrected by real steps: the default
+paper           the paper's estimators
+models          a latency model by its name
 timing          times of real steps
 store           profiles on disk
 """

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from vllm_bastion.step_times import StepTimes
+
 _RING = 16  # most steps whose times have not been read yet
 
 
@@ -42,24 +44,6 @@ class HostMark:
 def new_mark(device: torch.device) -> Any:
     """A mark for work on `device`: a `torch.cuda.Event`, or a `HostMark`."""
     return HostMark() if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """One decode step, milliseconds."""
-
-    rows: int
-    num_reqs: int
-    context_len: float
-    # whether it verified drafts, and whether it ended with a draft
-    verified: bool
-    drafted: bool
-    # the target's forward pass and output head; if nothing was verified, up to the step's end
-    forward_ms: float
-    # from the end of the previous step to the end of this one; None if that one was not timed
-    total_ms: float | None
-    # positions of its block that the drafter did not predict
-    spared: int = 0
 
 
 @dataclass(slots=True)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ema_table`: the measured table of step costs, corrected by the times of real steps.
+
+Calibration runs without a scheduler, and the machine may change later. With P and C(n) from the
+table, a batch of R requests is estimated to take
+
+    plain step           e^p P
+    step with trees      e^a (C(R) + e^s (C(n) - C(R)))
+
+a, p and s are moving averages of y = ln(measured / estimated), clipped, for batches of about that
+size. With f the fraction of the estimate that e^s scales, a tree step counts by 1 - f for a and by
+2 f for s. A machine that slows down slows both kinds: once a kind has been measured itself, it
+follows most of what the other one shows.
+
+Trees that take a batch beyond the largest captured graph have a factor of their own: the host
+launches the kernels of such a step one by one, and its time tells nothing of what a row costs in a
+graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from vllm_bastion.policy.cost.latency import StepEstimate, keep
+from vllm_bastion.policy.cost.paper import CurveLatency
+from vllm_bastion.policy.cost.table import CostArray, StepCostTable, context_bucket
+from vllm_bastion.step_times import StepTimes
+
+# Weight of a new step, the alpha of the paper's moving average, and the most that it counts for: a
+# stalled step must not decide.
+_ALPHA, _CLIP = 0.1, 0.3
+_MAX_SLOPE = math.log(3.0)
+# The first steps count by their median.
+_FIRST = 4
+# How far a kind follows what the other one shows.
+_COMMON = 0.8
+# Steps of a kind after which it is known by its own times, and after which what it shows is the
+# machine, and no longer what calibration got wrong of that kind.
+_KNOWN, _SETTLED = 2, 16
+# A curve is rebuilt when its shape has changed by this much: it is copied to the device, and a
+# smaller change would alter no decision that is worth the copy.
+_SHAPE_STEP = 0.05
+
+
+@dataclass(slots=True)
+class _Log:
+    """ln(measured / table) over the steps of a kind."""
+
+    value: float = 0.0
+    count: int = 0
+    first: tuple[float, ...] = (0.0,)
+
+    def add(self, log: float) -> float:
+        """Add a step. Returns what it adds to the value."""
+        self.count += 1
+        if self.count <= _FIRST:
+            self.first += (log,)
+            return median(self.first) - self.value
+        return _ALPHA * min(max(log - self.value, -_CLIP), _CLIP)
+
+
+@dataclass(slots=True)
+class _Factors:
+    """Logarithms for batches of one size, in powers of two."""
+
+    plain: _Log = field(default_factory=_Log)
+    tree: _Log = field(default_factory=_Log)
+    slope: float = 0.0
+
+    def of_another_size(self) -> _Factors:
+        """A start for another size, which its own steps soon outweigh."""
+        plain, tree = (
+            _Log(log.value, min(log.count, _KNOWN), (log.value,)) for log in (self.plain, self.tree)
+        )
+        return _Factors(plain, tree, self.slope)
+
+
+class CorrectedLatency:
+    """See the module. A `LatencyModel`."""
+
+    def __init__(self, table: StepCostTable) -> None:
+        self.table = table
+        self._prior = CurveLatency(table)
+        self._factors: dict[int, _Factors] = {}
+        # The slope that each size's curves were built with last.
+        self._slopes: dict[int, float] = {}
+        self._largest_graph = max(table.captured_sizes, default=table.max_rows)
+        # ln of what steps beyond the graphs take over the table and `tree`.
+        self._beyond, self._beyond_in_curves = _Log(), 0.0
+        self._after_plain = False
+        # Sizes of the batch, in powers of two, whose trees were seen, within graphs and beyond.
+        self._seen: set[tuple[int, bool]] = set()
+        self._curves: dict[tuple[int, int, float, float, int], CostArray] = {}
+
+    def factors(self, num_reqs: int) -> _Factors:
+        """Of batches of about this size."""
+        size = num_reqs.bit_length()
+        known = self._factors.get(size)
+        if known is None:
+            nearest = min(self._factors, key=lambda other: abs(other - size), default=None)
+            known = _Factors() if nearest is None else self._factors[nearest].of_another_size()
+            self._factors[size], self._slopes[size] = known, known.slope
+        return known
+
+    def plain_is_known(self, num_reqs: int) -> bool:
+        """Whether a few plain steps of such a batch were timed."""
+        return self.factors(num_reqs).plain.count >= _KNOWN
+
+    def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
+        """See `LatencyModel`."""
+        num_reqs = max(1, int(num_reqs))
+        prior = self._prior.estimate(num_reqs, context_len, spared)
+        factors, size = self.factors(num_reqs), num_reqs.bit_length()
+        slope = self._slopes[size]
+        if abs(factors.slope - slope) > _SHAPE_STEP:
+            slope = self._slopes[size] = factors.slope
+        if abs(self._beyond.value - self._beyond_in_curves) > _SHAPE_STEP:
+            self._beyond_in_curves = self._beyond.value
+        beyond = self._beyond_in_curves
+        key = (num_reqs, context_bucket(context_len), slope, beyond, spared)
+        curve = self._curves.get(key)
+        if curve is None:
+            root = float(prior.curve[min(num_reqs, self.table.max_rows)])
+            added = prior.curve - root
+            # No step has fewer rows than requests, but the curve must still decrease there.
+            added *= np.exp(np.where(added < 0, 0.0, slope))
+            curve = (root + added).astype(np.float32)
+            if num_reqs <= self._largest_graph:
+                far = slice(self._largest_graph + 1, None)
+                curve[far] = prior.curve[far] * math.exp(beyond)
+                np.maximum.accumulate(curve[num_reqs:], out=curve[num_reqs:])
+            curve.setflags(write=False)
+            keep(self._curves, key, curve)
+        plain_ms = prior.plain_ms * math.exp(factors.plain.value)
+        return StepEstimate(curve, plain_ms, math.exp(factors.tree.value))
+
+    def observe(self, step: StepTimes, passed: int = 1) -> None:
+        """See `LatencyModel`.
+
+        A step that only verifies or only drafts is neither a step with trees nor a plain one. The
+        first of a kind may compile, and does not count. Nor does a plain step that no plain step
+        precedes: on the tiny pair it takes 1.3 times as long as the tenth in a row.
+        """
+        plain = not step.verified and not step.drafted
+        first_plain = plain and not self._after_plain and passed == 1
+        self._after_plain = plain
+        if step.total_ms is None or step.verified != step.drafted or first_plain:
+            return
+        if not (math.isfinite(step.total_ms) and step.total_ms > 0):
+            return
+        num_reqs = max(1, step.num_reqs)
+        row = min(max(step.rows, num_reqs), self.table.max_rows)
+        beyond = step.verified and num_reqs <= self._largest_graph < row
+        kind = (num_reqs.bit_length(), beyond)
+        if step.verified and kind not in self._seen:
+            self._seen.add(kind)
+            return
+        prior = self._prior.estimate(num_reqs, step.context_len, step.spared)
+        factors = self.factors(num_reqs)
+        plain_log, tree_log = factors.plain, factors.tree
+        if plain:
+            change = plain_log.add(math.log(step.total_ms / prior.plain_ms))
+            plain_log.value += change
+            if tree_log.count >= _KNOWN and plain_log.count >= _SETTLED:
+                tree_log.value += _COMMON * change
+            return
+        ms = float(prior.curve[row])
+        if beyond:
+            self._beyond.value += self._beyond.add(math.log(step.total_ms / ms) - tree_log.value)
+            return
+        root = float(prior.curve[min(num_reqs, row)])
+        added = math.exp(factors.slope) * (ms - root)
+        fraction = added / (root + added)
+        change = tree_log.add(math.log(step.total_ms / (root + added)))
+        if tree_log.count > _FIRST:
+            slope = factors.slope + 2.0 * fraction * change
+            factors.slope = min(max(slope, -_MAX_SLOPE), _MAX_SLOPE)
+            change *= 1.0 - fraction
+        tree_log.value += change
+        if plain_log.count >= _KNOWN and tree_log.count >= _SETTLED:
+            plain_log.value += _COMMON * change
+
+    def correction(self, num_reqs: int) -> dict[str, float]:
+        """See `LatencyModel`."""
+        factors = self.factors(num_reqs)
+        logs = factors.plain.value, factors.tree.value, factors.slope
+        return dict(zip(("plain", "tree", "rows"), map(math.exp, logs), strict=True))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latency models: what one step of speculative decoding is estimated to cost.
+
+`LatencyModel` is the interface between measuring and deciding. There are five models:
+
+    table      the measured step-cost table
+    ema_table  the same, corrected by the times of whole steps (`corrected`)
+    static, ema, ema_calib
+               the paper's, from a roofline (`paper`)
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from vllm_bastion.policy.cost.table import CostArray
+from vllm_bastion.step_times import StepTimes
+
+LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
+
+_MAX_CACHED = 512
+
+
+class StepEstimate(NamedTuple):
+    """What the next step of a batch costs, of either kind."""
+
+    # [max_rows + 1] float32, entry n for n target rows (roots, nodes and prompt tokens): ms of a
+    # whole step with trees, over `factor`. Finite, positive, non-decreasing and read-only; the same
+    # object until it changes. It is all that N* depends on.
+    curve: CostArray
+    # ms of a step that neither drafts nor verifies.
+    plain_ms: float
+    factor: float = 1.0
+
+    def tree_step_ms(self, rows: int) -> float:
+        """ms of a step with trees and so many target rows."""
+        return self.factor * float(self.curve[min(rows, len(self.curve) - 1)])
+
+    @property
+    def tree_ms(self) -> CostArray:
+        """[max_rows + 1] float32 ms: `tree_step_ms` of every number of rows."""
+        return (self.factor * self.curve).astype(np.float32)
+
+
+class LatencyModel(Protocol):
+    """Cost of a step, by its total target rows."""
+
+    def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
+        """The next step's cost.
+
+        Args:
+            num_reqs: requests that decode in the step.
+            context_len: mean cached tokens per request.
+            spared: positions of its block that the drafter does not predict.
+        """
+        ...
+
+    def observe(self, step: StepTimes, passed: int = 1) -> None:
+        """Learn from a completed step, the last of `passed` steps since the one observed before."""
+        ...
+
+    def plain_is_known(self, num_reqs: int) -> bool:
+        """Whether nothing is to be learned from plain steps of such a batch."""
+        ...
+
+    def correction(self, num_reqs: int) -> dict[str, float]:
+        """Factors by which real steps of such a batch differ from the profile; empty without.
+
+        "plain": plain steps. "tree": steps with trees and one row for each request. "rows": what
+        further rows add, beyond "tree".
+        """
+        ...
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Cache `value`, in bounded memory."""
+    if len(cache) >= _MAX_CACHED:
+        cache.clear()
+    cache[key] = value

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When to try the kind of step that does not seem to pay: probes that back off.
+
+While nothing is drafted, nothing shows what drafts would bring. So two steps in a row draft after B
+steps without drafts. B doubles from 16 to 512 each time they do not pay, and returns to 16 when
+they do. It is 16 as well if half of the batch are requests of which no tree is known.
+
+With C and P the costs of a step with trees and of a plain one, a probe is expected to lose
+2 C (1 - e^x), at most 2 (C - P). It is paid from an allowance that grows by 1/64 of the time and
+starts with 4 P. So probes are expected to cost at most 1/64 of the time, however short replies are
+and however dear trees.
+
+While drafting, nothing shows what plain steps cost. A few are taken at first if that could change
+the decision.
+"""
+
+from __future__ import annotations
+
+_FIRST, _LAST = 16, 512
+_OF_TREES, _OF_PLAIN = 2, 4
+# The allowance's share of the time, and plain steps that it starts with and at most holds.
+_SHARE, _MOST = 1 / 64, 4.0
+# Least share of its time that a probe counts as losing: to change the kind of step takes time too.
+_MIN_LOSS = 0.3
+# Decisions after a probe before its results have arrived.
+_PAUSE = 3
+
+
+class Probes:
+    """Counts steps without drafts, and says when to try them."""
+
+    def __init__(self) -> None:
+        self._wait, self._since = _FIRST, 0
+        self._allowance = _MOST  # in plain steps
+        # Decisions that the current probe still takes, and those until its result is known.
+        self._left = self._pause = 0
+        self._of_trees = False
+
+    @property
+    def active(self) -> bool:
+        """Whether a probe is under way, or what it showed has not been used yet."""
+        return self._left > 0 or self._pause > 0
+
+    def reverses(
+        self, drafts: bool, ratio: float, gain: float, *, new: float, in_doubt: bool, ends_in: int
+    ) -> bool:
+        """Whether the coming step is of the other kind than the one that seems to pay.
+
+        Args:
+            drafts: whether trees seem to pay.
+            ratio: C / P.
+            gain: e^x, how much faster trees are expected to emit tokens.
+            new: fraction of the batch's requests of which no tree is known.
+            in_doubt: whether plain steps may be faster than trees, for all that is known.
+            ends_in: steps until all requests have ended, at most.
+        """
+        loss = _OF_TREES * ratio * max(1.0 - gain, _MIN_LOSS)
+        earned = self._allowance + _SHARE * (ratio if drafts else 1.0)
+        self._allowance = min(earned, max(_MOST, loss))
+        self._since += not drafts
+        if self._left:
+            self._left -= 1
+            return self._of_trees != drafts
+        if self._pause:
+            self._pause -= 1
+            if not self._pause and self._of_trees:
+                # What the probe showed has been used for `drafts`.
+                self._wait = _FIRST if drafts else min(2 * self._wait, _LAST)
+            return False
+        if drafts:
+            self._wait, self._since = _FIRST, 0
+            return in_doubt and ends_in > _OF_PLAIN and self._begin(of_trees=False)
+        wait = _FIRST if new >= 0.5 else self._wait
+        if self._since < wait or ends_in <= _OF_TREES or self._allowance < loss:
+            return False
+        self._allowance -= loss
+        return self._begin(of_trees=True)
+
+    def _begin(self, *, of_trees: bool) -> bool:
+        self._left = (_OF_TREES if of_trees else _OF_PLAIN) - 1
+        self._pause, self._of_trees, self._since = _PAUSE, of_trees, 0
+        return True
