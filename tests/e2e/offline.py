@@ -18,8 +18,24 @@ def costs(worker: Any) -> list[float]:
     """A worker's cost of a cycle of two requests, by rows; empty with a fixed budget."""
     from vllm_bastion.engine.runtime import runtime_of
 
-    costs = runtime_of(worker.model_runner.vllm_config).costs
-    return [] if costs is None else costs.latency.estimate(2, 100).tree_ms.tolist()
+    control = runtime_of(worker.model_runner.vllm_config).controller
+    return [] if control is None else control.latency.estimate(2, 100).tree_ms.tolist()
+
+
+def correction(worker: Any) -> dict[str, float]:
+    """What a worker has learned of batches of two requests from real steps."""
+    from vllm_bastion.engine.runtime import runtime_of
+
+    control = runtime_of(worker.model_runner.vllm_config).controller
+    return {} if control is None else control.latency.correction(2)
+
+
+def slow_down(worker: Any) -> None:
+    """From now on the first worker's clock shows three times as long; others have no timer."""
+    from vllm_bastion.policy.cost.timing import HostMark
+
+    elapsed = HostMark.elapsed_time
+    HostMark.elapsed_time = lambda self, end: 3.0 * elapsed(self, end)  # type: ignore[method-assign]
 
 
 def fork() -> None:
@@ -52,9 +68,20 @@ def generate(spec: dict[str, Any]) -> dict[str, Any]:
     )
     metrics = llm.get_metrics()
     result = {
+        "corrections": [],
         "costs": llm.collective_rpc(costs) if "speculative_config" in spec["engine"] else [],
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
         "metrics": {m.name: m.value for m in metrics if isinstance(m, Counter)},
     }
+    if spec.get("slows_down"):
+        result["corrections"].append(llm.collective_rpc(correction))
+        llm.collective_rpc(slow_down)
+        again = llm.generate(
+            [request["prompt"] for request in batch["requests"]],
+            [SamplingParams(**request["params"]) for request in batch["requests"]],
+            use_tqdm=False,
+        )
+        assert [list(output.outputs[0].token_ids) for output in again] == result["token_ids"]
+        result["corrections"].append(llm.collective_rpc(correction))
     llm.llm_engine.engine_core.shutdown()
     return result

@@ -72,7 +72,8 @@ class Engine:
     @property
     def asked(self) -> int:
         """Times that the controller was asked."""
-        return self.runtime.controller.asked
+        asked: int = self.runtime.controller.asked
+        return asked
 
     def _propose(self, batch: Any, *args: Any, num_speculative_tokens: int, **_: Any) -> None:
         """As vLLM's: nothing is drafted where nothing is wanted."""
@@ -122,3 +123,12 @@ def test_a_step_whose_drafts_nobody_can_use_leaves_no_trees(
     assert torch.equal(engine.trees.tokens[:2], first)
     engine.step([1, 2], NODES)
     assert (engine.asked, engine.timed, engine.manager._treeless) == (2, [True, False, True], set())
+
+
+def test_a_budget_of_zero_runs_no_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    engine.trees.budget, engine.runtime.controller = 0, None
+    engine.step([0, 1], NODES)
+    engine.step([0, 1], NODES)
+    assert engine.timed == [False, False] and engine.manager._treeless == {0, 1}
+    assert not engine.runtime.drafting, "the scheduler plans no placeholders"

@@ -227,6 +227,15 @@ def test_a_budget_that_is_a_number_asks_nobody(monkeypatch: pytest.MonkeyPatch) 
     assert steps.run() == {"r4": DEPTH, "r2": DEPTH}
 
 
+def test_a_fixed_budget_does_not_leave_the_graphs() -> None:
+    steps = Steps(BastionVerificationManager, [4, 2, 0], budget=6)
+    steps.runtime.graph_sizes = np.array([4, 8, 16])
+    steps.run()
+    assert sum(steps.run().values()) == 13
+    steps.runtime.graph_sizes = np.array([1, 2])  # nor do the roots fit
+    assert sum(steps.run().values()) == 18
+
+
 @pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])
 def test_a_requests_own_budget_leaves_the_other_trees_what_they_ask_for(kind: Any) -> None:
     """The same steps, drafted from the same logits, with and without the limited requests."""

@@ -5,8 +5,8 @@ vLLM's scheduler schedules ``1 + num_speculative_tokens`` tokens for a decoding 
 nothing of trees. ``AdaptiveVerificationManager`` is vLLM's seam for verifying fewer; this subclass
 cuts every request to its share of the budget.
 
-Only this file and ``lagged`` decide how many nodes are verified. They are always a tree's first
-nodes.
+How many that is follows from what the controller has installed (`policy.controller`); this file and
+``lagged`` carry it out. They are always a tree's first nodes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The ledger: everything in vLLM that this package changes, and why.
 
 `apply_all` wraps the functions in the table below in each vLLM process. The adapters inside the
-model runner (`hooks.runner`, `hooks.gated_delta`) are installed later, by
+model runner (`hooks.runner`, `hooks.warm_up`, `hooks.gated_delta`) are installed later, by
 `worker.install_adapters` in a worker of method "bastion". `hooks.assigned` lists what is changed
 without a wrapper. tests/e2e/test_ledger.py compares running engines with all of it.
 """
