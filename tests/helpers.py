@@ -76,6 +76,7 @@ def engine_config(
         "max_num_batched_tokens": 128,
         "max_num_seqs": 2,
         "enforce_eager": True,
+        "load_format": "dummy",
     }
     args = EngineArgs(model=pair[0], speculative_config=given, **(limits | (arguments or {})))
     return args.create_engine_config()

@@ -26,6 +26,9 @@ OPTIONS = [
     "--dtype", "float32", "--max-num-seqs", "2", "--max-model-len", "128", "--enforce-eager",
     "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(16 << 20),
 ]  # fmt: skip
+# For models without weights.
+_DUMMY = ("--load-format", "dummy")
+NO_WEIGHTS = ["--load-format", "dummy"]
 ON_GPU = torch.cuda.is_available()
 
 
@@ -35,13 +38,13 @@ def _registered(pair: tuple[str, str]) -> None:
 
 
 def test_a_pair_without_weights_is_described(pair: tuple[str, str]) -> None:
-    report = check(*pair, ["--max-model-len", "256", "--max-num-seqs", "8"])
+    report = check(*pair, [*_DUMMY, "--max-model-len", "256", "--max-num-seqs", "8"])
     assert report.refusal is None
     said = dict(report.lines)
     assert "gamma 7" in said["drafter"] and "K 16" in said["trees"]
     assert "tokens a request" in said["limits"] and "(max_num_seqs)" in said["limits"]
     assert report.memory is not None and report.memory.weights is None
-    assert "unknown until they are downloaded" in report.text()
+    assert "drafter's weights unknown" in report.text()
     # 4 layers of the target and 2 of the drafter, one head of 32, bf16: keys and values
     drafter = json.loads(Path(pair[1], "config.json").read_text())
     per_layer = 2 * 32 * 2
@@ -55,13 +58,13 @@ def test_a_pair_without_weights_is_described(pair: tuple[str, str]) -> None:
         (["--pipeline-parallel-size", "2"], "pipeline_parallel_size"),
         (["--speculative-config", '{"bastion_budgte": 3}'], 'did you mean "bastion_budget"?'),
         (["--speculative-config", '{"num_speculative_tokens": 900}',
-          "--max-num-batched-tokens", "512"], "lower it to 504"),
+          "--max-num-batched-tokens", "512", *_DUMMY], "lower it to 504"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_the_engines_own_sentence(
     options: list[str], named: str, pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["check", *pair, *options]) == 1
+    assert cli.main(["check", *pair, *NO_WEIGHTS, *options]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("refused") and named in line
     is_one_sentence(line.removeprefix("refused").strip())
@@ -82,7 +85,7 @@ def test_a_plugin_that_is_not_loaded_is_told(
 
 
 def test_a_fixed_budget_needs_no_profile(pair: tuple[str, str]) -> None:
-    report = check(*pair, ["--speculative-config", '{"bastion_budget": 12}'])
+    report = check(*pair, [*_DUMMY, "--speculative-config", '{"bastion_budget": 12}'])
     assert report.profile is None and "N 12" in dict(report.lines)["trees"]
     assert "not needed" in dict(report.lines)["profile"]
 
@@ -143,3 +146,50 @@ def test_an_engine_that_starts_has_what_was_said(
     assert found["profile"] == str(path) and path.exists()
     assert found["trees"] == memory.trees
     assert found["hidden"] == memory.hidden
+
+
+def test_the_command_prints_its_answer_and_nothing_else() -> None:
+    done = _command(TARGET, DRAFTER, *OPTIONS)
+    assert (done.returncode, done.stderr) == (0, "")
+    headings = [line.split()[0] for line in done.stdout.splitlines()]
+    assert headings == [
+        "served",
+        "drafter",
+        "trees",
+        "limits",
+        "kernels",
+        *["memory"] * 3,
+        "profile",
+    ]
+    assert "Backend" not in done.stdout and "DYNAMO" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options", [["--no-such-option"], ["--max-num-seqs", "many"], ["--dtype", "float13"]]
+)
+def test_wrong_options_are_told_in_one_line(
+    options: list[str], pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check", *pair, *options])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vllm-bastion check: ") and options[-1] in line
+    assert "vllm serve --help" in line
+
+
+@pytest.mark.parametrize("command", ["check", "calibrate", "explain"])
+def test_help_says_where_vllms_options_go(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "TARGET DRAFTER [vLLM options]" in capsys.readouterr().out
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    paths = os.pathsep.join(filter(None, sys.path))
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_bastion", "check", *arguments],
+        env={**env, "TRITON_INTERPRET": "0", "PYTHONPATH": paths},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip

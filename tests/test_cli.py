@@ -228,11 +228,11 @@ def test_calibrate_hands_vllms_options_on(tmp_path, monkeypatch, capsys):
 def test_calibrate_names_a_folder_that_is_not_there(capsys):
     assert cli.main(["calibrate", "/nope", "D"]) == 1
     assert capsys.readouterr().err == (
-        "vllm-bastion calibrate: target: there is no folder /nope; give a model's folder or its "
-        "Hugging Face name\n"
+        "vllm-bastion calibrate: the target cannot be read: there is no folder /nope: give a "
+        "model's folder or its Hugging Face name\n"
     )
     assert cli.main(["calibrate", "T", "./models/nope"]) == 1
-    assert "drafter: there is no folder ./models/nope" in capsys.readouterr().err
+    assert "drafter cannot be read: there is no folder ./models/nope" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
-from vllm_bastion import config, validation
+from vllm_bastion import config, validation, validation_models
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.platform import current_host
 from vllm_bastion.validation import BastionConfigError
@@ -98,7 +98,15 @@ COMMAND_LINES = {
 def test_every_form_of_the_command_line_arrives(form: str, pair: tuple[str, str]) -> None:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     words = [word.replace("D", pair[1]) for word in COMMAND_LINES[form]]
-    limits = ["--max-num-batched-tokens", "128", "--max-model-len", "256", "--enforce-eager"]
+    limits = [
+        "--load-format",
+        "dummy",
+        "--max-num-batched-tokens",
+        "128",
+        "--max-model-len",
+        "256",
+        "--enforce-eager",
+    ]
     parsed = parser.parse_args(["--model", pair[0], *limits, *words])
     engine = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
     spec = engine.speculative_config
@@ -109,6 +117,7 @@ def test_every_form_of_the_command_line_arrives(form: str, pair: tuple[str, str]
 def test_a_key_given_twice_is_refused_as_vllm_refuses_it(pair: tuple[str, str]) -> None:
     args = EngineArgs(
         model=pair[0],
+        load_format="dummy",
         spec_method="bastion",
         speculative_config={"method": "bastion", "model": pair[1]},
     )
@@ -358,9 +367,9 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", TARGETS)
 def test_a_target_that_trees_cannot_be_verified_on_is_refused(case: str) -> None:
     changes, names = TARGETS[case]
-    validation.check_target(_target())
+    validation_models.check_target(_target())
     with pytest.raises(BastionConfigError) as caught:
-        validation.check_target(_target(**changes))
+        validation_models.check_target(_target(**changes))
     is_one_sentence(str(caught.value), '"some/target"', names, "drop speculative_config")
 
 
@@ -374,16 +383,16 @@ def test_gated_delta_networks_are_served_on_cpu_and_cuda(monkeypatch: pytest.Mon
         )
         monkeypatch.setattr(vllm.platforms, "_current_platform", platform, raising=False)
         if kind != "rocm":
-            validation.check_target(target)
+            validation_models.check_target(target)
     with pytest.raises(BastionConfigError) as caught:
-        validation.check_target(target)
+        validation_models.check_target(target)
     is_one_sentence(str(caught.value), "gated delta networks", "NVIDIA GPUs only")
 
 
 def test_the_attributes_read_of_a_target_exist(pair: tuple[str, str]) -> None:
     model = EngineArgs(model=pair[0], max_model_len=256).create_model_config()
     assert all(hasattr(model, name) for name in vars(_target()))
-    validation.check_target(model)
+    validation_models.check_target(model)
 
 
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {

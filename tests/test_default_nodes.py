@@ -33,7 +33,7 @@ def test_the_number_of_nodes_may_be_left_out(
     given = {"method": "bastion", "model": pair[1]} | keys
     args = EngineArgs(
         model=pair[0], speculative_config=given, max_model_len=256, max_num_seqs=2,
-        max_num_batched_tokens=limit, enforce_eager=True,
+        max_num_batched_tokens=limit, enforce_eager=True, load_format="dummy",
     )  # fmt: skip
     expected = current_host().default_nodes if nodes == "default" else nodes
     assert args.create_engine_config().speculative_config.num_speculative_tokens == expected
@@ -43,7 +43,7 @@ def test_a_tree_fits_into_the_models_length(pair: tuple[str, str]) -> None:
     def nodes(**keys: Any) -> int:
         args = EngineArgs(
             model=pair[0], speculative_config={"method": "bastion", "model": pair[1]} | keys,
-            max_model_len=40, max_num_seqs=2, enforce_eager=True,
+            max_model_len=40, max_num_seqs=2, enforce_eager=True, load_format="dummy",
         )  # fmt: skip
         return args.create_engine_config().speculative_config.num_speculative_tokens
 
@@ -64,6 +64,7 @@ def test_a_limit_that_holds_no_tree_is_refused_without_a_number_of_nodes_too(
     args = EngineArgs(
         model=pair[0], speculative_config={"method": "bastion", "model": pair[1]},
         max_model_len=8, max_num_batched_tokens=8, max_num_seqs=1, enforce_eager=True,
+        load_format="dummy",
     )  # fmt: skip
     with pytest.raises(BastionConfigError, match="raise max_num_batched_tokens"):
         args.create_engine_config()

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.demo import pair as pairs
 from benchmarks.demo.pair import SHAPE, TINY_PAIR, CannotWrite, pair_of
+from benchmarks.demo.run import load_note
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,3 +61,9 @@ def test_make_demo_leaves_threads_to_the_user(threads: str | None, unset: bool) 
     )
     (line,) = [line for line in planned.stdout.splitlines() if "-m benchmarks.demo" in line]
     assert ("-u OMP_NUM_THREADS" in line) == unset
+
+
+def test_a_busy_machine_is_told() -> None:
+    assert load_note(5.0) is None
+    said = load_note(80.0)
+    assert said is not None and "80%" in said and "speed-ups of this run mean nothing" in said

@@ -36,6 +36,7 @@ from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks import HookError, scheduler, wrap
 from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
 from vllm_bastion.hooks.runner import RUNNER_HOOKS, execute_model
+from vllm_bastion.hooks.server import SERVER_HOOKS
 from vllm_bastion.hooks.warm_up import WARM_UP_HOOKS
 from vllm_bastion.versions import capabilities_of
 
@@ -49,7 +50,7 @@ def _registered() -> None:
 
 # --- the contract -----------------------------------------------------------------------------
 
-LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS)
+LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS, *SERVER_HOOKS)
 VERSIONS = [capabilities_of(version) for version in ("0.32", "0.33")]
 
 

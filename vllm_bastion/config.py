@@ -30,6 +30,7 @@ from vllm_bastion.drafter_kinds import (
     gamma_of,
     restore_settings,
 )
+from vllm_bastion.logger import leave_out
 from vllm_bastion.platform import current_host
 
 PREFIX = "bastion_"
@@ -108,6 +109,8 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         vLLM's drafter shares buffers of one step's tokens. Ours are sized for `max_num_seqs`
         requests that draft.
         """
+        # vLLM asks just before it warns of a limit below 8192, which no reservation of ours causes.
+        leave_out("vllm.config.vllm", "max_num_scheduled_tokens is set to")
         return 0
 
     def use_eagle_block_drop(self) -> bool:
@@ -115,6 +118,8 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
         A drafter's keys and values follow from the target's hidden state at their own position.
         """
+        # The scheduler asks just before it warns that this costs acceptance, which it does not.
+        leave_out("vllm.v1.core.sched.scheduler", "EAGLE trailing prefix-cache block dropping")
         return False
 
     @property
@@ -214,6 +219,12 @@ def standard_keys() -> tuple[str, ...]:
     engine_made = {"target_model_config", "target_parallel_config"}
     names = (field.name for field in fields(SpeculativeConfig))
     return tuple(name for name in names if name not in engine_made)
+
+
+def default_of(name: str) -> Any:
+    """vLLM's own default of one of its settings."""
+    default = next(field.default for field in fields(SpeculativeConfig) if field.name == name)
+    return getattr(default, "default", default)
 
 
 def key_adapter(name: str) -> TypeAdapter[Any]:

@@ -28,6 +28,8 @@ _DOMINO = "DFlashDominoDraftModel"
 class Kind:
     """A kind of drafter."""
 
+    name: str
+    """As users know it."""
     architectures: frozenset[str]
     """Names in a checkpoint's config; all of a checkpoint's names must be among them."""
     speculator: str
@@ -62,6 +64,7 @@ _NO_SELECTOR = rules.without("selector_rank", "selects candidates with a head of
 _DRAFTERS = "vllm_bastion.drafters"
 KINDS = (
     Kind(
+        "DFlash",
         frozenset({"DFlashDraftModel", "DFlashQwen3ForCausalLM"}),
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=rules.after_anchor,
@@ -69,12 +72,14 @@ KINDS = (
     ),
     # The same model in vLLM. Its settings are not in a dflash_config.
     Kind(
+        "Muse Glimmer's assistant",
         frozenset({"MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"}),
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=rules.after_anchor,
         checks=(rules.no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
     ),
     Kind(
+        "Domino",
         frozenset({_DOMINO}),
         f"{_DRAFTERS}.domino:BastionDomino",
         gamma=rules.domino_gamma,
@@ -93,6 +98,7 @@ KINDS = (
         library_settings=rules.domino_settings,
     ),
     Kind(
+        "DFlash2",
         frozenset({"DFlash2DraftModel"}),
         f"{_DRAFTERS}.candidate_heads:BastionDFlash2",
         gamma=rules.after_anchor,
@@ -106,6 +112,7 @@ KINDS = (
         ),
     ),
     Kind(
+        "LiLiCorr",
         frozenset({"LiLiCorrDraftModel"}),
         f"{_DRAFTERS}.candidate_heads:BastionLiLiCorr",
         gamma=rules.after_anchor,
@@ -119,6 +126,7 @@ KINDS = (
         ),
     ),
     Kind(
+        "DSpark for Qwen3",
         frozenset({"Qwen3DSparkModel"}),
         f"{_DRAFTERS}.dspark:BastionDSpark",
         gamma=rules.dspark_gamma,
@@ -129,6 +137,7 @@ KINDS = (
         method="dspark",
     ),
     Kind(
+        "XPress",
         frozenset({"Qwen3XPressModel", "DFlashQwen3XPressModel"}),
         f"{_DRAFTERS}.xpress:BastionXPress",
         gamma=rules.xpress_gamma,

@@ -58,6 +58,12 @@ def domino_gamma(config: Any) -> int | None:
     return _block(config) if _dflash(config).get("shift_label") else after_anchor(config)
 
 
+def layers_read(config: Any) -> list[int]:
+    """The target's layers whose hidden states the drafter reads; empty if it does not say."""
+    ids = _dflash(config).get("target_layer_ids") or getattr(config, "target_layer_ids", None)
+    return list(ids or ())
+
+
 # ---- candidates -------------------------------------------------------------------------
 
 

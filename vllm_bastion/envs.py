@@ -54,6 +54,16 @@ def cache_dir() -> Path:
     return base / "vllm-bastion"
 
 
+def uses_modelscope() -> bool:
+    """Whether vLLM takes models from ModelScope instead of Hugging Face."""
+    return os.environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true")
+
+
+def quiet() -> None:
+    """Let vLLM show only errors once it is configured, unless the user has set its level."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
 def page_enabled() -> bool:
     """Whether the server has the page, and workers may show text of requests to it."""
     return os.environ.get("VLLM_BASTION_PAGE", "0") not in ("", "0")

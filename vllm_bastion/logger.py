@@ -8,6 +8,7 @@ and their INFO records are dropped. So all loggers of this package are children 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 
 def init_logger(module: str) -> logging.Logger:
@@ -19,6 +20,27 @@ def init_logger(module: str) -> logging.Logger:
     return logging.getLogger("vllm.bastion" + module.removeprefix("vllm_bastion"))
 
 
+def leave_out(name: str, beginning: str) -> None:
+    """Drop messages of one of vLLM's loggers that are wrong for method "bastion".
+
+    Args:
+        name: of the logger.
+        beginning: of the message.
+    """
+    filter_ = _Beginning(beginning)
+    logger = logging.getLogger(name)
+    if filter_ not in logger.filters:
+        logger.addFilter(filter_)
+
+
+@dataclass(frozen=True)
+class _Beginning(logging.Filter):
+    text: str
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self.text)
+
+
 def quiet() -> None:
-    """Show only errors of vLLM and of this package: a command prints its own answer."""
+    """Show only errors until vLLM is configured: it warns while it is being imported."""
     logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters that are refused by name, each with the reason and the nearest that works.
 
-Names are those of a checkpoint's architecture, or of its format in the speculators library. This
-module imports nothing of vLLM.
+Names are those of a checkpoint's architecture or type, or of its format in the speculators library.
+This module imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ _OTHERS: dict[str, str] = {
     "dflash2beam": "is Beam's DFlash2 drafter, whose layers differ from the ones that trees were "
     'tested with: use vLLM\'s method "dflash"',
     "k3dspark": "is a DSpark drafter with latent attention: use a target with a Qwen3DSparkModel",
+    "eagle": "is an EAGLE drafter, which drafts one token after the other: "
+    f'{_PLAIN_DFLASH}, or vLLM\'s method "eagle3"',
+    "medusa": f"is a Medusa drafter, whose heads ignore each other: {_PLAIN_DFLASH}, or vLLM's "
+    'method "medusa"',
+    "mtp": "is a target's own multi-token prediction (MTP), which drafts one token after the "
+    f'other: {_PLAIN_DFLASH}, or vLLM\'s method "mtp"',
+    "mlpspeculator": "is an MLP speculator, which drafts one token after the other: "
+    f'{_PLAIN_DFLASH}, or vLLM\'s method "mlp_speculator"',
 }
 
 
@@ -52,9 +60,11 @@ def other_family(config: Any) -> str | None:
     if not isinstance(config, dict):
         config = {
             "architectures": getattr(config, "architectures", None),
+            "model_type": getattr(config, "model_type", None),
             "parallel_drafting": getattr(config, "parallel_drafting", None),
         }
-    names = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
+    names = [*(config.get("architectures") or ())]
+    names += [config.get(key) or "" for key in ("model_type", "speculators_model_type")]
     if config.get("parallel_drafting"):  # in the config of an EAGLE-3 drafter
         names.append("peagle")
     text = " ".join(names).lower().replace("-", "").replace("_", "")

@@ -2,23 +2,24 @@
 """Start-up checks: everything a tree cannot serve is refused before the engine exists.
 
 Every message is one sentence that names the key or flag and the way out. Each check runs as soon as
-what it reads exists: the user's keys, then the target model and the drafter's checkpoint, then the
-finished configuration. `check_layers` looks at the loaded target for what no configuration says.
+what it reads exists: the user's keys, then the target model and the drafter's checkpoint
+(`validation_models`), then the finished configuration. `check_layers` looks at the loaded target
+for what no configuration says.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from vllm import envs as vllm_envs
 
-from vllm_bastion import compat
 from vllm_bastion.config import (
+    PREFIX,
     BastionSpeculativeConfig,
+    default_of,
     key_adapter,
     key_choices,
     literals,
@@ -26,14 +27,10 @@ from vllm_bastion.config import (
     user_keys,
 )
 from vllm_bastion.connectors import saving_too_early
-from vllm_bastion.drafter_kinds import KINDS, architectures_of, kind_of
-from vllm_bastion.other_drafters import other_family
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.store import ProfileError, check_setting
-from vllm_bastion.versions import capabilities, first_version_with
 
-# One architecture of each kind of drafter.
-KNOWN_DRAFTERS = tuple(min(kind.architectures) for kind in KINDS)
+METHOD = "bastion"
 
 # vLLM's own keys of which trees support one value: key -> (that value, why).
 _FIXED_KEYS: dict[str, tuple[Any, str]] = {
@@ -44,6 +41,27 @@ _FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "use_local_argmax_reduction": (False, "a tree needs more than the best token of a position"),
     "num_speculative_tokens_per_batch_size": (None, "bastion shares one budget over the batch"),
 }
+
+# vLLM's own keys that do something with this method.
+_READ_KEYS = frozenset(
+    {
+        "attention_backend",
+        "code_revision",
+        "draft_load_config",
+        "draft_tensor_parallel_size",
+        "dspark_draft_topk",
+        "kv_cache_dtype",
+        "max_model_len",
+        "method",
+        "model",
+        "moe_backend",
+        "num_speculative_tokens",
+        "quantization",
+        "revision",
+    }
+)
+# What to set instead of one that does nothing.
+_INSTEAD = {"enforce_eager": "set the engine's enforce_eager"}
 
 _DOES_NOT_WORK = 'does not work with method "bastion"'
 
@@ -65,20 +83,31 @@ _REASONS = {
     "pipeline_parallel_size": "only the last stage knows how many nodes a step verifies, and which "
     "of them it accepts",
 }
-# Hybrid targets whose recurrent layers are gated delta layers.
-_GATED_DELTA = (
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
 # What tree attention reads.
 _CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 class BastionConfigError(ValueError):
     """A configuration that method "bastion" refuses."""
+
+
+def refuse_other_spelling(given: dict[str, Any]) -> None:
+    """Refuse keys of method "bastion" beside another method, or none, or its name misspelt.
+
+    Args:
+        given: the speculative configuration of an engine that does not ask for the method.
+    """
+    method = given.get("method")
+    word = method.strip().lower() if isinstance(method, str) else ""
+    if word == METHOD or difflib.get_close_matches(word, [METHOD], cutoff=0.8):
+        raise BastionConfigError(f'"method": {method!r} is unknown to vLLM: write "{METHOD}"')
+    own = [key for key in given if key.replace("-", "_").startswith(PREFIX)]
+    if own:
+        what = "no method is named" if method is None else f'the method is "{method}"'
+        raise BastionConfigError(
+            f'"{own[0]}" in speculative_config is a key of method "{METHOD}", and {what}: set '
+            f'"method" to "{METHOD}", or remove the key'
+        )
 
 
 def check_user_keys(given: dict[str, Any]) -> None:
@@ -102,6 +131,14 @@ def check_user_keys(given: dict[str, Any]) -> None:
     for key, (value, why) in _FIXED_KEYS.items():
         if given.get(key, value) != value:
             raise BastionConfigError(f'"{key}": {given[key]!r} {_DOES_NOT_WORK} ({why}): remove it')
+    for key, value in given.items():
+        is_read = key in _READ_KEYS or key in _FIXED_KEYS or key in user_keys()
+        if not is_read and value not in (None, default_of(key)):
+            instead = f"{_INSTEAD[key]} instead" if key in _INSTEAD else "remove it"
+            raise BastionConfigError(
+                f'"{key}": {value!r} in speculative_config does nothing with method "bastion": '
+                f"{instead}"
+            )
     if not given.get("model"):
         raise BastionConfigError(
             'method "bastion" needs "model" in speculative_config: the path or the Hugging Face '
@@ -143,125 +180,21 @@ def _describe(choice: dict[str, Any]) -> str:
     return " or ".join(f'"{name}"' for name in literals(choice)) or '"auto" or "off" or a file name'
 
 
+def wrong_value(error: ValidationError) -> BastionConfigError:
+    """vLLM's refusal of a value in speculative_config, without the frame around it."""
+    found = []
+    for one in error.errors():
+        where = ".".join(map(str, one.get("loc", ())))
+        text = one["msg"].removeprefix("Value error, ").splitlines()[0]
+        found.append(f'"{where}": {text}' if where else text)
+    return BastionConfigError(f"speculative_config: {'; '.join(found)}")
+
+
 def check_host() -> None:
     """Refuse a host whose vLLM can run neither Triton's kernels nor their native twins."""
     refusal = current_host().refusal()
     if refusal is not None:
         raise BastionConfigError(refusal)
-
-
-def check_drafter(drafter: Any, name: str, target: Any) -> None:
-    """Check the drafter's checkpoint, alone and against the target.
-
-    Args:
-        drafter: its Hugging Face config, as `vllm.transformers_utils.config.get_config` reads it.
-        name: what the user gave as "model".
-        target: vLLM's ModelConfig of the target.
-    """
-    architectures = architectures_of(drafter)
-    kind = kind_of(architectures)
-    if kind is None:
-        refuse_other_family(drafter, name)
-        shown = ", ".join(architectures) or "none named"
-        raise BastionConfigError(
-            f'"model": "{name}" is no drafter that trees are grown from (architecture: {shown}): '
-            f"give a checkpoint of architecture {', '.join(KNOWN_DRAFTERS)}"
-        )
-    if kind.needs is not None and not getattr(capabilities(), kind.needs):
-        raise BastionConfigError(
-            f'"model": "{name}" is of architecture {architectures[0]}, which vLLM has from '
-            f"{first_version_with(kind.needs)} on: install that instead of vLLM "
-            f"{compat.vllm_version()}"
-        )
-    gamma = kind.gamma(drafter)
-    if gamma is None or gamma < 1:
-        block_size = getattr(drafter, "block_size", None)
-        raise BastionConfigError(
-            f'the config of drafter "{name}" has "block_size": {block_size!r}, where a DFlash '
-            "checkpoint has a whole number of at least 2: use a complete checkpoint"
-        )
-    vocab = target.get_vocab_size()
-    for check in kind.checks:
-        refusal = check(drafter, name, vocab)
-        if refusal is not None:
-            raise BastionConfigError(refusal)
-    sizes = {key: getattr(drafter, key, None) for key in ("vocab_size", "draft_vocab_size")}
-    for key, own in sizes.items():
-        # A drafter may know a part of the target's vocabulary.
-        part = key == "draft_vocab_size" and own is not None and own < vocab
-        if own not in (None, vocab) and not part:
-            raise BastionConfigError(
-                f'drafter "{name}" has {key} {own} and the target a vocabulary of {vocab}: use the '
-                "drafter that was trained for this target"
-            )
-    layers = target.get_total_num_hidden_layers()
-    settings = getattr(drafter, "dflash_config", None) or {}
-    ids = settings.get("target_layer_ids") or getattr(drafter, "target_layer_ids", None)
-    beyond = [i for i in ids or () if not 0 <= i < layers]
-    if beyond:
-        raise BastionConfigError(
-            f'drafter "{name}" reads target layer {beyond[0]} (target_layer_ids), '
-            f"and the target has {layers} layers: use the drafter that was trained for this target"
-        )
-
-
-def refuse_other_family(drafter: Any, name: str) -> None:
-    """Refuse a drafter of a family that is known to be none of ours, with what works instead.
-
-    Args:
-        drafter: its config, or what its config.json holds.
-        name: what the user gave as "model".
-    """
-    why = other_family(drafter)
-    if why is not None:
-        raise BastionConfigError(f'"model": "{name}" {why}')
-
-
-def check_target(model: Any) -> None:
-    """Refuse a target model that a tree cannot be verified on.
-
-    Args:
-        model: vLLM's ModelConfig of the target.
-    """
-    kinds: set[str] = set(getattr(model.hf_text_config, "layer_types", None) or ())
-    linear = "linear_attention" in kinds
-    causes: tuple[tuple[Callable[[], Any], str], ...] = (
-        (lambda: model.runner_type != "generate", "is a pooling model"),
-        (lambda: model.is_encoder_decoder, "is an encoder-decoder"),
-        (lambda: model.is_diffusion, "is a diffusion model"),
-        (
-            lambda: model.is_attention_free or (model.is_hybrid and not linear),
-            "has recurrent (Mamba-like) layers",
-        ),
-        (
-            lambda: model.is_hybrid and model.architecture not in _GATED_DELTA,
-            f"has recurrent layers in a {model.architecture}; known are the gated delta networks "
-            f"in a {' or '.join(_GATED_DELTA)}",
-        ),
-        (
-            lambda: model.is_hybrid and not current_host().serves_gated_delta(),
-            "has gated delta networks, which take trees on CPU hosts and NVIDIA GPUs only",
-        ),
-        (lambda: model.use_mla, "uses multi-head latent attention"),
-        (
-            lambda: model.attention_chunk_size or "chunked_attention" in kinds,
-            "has chunked local attention",
-        ),
-        (lambda: model.rswa_window, "keeps its prompt beside a sliding window (R-SWA)"),
-        (lambda: model.uses_alibi, "uses ALiBi"),
-    )
-    for applies, what in causes:
-        if applies():
-            raise BastionConfigError(
-                f'the target "{model.model}" {what}: method "bastion" cannot verify trees on it, '
-                "so use another target, or drop speculative_config"
-            )
-    if model.is_mm_prefix_lm:
-        raise BastionConfigError(
-            f'the target "{model.model}" attends to image tokens in both directions, which tree '
-            "attention does not: set language_model_only to serve text, use another target, or "
-            "drop speculative_config"
-        )
 
 
 def check_arguments(engine_args: Any) -> None:
@@ -272,6 +205,12 @@ def check_arguments(engine_args: Any) -> None:
     Args:
         engine_args: vLLM's EngineArgs.
     """
+    own = (engine_args.speculative_config or {}).get("draft_tensor_parallel_size")
+    if own not in (None, engine_args.tensor_parallel_size):
+        raise BastionConfigError(
+            f'"draft_tensor_parallel_size": {own!r} {_DOES_NOT_WORK}, whose drafter is split as '
+            f"the target is ({engine_args.tensor_parallel_size}): remove it"
+        )
     for option, off in _OPTIONS_OFF.items():
         value = getattr(engine_args, option)
         if value is not None and value != off:

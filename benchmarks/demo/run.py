@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 import benchmarks.demo
 from benchmarks import TINY
 from benchmarks.demo.pages import print_completion, print_numbers, print_tree, title
@@ -45,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = [rows[name] for name in given.prompts]
     pair = pair_of(given.pair)
     print(title(f"Three prompts, three engines: vLLM on this CPU with {pair.name}"), flush=True)
+    busy = load_note()
+    if busy is not None:
+        print(busy, flush=True)
     requests = [Request(row["id"], row["prompt"], TOKENS) for row in prompts]
     try:
         runs = decode(pair, requests)
@@ -54,8 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     for index, row in enumerate(prompts):
         print_completion(row, {name: run.completions[index] for name, run in runs.items()})
     print_numbers(pair, NODES, prompts, runs)
+    if busy is not None:
+        print(busy)
     print_tree(pair.folder / "target", prompts, runs["bastion"].probed)
     return 0
+
+
+def load_note(busy: float | None = None) -> str | None:
+    """What to say of this run's seconds where other processes use the cores; None if they do not.
+
+    busy: per cent of this machine's cores in use; measured for a second by default.
+    """
+    busy = psutil.cpu_percent(interval=1.0) if busy is None else busy
+    if busy < 25:
+        return None
+    return (
+        f"Other processes use {busy:.0f}% of this machine: the seconds and speed-ups of this run "
+        "mean nothing, its texts and tau do."
+    )
 
 
 def decode(pair: Pair, requests: list[Request]) -> dict[str, Run]:

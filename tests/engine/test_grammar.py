@@ -67,7 +67,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     }
     args = EngineArgs(
         model=target, speculative_config=given, max_model_len=256, max_num_batched_tokens=128,
-        max_num_seqs=4, enforce_eager=True, skip_tokenizer_init=True,
+        max_num_seqs=4, enforce_eager=True, skip_tokenizer_init=True, load_format="dummy",
     )  # fmt: skip
     return args.create_engine_config()
 

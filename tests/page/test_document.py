@@ -81,8 +81,9 @@ def test_explain_writes_the_page(
     monkeypatch.setattr("vllm_bastion.cli.explain.explain", run)
     out = tmp_path / "bastion.html"
     words = ["explain", *pair, "--prompt", "a", "--prompt", "b", "--tokens", "5"]
-    assert cli.main([*words, "--page", str(out), "--max-num-seqs", "2"]) == 0
-    assert calls == [(*pair, ["a", "b"], 5, ["--max-num-seqs", "2"])]
+    options = ["--max-num-seqs", "2", "--load-format", "dummy"]
+    assert cli.main([*words, "--page", str(out), *options]) == 0
+    assert calls == [(*pair, ["a", "b"], 5, options)]
     assert out.read_text() == with_data(shown)
 
 

@@ -81,6 +81,10 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
 
     def measured() -> Profile:
         nonlocal measured_s
+        logger.info(
+            "Measuring what steps cost on this machine, once: expect 5 to 60 s, more for large "
+            "models on a CPU; later starts read the profile"
+        )
         start = time.perf_counter()
         roofline = bare_roofline(runner, group)
         profile = measure(runner, key, roofline, captured_sizes(runner), group)

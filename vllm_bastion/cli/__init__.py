@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllm_bastion import __version__, compat
+from vllm_bastion import __version__, checkpoint, compat, envs
 from vllm_bastion.cli.curves import check_context, check_matplotlib, curves, draw_png, draw_text
 from vllm_bastion.cli.profile import conclusion, newest_profile, profile_text, table_text
+from vllm_bastion.logger import quiet
 from vllm_bastion.policy.cost.store import ProfileError, read_profile
 
 _DESCRIPTION = "Check, measure and explain engines that decode with draft trees."
-_PASSED_ON = "All other options are passed to vLLM, for example --tensor-parallel-size 2."
+_PASSED_ON = "[vLLM options]: all others go to vLLM, for example --tensor-parallel-size 2."
 # Commands that pass unknown options on to vLLM.
 _WITH_ENGINE = ("check", "calibrate", "explain")
 
@@ -46,7 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     def engine_command(
         name: str, run: Callable[[argparse.Namespace, list[str]], int], text: str
     ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=_PASSED_ON)
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=_PASSED_ON,
+            usage=f"vllm-bastion {name} [-h] [options] TARGET DRAFTER [vLLM options]",
+        )
         command.add_argument("target", help="target model: name or folder")
         command.add_argument("drafter", help="drafter of that target: name or folder")
         command.set_defaults(run=run)
@@ -91,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(arguments: argparse.Namespace, engine_args: list[str]) -> int:
     _check_models(arguments)
+    envs.quiet()
+    quiet()
     try:
         from vllm_bastion.cli.check import check
     except ImportError as error:
@@ -166,9 +175,11 @@ def _check_file(option: str, path: Path) -> None:
 
 
 def _check_models(arguments: argparse.Namespace) -> None:
-    """Refuse a folder that does not exist, and a vLLM that is not supported."""
+    """Refuse what is no model's folder or name, and a vLLM that is not supported."""
     for role in ("target", "drafter"):
-        _check_folder(role, getattr(arguments, role))
+        name = getattr(arguments, role)
+        if not checkpoint.is_name(name):  # which its configuration tells of
+            checkpoint.check_readable(role, name)
     problem = compat.version_problem(compat.vllm_version())
     if problem is not None:
         raise RuntimeError(problem)
@@ -179,15 +190,6 @@ def _no_vllm(error: ImportError) -> RuntimeError:
         f"vLLM cannot be imported here ({error}): repair its installation, or run this command "
         "in the environment that serves"
     )
-
-
-def _check_folder(role: str, name: str) -> None:
-    """Refuse what can only be a folder and is none; vLLM would ask Hugging Face for it."""
-    looks_like_folder = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-    if looks_like_folder and not Path(name).is_dir():
-        raise FileNotFoundError(
-            f"{role}: there is no folder {name}; give a model's folder or its Hugging Face name"
-        )
 
 
 def _show(arguments: argparse.Namespace, _: list[str]) -> int:

@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_bastion import checkpoint
 
 
 def engine_arguments(
     command: str, target: str, drafter: str, options: Sequence[str], **keys: Any
 ) -> EngineArgs:
-    """Parse vLLM's options; wrong ones end the process with status 2, as argparse does.
+    """Parse vLLM's options.
+
+    Wrong ones end the process with status 2, as argparse does, but with one sentence: vLLM's usage
+    has hundreds of lines.
 
     Args:
         command: name of ours, for argparse's messages.
@@ -22,8 +28,21 @@ def engine_arguments(
         options: vLLM's own; `--speculative-config` may hold further keys.
         keys: defaults of the speculative configuration.
     """
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=f"vllm-bastion {command}"))
-    args = EngineArgs.from_cli_args(parser.parse_args(["--model", target, *options]))
+    prog = f"vllm-bastion {command}"
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=prog))
+
+    def error(message: str) -> NoReturn:
+        print(f"{prog}: {message}; 'vllm serve --help=all' lists vLLM's options", file=sys.stderr)
+        raise SystemExit(2)
+
+    parser.error = error
+    parsed = parser.parse_args(["--model", target, *options])
+    try:
+        args = EngineArgs.from_cli_args(parsed)
+    except (ValueError, OSError):
+        # With HF_HUB_OFFLINE vLLM looks for the model here.
+        checkpoint.check_readable("target", target)
+        raise
     given = dict(args.speculative_config or {})
     args.speculative_config = {**keys, **given, "method": "bastion", "model": drafter}
     return args

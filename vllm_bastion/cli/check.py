@@ -2,8 +2,8 @@
 """`vllm-bastion check`: what an engine would serve, from the models' configs alone.
 
 The arguments become vLLM's own configuration, with all checks of a start. No process is started, no
-weight is read and nothing is downloaded but configs. What only a loaded model shows (layers that
-tree attention does not implement) is not checked.
+weight is read and nothing is downloaded but configs and the headers of the drafter's files. What
+only a loaded model shows (layers that tree attention does not implement) is not checked.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from vllm_bastion.calibration.points import largest_steps
 from vllm_bastion.cli.arguments import engine_arguments
 from vllm_bastion.cli.memory import Memory, memory_of, trees_of
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
-from vllm_bastion.logger import quiet
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.devices import device_name
 from vllm_bastion.policy.cost.store import ProfileError, ProfileKey, profile_path, read_profile
+from vllm_bastion.validation_models import thinking_note
 
 _NOT_LOADED = "the plugin is not loaded: VLLM_PLUGINS, if it is set, must name bastion"
 
@@ -64,7 +64,6 @@ def check(target: str, drafter: str, engine_args: Sequence[str]) -> Report:
         drafter: likewise.
         engine_args: vLLM's own options; `--speculative-config` may hold further keys.
     """
-    quiet()
     args = engine_arguments("check", target, drafter, engine_args)
     try:
         # vLLM loads its plugins when it makes the arguments.
@@ -105,6 +104,10 @@ def report_on(config: VllmConfig) -> Report:
         lines.append(("profile", "none: step costs are not needed for a fixed budget"))
     if config.model_config.logits_processors:
         lines.append(("note", "a custom logits processor makes every tree a chain"))
+    model = config.model_config
+    note = thinking_note(model.model, model.revision, str(spec.model))
+    if note is not None:
+        lines.append(("note", note))
     warning = current_host().warning()
     if warning is not None:
         lines.append(("note", warning))
@@ -141,12 +144,15 @@ def _limits(config: VllmConfig, spec: BastionSpeculativeConfig) -> str:
 
 def _kernels(config: VllmConfig) -> str:
     compiled, choices = config.compilation_config, host_choices(config)
+    graphs = compiled.cudagraph_mode.name
     parts = [
-        f"attention {_tree_backend(config).__name__}",
-        f"compiled {compiled.mode.name}, CUDA graphs {compiled.cudagraph_mode.name}",
+        f"tree attention in place of vLLM's {_vllm_backend(config).get_name()}",
+        "eager" if compiled.mode.name == "NONE" else "compiled by torch.compile",
     ]
+    if current_platform.is_cuda_alike():
+        parts.append("no CUDA graphs" if graphs == "NONE" else f"CUDA graphs {graphs}")
     if current_host().needs_twins():
-        parts.append("native twins of vLLM's Triton kernels")
+        parts.append("C++ in place of vLLM's Triton kernels")
     if choices.own_products is not None:
         parts.append(f"{'own' if choices.own_products else 'vLLM'} matrix products")
     if choices.int8_drafter:

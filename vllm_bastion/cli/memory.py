@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from math import prod
-from pathlib import Path
-from typing import Any
 
 import torch
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
+from vllm_bastion import checkpoint
 from vllm_bastion.config import bastion_config
+from vllm_bastion.drafter_rules import layers_read
 from vllm_bastion.policy.trees import Trees
 
 
@@ -22,7 +20,7 @@ class Memory:
     """Bytes of one worker.
 
     Attributes:
-        weights: the drafter's; None if its files are not on this machine yet.
+        weights: the drafter's; None if their headers cannot be read.
         hidden: hidden states of accepted rows, for the drafter.
         trees: of all requests.
         logits: a step's rows beyond one for each request, fp32.
@@ -39,7 +37,7 @@ class Memory:
 
     def lines(self) -> list[str]:
         """One line for each part."""
-        weights = "unknown until they are downloaded" if self.weights is None else mib(self.weights)
+        weights = "unknown" if self.weights is None else mib(self.weights)
         added = 100 * self.cached_draft / self.cached_token if self.cached_token else 0.0
         return [
             f"drafter's weights {weights}; vLLM counts everything before it sizes the KV cache",
@@ -58,7 +56,7 @@ def memory_of(config: VllmConfig) -> Memory:
     trees = trees_of(config)
     keeps = not (trees.chains and trees.budget is not None)
     rows = config.scheduler_config.max_num_batched_tokens
-    layers = max(1, len(_layers_read(draft.hf_config)))
+    layers = max(1, len(layers_read(draft.hf_config)))
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
     most = min(rows, get_max_chunk_logits(model.get_vocab_size()))
@@ -96,11 +94,6 @@ def tensor_bytes(owner: object) -> int:
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
-def _layers_read(drafter: Any) -> list[int]:
-    settings = getattr(drafter, "dflash_config", None) or {}
-    return settings.get("target_layer_ids") or getattr(drafter, "target_layer_ids", None) or []
-
-
 def _cached_token(config: VllmConfig, model: ModelConfig, parallel: ParallelConfig) -> int:
     """Bytes of a token's keys and values in all attention layers of a worker."""
     cache_dtype = config.cache_config.cache_dtype
@@ -111,30 +104,8 @@ def _cached_token(config: VllmConfig, model: ModelConfig, parallel: ParallelConf
 
 def _weights(draft: ModelConfig) -> int | None:
     """Bytes of the drafter's weights as it holds them in `draft.dtype`, by its files' headers."""
-    folder = _local_folder(draft)
-    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
-    if not files:
-        return None
-    return sum(map(_elements, files)) * draft.dtype.itemsize
-
-
-def _local_folder(draft: ModelConfig) -> Path | None:
-    if Path(draft.model).is_dir():
-        return Path(draft.model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(draft.model, revision=draft.revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
-
-
-def _elements(path: Path) -> int:
-    """Elements of a safetensors file; its header is a length and JSON."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    elements = checkpoint.elements(draft.model, draft.revision)
+    return None if elements is None else elements * draft.dtype.itemsize
 
 
 def mib(size: int) -> str:

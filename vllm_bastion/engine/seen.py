@@ -35,7 +35,7 @@ def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
     rows = [n for n in (1, 2, 3, *(2**i for i in range(2, 24))) if n < most and n <= 512]
     rows.append(min(most, 512))
     return {
-        "target": _name(vllm_config.model_config.model),
+        "target": _served_name(vllm_config.model_config),
         "drafter": _name(spec.draft_model_config.model),
         "gamma": trees.depth,
         "nodes": trees.num_nodes,
@@ -50,9 +50,20 @@ def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
     }
 
 
+def _served_name(model: Any) -> str:
+    """What the server's users call the target, if it has a name of its own."""
+    served = model.served_model_name
+    return served if served and served != model.model else _name(model.model)
+
+
 def _name(model: str) -> str:
-    """A model's name; of a folder only the last part, because the page is no place for paths."""
-    return Path(model).name if Path(model).is_dir() else model
+    """A model's name; of a folder only the last parts, because the page is no place for paths."""
+    path = Path(model)
+    if not path.is_dir():
+        return model
+    path = path.resolve()
+    generic = path.name in ("target", "drafter", "model", "draft")
+    return f"{path.parent.name}/{path.name}" if generic else path.name
 
 
 def keep_tree(

@@ -193,6 +193,15 @@ HOOKS: tuple[Hook, ...] = (
         when=EVERY_PROCESS,
     ),
     Hook(
+        target="vllm.v1.engine.core:EngineCore.shutdown",
+        wrapper="telemetry:shutdown",
+        expects="(self)",
+        why="an offline run ends without a word on what was drafted, and why not",
+        what="logs one line on the whole run",
+        upstream="statistics at the end of an offline run",
+        when=EVERY_PROCESS,
+    ),
+    Hook(
         target="vllm.plugins:load_endpoint_plugins",
         wrapper="page:load_endpoint_plugins",
         expects="(supported_tasks=)",

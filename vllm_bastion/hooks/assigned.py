@@ -17,6 +17,7 @@ from vllm_bastion.hooks.ledger import (
     Change,
 )
 from vllm_bastion.hooks.runner import RUNNER_HOOKS
+from vllm_bastion.hooks.server import SERVER_HOOKS
 from vllm_bastion.hooks.warm_up import WARM_UP_HOOKS
 
 _DRAFTER = "vllm.model_executor.models.qwen3_dflash"
@@ -274,5 +275,5 @@ def native_kernels() -> Iterator[Change]:
 
 def every_change() -> tuple[Change, ...]:
     """The whole ledger."""
-    hooks = (*HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS)
+    hooks = (*HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS, *SERVER_HOOKS)
     return (*hooks, *ASSIGNED, *native_kernels())

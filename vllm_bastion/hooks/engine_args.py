@@ -12,8 +12,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
+
 from vllm_bastion import compat
+from vllm_bastion.logger import init_logger
 from vllm_bastion.versions import capabilities
+
+logger = init_logger(__name__)
 
 METHOD = "bastion"
 
@@ -57,10 +62,11 @@ def create_speculative_config(
 ) -> Any:
     """Build our configuration if method "bastion" is requested."""
     if not requested(self):
+        _refuse_other_spelling(self)
         return original(self, target_model_config, target_parallel_config)
     compat.require()
     # Imported late: these modules may not import on an unsupported vLLM.
-    from vllm_bastion import hooks, validation
+    from vllm_bastion import hooks, validation, validation_models
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
     from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
     from vllm_bastion.drafter_models import teach_drafters
@@ -70,10 +76,16 @@ def create_speculative_config(
     validation.check_user_keys(keys)
     validation.check_host()
     validation.check_arguments(self)
-    validation.check_target(target_model_config)
+    target = target_model_config
+    validation_models.check_target_file(target.model, target.hf_config.to_dict())
+    validation_models.check_target(target)
     teach_drafters()
     drafter = _drafter_config(keys, target_model_config)
-    validation.check_drafter(drafter, keys["model"], target_model_config)
+    validation_models.check_drafter(drafter, keys["model"], target_model_config)
+    validation_models.check_drafter_weights(
+        drafter, keys, target_model_config, _load_format(self, keys)
+    )
+    validation_models.check_hidden_states(target_model_config)
     kind, gamma = kind_of(architectures_of(drafter)), gamma_of(drafter)
     assert kind is not None and gamma is not None
     length, limit = target_model_config.max_model_len, self.max_num_batched_tokens
@@ -83,11 +95,14 @@ def create_speculative_config(
     validation.check_token_limit(keys["num_speculative_tokens"], gamma, limit)
     validation.check_length(keys["num_speculative_tokens"], length)
     keys["method"] = kind.method
-    config = BastionSpeculativeConfig(
-        **keys,
-        target_model_config=target_model_config,
-        target_parallel_config=target_parallel_config,
-    )
+    try:
+        config = BastionSpeculativeConfig(
+            **keys,
+            target_model_config=target_model_config,
+            target_parallel_config=target_parallel_config,
+        )
+    except ValidationError as error:
+        raise validation.wrong_value(error) from error
     # vLLM may raise it in the config that it loads the drafter with.
     config.drafter_positions = getattr(drafter, "max_position_embeddings", None)
     return config
@@ -96,49 +111,87 @@ def create_speculative_config(
 def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
     from vllm.transformers_utils.config import get_config
 
+    from vllm_bastion import checkpoint, validation, validation_models
     from vllm_bastion.drafter_kinds import restore_settings
-    from vllm_bastion.validation import BastionConfigError
 
+    name, revision = keys["model"], keys.get("revision")
+    try:
+        written = checkpoint.written_config(name, revision)
+    except checkpoint.UnreadableError as error:
+        raise validation.BastionConfigError(
+            f'the drafter in "model" cannot be read: {error}'
+        ) from error
     try:
         config = get_config(
-            keys["model"],
+            name,
             trust_remote_code=target_model_config.trust_remote_code,
-            revision=keys.get("revision"),
+            revision=revision,
             code_revision=keys.get("code_revision"),
         )
-        restore_settings(config, keys["model"], keys.get("revision"))
+        restore_settings(config, name, revision)
         return config
     except Exception as error:
-        _refuse_by_file(keys)
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise BastionConfigError(
-            f'the drafter "model": "{keys["model"]}" could not be read ({first_line}): give the '
-            "path or the Hugging Face name of a DFlash checkpoint"
-        ) from error
+        if written is not None:
+            validation_models.refuse_other_family(written, name)
+        raise validation_models.unknown_drafter(name, written) from error
 
 
-def _refuse_by_file(keys: dict[str, Any]) -> None:
-    """Refuse a drafter that vLLM cannot read by the name that its config.json has, if any."""
-    from transformers import PretrainedConfig
-
-    from vllm_bastion.validation import refuse_other_family
-
-    try:
-        written, _ = PretrainedConfig.get_config_dict(keys["model"], revision=keys.get("revision"))
-    except Exception:  # the first error says more
-        return
-    refuse_other_family(written, keys["model"])
+def _load_format(engine_args: Any, keys: dict[str, Any]) -> str:
+    own = keys.get("draft_load_config") or {}
+    named = own.get("load_format") if isinstance(own, dict) else own.load_format
+    return str(named or engine_args.load_format)
 
 
-def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_other_spelling(engine_args: Any) -> None:
+    keys = engine_args.speculative_config
+    if isinstance(keys, dict) and compat.enabled():
+        from vllm_bastion import validation
+
+        method = engine_args.spec_method
+        validation.refuse_other_spelling(keys | ({} if method is None else {"method": method}))
+
+
+def create_engine_config(
+    original: Callable[..., Any], self: Any, usage_context: Any = None, headless: bool = False
+) -> Any:
     """Check the finished configuration before any process is started for it."""
-    try:
-        vllm_config = original(self, *args, **kwargs)
-    except ValueError as error:
-        if requested(self) and self.enable_lora and _LORA_REFUSAL in str(error):
-            from vllm_bastion import validation
+    from vllm.usage.usage_lib import UsageContext
 
-            raise validation.too_few_rows_for_adapters(self) from error
+    in_server = usage_context == UsageContext.OPENAI_API_SERVER
+    try:
+        config = _checked_config(original, self, usage_context, headless)
+    except (ValueError, compat.UnsupportedVllmError) as error:
+        # A refusal of ours; of another method only where our keys or our name stand beside it.
+        if in_server and _is_refusal(error):
+            from vllm_bastion.hooks import server
+
+            server.end(error)
+        raise
+    if in_server and requested(self):
+        from vllm_bastion.hooks import server
+
+        server.install()
+    return config
+
+
+def _is_refusal(error: Exception) -> bool:
+    if isinstance(error, compat.UnsupportedVllmError):
+        return True
+    from vllm_bastion.validation import BastionConfigError
+
+    return isinstance(error, BastionConfigError)
+
+
+def _checked_config(
+    original: Callable[..., Any], self: Any, usage_context: Any, headless: bool
+) -> Any:
+    try:
+        if requested(self):
+            _check_target_file(self)
+        vllm_config = original(self, usage_context, headless)
+    except (ValueError, OSError) as error:
+        if requested(self):
+            _explain(self, error)
         raise
     if requested(self):
         from vllm_bastion import validation
@@ -148,9 +201,55 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
         if vllm_config.lora_config is not None:
             # vLLM maps rows to adapters on the host, which must know each request's rows.
             vllm_config.speculative_config.bastion_budget_timing = "exact"
+        _warn_of_thinking(vllm_config)
         # vLLM 0.33 lowers it to fit its drafter's buffers; ours hold `max_num_seqs` requests.
         vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
     return vllm_config
+
+
+def _warn_of_thinking(vllm_config: Any) -> None:
+    from vllm_bastion.validation_models import thinking_note
+
+    model, drafter = vllm_config.model_config, vllm_config.speculative_config.model
+    note = thinking_note(model.model, model.revision, drafter)
+    if note is not None:
+        logger.warning("The %s", note)
+
+
+def _check_target_file(engine_args: Any) -> None:
+    """Refuse a target in a folder that holds no readable config.json."""
+    from vllm_bastion import checkpoint, validation, validation_models
+
+    name = engine_args.model
+    if engine_args.hf_config_path or checkpoint.is_name(name):
+        return  # vLLM asks Hugging Face, see `_explain`
+    try:
+        written = checkpoint.written_config(name)
+    except checkpoint.UnreadableError as error:
+        raise validation.BastionConfigError(f"the target cannot be read: {error}") from error
+    if written is not None:
+        validation_models.check_target_file(name, written)
+
+
+def _explain(engine_args: Any, error: Exception) -> None:
+    """Raise our own sentence where vLLM's or another library's is no help."""
+    from vllm_bastion import checkpoint, validation, validation_models
+
+    if isinstance(error, validation.BastionConfigError):
+        return
+    if engine_args.enable_lora and _LORA_REFUSAL in str(error):
+        raise validation.too_few_rows_for_adapters(engine_args) from error
+    if engine_args.hf_config_path:
+        return
+    try:
+        written = checkpoint.written_config(engine_args.model, engine_args.revision)
+    except checkpoint.UnreadableError as why:
+        raise validation.BastionConfigError(f"the target cannot be read: {why}") from error
+    if written is not None:
+        validation_models.check_target_file(engine_args.model, written)
+        unknown = validation_models.unknown_target(engine_args.model, written)
+        if unknown is not None:
+            raise unknown from error
 
 
 def prefer_flash_attention(vllm_config: Any) -> None:

@@ -10,6 +10,7 @@ it reaches the engine core.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 
-from vllm_bastion.config import REQUEST_BUDGET, BastionSpeculativeConfig, bastion_config
+from vllm_bastion.config import PREFIX, REQUEST_BUDGET, BastionSpeculativeConfig, bastion_config
 
 _INT32, _INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 # Of `vllm.v1.worker.gpu.sample.logit_bias`. The front end must not import the worker's modules.
@@ -110,11 +111,19 @@ def verify(
 
 
 def check_budget(extra_args: dict[str, Any], most: int) -> None:
-    """Refuse a budget that is no whole number from 0 to `most`.
+    """Refuse a budget that is no whole number from 0 to `most`, and other spellings of its key.
 
     Raises:
         VLLMValidationError: naming the key and the range; the server answers with status 400.
     """
+    for key in extra_args:
+        if key != REQUEST_BUDGET and (
+            key.startswith(PREFIX) or difflib.get_close_matches(key, [REQUEST_BUDGET], cutoff=0.8)
+        ):
+            raise VLLMValidationError(
+                f'"{key}" in extra_args (vllm_xargs) is unknown: a request\'s own budget is '
+                f'"{REQUEST_BUDGET}"'
+            )
     budget = extra_args.get(REQUEST_BUDGET, 0)
     if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget <= most:
         raise VLLMValidationError(

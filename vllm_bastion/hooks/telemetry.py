@@ -57,6 +57,21 @@ def collect(
         stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: sums}
 
 
+def shutdown(original: Callable[..., Any], self: Any) -> None:
+    """In the engine core, when it ends: log what the whole run drafted, or why it did not.
+
+    An offline run has no periodic line. vLLM kills the process if its workers do not end in time,
+    so this comes first.
+    """
+    state = SchedulerState.find(getattr(self, "scheduler", None))
+    if state is not None and state.collector is not None:
+        collector, state.collector = state.collector, None
+        line = interval_line(collector.whole(), "Bastion, the whole run")
+        if line is not None:
+            logger.info(line)
+    original(self)
+
+
 def _make_collector(vllm_config: Any) -> Collector:
     config = bastion_config(vllm_config)
     assert config is not None

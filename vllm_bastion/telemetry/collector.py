@@ -41,7 +41,7 @@ class Collector:
         # The longest context that the drafter was trained for.
         self.positions = math.inf if fit.positions is None else fit.positions
         self._pending: list[StepRecord] = []
-        self._sums = Totals()
+        self._sums, self._whole = Totals(), Totals()
         self._next = -float("inf")
         # Decayed sums of the plain equivalent and of the steps' time, and when they were updated.
         self._plain_ms = self._step_ms = self._updated = 0.0
@@ -80,6 +80,7 @@ class Collector:
         now = self._clock()
         self._next = now + PERIOD
         pending, self._sums = self._sums, Totals()
+        self._whole.merge(pending)
         decay = math.exp((self._updated - now) / _GAIN_PERIOD)
         self._plain_ms = decay * self._plain_ms + pending.plain_ms
         self._step_ms = decay * self._step_ms + pending.step_ms
@@ -87,3 +88,11 @@ class Collector:
         if self._step_ms > 0:
             pending.now["gain"] = self._plain_ms / self._step_ms
         return pending.to_plain()
+
+    def whole(self) -> Totals:
+        """The sum of all steps so far."""
+        self._add_pending()
+        whole = Totals()
+        whole.merge(self._whole)
+        whole.merge(self._sums)
+        return whole

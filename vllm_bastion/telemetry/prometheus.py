@@ -77,7 +77,9 @@ class TreeMetrics:
         self._step_ms = counts(
             "decode_ms", "Milliseconds that the steps which decoded them are estimated to take."
         )
-        self._gain = latest("estimated_gain", "Speed-up over plain decoding in the last minute.")
+        self._gain = latest(
+            "estimated_gain", "Estimated speed-up over plain decoding in the last minute."
+        )
         self._correction = latest(
             "correction_factor", "Factor by which real steps differ from the profile.", "part"
         )

@@ -85,6 +85,8 @@ class Totals:
     yielded: float = 0.0
     plain_ms: float = 0.0
     step_ms: float = 0.0
+    # Tokens of steps that decode, as vLLM counts them before `max_tokens` cuts any.
+    tokens: int = 0
     # (kind, power of two not below the rows) -> steps, predicted and measured milliseconds
     times: dict[tuple[str, int], tuple[int, float, float]] = field(default_factory=dict)
     now: dict[str, float] = field(default_factory=dict)
@@ -104,6 +106,7 @@ class Totals:
             self.trees_by_depth[depth] += trees
         self.trees += len(nodes)
         self.nodes += sum(nodes)
+        self.tokens += sum([step.requests for step in steps]) + sum(accepted)
         self.accepted += sum(accepted)
         self.promised += sum([step.promised for step in steps])
         self.yielded += sum([step.yielded for step in steps])
@@ -132,6 +135,7 @@ class Totals:
         self.yielded += other.yielded
         self.plain_ms += other.plain_ms
         self.step_ms += other.step_ms
+        self.tokens += other.tokens
         for row, values in other.times.items():
             self._add_time(row, values)
         if other.now:
@@ -168,6 +172,7 @@ class Totals:
             "yielded": self.yielded,
             "plain_ms": self.plain_ms,
             "step_ms": self.step_ms,
+            "tokens": self.tokens,
             "times": [[kind, rows, *values] for (kind, rows), values in self.times.items()],
             "now": dict(self.now),
         }

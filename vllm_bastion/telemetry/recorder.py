@@ -50,6 +50,7 @@ class Recorder:
         # for, and a plain step's cost.
         self._decided = self._next = (0, math.inf)
         self._step = StepRecord()
+        self._requests = 0  # of the step that ended last
 
     def decided(self, drafts: bool, reason: str, num_reqs: int, plain_ms: float) -> None:
         """The gate decided about the next step.
@@ -76,6 +77,7 @@ class Recorder:
         """
         step = self._step
         step.requests, step.rows = requests, rows
+        self._requests = requests
         if nodes:
             step.kind, step.reason = self.kind, self._reason
         elif requests:
@@ -145,5 +147,6 @@ class Recorder:
             }
         return {
             **plain,
+            "requests": self._requests,
             **{name: details() for name, details in self.details.items()},
         }

@@ -6,8 +6,11 @@ from __future__ import annotations
 from vllm_bastion.telemetry.record import Totals
 
 
-def interval_line(totals: Totals) -> str | None:
-    """What happened in one interval, or None if nothing was decoded in it."""
+def interval_line(totals: Totals, name: str = "Bastion") -> str | None:
+    """What happened in one interval, or None if nothing was decoded in it.
+
+    name: what the line begins with.
+    """
     decoding = totals.steps_of("tree", "chain", "plain")
     if not decoding:
         return None
@@ -28,7 +31,7 @@ def interval_line(totals: Totals) -> str | None:
             parts.append(f"{kind} step predicted {predicted:.2f} ms, measured {measured:.2f} ms")
     if totals.gain is not None:
         parts.append(f"estimated gain over plain decoding {totals.gain:.2f}x")
-    return "Bastion: " + "; ".join(parts)
+    return f"{name}: " + "; ".join(parts)
 
 
 def _reasons(totals: Totals, kind: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -25,6 +26,9 @@ import torch
 from bastion_kernels.cpu.cache import trusted_folder
 
 __all__ = ["CompileError", "add_flags", "has_tiles", "load", "problem", "threads_problem"]
+
+# Below vLLM's logger, whose handler shows it.
+logger = logging.getLogger("vllm.bastion.cpu.library")
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = (
@@ -114,6 +118,10 @@ def _build(*flags: str) -> ctypes.CDLL:
             return ctypes.CDLL(str(_compile(Path(name), flags)))
     path = folder / f"{key}.so"
     if not _is_whole(path):
+        logger.info(
+            "Compiling native code for this CPU, once: expect 15 s for the C++ kernels, and 30 s "
+            "for Model Runner V2's functions as they are first used"
+        )
         with tempfile.TemporaryDirectory(dir=folder) as name:
             os.replace(_compile(Path(name), flags), path)
     return ctypes.CDLL(str(path))

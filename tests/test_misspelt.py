@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and keys that would have no effect: each is refused in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+
+from helpers import engine_config, is_one_sentence
+from vllm_bastion import validation
+from vllm_bastion.validation import BastionConfigError
+
+SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "capitals": ({"method": "Bastion", "model": "D"}, "\"method\": 'Bastion' is unknown"),
+    "a typing error": ({"method": "bastoin", "model": "D"}, 'write "bastion"'),
+    "no method": ({"model": "D", "bastion_budget": 4}, "no method is named"),
+    "another method": ({"method": "dflash", "bastion-top-k": 4}, 'the method is "dflash"'),
+}
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_our_keys_without_our_method_are_refused(case: str, pair: tuple[str, str]) -> None:
+    given, what = SPELLINGS[case]
+    args = EngineArgs(model=pair[0], load_format="dummy", speculative_config=given)
+    with pytest.raises(BastionConfigError) as caught:
+        args.create_engine_config()
+    is_one_sentence(str(caught.value), what, '"bastion"')
+
+
+def test_another_method_is_left_alone() -> None:
+    validation.refuse_other_spelling({"method": "ngram", "num_speculative_tokens": 3})
+    validation.refuse_other_spelling({})
+
+
+WITHOUT_EFFECT: dict[str, Any] = {
+    "prompt_lookup_max": 4,
+    "enforce_eager": "yes",
+    "suffix_decoding_max_tree_depth": 12,
+    "parallel_drafting": True,
+    "disable_padded_drafter_batch": True,
+    "tensor_parallel_size": 1,
+}
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_a_key_that_does_nothing_is_refused(key: str, pair: tuple[str, str]) -> None:
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config(pair, **{key: WITHOUT_EFFECT[key]})
+    is_one_sentence(str(caught.value), f'"{key}"', "does nothing with method", ": ")
+
+
+def test_the_drafter_is_split_as_the_target_is(pair: tuple[str, str]) -> None:
+    assert engine_config(pair, draft_tensor_parallel_size=1) is not None
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config(pair, draft_tensor_parallel_size=2)
+    is_one_sentence(str(caught.value), '"draft_tensor_parallel_size": 2', "remove it")
+
+
+@pytest.mark.parametrize("wrong", [{"kv_cache_dtype": "fp9"}, {"max_model_len": "long"}])
+def test_a_wrong_value_of_vllms_own_key_is_one_sentence(
+    wrong: dict[str, Any], pair: tuple[str, str]
+) -> None:
+    (key,) = wrong
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config(pair, **wrong)
+    assert "\n" not in str(caught.value) and f'"{key}' in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["bastion_buget", "bastion_top_k", "bastionbudget"])
+def test_a_requests_misspelt_budget_is_refused(key: str, pair: tuple[str, str]) -> None:
+    engine = engine_config(pair)
+    params = SamplingParams(extra_args={key: 1})
+    with pytest.raises(VLLMValidationError) as refused:
+        params.verify(engine.model_config, engine.speculative_config, None, None)
+    is_one_sentence(str(refused.value), f'"{key}"', '"bastion_budget"')

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.verify`: its verdict on runs made up here, and a run of the tiny pair."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from benchmarks import verify
+from benchmarks.harness.decoder import Completion, Run
+from helpers import ROOT
+
+TINY = ROOT / "benchmarks" / "tiny"
+DOMAINS = ["arithmetic", "chat"]
+
+
+def _run(seconds: float, *emitted: int) -> Run:
+    """Two texts, each of three forwards that emit so many tokens."""
+    return Run([Completion("", emitted=[count] * 3) for count in emitted], seconds)
+
+
+def _verdict(bastion: Run, errors: int = 0, busy: bool = False, chain: int = 6) -> tuple[str, bool]:
+    runs = {"plain": _run(8.0, 1, 1), "dflash": _run(2.0, chain, 4), "bastion": bastion}
+    published = verify.PUBLISHED["Qwen3-8B", "Qwen3-8B-DFlash-b16"]
+    lines, passed = verify.verdict(runs, DOMAINS, errors + 1, errors, published, busy)
+    return "\n".join(lines), passed
+
+
+def test_a_pair_that_does_what_it_should_passes() -> None:
+    text, passed = _verdict(_run(1.0, 8, 6))
+    assert passed and "FAIL" not in text
+    assert "1 of 2 texts are plain decoding's, 1 differ at a near-tie, 0 are wrong" in text
+    assert "8.00x of plain decoding, 2.00x of vLLM's dflash" in text
+    assert "6.51, 8.85" in text and "tau         pass: 7.00, vLLM's dflash 5.00" in text
+
+
+@pytest.mark.parametrize(
+    ("case", "failing"),
+    [
+        (lambda: _verdict(_run(1.0, 8, 6), errors=1), "identity    FAIL"),
+        (lambda: _verdict(_run(1.0, 4, 4)), "tau         FAIL"),
+        (lambda: _verdict(_run(3.0, 8, 6)), "speed       FAIL"),
+        (lambda: _verdict(_run(1.0, 8, 6), chain=4), "below 70% of the published tau in arithm"),
+    ],
+)
+def test_each_criterion_can_fail(case: Callable[[], tuple[str, bool]], failing: str) -> None:
+    text, passed = case()
+    assert not passed and failing in text
+
+
+def test_a_busy_machine_is_not_judged_by_its_speed() -> None:
+    text, passed = _verdict(_run(3.0, 8, 6), busy=True)
+    assert passed and "speed       not judged" in text
+
+
+def test_there_are_twenty_prompts_in_the_domains_of_the_paper() -> None:
+    assert sum(map(len, verify.PROMPTS.values())) == 20
+    for published in verify.PUBLISHED.values():
+        assert set(published) == set(verify.PROMPTS)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="starts CPU engines")
+def test_the_tiny_pair_passes() -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks.verify", str(TINY / "target"), str(TINY / "drafter"),
+            "--file", str(TINY / "prompts.jsonl"), "--prompts", "3", "--tokens", "48", "--busy",
+            "--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "128",
+            "--eager",
+        ],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "identity    pass: 3 of 3" in done.stdout and "tau         pass" in done.stdout
