@@ -60,9 +60,10 @@ def _cheap_nodes(curve: Curve) -> str:
     )
     if nodes == 0:
         return "Nodes are dear here: the first ones make a step more than 10% longer"
+    words = "nodes cost" if nodes > 1 else "node costs"
     which = "At least" if nodes == curve.nodes[-1] else "Up to about"
     return (
-        f"{which} {nodes} nodes cost less than 10% here; such a tree pays if about "
+        f"{which} {nodes} {words} less than 10% here; such a tree pays if about "
         f"{max(needed, 0.0):.1f} of its tokens are accepted"
     )
 
