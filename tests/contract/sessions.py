@@ -21,8 +21,8 @@ SESSIONS: tuple[Reliance, ...] = (
     Reliance(
         f"{_SCHEDULER}._update_request_as_session",
         files="hooks/sessions.py",
-        why="what is not computed is dropped, and the chunk follows",
-        body=("del session._all_token_ids[num_computed_tokens:]", "update.prompt_token_ids"),
+        why="all tokens but the last are kept, and the chunk follows",
+        body=("session._output_token_ids.clear()", "update.prompt_token_ids"),
     ),
     Reliance(
         f"{_SCHEDULER}.add_request",
@@ -39,7 +39,10 @@ SESSIONS: tuple[Reliance, ...] = (
     Reliance(
         "vllm.v1.request:Request",
         files="hooks/sessions.py",
-        names="client_index num_computed_tokens num_output_placeholders resumable streaming_queue",
+        names=(
+            "client_index num_computed_tokens num_output_placeholders num_tokens resumable "
+            "streaming_queue"
+        ),
     ),
     Reliance(
         "vllm.v1.engine.output_processor:OutputProcessor",

@@ -63,7 +63,8 @@ def takes_chunk(scheduler: Any, request: Any) -> bool:
 
 def _does_not_fit(scheduler: Any, session: Any, chunk: list[int] | None) -> bool:
     """Whether a chunk leaves no room for a token. Notes the sentence for the session, if so."""
-    kept, added, most = session.num_computed_tokens, len(chunk or ()), scheduler.max_model_len
+    # Of each turn, all tokens but the last are kept.
+    kept, added, most = session.num_tokens - 1, len(chunk or ()), scheduler.max_model_len
     if kept + added < most:
         return False
     sentence = (
