@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import pytest
 
 from vllm_bastion.carriers import SchedulerState
+from vllm_bastion.hooks import telemetry
 from vllm_bastion.hooks.telemetry import shutdown
 from vllm_bastion.telemetry.collector import Collector
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
@@ -47,24 +47,26 @@ def test_the_whole_run_is_counted_once() -> None:
 
 
 def test_an_engine_core_that_ends_says_what_the_run_drafted(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="vllm")
+    said: list[str] = []
+    monkeypatch.setattr(telemetry.logger, "info", said.append)
     scheduler, ended = SimpleNamespace(), []
     core = SimpleNamespace(scheduler=scheduler)
     SchedulerState.ensure(scheduler).collector = _collector()
     SchedulerState.of(scheduler).collector.add(_tree())
     for _ in range(2):
         shutdown(ended.append, core)
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = said
     assert line.startswith("Bastion, the whole run: 8.0 nodes and 2.50 accepted tokens per tree")
     assert line.endswith("estimated gain over plain decoding 2.00x")
     assert ended == [core] * 2
 
 
-def test_a_run_without_a_step_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_a_step_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(telemetry.logger, "info", said.append)
     ended: list[object] = []
     for core in (SimpleNamespace(scheduler=SimpleNamespace()), SimpleNamespace()):
         shutdown(ended.append, core)
-    assert len(ended) == 2 and not caplog.records
+    assert len(ended) == 2 and not said
