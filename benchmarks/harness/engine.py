@@ -132,6 +132,7 @@ class UserEngine(Engine):
     environment: dict[str, str] = field(default_factory=dict)
     cudagraphs: str | None = None  # vLLM's `cudagraph_mode`
     memory: float | None = None  # vLLM's `gpu_memory_utilization`
+    more: dict[str, Any] = field(default_factory=dict)  # further arguments, which win
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `LLM`."""
@@ -140,7 +141,7 @@ class UserEngine(Engine):
             arguments["gpu_memory_utilization"] = self.memory
         if self.cudagraphs is not None:
             arguments["compilation_config"] = {"cudagraph_mode": self.cudagraphs}
-        return arguments
+        return arguments | self.more
 
     def variables(self) -> dict[str, str]:
         """Environment variables to add to the user's."""

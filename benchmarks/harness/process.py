@@ -15,9 +15,11 @@ by one `answer`. Between calls the process waits, so nothing runs beside an engi
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -33,7 +35,11 @@ from tqdm import tqdm
 
 _POLL_S = 0.2
 _EXIT_S = 20.0
+# How long a call that is interrupted may take to end.
+_TRACE_S = 6.0
 _LOG_CHARACTERS = 6000
+# The end of a fatal error's trace.
+_MODULES = re.compile(r"^Extension modules: .*\n?", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
 
 _environment_lock = threading.RLock()
@@ -126,18 +132,32 @@ class EngineProcess:
             items: called with each item of `report_item`.
 
         Raises:
-            EngineError: the call failed, the process died, or `timeout_s` passed.
+            EngineError: the call failed, the process died, or `timeout_s` passed, and then the text
+                says where the process was.
         """
         deadline = time.monotonic() + timeout_s
         while not self._poll(items):
             progress(self._state)
             if time.monotonic() > deadline:
+                self._leave_trace(items)
                 self.close()
                 raise self._error(f"no answer after {timeout_s:.0f} s")
         kind, value = self._answer
         if kind == "error":
             raise self._error(value)
         return value
+
+    def _leave_trace(self, items: Callable[[Any], None]) -> None:
+        """Interrupt the call, so that the log says where it was; abort it where it goes on."""
+        for number in (signal.SIGINT, signal.SIGABRT):
+            self._signal(number)
+            deadline = time.monotonic() + _TRACE_S
+            try:
+                while time.monotonic() < deadline:
+                    if self._poll(items):
+                        return
+            except EngineError:  # it has ended
+                return
 
     def has_answer(self) -> bool:
         """Whether `answer` would return at once."""
@@ -192,6 +212,7 @@ class EngineProcess:
 
     def _error(self, text: str) -> EngineError:
         log = self._log.read_text(errors="replace") if self._log.exists() else "(no log)"
+        log = _MODULES.sub("", log)
         return EngineError(f"{text}\n{log[-_LOG_CHARACTERS:]}")
 
     def _signal(self, number: signal.Signals) -> None:
@@ -201,11 +222,17 @@ class EngineProcess:
 
 def _serve(connection: Connection, log: str, imports: Sequence[str]) -> None:
     """Entry point of the process: answer calls until the other end is closed."""
-    global _parent
-    _parent = connection
+    global _parent, _environment_lock
+    # A forked process has a copy of the lock that its parent holds meanwhile.
+    _parent, _environment_lock = connection, threading.RLock()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    # A forked process has its parent's streams, which pytest replaces.
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    # Both leave a trace in the log; a shell's background job would ignore the first.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable(all_threads=True)  # SIGABRT
     if sys.platform == "linux":  # a stopped process would outlive a parent that was killed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # tqdm's default lock is a semaphore that would be leaked when the process is terminated.

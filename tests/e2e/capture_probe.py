@@ -13,8 +13,11 @@ def captured(session: Any) -> list[dict[str, Any]]:
 
     Returns:
         For each: whether it belongs to a FULL graph, whether the metadata of every target layer has
-        the engine's trees and reads their mask, and the other layers with metadata.
+        the engine's trees and reads their mask, and the other layers with metadata. None while
+        requests are running, whose inputs are in the same buffers.
     """
+    if session.engine.has_unfinished_requests():
+        return []
     runner = session.runner
     state = runner.model_state
     out = []
@@ -47,9 +50,14 @@ def captured(session: Any) -> list[dict[str, Any]]:
 
 
 def dummies(session: Any) -> list[dict[str, Any]]:
-    """Whether the target's attention reads the mask in dummy batches: in ours, and in vLLM's."""
+    """Whether the target's attention reads the mask in dummy batches: in ours, and in vLLM's.
+
+    Nothing while requests are running, whose inputs are in the same buffers.
+    """
     from vllm_bastion.calibration.measure import dummy_tree_step
 
+    if session.engine.has_unfinished_requests():
+        return []
     runner, state = session.runner, session.runner.model_state
     prepare, masked = state.prepare_attn, []
 

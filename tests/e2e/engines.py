@@ -15,6 +15,7 @@ two tokens is the best: see `compare.NEAR_TIE`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -189,6 +190,7 @@ class Runner:
         if ON_GPU:
             # A process that has initialised CUDA must not be forked.
             self._context: Any = multiprocessing.get_context("spawn")
+            share_model_infos(Path(self.caches["VLLM_CACHE_ROOT"]))
             os.environ.update(environment)
             return
         self._context = multiprocessing.get_context("forkserver")
@@ -255,6 +257,18 @@ class Runner:
         answer = dict(json.loads(text))
         self._cpu_s.append(answer.get("cpu_s", 0.0))
         return answer
+
+
+def share_model_infos(cache: Path) -> None:
+    """Link vLLM's own notes on its models, which are kept by the digest of a model's code.
+
+    Without them each session's engines import vLLM once more to look at a model.
+    """
+    users = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "modelinfos"
+    users.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (cache / "modelinfos").symlink_to(users)
 
 
 def share_machine_code(cache: Path) -> None:
