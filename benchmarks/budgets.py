@@ -26,8 +26,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,33 +58,101 @@ class Block:
     seconds: float
     steps: int
     nodes: int
+    # Steps of single requests after their prompts, and the tokens that these emitted: tau is the
+    # ratio of the two.
+    forwards: int = 0
+    emitted: int = 0
+    # Replies that equal plain decoding's; None without plain decoding.
+    equal: int | None = None
+    # Steps that the worker timed: [requests, rows, 1 if verified, number, median ms, profile's ms].
+    timed: list[list[float]] = field(default_factory=list)
 
 
 class Switched:
-    """An engine in this process whose budget is switched between requests, and a plain one."""
+    """Engines in this process, of which one has a budget that is switched between requests.
 
-    def __init__(self, engine: Engine, requests: dict[str, list[Request]]) -> None:
+    Args:
+        engine: the one with method "bastion" and an adaptive budget.
+        requests: by domain.
+        others: further engines by mode; default: plain decoding.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: dict[str, list[Request]],
+        others: dict[str, Engine] | None = None,
+    ) -> None:
         from vllm import LLM
 
-        self._plain = LLM(**replace(engine, speculative=None).arguments()).llm_engine
-        llm = LLM(**engine.arguments())
-        self._trees, self._requests, self._sent = llm.llm_engine, requests, 0
-        self._steps = self._nodes = 0
-        self._mode = ADAPTIVE
-        self._count_steps(engine_core(llm).scheduler)
-        manager = model_runner(llm).adaptive_verification
+        if others is None:
+            others = {PLAIN: replace(engine, speculative=None)}
+        self.start_s: dict[str, float] = {}
+        self._engines: dict[str, Any] = {}
+        for mode, one in {**others, ADAPTIVE: engine}.items():
+            report_state(f"starting {mode}")
+            begin = time.perf_counter()
+            llm = LLM(**one.arguments())
+            self._engines[mode] = llm.llm_engine
+            self.start_s[mode] = time.perf_counter() - begin
+            self._count_steps(engine_core(llm).scheduler)
+        self._requests, self._sent, self._mode = requests, 0, ADAPTIVE
+        self._plain: dict[str, list[list[int]]] = {}
+        self._forget()
+        self.core, self.runner = engine_core(llm), model_runner(llm)
+        manager = self.runner.adaptive_verification
         self._switch_budget(manager)
         self._switch_drafting(manager.runtime.controller)
+        self._watch_times(manager.runtime)
+
+    def _forget(self) -> None:
+        self._steps = self._nodes = self._forwards = self._emitted = 0
+        self._prompts: set[str] = set()
+        self._timed: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}
 
     def _count_steps(self, scheduler: Any) -> None:
         update = scheduler.update_from_output
 
         def update_from_output(scheduled: Any, output: Any) -> Any:
             self._steps += 1
-            self._nodes += sum((reported_nodes(output) or {}).values())
+            self._count_tokens(scheduled, output)
             return update(scheduled, output)
 
         scheduler.update_from_output = update_from_output
+
+    def _count_tokens(self, scheduled: Any, output: Any) -> None:
+        verified = reported_nodes(output)
+        for name, tokens in zip(output.req_ids, output.sampled_token_ids or (), strict=False):
+            if not len(tokens):
+                continue  # part of a prompt
+            if name not in self._prompts:
+                self._prompts.add(name)
+                continue
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            self._nodes += drafts if verified is None else verified.get(name, 0)
+            self._forwards += 1
+            self._emitted += len(tokens)
+
+    def _watch_times(self, runtime: Any) -> None:
+        """Sort what the worker times by requests and rows, beside what the profile says."""
+        timer, table = runtime.timer, runtime.costs.latency.table
+        completed = timer.completed
+
+        def watched() -> Iterator[Any]:
+            for step in completed():
+                if step.total_ms is not None:
+                    reqs, context = step.num_reqs, step.context_len
+                    rows = min(step.rows, table.max_rows)
+                    profile = (
+                        float(table.cost_ms(reqs, context)[rows])
+                        if step.drafted
+                        else table.plain_ms(reqs, context)
+                    )
+                    key = reqs, int(table.padded_rows[rows]), step.verified
+                    self._timed.setdefault(key, []).append((step.total_ms, profile))
+                yield step
+
+        timer.completed = watched
 
     def _switch_budget(self, manager: Any) -> None:
         choose, observe = manager._choose, manager._observe
@@ -124,18 +192,30 @@ class Switched:
 
     def block(self, mode: str, domain: str, concurrency: int) -> Block:
         """Decode a domain's prompts."""
-        engine = self._plain if mode == PLAIN else self._trees
-        self._mode, self._steps, self._nodes = mode, 0, 0
-        waiting = list(self._requests[domain])
+        self._mode = mode
+        engine = self._engines.get(mode, self._engines[ADAPTIVE])
+        self._forget()
+        waiting, replies = list(self._requests[domain]), dict[str, list[int]]()
+        names = []
         begin = time.perf_counter()
         while waiting or engine.has_unfinished_requests():
             while waiting and engine.get_num_unfinished_requests() < concurrency:
                 request, self._sent = waiting.pop(0), self._sent + 1
                 params = request.sampling_params()
-                engine.add_request(str(self._sent), request.vllm_prompt(), params)
-            engine.step()
+                names.append(str(self._sent))
+                engine.add_request(names[-1], request.vllm_prompt(), params)
+            for output in engine.step():
+                replies[output.request_id] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - begin
-        return Block(mode, domain, concurrency, seconds, self._steps, self._nodes)
+        found = [replies[name] for name in names]
+        if mode == PLAIN:
+            self._plain.setdefault(domain, found)
+        plain = self._plain.get(domain)
+        equal = None if plain is None else sum(a == b for a, b in zip(found, plain, strict=True))
+        return Block(
+            *(mode, domain, concurrency, seconds, self._steps, self._nodes, self._forwards),
+            *(self._emitted, equal, _medians(self._timed)),
+        )
 
     def measure(self, modes: Sequence[str], concurrency: Sequence[int], rounds: int) -> list[Block]:
         """`rounds` times all modes, back and forth, after one round that is not timed."""
@@ -149,6 +229,15 @@ class Switched:
                     for mode in modes if number % 2 == 0 else modes[::-1]:
                         blocks.append(self.block(mode, domain, at_once))
         return blocks
+
+
+def _medians(
+    timed: dict[tuple[int, int, bool], list[tuple[float, float]]],
+) -> list[list[float]]:
+    return [
+        [reqs, rows, int(verified), len(times), *(float(x) for x in np.median(times, axis=0))]
+        for (reqs, rows, verified), times in sorted(timed.items())
+    ]
 
 
 def speedups(blocks: Sequence[Block], base: str) -> dict[tuple[int, str], dict[str, float]]:
