@@ -107,3 +107,21 @@ def test_attention_stand_in_sees_what_flash_attention_sees(window: int | None, s
                 scores = torch.cat([scores, s_aux[head : head + 1]])
             weights = F.softmax(scores, 0)[: position + 1 - first]
             torch.testing.assert_close(out[row, head], weights @ values[seen])
+
+
+def test_products_of_float8_are_those_of_the_numbers_they_were_made_from() -> None:
+    """Rows and columns with scales of their own, and a row of zeros."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 64, generator=g) * torch.tensor([1e-3, 1.0, 40.0, 0.0, 7.0])[:, None]
+    weight, float8 = torch.randn(64, 8, generator=g), torch.float8_e4m3fn
+    quantised, scale = torch.empty(5, 64, dtype=float8), torch.empty(5, 1)
+    arithmetic.dynamic_per_token_scaled_fp8_quant(quantised, x, scale)
+    columns, scales = torch.empty(64, 8, dtype=float8), weight.abs().amax(0) / 448
+    arithmetic.static_scaled_fp8_quant(columns, weight, scales)
+    out, bias = torch.empty(5, 8, dtype=torch.bfloat16), torch.arange(8.0)
+    arithmetic.cutlass_scaled_mm(out, quantised, columns, scale, scales, bias)
+    want = x @ weight
+    norms = x.norm(dim=1, keepdim=True) * weight.norm(dim=0)
+    # 3 bits of mantissa: at most 1/16 off each, and errors of 64 products average out
+    assert ((out.float() - bias - want).abs() <= 0.05 * norms + 0.02 * (1 + bias)).all()
+    assert torch.equal(out[3].float(), bias)

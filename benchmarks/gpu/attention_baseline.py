@@ -110,7 +110,8 @@ def _vllm(
         schedule = package.get_scheduler_metadata(
             **_schedule(step, query, kv_cache), cu_seqlens_q=step.starts, num_splits=splits
         )
-    out = torch.empty_like(query)
+    # from float8 it makes bf16
+    out = torch.empty_like(query, dtype=torch.bfloat16 if query.dtype.itemsize == 1 else None)
     return lambda: package.flash_attn_varlen_func(
         q=query, k=keys, v=values, out=out, cu_seqlens_q=step.starts, max_seqlen_q=step.rows,
         seqused_k=step.lengths, max_seqlen_k=step.length, softmax_scale=query.shape[2] ** -0.5,

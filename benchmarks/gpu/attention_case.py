@@ -25,13 +25,25 @@ from benchmarks.gpu.shapes import POISON, Model
 _MOST_CACHES = 128
 
 
+# what FlashAttention 3 multiplies weights by before it rounds them to float8
+_FLOAT8_FACTOR = 256.0
+
+
 def dense(query: Tensor, kv: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[rows, Hq, d]` masked attention of one request over `[L, Hkv, 2d]`, all in `dtype`."""
+    """`[rows, Hq, d]` masked attention of one request over `[L, Hkv, 2d]`, all in `dtype`.
+
+    With a float8 the weights alone are rounded to it, because there is no other arithmetic in it.
+    """
     heads, dim = query.shape[1:]
-    kv = kv.to(dtype).repeat_interleave(heads // kv.shape[1], dim=1)
-    scores = torch.einsum("qhd,lhd->hql", query.to(dtype), kv[..., :dim]) * dim**-0.5
+    math = torch.float32 if dtype.itemsize == 1 else dtype
+    kv = kv.to(math).repeat_interleave(heads // kv.shape[1], dim=1)
+    scores = torch.einsum("qhd,lhd->hql", query.to(math), kv[..., :dim]) * dim**-0.5
     scores.masked_fill_(~allowed, float("-inf"))
-    return torch.einsum("hql,lhd->qhd", scores.softmax(-1), kv[..., dim:])
+    if math == dtype:
+        return torch.einsum("hql,lhd->qhd", scores.softmax(-1), kv[..., dim:])
+    weights = (scores - scores.amax(-1, keepdim=True)).exp() * _FLOAT8_FACTOR
+    rounded = weights.to(dtype).to(math) / weights.sum(-1, keepdim=True)
+    return torch.einsum("hql,lhd->qhd", rounded, kv[..., dim:])
 
 
 def check_attention(
@@ -44,9 +56,12 @@ def check_attention(
         tails: `[R, rows, rows]` bool, which of the last rows each row sees.
     """
     context = step.length - step.rows
-    pages = -(-step.length // kv_cache.shape[2])
+    pages, kind = -(-step.length // kv_cache.shape[2]), kv_cache.dtype
+    # PyTorch picks blocks of bytes, but not of every float8
+    stored = kv_cache.view(torch.uint8) if kind.itemsize == 1 else kv_cache
     for r, tail in enumerate(tails):
-        kv = kv_cache[step.table[r, :pages].long()].transpose(1, 2).flatten(0, 1)[: step.length]
+        kv = stored[step.table[r, :pages].long()].transpose(1, 2).flatten(0, 1)[: step.length]
+        kv = kv.view(kind)
         allowed = torch.cat([tail.new_ones(step.rows, context), tail], dim=1).to(query.device)
         mine = slice(r * step.rows, (r + 1) * step.rows)
         truth = dense(query[mine], kv, allowed, torch.float32)
@@ -97,21 +112,37 @@ def rival_of(
     return Rival(offer.name, build, offer.fa3)
 
 
-def attention_case(model: Model, reqs: int, nodes: int, context: int, device: str) -> Case:
-    """Trees of `nodes` nodes over `context` cached rows."""
+def attention_case(
+    model: Model,
+    reqs: int,
+    nodes: int,
+    context: int,
+    device: str,
+    *,
+    cache: torch.dtype | None = None,
+    only_fa3: bool = False,
+) -> Case:
+    """Trees of `nodes` nodes over `context` cached rows.
+
+    Args:
+        cache: a float8 for caches and queries, as vLLM has them; default: the model's.
+        only_fa3: no other rivals.
+    """
     rows, dim = nodes + 1, model.head_dim
     length = context + rows
     pages = -(-length // model.page)
-    bytes_read = model.dtype.itemsize * reqs * length * model.kv_heads * 2 * dim
+    kind = cache or model.dtype
+    bytes_read = kind.itemsize * reqs * length * model.kv_heads * 2 * dim
     count = min(_MOST_CACHES, max(2, -(-model.cold_bytes // bytes_read)))
     g = torch.Generator().manual_seed(context + reqs)
     table = torch.randperm(reqs * pages, generator=g).view(reqs, pages).int().to(device)
     shape = (reqs * pages, model.page, model.kv_heads, 2 * dim)
     caches = [
-        torch.randn(shape, device=device, dtype=model.dtype).transpose(1, 2) for _ in range(count)
+        torch.randn(shape, device=device, dtype=model.dtype).to(kind).transpose(1, 2)
+        for _ in range(count)
     ]
-    query = torch.randn(reqs * rows, model.heads, dim, device=device, dtype=model.dtype)
-    out = torch.full_like(query, POISON)
+    query = torch.randn(reqs * rows, model.heads, dim, device=device, dtype=model.dtype).to(kind)
+    out = torch.full(query.shape, POISON, device=device, dtype=model.dtype)
     starts = torch.arange(reqs + 1, dtype=torch.int32, device=device) * rows
     lengths = torch.full((reqs,), length, dtype=torch.int32, device=device)
     tails = torch.full((reqs,), rows, dtype=torch.int32, device=device)
@@ -137,10 +168,11 @@ def attention_case(model: Model, reqs: int, nodes: int, context: int, device: st
             check_attention("tree_attention", out, step, query, kv_cache, sees)
 
     found = () if device == "cpu" else offers()[0]
+    found = tuple(offer for offer in found if offer.fa3 or not only_fa3)
     return Case(
         check=check,
         calls=in_turn([partial(attend, kv_cache) for kv_cache in caches], model.least_calls),
-        bytes_moved=bytes_read + 2 * out.nbytes,
+        bytes_moved=bytes_read + query.nbytes + out.nbytes,
         flops=4 * reqs * rows * length * model.heads * dim,
         memory=f"cold: {count} caches of {bytes_read / 1e6:.0f} MB in turn",
         rivals=[rival_of(offer, step, query, caches, model.least_calls) for offer in found],

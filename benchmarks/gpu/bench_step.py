@@ -58,8 +58,8 @@ _COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-_TARGET = {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36}
-_DRAFTER = {
+QWEN3_8B = {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36}
+QWEN3_8B_DRAFTER = {
     **_COMMON,
     "architectures": ["DFlashDraftModel"],
     "num_hidden_layers": 5,
@@ -173,7 +173,7 @@ def main() -> int:
         if options.tiny:
             target, drafter = ROOT / "benchmarks/tiny/target", ROOT / "benchmarks/tiny/drafter"
         else:
-            for path, config in ((target, _TARGET), (drafter, _DRAFTER)):
+            for path, config in ((target, QWEN3_8B), (drafter, QWEN3_8B_DRAFTER)):
                 path.mkdir()
                 (path / "config.json").write_text(json.dumps(config))
         flat = Path(folder) / "flat.json"

@@ -195,12 +195,11 @@ def time_calls(calls: Sequence[Call], replays: int) -> Timing:
     return replace(quantiles(samples), sm_mhz=mhz)
 
 
-def measure_ceilings(replays: int) -> Ceilings:
-    """Time a 2 GiB copy and a square bf16 product of random matrices."""
-    source = torch.randn(2**29, device="cuda")
+def measure_ceilings(replays: int, size: int = 8192) -> Ceilings:
+    """Time a large copy (2 GiB) and a square bf16 product of random matrices, of `size` rows."""
+    source = torch.randn(8 * size**2, device="cuda")
     copy = time_calls([partial(torch.empty_like(source).copy_, source)], replays)
     moved = 2 * source.nbytes
-    size = 8192
     a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     product = time_calls([partial(torch.mm, a, b, out=torch.empty_like(a))], replays)

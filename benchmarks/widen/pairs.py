@@ -18,7 +18,14 @@ from torch import Tensor
 from benchmarks import TINY
 from benchmarks.widen.check import Distance, check, held_out
 from benchmarks.widen.checkpoint import SHARD_BYTES, read_config, write_weights
-from benchmarks.widen.widening import SHAPES, TARGET_LAYER_IDS, Shape, Weights, Widening
+from benchmarks.widen.widening import (
+    SHAPES,
+    TARGET_LAYER_IDS,
+    Shape,
+    Target,
+    Weights,
+    Widening,
+)
 from vllm_bastion.envs import cache_dir
 
 _VERSION = 1
@@ -42,6 +49,19 @@ def make_pair(
         ValueError: the shape is too small.
         RuntimeError: what was written does not compute the source's function.
     """
+    target, drafter = _write_pair(shape, folder, source, shard_bytes)
+    ids = held_out(source) if ids is None else ids
+    return _checked(check((target, drafter), folder, ids, TARGET_LAYER_IDS))
+
+
+def write_configs(shape: Shape, folder: Path) -> None:
+    """Write the pair of a shape without its weights, for engines that draw them at random."""
+    _write_pair(shape, folder, TINY, None)
+
+
+def _write_pair(
+    shape: Shape, folder: Path, source: Path, shard_bytes: int | None
+) -> tuple[Target, Drafter]:
     target, drafter = load_target(source / "target"), load_drafter(source / "drafter")
     wide = Widening(target.dims, shape)
     torch.manual_seed(0)
@@ -49,8 +69,7 @@ def make_pair(
     layers = shape.num_hidden_layers
     _write(wide, wide.target(target), layers, keys, source / "target", folder, shard_bytes)
     _write_drafter(wide, drafter, source / "drafter", folder, shard_bytes)
-    ids = held_out(source) if ids is None else ids
-    return _checked(check((target, drafter), folder, ids, TARGET_LAYER_IDS))
+    return target, drafter
 
 
 def make_drafter(
@@ -70,7 +89,7 @@ def make_drafter(
 
 
 def _write_drafter(
-    wide: Widening, drafter: Drafter, source: Path, folder: Path, shard_bytes: int
+    wide: Widening, drafter: Drafter, source: Path, folder: Path, shard_bytes: int | None
 ) -> None:
     layers = wide.drafter_layers(drafter)
     keys = {
@@ -90,12 +109,13 @@ def _write(
     keys: dict[str, Any],
     source: Path,
     folder: Path,
-    shard_bytes: int,
+    shard_bytes: int | None,
 ) -> None:
     out = folder / source.name
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors"))
-    with torch.inference_mode():
-        write_weights(weights, out, shard_bytes)
+    if shard_bytes is not None:
+        with torch.inference_mode():
+            write_weights(weights, out, shard_bytes)
     config = {**read_config(source), **asdict(wide.dims(layers)), **keys}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

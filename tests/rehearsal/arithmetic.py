@@ -20,9 +20,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.to(x.dtype)
 
 
-def mm(x: Tensor, other: Tensor) -> Tensor:
+def mm(x: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
     """`aten::mm`, `aten::matmul` and `aten::bmm`."""
-    return (x.double() @ other.double()).to(x.dtype)
+    found = (x.double() @ other.double()).to(x.dtype)
+    return found if out is None else out.copy_(found)
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float, *_: Any) -> None:
@@ -180,6 +181,33 @@ def moe_sum(x: Tensor, out: Tensor, *_: Any) -> None:
     out.copy_(x.float().sum(1))
 
 
+def static_scaled_fp8_quant(out: Tensor, x: Tensor, scale: Tensor, *_: Any) -> None:
+    """`_C::static_scaled_fp8_quant`, one scale."""
+    limit = torch.finfo(out.dtype).max
+    out.copy_((x.float() / scale).clamp(-limit, limit))
+
+
+def dynamic_per_token_scaled_fp8_quant(
+    out: Tensor, x: Tensor, scale: Tensor, upper: Tensor | None = None
+) -> None:
+    """`_C::dynamic_per_token_scaled_fp8_quant`: x [T, H], scale [T, 1], written."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    if upper is not None:
+        largest = largest.clamp(max=float(upper))
+    limit = torch.finfo(out.dtype).max
+    scale.copy_((largest / limit).clamp(min=1 / (512 * limit)).view_as(scale))
+    static_scaled_fp8_quant(out, x, scale)
+
+
+def cutlass_scaled_mm(
+    out: Tensor, x: Tensor, other: Tensor, scale: Tensor, scale_other: Tensor, bias: Tensor | None
+) -> None:
+    """`_C::cutlass_scaled_mm`: a scale for each row of x or one, for each column or one."""
+    found = x.double() * scale.double().view(-1, 1) @ other.double()
+    found *= scale_other.double().view(1, -1)
+    out.copy_(found if bias is None else found + bias.double())
+
+
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -251,6 +279,9 @@ KERNELS = {
         topk_softmax,
         moe_align_block_size,
         moe_sum,
+        static_scaled_fp8_quant,
+        dynamic_per_token_scaled_fp8_quant,
+        cutlass_scaled_mm,
     )
 }
 # In place of ATen's, for numbers of half precision.

@@ -59,6 +59,7 @@ class Emulation:
         self._driver, self._interpret = driver, interpret
         self._jobs: list[tuple[str, Callable[[], None]]] = []
         self._storages: dict[tuple[int, int], Any] = {}
+        self._generators: dict[torch.Generator, torch.Generator] = {}
         self._custom_ops: dict[str, Callable[..., Any]] = {}
         self._depth_without = 0
         # Whether numbers are computed: not during profiling runs, which would only take time.
@@ -106,8 +107,8 @@ class Emulation:
     @property
     def wanted(self) -> bool:
         """Whether a launch becomes a job now."""
-        capturing = torch._C._cuda_isCurrentStreamCapturing()
-        return not self._depth_without and (self.running or capturing)
+        now = self.running or torch._C._cuda_isCurrentStreamCapturing()
+        return not self._depth_without and now
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
@@ -126,6 +127,8 @@ class Emulation:
             return self._alias_tensor(x) if x.is_cuda else x
         if isinstance(x, torch.device):
             return torch.device("cpu")
+        if isinstance(x, torch.Generator):
+            return self._generators.setdefault(x, torch.Generator().manual_seed(x.initial_seed()))
         if type(x).__module__.partition(".")[0] == "bastion_kernels":
             # What ops take besides tensors: a step, a layer, the states of all layers.
             made, slots = copy.copy(x), dataclasses.is_dataclass(x)
@@ -311,10 +314,7 @@ class Emulation:
                 return
             with self.without():
                 attend(layer, step, query, out)
-            given = (
-                self.alias(dataclasses.replace(step, workspaces=None)),
-                *self.alias((query, out)),
-            )
+            given = self.alias((dataclasses.replace(step, workspaces=None), query, out))
             layer = self.alias(layer)
             self.add("op:AttentionLayer", lambda: layer.reference(*given))
 
@@ -413,6 +413,7 @@ class Emulation:
             self.running = False
 
         flash_attn.flash_attn_varlen_func = attend
+        sys.modules["vllm.vllm_flash_attn"].flash_attn_varlen_func = attend
         topk_topp_sampler.apply_top_k_top_p_triton = filter_logits
         qwen_gdn_linear_attn.fla_chunk_gated_delta_rule = recurrence
         qwen_gdn_linear_attn.causal_conv1d_fn = convolve

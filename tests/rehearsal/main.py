@@ -26,10 +26,12 @@ def main(arguments: list[str]) -> int:
     """Rehearse what the arguments say; 0 if nothing went wrong."""
     parser = argparse.ArgumentParser(prog="make rehearse ARGS=...", description=__doc__)
     parser.add_argument(
-        "cases", nargs="*", help=f"of: {', '.join(case.name for case in CASES)}; none: all"
+        "cases", nargs="*", help=f"of: {', '.join(case.name for case in CASES)}; none: all; quarter"
     )
     parser.add_argument("--interpret", action="store_true", help="our kernels, not references")
     parser.add_argument("--verbose", action="store_true", help="logs, counters, waits by place")
+    if arguments[:1] in (["quarter"], ["caches"]):
+        return _quarter(arguments)
     given = parser.parse_args(arguments)
     cases = _chosen(parser, given.cases)
     environment.enter(arguments)
@@ -50,6 +52,16 @@ def main(arguments: list[str]) -> int:
     if not given.cases and not failures and not problems:
         report.write(table)
     return int(bool(failures or problems))
+
+
+def _quarter(arguments: list[str]) -> int:
+    environment.enter(arguments)
+    from tests.rehearsal import caches, quarter
+
+    try:
+        return (caches.fill if arguments[0] == "caches" else quarter.rehearse)(arguments[1:])
+    finally:
+        shutil.rmtree(os.environ["VLLM_BASTION_CACHE"], ignore_errors=True)
 
 
 def _chosen(parser: argparse.ArgumentParser, names: list[str]) -> list[Case]:

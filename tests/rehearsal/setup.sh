@@ -15,7 +15,8 @@ install_vllm() {
   # `===` takes the index's own build, which is for CUDA: pip may also know a wheel `2.13.0+cpu`,
   # which `==` would prefer.
   "$venv/bin/python" -m pip install -q torch===2.13.0 torchvision===0.28.0 torchaudio===2.11.0
-  "$venv/bin/python" -m pip install -q vllm==0.32.0 scipy "setuptools>=77"
+  "$venv/bin/python" -m pip install -q vllm==0.32.0 scipy "setuptools>=77" \
+    pytest pytest-timeout hypothesis
   # For its entry points; a rehearsal reads the code from its own checkout.
   "$venv/bin/python" -m pip install -q --no-deps --no-build-isolation -e .
 }

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Question 2: budgets switched within one engine, beside plain decoding and vLLM's best chain."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from benchmarks import TINY
+from benchmarks.budgets import ADAPTIVE, PLAIN, Switched
+from benchmarks.gpu.quarter.job import Job
+from benchmarks.gpu.quarter.shapes import pair_engine, rounds, speculative, texts
+from benchmarks.harness.engine import UserEngine
+
+BEST_CHAIN = "dflash 15, adaptive verification"
+# Requests at a time -> prompts: at least twice as many as decode together.
+_LOADS = {1: 6, 4: 12, 15: 45, 64: 128}
+_FIXED = ("16", "64")
+
+
+def others(engine: UserEngine, *, best: bool) -> dict[str, UserEngine]:
+    """Plain decoding and vLLM's chain of 15, on the settings of an engine."""
+    assert engine.speculative is not None
+    drafter = engine.speculative["model"]
+    keys: dict[str, Any] = {"enable_adaptive_verification": True} if best else {}
+    chain = replace(engine, speculative=speculative("dflash", drafter, **keys))
+    return {PLAIN: replace(engine, speculative=None), BEST_CHAIN if best else "dflash 15": chain}
+
+
+def ask(job: Job) -> None:
+    """T = 0 and 1 at each load: all modes, two rounds after one that is not told."""
+    loads, tokens = ({1: 1, 2: 2}, 8) if job.small else (_LOADS, 64)
+    names = {f"{n} at a time, T={t}": (n, t) for t in (0, 1) for n in loads}
+    if not job.lacks(*names):
+        return
+    if job.small:
+        folder = TINY
+    else:
+        from benchmarks.widen.pairs import pair_of
+
+        folder = pair_of("4B")
+    engine = pair_engine(folder, job.small, most=max(loads), alive=3, length=384)
+    requests = {part: texts(loads[n], tokens, t) for part, (n, t) in names.items()}
+    switched = Switched(engine, requests, others(engine, best=True))
+    job.note("starts", **switched.start_s)
+    modes = [PLAIN, BEST_CHAIN, *(("8",) if job.small else _FIXED), ADAPTIVE]
+    for part in job.lacks(*names):
+        for mode in [] if job.small else modes:  # touch memory and load code
+            switched.block(mode, part, names[part][0])
+        turns = rounds(modes, 1 if job.small else 2)
+        blocks = [asdict(switched.block(mode, part, names[part][0])) for mode in turns]
+        job.note(part, blocks=blocks)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Question 5: the tiny pair, whose steps are nearly all host time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from benchmarks import TINY
+from benchmarks.budgets import ADAPTIVE, Switched
+from benchmarks.gpu.quarter.adaptive import others
+from benchmarks.gpu.quarter.job import Job
+from benchmarks.gpu.quarter.shapes import SMALL, pair_engine, rounds, texts
+
+_LOADS = {1: 12, 16: 64}
+
+
+def ask(job: Job) -> None:
+    """Plain, vLLM's chain of 15, adaptive; no torch.compile, whose start would cost a minute."""
+    loads, tokens = ({1: 1, 2: 2}, 6) if job.small else (_LOADS, 64)
+    names = {f"{n} at a time": n for n in loads}
+    if not job.lacks(*names):
+        return
+    engine = pair_engine(TINY, job.small, most=max(loads), alive=3, length=384)
+    engine = replace(engine, more=SMALL["more"])
+    requests = {name: texts(loads[n], tokens) for name, n in names.items()}
+    engines = others(engine, best=False)
+    switched = Switched(engine, requests, engines)
+    job.note("starts", **switched.start_s)
+    modes = [*engines, ADAPTIVE]
+    for name in job.lacks(*names):
+        for mode in [] if job.small else modes:
+            switched.block(mode, name, names[name])
+        turns = rounds(modes, 1 if job.small else 3)
+        job.note(name, blocks=[asdict(switched.block(mode, name, names[name])) for mode in turns])

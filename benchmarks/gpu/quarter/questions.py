@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The questions, in the order in which later ones depend on earlier ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Args:
+        decides: what its answer decides.
+        function: `module:name`, called with a `Job`.
+        limit_s: it is interrupted after so long.
+        needs_s: expected seconds, an estimate; it is not begun with less than half of that left.
+        pair: a pair of `benchmarks.widen` that it reads.
+        timed: whether nothing may run beside it.
+    """
+
+    name: str
+    title: str
+    decides: str
+    function: str
+    limit_s: float
+    needs_s: float
+    pair: str | None = None
+    timed: bool = True
+
+
+_HERE = "benchmarks.gpu.quarter"
+
+QUESTIONS = (
+    Question(
+        "tokens",
+        "Are the tokens plain decoding's, with graphs and asynchronous scheduling?",
+        "whether any time below is worth anything",
+        f"{_HERE}.tokens:ask",
+        limit_s=150,
+        needs_s=140,
+        timed=False,
+    ),
+    Question(
+        "adaptive",
+        "Does the adaptive budget reach the best fixed one at the 4B shape?",
+        "whether the controller needs another mend, what README's GPU table says of plain decoding "
+        "and vLLM's best chain, and which rows cost more than the profile says",
+        f"{_HERE}.adaptive:ask",
+        limit_s=290,
+        needs_s=250,
+        pair="4B",
+    ),
+    Question(
+        "defaults",
+        "Does an 8B shape start and decode with all of vLLM's defaults?",
+        "whether the defaults may stay: memory of the warm-up, seconds to start, and what a step "
+        "costs at 33 requests, where blocks of 16 leave the graphs",
+        f"{_HERE}.defaults:ask",
+        limit_s=150,
+        needs_s=110,
+    ),
+    Question(
+        "experts",
+        "Is the profile's plain step right for a mixture of experts?",
+        "whether calibration must draw its tokens at random: dummy batches may visit fewer experts",
+        f"{_HERE}.experts:ask",
+        limit_s=120,
+        needs_s=75,
+    ),
+    Question(
+        "host",
+        "How much host time does a step have?",
+        "whether host code is worth work: with the tiny pair a step is little else",
+        f"{_HERE}.host:ask",
+        limit_s=100,
+        needs_s=70,
+    ),
+    Question(
+        "ops",
+        "Which device ops miss their bars?",
+        "which kernels to tune: attention by head size and for fp8 caches, the plan, vLLM's input "
+        "kernel, gated delta trees, top-p",
+        f"{_HERE}.ops:ask",
+        limit_s=120,
+        needs_s=80,
+    ),
+    Question(
+        "drafter",
+        "Does an fp8 drafter pay?",
+        "whether docs may recommend it: draft time against tokens lost",
+        f"{_HERE}.drafter:ask",
+        limit_s=150,
+        needs_s=110,
+        pair="4B",
+    ),
+)
