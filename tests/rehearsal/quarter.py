@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 import time
 from functools import wraps
@@ -28,7 +29,7 @@ def rehearse(arguments: list[str]) -> int:
     driver = FakeDriver()
     emulation = Emulation(driver)
     emulation.install()
-    _fork_all()
+    _fork_all(emulation)
     _compute_after_start(emulation)
     _report_missing(emulation)
     from benchmarks.gpu.quarter.main import main
@@ -57,10 +58,19 @@ def rehearse(arguments: list[str]) -> int:
     return int(bool(status or problems))
 
 
-def _fork_all() -> None:
+def _fork_all(emulation: Any) -> None:
     """Every process of the quarter is a fork of this one, which has the emulation."""
     import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+    from tests.rehearsal.emulation import _Dispatch
+
+    def enter() -> None:
+        # PyTorch keeps its modes by thread, and the tests fork from threads of a pool.
+        if _get_current_dispatch_mode() is None:
+            _Dispatch(emulation).__enter__()
+
+    os.register_at_fork(after_in_child=enter)
     forked, get = multiprocessing.get_context("fork"), multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: forked if method else get()  # type: ignore
     # Some import has initialised CUDA, but the fake driver's state survives a fork.
