@@ -135,7 +135,7 @@ class Switched:
 
     def _watch_times(self, runtime: Any) -> None:
         """Sort what the worker times by requests and rows, beside what the profile says."""
-        timer, table = runtime.timer, runtime.costs.latency.table
+        timer, table = runtime.timer, runtime.controller.latency.table
         completed = timer.completed
 
         def watched() -> Iterator[Any]:
