@@ -43,7 +43,7 @@ $(VENV033)/.ready: $(VENV)/.vllm-0.32 | $(VENV)/.ready
 
 setup: $(VENV)/.ready  ## Create .venv with vLLM 0.32 for CPU and this plugin, and the demo's models (once)
 
-demo: $(VENV)/.ready  ## Decode three prompts as plain, dflash and bastion, and draw a draft tree
+demo: $(VENV)/.ready  ## A chat model answers three questions as plain, dflash and bastion; a draft tree is drawn
 	@$(USERS_THREADS) $(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.ready  ## The test suite with a representative part of the end-to-end matrix

@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from benchmarks import TINY
 from benchmarks.demo import pair as pairs
-from benchmarks.demo.pair import SHAPE, TINY_PAIR, CannotWrite, pair_of
+from benchmarks.demo.pair import REAL, SHAPE, TINY_PAIR, CannotWrite, pair_of
+from benchmarks.demo.questions import Streamed
 from benchmarks.demo.run import load_note
+from benchmarks.harness.decoder import Decoder
+from benchmarks.harness.engine import Engine, Request
+from benchmarks.harness.process import EngineProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,17 +26,19 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     "need, said", [("_MEMORY_BYTES", "of memory are free"), ("_DISK_BYTES", "free, ")]
 )
+@pytest.mark.parametrize("name", [REAL, SHAPE])
 def test_without_room_the_tiny_pair_is_used(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     need: str,
     said: str,
+    name: str,
 ) -> None:
     monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path / "none" / "yet"))
-    for name in ("_MEMORY_BYTES", "_DISK_BYTES"):
-        monkeypatch.setattr(pairs, name, 1 << 60 if name == need else 0)
-    assert pair_of(SHAPE) is TINY_PAIR
+    for one in ("_MEMORY_BYTES", "_DISK_BYTES"):
+        monkeypatch.setattr(pairs, one, {name: 1 << 60 if one == need else 0})
+    assert pair_of(name) is TINY_PAIR
     text = capsys.readouterr().out
     assert said in text and text.endswith(" needed.\n") and text.count("\n") == 1
     assert not any(tmp_path.iterdir())
@@ -41,7 +50,7 @@ def test_a_pair_that_cannot_be_written_is_reported_with_its_folder(
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path / "file"))
     for name in ("_MEMORY_BYTES", "_DISK_BYTES"):
-        monkeypatch.setattr(pairs, name, 0)
+        monkeypatch.setattr(pairs, name, {SHAPE: 0})
     with pytest.raises(CannotWrite, match="cannot be written"):
         pair_of(SHAPE).write()
 
@@ -67,3 +76,40 @@ def test_a_busy_machine_is_told() -> None:
     assert load_note(5.0) is None
     said = load_note(80.0)
     assert said is not None and "80%" in said and "speed-ups of this run mean nothing" in said
+
+
+def test_a_streamed_answer_is_printed_piece_by_piece(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+    texts = ["def one():\n    return 'déjà vu'  # …", "and a second"]
+    rows = [{"domain": "code", "prompt": "Ask one."}, {"domain": "prose", "prompt": "Ask two."}]
+    shown = Streamed(TINY / "target", "plain", rows)
+    for number, text in enumerate(texts):
+        seen = ""
+        for token in tokenizer.encode(text).ids:  # a letter with an accent has two tokens
+            shown((number, [token]))
+            seen += capsys.readouterr().out
+            assert "\N{REPLACEMENT CHARACTER}" not in seen
+        assert seen.endswith(text) and rows[number]["prompt"] in seen
+        assert seen.count(f"plain: {rows[number]['domain']}") == 1
+    shown.end()
+    assert capsys.readouterr().out == "\n\n"
+
+
+@pytest.mark.e2e
+def test_an_engine_streams_every_token_in_order() -> None:
+    engine = Engine()
+    requests = [Request("one", "def", 12), Request("two", "The ", 12)]
+    items: list[tuple[int, list[int]]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        process = EngineProcess(Path(folder) / "log", engine.variables())
+        try:
+            process.start(Decoder, engine)
+            process.answer()
+            process.call("decode", requests, True)
+            run = process.answer(items=items.append)
+        finally:
+            process.close()
+    for index, done in enumerate(run.completions):
+        assert len(done.token_ids) == 12
+        assert [t for number, new in items if number == index for t in new] == done.token_ids
+    assert [number for number, _ in items] == sorted(number for number, _ in items)

@@ -24,16 +24,22 @@ _COLOURS = {"accepted": "32;1", "rejected": "0", "note": "2", "title": "1"}
 def print_completion(row: dict[str, str], by_mode: dict[str, Completion]) -> None:
     """The prompt and its text, and the texts of modes that differ."""
     print("\n" + title(f"{row['domain']}  ({row['id']})"))
-    _print_text(row["prompt"], "note")
+    print_text(row["prompt"], "note")
+    print_text(by_mode["plain"].text, "accepted")
+    print_same(by_mode)
+
+
+def print_same(by_mode: dict[str, Completion], label: str = "") -> None:
+    """Whether all modes have the same tokens, and the texts of those that differ."""
     plain = by_mode["plain"]
-    _print_text(plain.text, "accepted")
     other = [name for name, done in by_mode.items() if done.token_ids != plain.token_ids]
     if not other:
-        print(f"  {len(plain.token_ids)} token ids, identical in plain, dflash and bastion")
+        count = len(plain.token_ids)
+        print(f"  {label}{count} token ids, identical in plain, dflash and bastion")
     for name in other:
         at = _first_difference(by_mode[name].token_ids, plain.token_ids)
-        print(f"  {name} differs from plain at token {at}:")
-        _print_text(by_mode[name].text, "rejected")
+        print(f"  {label}{name} differs from plain at token {at}:")
+        print_text(by_mode[name].text, "rejected")
 
 
 def print_numbers(
@@ -112,7 +118,13 @@ def _first_difference(ours: list[int], theirs: list[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
-def _print_text(text: str, kind: str) -> None:
+def print_piece(text: str) -> None:
+    """A piece of a streamed text."""
+    print(style("accepted", text), end="", flush=True)
+
+
+def print_text(text: str, kind: str) -> None:
+    """A text in lines of the page."""
     for line in text.strip("\n").splitlines():
         for part in textwrap.wrap(line, WIDTH - 4, drop_whitespace=False) or [""]:
             print(style(kind, f"  │ {part}"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pair that the demo decodes with: a real model's shape, if there is room for it."""
+"""The pair that the demo decodes with: a real chat model, if it can be had."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import psutil
 from safetensors import SafetensorError
 
 from benchmarks import TINY
+from benchmarks.harness.engine import GAMMA
 from benchmarks.progress import Progress
 from vllm_bastion.envs import cache_dir
 
-SHAPE = "0.6B"
-# The size of its checkpoints, and the demo's peak memory.
-_DISK_BYTES, _MEMORY_BYTES = 2_000_000_000, 8_000_000_000
+REAL, SHAPE = "smollm2", "0.6B"
+# The sizes of their checkpoints, and the demo's peak memory.
+_DISK_BYTES = {REAL: 600_000_000, SHAPE: 2_000_000_000}
+_MEMORY_BYTES = {REAL: 4_000_000_000, SHAPE: 8_000_000_000}
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -33,7 +35,9 @@ class Pair:
         name: for the headline.
         note: how to read its seconds.
         dtype: of its engines.
-        chain: the fastest length of vLLM's own chain among 4, 7 and 15 (`results/paper`).
+        chain: the fastest length of vLLM's own chain (`results/paper`).
+        gamma: the drafter's depth.
+        chat: whether the target answers questions.
         environment: variables of its engines, unless the user has set them.
     """
 
@@ -42,6 +46,8 @@ class Pair:
     note: str
     dtype: str = "bfloat16"
     chain: int = 7
+    gamma: int = GAMMA
+    chat: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
     def write(self) -> None:
@@ -50,6 +56,15 @@ class Pair:
         Raises:
             CannotWrite: writing failed; the partial pair is removed.
         """
+        if self.chat:
+            from benchmarks.smollm2.install import pair as real_pair
+            from benchmarks.smollm2.target import CannotFetch
+
+            try:
+                real_pair()
+            except CannotFetch as error:
+                raise CannotWrite(str(error)) from None
+            return
         if self.folder != _wide_folder():
             return
         # Imported here, because it imports PyTorch.
@@ -75,23 +90,34 @@ TINY_PAIR = Pair(
     "float32",
     15,
     # Waking a second thread costs more than it saves.
-    {"OMP_NUM_THREADS": "1"},
+    environment={"OMP_NUM_THREADS": "1"},
 )
 
 
 def pair_of(name: str) -> Pair:
-    """The pair `tiny`, the one in Qwen3-0.6B's shape, or the one in a folder.
+    """The pair `tiny`, the real one, the one in Qwen3-0.6B's shape, or the one in a folder.
 
-    Without room for that shape, prints a sentence and returns the tiny pair.
+    Without room for such a pair, prints a sentence and returns the tiny pair.
     """
     if name == "tiny":
         return TINY_PAIR
-    if name != SHAPE:
+    if name not in (REAL, SHAPE):
         return Pair(Path(name), f"the pair in {name}", "")
-    folder = _wide_folder()
-    reason = _no_room(folder)
+    folder = cache_dir() / "pairs" / name
+    reason = _no_room(name, folder)
     if reason is not None:
         return tiny_pair(reason)
+    if name == REAL:
+        return Pair(
+            folder,
+            "SmolLM2-135M-Instruct",
+            "The drafter was trained by this project (benchmarks/smollm2). In float32 all engines"
+            " emit the same tokens; in bf16 this target's best two are often equally good.",
+            "float32",
+            chain=3,
+            gamma=7,
+            chat=True,
+        )
     return Pair(
         folder,
         f"the tiny pair in Qwen3-{SHAPE}'s shape",
@@ -116,16 +142,16 @@ def _wide_folder() -> Path:
     return cache_dir() / "pairs" / SHAPE
 
 
-def _no_room(folder: Path) -> str | None:
-    """Why the shape's pair cannot be used here, or None if it can."""
-    free = _free_memory()
-    if free < _MEMORY_BYTES:
-        return f"{_gb(free)} of memory are free, {_gb(_MEMORY_BYTES)} are needed"
+def _no_room(name: str, folder: Path) -> str | None:
+    """Why a pair cannot be used here, or None if it can."""
+    free, memory, disk = _free_memory(), _MEMORY_BYTES[name], _DISK_BYTES[name]
+    if free < memory:
+        return f"{_gb(free)} of memory are free, {_gb(memory)} are needed"
     if not folder.exists():
         parent = next(path for path in folder.parents if path.exists())
         free = shutil.disk_usage(parent).free
-        if free < _DISK_BYTES:
-            return f"{shown(parent)} has {_gb(free)} free, {_gb(_DISK_BYTES)} are needed"
+        if free < disk:
+            return f"{shown(parent)} has {_gb(free)} free, {_gb(disk)} are needed"
     return None
 
 

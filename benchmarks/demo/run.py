@@ -15,15 +15,18 @@ import psutil
 
 import benchmarks.demo
 from benchmarks import TINY
-from benchmarks.demo.pages import print_completion, print_numbers, print_tree, title
-from benchmarks.demo.pair import SHAPE, CannotWrite, Pair, pair_of, tiny_pair
+from benchmarks.demo import questions
+from benchmarks.demo.pages import print_completion, print_numbers, print_same, print_tree, title
+from benchmarks.demo.pair import REAL, SHAPE, CannotWrite, Pair, pair_of, tiny_pair
+from benchmarks.demo.questions import QUESTIONS, Streamed
 from benchmarks.harness.decoder import IMPORTS, Decoder, Run
-from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
+from benchmarks.harness.engine import Engine, Request, bastion
 from benchmarks.harness.process import EngineProcess
 from benchmarks.paper.methods import ADAPTIVE, PLAIN, Target, chain_name, methods
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_prompts
 
+# Of the toys, which continue text: ids in prompts.jsonl.
 PROMPTS = ("code-made-05", "arithmetic-15", "chat-20")
 TOKENS = 48
 # Nodes of a tree, rows of a step, and the cache. Small, because bastion times steps up to these
@@ -36,28 +39,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=benchmarks.demo.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="ids in prompts.jsonl")
+    parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="of a toy pair: ids")
     parser.add_argument(
-        "--pair", default=SHAPE, help=f"{SHAPE}, tiny, or a folder of target and drafter"
+        "--pair",
+        default=REAL,
+        help=f"{REAL}, {SHAPE}, tiny, or a folder of target and drafter (default {REAL})",
     )
     given = parser.parse_args(argv)
-    if given.pair not in (SHAPE, "tiny") and not Path(given.pair, "target").is_dir():
+    if given.pair not in (REAL, SHAPE, "tiny") and not Path(given.pair, "target").is_dir():
         parser.error(f"{given.pair} has no target and drafter")
     rows = {row["id"]: row for row in load_prompts(TINY / "prompts.jsonl")}
-    prompts = [rows[name] for name in given.prompts]
     pair = pair_of(given.pair)
+    if pair.chat:
+        try:
+            pair.write()
+        except CannotWrite as error:
+            pair = tiny_pair(str(error))
+    prompts = list(QUESTIONS) if pair.chat else [rows[name] for name in given.prompts]
     print(title(f"Three prompts, three engines: vLLM on this CPU with {pair.name}"), flush=True)
     busy = load_note()
     if busy is not None:
         print(busy, flush=True)
-    requests = [Request(row["id"], row["prompt"], TOKENS) for row in prompts]
+    if pair.chat:
+        requests = questions.requests(pair.folder / "target", prompts)
+    else:
+        requests = [Request(row["id"], row["prompt"], TOKENS) for row in prompts]
     try:
-        runs = decode(pair, requests)
+        runs = decode(pair, requests, prompts)
     except CannotWrite as error:
         pair = tiny_pair(str(error))
-        runs = decode(pair, requests)
+        runs = decode(pair, requests, prompts)
+    if pair.chat:
+        print(title("The same tokens"))
     for index, row in enumerate(prompts):
-        print_completion(row, {name: run.completions[index] for name, run in runs.items()})
+        by_mode = {name: run.completions[index] for name, run in runs.items()}
+        if pair.chat:
+            print_same(by_mode, f"{row['domain']}: ")
+        else:
+            print_completion(row, by_mode)
     print_numbers(pair, NODES, prompts, runs)
     if busy is not None:
         print(busy)
@@ -79,7 +98,7 @@ def load_note(busy: float | None = None) -> str | None:
     )
 
 
-def decode(pair: Pair, requests: list[Request]) -> dict[str, Run]:
+def decode(pair: Pair, requests: list[Request], prompts: list[dict[str, str]]) -> dict[str, Run]:
     """Decode with each engine in its own process, one after the other.
 
     Raises:
@@ -109,8 +128,13 @@ def decode(pair: Pair, requests: list[Request]) -> dict[str, Run]:
             progress.done(f"started in {progress.seconds:.0f} s")
             for name in names:
                 progress = Progress(name)
-                processes[name].call("decode", requests)
-                runs[name] = processes[name].answer(progress)
+                processes[name].call("decode", requests, pair.chat)
+                if pair.chat:
+                    shown = Streamed(pair.folder / "target", name, prompts)
+                    runs[name] = processes[name].answer(items=shown)
+                    shown.end()
+                else:
+                    runs[name] = processes[name].answer(progress)
                 # Free its memory before the next engine decodes.
                 processes[name].close()
                 progress.done(f"decoded in {runs[name].decode_s:.1f} s")
@@ -120,7 +144,7 @@ def decode(pair: Pair, requests: list[Request]) -> dict[str, Run]:
 def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
     """The engines of `benchmarks.paper`, but eager, with a batch of one and little memory."""
     target = str(pair.folder / "target")
-    named = methods(Target(target, str(pair.folder / "drafter"), GAMMA), cpu=True)
+    named = methods(Target(target, str(pair.folder / "drafter"), pair.gamma), cpu=True)
     rows = {
         name: named[name].engine(
             target,

@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from benchmarks.harness.engine import Engine, Request
-from benchmarks.harness.process import EngineProcess, no_progress, report_state
+from benchmarks.harness.process import EngineProcess, no_progress, report_item, report_state
 
 # Imported before an engine is built; takes seconds and reads no model.
 IMPORTS = ("vllm.entrypoints.llm",)
@@ -104,8 +104,12 @@ class Decoder:
         self._llm = LLM(**engine.arguments())
         self._collect = None if engine.probe is None else resolve_name(engine.probe)(self._llm)
 
-    def decode(self, requests: list[Request]) -> Run:
-        """Decode all requests and report progress in tokens."""
+    def decode(self, requests: list[Request], stream: bool = False) -> Run:
+        """Decode all requests and report progress in tokens.
+
+        Args:
+            stream: send (index of a request, new token ids) to the caller's `items` callback.
+        """
         llm, result = self._llm, Run([Completion(request.name) for request in requests])
         if self._timed:  # touch memory and load code
             report_state("warming up")
@@ -117,7 +121,7 @@ class Decoder:
         def report(tokens: int) -> None:
             report_state(f"decoding, {min(tokens, total)} of {total} tokens")
 
-        count_steps(llm, result.completions, report)
+        count_steps(llm, result.completions, report, stream)
         begin = time.perf_counter()
         if requests:
             params = [request.sampling_params() for request in requests]
@@ -159,7 +163,10 @@ def reported_nodes(output: Any) -> dict[str, int] | None:
 
 
 def count_steps(
-    llm: Any, completions: list[Completion], progress: Callable[[int], None] | None = None
+    llm: Any,
+    completions: list[Completion],
+    progress: Callable[[int], None] | None = None,
+    stream: bool = False,
 ) -> None:
     """Record what each step emits and verifies, where the scheduler receives it."""
     scheduler = engine_core(llm).scheduler
@@ -175,6 +182,9 @@ def count_steps(
             if not emitted:
                 continue  # part of a prompt
             total += emitted
+            if stream:
+                new = [int(token) for token in output.sampled_token_ids[row]]
+                report_item((request_index(request_id), new))
             if request_id not in prefilled:
                 prefilled.add(request_id)
                 continue

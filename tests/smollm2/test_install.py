@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
-from benchmarks.smollm2.install import install, write_compact
+from benchmarks.smollm2.install import OURS, install, write_compact
 
 from drafter import Drafter, load_drafter, save_drafter  # isort: skip
 from model import Dims, Target  # isort: skip
@@ -23,6 +23,7 @@ DIMS = Dims(
     num_key_value_heads=2,
     head_dim=16,
 )
+_MOST_BYTES = 20_000_000
 
 
 def test_an_installed_drafter_is_the_trained_one(tmp_path: Path) -> None:
@@ -49,3 +50,11 @@ def test_an_installed_drafter_is_the_trained_one(tmp_path: Path) -> None:
     install(tmp_path / "compact", folder, tmp_path / "drafter")
     assert written.stat().st_mtime_ns == before, "it was there already"
     assert load_drafter(tmp_path / "drafter").vocabulary.tolist() == words.tolist()
+
+
+def test_the_stored_drafter_is_small_and_for_the_target() -> None:
+    drafter = load_drafter(OURS)
+    assert (OURS / "model.safetensors").stat().st_size <= _MOST_BYTES
+    sizes = drafter.dims.vocab_size, drafter.dims.hidden_size, drafter.block_size
+    assert sizes == (49_152, 576, 8)
+    assert int(drafter.vocabulary[0]) >= 0 and int(drafter.vocabulary[-1]) < 49_152

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The questions of the demo with a chat model, and the streamed answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.demo.pages import print_piece, print_text, title
+from benchmarks.harness.engine import Request
+
+QUESTIONS = (
+    {
+        "id": "code",
+        "domain": "code",
+        "prompt": "Write a Python function that returns the most frequent word of a text.",
+    },
+    {
+        "id": "arithmetic",
+        "domain": "arithmetic",
+        "prompt": "A baker sells 14 loaves in the morning and 9 in the afternoon, each for 4 "
+        "dollars. How much does she earn in 5 days? Think step by step.",
+    },
+    {
+        "id": "prose",
+        "domain": "prose",
+        "prompt": "Why is the sky blue?",
+    },
+)
+TOKENS = 128
+
+
+def requests(target: Path, questions: list[dict[str, str]]) -> list[Request]:
+    """The questions in the target's chat template, each answered up to the end of its turn."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    asked = []
+    for row in questions:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, tokenize=False
+        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        asked.append(Request(row["id"], ids, TOKENS, params={"ignore_eos": False}))
+    return asked
+
+
+class Streamed:
+    """Prints what an engine emits as soon as it is emitted.
+
+    Args:
+        name: the engine's, for the headings.
+    """
+
+    def __init__(self, target: Path, name: str, questions: list[dict[str, str]]) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+        self._name, self._questions = name, questions
+        self._number, self._ids, self._shown = -1, [], ""  # type: ignore[var-annotated]
+
+    def __call__(self, item: Any) -> None:
+        """Print an item of `Decoder.decode`: the number of a request, and new token ids."""
+        number, ids = item
+        if number != self._number:
+            self.end()
+            self._number, self._ids, self._shown = number, [], ""
+            print(title(f"{self._name}: {self._questions[number]['domain']}"))
+            print_text(self._questions[number]["prompt"], "note")
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # part of a character
+            print_piece(text[len(self._shown) :])
+            self._shown = text
+
+    def end(self) -> None:
+        """End the last answer."""
+        if self._number >= 0:
+            print("\n")
