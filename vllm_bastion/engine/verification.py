@@ -339,7 +339,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._has_observed = False
         self._history.append(_NO_TREES)
 
-    # ---- what the controller learns -----------------------------------------------------------
+    # ---- what the controller learns -----------------------------------------------------
 
     def _observe_past_step(self) -> None:
         """Once a step, read what the step `lag` + 1 before this one published.

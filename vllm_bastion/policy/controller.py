@@ -114,8 +114,7 @@ class Controller:
         # Told of each whole step that was timed: whether it verified drafts, its rows, and its
         # predicted and measured milliseconds.
         self.on_step: Callable[[bool, int, float, float], None] | None = None
-        self.costs = latency.estimate(1, 1.0)
-        self.price(1, 1.0)
+        self.costs = self.price(1, 1.0)
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -224,7 +223,7 @@ class Controller:
         return decision
 
     def _install_kappa(self, slots: Sequence[int]) -> None:
-        if self._buffers is None:
+        if self._buffers is None or not slots:
             return
         new = [math.log(self.gains.kappa_of(slot)) for slot in slots]
         if np.abs(self._log_kappa[slots] - new).max() > _KAPPA_STEP:
