@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks import TINY
 from benchmarks.budgets import ADAPTIVE, PLAIN, Switched
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import pair_engine, rounds, speculative, texts
+from benchmarks.gpu.quarter.shapes import folder_of, pair_engine, rounds, speculative, texts
 from benchmarks.harness.engine import UserEngine
 
 BEST_CHAIN = "dflash 15, adaptive verification"
@@ -33,12 +32,7 @@ def ask(job: Job) -> None:
     names = {f"{n} at a time, T={t}": (n, t) for t in (0, 1) for n in loads}
     if not job.lacks(*names):
         return
-    if job.small:
-        folder = TINY
-    else:
-        from benchmarks.widen.pairs import pair_of
-
-        folder = pair_of("4B")
+    folder = folder_of("4B", job.small)
     engine = pair_engine(folder, job.small, most=max(loads), alive=3, length=384)
     requests = {part: texts(loads[n], tokens, t) for part, (n, t) in names.items()}
     switched = Switched(engine, requests, others(engine, best=True))

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks import TINY
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import pair_engine, speculative, texts
+from benchmarks.gpu.quarter.shapes import folder_of, pair_engine, speculative, texts
 from benchmarks.harness.driver import Driver, Response
 
 _LOADS = {1: 6, 16: 48}
@@ -20,12 +19,7 @@ def ask(job: Job) -> None:
     names = {f"{n} at a time": n for n in loads}
     if not job.lacks(*names):
         return
-    if job.small:
-        folder = TINY
-    else:
-        from benchmarks.widen.pairs import pair_of
-
-        folder = pair_of("4B")
+    folder = folder_of("4B", job.small)
     from vllm import LLM
 
     engine = pair_engine(folder, job.small, most=max(loads), alive=2, length=384)

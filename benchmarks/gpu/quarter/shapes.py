@@ -69,6 +69,15 @@ def speculative(
     return {key: value for key, value in config.items() if value is not None}
 
 
+def folder_of(shape: str, small: bool) -> Path:
+    """The tiny pair widened to a shape, or in a rehearsal the tiny pair itself."""
+    if small:
+        return TINY
+    from benchmarks.widen.pairs import pair_of
+
+    return pair_of(shape)
+
+
 def pair_engine(folder: Path, small: bool, most: int, alive: int, length: int) -> UserEngine:
     """An adaptive engine of a pair on disk, one of `alive` that share the GPU.
 
