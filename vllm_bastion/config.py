@@ -9,7 +9,7 @@ block and is read from its checkpoint.
 The engine's child processes unpickle this module before they load plugins: it must import without
 any hook in place, and must not import `vllm.v1.worker.gpu`.
 
-`python -m vllm_bastion.config` prints the table of keys that the README shows.
+`python -m vllm_bastion.config` prints the table of keys in `docs/configuration.md`.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def is_lagged(config: BastionSpeculativeConfig) -> bool:
 
 
 def markdown_table() -> str:
-    """The README's table of keys."""
+    """The table of keys in `docs/configuration.md`."""
     docs = get_attr_docs(BastionSpeculativeConfig)
     defaults = {field.name: field.default for field in fields(BastionSpeculativeConfig)}
     lines = ["| Key | Default | Meaning |", "|---|---|---|"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-# Name -> one line of help. A test checks that the README names them all.
+# Name -> one line of help. A test checks that `docs/configuration.md` names them all.
 VARIABLES: dict[str, str] = {
     "VLLM_BASTION_CACHE": (
         "folder of measured latency profiles and compiled functions "

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import energy
 from benchmarks.harness.decoder import (
     Completion,
     count,
@@ -26,9 +25,8 @@ from benchmarks.harness.process import report_item
 class Response:
     """One finished request.
 
-    Moments are seconds of the process's clock, and joules of the machine's counter (None without
-    one). `steps` and its milliseconds are sums over the steps that decoded for this request beside
-    any others, and in which no prompt ended.
+    Moments are seconds of the process's clock. `steps` and its milliseconds are sums over the steps
+    that decoded for this request beside any others, and in which no prompt ended.
     """
 
     name: str
@@ -37,8 +35,6 @@ class Response:
     begin_s: float
     first_s: float
     end_s: float
-    begin_j: float | None
-    end_j: float | None
     emitted: int
     forwards: int
     verified: int
@@ -168,8 +164,7 @@ class Driver:
         engine = self._llm.llm_engine
         completions = [Completion(request.name) for request in requests]
         self._responses = [
-            Response(request.name, [], 0, 0.0, 0.0, 0.0, None, None, 0, 0, 0)
-            for request in requests
+            Response(request.name, [], 0, 0.0, 0.0, 0.0, 0, 0, 0) for request in requests
         ]
         original = self._scheduler.update_from_output
         count_steps(self._llm, completions)
@@ -180,7 +175,7 @@ class Driver:
             while waiting and len(self._running) < concurrency:
                 index, request = waiting.popleft()
                 response = self._responses[index]
-                response.begin_s, response.begin_j = time.perf_counter(), energy.joules()
+                response.begin_s = time.perf_counter()
                 engine.add_request(str(index), request.vllm_prompt(), request.sampling_params())
                 self._running.add(index)
             outputs = engine.step()
@@ -201,7 +196,7 @@ class Driver:
         total = count([done])
         response.token_ids = done.token_ids
         response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
-        response.end_s, response.end_j = now, energy.joules()
+        response.end_s = now
         response.emitted, response.forwards = total.tokens, total.forwards
         response.verified = total.verified
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import benchmarks.paper
 from benchmarks import TINY
-from benchmarks.kinds import KINDS
 from benchmarks.paper.data import SETS, DataError
+from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.methods import Drafter, Target, config_of
 from benchmarks.random_drafter import write_random
 from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of

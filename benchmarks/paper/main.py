@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 from benchmarks import RESULTS
 from benchmarks.harness.engine import Request, UserEngine
 from benchmarks.harness.process import EngineError
-from benchmarks.kinds import KINDS
 from benchmarks.paper import contexts, replayed, report
 from benchmarks.paper.arguments import REAL, config_of, parse, target_of, without_folders
 from benchmarks.paper.chat import Renderer
@@ -34,6 +33,7 @@ from benchmarks.paper.data import (
 )
 from benchmarks.paper.engines import short_reason
 from benchmarks.paper.judge import judge_all
+from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.methods import PLAIN, Target, chosen, engines_of, fitting, methods
 from benchmarks.paper.plan import Plan
 from benchmarks.paper.run import Runner

@@ -32,7 +32,6 @@ _COLUMNS = (
     ("T_verify", "verify_ms", 2),
     ("T_aux", "aux_ms", 2),
     ("TTFT ms", "ttft_ms", 1),
-    ("J/token", "joules_per_token", 2),
 )
 
 

@@ -32,7 +32,6 @@ class Cell:
         verify, draft, step = (self.rate(f"{p}_ms", "steps") for p in ("verify", "draft", "step"))
         tokens = sum(row["tokens"] for row in self.rows)
         own = [row["emitted"] / row["forwards"] for row in self.rows if row["forwards"]]
-        used = spent(self.rows, "begin_j", "end_j")
         return {
             "responses": len(self.rows),
             "token_ms": float(np.mean([token_ms(row) for row in self.rows])),
@@ -46,7 +45,6 @@ class Cell:
             "ttft_ms": float(
                 np.mean([1e3 * (row["first_s"] - row["begin_s"]) for row in self.rows])
             ),
-            "joules_per_token": used / tokens if used > 0 else float("nan"),
         }
 
 
@@ -56,21 +54,14 @@ def token_ms(row: Row) -> float:
 
 
 def spent(rows: Iterable[Row], begin: str, end: str) -> float:
-    """What a counter counted while any of the responses ran; each session has its own counter.
-
-    NaN where the counter is missing or has started again.
-    """
+    """Seconds while any of the responses ran; each session has its own clock."""
     spans: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row[begin] is None or row[end] is None:
-            return float("nan")
         spans.setdefault(row["session"], []).append((row[begin], row[end]))
     total = 0.0
     for own in spans.values():
         reached = float("-inf")
         for first, last in sorted(own):
-            if last < first:
-                return float("nan")
             total += max(0.0, last - max(first, reached))
             reached = max(reached, last)
     return total

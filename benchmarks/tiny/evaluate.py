@@ -168,7 +168,7 @@ def draft(
         rows = logprobs[:, :, None]
         return Lattice(tokens, torch.arange(width).expand_as(rows), rows)
     if isinstance(drafter.head, Domino):
-        raise SystemExit("its scores depend on whole paths: use python -m benchmarks.frontier")
+        raise SystemExit("its scores depend on whole paths, which are not replayed here")
     values, tokens = log_q.topk(CANDIDATES, dim=-1)
     above = torch.cat([ids[anchors[0], None, None].expand_as(tokens[:, :1]), tokens[:, :-1]], 1)
     bias = drafter.head.bias(above, states[:, :, None])  # [A, D, P, V]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
-from bastion_kernels import PrefixLattice, expand_best_first, recurrent_lattice
+from bastion_kernels import PrefixHead, PrefixLattice, expand_best_first, recurrent_lattice
 from benchmarks import TINY
-from benchmarks.frontier import head_of
 from tests.drafters.recording import CANDIDATES, specforge_chains
 from tests.e2e.engines import GAMMA
 
@@ -37,7 +36,9 @@ def test_the_kernels_chains_are_specforges() -> None:
 @torch.inference_mode()
 def chains(target: Any, drafter: Any, ids: Tensor, anchors: Tensor) -> Tensor:
     """[A, D] tokens of trees of width 1, by the ops that the engine uses."""
-    head, blocks = head_of(drafter), len(anchors)
+    gru, project = drafter.head.prefix_gru, drafter.head.embed_proj
+    head = PrefixHead(gru.weight_ih_l0, gru.weight_hh_l0, project[0].weight, project[2].weight)
+    blocks = len(anchors)
     _, features = target(ids[None], features=target.feature_layers)
     states = drafter(target, features, ids[anchors][None], anchors[None])[0]
     base, tokens = target.logits(states).topk(CANDIDATES, dim=-1)

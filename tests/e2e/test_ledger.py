@@ -77,7 +77,8 @@ def rows() -> dict[str, Change]:
 def _new_descriptions(own: dict[str, Any], other: dict[str, Any]) -> set[str]:
     """Attributes that both engines' processes could have, and that differ.
 
-    vLLM itself puts functions of its CPU runners into PyTorch, each runner its own. Triton's
+    vLLM itself puts functions of its CPU runners into PyTorch, each runner its own, and of its CPU
+    worker into its own modules, where those that were imported before keep the original. Triton's
     interpreter copies the names of its module into that of a kernel that it runs.
     """
     found, interpreter = set(), own["described"].get("triton.runtime.interpreter", {})
@@ -86,7 +87,10 @@ def _new_descriptions(own: dict[str, Any], other: dict[str, Any]) -> set[str]:
         if known is None:
             continue
         for name, text in names.items():
-            by_vllm = not holder.startswith("vllm") and text.startswith("vllm.")
+            by_vllm = text.startswith("vllm.") and (
+                not holder.startswith("vllm")
+                or str(known.get(name)).startswith("vllm.v1.worker.cpu.")
+            )
             by_triton = name not in known and interpreter.get(name) == text
             if known.get(name) != text and not by_vllm and not by_triton:
                 found.add(f"{holder}.{name}" if ":" in holder else f"{holder}:{name}")

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import TINY
-from benchmarks.kinds import KINDS
 from benchmarks.paper.arguments import parse, target_of
 from benchmarks.paper.data import DataError, Prompt
+from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.main import _prompts
 from benchmarks.paper.methods import Drafter, Target, methods
 from benchmarks.paper.plan import Plan
