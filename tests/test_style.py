@@ -26,6 +26,7 @@ READS_ENVIRONMENT = (
 )
 TOP_LEVEL = {
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "MANIFEST.in",
     "Makefile",
