@@ -154,23 +154,6 @@ def test_rows_beyond_what_steps_can_have_are_padding() -> None:
     assert bool((step.out[:5] != 7).all())
 
 
-def test_rows_that_are_kept_are_those_that_can_be_verified() -> None:
-    from vllm_bastion.engine.gated_delta import max_tree_rows
-
-    def rows(tokens: int, reqs: int, nodes: int, vocab: int) -> int:
-        config: Any = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=reqs),
-            speculative_config=SimpleNamespace(num_speculative_tokens=nodes),
-            model_config=SimpleNamespace(get_vocab_size=lambda: vocab),
-        )
-        return max_tree_rows(config)
-
-    assert rows(8192, 4, 63, 152_000) == 256
-    assert rows(128, 4, 63, 152_000) == 128
-    assert rows(8192, 256, 63, 152_000) == 2**28 // 152_000
-    assert rows(8192, 2048, 63, 152_000) == 2048  # roots alone
-
-
 def test_requests_past_the_kept_rows_are_left_alone() -> None:
     """A dummy batch may have more rows than any step that is trimmed."""
     from vllm_bastion.engine.gated_delta import GatedDeltaModelState

@@ -86,7 +86,9 @@ def measure(
 
     dummies = [(n, 0) for n in sizes] + [(n, contexts[0]) for n in batches]
     far = [(n, context) for context in contexts[1:] for n in batches]
-    head_rounds = _rounds(partial(_head_ms, runner), [(n,) for n in sizes], group)
+    # No step has more logits, and memory for more was not profiled.
+    heads_of = [n for n in sizes if n <= _max_tree_rows(runner)] or sizes[:1]
+    head_rounds = _rounds(partial(_head_ms, runner), [(n,) for n in heads_of], group)
     plain_rounds = _rounds(partial(dummy_tree_step, runner), dummies, group)
     far_rounds = _rounds(partial(dummy_tree_step, runner), far, group)[:REPEATS_FAR]
     for steps, far_steps in zip(plain_rounds, far_rounds, strict=False):
@@ -109,7 +111,7 @@ def measure(
         trees += _tree_steps(runner, verified_trees, largest_graph)
 
     def head_ms(rows: int) -> float:
-        return float(np.interp(rows, sizes, [median(head_times[n]) for n in sizes]))
+        return float(np.interp(rows, heads_of, [median(head_times[n]) for n in heads_of]))
 
     def forward_samples() -> list[Sample]:
         times = [
@@ -338,18 +340,19 @@ def _tree_steps(
     ]
 
 
-def _head_ms(runner: Any, rows: int) -> float:
-    """Milliseconds of the target's output head over `rows` rows."""
-    hidden = torch.zeros(
-        rows,
-        runner.model_config.get_hidden_size(),
-        dtype=runner.model_config.dtype,
-        device=runner.device,
-    )
+def head_input(runner: Any, rows: int) -> torch.Tensor:
+    """Hidden states [rows, H] for the target's output head, which are zero."""
     if runner.lora_config is not None:
         # The head may have adapters. vLLM's CPU ops need an entry for each row.
         runtime_of(runner.vllm_config).trimmed = None
         runner._set_active_loras((0,) * rows, (0,) * rows, set())
+    config = runner.model_config
+    return torch.zeros(rows, config.get_hidden_size(), dtype=config.dtype, device=runner.device)
+
+
+def _head_ms(runner: Any, rows: int) -> float:
+    """Milliseconds of the target's output head over `rows` rows."""
+    hidden = head_input(runner, rows)
     start, end = new_mark(runner.device), new_mark(runner.device)
     start.record()
     runner.model.compute_logits(hidden)

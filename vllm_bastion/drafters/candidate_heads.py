@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 
 from vllm_bastion.drafters.dflash import BastionSpeculator
+from vllm_bastion.drafters.room import by_parts
 
 
 class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
@@ -22,7 +23,8 @@ class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
     _speculator_name = "BASTION"
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
-        candidates, logits = self.model.compute_candidates(hidden_states)
+        rank = self.model.compute_candidates
+        candidates, logits = by_parts(rank, hidden_states, num_reqs)
         depth = self.num_speculative_steps - self._spared
         # vLLM compiles the head for whole blocks.
         candidates, logits, block = (

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import context_rows, gather_rows
 from vllm_bastion.config import bastion_config, chain_view_of
-from vllm_bastion.drafters.room import for_all_rows, with_room
+from vllm_bastion.drafters.room import for_all_rows, parts, with_room
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
@@ -217,16 +217,18 @@ class BastionSpeculator(DFlashSpeculator):
         A drafter with a reduced vocabulary has logits for its own token ids.
         """
         head, process = self.model.lm_head, self.model.logits_processor
-        offsets = self.model.draft_id_to_target_id
-        if head.tp_size == 1:
-            self.trees.grow(process(head, hidden_states), num_reqs, draft_id_to_target_id=offsets)
-            return
-        # Gather every rank's best tokens instead of all logits. Slices are padded to one size.
-        logits = process(head, hidden_states, skip_gather=True)
-        slice_ = head.shard_indices
-        logits = logits[:, : slice_.num_org_elements]
-        start = slice_.org_vocab_start_index
-        self.trees.grow(logits, num_reqs, start, _all_gather, draft_id_to_target_id=offsets)
+        for first, rows in parts(hidden_states, num_reqs):
+            if head.tp_size == 1:
+                self.trees.rank(process(head, rows), first)
+                continue
+            # Gather every rank's best tokens instead of all logits. Slices are padded to one size.
+            logits = process(head, rows, skip_gather=True)
+            slice_ = head.shard_indices
+            logits = logits[:, : slice_.num_org_elements]
+            self.trees.rank(logits, first, slice_.org_vocab_start_index, _all_gather)
+            del logits  # before those of the next part exist
+        depth = len(hidden_states) // num_reqs
+        self.trees.grow_ranked(num_reqs, depth, self.model.draft_id_to_target_id)
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
         # The metadata of the block, which is not run.

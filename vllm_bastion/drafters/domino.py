@@ -20,6 +20,7 @@ from bastion_kernels import PrefixLattice, recurrent_lattice, topk_logprobs
 from vllm_bastion.drafter_kinds import candidates_of
 from vllm_bastion.drafter_rules import MOST_CANDIDATES
 from vllm_bastion.drafters.dflash import BastionSpeculator
+from vllm_bastion.drafters.room import parts
 
 # Prefixes kept at a depth, for each request of a batch of any size: a tree is grown before its
 # budget is known. More gained nothing; see benchmarks/results/domino.md.
@@ -49,13 +50,17 @@ class BastionDomino(BastionSpeculator):
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         model, depth = self.model, self.num_speculative_steps
-        logits = model.logits_processor(model.lm_head, hidden_states)
-        if self._kept is None:  # in vLLM's profiling run, so that its memory is counted
-            self._kept = self._buffers(logits.shape[-1])
+        for first, rows in parts(hidden_states, num_reqs):
+            logits = model.logits_processor(model.lm_head, rows)
+            if self._kept is None:  # in vLLM's profiling run, so that its memory is counted
+                self._kept = self._buffers(logits.shape[-1])
+            count = self._kept[0].shape[2]
+            best = (part.view(-1, count)[first : first + len(rows)] for part in self._kept[:2])
+            topk_logprobs(logits, count, *best)
+            del logits  # before those of the next part exist
+        assert self._kept is not None
         ids, base, lattice = self._kept
         ids, base, lattice = ids[:num_reqs], base[:num_reqs], lattice.of(num_reqs)
-        count = ids.shape[2]
-        topk_logprobs(logits, count, ids.view(-1, count), base.view(-1, count))
         tokens = model.map_draft_to_target(ids)
         recurrent_lattice(
             self._head,

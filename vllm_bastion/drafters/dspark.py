@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from vllm_bastion.drafter_kinds import candidates_of
 from vllm_bastion.drafters.dflash import BastionSpeculator
+from vllm_bastion.drafters.room import by_parts
 from vllm_bastion.platform import current_host
 
 
@@ -37,10 +38,13 @@ class BastionDSpark(BastionSpeculator, DSparkSpeculator):
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         model, depth = self.model, self.num_speculative_steps - self._spared
-        logits = model.compute_draft_logits(hidden_states)
         count = candidates_of(self.draft_model_config.hf_config)
         assert count is not None
-        values, draft_ids = current_host().top_k(logits, count)  # [R * D, M]
+
+        def best(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return current_host().top_k(model.compute_draft_logits(rows), count)
+
+        values, draft_ids = by_parts(best, hidden_states, num_reqs)  # [R * D, M]
         candidates = model.map_draft_to_target(draft_ids).view(num_reqs, depth, count)
         anchors = self.input_buffers.input_ids[self._anchor_idx[:num_reqs]]
         before = torch.empty_like(candidates)

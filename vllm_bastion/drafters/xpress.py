@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.xpress.speculator import XPressSpeculator
 
 from vllm_bastion.drafter_kinds import candidates_of
 from vllm_bastion.drafters.dflash import BastionSpeculator
+from vllm_bastion.drafters.room import by_parts
 
 # Tokens of a position that are ranked if `xpress_topc` is not set: the vocabulary is too large.
 _RANKED = 512
@@ -47,9 +48,12 @@ class BastionXPress(BastionSpeculator, XPressSpeculator):
     def _grow_trees(self, hidden_states: Tensor, num_reqs: int) -> None:
         head = self.model.model.xpress_head
         block = hidden_states.view(num_reqs, self.num_query_per_req, -1)
-        logits = self.model.compute_draft_logits(block[:, 1:])
-        ranked = min(head.topc or _RANKED, logits.shape[-1])
-        base, candidates = logits.topk(ranked, dim=-1)  # [R, D, C]
+
+        def ranked(block: Tensor) -> tuple[Tensor, ...]:
+            logits = self.model.compute_draft_logits(block)
+            return logits.topk(min(head.topc or _RANKED, logits.shape[-1]), dim=-1)
+
+        base, candidates = by_parts(ranked, block[:, 1:], num_reqs)  # [R, D, C]
         anchors = self.input_buffers.input_ids[self._anchor_idx[:num_reqs]]
         refiner = Refiner(head, block, head.w2.weight[candidates])
 

@@ -27,7 +27,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.utils import AttentionGroup
 
 from bastion_kernels import LayerStates, gated_delta_commit, short_conv_commit
@@ -38,24 +37,13 @@ from vllm_bastion.attention.gated_delta import (
     allocate,
     states_of,
 )
+from vllm_bastion.engine.limits import max_verified_rows
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.target import BastionModelState
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
 
 logger = init_logger(__name__)
-
-
-def max_tree_rows(vllm_config: VllmConfig) -> int:
-    """Most roots and nodes of a verifying step. Each has logits, which vLLM limits to 1 GiB."""
-    scheduler, spec_config = vllm_config.scheduler_config, vllm_config.speculative_config
-    assert spec_config is not None
-    logits = get_max_chunk_logits(vllm_config.model_config.get_vocab_size())
-    return min(
-        scheduler.max_num_batched_tokens,
-        scheduler.max_num_seqs * (1 + spec_config.num_speculative_tokens),
-        max(scheduler.max_num_seqs, logits),
-    )
 
 
 class _OneState(MambaHybridModelState):
@@ -77,7 +65,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         # For all layers; None until the profiling run, or until the caches are bound.
         self._commit_inputs: CommitInputs | None = None
         self._commit_inputs_by_layer: dict[str, CommitInputs] = {}
-        self._max_rows = max_tree_rows(vllm_config)
+        self._max_rows = max_verified_rows(vllm_config)
         self._states: tuple[LayerStates, LayerStates] | None = None
         # The step's tree rows by KV-cache group; None in a step with prompts only.
         self._rows: dict[int, TreeRows | None] = {}

@@ -23,7 +23,6 @@ from vllm_bastion.drafter_kinds import KINDS, kind_of
 from vllm_bastion.drafter_models import teach_drafters
 from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
 from vllm_bastion.platform import current_host
-from vllm_bastion.versions import capabilities
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
@@ -118,7 +117,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         wrapper="runner:structured_outputs_worker",
         expects="(max_num_logits, vocab_size, device, mask_stride)",
         why="a bitmask for N drafts per request is 10 GB at N = 512, 1024 requests and V = 152k",
-        what="sizes it by the rows that a step can have, at most 64 per request",
+        what="builds SharedBitmask, which has at most 4096 rows",
         upstream="a per-request number of speculative tokens",
         when=BASTION_WORKER,
     ),
@@ -311,6 +310,7 @@ def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
     if config is None:
         return original(**kwargs)
     from vllm_bastion.engine.lagged import LaggedVerificationManager
+    from vllm_bastion.engine.limits import max_verified_rows
     from vllm_bastion.engine.verification import BastionVerificationManager
 
     runtime = runtime_of(vllm_config)
@@ -320,7 +320,7 @@ def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
         kwargs["req_states"],
         kwargs["query_start_loc"],
         kwargs["num_bonus_tokens"],
-        kwargs["max_total_logits"],
+        min(kwargs["max_total_logits"], max_verified_rows(vllm_config)),
     )
     return runtime.manager
 
@@ -331,19 +331,19 @@ def resolve_cudagraph_mode(original: Callable[..., Any], mode: Any, **kwargs: An
 
 
 def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Size the bitmask for the drafts that a request with a grammar can have."""
+    """SharedBitmask in place of StructuredOutputsWorker."""
     from vllm.config import get_current_vllm_config_or_none
 
     vllm_config = get_current_vllm_config_or_none()
     config = None if vllm_config is None else bastion_config(vllm_config)
-    if config is not None:
-        max_num_reqs = kwargs["max_num_logits"] // kwargs["mask_stride"]
-        kwargs["mask_stride"] = config.max_grammar_tokens + 1
-        kwargs["max_num_logits"] = max_num_reqs * kwargs["mask_stride"]
-        if not capabilities().pads_grammar_rows:
-            rows = vllm_config.scheduler_config.max_num_batched_tokens
-            kwargs["max_num_logits"] = min(kwargs["max_num_logits"], rows)
-    return original(**kwargs)
+    if config is None:
+        return original(**kwargs)
+    from vllm_bastion.engine.bitmask import SharedBitmask
+    from vllm_bastion.engine.limits import max_bitmask_rows
+
+    kwargs["mask_stride"] = config.max_grammar_tokens + 1
+    kwargs["max_num_logits"] = max_bitmask_rows(vllm_config)
+    return SharedBitmask(**kwargs)
 
 
 def draft_tokens_handler(original: Callable[..., Any], device: Any = None) -> Any:

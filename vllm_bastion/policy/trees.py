@@ -199,15 +199,33 @@ class Trees:
             draft_id_to_target_id: [drafter's V] int64, if the drafter's vocabulary is a subset of
                 the target's: the offset from a draft token id to the target's ("d2t").
         """
-        best = tuple(
-            top.view(-1, self.top_k)[: len(logits)] for top in (self.top_tokens, self.top_logprobs)
-        )
-        tokens, logprobs = (part.view(num_reqs, -1, self.top_k) for part in best)
+        self.rank(logits, 0, vocab_start, all_gather)
+        self.grow_ranked(num_reqs, len(logits) // num_reqs, draft_id_to_target_id)
+
+    def rank(
+        self,
+        logits: torch.Tensor,
+        first: int,
+        vocab_start: int = 0,
+        all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Keep the K best tokens of some rows of `grow`'s logits, from row `first` on."""
+        rows = slice(first, first + len(logits))
+        best = tuple(top.view(-1, self.top_k)[rows] for top in (self.top_tokens, self.top_logprobs))
         if all_gather is None:
             topk_logprobs(logits, self.top_k, *best)
         else:
             keys, mass = _split(all_gather(self._best_of_slice(logits, vocab_start)[:, None]))
             merge_topk(keys, mass.contiguous(), *best)
+
+    def grow_ranked(
+        self, num_reqs: int, depth: int, draft_id_to_target_id: torch.Tensor | None = None
+    ) -> None:
+        """Build the trees of a batch of which `rank` has seen `depth` rows of each request."""
+        tokens, logprobs = (
+            top.view(-1, self.top_k)[: num_reqs * depth].view(num_reqs, depth, self.top_k)
+            for top in (self.top_tokens, self.top_logprobs)
+        )
         if draft_id_to_target_id is not None:
             tokens += draft_id_to_target_id[tokens.long()].to(torch.int32)
         self.grow_lattice(tokens, logprobs[:, :, None])

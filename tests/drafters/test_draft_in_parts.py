@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft of many requests: its head sees some of them at a time, and the trees are the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_bastion.drafters.dflash import BastionSpeculator
+from vllm_bastion.drafters.room import MOST_AT_ONCE, by_parts
+from vllm_bastion.policy.trees import Trees
+
+DEPTH, VOCAB, WIDTH = 3, 96, 8
+
+
+def make_trees(requests: int) -> Trees:
+    trees = Trees(
+        max_num_reqs=requests,
+        max_num_tokens=4 * requests,
+        num_nodes=5,
+        depth=DEPTH,
+        top_k=4,
+        budget=None,
+        device=torch.device("cpu"),
+    )
+    trees.bind_rows(torch.arange(requests), torch.ones(requests, dtype=torch.int32))
+    return trees
+
+
+@pytest.mark.parametrize("requests", [1, MOST_AT_ONCE, MOST_AT_ONCE + 1, 3 * MOST_AT_ONCE + 5])
+def test_no_more_than_64_requests_have_logits_at_once(requests: int) -> None:
+    generator = torch.Generator().manual_seed(requests)
+    weight = 4 * torch.randn(WIDTH, VOCAB, generator=generator)
+    hidden = torch.randn(requests * DEPTH, WIDTH, generator=generator)
+    seen: list[int] = []
+
+    def head(_: Any, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return rows @ weight
+
+    model = SimpleNamespace(
+        lm_head=SimpleNamespace(tp_size=1), logits_processor=head, draft_id_to_target_id=None
+    )
+    trees, whole = make_trees(requests), make_trees(requests)
+    BastionSpeculator._grow_trees(SimpleNamespace(model=model, trees=trees), hidden, requests)
+    assert sum(seen) == requests * DEPTH and max(seen) <= MOST_AT_ONCE * DEPTH
+    whole.grow(hidden @ weight, requests)
+    for name in ("tokens", "parents", "depths", "size", "num_verify"):
+        assert torch.equal(getattr(trees, name), getattr(whole, name)), name
+
+
+def test_parts_are_put_together_in_order() -> None:
+    hidden = torch.randn(3 * MOST_AT_ONCE, DEPTH, WIDTH)
+    seen: list[int] = []
+
+    def best(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        seen.append(len(rows))
+        values, indices = rows.topk(2)
+        return values, indices
+
+    found, expected = by_parts(best, hidden, len(hidden)), hidden.topk(2)
+    assert seen == [MOST_AT_ONCE] * 3
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many rows with logits a step has, and that warm-up and profiling follow it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu import warmup
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+
+from vllm_bastion.config import BastionSpeculativeConfig
+from vllm_bastion.engine.limits import max_verified_rows
+from vllm_bastion.hooks import warm_up
+
+# Requests and rows of a step that vLLM takes by default: serving and offline, on GPUs of 70 GiB
+# and more, and on others.
+DEFAULTS = [(1024, 8192), (1024, 16384), (256, 2048), (256, 8192)]
+QWEN3, QWEN3_5, GEMMA = 151_936, 248_320, 262_144
+
+
+def config_of(
+    tokens: int, reqs: int, nodes: int, vocab: int, hybrid: bool = False, graph: int = 512
+) -> Any:
+    spec = object.__new__(BastionSpeculativeConfig)
+    spec.num_speculative_tokens = nodes
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=reqs),
+        speculative_config=spec,
+        model_config=SimpleNamespace(
+            get_vocab_size=lambda: vocab,
+            get_hidden_size=lambda: 64,
+            is_hybrid=hybrid,
+            dtype=torch.bfloat16,
+            get_max_encoder_len=None,
+        ),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=graph),
+        is_mm_encoder_only=False,
+        num_lookahead_tokens=16,
+    )
+
+
+def test_rows_with_logits_are_those_that_can_be_verified() -> None:
+    def rows(*sizes: int, **more: Any) -> int:
+        return max_verified_rows(config_of(*sizes, **more))
+
+    assert rows(8192, 4, 63, 152_000) == 256
+    assert rows(128, 4, 63, 152_000) == 128
+    assert rows(8192, 256, 63, 152_000) == 2**28 // 152_000
+    assert rows(8192, 2048, 63, 152_000) == 2048  # roots alone
+
+
+def test_a_hybrid_keeps_rows_of_the_largest_graph() -> None:
+    """Each row costs it 0.9 MiB in Qwen3.5-4B's shape, and no draft pays for a step beyond."""
+    assert max_verified_rows(config_of(8192, 256, 255, QWEN3_5, hybrid=True)) == 512
+    assert max_verified_rows(config_of(8192, 1024, 255, QWEN3_5, hybrid=True)) == 1024
+    # without graphs
+    assert max_verified_rows(config_of(8192, 256, 255, QWEN3_5, hybrid=True, graph=0)) == 1081
+
+
+class Runner:
+    """As much of a model runner as vLLM's warm-up reads; notes the steps that it is given."""
+
+    def __init__(self, config: Any, blocks: int = 10**6) -> None:
+        self.vllm_config, self.model_config = config, config.model_config
+        self.scheduler_config = config.scheduler_config
+        self.num_speculative_steps = config.speculative_config.num_speculative_tokens
+        self.decode_query_len = 1 + self.num_speculative_steps
+        self.is_pooling_model = self.is_encoder_decoder = False
+        self.is_last_pp_rank, self.max_model_len = True, 40_960
+        self.speculator = self.kv_block_zeroer = self.lora_config = None
+        self.dcp_size = self.cp_interleave = 1
+        self.model_state = SimpleNamespace()
+        self.kv_connector = SimpleNamespace(set_disabled=lambda flag: None)
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+        groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])]
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=groups, num_blocks=blocks)
+        self.device, self.steps = torch.device("cpu"), list[int]()
+
+    def execute(self, output: Any) -> None:
+        if output.scheduled_spec_decode_tokens:
+            rows = output.num_scheduled_tokens
+            self.steps.append(sum(rows[name] for name in output.scheduled_spec_decode_tokens))
+
+
+@pytest.mark.parametrize("vocab", [QWEN3, QWEN3_5, GEMMA])
+@pytest.mark.parametrize(("requests", "tokens"), DEFAULTS)
+def test_warm_up_verifies_no_more_than_a_step_that_is_served(
+    requests: int, tokens: int, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    runner: Any = Runner(config_of(tokens, requests, 255, vocab))
+    original = getattr(warmup._warmup_kernels, "__wrapped__", warmup._warmup_kernels)
+    warm_up.warm_up_kernels(original, runner, runner.execute, lambda grammar: None)
+    # several requests, with and without drafts
+    assert 256 < max(runner.steps) <= get_max_chunk_logits(vocab) and len(runner.steps) > 2
+    assert runner.scheduler_config.max_num_seqs == requests
+    runner.steps.clear()
+    original(runner, runner.execute, lambda grammar: None)
+    assert max(runner.steps) > get_max_chunk_logits(vocab)  # what vLLM itself would run
+
+
+def test_the_profiling_run_has_the_logits_of_the_largest_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, seen = config_of(8192, 1024, 255, QWEN3), list[tuple[str, int]]()
+
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(("logits", len(hidden)))
+        return torch.empty(len(hidden), 10, dtype=hidden.dtype)
+
+    runner: Any = Runner(config)
+    runner.model = SimpleNamespace(compute_logits=compute_logits)
+    monkeypatch.setattr(warm_up, "current_host", lambda: SimpleNamespace(runs_ahead=True))
+
+    def original(self: Any, hidden: torch.Tensor) -> None:
+        seen.append(("own", len(hidden)))
+
+    warm_up.dummy_sampler_run(original, runner, torch.zeros(512, 64))
+    assert seen == [("own", 512), ("logits", get_max_chunk_logits(QWEN3))]
