@@ -16,6 +16,7 @@ from safetensors import safe_open
 from helpers import ROOT, is_one_sentence
 from tests.e2e.engines import share_machine_code
 from vllm_bastion import cli
+from vllm_bastion.cli.buffers import total
 from vllm_bastion.cli.check import Report, check
 from vllm_bastion.policy.cost.store import profile_path
 
@@ -118,6 +119,11 @@ print(json.dumps({
     "profile": str(profile_path(profile_key(runner))),
     "trees": tensor_bytes(speculator.trees),
     "hidden": sum(h.numel() * h.element_size() for h in speculator._context_hidden),
+    "all": tensor_bytes(speculator) + tensor_bytes(speculator.input_buffers)
+    + tensor_bytes(speculator.trees) + runner.req_states.draft_tokens.nbytes
+    + tensor_bytes(runner.structured_outputs_worker)
+    + (speculator.block_tables is not runner.block_tables)
+    * speculator.block_tables.slot_mappings.nbytes,
 }))
 """
 
@@ -142,10 +148,13 @@ def test_an_engine_that_starts_has_what_was_said(
     )  # fmt: skip
     assert started.returncode == 0, started.stderr[-3000:]
     found = json.loads(started.stdout.strip().splitlines()[-1])
-    memory = report.memory
+    memory, nodes = report.memory, 64 - 1 - 15
     assert found["profile"] == str(path) and path.exists()
-    assert found["trees"] == memory.trees
-    assert found["hidden"] == memory.hidden
+    parts = {part.name: part.ours for part in memory.buffers}
+    assert found["trees"] == parts["trees"] - 2 * nodes * 8  # vLLM's own draft tokens
+    kept = parts["hidden states of accepted rows"]
+    assert found["hidden"] == kept - 64 * (2 * 8 + 2 * 8) - 2 * 12
+    assert found["all"] == pytest.approx(total(list(memory.buffers)).ours, rel=0.01)
 
 
 def test_the_command_prints_its_answer_and_nothing_else() -> None:
@@ -158,7 +167,7 @@ def test_the_command_prints_its_answer_and_nothing_else() -> None:
         "trees",
         "limits",
         "kernels",
-        *["memory"] * 3,
+        *["memory"] * 4,
         "profile",
     ]
     assert "Backend" not in done.stdout and "DYNAMO" not in done.stdout

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import context_rows, gather_rows
 from vllm_bastion.config import bastion_config, chain_view_of
-from vllm_bastion.drafters.room import for_all_rows, parts, with_room
+from vllm_bastion.drafters.room import MOST_AT_ONCE, for_all_rows, parts, with_room
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
@@ -169,6 +169,10 @@ class BastionSpeculator(DFlashSpeculator):
         self.context_positions[:count].copy_(self._accepted_positions[:count])
         self._context_slot_mappings[:, :count].copy_(self._deferred_slots[:, :count])
         self._precompute_context_kv(0, count)
+
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        # vLLM 0.33 also sizes a buffer by it, for all requests; no graph has so many.
+        return int(super()._num_graph_context_tokens(min(num_reqs, MOST_AT_ONCE)))
 
     # ---- the drafter's forward and the trees --------------------------------------------
 

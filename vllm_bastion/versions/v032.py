@@ -15,6 +15,7 @@ CAPABILITIES = Capabilities(
     has_xpress_drafter=False,
     returns_admitted_drafts=False,
     pads_grammar_rows=False,
+    stages_hidden_states=False,
     worker_requires_triton=False,
     absent_kernel_parameters={
         f"{_GPU}.block_table:_gather_block_tables_kernel": (

@@ -15,6 +15,7 @@ CAPABILITIES = Capabilities(
     has_xpress_drafter=True,
     returns_admitted_drafts=True,
     pads_grammar_rows=True,
+    stages_hidden_states=True,
     worker_requires_triton=True,
     absent_kernel_parameters={
         f"{_SPEC}.rejection_sampler_utils:_compute_local_logits_stats_kernel": (

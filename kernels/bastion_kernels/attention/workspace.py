@@ -131,6 +131,7 @@ class TreeAttentionWorkspace:
         tiles: tile sizes, for tuning and tests.
         window: of the layers, in positions; 0 = none.
         max_tail: most rows of a tail, root included; read where there is a window.
+        processors: multiprocessors of a GPU that is not here; None = those of `device`.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class TreeAttentionWorkspace:
         *,
         window: int = 0,
         max_tail: int = 1,
+        processors: int | None = None,
     ) -> None:
         device = torch.device(device)
         if num_heads % num_kv_heads:
@@ -154,7 +156,7 @@ class TreeAttentionWorkspace:
         self.head_dim, self.block_d = head_dim, max(16, triton.next_power_of_2(head_dim))
         self.dtype, self.max_rows, self.max_requests = dtype, max_rows, max_requests
         self.window, self.max_tail = window, max_tail if window else 1
-        processors, shared = None, _DEFAULT_SHARED
+        shared = _DEFAULT_SHARED
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             processors = properties.multi_processor_count
