@@ -124,7 +124,7 @@ class Session:
         postprocess = state.postprocess_state
 
         def postprocess_state(*args: Any, **kwargs: Any) -> None:
-            batch = state._batch
+            batch = state.runtime.step.batch
             # Count on the device (the root is a row too) and read it after the batch, so that the
             # host stays as far ahead of the device as in production.
             verified = batch.cu_num_logits.diff()[: batch.num_reqs] - 1

@@ -84,7 +84,6 @@ ADAPTERS: tuple[Reliance, ...] = (
                 "num_tokens_across_dp, cudagraph_runtime_mode)"
             ),
             "_run_model(self, num_tokens, attn_metadata, slot_mappings)",
-            "_build_uniform_attn_metadata(self)",
             "_precompute_context_kv(self, start, end, dummy_run)",
             "compute_draft_logits(self, hidden_states, spec_step_idx)",
             "capture(self)",

@@ -42,7 +42,7 @@ def captured(session: Any) -> list[dict[str, Any]]:
             {
                 "full": full,
                 "bound": targets <= with_trees,
-                "masked": state.trees.masking,
+                "masked": state.runtime.step.masked,
                 "others": sorted(set(prepared.attn_metadata) - targets),
             }
         )
@@ -63,7 +63,7 @@ def dummies(session: Any) -> list[dict[str, Any]]:
 
     def prepare_attn(*args: Any, **kwargs: Any) -> Any:
         metadata = prepare(*args, **kwargs)
-        masked.append(state.trees.masking)
+        masked.append(state.runtime.step.masked)
         return metadata
 
     state.prepare_attn = prepare_attn
@@ -71,7 +71,9 @@ def dummies(session: Any) -> list[dict[str, Any]]:
     ours, masked[:] = list(masked), []
     runner._dummy_run(8)
     state.prepare_attn = prepare
-    return [{"tree step": ours, "vLLM's own": masked, "after": state.trees.always_masking}]
+    return [
+        {"tree step": ours, "vLLM's own": masked, "after": state.runtime.timed_spares is not None}
+    ]
 
 
 def timed_trees(session: Any) -> list[dict[str, Any]]:
@@ -89,7 +91,7 @@ def timed_trees(session: Any) -> list[dict[str, Any]]:
                 "rows": batch.num_scheduled_tokens.tolist(),
                 "query_start_loc": target.query_start_loc.tolist(),
                 "seq_lens": target.seq_lens.tolist(),
-                "masked": target.trees.masking,
+                "masked": target.record.masked,
                 "tails": target.trees.tail_lens[: batch.num_reqs].tolist(),
                 "tokens": batch.input_ids[: batch.num_tokens].tolist(),
             }

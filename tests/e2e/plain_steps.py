@@ -75,7 +75,7 @@ def drafts(session: Any) -> list[dict[str, Any]]:
     trees = runner.speculator.trees
     return [
         {
-            "drafted": runner.speculator.runtime.drafted,
+            "drafted": runner.speculator.runtime.step.drafts,
             "deepest": int(trees.depths[slots].max()) if slots else 0,
             "remaining": [one.max_tokens - one.num_output_tokens for one in running],
         }

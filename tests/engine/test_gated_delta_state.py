@@ -26,6 +26,7 @@ from vllm_bastion.attention.gated_delta import (
 from vllm_bastion.cpu.host import CpuHost
 from vllm_bastion.hooks import gated_delta
 from vllm_bastion.host import Host
+from vllm_bastion.step import Step as Record
 
 HEADS, KEY_HEADS, DIM, WIDTH, TAPS = 4, 2, 16, 32, 4
 CHANNELS = 2 * KEY_HEADS * DIM + HEADS * WIDTH
@@ -207,9 +208,10 @@ def test_blocks_hold_the_state_of_their_end_wherever_a_path_crosses_it(align: bo
                 memory[other] = memory[one] + [row for row in paths[r].tolist() if row >= 0]
 
     state: Any = object.__new__(GatedDeltaModelState)
-    state.trees = SimpleNamespace(path=path, walked=True, verifying=False)
+    state.trees = SimpleNamespace(path=path, chains=True)
     starts = torch.arange(count + 1, dtype=torch.int32)
-    state._batch = SimpleNamespace(num_reqs=count, cu_num_logits=starts)
+    batch: Any = SimpleNamespace(num_reqs=count, cu_num_logits=starts)
+    state.runtime = SimpleNamespace(step=Record(batch, walks=True))
     state._rows = {0: SimpleNamespace(query_start_loc=starts)}
     state._tables, state._block_size, state._align_mode = {0: tables}, size, align
     state._no_state = torch.tensor(-1, dtype=torch.int32)

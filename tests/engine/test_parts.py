@@ -235,9 +235,8 @@ def test_only_rows_with_a_tree_have_a_masked_tail() -> None:
     trees.begin_step(torch.tensor([2, 0]), cu_num_logits)
     assert trees.tail_lens.tolist() == [4, 0, 0, 0, 0]
     assert trees.step_slots.tolist() == [2, 0, -1, -1, -1]
-    assert trees.masking
     trees.begin_step(torch.tensor([2, 0]))
-    assert not trees.masking and not trees.tail_lens.any()
+    assert not trees.tail_lens.any()
 
 
 def test_the_host_learns_the_budget_and_what_it_promises() -> None:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_bastion.engine.planning import make_step
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.paper import CurveLatency
@@ -65,8 +67,9 @@ class Engine:
         self.runtime.manager = self.manager
         self.speculator = object.__new__(BastionSpeculator)
         self.speculator.runtime, self.speculator.trees = self.runtime, self.trees
-        self.speculator._announces_drafts = False
         self.speculator._context_hidden = [torch.zeros(64, 8)]
+        self.speculator._context_layers = []
+        patch.setattr(BastionSpeculator, "_store", lambda *_: None)
         patch.setattr(DFlashSpeculator, "propose", self._propose)
 
     @property
@@ -94,11 +97,15 @@ class Engine:
             prefill_len_np=np.full(count, 20),
             num_tokens=count,
             num_draft_tokens=0,
+            num_draft_tokens_per_req=None,
             has_prefill=False,
             positions=torch.full((count,), 20),
         )
         hidden, counts = torch.zeros(count, 8), torch.ones(count, dtype=torch.int32)
-        assert not self.speculator.decide(batch, wanted)  # its context may not wait
+        step = SchedulerOutput.make_empty()
+        step.num_spec_tokens_to_schedule = wanted
+        self.runtime.scheduled = step
+        self.runtime.step = make_step(self.runtime, batch, always_binds=False, captured=False)
         drafts = self.speculator.propose(
             batch, {}, {}, hidden, [hidden], counts, counts, num_speculative_tokens=wanted
         )
@@ -131,4 +138,4 @@ def test_a_budget_of_zero_runs_no_drafter(monkeypatch: pytest.MonkeyPatch) -> No
     engine.step([0, 1], NODES)
     engine.step([0, 1], NODES)
     assert engine.timed == [False, False] and engine.manager._treeless == {0, 1}
-    assert not engine.runtime.drafting, "the scheduler plans no placeholders"
+    assert not engine.runtime.step.announces, "the scheduler plans no placeholders"

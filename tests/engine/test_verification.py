@@ -19,6 +19,7 @@ from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import StepEstimate
 from vllm_bastion.policy.gains import Gains
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.step import Step
 from vllm_bastion.telemetry.record import StepRecord
 from vllm_bastion.telemetry.recorder import Recorder
 
@@ -204,7 +205,7 @@ def test_steps_without_trees_teach_nothing_and_the_last_ones_are_still_heard(kin
     asked = steps.asked[:]
     empty = steps.batch()
     before = len(steps.gains.told)
-    steps.runtime.drafted = False
+    steps.runtime.step = Step(drafts=False)
     steps.run()  # verifies trees and grows none
     for _ in range(3):  # the scheduler may not even ask
         steps.manager.plan(empty, 1.0, 0)

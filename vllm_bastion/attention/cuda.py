@@ -124,7 +124,8 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
-        if attn_metadata is None or attn_metadata.trees is None or not attn_metadata.trees.masking:
+        record = None if attn_metadata is None else attn_metadata.record
+        if attn_metadata is None or record is None or not record.masked:
             # A graph is replayed for later batches, trees included: it must hold the tree kernel.
             assert attn_metadata is None or not torch.cuda.is_current_stream_capturing()
             return super().forward(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.step import Step
 
 
 @dataclass(kw_only=True)
@@ -13,4 +14,5 @@ class TreeMetadata:
     """Mixed into vLLM's metadata class of a backend that reads tree masks."""
 
     trees: Trees | None = None
+    record: Step | None = None
     """Set by `BastionModelState.prepare_attn`; None for a batch that it did not prepare."""

@@ -94,8 +94,9 @@ def measure(
     for steps, far_steps in zip(plain_rounds, far_rounds, strict=False):
         steps += far_steps
     short = [(n, contexts[0]) for n in batches] if may_stop_early(runner) else []
-    with runner.speculator.drafting_first():
-        short_rounds = _rounds(partial(dummy_tree_step, runner), short, group)
+    first_only = runtime_of(runner.vllm_config).trees.depth - 1
+    short_step = partial(dummy_tree_step, runner, spared=first_only)
+    short_rounds = _rounds(short_step, short, group)
     tree_rounds = _tree_rounds(runner, shapes, contexts, group)
     head_times: dict[int, list[float]] = {}
     plain: list[tuple[int, Any]] = []
@@ -106,8 +107,7 @@ def measure(
         for (n,) in heads:
             head_times.setdefault(n, []).append(_head_ms(runner, n))
         plain += _dummy_steps(runner, steps, largest_graph)
-        with runner.speculator.drafting_first():
-            drafts += _dummy_steps(runner, shorts, largest_graph)
+        drafts += _dummy_steps(runner, shorts, largest_graph, spared=first_only)
         trees += _tree_steps(runner, verified_trees, largest_graph)
 
     def head_ms(rows: int) -> float:
@@ -296,14 +296,14 @@ def _tree_rounds(
 
 
 def _dummy_steps(
-    runner: Any, points: list[tuple[int, ...]], largest_graph: int
+    runner: Any, points: list[tuple[int, ...]], largest_graph: int, spared: int = 0
 ) -> list[tuple[int, Any]]:
     """Run a dummy step of each (rows, context). Returns (context, vLLM's timing) of each."""
     with runner.step_timing.collect() as timings:
         for rows, context in points:
             if rows > largest_graph:
                 torch.accelerator.synchronize()
-            dummy_tree_step(runner, rows, context)
+            dummy_tree_step(runner, rows, context, spared)
     return [(context, timing) for (_, context), timing in zip(points, timings, strict=True)]
 
 
@@ -313,14 +313,17 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def dummy_tree_step(runner: Any, rows: int, context: int = 0) -> None:
-    """Run a dummy batch as a tree step runs: with the attention kernel that reads the mask."""
+def dummy_tree_step(runner: Any, rows: int, context: int = 0, spared: int = 0) -> None:
+    """Run a dummy batch as a tree step runs: with the attention kernel that reads the mask.
+
+    spared: positions at the end of each block that are not predicted.
+    """
     runtime = runtime_of(runner.vllm_config)
-    runtime.trees.always_masking = runtime.fills_rows = True
+    runtime.timed_spares = spared
     try:
         runner._dummy_run(rows, context_len=context, skip_eplb=True)
     finally:
-        runtime.trees.always_masking = runtime.fills_rows = False
+        runtime.timed_spares = None
 
 
 def _tree_steps(
@@ -344,7 +347,6 @@ def head_input(runner: Any, rows: int) -> torch.Tensor:
     """Hidden states [rows, H] for the target's output head, which are zero."""
     if runner.lora_config is not None:
         # The head may have adapters. vLLM's CPU ops need an entry for each row.
-        runtime_of(runner.vllm_config).trimmed = None
         runner._set_active_loras((0,) * rows, (0,) * rows, set())
     config = runner.model_config
     return torch.zeros(rows, config.get_hidden_size(), dtype=config.dtype, device=runner.device)

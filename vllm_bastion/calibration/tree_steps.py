@@ -43,14 +43,14 @@ class TreeSteps:
         adaptive = sampler.enable_adaptive_verification
         runner.adaptive_verification, sampler.enable_adaptive_verification = None, False
         runner.kv_connector.set_disabled(True)
-        runtime.fills_rows = True
+        runtime.timed_spares = 0
         try:
             yield self
             last = SchedulerOutput.make_empty()
             last.finished_req_ids = self._finished
             runner.execute_model(last)
         finally:
-            runtime.fills_rows = False
+            runtime.timed_spares = None
             runner.kv_connector.set_disabled(False)
             runner.adaptive_verification = manager
             sampler.enable_adaptive_verification = adaptive

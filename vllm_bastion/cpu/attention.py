@@ -84,8 +84,9 @@ class TreeCPUAttentionMetadata(TreeMetadata, CPUAttentionMetadata):
         """The batch split by kernel; the first layer of a step computes it for all layers."""
         if not self._parts:
             assert self.builder is not None and self.common is not None
-            assert self.trees is not None, "a batch reached the target's layers without its trees"
-            self._parts = list(self.builder.split(self.common, self.trees))
+            missing = "a batch reached the target's layers without its trees"
+            assert self.trees is not None and self.record is not None, missing
+            self._parts = list(self.builder.split(self.common, self.trees, self.record.nodes))
         return self._parts
 
 
@@ -111,12 +112,14 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             builder=self,
         )
 
-    def split(self, common: CommonAttentionMetadata, trees: Trees) -> Iterator[Part]:
-        """Separate requests with draft rows from those without."""
-        if not trees.step_drafts.any():
+    def split(
+        self, common: CommonAttentionMetadata, trees: Trees, nodes: np.ndarray
+    ) -> Iterator[Part]:
+        """Separate requests with `nodes` [R] from those without."""
+        if not nodes.any():
             yield Part(None, super().build(0, common))
             return
-        starts, drafted = common.query_start_loc, trees.step_drafts > 0
+        starts, drafted = common.query_start_loc, nodes > 0
         bounds = [0, *(np.flatnonzero(np.diff(drafted)) + 1).tolist(), common.num_reqs]
         for first, last in pairwise(bounds):
             rows, requests = slice(int(starts[first]), int(starts[last])), slice(first, last)

@@ -25,10 +25,10 @@ class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         rank = self.model.compute_candidates
         candidates, logits = by_parts(rank, hidden_states, num_reqs)
-        depth = self.num_speculative_steps - self._spared
+        depth = self.num_speculative_steps - self.runtime.step.spared
         # vLLM compiles the head for whole blocks.
         candidates, logits, block = (
-            F.pad(part.view(num_reqs, depth, -1), (0, 0, 0, self._spared))
+            F.pad(part.view(num_reqs, depth, -1), (0, 0, 0, self.runtime.step.spared))
             for part in (candidates, logits, hidden_states)
         )
         scores = self._score_candidates(candidates, logits, block)

@@ -12,8 +12,7 @@ graph fits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.utils.math_utils import next_power_of_2
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -38,10 +38,9 @@ from vllm_bastion.drafters.room import MOST_AT_ONCE, for_all_rows, parts, with_r
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
+from vllm_bastion.step import Step
 
 _MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
-# vLLM's `propose` skips its CUDA graph for a profiling run and has no other argument for that.
-_WITHOUT_GRAPH = {"is_profile": True}
 
 
 class BastionSpeculator(DFlashSpeculator):
@@ -49,19 +48,11 @@ class BastionSpeculator(DFlashSpeculator):
 
     _speculator_name = "BASTION"
     vllm_config: VllmConfig
-    # Whether vLLM's `propose` is to store the context's keys and values and run no block. It calls
-    # the methods that ask for this without a free argument; see `_storing_context_only`.
-    _context_only = False
     # Whether the drafter's blocks stay the request's while its rows wait, those of a prompt too;
     # false before `set_attn`.
     _may_defer = _may_defer_prompts = False
-    # Whether `decide` was called for the current step, as it is not in vLLM's warm-up, and whether
-    # it found that hidden states need only be kept.
-    _has_decided = _only_keeps = False
-    # Whether this kind of drafter can grow trees from the first positions of a block, and how many
-    # at its end the coming draft does without.
+    # Whether this kind of drafter can grow trees from the first positions of a block.
     may_stop_early = True
-    _spared = 0
 
     def __init__(
         self,
@@ -74,9 +65,6 @@ class BastionSpeculator(DFlashSpeculator):
         super().__init__(with_room(chain_view_of(vllm_config)), device)
         self.runtime, self.trees = runtime, runtime.trees
         self._req_states = req_states
-        # With async scheduling the next step is scheduled before this one's output arrives. A draft
-        # must be announced a step early, or its tree meets a step without placeholders.
-        self._announces_drafts = bool(vllm_config.scheduler_config.async_scheduling)
         # The runner reads this from the speculator, not from the config, to create the manager
         # that trims the scheduled placeholders to N*.
         self.enable_adaptive_verification = True
@@ -160,14 +148,26 @@ class BastionSpeculator(DFlashSpeculator):
         return self.runtime.deferred
 
     def _store_deferred(self, count: int) -> None:
-        hidden = [rows[:count] for rows in self._context_hidden]
+        positions, slots = self._accepted_positions, list(self._deferred_slots)
+        self._store(self._context_hidden, positions, slots, count)
+
+    def _store(
+        self,
+        hidden: Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        count: int,
+    ) -> None:
+        """Compute and store the drafter's keys and values of the first `count` rows."""
+        hidden = [rows[:count] for rows in hidden]
         self.hidden_states[:count].copy_(
             self.model.combine_hidden_states(torch.cat(hidden, dim=-1))
             if self._combines_hidden
             else hidden[0]
         )
-        self.context_positions[:count].copy_(self._accepted_positions[:count])
-        self._context_slot_mappings[:, :count].copy_(self._deferred_slots[:, :count])
+        self.context_positions[:count].copy_(positions[:count])
+        for into, group in zip(self._context_slot_mappings, slots, strict=True):
+            into[:count].copy_(group[:count])
         self._precompute_context_kv(0, count)
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
@@ -189,8 +189,6 @@ class BastionSpeculator(DFlashSpeculator):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        if self._context_only:
-            return
         hidden_states = self._run_model(
             num_tokens_padded,
             attn_metadata,
@@ -200,19 +198,11 @@ class BastionSpeculator(DFlashSpeculator):
         )
         self._grow_trees(self._of_block(hidden_states, num_reqs), num_reqs)
 
-    @contextmanager
-    def _storing_context_only(self, only: bool = True) -> Iterator[None]:
-        self._context_only = only
-        try:
-            yield
-        finally:
-            self._context_only = False
-
     def _of_block(self, hidden_states: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """The rows that trees are grown from: one for each predicted position."""
         rows = self.sample_indices[: num_reqs * self.num_speculative_steps]
-        if self._spared:
-            rows = rows.view(num_reqs, -1)[:, : -self._spared].flatten()
+        if spared := self.runtime.step.spared:
+            rows = rows.view(num_reqs, -1)[:, :-spared].flatten()
         return hidden_states[rows]
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
@@ -234,10 +224,6 @@ class BastionSpeculator(DFlashSpeculator):
         depth = len(hidden_states) // num_reqs
         self.trees.grow_ranked(num_reqs, depth, self.model.draft_id_to_target_id)
 
-    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        # The metadata of the block, which is not run.
-        return None if self._context_only else super()._build_uniform_attn_metadata(*args, **kwargs)
-
     @torch.inference_mode()
     def propose(
         self,
@@ -254,16 +240,7 @@ class BastionSpeculator(DFlashSpeculator):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Draft, and build each request's tree. Returns the nodes' tokens, [R, N] int64."""
-        num_reqs = input_batch.num_reqs
-        runtime = self.runtime
-        # vLLM asks for 0 where no request of the step can use a draft.
-        skipped = num_speculative_tokens == 0
-        if dummy_run or not self._has_decided:
-            runtime.drafted = not skipped
-        else:
-            self._stop_at_the_end(input_batch, num_sampled)
-            if not runtime.drafted:
-                kwargs |= _WITHOUT_GRAPH  # the graph would run the block
+        num_reqs, runtime = input_batch.num_reqs, self.runtime
         hidden = aux_hidden_states or [last_hidden_states]
         self._combines_hidden = bool(aux_hidden_states)
         if not self._context_hidden and not (self.trees.chains and self.trees.budget is not None):
@@ -273,141 +250,129 @@ class BastionSpeculator(DFlashSpeculator):
                 for h in hidden
             ]
         tokens = self.trees.tokens[:num_reqs]
-        if skipped:
+        if num_speculative_tokens == 0:
             # vLLM overwrites the result with -1; `trees.tokens` must keep its tokens.
             tokens = torch.full_like(tokens, -1)
-        if self._only_keeps and not dummy_run:
-            self.keep(input_batch, slot_mappings, hidden)
-            return tokens
-        if not dummy_run and runtime.deferred is not None:
-            runtime.deferred.flush()
         if dummy_run:
             self.trees.bind_rows()
         else:
+            step = runtime.step = self._until_replies_end(runtime.step, input_batch, num_sampled)
             self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
-        if self.trees.verifying and not dummy_run:
-            input_batch, hidden, num_rejected = self._accepted_context(
-                input_batch, hidden, num_sampled, num_rejected
-            )
-            if aux_hidden_states:
-                aux_hidden_states = hidden
-            else:
-                last_hidden_states = hidden[0]
-        with self._storing_context_only(not runtime.drafted):
-            super().propose(
-                input_batch,
-                attn_metadata,
-                slot_mappings,
-                last_hidden_states,
-                aux_hidden_states,
-                num_sampled,
-                num_rejected,
-                *args,
-                dummy_run=dummy_run,
-                num_speculative_tokens=num_speculative_tokens,
-                **kwargs,
-            )
+            if not step.drafts:
+                self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
+                self._step_done(step)
+                return tokens
+            if runtime.deferred is not None:
+                runtime.deferred.flush()
+            if step.walks and not self.trees.chains:
+                input_batch, hidden, num_rejected = self._accepted_context(
+                    step, input_batch, hidden, num_sampled, num_rejected
+                )
+                if aux_hidden_states:
+                    aux_hidden_states = hidden
+                else:
+                    last_hidden_states = hidden[0]
+        super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            *args,
+            dummy_run=dummy_run,
+            num_speculative_tokens=num_speculative_tokens,
+            **kwargs,
+        )
         if not dummy_run:
-            self._has_decided = False
-            self._step_done()
+            self._step_done(runtime.step)
         return tokens
 
-    def _stop_at_the_end(self, batch: InputBatch, num_sampled: torch.Tensor) -> None:
+    def _until_replies_end(self, step: Step, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
         """Draft nothing beyond the ends of all replies, where the host knows what was sampled."""
         runtime = self.runtime
-        if not runtime.drafted or runtime.manager is None:
-            return
-        if runtime.controller is None or not runtime.controller.gates:
-            return
-        if current_host().runs_ahead:
-            return
+        gated = runtime.controller is not None and runtime.controller.gates
+        if not (step.drafts and gated and runtime.manager) or current_host().runs_ahead:
+            return step
         slots, remaining = runtime.manager.continuing(batch, num_sampled)
-        runtime.drafted = len(slots) > 0
-        if runtime.drafted and runtime.reach is not None:
-            self._spared = max(self._spared, runtime.reach.depth + 1 - int(remaining.max()))
+        if not len(slots):
+            return replace(step, drafts=False)
+        if runtime.reach is None:
+            return step
+        unused = runtime.reach.depth + 1 - int(remaining.max())
+        return replace(step, spared=max(step.spared, unused))
 
-    def _step_done(self) -> None:
+    def _step_done(self, step: Step) -> None:
         if self.runtime.timer is not None:
-            self.runtime.timer.step_done(self.runtime.drafted, self._spared)
-        self._spared = 0
+            self.runtime.timer.step_done(step.drafts, step.spared)
 
     # ---- steps that draft nothing -------------------------------------------------------
 
-    def decide(self, batch: InputBatch, num_speculative_tokens: int) -> bool:
-        """Decide whether the step ends with a draft. Called before its tokens are sampled.
-
-        Returns:
-            Whether nothing is left for `propose` to do but to `keep` the step's hidden states:
-            there is no draft, and no row that may be rejected. A prompt's rows are kept only if
-            drafting was refused at its end: a longer prompt, or one that waits, would fill the
-            buffer in the next step.
-        """
-        runtime, controller = self.runtime, self.runtime.controller
-        self._has_decided = True
-        skipped = num_speculative_tokens == 0
-        runtime.drafted = not skipped
-        if self.trees.budget == 0:
-            runtime.drafted = runtime.drafting = False
-        refused = False
-        if runtime.reach is not None:
-            slots = batch.idx_mapping_np
-            if batch.num_draft_tokens > 0:
-                deepest = self.trees.deepest(slots, self.trees.step_drafts)
-                runtime.reach.observe(slots, deepest)
-            self._spared = runtime.reach.depth - runtime.reach.of(slots)
-        if controller is not None:
-            runtime.learn()
-            context = runtime.context_len
-            if batch.has_prefill:  # of the next step, when the prompts are cached too
-                seen = batch.num_computed_tokens_np + batch.num_scheduled_tokens
-                context = float(seen.sum()) / len(seen)
-            if skipped or runtime.manager is None:
-                controller.price(batch.num_reqs, context, self._spared)
-            else:
-                decision = runtime.manager.plan(batch, context, self._spared)
-                runtime.drafted = decision.drafts
-                if not decision.replies_end:
-                    announced, runtime.drafting = runtime.drafting, decision.drafts
-                    runtime.drafted = announced if self._announces_drafts else decision.drafts
-                    refused = not runtime.drafted and not runtime.backlog
-        verifies = self.trees.verifying or batch.num_draft_tokens > 0
-        deferred = None if runtime.drafted or verifies else self._deferred()
-        self._only_keeps = deferred is not None and (
-            batch.num_tokens == batch.num_reqs
-            or (refused and self._may_defer_prompts and deferred.has_room(batch.num_tokens))
-        )
-        return self._only_keeps
-
-    @contextmanager
-    def drafting_first(self) -> Iterator[None]:
-        """Within it dummy runs draft the first position only."""
-        self._spared = self.num_speculative_steps - 1
-        try:
-            yield
-        finally:
-            self._spared = 0
-
-    def keep(
+    def _keep(
         self,
+        step: Step,
         batch: InputBatch,
         slot_mappings: dict[str, torch.Tensor],
         hidden: list[torch.Tensor],
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
     ) -> None:
-        """End a step for which `decide` returned true, without a draft.
+        """End a step without a draft: its rows wait if none may be rejected, or are stored.
+
+        A prompt's rows wait only if drafting was refused at its end: a longer prompt, or one that
+        waits, would fill the buffer in the next step.
 
         hidden: the target's hidden states that the drafter reads, [T, H] each.
         """
-        deferred = self._deferred()
-        assert deferred is not None
         slots = [slot_mappings[layer] for layer in self._context_layers]
-        deferred.add(hidden, batch.positions, slots, batch.num_tokens, batch.req_ids)
-        self._has_decided = self._only_keeps = False
-        self._step_done()
+        count, deferred = batch.num_tokens, self._deferred()
+        if deferred is not None and not step.walks:
+            prompts = step.refused and self._may_defer_prompts
+            if count == batch.num_reqs or (prompts and deferred.has_room(count)):
+                deferred.add(hidden, batch.positions, slots, count, batch.req_ids)
+                return
+        if deferred is not None:
+            deferred.flush()
+        positions = batch.positions[:count]
+        if step.walks:
+            source = batch.query_start_loc
+            if not self.trees.chains:
+                batch, hidden, num_rejected = self._accepted_context(
+                    step, batch, hidden, num_sampled, num_rejected
+                )
+            positions, slots = self._accepted_rows(batch, source, slots, num_rejected)
+        self._store(hidden, positions, slots, len(positions))
+
+    def _accepted_rows(
+        self,
+        batch: InputBatch,
+        source_start: torch.Tensor,
+        slots: list[torch.Tensor],
+        num_rejected: torch.Tensor,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Positions and cache slots, [M], of a batch whose last `num_rejected` rows are dropped.
+
+        Accepted row i of a request is in the slot of its row i of the step.
+
+        Args:
+            source_start: [R + 1 or more] first row of each request in the step.
+            slots: [T] slots of the step's rows, in each KV cache group.
+        """
+        reqs = batch.num_reqs
+        begins, ends = batch.query_start_loc[:reqs], batch.query_start_loc[1 : reqs + 1]
+        row = torch.arange(batch.num_tokens, dtype=ends.dtype, device=self.device)
+        request = torch.searchsorted(ends, row, right=True)
+        dropped = row >= (ends - num_rejected)[request]
+        source = (row + (source_start[:reqs] - begins)[request]).masked_fill(dropped, 0)
+        slots = [group[source].masked_fill(dropped, PAD_SLOT_ID) for group in slots]
+        return batch.positions[: batch.num_tokens].masked_fill(dropped, 0), slots
 
     # ---- the drafter's context ----------------------------------------------------------
 
     def _accepted_context(
         self,
+        step: Step,
         batch: InputBatch,
         hidden: list[torch.Tensor],
         num_sampled: torch.Tensor,
@@ -423,9 +388,9 @@ class BastionSpeculator(DFlashSpeculator):
         scheduled. Row i of a request is the i-th node of its path, or a row that is dropped.
         """
         num_reqs, width = batch.num_reqs, self.trees.depth + 1
-        tail = np.minimum(self.trees.step_drafts + 1, width)
+        tail = np.minimum(step.nodes + 1, width)
         # Prompt rows in front of the root; a decoding request has none.
-        before = self.trees.step_base_rows - 1
+        before = step.base_rows - 1
         layout = np.zeros(2 * num_reqs + 1, dtype=np.int32)
         start = layout[: num_reqs + 1]
         np.cumsum(before + tail, out=start[1:])
@@ -485,12 +450,11 @@ class BastionSpeculator(DFlashSpeculator):
             if rows + self.num_query_per_req <= block // 2:
                 break  # no batch has a query this long
             batch = InputBatch.make_dummy(1, rows, self.target_input_buffers)
-            with self._storing_context_only():
-                super().propose(
-                    batch, {}, {}, self.hidden_states, None, none, none, states.last_sampled_tokens,
-                    states.next_prefill_tokens, self.temperature, self.seeds, dummy_run=True,
-                    **_WITHOUT_GRAPH,
-                )  # fmt: skip
+            super().propose(
+                batch, {}, {}, self.hidden_states, None, none, none, states.last_sampled_tokens,
+                states.next_prefill_tokens, self.temperature, self.seeds, dummy_run=True,
+                is_profile=True,
+            )  # fmt: skip
             block *= 2
 
 

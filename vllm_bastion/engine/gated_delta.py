@@ -258,7 +258,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
-        batch, by_group = self._batch, self._rows
+        batch, by_group = self.runtime.step.batch, self._rows
         self._rows = {}
         # All groups have the same rows.
         rows = next(iter(by_group.values()), None)
@@ -266,8 +266,8 @@ class GatedDeltaModelState(BastionModelState, _OneState):
             return
         count = batch.num_reqs
         path = self.trees.path[:count]
-        if not self.trees.walked:
-            # The step had no drafts: the accepted path is the root.
+        if not self.runtime.step.walks:
+            # The accepted path is the root.
             path.fill_(-1)
             path[:, 0] = 0
         starts, computed = rows.query_start_loc[: count + 1], self._computed[:count]

@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_bastion.carriers import StepPlan
 from vllm_bastion.config import bastion_config
 from vllm_bastion.engine.deferred import DeferredContext
 from vllm_bastion.policy.controller import Controller, Decision
 from vllm_bastion.policy.cost.timing import StepTimer
 from vllm_bastion.policy.reach import DraftReach
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.step import Step
 from vllm_bastion.step_times import StepTimes
 from vllm_bastion.telemetry.recorder import Recorder
 from vllm_bastion.telemetry.seen_trees import SeenTrees
@@ -69,21 +71,20 @@ class Runtime:
     recorder: Recorder | None = None
     # Trees that the page shows; None without it.
     seen: SeenTrees | None = None
-    # Whether the last ``propose`` grew trees; set by it, for the adapters that run after it.
-    drafted: bool = True
-    # Whether steps scheduled from now on get placeholders.
-    drafting: bool = True
-    # Whether rows get tokens of their own, see `BastionModelState._fill_rows`.
-    fills_rows: bool = False
-    # Mean cached tokens of the current step's requests.
-    context_len: float = 0.0
-    # Ids of the requests that ended before the current step.
-    finished: Collection[str] = ()
-    # Whether prompts can fill the next step, see `StepPlan`.
-    backlog: bool = False
-    # Rows and logits of each of the step's requests, [R]; None before the host has trimmed it, and
-    # in a step without drafts.
-    trimmed: tuple[np.ndarray, np.ndarray] | None = None
+    # Whether a draft is announced a step early: with async scheduling.
+    announces_early: bool = False
+    # The step that is being prepared, as the scheduler sent it; None outside `execute_model`, and
+    # in a dummy run. And the record that is made of it.
+    scheduled: SchedulerOutput | None = None
+    step: Step = field(default_factory=Step)
+    # None but while steps are timed before the first request: positions of each block that they
+    # leave out. Their rows get tokens of their own, and their attention reads the mask.
+    timed_spares: int | None = None
+
+    @property
+    def plan(self) -> StepPlan:
+        """What came from our scheduler with the step; steps before the first request have none."""
+        return StepPlan.find(self.scheduled) or StepPlan()
 
     def learn(self) -> None:
         """Learn from the steps that have completed, unless all ranks must learn together."""
@@ -115,6 +116,7 @@ def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:
         device=device,
     )
     runtime = Runtime(trees)
+    runtime.announces_early = bool(vllm_config.scheduler_config.async_scheduling)
     config.worker_runtime = runtime
     return runtime
 

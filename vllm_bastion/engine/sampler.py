@@ -96,8 +96,6 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
-        # Accepted chains are already in place: nothing to move, nothing to gather.
-        self.trees.verifying, self.trees.walked = not self.trees.chains, True
         seen = self.runtime.seen
         if seen is not None and seen.wanted():
             keep_tree(seen, self.trees, input_batch, node_ids, sampled, num_sampled)

@@ -41,7 +41,7 @@ def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
         "nodes": trees.num_nodes,
         "candidates": trees.top_k,
         "budget": spec.bastion_budget,
-        "drafting": runtime.drafting,
+        "drafting": runtime.step.announces,
         "kappa": None if controller is None else controller.gains.kappa,
         # Of the batch that was installed last.
         "cost_rows": [] if controller is None else rows,

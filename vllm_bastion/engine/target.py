@@ -6,8 +6,8 @@
 * ``prepare_inputs`` / ``prepare_dummy_inputs``: rotary positions are root + depth, in a buffer of
   their own. ``input_batch.positions`` stays linear, because slot mappings, the drafter's context
   and vLLM's bookkeeping read cache positions from it.
-* ``prepare_attn``: builds the attention metadata of the target's layers only, and adds the trees.
-  The drafter builds its own.
+* ``prepare_attn``: makes the step's record, builds the attention metadata of the target's layers
+  only, and adds both. The drafter builds its own.
 * ``dummy_inputs_embeds``: a timed step's tokens reach a target that takes embeddings.
 * ``add_request``: a request's own limit on its tree.
 * ``custom_sampler``: the acceptance walk.
@@ -20,7 +20,6 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -37,6 +36,7 @@ from bastion_kernels import KVCompactor
 from vllm_bastion.attention.kv_cache import block_layout
 from vllm_bastion.attention.metadata import TreeMetadata
 from vllm_bastion.config import request_budget
+from vllm_bastion.engine.planning import make_step
 from vllm_bastion.engine.processors import has_unknown
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
@@ -51,7 +51,6 @@ class BastionModelState(DefaultModelState):
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(vllm_config, *args)
         self.runtime, self.trees = runtime, runtime.trees
-        self._batch: InputBatch | None = None
         self._caches_prefixes = vllm_config.cache_config.enable_prefix_caching
         # name -> layer, KV-cache group
         self._target_layers: dict[str, tuple[Attention, int]] = {}
@@ -74,10 +73,8 @@ class BastionModelState(DefaultModelState):
         self, input_batch: InputBatch, req_states: RequestState
     ) -> dict[str, torch.Tensor | None]:
         inputs = super().prepare_inputs(input_batch, req_states)
-        # The drafter's part of the step asks for it too.
-        computed = input_batch.num_computed_tokens_np
-        self.runtime.context_len = float(computed.sum()) / len(computed)
-        if not self._is_plain(input_batch):
+        step = self.runtime.step
+        if step.binds:
             self._move_to_depths(inputs, input_batch)
         timer = self.runtime.timer
         if timer is not None:
@@ -85,19 +82,8 @@ class BastionModelState(DefaultModelState):
             if input_batch.has_prefill:
                 timer.interrupted()
             else:
-                timer.forward_start(
-                    input_batch.num_tokens, input_batch.num_reqs, self.runtime.context_len
-                )
+                timer.forward_start(input_batch.num_tokens, input_batch.num_reqs, step.context_len)
         return inputs
-
-    def _is_plain(self, batch: InputBatch) -> bool:
-        """Whether the step has no nodes, and no kernel that would look for them."""
-        if self._always_binds or self.trees.always_masking:
-            return False
-        if batch.num_draft_tokens_per_req is None:
-            return True
-        manager = self.runtime.manager
-        return batch.max_query_len is not None and manager is not None and not manager.drafts.any()
 
     def _move_to_depths(
         self, inputs: dict[str, torch.Tensor | None], input_batch: InputBatch
@@ -142,19 +128,23 @@ class BastionModelState(DefaultModelState):
             for_capture,
             **kwargs,
         )
-        self._batch = input_batch
-        if self.runtime.fills_rows:
+        if self.runtime.timed_spares is not None:
             self._fill_rows(input_batch)
-        self._begin_step(input_batch)
-        if for_capture or cudagraph_mode == CUDAGraphMode.FULL or self.trees.always_masking:
-            # A graph is replayed for all later batches, so it must hold the tree kernel.
-            # (vLLM captures FULL graphs with `for_capture` and mode NONE.)
-            self.trees.masking = True
+        # vLLM captures FULL graphs with `for_capture` and mode NONE.
+        captured = for_capture or cudagraph_mode == CUDAGraphMode.FULL
+        step = make_step(
+            self.runtime, input_batch, always_binds=self._always_binds, captured=captured
+        )
+        self.runtime.step = step
+        if step.binds:
+            has_trees = not self.trees.chains and step.nodes.any()
+            tails = input_batch.cu_num_logits if has_trees else None
+            self.trees.begin_step(input_batch.idx_mapping, tails)
         for name in self._target_layers:
             layer_metadata = metadata.get(name)
             if layer_metadata is not None:  # vLLM builds none in a profiling run
                 assert isinstance(layer_metadata, TreeMetadata)
-                layer_metadata.trees = self.trees
+                layer_metadata.trees, layer_metadata.record = self.trees, step
         return metadata
 
     def _fill_rows(self, batch: InputBatch) -> None:
@@ -173,31 +163,14 @@ class BastionModelState(DefaultModelState):
 
     def dummy_inputs_embeds(self, num_tokens: int) -> torch.Tensor:
         embeddings = super().dummy_inputs_embeds(num_tokens)
-        if self.runtime.fills_rows and self._batch is not None:
-            embeddings.copy_(self.model.embed_input_ids(self._batch.input_ids))
+        batch = self.runtime.step.batch
+        if self.runtime.timed_spares is not None and batch is not None:
+            embeddings.copy_(self.model.embed_input_ids(batch.input_ids))
         return embeddings
 
     def _is_target(self, group: AttentionGroup) -> bool:
         # A group has one backend, and the drafter's layers keep vLLM's.
         return group.layer_names[0] in self._target_layers
-
-    def _begin_step(self, batch: InputBatch) -> None:
-        trees, drafts = self.trees, batch.num_draft_tokens_per_req
-        if drafts is None:
-            # A dummy batch, or a step without drafts.
-            trees.step_drafts = np.zeros(batch.num_reqs, dtype=np.int32)
-        else:
-            trees.step_base_rows = batch.num_scheduled_tokens - drafts
-            if batch.max_query_len is not None:
-                # Our manager has trimmed the step. It does not trim vLLM's warm-up steps.
-                assert self.runtime.manager is not None
-                drafts = self.runtime.manager.drafts
-            trees.step_drafts = drafts
-        if self._is_plain(batch):
-            trees.begin_plain_step()
-            return
-        masked = not trees.chains and trees.step_drafts.any()
-        trees.begin_step(batch.idx_mapping, batch.cu_num_logits if masked else None)
 
     def remove_request(self, req_id: str) -> None:
         """The request ends, is preempted or gets a longer prompt; vLLM calls it for new ones too.
@@ -205,7 +178,9 @@ class BastionModelState(DefaultModelState):
         From here on its blocks may belong to another request.
         """
         if self.runtime.deferred is not None:
-            needed = self._caches_prefixes or req_id not in self.runtime.finished
+            scheduled = self.runtime.scheduled
+            ended = scheduled is not None and req_id in scheduled.finished_req_ids
+            needed = self._caches_prefixes or not ended
             self.runtime.deferred.leave(req_id, needed)
         super().remove_request(req_id)
 
@@ -258,9 +233,9 @@ class BastionModelState(DefaultModelState):
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
-        batch = self._batch
-        if not self.trees.verifying or batch is None:
-            return
+        batch = self.runtime.step.batch
+        if not self.runtime.step.walks or self.trees.chains or batch is None:
+            return  # an accepted chain is in place
         assert self._block_tables is not None
         self._bound_compactor().compact(
             self._block_tables.slot_mappings,

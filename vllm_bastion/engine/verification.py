@@ -201,7 +201,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             num_verify = np.minimum(self._max_nodes(drafts), trees.budget).astype(np.int32)
         elif drafts.any():
             base_rows, published = int(self._plain_rows.sum()), None
-            if base_rows != len(slots) or trees.pruned:
+            if base_rows != len(slots) or self.runtime.plan.grammar_columns:
                 # The device chose for a batch of decodes and for trees as they were grown. Prompt
                 # rows change the step's cost and a grammar may have removed nodes: choose again.
                 trees.choose_again(slots, drafts, base_rows)
@@ -248,10 +248,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         cu_num_logits_np: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         self._num_logits_np = np.zeros_like(cu_num_logits_np)
-        num_rows = self._num_verify + self._plain_rows
-        num_logits = self._num_verify + self.num_bonus_tokens
+        num_rows, num_logits = self.layout
         np.cumsum(num_logits, out=self._num_logits_np[1:])
-        self.runtime.trimmed = num_rows, num_logits
         return num_rows, self._num_logits_np
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
@@ -307,7 +305,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
                 batch.num_reqs,
                 context_len,
                 spared,
-                self.runtime.backlog,
+                self.runtime.plan.backlog,
                 self.trees.wants_nodes(slots),
             )
         )
@@ -317,7 +315,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         """Called after ``propose``, at the end of a step: publish the trees that it grew."""
-        slots, drafted = input_batch.idx_mapping_np, self.runtime.drafted
+        slots, drafted = input_batch.idx_mapping_np, self.runtime.step.drafts
         controller = self.runtime.controller
         if drafted:
             self._treeless.difference_update(slots.tolist())
@@ -395,6 +393,12 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         """[R] int32, most nodes each row of the step may have on the device."""
         return self._num_verify
 
+    @property
+    def layout(self) -> tuple[np.ndarray, np.ndarray]:
+        """[R] rows and logits of each request, as the host trimmed the step."""
+        num_logits = self._num_verify + self.num_bonus_tokens
+        return self._num_verify + self._plain_rows, num_logits
+
     def counted(self, output: AsyncModelRunnerOutput) -> CountedOutput:
         """The output of the step launched last, with its counts of verified nodes."""
         req_ids, self._req_ids = self._req_ids, []
@@ -402,7 +406,9 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         recorder = self.runtime.recorder
         step = None if recorder is None else recorder.take()
         times = self.runtime.completed_steps() if self.runtime.learns_with_others else ()
-        return CountedOutput(output, self.runtime.drafting, req_ids, counts, recorder, step, times)
+        return CountedOutput(
+            output, self.runtime.step.announces, req_ids, counts, recorder, step, times
+        )
 
     def warm_up(self) -> None:
         """Compile the ops of a step with prompt rows."""

@@ -158,7 +158,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         why="only the worker knows how many nodes were verified; vLLM 0.33's warm-up sends bitmask "
         "rows for N drafts per request",
         what="attaches the counts, and whether steps draft, to the output for the scheduler; "
-        "hides the drafter from a step that drafts nothing; drops the rows beyond 63 drafts",
+        "drops the rows beyond 63 drafts",
         upstream="adaptive verification reports what it verified",
         when=BASTION_WORKER,
     ),
@@ -366,35 +366,35 @@ def execute_model(
         return original(self, scheduler_output, *args, **kwargs)
     from vllm_bastion.engine.runtime import runtime_of
 
-    # Steps of warm-up and calibration have no plan.
-    plan = StepPlan.find(scheduler_output)
     runtime = runtime_of(self.vllm_config)
-    runtime.backlog = plan is not None and plan.backlog
-    if plan is not None and plan.times and runtime.controller is not None:
-        runtime.controller.observe(plan.times)
-    runtime.finished = scheduler_output.finished_req_ids
-    runtime.trimmed = _untrimmed(self, scheduler_output)
-    if not (
-        scheduler_output.has_structured_output_requests
-        and scheduler_output.scheduled_spec_decode_tokens
-    ):
+    runtime.scheduled = None if kwargs.get("dummy_run") else scheduler_output
+    try:
+        if runtime.plan.times and runtime.controller is not None:
+            runtime.controller.observe(runtime.plan.times)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if scheduler_output.has_structured_output_requests and drafts:
+            # The step comes from the scheduler: warm-up and calibration have no grammar.
+            columns = StepPlan.of(scheduler_output).grammar_columns
+            if columns:
+                from vllm_bastion.engine.draft_tokens import select_columns
+
+                select_columns(runtime, self.req_states, columns)
         return original(self, scheduler_output, *args, **kwargs)
-    # The step comes from the scheduler: warm-up and calibration have no grammar.
-    columns = StepPlan.of(scheduler_output).grammar_columns
-    if columns:
-        from vllm_bastion.engine.draft_tokens import select_columns
-
-        select_columns(runtime_of(self.vllm_config), self.req_states, columns)
-    return original(self, scheduler_output, *args, **kwargs)
+    finally:
+        runtime.scheduled = None
 
 
-def _untrimmed(runner: Any, scheduler_output: Any) -> tuple[np.ndarray, np.ndarray] | None:
-    """Rows and logits of a warm-up or calibration step, which verifies all scheduled nodes."""
-    drafts = scheduler_output.scheduled_spec_decode_tokens
-    if runner.adaptive_verification is not None or not drafts:
+def _layout(runner: Any, scheduled: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """Rows and logits of each request of a step with drafts; None if vLLM's own are right."""
+    drafts = {} if scheduled is None else scheduled.scheduled_spec_decode_tokens
+    if not drafts:
         return None
+    if runner.adaptive_verification is not None:
+        layout: tuple[np.ndarray, np.ndarray] = runner.adaptive_verification.layout
+        return layout
+    # A step of warm-up or calibration verifies all scheduled nodes.
     rows, count = len(next(iter(drafts.values()))) + 1, len(drafts)
-    if scheduler_output.total_num_scheduled_tokens != rows * count:
+    if scheduled.total_num_scheduled_tokens != rows * count:
         return None
     return np.full(count, rows), np.full(count, rows)
 
@@ -411,47 +411,25 @@ def set_active_loras(
     if bastion_config(self.vllm_config) is not None:
         from vllm_bastion.engine.runtime import runtime_of
 
-        trimmed = runtime_of(self.vllm_config).trimmed
-        if trimmed is not None:
+        layout = _layout(self, runtime_of(self.vllm_config).scheduled)
+        if layout is not None:
             adapters = np.asarray(prompt_lora_mapping)  # one for each request
-            num_rows, num_logits = trimmed
+            num_rows, num_logits = layout
             token_lora_mapping = tuple(adapters.repeat(num_rows).tolist())
             prompt_lora_mapping = tuple(adapters.repeat(num_logits).tolist())
     original(self, prompt_lora_mapping, token_lora_mapping, *args, **kwargs)
 
 
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
-    """Attach what the scheduler must know to the step's output, see `hooks.scheduler`.
-
-    A step that verifies nothing and drafts nothing is sampled as if there were no drafter, at a
-    plain step's cost.
-    """
+    """Attach what the scheduler must know to the step's output, see `hooks.scheduler`."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
-    manager, state = self.adaptive_verification, self.execute_model_state
-    if state is None or manager is None or bastion_config(self.vllm_config) is None:
-        return original(self, _rows_in_use(self, grammar_output))
-    batch = state.input_batch
-    plain = self.speculator.decide(batch, state.num_spec_tokens_to_schedule)
-    if plain and not batch.has_structured_output_reqs:
-        output = _sample_plain(original, self)
-        hidden = state.aux_hidden_states or [state.hidden_states]
-        self.speculator.keep(batch, state.slot_mappings_by_layer, hidden)
-        manager.record_confidences(None, batch)
-        self.draft_tokens_handler.set_draft_tokens(batch, self.req_states.draft_tokens[:0, :0])
-    else:
-        output = original(self, _rows_in_use(self, grammar_output))
-    return manager.counted(output) if isinstance(output, AsyncModelRunnerOutput) else output
-
-
-def _sample_plain(original: Callable[..., Any], runner: Any) -> Any:
-    """Sample a step without drafts as vLLM does in an engine that has no drafter."""
-    speculator, num_steps = runner.speculator, runner.num_speculative_steps
-    runner.speculator, runner.num_speculative_steps = None, 0
-    try:
-        return original(runner, None)
-    finally:
-        runner.speculator, runner.num_speculative_steps = speculator, num_steps
+    manager, computed = self.adaptive_verification, self.execute_model_state is not None
+    output = original(self, _rows_in_use(self, grammar_output))
+    counts = computed and manager is not None and bastion_config(self.vllm_config) is not None
+    if counts and isinstance(output, AsyncModelRunnerOutput):
+        return manager.counted(output)
+    return output
 
 
 def _rows_in_use(runner: Any, grammar_output: Any) -> Any:

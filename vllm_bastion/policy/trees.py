@@ -107,15 +107,6 @@ class Trees:
         self.tail_lens = zeros(slots)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
         self.path = torch.full((slots, depth + 1), -1, dtype=torch.int32, device=device)
-        # [R] on the host, exact in every mode: most nodes of each request, and its target rows that
-        # are not nodes (its root, or the tokens of its prompt).
-        self.step_drafts = np.zeros(0, dtype=np.int32)
-        self.step_base_rows = np.zeros(0, dtype=np.int32)
-        self.pruned = False  # whether trees lost columns after N* was chosen
-        self.masking = False  # whether the step's attention reads the mask
-        self.always_masking = False  # whether the attention of every step does
-        self.verifying = False  # whether the step's accepted paths may leave the first columns
-        self.walked = False  # whether the step had an acceptance walk, which wrote `path`
 
         # Cost of a whole step by its target rows, up to a common factor. A buffer, because the
         # drafter's captured graph reads it. Constant until costs are known, which makes the
@@ -362,7 +353,6 @@ class Trees:
         self.log_rho[slots] = scores.masked_fill(unused, -torch.inf)
         self.size[slots] = sizes.to(torch.int32)
         ancestor_bits(self.parents, slots.contiguous(), self.bits)
-        self.pruned = True
 
     def choose_again(self, slots: np.ndarray, drafts: np.ndarray, base_rows: int) -> None:
         """Choose N* again, for a step with other rows than roots, or for trees that were pruned.
@@ -376,7 +366,6 @@ class Trees:
             base_rows: target rows of the step that are not nodes, >= R.
         """
         both = np.stack([slots, drafts])
-        self.pruned = False
         on_device, most = to_device(both, dtype=torch.int64, device=self.device)
         self._limits[on_device] = torch.minimum(self.size[on_device], most.to(torch.int32))
         num_reqs, cost = len(slots), self.cost_ms
@@ -388,10 +377,6 @@ class Trees:
 
     # ---- step t+1: the trees are verified -----------------------------------------------
 
-    def begin_plain_step(self) -> None:
-        """Begin a step without nodes, of which no kernel reads the request slots or tails."""
-        self.masking = self.verifying = self.walked = False
-
     def begin_step(
         self, idx_mapping: torch.Tensor | None = None, tails: torch.Tensor | None = None
     ) -> None:
@@ -402,8 +387,6 @@ class Trees:
             tails: [R + 1] int32, vLLM's ``cu_num_logits``; None if every tail is a chain or a lone
                 root, whose rows are causal and need no mask.
         """
-        self.masking = tails is not None
-        self.verifying = self.walked = False
         if idx_mapping is None:
             idx_mapping = self.step_slots[:0]
         bind_tails(idx_mapping, tails, self.step_slots, self.tail_lens)

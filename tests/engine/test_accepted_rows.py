@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows that a step without a draft stores for the drafter, against each token's own place."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    importlib.import_module("vllm.v1.worker.cpu.shm")  # as vLLM's CPU worker does first
+
+from vllm_bastion.drafters.dflash import BastionSpeculator
+
+BLOCK, DROPPED = 4, -1
+
+
+def starts_of(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["tree", "chain"])
+def test_accepted_rows_are_stored_where_their_tokens_are(in_place: bool) -> None:
+    # Requests with cached tokens, rows of the step, rows that the drafter sees, accepted rows: a
+    # tree whose path has 2 rows, a prompt's chunk, a root without a node, a full path.
+    computed, rows, seen, accepted = [9, 0, 30, 5], [6, 5, 1, 4], [4, 5, 4, 4], [2, 5, 1, 4]
+    if in_place:  # the drafter sees the step's own rows
+        seen = rows
+    tables = torch.randperm(64, generator=torch.Generator().manual_seed(0)).view(4, 16)
+
+    def slot(request: int, position: int) -> int:
+        return int(tables[request, position // BLOCK]) * BLOCK + position % BLOCK
+
+    given = [slot(r, computed[r] + i) for r in range(4) for i in range(rows[r])]
+    speculator: Any = object.__new__(BastionSpeculator)
+    speculator.device = torch.device("cpu")
+    positions = [computed[r] + i for r in range(4) for i in range(seen[r])]
+    batch: Any = SimpleNamespace(
+        num_reqs=4, num_tokens=sum(seen), query_start_loc=starts_of(seen),
+        positions=torch.tensor([*positions, 99]),
+    )  # fmt: skip
+    rejected = torch.tensor(seen, dtype=torch.int32) - torch.tensor(accepted, dtype=torch.int32)
+    both = [torch.tensor(given), torch.tensor(given) + 1000]  # of two KV cache groups
+    found, slots = speculator._accepted_rows(batch, starts_of(rows), both, rejected)
+    for r, begin in enumerate(starts_of(seen)[:-1].tolist()):
+        for i in range(seen[r]):
+            position, row = computed[r] + i, begin + i
+            kept = i < accepted[r]
+            assert int(found[row]) == (position if kept else 0)
+            place = slot(r, position)
+            assert [int(group[row]) for group in slots] == (
+                [place, place + 1000] if kept else [DROPPED, DROPPED]
+            )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the record of a step when it is scheduled, see `vllm_bastion.step`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.step import Step
+
+
+def make_step(runtime: Runtime, batch: InputBatch, *, always_binds: bool, captured: bool) -> Step:
+    """The record of `batch`, and the controller's decision about its draft.
+
+    Args:
+        always_binds: whether some kernel reads the request slots of every step.
+        captured: whether the batch runs in a FULL graph. It is replayed for all later batches, so
+            it must hold the tree kernel.
+    """
+    trees, timed = runtime.trees, runtime.timed_spares
+    drafts = batch.num_draft_tokens_per_req
+    if drafts is None:  # a dummy batch, or a step without drafts
+        nodes = np.zeros(batch.num_reqs, dtype=np.int32)
+        base_rows = batch.num_scheduled_tokens
+    else:
+        base_rows, nodes = batch.num_scheduled_tokens - drafts, drafts
+        if batch.max_query_len is not None:
+            # The manager has trimmed the step. It does not trim vLLM's warm-up steps.
+            assert runtime.manager is not None
+            nodes = runtime.manager.drafts
+    computed = batch.num_computed_tokens_np
+    has_nodes = bool(nodes.any())
+    step = Step(
+        batch,
+        nodes,
+        base_rows,
+        context_len=0.0 if computed is None else float(computed.sum()) / len(computed),
+        binds=always_binds or has_nodes or timed is not None,
+        masked=captured or timed is not None or (has_nodes and not trees.chains),
+        walks=batch.num_draft_tokens > 0,
+        spared=timed or 0,
+        announces=runtime.step.announces,
+    )
+    is_real = runtime.scheduled is not None and timed is None
+    return _decide(runtime, step, batch) if is_real else step
+
+
+def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
+    """Add whether the step ends with a draft."""
+    if runtime.trees.budget == 0:
+        return replace(step, drafts=False, announces=False)
+    controller, reach, spared = runtime.controller, runtime.reach, 0
+    # vLLM asks for 0 where no request of the step can use a draft.
+    assert runtime.scheduled is not None
+    wanted = runtime.scheduled.num_spec_tokens_to_schedule > 0
+    if reach is not None:
+        slots = batch.idx_mapping_np
+        if step.walks:
+            reach.observe(slots, runtime.trees.deepest(slots, step.nodes))
+        spared = reach.depth - reach.of(slots)
+    step = replace(step, drafts=wanted, spared=spared)
+    if controller is None:
+        return step
+    runtime.learn()
+    context = step.context_len
+    if batch.has_prefill:  # of the next step, when the prompts are cached too
+        seen = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+        context = float(seen.sum()) / len(seen)
+    if not wanted or runtime.manager is None:
+        controller.price(batch.num_reqs, context, spared)
+        return step
+    decision = runtime.manager.plan(batch, context, spared)
+    if decision.replies_end:
+        return replace(step, drafts=decision.drafts)
+    # With async scheduling the next step is scheduled before this one's output arrives: a draft is
+    # announced a step early, or its tree meets a step without placeholders.
+    drafts = step.announces if runtime.announces_early else decision.drafts
+    refused = not drafts and not runtime.plan.backlog
+    return replace(step, drafts=drafts, announces=decision.drafts, refused=refused)
