@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from dataclasses import fields
 from pathlib import Path
@@ -284,6 +285,40 @@ def test_adapters_need_rows_for_every_requests_nodes(pair: tuple[str, str]) -> N
     is_one_sentence(str(caught.value), "enable_lora", '"num_speculative_tokens" to at most 15')
     engine = engine_config(pair, arguments, num_speculative_tokens=15)
     assert engine.speculative_config.num_speculative_tokens == 15
+
+
+def test_adapters_get_as_many_nodes_as_vllm_allows(
+    pair: tuple[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's defaults on an H100 have room for 7; N left out was 255, and refused."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO", logger="vllm")
+    for requests, rows, nodes in ((1024, 8192, 7), (8, 128, 15)):
+        arguments = {"enable_lora": True, "max_num_seqs": requests, "max_num_batched_tokens": rows}
+        engine = engine_config(pair, arguments, num_speculative_tokens=None)
+        assert engine.speculative_config.num_speculative_tokens == nodes
+        assert f"num_speculative_tokens is {nodes} " in caplog.text
+    arguments["max_num_batched_tokens"] = 9  # not one node each
+    with pytest.raises(BastionConfigError):
+        engine_config(pair, arguments, num_speculative_tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("quantization", "fp8"), ("bastion_drafter_weights", "fp8")]
+)
+def test_a_drafter_in_fp8_needs_a_gpu(
+    pair: tuple[str, str], key: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU it ended in vLLM's traceback, without a sentence of ours."""
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config(pair, **{key: value})
+    is_one_sentence(str(caught.value), f'"{key}": "fp8"', "int8 already", "remove it")
+    monkeypatch.setattr(type(current_host()), "serves_float8_products", lambda self: True)
+    keys = {key: value}
+    validation.check_quantization(keys)
+    assert keys["quantization"] == "fp8"
+    with pytest.raises(BastionConfigError, match="remove one of them"):
+        validation.check_quantization({"bastion_drafter_weights": "fp8", "quantization": "awq"})
 
 
 def test_the_v1_runner_is_refused(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

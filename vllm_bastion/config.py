@@ -60,9 +60,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_calibration: Annotated[str, Field(min_length=1)] = "auto"
     """Where the measured costs come from: auto (cached profile, else measure), off, a file that
     exists, or `write:` and a file to measure for and to write."""
-    bastion_drafter_weights: Literal["auto", "checkpoint"] = "auto"
+    bastion_drafter_weights: Literal["auto", "checkpoint", "fp8"] = "auto"
     """Whether the drafter's weights stay as its checkpoint has them. auto: int8 on a CPU, for a
-    bf16 model."""
+    bf16 model. fp8: the layers' on a GPU, as vLLM's `quantization` does."""
 
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""

@@ -68,6 +68,10 @@ class Host:
 
         return bool(current_platform.is_cuda())
 
+    def serves_float8_products(self) -> bool:
+        """Whether vLLM can turn a drafter's weights into float8 when it loads them."""
+        return True
+
     def tree_backend(self, backend: type[Any], kv_cache_dtype: str | None = None) -> type[Any]:
         """The tree-capable attention backend in place of the one that vLLM chose.
 

@@ -149,6 +149,24 @@ def check_user_keys(given: dict[str, Any]) -> None:
         _check_nodes(nodes, given.get("bastion_budget", "adaptive"))
 
 
+def check_quantization(keys: dict[str, Any]) -> None:
+    """Make "bastion_drafter_weights": "fp8" vLLM's own key; refuse float8 where it has none."""
+    own, given = keys.get("bastion_drafter_weights"), keys.get("quantization")
+    if own == "fp8":
+        if given not in (None, "fp8"):
+            raise BastionConfigError(
+                f'"bastion_drafter_weights": "fp8" does not go with "quantization": {given!r}: '
+                "remove one of them"
+            )
+        keys["quantization"] = given = "fp8"
+    if isinstance(given, str) and "fp8" in given and not current_host().serves_float8_products():
+        key = "bastion_drafter_weights" if own == "fp8" else "quantization"
+        raise BastionConfigError(
+            f'"{key}": "{given}" needs a GPU; on a CPU a bf16 drafter multiplies in int8 already '
+            f'("bastion_drafter_weights": "auto"): remove it'
+        )
+
+
 def _check_nodes(nodes: Any, budget: Any) -> None:
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise BastionConfigError(

@@ -150,6 +150,10 @@ if __name__ == "__main__":
         attend(bf16, 64, (64, 8), bf16, 0.0, window=128, sinks=True)
         attend(bf16, 128, (32, 16), bf16, 0.0, window=1024)
         attend(bf16, 256, (8, 4), bf16, 50.0, window=4096)
+        # Gemma 4's global layers, on GPUs whose FlashAttention has such heads
+        if capability in (90, 100):
+            attend(bf16, 512, (32, 4), bf16, 0.0)
+            attend(bf16, 512, (32, 4), fp8, 0.0, query_dtype=fp8)
         attend(fp32, 64, (6, 2), fp32, 0.0)
         attend(fp32, 128, (6, 2), fp32, 0.0)
         attend(fp32, 256, (8, 4), fp32, 0.0)

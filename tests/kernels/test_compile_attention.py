@@ -52,6 +52,7 @@ def test_kernels_compile_use_matrix_instructions_and_do_not_spill(
     }
     attention = [k for k in kernels if k["name"] == "tree_attention_kernel"]
     shapes = 12 if capability < 89 else 18  # no fp8 before
+    shapes += 2 * (capability in (90, 100))  # heads of 512
     assert len(attention) == (shapes if which == "all" else 1)
     for k in kernels:
         assert k["shared"] <= k["shared_limit"], k
@@ -64,12 +65,13 @@ def test_kernels_compile_use_matrix_instructions_and_do_not_spill(
         # A few words put by once for a block of queries are no loss, in the loop they would be.
         # sm_100 puts by more, all of it outside of the loop.
         assert k["stack"] <= (256 if capability == 100 else 96), k
-        assert k["spills_in_loop"] == 0, k
+        # float8 queries of heads of 512 leave no register to spare
+        assert k["spills_in_loop"] <= (3 if k["dim"] == 512 else 0), k
         # Each warp could see another value, branch on it, and miss a barrier.
         assert not k["volatile"], k
     for k in attention:
         # fp32 is exact and so has none
-        assert k["wgmma"] == (k["item"] == 2 and capability == HOPPER), k
+        assert k["wgmma"] == (k["item"] == 2 and k["dim"] <= 256 and capability == HOPPER), k
     if capability == HOPPER:
         # the shapes that are measured against FlashAttention
         assert attention[0]["stack"] <= 16

@@ -66,6 +66,7 @@ def test_mixed_batch_with_padding_equals_dense_attention(path: str, strided: boo
         (torch.bfloat16, 128, (8, 2)),
         (torch.float32, 128, (5, 5)),
         (torch.bfloat16, 256, (4, 1)),
+        (torch.bfloat16, 512, (2, 1)),
     ],
 )
 def test_head_dims_and_types_with_their_default_tiles(

@@ -29,6 +29,9 @@ class CpuHost(Host):
     def refusal(self) -> str | None:
         return None  # native twins stand in for Triton
 
+    def serves_float8_products(self) -> bool:
+        return False
+
     def serves_gated_delta(self) -> bool:
         return True
 

@@ -75,6 +75,7 @@ def create_speculative_config(
     keys = _merged(self)
     validation.check_user_keys(keys)
     validation.check_host()
+    validation.check_quantization(keys)
     validation.check_arguments(self)
     target = target_model_config
     validation_models.check_target_file(target.model, target.hf_config.to_dict())
@@ -188,16 +189,22 @@ def _checked_config(
     try:
         if requested(self):
             _check_target_file(self)
-        vllm_config = original(self, usage_context, headless)
+        try:
+            vllm_config = original(self, usage_context, headless)
+        except ValueError as error:
+            if not (requested(self) and _choose_nodes_for_adapters(self, error)):
+                raise
+            vllm_config = original(self, usage_context, headless)
     except (ValueError, OSError) as error:
         if requested(self):
             _explain(self, error)
         raise
     if requested(self):
-        from vllm_bastion import validation
+        from vllm_bastion import validation, validation_backend
 
         validation.check_engine(vllm_config)
         prefer_flash_attention(vllm_config)
+        validation_backend.check_backend(vllm_config)
         if vllm_config.lora_config is not None:
             # vLLM maps rows to adapters on the host, which must know each request's rows.
             vllm_config.speculative_config.bastion_budget_timing = "exact"
@@ -205,6 +212,33 @@ def _checked_config(
         # vLLM 0.33 lowers it to fit its drafter's buffers; ours hold `max_num_seqs` requests.
         vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
     return vllm_config
+
+
+def _choose_nodes_for_adapters(engine_args: Any, error: Exception) -> bool:
+    """Where N was left to us, take as many nodes as vLLM allows beside adapters.
+
+    vLLM wants a step to hold N + 1 rows of every request. It checks this when it knows its own
+    defaults, after N is needed, so its refusal is the first to say that N is too large.
+    """
+    keys = _merged(engine_args)
+    left_out = keys.get("num_speculative_tokens") is None
+    adaptive = keys.get("bastion_budget", "adaptive") == "adaptive"
+    if not (engine_args.enable_lora and _LORA_REFUSAL in str(error) and left_out and adaptive):
+        return False
+    rows, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    nodes = rows // requests - 1
+    if nodes < 1:
+        return False
+    logger.info(
+        "Adapters need a step that holds every request's nodes: num_speculative_tokens is %d "
+        "(max_num_batched_tokens %d, max_num_seqs %d); fewer requests allow more",
+        nodes,
+        rows,
+        requests,
+    )
+    own = engine_args.speculative_config or {}
+    engine_args.speculative_config = {**own, "num_speculative_tokens": nodes}
+    return True
 
 
 def _warn_of_thinking(vllm_config: Any) -> None:

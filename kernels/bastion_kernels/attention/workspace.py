@@ -49,6 +49,9 @@ _TILES = (
             64: Tiles(64, 64, num_warps=4, stages=4, occupancy=2),
             128: Tiles(64, 64, num_warps=4, stages=3, occupancy=2),
             256: Tiles(64, 32, num_warps=8, stages=3, occupancy=1),
+            # Gemma 4's global layers, which FlashAttention serves on these GPUs only. 64 rows
+            # would spill, and their partial results would not fit.
+            512: Tiles(32, 32, num_warps=8, stages=2, occupancy=1),
         },
     ),
     # A100
@@ -99,10 +102,11 @@ def default_tiles(
         tiles = Tiles(16 if block_d > 64 else 32, 16, num_warps=4, stages=1, occupancy=2)
     else:
         fitting = [tiles for least, tiles in _TILES if least <= shared]
-        if not fitting or block_d > 256:
+        if not fitting or max(64, block_d) not in fitting[0]:
             raise ValueError(
                 f"tree_attention: no tiles for a padded head dimension of {block_d} and {shared} "
-                f"bytes of shared memory; at most 256 is supported, and {_TILES[-1][0]} are needed"
+                f"bytes of shared memory; at least {_TILES[-1][0]} are needed for one up to 256, "
+                f"and {_TILES[0][0]} for 512"
             )
         tiles = fitting[0][max(64, block_d)]
     block_m = max(tiles.block_m, triton.next_power_of_2(group))
