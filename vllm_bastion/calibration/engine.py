@@ -108,16 +108,13 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
     latency = make_latency(
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
     )
-    # Data-parallel ranks draft together, and nothing tells one of them what the others decide.
     runtime.controller = Controller(
-        runtime.trees.depth,
-        runner.max_num_reqs,
-        latency,
-        runtime.trees,
-        gates=runner.dp_size == 1,
+        runtime.trees.depth, runner.max_num_reqs, latency, runtime.trees
     )
     # `table` and `static` are used as they are, T_aux included.
     if config.bastion_latency_model.startswith("ema"):
+        # Data-parallel ranks decide alone: a drafter has no collective of theirs, and the time of a
+        # rank's step is that of the slowest rank.
         ranks = get_tp_group()
         runtime.learns_with_others = ranks.world_size > 1
         if ranks.rank_in_group == 0:

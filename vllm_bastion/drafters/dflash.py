@@ -292,9 +292,10 @@ class BastionSpeculator(DFlashSpeculator):
     def _until_replies_end(self, step: Step, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
         """Draft nothing beyond the ends of all replies, where the host knows what was sampled."""
         runtime = self.runtime
-        gated = runtime.controller is not None and runtime.controller.gates
-        if not (step.drafts and gated and runtime.manager) or current_host().runs_ahead:
+        decided = step.drafts and runtime.controller is not None and runtime.manager is not None
+        if not decided or current_host().runs_ahead:
             return step
+        assert runtime.manager is not None
         slots, remaining = runtime.manager.continuing(batch, num_sampled)
         if not len(slots):
             return replace(step, drafts=False)

@@ -90,7 +90,6 @@ class Controller:
         num_slots: S.
         latency: costs of steps.
         buffers: what the device reads; None if nothing does.
-        gates: whether steps may be plain; if not, every step drafts.
     """
 
     def __init__(
@@ -99,10 +98,8 @@ class Controller:
         num_slots: int,
         latency: LatencyModel,
         buffers: CostBuffers | None = None,
-        *,
-        gates: bool = True,
     ) -> None:
-        self.latency, self.gates = latency, gates
+        self.latency = latency
         self.gains, self.remaining = Gains(), RemainingTokens(num_slots)
         self.size = StepSize()
         self._depth, self._buffers = depth, buffers
@@ -180,9 +177,7 @@ class Controller:
     def plan(self, batch: Batch) -> Decision:
         """Decide about the step after the current one."""
         costs = self.price(batch.num_reqs, batch.context_len, batch.spared)
-        if not self.gates:
-            decision = Decision(True, "no gate")
-        elif not batch.slots or max(batch.remaining) <= 1:
+        if not batch.slots or max(batch.remaining) <= 1:
             decision = Decision(False, "replies end", replies_end=True)
         elif batch.backlog:
             decision = Decision(False, "prompts wait")
