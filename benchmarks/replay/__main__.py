@@ -4,7 +4,8 @@
     python -m benchmarks.replay RECORDING.npz [--cost NAME=PROFILE.json ...] [--out FOLDER]
 
 Prints the tables and writes them to `replay.json`, with two PNG figures per cost table. The paper's
-A100 points are always among the cost tables. `--cost` adds a measured latency profile.
+A100 points and a calculated mixture of experts are always among the cost tables. `--cost` adds a
+measured latency profile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.replay.costs import CostSource, from_profile, paper_a100
+from benchmarks.replay.costs import CostSource, from_profile, mixture_of_experts, paper_a100
 from benchmarks.replay.figures import sweep_figure, tradeoff_figure
 from benchmarks.replay.gate_study import FIRST, gate_study, start_study
 from benchmarks.replay.recording import load_recording
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-figures", action="store_true", help="skip the PNGs")
     arguments = parser.parse_args(argv)
     max_rows = max(arguments.max_nodes + 1, max(BATCHES) * (BATCH_NODES + 1))
-    sources = [paper_a100(max_rows)]
+    sources = [paper_a100(max_rows), mixture_of_experts(max_rows)]
     for pair in arguments.cost:
         name, _, path = pair.partition("=")
         if not path:

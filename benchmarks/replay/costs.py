@@ -7,6 +7,10 @@ prints no drafter time. Below 32 nodes, verification is bound by the launches of
 drafter's 5 layers of the same width are estimated at 5/36 of it, 3.06 ms. Cross-check: the paper's
 averages for BASTION (6.61x at tau 8.48 and 139.3 nodes) imply C / T_AR = 8.48 / 6.61 = 1.283; with
 T_AR = 22.0 these numbers give (25.7 + 3.06) / 22.0 = 1.307.
+
+A mixture of experts is calculated: Qwen3-30B-A3B in bf16 on an H100 that reads 2.3 GB/ms. 3.6 GB of
+weights are read in every step; of the 128 experts (0.44 GB each, all layers together) those that n
+rows of 8 experts each meet if they choose evenly, 128 (1 - (1 - 8/128)^n). The drafter takes 1 ms.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from vllm_bastion.policy.cost.table import StepCostTable
 
 _LOW, _HIGH = (32, 22.0), (1024, 55.9)
 _DRAFTER_MS = 22.0 * 5 / 36
+_GB_PER_MS = 2.3
 # Qwen3-8B in the notation of the paper's table, from its published config
 _QWEN3_8B = ModelShape(36, 4096, 32, 8, 128, 12288, 151936)
 
@@ -56,6 +61,20 @@ def paper_a100(max_rows: int) -> CostSource:
     device = known_device("NVIDIA A100 80GB PCIe")
     assert device is not None
     return CostSource("paper's A100", table, calibrate(Roofline(_QWEN3_8B, device), table.samples))
+
+
+def mixture_of_experts(max_rows: int) -> CostSource:
+    """Qwen3-30B-A3B on an H100, calculated from the weights that a step reads."""
+
+    def ms(rows: int) -> float:
+        experts = 128 * (1 - (1 - 8 / 128) ** rows)
+        return (3.6 + 0.44 * experts) / _GB_PER_MS
+
+    rows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512]
+    samples = [(n, 0, ms(n)) for n in (*rows, max_rows)]
+    return CostSource(
+        "mixture of experts", StepCostTable(samples, [(1, 1.0)], max_rows=max_rows), None
+    )
 
 
 def from_profile(name: str, path: Path, max_rows: int) -> CostSource:

@@ -44,7 +44,8 @@ def gate_study(
 
     Returns:
         A row for each case and batch: `fixed / plain`, the best fixed budget's speed; then the
-        shares that exact and lagged timing and trees in every step reach. 1 is as fast as the best
+        shares that exact and lagged timing reach, and those of several ranks, lagged: which learn
+        from rank 0's times, or from none; and that of trees in every step. 1 is as fast as the best
         choice in hindsight.
     """
     rows = []
@@ -78,6 +79,9 @@ def gate_study(
                     "fixed / plain": plain_ms / fixed_ms,
                     "exact": best / milliseconds(adaptive()),
                     "lagged": best / milliseconds(adaptive(timing="lagged")),
+                    "rank 0's times": best
+                    / milliseconds(adaptive(timing="lagged", times="rank 0")),
+                    "no times": best / milliseconds(adaptive(timing="lagged", times="none")),
                     "always drafting": best / milliseconds(adaptive(plain=False)),
                 }
             )

@@ -104,6 +104,8 @@ class Fixed:
 
 
 Timing = Literal["exact", "lagged"]
+# Steps until rank 0's times have come back: with the output of the next step, and a later step.
+_TRAVEL = 2
 
 
 @dataclass
@@ -130,6 +132,8 @@ class Adaptive:
         shared: whether the batch's nodes compete; if not, every request maximises its own S(N) on
             the cost of a batch of one.
         plain: whether a step may be plain decoding.
+        times: whose step times it learns from: its `own`, at once, or those of `rank 0` of several
+            ranks, which travel to the scheduler and back.
     """
 
     def __init__(
@@ -142,8 +146,10 @@ class Adaptive:
         timing: Timing = "exact",
         shared: bool = True,
         plain: bool = True,
+        times: Literal["own", "rank 0", "none"] = "own",
     ) -> None:
-        self.name = name
+        self.name, self._times = name, times
+        self._travelling: deque[StepTimes] = deque()
         self.corpus = corpus
         self.latency = latency
         self.max_nodes = max_nodes or corpus.max_nodes
@@ -151,7 +157,8 @@ class Adaptive:
         self.lag = int(timing == "lagged")
         self._history = deque([_Trees() for _ in range(2 + self.lag)], 2 + self.lag)
         num_slots = len(corpus.recording.request_ids)
-        self.controller = Controller(corpus.recording.depth, num_slots, latency, gates=plain)
+        self.controller = Controller(corpus.recording.depth, num_slots, latency)
+        self._plain = plain
         self._graphs = np.array(latency.table.captured_sizes, dtype=np.int64)
         self._drafted = True
         # (A-hat, accepted) of every request and step that had a tree
@@ -198,7 +205,11 @@ class Adaptive:
 
     def timed(self, step: StepTimes) -> None:
         """See `Policy`. A recorded step drafts for itself, the engine's for the next one."""
-        self.controller.observe([replace(step, drafted=self._drafted)])
+        if self._times == "none":
+            return
+        self._travelling.append(replace(step, drafted=self._drafted))
+        while len(self._travelling) > (_TRAVEL if self._times == "rank 0" else 0):
+            self.controller.observe([self._travelling.popleft()])
 
     def _requests(self, steps: Sequence[int]) -> list[int]:
         return [int(q) for q in self.corpus.recording.step_requests[list(steps)]]
@@ -210,7 +221,7 @@ class Adaptive:
 
         The engine also drafts after a prompt's last chunk, for the whole batch.
         """
-        if not self.controller.gates:
+        if not self._plain:
             return
         requests = self._requests(steps)
         if arrived:

@@ -12,7 +12,7 @@ from synthetic_recording import synthetic_recording
 
 from benchmarks.replay import __main__ as replay
 from benchmarks.replay import draft_tree
-from benchmarks.replay.costs import CostSource, from_profile, paper_a100
+from benchmarks.replay.costs import CostSource, from_profile, mixture_of_experts, paper_a100
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.recording import save_recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
@@ -246,10 +246,18 @@ def test_command_line_writes_tables_and_figures(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "adaptive / oracle per domain" in text and "cost: mine" in text
     (report,) = json.loads((tmp_path / "out" / "replay.json").read_text())
-    assert set(report["costs"]) == {"paper's A100", "mine"}
+    assert set(report["costs"]) == {"paper's A100", "mixture of experts", "mine"}
     figures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert figures == [
         "sweep-r-t-0.png",
         "tradeoff-r-t-0-mine.png",
+        "tradeoff-r-t-0-mixture-of-experts.png",
         "tradeoff-r-t-0-paper-s-a100.png",
     ]
+
+
+def test_a_calculated_mixture_of_experts_costs_what_its_weights_take() -> None:
+    """16 requests with 7 nodes each take 1.5 times a plain step's 16 ms: nearly all experts."""
+    forward = mixture_of_experts(1100).table.forward_ms(16, 0)
+    assert forward[16] == pytest.approx(17.0, rel=0.05)
+    assert forward[128] / forward[16] == pytest.approx(1.5, rel=0.05)
