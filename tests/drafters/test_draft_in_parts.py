@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_bastion.drafters.dflash import BastionSpeculator
-from vllm_bastion.drafters.room import MOST_AT_ONCE, by_parts
+from vllm_bastion.drafters.room import MOST_AT_ONCE, by_parts, with_graphs
 from vllm_bastion.policy.trees import Trees
 
 DEPTH, VOCAB, WIDTH = 3, 96, 8
@@ -64,3 +64,33 @@ def test_parts_are_put_together_in_order() -> None:
     found, expected = by_parts(best, hidden, len(hidden)), hidden.topk(2)
     assert seen == [MOST_AT_ONCE] * 3
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("requests", [1, 33, 40, 64, 1024])
+def test_a_drafter_has_graphs_for_up_to_64_requests(requests: int, rows: int) -> None:
+    """At the target's sizes, drafts of blocks of 16 had none for 33 and more."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=512
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests),
+    )
+    compilation = with_graphs(config, rows).compilation_config
+    assert config.compilation_config.cudagraph_capture_sizes == sizes
+    captured = [-(-size // rows) for size in compilation.cudagraph_capture_sizes]
+    captured = [
+        count for count in captured if count * rows <= compilation.max_cudagraph_capture_size
+    ]
+    for count in range(1, min(requests, MOST_AT_ONCE) + 1):
+        padded = min(size for size in captured if size >= count)
+        assert padded - count <= 3 and (count > 32 or padded == count or rows == 8)
+
+
+def test_an_engine_without_graphs_stays_without() -> None:
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+    )
+    assert with_graphs(config, 16) is config

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import context_rows, gather_rows
 from vllm_bastion.config import bastion_config, chain_view_of
-from vllm_bastion.drafters.room import MOST_AT_ONCE, for_all_rows, parts, with_room
+from vllm_bastion.drafters.room import MOST_AT_ONCE, for_all_rows, parts, with_graphs, with_room
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
@@ -175,6 +175,14 @@ class BastionSpeculator(DFlashSpeculator):
         return int(super()._num_graph_context_tokens(min(num_reqs, MOST_AT_ONCE)))
 
     # ---- the drafter's forward and the trees --------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        config = self.vllm_config
+        self.vllm_config = with_graphs(config, self.num_query_per_req)
+        try:
+            super().init_cudagraph_manager(cudagraph_mode)
+        finally:
+            self.vllm_config = config
 
     def capture(self) -> None:
         self.trees.bind_rows()

@@ -13,6 +13,8 @@ from vllm.config.compilation import CompilationConfig
 # The logits of 64 requests take 0.27 GiB with gamma = 15 and V = 151,936; those of the 1024 that
 # vLLM serves at a time by default would take 4.4. No graph of a drafter has more requests.
 MOST_AT_ONCE = 64
+# Requests by which a drafter's graphs grow beyond the target's largest one.
+_GRAPH_STEP = 4
 
 
 def parts(hidden: torch.Tensor, num_reqs: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -63,3 +65,23 @@ def for_all_rows(compilation: CompilationConfig, step_rows: int) -> CompilationC
             end for end in compilation.compile_ranges_endpoints if end != step_rows
         ]
     return compilation
+
+
+def with_graphs(vllm_config: VllmConfig, rows: int) -> VllmConfig:
+    """A configuration by which a drafter gets CUDA graphs for up to `MOST_AT_ONCE` requests.
+
+    vLLM captures a drafter at the target's sizes, whose largest of 512 holds 32 blocks of 16 rows.
+
+    rows: of a request's block.
+    """
+    compilation, reqs = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_seqs
+    sizes, most = compilation.cudagraph_capture_sizes or [], min(reqs, MOST_AT_ONCE)
+    if not sizes:
+        return vllm_config
+    more = [*range(max(sizes) // rows + _GRAPH_STEP, most, _GRAPH_STEP), most]
+    more = [rows * count for count in more if rows * count > max(sizes)]
+    view = copy.copy(vllm_config)
+    view.compilation_config = copy.copy(compilation)
+    view.compilation_config.cudagraph_capture_sizes = sorted([*sizes, *more])
+    view.compilation_config.max_cudagraph_capture_size = max([*sizes, *more])
+    return view
