@@ -28,18 +28,19 @@ _HEADS = {64: (64, 8), 128: (32, 8), 256: (16, 2)}
 _ATTENTION_RATIO = 1.15
 
 
-def plan_case(model: Model, reqs: int, device: str) -> Case:
-    """Divide the attention of blocks of 16 rows among programs."""
+def plan_case(model: Model, reqs: int, most: int, device: str) -> Case:
+    """Divide the attention of blocks of 16 rows among programs, where `most` requests may be."""
     starts = torch.arange(reqs + 1, dtype=torch.int32, device=device) * _BLOCK
     lengths = torch.full((reqs,), _CONTEXT + _BLOCK, dtype=torch.int32, device=device)
     workspace = TreeAttentionWorkspace(
         *(model.heads, model.kv_heads, model.head_dim, model.dtype),
-        *(reqs * _BLOCK, reqs, device),
+        *(most * _BLOCK, most, device),
     )
+    rows = reqs * _BLOCK
 
     def check() -> None:
         workspace.bundles.fill_(POISON)
-        workspace.plan(starts, lengths)
+        workspace.plan(starts, lengths, rows)
         blocks = -(-_BLOCK // workspace.block_q)
         count = reqs * -(-blocks // workspace.width)
         found = workspace.bundles[:count].cpu()
@@ -48,7 +49,7 @@ def plan_case(model: Model, reqs: int, device: str) -> Case:
         most = -(-(_CONTEXT + _BLOCK) // workspace.tiles.block_n)
         assert int(found[:, 3].max()) == most, "the last rows do not see the whole context"
 
-    return Case(check, [partial(workspace.plan, starts, lengths)] * model.repeats)
+    return Case(check, [partial(workspace.plan, starts, lengths, rows)] * model.repeats)
 
 
 def inputs_case(model: Model, reqs: int, most: int, device: str) -> Case:
@@ -221,7 +222,7 @@ def engine_cases(small: bool, device: str = "cuda") -> list[Entry]:
                 )
     counts = (2, 4) if small else (16, 256, 1024)
     for reqs in counts:
-        plan = partial(plan_case, model, reqs, device)
+        plan = partial(plan_case, model, reqs, counts[-1], device)
         inputs = partial(inputs_case, model, reqs, counts[-1], device)
         found.append(Entry("plan", f"plan, {reqs} requests", plan))
         found.append(Entry("inputs", f"vLLM's input kernel, {reqs} requests", inputs))

@@ -90,6 +90,9 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             )
             for window in {layer.sliding_window or 0 for layer in layers}
         }
+        if device.type == "cuda":
+            for workspace in self.workspaces.values():
+                workspace.warm_up()
 
     def build(
         self,
@@ -99,8 +102,15 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> TreeFlashAttentionMetadata:
         flash = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = TreeFlashAttentionMetadata(**vars(flash), workspaces=self.workspaces)
+        # A graph's padding has as many requests as rows, all of them empty.
+        rows = common_attn_metadata.query_start_loc_cpu.diff()
+        count = max(1, int((rows > 0).sum()))
         for workspace in self.workspaces.values():
-            workspace.plan(metadata.query_start_loc, metadata.seq_lens)
+            workspace.plan(
+                metadata.query_start_loc[: count + 1],
+                metadata.seq_lens[:count],
+                common_attn_metadata.num_actual_tokens,
+            )
         return metadata
 
 

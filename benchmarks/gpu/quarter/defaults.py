@@ -12,6 +12,8 @@ import torch
 from benchmarks.budgets import ADAPTIVE, NEVER, Switched
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import dummy_engine, noise
+from vllm_bastion.cli.buffers import largest
+from vllm_bastion.cli.memory import memory_of
 
 _LOADS = (1, 16, 32, 33, 64)
 _GIB = 1 << 30
@@ -62,8 +64,11 @@ def _memory(core: Any, peak: dict[str, float]) -> dict[str, float]:
     config, scheduler = core.vllm_config, core.scheduler
     free, total = torch.cuda.mem_get_info()
     tensors = scheduler.kv_cache_config.kv_cache_tensors
+    expected = memory_of(config)  # as `vllm-bastion check` says
     return {
         **peak,
+        "buffers_by_calculation_gib": total(list(expected.buffers)).ours / _GIB,
+        "logits_by_calculation_gib": largest(list(expected.logits)).ours / _GIB,
         "kv_gib": sum(tensor.size for tensor in tensors) / _GIB,
         "free_gib": free / _GIB,
         "total_gib": total / _GIB,

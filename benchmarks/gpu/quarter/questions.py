@@ -54,8 +54,9 @@ QUESTIONS = (
     Question(
         "defaults",
         "Does an 8B shape start and decode with all of vLLM's defaults?",
-        "whether the defaults may stay: memory of the warm-up, seconds to start, and what a step "
-        "costs at 33 requests, where blocks of 16 leave the graphs",
+        "whether the defaults may stay: memory of the warm-up beside what `check` calculates, "
+        "seconds to start, and what a step costs at 33 and 64 requests, the first and the last of "
+        "the draft's graphs beyond the target's",
         f"{_HERE}.defaults:ask",
         limit_s=150,
         needs_s=110,

@@ -22,6 +22,10 @@ _SECOND = 4
 # q-blocks that walk the same tiles together: more would save no time, as eight do more arithmetic
 # on a tile than its way from memory takes
 _MAX_WIDTH = 8
+# Places of bundles that the smallest variant of the plan's kernel has. Registers of a thread and
+# instructions for sm_90 by Triton 3.9, 32 query heads over 8: 95 and 1,856 with 64 places, 126 and
+# 2,912 with 256, 128 and 2,864 with 512, 198 and 4,672 with 1,024, 255 and 8,448 with 2,048.
+_FEWEST = 64
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,10 @@ class TreeAttentionWorkspace:
         self.width = max(w for w in range(1, _MAX_WIDTH + 1) if w * (w + 1) // 2 <= self.programs)
         bundles = max_rows // (self.block_q * self.width) + max_requests
         self.capacity = triton.next_power_of_2(bundles)
+        # The plan of a few requests does not pay for those of the largest step.
+        self.capacities = [self.capacity]
+        while self.capacities[0] > _FEWEST:
+            self.capacities.insert(0, self.capacities[0] // 2)
 
         self.header = torch.zeros(2, dtype=torch.int32, device=device)
         self.bundles = torch.zeros(self.capacity, BUNDLE_FIELDS, dtype=torch.int32, device=device)
@@ -185,12 +193,19 @@ class TreeAttentionWorkspace:
         self.partial = torch.empty(*cut, rows, self.block_d, dtype=torch.float32, device=device)
         self.partial_stats = torch.empty(*cut, 2, rows, dtype=torch.float32, device=device)
 
-    def plan(self, query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    def warm_up(self) -> None:
+        """Compile every variant of the plan: the first step of a size must not wait for it."""
+        none = torch.zeros(2, dtype=torch.int32, device=self.header.device)
+        for capacity in self.capacities:
+            self._plan(none, none[:1], capacity)
+
+    def plan(self, query_start_loc: Tensor, seq_lens: Tensor, rows: int | None = None) -> None:
         """Divide a step's work.
 
         Args:
             query_start_loc: `[R+1]` int32.
             seq_lens: `[R]` int32, cached rows of each request, this step's included.
+            rows: at least the step's; None = the most.
 
         Raises:
             ValueError: more requests than the workspace was made for.
@@ -198,6 +213,13 @@ class TreeAttentionWorkspace:
         num_reqs = seq_lens.shape[0]
         if num_reqs > self.max_requests:
             raise ValueError(f"tree_attention: {num_reqs} requests, room for {self.max_requests}")
+        rows = self.max_rows if rows is None else min(rows, self.max_rows)
+        bundles = rows // (self.block_q * self.width) + num_reqs
+        capacity = next(size for size in self.capacities if size >= bundles)
+        self._plan(query_start_loc, seq_lens, capacity)
+
+    def _plan(self, query_start_loc: Tensor, seq_lens: Tensor, capacity: int) -> None:
+        num_reqs = seq_lens.shape[0]
         plan_kernel[(1,)](
             query_start_loc,
             seq_lens,
@@ -213,11 +235,11 @@ class TreeAttentionWorkspace:
             WINDOW=self.window,
             MAX_TAIL=self.max_tail,
             CLASSES=triton.next_power_of_2(self.width),
-            CAPACITY=self.capacity,
+            CAPACITY=capacity,
             PROGRAMS=triton.next_power_of_2(self.programs),
             BUNDLE_FIELDS=BUNDLE_FIELDS,
             RUN_FIELDS=RUN_FIELDS,
-            SEARCH_STEPS=self.capacity.bit_length() + 1,
+            SEARCH_STEPS=capacity.bit_length() + 1,
             SECOND=_SECOND,
-            num_warps=8 if self.capacity >= 512 else 4,
+            num_warps=8 if capacity >= 512 else 4,
         )
