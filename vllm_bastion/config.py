@@ -41,6 +41,8 @@ REQUEST_BUDGET = "bastion_budget"
 _CACHE_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
 
 _MAX_GRAMMAR_NODES = 63
+# Most tokens of a copy in one tree: with its root it fills 32 rows.
+COPY_DEPTH = 31
 
 
 @config
@@ -52,6 +54,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_top_k: Annotated[int, Field(ge=1, le=32)] = 16
     """Candidate tokens kept at each drafted depth, 1 to 32, or as many as the drafter's own head
     scores."""
+    bastion_lookup: bool = True
+    """Whether trees get a branch that copies what followed the same words earlier in the prompt or
+    the reply."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
     """Whether a step is sized by its own scores, for which the host waits, or by the last step's.
     auto: lagged on CUDA, exact on a CPU."""
@@ -123,9 +128,16 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         return False
 
     @property
+    def tree_depth(self) -> int:
+        """Depth of a tree with as many nodes as it needs: gamma, or more where a copy goes on."""
+        if not self.bastion_lookup or self.bastion_top_k == 1:
+            return self.bastion_gamma
+        return max(self.bastion_gamma, min(COPY_DEPTH, self.num_speculative_tokens))
+
+    @property
     def max_chain_tokens(self) -> int:
         """Most draft tokens on one path of a tree."""
-        return min(self.bastion_gamma, self.num_speculative_tokens)
+        return min(self.tree_depth, self.num_speculative_tokens)
 
     @property
     def max_grammar_tokens(self) -> int:
@@ -137,7 +149,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         return (
             f"BastionSpeculativeConfig(model={self.model!r}, nodes={self.num_speculative_tokens}, "
             f"gamma={self.bastion_gamma}, budget={self.bastion_budget!r}, "
-            f"top_k={self.bastion_top_k})"
+            f"top_k={self.bastion_top_k}, lookup={self.bastion_lookup})"
         )
 
 

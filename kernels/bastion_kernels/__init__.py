@@ -22,10 +22,12 @@ from bastion_kernels.attention.kv_layout import KVLayout, learn_layout
 from bastion_kernels.attention.mask import ancestor_bits, tree_positions
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from bastion_kernels.draft.best_first import expand_best_first
+from bastion_kernels.draft.best_first import CopyRows, expand_best_first
 from bastion_kernels.draft.budget import choose_budget, take_best
+from bastion_kernels.draft.find_copy import find_copy
 from bastion_kernels.draft.frontier import extend_frontier
 from bastion_kernels.draft.gru_states import advance_states
+from bastion_kernels.draft.mix_copy import copy_priors, mix_copy
 from bastion_kernels.draft.prefix_lattice import PrefixHead, PrefixLattice, recurrent_lattice
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
 from bastion_kernels.draft.topk_merge import merge_topk
@@ -37,6 +39,7 @@ from bastion_kernels.rows import bind_slots, bind_tails, context_rows
 __all__ = [
     "AttentionLayer",
     "AttentionStep",
+    "CopyRows",
     "KVCompactor",
     "KVLayout",
     "LayerStates",
@@ -51,14 +54,17 @@ __all__ = [
     "bind_tails",
     "choose_budget",
     "context_rows",
+    "copy_priors",
     "expand_best_first",
     "extend_frontier",
+    "find_copy",
     "gated_delta_commit",
     "gated_delta_tree",
     "gather_rows",
     "learn_layout",
     "mask_bad_words",
     "merge_topk",
+    "mix_copy",
     "penalise_ancestors",
     "recurrent_lattice",
     "short_conv_commit",

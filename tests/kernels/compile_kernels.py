@@ -20,6 +20,7 @@ import torch
 from cross_compile import compile_instead, usage
 
 from bastion_kernels import (
+    CopyRows,
     accept_path,
     advance_states,
     ancestor_bits,
@@ -28,12 +29,15 @@ from bastion_kernels import (
     bind_tails,
     choose_budget,
     context_rows,
+    copy_priors,
     expand_best_first,
     extend_frontier,
+    find_copy,
     gated_delta_commit,
     gated_delta_tree,
     mask_bad_words,
     merge_topk,
+    mix_copy,
     penalise_ancestors,
     short_conv_commit,
     short_conv_tree,
@@ -84,6 +88,10 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     expand_best_first.triton(candidates, scores, width, slots, *trees)
     expand_best_first.triton(candidates, scores, width, slots, *trees, scores.to(torch.int32))
     launch_frontier(reqs, dtype)
+    prefix_rows = scores.to(torch.int32)
+    for lattice in ((no_state, None), (scores, None), (scores, prefix_rows)):
+        copies(candidates, *lattice, width, slots, trees)
+    copies(candidates[:, :0], no_state[:, :0], None, width, slots, trees)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
     choose_budget.triton(log_rho, slots, counts, cost, base, counts, promised=cost)
     choose_budget.triton(log_rho, slots, counts, cost, 1, counts)
@@ -100,6 +108,31 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     bind_tails.triton(slots, None, slots, counts)
     few = counts[:reqs]
     context_rows.triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
+
+
+def copies(
+    candidates: torch.Tensor,
+    logprobs: torch.Tensor,
+    rows: torch.Tensor | None,
+    top_k: int,
+    slots: torch.Tensor,
+    trees: tuple[torch.Tensor, ...],
+) -> None:
+    """Lookup in histories of up to 128k tokens, and trees with copies."""
+    reqs, _, width = candidates.shape
+    _, parents, _, _, lengths = trees
+    history = torch.zeros(len(lengths), 131_072, dtype=torch.int32)
+    last = torch.zeros(len(lengths), 3, dtype=torch.int32)
+    counts, found = torch.zeros(2, 33, dtype=torch.int32), lengths.long()
+    find_copy.triton(history, lengths, slots, last, counts, found)
+    tokens = torch.zeros(reqs, 31, dtype=torch.int32)
+    part = CopyRows(tokens, tokens, torch.zeros(reqs, 31, width + 1), parents)
+    arrived = torch.zeros(1, dtype=torch.int32)
+    mix_copy.triton(
+        history, lengths, slots, found, last, counts, copy_priors(), arrived, candidates,
+        logprobs, rows, part.tokens, part.places, part.rows,
+    )  # fmt: skip
+    expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, rows=rows, copies=part)
 
 
 def launch_frontier(reqs: int, dtype: torch.dtype) -> None:

@@ -64,7 +64,7 @@ def calibrate(runner: Any) -> None:
     runtime = runtime_of(runner.vllm_config)
     runtime.graph_sizes = np.array(captured_sizes(runner), dtype=np.int64)
     if may_stop_early(runner):
-        runtime.reach = DraftReach(runner.max_num_reqs, runtime.trees.depth)
+        runtime.reach = DraftReach(runner.max_num_reqs, runtime.trees.gamma)
     _start_recording(runner)
     if group.rank_in_group == 0:
         logger.info("%s", _summary(runner, config, costs).sentence())
@@ -109,7 +109,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
     )
     runtime.controller = Controller(
-        runtime.trees.depth, runner.max_num_reqs, latency, runtime.trees
+        runtime.trees.gamma, runner.max_num_reqs, latency, runtime.trees
     )
     # `table` and `static` are used as they are, T_aux included.
     if config.bastion_latency_model.startswith("ema"):

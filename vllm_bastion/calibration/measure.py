@@ -136,7 +136,7 @@ def measure(
     samples = forward_samples()
     drafter = [(step.num_reqs, step.drafter_ms) for _, step in plain]
     drafter_ms = StepCostTable(samples, drafter, max_rows=1).drafter_ms
-    fewer = max(1, runtime_of(runner.vllm_config).trees.depth - 1)
+    fewer = max(1, runtime_of(runner.vllm_config).trees.gamma - 1)
     positions = [
         (step.num_reqs, max(0.0, drafter_ms(step.num_reqs) - step.drafter_ms) / fewer)
         for _, step in drafts
@@ -232,18 +232,18 @@ def largest_steps(runner: Any, captured: list[int]) -> tuple[int, int, int]:
         max_num_tokens=runner.max_num_tokens,
         max_num_reqs=runner.max_num_reqs,
         max_model_len=runner.max_model_len,
-        depth=trees.depth,
+        depth=trees.gamma,
         tree_size=trees.tree_size,
     )
 
 
 def _batches(runner: Any) -> list[int]:
-    depth = runtime_of(runner.vllm_config).trees.depth
+    depth = runtime_of(runner.vllm_config).trees.gamma
     return points.batch_sizes(runner.max_num_tokens, runner.max_num_reqs, depth)
 
 
 def _contexts(runner: Any) -> list[int]:
-    depth = runtime_of(runner.vllm_config).trees.depth
+    depth = runtime_of(runner.vllm_config).trees.gamma
     return points.contexts(runner.max_model_len, depth, _largest_tree(runner))
 
 
@@ -254,7 +254,7 @@ def _max_tree_rows(runner: Any) -> int:
 
 def _largest_tree(runner: Any) -> int:
     trees = runtime_of(runner.vllm_config).trees
-    return points.largest_tree(trees.tree_size, trees.depth, runner.max_model_len)
+    return points.largest_tree(trees.tree_size, trees.gamma, runner.max_model_len)
 
 
 def _rounds(

@@ -186,7 +186,7 @@ def _key(config: VllmConfig) -> tuple[ProfileKey, bool]:
         max_num_tokens=scheduler.max_num_batched_tokens,
         max_num_reqs=scheduler.max_num_seqs,
         max_model_len=config.model_config.max_model_len,
-        depth=trees.depth,
+        depth=trees.gamma,
         tree_size=trees.tree_size,
     )
     backend = _tree_backend(config)

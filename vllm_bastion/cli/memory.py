@@ -108,6 +108,7 @@ def trees_of(config: VllmConfig) -> Trees:
         max_num_tokens=scheduler.max_num_batched_tokens,
         num_nodes=spec.num_speculative_tokens,
         depth=spec.bastion_gamma,
+        copy_depth=spec.tree_depth,
         top_k=1 if config.model_config.logits_processors else spec.bastion_top_k,
         budget=None if budget == "adaptive" else int(budget),
         device=torch.device("cpu"),

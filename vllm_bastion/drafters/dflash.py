@@ -65,6 +65,10 @@ class BastionSpeculator(DFlashSpeculator):
         super().__init__(with_room(chain_view_of(vllm_config)), device)
         self.runtime, self.trees = runtime, runtime.trees
         self._req_states = req_states
+        spec_config = bastion_config(vllm_config)
+        assert spec_config is not None
+        if spec_config.bastion_lookup:
+            self.trees.look_up(req_states.all_token_ids.gpu, req_states.total_len.gpu)
         # The runner reads this from the speculator, not from the config, to create the manager
         # that trims the scheduled placeholders to N*.
         self.enable_adaptive_verification = True

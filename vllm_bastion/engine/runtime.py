@@ -111,6 +111,7 @@ def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:
         max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         num_nodes=config.num_speculative_tokens,
         depth=config.bastion_gamma,
+        copy_depth=config.tree_depth,
         top_k=config.bastion_top_k,
         budget=None if budget == "adaptive" else int(budget),
         device=device,

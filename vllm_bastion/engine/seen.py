@@ -37,7 +37,7 @@ def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
     return {
         "target": _served_name(vllm_config.model_config),
         "drafter": _name(spec.draft_model_config.model),
-        "gamma": trees.depth,
+        "gamma": trees.gamma,
         "nodes": trees.num_nodes,
         "candidates": trees.top_k,
         "budget": spec.bastion_budget,

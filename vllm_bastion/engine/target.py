@@ -64,6 +64,8 @@ class BastionModelState(DefaultModelState):
         super().add_request(req_index, new_req_data)
         nodes = request_budget(new_req_data.sampling_params, self.trees.num_nodes)
         self.trees.set_node_limit(req_index, nodes)
+        if self.trees.copies is not None:
+            self.trees.copies.restart(req_index)
         if nodes == 0 and self.runtime.controller is not None:
             self.runtime.controller.gains.exclude(req_index)
 

@@ -65,7 +65,7 @@ def make_spec_decoding_stats(
     if spec_config is not None and num_draft_tokens <= unverified:
         return spec_decoding_stats
     if spec_config is not None and spec_decoding_stats is None and self.log_stats:
-        spec_decoding_stats = TreeSpecDecodingStats.new(spec_config.bastion_gamma)
+        spec_decoding_stats = TreeSpecDecodingStats.new(spec_config.tree_depth)
     return original(
         self,
         spec_decoding_stats,
@@ -146,7 +146,7 @@ def prometheus_init(
     from vllm_bastion.config import BastionSpeculativeConfig
 
     if isinstance(speculative_config, BastionSpeculativeConfig):
-        speculative_config = chain_view(speculative_config)
+        speculative_config = chain_view(speculative_config, speculative_config.tree_depth)
     original(self, speculative_config, *args, **kwargs)
 
 

@@ -2,7 +2,8 @@
 """The draft trees of all requests, in buffers that live as long as the engine.
 
 Sizes: R requests of a batch, S request slots (vLLM's ``max_num_reqs``), N nodes of a tree without
-its root, D drafted depth (gamma), K candidates per depth, V vocabulary.
+its root, D drafted depth (gamma), K candidates per depth, V vocabulary, L depth of a tree: D, or
+more where copies of the context may go on, see `Copies`.
 
 The drafter writes a tree at the end of step t (``grow``), the target verifies it in step t+1, and
 then it is overwritten. Node 0 is the root; the node of column j is node j + 1. Columns are in order
@@ -32,6 +33,7 @@ from bastion_kernels import (
     topk_partial,
     tree_positions,
 )
+from vllm_bastion.policy.copies import Copies
 from vllm_bastion.policy.host_mirror import HostMirror, to_device
 
 
@@ -59,6 +61,7 @@ class Trees:
         top_k: K.
         budget: nodes verified of each request, or None if N* is chosen in each step.
         device: where the target runs.
+        copy_depth: most tokens of a copy in a tree.
     """
 
     def __init__(
@@ -71,8 +74,12 @@ class Trees:
         top_k: int,
         budget: int | None,
         device: torch.device,
+        copy_depth: int = 0,
     ) -> None:
-        self.num_nodes, self.depth = num_nodes, depth
+        self.num_nodes, self.gamma = num_nodes, depth
+        depth = self.depth = max(depth, copy_depth)
+        # None without lookup.
+        self.copies: Copies | None = None
         self.budget, self.device = budget, device
         slots = max_num_reqs
 
@@ -121,6 +128,10 @@ class Trees:
         self._grown_for: list[np.ndarray | None] = [None, None]  # of its two steps
         self._set_top_k(top_k)
 
+    def look_up(self, history: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Give trees branches that are copies of the context, see `Copies`."""
+        self.copies = Copies(history, lengths, self.depth, self.num_nodes)
+
     def use_chains(self) -> None:
         """Draft chains only. Must be called before the first forward pass, dummy or captured."""
         self._set_top_k(1)
@@ -130,8 +141,9 @@ class Trees:
         # A chain needs no mask, because its rows are causal, and no compaction of accepted rows.
         self.chains = top_k == 1
         # Less than N only if the whole lattice has fewer nodes.
-        self.tree_size = min(self.num_nodes, sum(top_k**d for d in range(1, self.depth + 1)))
-        shape = (len(self.row_slots), self.depth, top_k)
+        depth = self.gamma if self.chains else self.depth
+        self.tree_size = min(self.num_nodes, sum(top_k**d for d in range(1, depth + 1)))
+        shape = (len(self.row_slots), self.gamma, top_k)
         self.top_tokens = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.top_logprobs = torch.zeros(shape, device=self.device)
 
@@ -248,6 +260,9 @@ class Trees:
         """
         reqs = len(tokens)
         slots = self.row_slots[:reqs]
+        copies = None
+        if self.copies is not None:
+            copies = self.copies.mix(slots, tokens, logprobs, child_rows)
         expand_best_first(
             tokens,
             logprobs,
@@ -260,6 +275,7 @@ class Trees:
             self.size,
             child_rows,
             self.log_kappa,
+            copies,
         )
         torch.minimum(self.size, self.node_limits, out=self.size)
         ancestor_bits(self.parents, slots, self.bits)
@@ -271,7 +287,7 @@ class Trees:
     def _best_of_slice(self, logits: torch.Tensor, vocab_start: int) -> torch.Tensor:
         """The K best of a slice, and its mass: [M, K + 1] int64, one message between ranks."""
         if self._keys is None:  # allocated in vLLM's profiling run, so that its memory is counted
-            shape = (len(self.row_slots) * self.depth, self.top_k + 1)
+            shape = (len(self.row_slots) * self.gamma, self.top_k + 1)
             self._keys = torch.zeros(shape, dtype=torch.int64, device=self.device)
         packed = self._keys[: len(logits)]
         keys, packed_mass = _split(packed)

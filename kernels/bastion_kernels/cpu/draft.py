@@ -75,11 +75,15 @@ def _next_candidate(logprobs, r, depth, own, after):
 def _expand(
     tokens, logprobs, rows, children, in_order, slots,
     out_tokens, parents, depths, log_rho, num_nodes, log_kappa,
+    copied, places, copy_rows, sources,
 ):  # fmt: skip
     """logprobs: [R, D, P, M]. rows: int32 of that shape, the row of each candidate's children, -1
     for none; with a last axis of 0 it is the candidate itself, or with in_order row 0. in_order:
-    whether a candidate's column in its row is its rank."""
+    whether a candidate's column in its row is its rank. copied, places: [R, L], L = 0 without
+    copies. copy_rows: [R, L, 1, M + 1]."""
     depth_limit, limit, has_rows = tokens.shape[1], out_tokens.shape[1], rows.shape[3] > 0
+    copy_limit, width = copied.shape[1], tokens.shape[2]
+    on_copy = np.zeros(limit + 1, np.bool_)
     heap = np.empty(2 * limit + 2, np.int64)
     own_rows = np.zeros(limit + 1, np.int64)  # of each node's children
     cost = np.empty(1, np.float32)
@@ -89,6 +93,7 @@ def _expand(
         if slot < 0:
             continue
         size, count = 0, 0
+        on_copy[0], own_rows[0] = copy_limit > 0 and places[r, 0] >= 0, 0
         # what is offered to the heap: up to two children a round, the root's first one first
         offers, parent_a, rank_a, before_a, depth_a, parent_b, rank_b, before_b, depth_b = (
             1, 0, 0, -1, 0, 0, 0, -1, 0
@@ -102,13 +107,21 @@ def _expand(
                     else (parent_b, rank_b, before_b, depth_b, above_b)
                 )
                 own = own_rows[parent]
-                if depth < depth_limit and rank < children and own >= 0:
+                copying = on_copy[parent] and depth < copy_limit
+                off_copy = not on_copy[parent] and depth < depth_limit and own >= 0
+                if (copying or off_copy) and rank < children:
                     candidate = rank
-                    if not in_order:
+                    if copying:
+                        candidate = _next_candidate(copy_rows, r, depth, 0, before)
+                    elif not in_order:
                         candidate = _next_candidate(logprobs, r, depth, own, before)
-                        if candidate < 0:
-                            continue
-                    logprob = logprobs[r, depth, own, candidate]
+                    if candidate < 0 or (not copying and candidate >= width):
+                        continue
+                    logprob = (
+                        copy_rows[r, depth, 0, candidate]
+                        if copying
+                        else logprobs[r, depth, own, candidate]
+                    )
                     cost[0] = above - logprob if logprob < 0 else above
                     # neither impossible nor NaN
                     if logprob == logprob and bits[0] < _INFINITE:
@@ -125,13 +138,20 @@ def _expand(
             parent, candidate, rank = (key >> 16) & 0xFFFF, (key >> 8) & 0xFF, key & 0xFF
             depth = 0 if parent == 0 else depths[slot, parent - 1]
             above = np.float32(0.0) if parent == 0 else np.float32(0.0) - log_rho[slot, parent - 1]
-            out_tokens[r, count] = tokens[r, depth, candidate]
+            copies = on_copy[parent] and candidate == places[r, depth]
+            out_tokens[r, count] = (
+                tokens[r, depth, candidate] if candidate < width else copied[r, depth]
+            )
+            if copy_limit > 0:
+                sources[slot, count] = 1 if not copies else (3 if candidate < width else 2)
             parents[slot, count] = parent
             depths[slot, count] = depth + 1
             log_rho[slot, count] = np.float32(0.0) - cost[0]
             count += 1
+            on_copy[count] = copies
             if has_rows:
-                own_rows[count] = rows[r, depth, own_rows[parent], candidate]
+                known = candidate < width and depth < depth_limit and own_rows[parent] >= 0
+                own_rows[count] = rows[r, depth, own_rows[parent], candidate] if known else -1
             elif not in_order:
                 own_rows[count] = candidate
             offers = 2
@@ -144,19 +164,29 @@ def _expand(
         parents[slot, count:] = -1
         depths[slot, count:] = 0
         log_rho[slot, count:] = -np.inf
+        if copy_limit > 0:
+            sources[slot, count:] = 0
 
 
 _NO_ROWS, _NO_KAPPA = np.empty((0, 0, 0, 0), np.int32), np.empty(0, np.float32)
+_NO_COPY, _NO_COPY_ROWS = np.empty((0, 0), np.int32), np.empty((0, 0, 0, 0), np.float32)
 
 
 def expand_best_first(op: ExpandBestFirst) -> None:
     """Algorithm 1 with a heap."""
     rows = _NO_ROWS if op.rows is None else op.rows.numpy()
     log_kappa = _NO_KAPPA if op.log_kappa is None else op.log_kappa.numpy()
+    copied, places, copy_rows, sources = _NO_COPY, _NO_COPY, _NO_COPY_ROWS, _NO_COPY
+    if (copies := op.copies) is not None:
+        copied, places, sources = (
+            part.numpy() for part in (copies.tokens, copies.places, copies.sources)
+        )
+        copy_rows = copies.rows.numpy()[:, :, None]
     _expand(
-        op.candidates.numpy(), op.logprobs.numpy(), rows, min(op.top_k, op.candidates.shape[2]),
+        op.candidates.numpy(), op.logprobs.numpy(), rows, op.top_k,
         op.stateless, op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(),
         op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(), log_kappa,
+        copied, places, copy_rows, sources,
     )  # fmt: skip
 
 

@@ -17,6 +17,9 @@ Drafters differ in what the scores of a node's children depend on, the state of 
     the whole path       Domino: a row for each prefix that `prefix_lattice` kept, and the row of
                          every child
 
+A copy of text that stands in the context may be a branch of the same tree, see `mix_copy`: nodes on
+it have rows of their own.
+
 The frontier needs one entry per node of the tree: the best child of that node that is not taken
 yet. Taking it adds a node (with an entry of its own) and advances the entry to the next sibling.
 Ties go to the lower parent number, and the sums are rounded to fp32 from the root down, so that
@@ -37,6 +40,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bastion_kernels.checks import check
 from bastion_kernels.draft.best_first_kernel import expand_kernel
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import triton
@@ -44,16 +48,19 @@ from bastion_kernels.triton_or_none import triton
 _Child = tuple[float, int, int]  # log q, token, row of its own children
 _Node = tuple[int, int, int, float]  # token, parent, depth, log rho
 _UNUSED: _Node = (0, -1, 0, -math.inf)
+_COPY = 1 << 16  # added to the row of a node on the copy
 
 
-def _expand_one(children: Callable[[int, int], list[_Child]], limit: int) -> list[_Node]:
-    """The `limit` best nodes of one lattice, by a heap.
+def _expand_one(
+    children: Callable[[int, int], list[_Child]], limit: int, root: int = 0
+) -> tuple[list[_Node], list[int]]:
+    """The `limit` best nodes of one lattice, by a heap, and the row of each node's children.
 
     children: from a parent's depth (the root's is 0) and its row to its possible children, best
-        first.
+        first. root: the root's row.
     """
     nodes: list[_Node] = [(0, -1, 0, 0.0)]  # the root, dropped at the end
-    rows = [0]  # of each node's children
+    rows = [root]
     heap: list[tuple[float, int, int]] = []  # -log rho, parent, rank: ties to the lower parent
 
     def push(parent: int, rank: int) -> None:
@@ -73,7 +80,7 @@ def _expand_one(children: Callable[[int, int], list[_Child]], limit: int) -> lis
         rows.append(row)
         push(len(nodes) - 1, 0)
         push(parent, rank + 1)
-    return nodes[1:]
+    return nodes[1:], rows[1:]
 
 
 def _store_nodes(nodes: list[_Node], num_nodes: Tensor, *rows: Tensor) -> None:
@@ -95,6 +102,21 @@ def _ranked(logprobs: list[float], tokens: list[int], rows: list[int]) -> list[_
 
 def _children(levels: list[list[list[_Child]]], top_k: int, depth: int, row: int) -> list[_Child]:
     return levels[depth][row][:top_k] if row >= 0 and depth < len(levels) else []
+
+
+@dataclass(frozen=True)
+class CopyRows:
+    """What `mix_copy` writes, and where each node comes from. L depths, at least D."""
+
+    tokens: Tensor
+    """`[R, L]` int32, the copy."""
+    places: Tensor
+    """`[R, L]` int32, its index among the candidates, M where it is none of them, -1 without."""
+    rows: Tensor
+    """`[R, L, M + 1]` fp32, log q' of a node on the copy."""
+    sources: Tensor
+    """`[S, N]` int32, written: 1 for a node of the drafter alone, 2 for one of the copy alone, 3
+    for one of both, 0 for an unused column."""
 
 
 @dataclass(slots=True)
@@ -139,10 +161,12 @@ class ExpandBestFirst(Op):
     candidate [.., m] after row [.., p, ..]; -1 for a candidate whose children are not known."""
     log_kappa: Tensor | None = None
     """`[S]` fp32, added to every path score of the slot as it is written; None: nothing."""
+    copies: CopyRows | None = None
+    """Copies that may be branches of these trees; None: none."""
 
     @property
     def stateless(self) -> bool:
-        """Whether all nodes of a depth share one row, which is in order."""
+        """Whether all nodes of a depth off the copy share one row, which is in order."""
         return self.rows is None and self.logprobs.shape[2] == 1
 
     def check(self) -> None:
@@ -163,6 +187,17 @@ class ExpandBestFirst(Op):
         self.expect("num_nodes", (num_slots,), torch.int32)
         if self.log_kappa is not None:
             self.expect("log_kappa", (num_slots,), torch.float32)
+        if self.copies is not None:
+            length, kind = self.copies.tokens.shape[1], torch.int32
+            for name, shape, dtype in (
+                ("tokens", (reqs, length), kind),
+                ("places", (reqs, length), kind),
+                ("rows", (reqs, length, width + 1), torch.float32),
+                ("sources", (num_slots, limit), kind),
+            ):
+                check(self.name, f"copies.{name}", getattr(self.copies, name), shape, dtype)
+            if length < depth or max(length, width + 1) > 254:
+                raise ValueError(f"{self.name}: D <= L <= 254 and M <= 253, got {depth}, {length}")
         if limit > 4096 or max(depth, width, prefixes) > 255 or self.top_k < 1:
             raise ValueError(
                 f"{self.name}: N <= 4096, D, P and M <= 255, top_k >= 1, got {limit}, {depth}, "
@@ -191,11 +226,52 @@ class ExpandBestFirst(Op):
                     strict=True,
                 )
             ]
-            nodes = _expand_one(partial(_children, levels, self.top_k), self.out_tokens.shape[1])
+            children, limit = partial(_children, levels, self.top_k), self.out_tokens.shape[1]
+            if self.copies is None:
+                nodes, _ = _expand_one(children, limit)
+            else:
+                nodes = self._with_copy(r, slot, children, limit)
             out = (self.out_tokens[r], self.parents[slot], self.depths[slot], self.log_rho[slot])
             _store_nodes(nodes, self.num_nodes[slot], *out)
             if self.log_kappa is not None:
                 self.log_rho[slot] += self.log_kappa[slot]
+
+    def _with_copy(
+        self, r: int, slot: int, off_copy: Callable[[int, int], list[_Child]], limit: int
+    ) -> list[_Node]:
+        """The nodes of a request that has a copy, and their sources."""
+        copies, width = self.copies, self.candidates.shape[2]
+        assert copies is not None
+        copied, places = copies.tokens[r].tolist(), copies.places[r].tolist()
+        own = self.candidates[r].tolist()
+
+        def row_after(depth: int, row: int, candidate: int) -> int:
+            """The lattice's row after a candidate of its row; -1 where it has none."""
+            if self.rows is None:
+                return 0 if self.stateless else candidate
+            return int(self.rows[r, depth, row, candidate]) if row >= 0 else -1
+
+        def children(depth: int, row: int) -> list[_Child]:
+            if row < _COPY - 1:
+                return off_copy(depth, row)
+            if depth == len(copied):
+                return []
+            tokens = [*(own[depth] if depth < len(own) else [0] * width), copied[depth]]
+            row -= _COPY
+            rows = [
+                row_after(depth, row, c) if depth < len(own) and c < width else -1
+                for c in range(width + 1)
+            ]
+            rows[places[depth]] += _COPY
+            ranked = _ranked(copies.rows[r, depth].tolist(), tokens, rows)
+            return ranked[: self.top_k]
+
+        nodes, rows = _expand_one(children, limit, _COPY if places[0] >= 0 else 0)
+        both = [3 if places[depth - 1] < width else 2 for _, _, depth, _ in nodes]
+        sources = [one if row >= _COPY - 1 else 1 for row, one in zip(rows, both, strict=True)]
+        copies.sources[slot] = 0
+        copies.sources[slot, : len(nodes)] = torch.tensor(sources, dtype=torch.int32)
+        return nodes
 
     def triton(self) -> None:
         """One warp per request, one node per round."""
@@ -204,6 +280,13 @@ class ExpandBestFirst(Op):
         if reqs == 0:
             return
         rows = self.candidates if self.rows is None else self.rows
+        copies = self.copies
+        copy_strides: tuple[int, ...] = (0, 0, 0)
+        if copies is not None:
+            copy_strides = tuple(t.stride(0) for t in (copies.tokens, copies.rows, copies.sources))
+        reqs_stride, depth_stride, row_stride, candidate_stride = self.logprobs.stride()
+        if self.stateless:
+            row_stride = 0  # any row is the one
         expand_kernel[(reqs,)](
             self.candidates,
             self.logprobs,
@@ -215,9 +298,17 @@ class ExpandBestFirst(Op):
             self.log_rho,
             self.num_nodes,
             self.log_kappa,
+            None if copies is None else copies.tokens,
+            None if copies is None else copies.places,
+            None if copies is None else copies.rows,
+            None if copies is None else copies.sources,
             *self.candidates.stride(),
-            *self.logprobs.stride(),
+            reqs_stride,
+            depth_stride,
+            row_stride,
+            candidate_stride,
             *((0, 0, 0, 0) if self.rows is None else rows.stride()),
+            *copy_strides,
             self.out_tokens.stride(0),
             self.parents.stride(0),
             self.depths.stride(0),
@@ -225,11 +316,12 @@ class ExpandBestFirst(Op):
             D=depth,
             M=width,
             N=limit,
-            TOP_K=min(self.top_k, width),
-            IN_ORDER=self.stateless,
+            TOP_K=min(self.top_k, width if copies is None else width + 1),
+            IN_ORDER=self.stateless and copies is None,
             HAS_ROWS=self.rows is not None,
+            L=0 if copies is None else copies.tokens.shape[1],
             BLOCK=max(32, triton.next_power_of_2(limit)),
-            BLOCK_M=triton.next_power_of_2(width),
+            BLOCK_M=triton.next_power_of_2(width if copies is None else width + 1),
             num_warps=1,
         )
 

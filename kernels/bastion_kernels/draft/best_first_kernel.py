@@ -29,14 +29,18 @@ def cost_of(logprob):
 
 
 @triton.jit
-def _next(row_ptr, stride, size, after_cost, after, BLOCK_M: tl.constexpr):
+def _next(row_ptr, stride, size, copy_ptr, copy_size, after_cost, after, BLOCK_M: tl.constexpr):
     """Cost and candidate that follow (after_cost, after) in a row, +inf if none is left.
 
-    size: candidates of the row, 0 for none. after_cost: int32, bits of a cost, which sort like it;
-    -1 for the first of the row.
+    size: candidates of the row, 0 for none. copy_size: the same of the row at `copy_ptr`, of which
+    only one is read. after_cost: int32, bits of a cost, which sort like it; -1 for the first of the
+    row.
     """
     candidate = tl.arange(0, BLOCK_M)
     logprob = tl.load(row_ptr + candidate * stride, mask=candidate < size, other=float("-inf"))
+    if copy_ptr is not None:
+        on_copy = tl.load(copy_ptr + candidate, mask=candidate < copy_size, other=float("-inf"))
+        logprob = tl.where(copy_size > 0, on_copy, logprob)
     bits = cost_of(logprob).to(tl.int32, bitcast=True)
     later = (bits > after_cost) | ((bits == after_cost) & (candidate > after))
     none = tl.full([], float("inf"), tl.float32).to(tl.int32, bitcast=True)
@@ -58,6 +62,10 @@ def expand_kernel(
     log_rho_ptr,
     num_nodes_ptr,
     log_kappa_ptr,
+    copied_ptr,
+    places_ptr,
+    copy_rows_ptr,
+    sources_ptr,
     candidates_r,
     candidates_d,
     candidates_m,
@@ -69,6 +77,9 @@ def expand_kernel(
     rows_d,
     rows_p,
     rows_m,
+    copied_r,
+    copy_rows_r,
+    sources_s,
     out_tokens_r,
     parents_s,
     depths_s,
@@ -79,6 +90,7 @@ def expand_kernel(
     TOP_K: tl.constexpr,
     IN_ORDER: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    L: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -89,8 +101,8 @@ def expand_kernel(
     entry [BLOCK] int32, node number << 16 | middle << 8 | rank of that child; the middle is the
           child's candidate, with IN_ORDER, where that is the rank, the node's depth
     score [BLOCK] fp32, -log rho of the node itself
-    own   [BLOCK] int32, depth of the node << 16 | row of its children, 255 for none << 8 | its
-          candidate; with IN_ORDER the entry by which the node was added
+    own   [BLOCK] int32, 1 << 24 on the copy | depth of the node << 16 | row of its children, 255
+          for none << 8 | its candidate; with IN_ORDER the entry by which the node was added
     above [BLOCK] int32, parent of the node; not with IN_ORDER, where `own` has it
     """
     row = tl.program_id(0).to(tl.int64)
@@ -103,15 +115,24 @@ def expand_kernel(
 
         column = tl.arange(0, BLOCK)
         owner = (column + 1) % BLOCK
+        on_copy = tl.full([], 0, tl.int32)
+        if L > 0:
+            copied_ptr += row * copied_r
+            places_ptr += row * copied_r
+            copy_rows_ptr += row * copy_rows_r
+            on_copy = (tl.load(places_ptr) >= 0).to(tl.int32)
         if IN_ORDER:
             first, middle = cost_of(tl.load(logprobs_ptr)), 0
         else:
-            first, middle = _next(logprobs_ptr, logprobs_m, M, -1, -1, BLOCK_M)
+            size = tl.where((on_copy == 0) & (D > 0), M, 0)
+            first, middle = _next(
+                logprobs_ptr, logprobs_m, size, copy_rows_ptr, on_copy * (M + 1), -1, -1, BLOCK_M
+            )
         cost = tl.where(owner == 0, first, float("inf")).to(tl.int32, bitcast=True)
         entry = tl.where(owner == 0, middle << 8, 0)
         score = tl.zeros([BLOCK], tl.float32)
         above = tl.zeros([BLOCK], tl.int32)
-        own = tl.zeros([BLOCK], tl.int32)
+        own = tl.where(owner == 0, on_copy << 24, 0)
         count = tl.full([], 0, tl.int32)
         best = tl.min(cost, 0)
         while (count < N) & (best < none):
@@ -133,23 +154,45 @@ def expand_kernel(
             else:
                 candidate = middle
                 parent_own = tl.sum(tl.where(moved, own, 0), 0)
-                depth, parent_row = parent_own >> 16, (parent_own >> 8) & 0xFF
+                on_copy = parent_own >> 24
+                depth, parent_row = (parent_own >> 16) & 0xFF, (parent_own >> 8) & 0xFF
                 row_ptr = logprobs_ptr + depth * logprobs_d + parent_row * logprobs_p
-                taken = cost_of(tl.load(row_ptr + candidate * logprobs_m))
-                taken = taken.to(tl.int32, bitcast=True)
-                size = tl.where(rank + 1 < TOP_K, M, 0)
-                sibling_cost, sibling = _next(row_ptr, logprobs_m, size, taken, candidate, BLOCK_M)
+                ptr = row_ptr + candidate * logprobs_m
+                taken = tl.load(ptr, mask=on_copy == 0, other=float("-inf"))
+                more = rank + 1 < TOP_K
+                copy_ptr, copy_size, is_copy = copy_rows_ptr, 0, on_copy
+                if L > 0:
+                    copy_ptr += depth * (M + 1)
+                    copy_size = tl.where((on_copy != 0) & more, M + 1, 0)
+                    ptr = copy_ptr + candidate
+                    taken = tl.where(
+                        on_copy == 0, taken, tl.load(ptr, mask=on_copy != 0, other=float("-inf"))
+                    )
+                    place = tl.load(places_ptr + depth, mask=on_copy != 0, other=-1)
+                    is_copy = (candidate == place).to(tl.int32)
+                taken = cost_of(taken).to(tl.int32, bitcast=True)
+                size = tl.where(more & (on_copy == 0), M, 0)
+                sibling_cost, sibling = _next(
+                    row_ptr, logprobs_m, size, copy_ptr, copy_size, taken, candidate, BLOCK_M
+                )
                 own_row = candidate
                 if HAS_ROWS:
                     ptr = rows_ptr + depth * rows_d + parent_row * rows_p + candidate * rows_m
-                    own_row = tl.load(ptr) & 0xFF  # -1 becomes 255
+                    known = (candidate < M) & (parent_row < 255)
+                    own_row = tl.load(ptr, mask=known, other=-1) & 0xFF  # -1 becomes 255
                 row_ptr = logprobs_ptr + (depth + 1) * logprobs_d + own_row * logprobs_p
-                size = tl.where((depth + 1 < D) & (own_row < 255), M, 0)
-                child_cost, child = _next(row_ptr, logprobs_m, size, -1, -1, BLOCK_M)
+                size = tl.where((depth + 1 < D) & (own_row < 255) & (is_copy == 0), M, 0)
+                if L > 0:
+                    copy_ptr += M + 1
+                    copy_size = tl.where((is_copy != 0) & (depth + 1 < L), M + 1, 0)
+                child_cost, child = _next(
+                    row_ptr, logprobs_m, size, copy_ptr, copy_size, -1, -1, BLOCK_M
+                )
                 entry = tl.where(moved, (parent << 16) | (sibling << 8) | (rank + 1), entry)
                 entry = tl.where(opened, (count << 16) | (child << 8), entry)
                 above = tl.where(opened, parent, above)
-                own = tl.where(opened, ((depth + 1) << 16) | (own_row << 8) | candidate, own)
+                new_own = (is_copy << 24) | ((depth + 1) << 16) | (own_row << 8) | candidate
+                own = tl.where(opened, new_own, own)
             cost = tl.where(moved, (score + sibling_cost).to(tl.int32, bitcast=True), cost)
             cost = tl.where(opened, (new + child_cost).to(tl.int32, bitcast=True), cost)
             score = tl.where(opened, new, score)
@@ -159,9 +202,16 @@ def expand_kernel(
         if IN_ORDER:
             above, depth, candidate = own >> 16, ((own >> 8) & 0xFF) + 1, own & 0xFF
         else:
-            depth, candidate = own >> 16, own & 0xFF
+            depth, candidate = (own >> 16) & 0xFF, own & 0xFF
         token_ptr = candidates_ptr + (depth - 1) * candidates_d + candidate * candidates_m
-        token = tl.load(token_ptr, mask=used, other=0).to(tl.int64)
+        token = tl.load(token_ptr, mask=used & (candidate < M), other=0).to(tl.int64)
+        if L > 0:
+            alone = used & (candidate == M)
+            copied = tl.load(copied_ptr + depth - 1, mask=alone, other=0).to(tl.int64)
+            token = tl.where(alone, copied, token)
+            source = tl.where(own >> 24 == 0, 1, tl.where(candidate < M, 3, 2))
+            source = tl.where(used, source, 0)
+            tl.store(sources_ptr + slot * sources_s + column, source, mask=real)
         tl.store(out_tokens_ptr + row * out_tokens_r + column, token, mask=real)
         tl.store(parents_ptr + slot * parents_s + column, tl.where(used, above, -1), mask=real)
         tl.store(depths_ptr + slot * depths_s + column, tl.where(used, depth, 0), mask=real)

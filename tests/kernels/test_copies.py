@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookup: the search against all pairs of places, the mixture and its trees against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from op_helpers import assert_same, lattice, moved, poisoned, poisoned_trees, versions
+from torch import Tensor
+
+from bastion_kernels import CopyRows, copy_priors, expand_best_first, find_copy, mix_copy
+from bastion_kernels.draft.find_copy import LONGEST
+
+FINDS = versions(find_copy.reference, find_copy.triton, find_copy.cpu)
+MIXES = versions(mix_copy.reference, mix_copy.triton, mix_copy.cpu)
+EXPANDS = versions(expand_best_first.reference, expand_best_first.triton, expand_best_first.cpu)
+
+
+def histories(texts: list[list[int]], most: int = 0) -> tuple[Tensor, Tensor]:
+    """Texts as the rows of a longer buffer, with the beginning of another text behind each."""
+    most = max(most, *map(len, texts)) + 3
+    out = torch.full((len(texts), most), 1, dtype=torch.int32)
+    for row, text in enumerate(texts):
+        out[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+    return out, torch.tensor([len(text) for text in texts], dtype=torch.int32)
+
+
+def search(run: Any, texts: list[list[int]], device: torch.device, **given: Tensor) -> Tensor:
+    """`found` of every text, as [R, 2] m and p."""
+    history, lengths = histories(texts)
+    reqs = len(texts)
+    empty = {
+        "last": torch.zeros(reqs, 3, dtype=torch.int32),
+        "counts": torch.zeros(2, LONGEST + 1, dtype=torch.int32),
+        "found": torch.zeros(reqs, dtype=torch.int64),
+    }
+    call = {"history": history, "lengths": lengths, "slots": torch.arange(reqs), **empty, **given}
+    on_device = {name: moved(tensor, device) for name, tensor in call.items()}
+    run(**on_device)
+    for name, tensor in given.items():
+        tensor.copy_(on_device[name])
+    found = on_device["found"].cpu()
+    return torch.stack([found >> 32, found & 0xFFFFFFFF], dim=1)
+
+
+def best_place(text: list[int]) -> list[int]:
+    """m and p by comparing slices."""
+    found = [0, 0]
+    for match in range(2, min(len(text) - 1, LONGEST) + 1):
+        end = text[-match:]
+        places = [p for p in range(match, len(text)) if text[p - match : p] == end]
+        if places:
+            found = [match, max(places)]
+    return found
+
+
+@pytest.mark.parametrize("run", FINDS)
+def test_the_longest_match_is_found_and_the_latest_of_them(run, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    texts = [[5], [5, 5], [5, 5, 5], [1, 2, 1, 2], [7] * 40, [1, 2, 3] * 30, [1, 2, 3, 9, 2, 3]]
+    for words in (2, 3, 10):
+        for size in (3, 17, 60, 300):
+            texts.append(torch.randint(words, (size,), generator=generator).tolist())
+    copied = list(range(100))
+    texts += [[*copied, 7, *copied[20:60]], [*copied[:9], *copied[:9], *copied[1:9]]]
+    assert best_place(texts[-2]) == [32, 60]
+    assert search(run, texts, device).tolist() == [best_place(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(find_copy.triton, marks=pytest.mark.gpu), find_copy.cpu]
+)
+def test_a_long_history(run, device: torch.device) -> None:
+    if run is find_copy.cpu:
+        device = torch.device("cpu")
+    text = torch.randint(50_000, (131_072,), generator=torch.Generator().manual_seed(2)).tolist()
+    texts = [[*text, *text[77:81]], [*text, 1, 50_001], [*text, *text[3000:3040]]]
+    assert search(run, texts, device).tolist() == [[4, 81], [0, 0], [32, 3040]]
+
+
+@pytest.mark.parametrize("run", FINDS)
+def test_copies_are_judged_by_what_was_emitted(run, device: torch.device) -> None:
+    # Found at n = 6 with m = 3, p = 3 of a period of 3; then 1, 2, 3 and 9 were emitted.
+    texts = [[1, 2, 3, 1, 2, 3, 1, 2, 3, 9], [4, 5, 6, 7, 8, 4], [1, 1, 1, 1], [5, 6, 7]]
+    last = torch.tensor([[3, 3, 6], [0, 0, 5], [2, 31, 2], [1, 2, 3]], dtype=torch.int32)
+    counts = torch.zeros(2, LONGEST + 1, dtype=torch.int32)
+    search(run, texts, device, last=last, counts=counts, slots=torch.tensor([0, 1, 2, -1]))
+    tried = {3: 1, 4: 1, 5: 1, 6: 1, 31: 1, 32: 1}
+    right = {3: 1, 4: 1, 5: 1, 31: 1, 32: 1}
+    assert {i: n for i, n in enumerate(counts[0].tolist()) if n} == tried
+    assert {i: n for i, n in enumerate(counts[1].tolist()) if n} == right
+
+
+def chances(counts: Tensor) -> list[float]:
+    trials, right = counts.double()
+    return ((right + 16 * copy_priors().double()) / (trials + 16)).tolist()
+
+
+KINDS = ("marginals", "transitions", "prefixes", "nothing")
+
+
+class Case:
+    """A batch with copies, and the same mixture written out node by node."""
+
+    def __init__(self, kind: str, seed: int, depth: int = 3, width: int = 3, length: int = 5):
+        generator = torch.Generator().manual_seed(seed)
+        reqs = 3
+        if kind == "nothing":
+            depth = 0
+        tokens, logprobs = lattice(reqs, depth, width, generator)
+        rows, prefixes = None, {"marginals": 1, "nothing": 1, "transitions": width, "prefixes": 4}
+        if kind in ("transitions", "prefixes"):
+            shape = (reqs, depth, prefixes[kind], width)
+            logprobs = torch.randn(*shape, generator=generator).log_softmax(-1)
+        else:
+            logprobs = logprobs[:, :, None]
+        if kind == "prefixes":
+            rows = torch.randint(-1, 4, logprobs.shape, generator=generator).int()
+        self.kind, self.reqs, self.depth, self.width, self.length = kind, reqs, depth, width, length
+        self.tokens, self.logprobs, self.rows = tokens, logprobs, rows
+        # Request 1 has no copy; the others' texts continue with tokens of the lattice and others.
+        texts = []
+        for r in range(reqs):
+            of_lattice = [int(tokens[r, d, (r + d) % width]) for d in range(depth)]
+            texts.append([90, 91, *of_lattice[: 2 + r], 95, 96, 97, 90, 91])
+        texts[1] = [1, 2, 3, 4]
+        self.texts = texts
+        self.history, self.lengths = histories(texts)
+        self.counts = torch.randint(0, 9, (2, LONGEST + 1), generator=generator).sort(0, True)[0]
+        self.counts = self.counts.int()
+
+    def mixed(self, run: Any, device: torch.device) -> tuple[CopyRows, dict[str, Tensor]]:
+        reqs, length, width = self.reqs, self.length, self.width
+        state = {
+            "found": torch.zeros(reqs, dtype=torch.int64),
+            "last": torch.zeros(reqs, 3, dtype=torch.int32),
+            "counts": self.counts,
+        }
+        state = {name: moved(tensor, device) for name, tensor in state.items()}
+        text = [moved(x, device) for x in (self.history, self.lengths, torch.arange(reqs))]
+        find_copy.reference(*text, state["last"], state["counts"], state["found"])
+        copies = CopyRows(
+            poisoned(reqs, length, dtype=torch.int32).to(device),
+            poisoned(reqs, length, dtype=torch.int32).to(device),
+            poisoned(reqs, length, width + 1, dtype=torch.float32).to(device),
+            poisoned(reqs, 40, dtype=torch.int32).to(device),
+        )
+        run(
+            *text,
+            state["found"],
+            state["last"],
+            state["counts"],
+            copy_priors(device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            moved(self.tokens, device),
+            moved(self.logprobs, device),
+            None if self.rows is None else moved(self.rows, device),
+            copies.tokens,
+            copies.places,
+            copies.rows,
+        )
+        return copies, state
+
+    def paths(self, r: int) -> dict[tuple[int, ...], tuple[float, int]]:
+        """Score and source of every prefix of a request's mixed lattice."""
+        match, start = best_place(self.texts[r])
+        text, copy = list(self.texts[r]), []
+        for d in range(self.length if match else 0):
+            copy.append(text[start + d])
+            text.append(copy[-1])
+        w = chances(self.counts)
+        found: dict[tuple[int, ...], tuple[float, int]] = {}
+
+        def grow(path: tuple[int, ...], score: float, row: int) -> None:
+            d = len(path)
+            on_copy = d < len(copy) and list(path) == copy[:d]
+            if d >= (self.length if on_copy else self.depth):
+                return
+            own = dict.fromkeys(self.tokens[r, d].tolist(), 0.0) if d < self.depth else {}
+            if d < self.depth and row >= 0:
+                q = self.logprobs[r, d, row].double().exp().tolist()
+                own = dict(zip(own, q, strict=True))
+            chance = w[min(match + d, LONGEST)] if on_copy else 0.0
+            mixture = {token: (1 - chance) * q for token, q in own.items()}
+            if on_copy:
+                mixture[copy[d]] = mixture.get(copy[d], 0.0) + chance
+            for token, q in mixture.items():
+                if q == 0.0:
+                    continue
+                here = [*own].index(token) if token in own else -1
+                after = -1
+                if self.kind in ("marginals", "nothing"):
+                    after = 0
+                elif self.kind == "transitions":
+                    after = here
+                elif here >= 0 and row >= 0:
+                    after = int(self.rows[r, d, row, here])
+                copied = on_copy and token == copy[d]
+                source = (2 + (here >= 0)) if copied else 1
+                found[(*path, token)] = score + math.log(q), source
+                grow((*path, token), score + math.log(q), after)
+
+        grow((), 0.0, 0)
+        return found
+
+
+@pytest.mark.parametrize("run", MIXES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixture(run, kind: str, device: torch.device) -> None:
+    case = Case(kind, 3)
+    copies, state = case.mixed(run, device)
+    assert state["found"].eq(0).all() and torch.equal(state["counts"].cpu(), case.counts)
+    lengths = case.lengths.tolist()
+    assert state["last"].tolist() == [
+        [place, match, n] for (match, place), n in zip(map(best_place, case.texts), lengths)
+    ]
+    assert copies.tokens[1].eq(-1).all() and copies.places[1].eq(-1).all()
+    assert copies.rows[1].isnan().all()
+    expected, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
+    assert_same(copies.tokens, expected.tokens)
+    assert_same(copies.places, expected.places)
+    torch.testing.assert_close(copies.rows.cpu(), expected.rows, equal_nan=True, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("run", MIXES)
+def test_many_trials_are_halved(run, device: torch.device) -> None:
+    case = Case("marginals", 4)
+    case.counts[:, 5], case.counts[:, 6] = torch.tensor([1025, 701]), torch.tensor([1024, 900])
+    before = case.counts.clone()
+    _, state = case.mixed(run, device)
+    before[:, 5] = torch.tensor([512, 350])
+    assert torch.equal(state["counts"].cpu(), before)
+
+
+@pytest.mark.parametrize("run", EXPANDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_trees_with_copies_by_brute_force(run, kind: str, seed: int, device: torch.device) -> None:
+    case = Case(kind, seed)
+    copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
+    out = poisoned_trees(case.reqs, case.reqs, 40).to(device)
+    on_device = CopyRows(*(moved(part, device) for part in vars(copies).values()))
+    rows = None if case.rows is None else moved(case.rows, device)
+    run(
+        moved(case.tokens, device), moved(case.logprobs, device), 9,
+        torch.arange(case.reqs, device=device), *out, rows=rows, copies=on_device,
+    )  # fmt: skip
+    for r in range(case.reqs):
+        every = case.paths(r)
+        count = min(len(every), 40)
+        assert int(out.num_nodes[r]) == count
+        paths: list[tuple[int, ...]] = [()]
+        for column in range(count):
+            parent = int(out.parents[r, column])
+            paths.append((*paths[parent], int(out.tokens[r, column])))
+            score, source = every[paths[-1]]
+            assert float(out.log_rho[r, column]) == pytest.approx(score, abs=1e-5)
+            assert int(on_device.sources[r, column]) == source
+            assert int(out.depths[r, column]) == len(paths[-1])
+        assert len(set(paths)) == count + 1, "one node a prefix"
+        scores = out.log_rho[r, :count].tolist()
+        best = sorted((score for score, _ in every.values()), reverse=True)[:count]
+        assert scores == pytest.approx(best, abs=1e-5)
+        assert on_device.sources[r, count:].eq(0).all()
+
+
+@pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("top_k", [1, 2, 9])
+def test_kernels_grow_the_references_trees(
+    run, kind: str, top_k: int, device: torch.device
+) -> None:
+    case = Case(kind, 7, depth=4, width=4, length=9)
+    copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
+    outs = []
+    for version, where in ((expand_best_first.reference, torch.device("cpu")), (run, device)):
+        out = poisoned_trees(case.reqs, case.reqs, 40).to(where)
+        part = CopyRows(*(moved(t, where) for t in vars(copies).values()))
+        rows = None if case.rows is None else moved(case.rows, where)
+        version(
+            moved(case.tokens, where), moved(case.logprobs, where), top_k,
+            torch.arange(case.reqs, device=where), *out, rows=rows, copies=part,
+        )  # fmt: skip
+        outs.append([*out, part.sources])
+    for one, other in itertools.zip_longest(*outs):
+        assert_same(other, one)
+
+
+@pytest.mark.parametrize("run", EXPANDS)
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_without_a_match_the_tree_is_the_drafters(run, kind: str, device: torch.device) -> None:
+    case = Case(kind, 5)
+    case.texts = [[r, 1, 2, 3] for r in range(case.reqs)]
+    case.history, case.lengths = histories(case.texts)
+    copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
+    outs = []
+    for part in (None, CopyRows(*(moved(t, device) for t in vars(copies).values()))):
+        out = poisoned_trees(case.reqs, case.reqs, 20).to(device)
+        rows = None if case.rows is None else moved(case.rows, device)
+        run(
+            moved(case.tokens, device), moved(case.logprobs, device), 3,
+            torch.arange(case.reqs, device=device), *out, rows=rows, copies=part,
+        )  # fmt: skip
+        outs.append(out)
+    for one, other in zip(*outs, strict=True):
+        assert_same(other, one)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookup: the copies of all requests, in buffers that live as long as the engine.
+
+A copy is what follows, in a request's own text, the latest occurrence of the longest match with its
+end; see `bastion_kernels.draft.find_copy`. It becomes a branch of the request's tree. Trees still
+depend on the drafter and the emitted text alone, so the walk stays exact.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bastion_kernels import CopyRows, copy_priors, find_copy, mix_copy
+
+
+class Copies:
+    """What lookup keeps by request slot, and the rows that it adds to a lattice.
+
+    Args:
+        history: [S, most tokens] int32, tokens of each slot's request: prompt and reply.
+        lengths: [S] int32, how many they are.
+        depth: most tokens of a copy.
+        num_nodes: N.
+    """
+
+    def __init__(
+        self, history: torch.Tensor, lengths: torch.Tensor, depth: int, num_nodes: int
+    ) -> None:
+        slots, device = len(lengths), lengths.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.history, self.lengths, self.depth = history, lengths, depth
+        self._found = zeros(slots, dtype=torch.int64)
+        self._last = zeros(slots, 3)
+        # Trials and successes by match length, of all requests.
+        self.counts = zeros(2, 33)
+        self._priors = copy_priors(device)
+        self._arrived = zeros(1)
+        # By row of the batch.
+        self.tokens, self.places = zeros(slots, depth), zeros(slots, depth)
+        self.rows = zeros(0, dtype=torch.float32)
+        # [S, N] of every node: 1 the drafter's, 2 of the copy alone, 3 of both.
+        self.sources = zeros(slots, num_nodes)
+
+    def restart(self, slot: int) -> None:
+        """A new request takes the slot."""
+        self._last[slot, 1] = 0
+
+    def mix(
+        self,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        logprobs: torch.Tensor,
+        child_rows: torch.Tensor | None,
+    ) -> CopyRows:
+        """Find the copies of a batch, and mix them into its lattice.
+
+        Args:
+            slots: [R] int64 request slots.
+            tokens, logprobs, child_rows: see `Trees.grow_lattice`; D may be 0.
+        """
+        reqs, width = len(slots), tokens.shape[2]
+        size = len(self.lengths) * self.depth * (width + 1)
+        if len(self.rows) < size:  # in vLLM's profiling run, so that its memory is counted
+            self.rows = torch.zeros(size, device=self.lengths.device)
+        rows = self.rows[:size].view(len(self.lengths), self.depth, width + 1)[:reqs]
+        copies = CopyRows(self.tokens[:reqs], self.places[:reqs], rows, self.sources)
+        text = self.history, self.lengths, slots
+        find_copy(*text, self._last, self.counts, self._found)
+        mix_copy(
+            *text,
+            self._found,
+            self._last,
+            self.counts,
+            self._priors,
+            self._arrived,
+            tokens,
+            logprobs,
+            child_rows,
+            copies.tokens,
+            copies.places,
+            copies.rows,
+        )
+        return copies
