@@ -17,6 +17,7 @@ are stored in non-increasing path score, parents first, so any prefix of the col
 from bastion_kernels.accept.gather import gather_rows
 from bastion_kernels.accept.history import ancestor_tokens, mask_bad_words, penalise_ancestors
 from bastion_kernels.accept.kv_compact import KVCompactor
+from bastion_kernels.accept.sources import count_sources
 from bastion_kernels.accept.walk import accept_path
 from bastion_kernels.attention.kv_layout import KVLayout, learn_layout
 from bastion_kernels.attention.mask import ancestor_bits, tree_positions
@@ -55,6 +56,7 @@ __all__ = [
     "choose_budget",
     "context_rows",
     "copy_priors",
+    "count_sources",
     "expand_best_first",
     "extend_frontier",
     "find_copy",

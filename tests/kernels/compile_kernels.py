@@ -30,6 +30,7 @@ from bastion_kernels import (
     choose_budget,
     context_rows,
     copy_priors,
+    count_sources,
     expand_best_first,
     extend_frontier,
     find_copy,
@@ -102,6 +103,7 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     tree_positions.triton(rows, depths, slots, ends, ends, rows)
     path = torch.zeros(reqs, depth + 1, dtype=torch.int32)
     accept_path.triton(rows, rows, parents, slots, ends, path, path.long(), counts)
+    count_sources.triton(parents, slots, ends, path, parents[:2, :3].contiguous())
     history(rows, slots_total, parents, 0)
     bind_slots.triton(slots, counts, slots, base, counts)
     bind_tails.triton(slots, ends, slots, counts)

@@ -56,6 +56,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
         "_pop_kernel",
         "_positions_kernel",
         "_rank_kernel",
+        "_sources_kernel",
         "_take_kernel",
         "expand_kernel",
         "extend_kernel",

@@ -12,7 +12,14 @@ import torch
 from op_helpers import assert_same, lattice, moved, poisoned, poisoned_trees, versions
 from torch import Tensor
 
-from bastion_kernels import CopyRows, copy_priors, expand_best_first, find_copy, mix_copy
+from bastion_kernels import (
+    CopyRows,
+    copy_priors,
+    count_sources,
+    expand_best_first,
+    find_copy,
+    mix_copy,
+)
 from bastion_kernels.draft.find_copy import LONGEST
 
 FINDS = versions(find_copy.reference, find_copy.triton, find_copy.cpu)
@@ -308,3 +315,17 @@ def test_without_a_match_the_tree_is_the_drafters(run, kind: str, device: torch.
         outs.append(out)
     for one, other in zip(*outs, strict=True):
         assert_same(other, one)
+
+
+@pytest.mark.parametrize(
+    "run", versions(count_sources.reference, count_sources.triton, count_sources.cpu)
+)
+def test_sources_are_counted(run, device: torch.device) -> None:
+    sources = torch.tensor([[3, 1, 2, 2, 0], [1, 1, 1, 1, 1], [1, 3, 2, 1, 1]], dtype=torch.int32)
+    starts = torch.tensor([0, 5, 8, 10], dtype=torch.int32)  # 4, 2 and 1 nodes
+    path = torch.tensor([[0, 1, 3, -1], [0, -1, -1, -1], [0, 1, -1, -1]], dtype=torch.int32)
+    counts = torch.ones(2, 3, dtype=torch.int32)
+    call = [sources, torch.tensor([0, -1, 2]), starts, path, counts]
+    call = [moved(tensor, device) for tensor in call]
+    run(*call)
+    assert call[-1].tolist() == [[1 + 2, 1 + 2, 1 + 1], [1 + 1, 1 + 1, 1 + 1]]

@@ -25,7 +25,9 @@ def labels_of() -> dict[str, set[str]]:
     sums = Totals()
     now = {"tree": 1.0, "rows": 1.0, "gain": 1.0, "profile_time": 1.0}
     times = [StepTime("tree", 9, 1.0, 1.0)]
-    sums.add([StepRecord("tree", "pays", 1, 9, [8], [3], 1.0, 1.0, 1.0, 1.0, times, now)])
+    step = StepRecord("tree", "pays", 1, 9, [8], [3], 1.0, 1.0, 1.0, 1.0, times, now)
+    step.sources = [5, 2, 1, 1, 1, 1]
+    sums.add([step])
     metrics.observe(sums, 0)
     out: dict[str, set[str]] = {}
     for family in registry.collect():

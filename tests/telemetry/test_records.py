@@ -79,6 +79,21 @@ def test_sums_are_those_of_the_steps() -> None:
     assert got.gain == 1.5 and got.now == {"tree": 1.25, "rows": 0.5}
 
 
+def test_nodes_and_tokens_by_source_add_up() -> None:
+    records = steps()
+    records[0].sources, records[1].sources = [9, 1, 2, 1, 1, 0], [0, 0, 8, 0, 0, 3]
+    got = total(records)
+    assert got.sources == [9, 1, 10, 1, 1, 3]
+    sent = Totals.from_plain(json.loads(json.dumps(got.to_plain())))
+    sent.merge(total(records[1:]))
+    assert sent.sources == [9, 1, 18, 1, 1, 6]
+    line = interval_line(got)
+    assert line is not None
+    # 11 of 20 nodes, 4 of 5 tokens.
+    assert "copies of the context 55% of nodes and 80% of accepted tokens" in line
+    assert "copies" not in str(interval_line(total(steps())))
+
+
 def test_buckets_are_powers_of_two() -> None:
     for count in range(1, 600):
         bound = 1 << bucket_of(count)

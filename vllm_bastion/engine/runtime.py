@@ -69,6 +69,9 @@ class Runtime:
     profile_time: float | None = None
     # None during warm-up and calibration.
     recorder: Recorder | None = None
+    # [2, 3] of the step that was sampled last, see `Copies.count_sources`; a copy from the device
+    # may still fill it. None without.
+    sources: np.ndarray | None = None
     # Trees that the page shows; None without it.
     seen: SeenTrees | None = None
     # Whether a draft is announced a step early: with async scheduling.

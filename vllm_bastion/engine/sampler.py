@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -96,6 +97,16 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
+        copies = self.trees.copies
+        if copies is not None and self.runtime.recorder is not None:
+            # Queued before the output's own copy, with which it arrives.
+            self.runtime.sources = async_copy_to_np(
+                copies.count_sources(
+                    input_batch.idx_mapping,
+                    input_batch.cu_num_logits,
+                    self.trees.path[: input_batch.num_reqs],
+                )
+            )
         seen = self.runtime.seen
         if seen is not None and seen.wanted():
             keep_tree(seen, self.trees, input_batch, node_ids, sampled, num_sampled)

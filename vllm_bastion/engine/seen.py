@@ -88,6 +88,7 @@ def keep_tree(
         emits = int(num_sampled[row]) if row is not None else 0
         if row is None or not emits:
             return
+        copies = trees.copies
         slot, count = int(batch.idx_mapping_np[row]), nodes[row]
         root, *tokens = node_ids[begins[row] : begins[row + 1]].tolist()
         seen.add(
@@ -99,5 +100,6 @@ def keep_tree(
                 scores=trees.log_rho[slot, :count].exp().tolist(),
                 path=[node for node in trees.path[row].tolist() if node > 0],
                 emitted=sampled[row, :emits].tolist(),
+                sources=[] if copies is None else copies.sources[slot, :count].tolist(),
             )
         )

@@ -66,7 +66,7 @@ class CountedOutput(AsyncModelRunnerOutput):
     [R + 1] running sum of root and nodes of the requests `req_ids`; a copy from the device may
     still fill it, one that was queued before the output's own. recorder, step: who completes the
     step's record, and the record; None if steps are not recorded. times: of completed steps, for
-    all ranks.
+    all ranks. sources: see `Copies.count_sources`; filled like `num_logits`.
     """
 
     def __init__(
@@ -78,8 +78,10 @@ class CountedOutput(AsyncModelRunnerOutput):
         recorder: Recorder | None = None,
         step: StepRecord | None = None,
         times: Sequence[StepTimes] = (),
+        sources: np.ndarray | None = None,
     ) -> None:
         self._output, self._drafting, self._times = output, drafting, times
+        self._sources = sources
         self._recorder, self._step = recorder, step
         self._req_ids, self._num_logits = req_ids, num_logits
 
@@ -95,7 +97,9 @@ class CountedOutput(AsyncModelRunnerOutput):
             trees = [name for name, count in num_verified.items() if count > 0]
             tokens, row = output.sampled_token_ids, output.req_id_to_index
             accepted = [(len(tokens[row[name]]) or 1) - 1 for name in trees]
-            self._recorder.finish(self._step, [num_verified[name] for name in trees], accepted)
+            sources = () if self._sources is None else self._sources.ravel().tolist()
+            nodes_of = [num_verified[name] for name in trees]
+            self._recorder.finish(self._step, nodes_of, accepted, sources)
         StepReport(num_verified, self._drafting, self._step, self._times).attach(output)
         return output
 
@@ -406,8 +410,9 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         recorder = self.runtime.recorder
         step = None if recorder is None else recorder.take()
         times = self.runtime.completed_steps() if self.runtime.learns_with_others else ()
+        sources, self.runtime.sources = self.runtime.sources, None
         return CountedOutput(
-            output, self.runtime.step.announces, req_ids, counts, recorder, step, times
+            output, self.runtime.step.announces, req_ids, counts, recorder, step, times, sources
         )
 
     def warm_up(self) -> None:

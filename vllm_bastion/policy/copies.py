@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from bastion_kernels import CopyRows, copy_priors, find_copy, mix_copy
+from bastion_kernels import CopyRows, copy_priors, count_sources, find_copy, mix_copy
 
 
 class Copies:
@@ -47,6 +47,27 @@ class Copies:
     def restart(self, slot: int) -> None:
         """A new request takes the slot."""
         self._last[slot, 1] = 0
+
+    def select_columns(
+        self, slots: torch.Tensor, columns: torch.Tensor, unused: torch.Tensor
+    ) -> None:
+        """Trees were pruned, see `Trees.select_columns`; unused: [G, N] bool."""
+        self.sources[slots] = self.sources[slots].gather(1, columns).masked_fill(unused, 0)
+
+    def count_sources(
+        self, slots: torch.Tensor, cu_num_logits: torch.Tensor, path: torch.Tensor
+    ) -> torch.Tensor:
+        """[2, 3] int32: a step's verified nodes and accepted tokens, by source.
+
+        Args:
+            slots: [R] request slots.
+            cu_num_logits: [R + 1] int32 first logits row of each request.
+            path: [R, L + 1] int32 accepted nodes.
+        """
+        # Made in each step: the copy to the host may outlive the step.
+        counts = torch.zeros(2, 3, dtype=torch.int32, device=self.counts.device)
+        count_sources(self.sources, slots, cu_num_logits, path, counts)
+        return counts
 
     def mix(
         self,

@@ -368,6 +368,8 @@ class Trees:
         scores = self.log_rho[slots].gather(1, columns)
         self.log_rho[slots] = scores.masked_fill(unused, -torch.inf)
         self.size[slots] = sizes.to(torch.int32)
+        if self.copies is not None:
+            self.copies.select_columns(slots, columns, unused)
         ancestor_bits(self.parents, slots.contiguous(), self.bits)
 
     def choose_again(self, slots: np.ndarray, drafts: np.ndarray, base_rows: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import prometheus_client
 
-from vllm_bastion.telemetry.record import NODE_BUCKETS, Totals
+from vllm_bastion.telemetry.record import NODE_BUCKETS, SOURCES, Totals
 
 
 class TreeMetrics:
@@ -59,6 +59,12 @@ class TreeMetrics:
         self._by_depth = counts(
             "accepted_by_depth", "Trees whose accepted path reaches this depth.", "depth"
         )
+        self._nodes_by_source = counts(
+            "nodes_by_source", "Nodes verified, by who proposed them.", "source"
+        )
+        self._accepted_by_source = counts(
+            "accepted_by_source", "Draft tokens accepted, by who proposed them.", "source"
+        )
         self._promised = counts(
             "promised_tokens", "Draft tokens expected to be accepted, the sum of path scores."
         )
@@ -95,6 +101,11 @@ class TreeMetrics:
         self._observe_nodes(self._nodes.labels(*own), delta)
         for depth, count in enumerate(delta.accepted_by_depth, start=1):
             self._by_depth.labels(*own, str(depth)).inc(count)
+        if any(delta.sources):
+            for i, source in enumerate(SOURCES):
+                self._nodes_by_source.labels(*own, source).inc(delta.sources[i])
+                accepted = delta.sources[len(SOURCES) + i]
+                self._accepted_by_source.labels(*own, source).inc(accepted)
         for metric, amount in (
             (self._promised, delta.promised),
             (self._yielded, delta.yielded),

@@ -26,6 +26,8 @@ PERIOD = 1.0
 MOST_PENDING = 128
 # Bucket i of the histogram of nodes holds trees of at most 2**i nodes, and more than 2**(i - 1).
 NODE_BUCKETS = 11
+# Where a node comes from: the drafter alone, a copy of the context alone, or both.
+SOURCES = ("drafter", "lookup", "both")
 
 
 def bucket_of(count: int) -> int:
@@ -65,6 +67,8 @@ class StepRecord:
     times: Sequence[StepTime] = ()
     # Latest values of what goes up and down, by the names of their gauges; None in most steps.
     now: dict[str, float] | None = None
+    # Nodes verified, then draft tokens accepted, of each of SOURCES; empty without lookup.
+    sources: Sequence[int] = ()
 
 
 @dataclass
@@ -81,6 +85,8 @@ class Totals:
     trees_by_nodes: list[int] = field(default_factory=lambda: [0] * NODE_BUCKETS)
     # [depth + 1] trees by the depth that was accepted; entry 0 counts trees that yielded nothing.
     trees_by_depth: list[int] = field(default_factory=list)
+    # [6] as in a record.
+    sources: list[int] = field(default_factory=lambda: [0] * 2 * len(SOURCES))
     promised: float = 0.0
     yielded: float = 0.0
     plain_ms: float = 0.0
@@ -108,6 +114,9 @@ class Totals:
         self.nodes += sum(nodes)
         self.tokens += sum([step.requests for step in steps]) + sum(accepted)
         self.accepted += sum(accepted)
+        for step in steps:
+            if step.sources:
+                self.sources = _added(self.sources, step.sources)
         self.promised += sum([step.promised for step in steps])
         self.yielded += sum([step.yielded for step in steps])
         self.plain_ms += sum([step.plain_ms for step in steps])
@@ -131,6 +140,7 @@ class Totals:
         self.accepted += other.accepted
         self.trees_by_nodes = _added(self.trees_by_nodes, other.trees_by_nodes)
         self.trees_by_depth = _added(self.trees_by_depth, other.trees_by_depth)
+        self.sources = _added(self.sources, other.sources)
         self.promised += other.promised
         self.yielded += other.yielded
         self.plain_ms += other.plain_ms
@@ -168,6 +178,7 @@ class Totals:
             "accepted": self.accepted,
             "trees_by_nodes": list(self.trees_by_nodes),
             "trees_by_depth": list(self.trees_by_depth),
+            "sources": list(self.sources),
             "promised": self.promised,
             "yielded": self.yielded,
             "plain_ms": self.plain_ms,

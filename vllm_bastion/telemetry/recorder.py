@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -110,14 +110,21 @@ class Recorder:
             step.now = self._latest()
         return step
 
-    def finish(self, step: StepRecord, nodes: list[int], accepted: list[int]) -> None:
+    def finish(
+        self,
+        step: StepRecord,
+        nodes: list[int],
+        accepted: list[int],
+        sources: Sequence[int] = (),
+    ) -> None:
         """Complete a record with what its output shows, and add it to the totals.
 
         Args:
             nodes: [T] nodes verified of each request that verified any.
             accepted: [T] draft tokens accepted of these.
+            sources: see `StepRecord`.
         """
-        step.nodes, step.accepted = nodes, accepted
+        step.nodes, step.accepted, step.sources = nodes, accepted, sources
         if nodes:
             step.plain_ms *= 1.0 + sum(accepted) / step.requests
         self._pending.append(step)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 # Trees that are kept for each time that somebody looks, and in all.
@@ -31,6 +31,7 @@ class SeenTree:
         scores: path score of each node, from 0 to 1.
         path: accepted node numbers from the root down, without the root.
         emitted: tokens that the step emitted: those of the path, then the target's own.
+        sources: of each node: 1 the drafter, 2 a copy of the context, 3 both; empty without lookup.
     """
 
     request: str
@@ -40,6 +41,7 @@ class SeenTree:
     scores: list[float]
     path: list[int]
     emitted: list[int]
+    sources: list[int] = field(default_factory=list)
 
 
 class SeenTrees:

@@ -20,6 +20,12 @@ def interval_line(totals: Totals, name: str = "Bastion") -> str | None:
             f"{totals.nodes / totals.trees:.1f} nodes and "
             f"{totals.accepted / totals.trees:.2f} accepted tokens per tree"
         )
+    if copied := sum(totals.sources[1:3]):
+        accepted = sum(totals.sources[4:6])
+        parts.append(
+            f"copies of the context {100 * copied / totals.nodes:.0f}% of nodes and "
+            f"{100 * accepted / max(totals.accepted, 1):.0f}% of accepted tokens"
+        )
     for kind in ("tree", "chain", "plain"):
         if count := totals.steps_of(kind):
             parts.append(f"{kind} steps {100 * count / decoding:.0f}% ({_reasons(totals, kind)})")

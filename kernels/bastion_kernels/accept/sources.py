@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a step's verified nodes and accepted tokens came from: the drafter, a copy, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bastion_kernels.op import Op, public
+from bastion_kernels.triton_or_none import tl, triton
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "path_ptr", "counts_ptr"])
+def _sources_kernel(
+    sources_ptr,
+    slots_ptr,
+    starts_ptr,
+    path_ptr,
+    counts_ptr,
+    sources_s,
+    path_r,
+    N: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTH_PAD: tl.constexpr,
+):
+    """Grid: (R,)."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        nodes = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row) - 1
+        sources_ptr += slot * sources_s
+        column = tl.arange(0, BLOCK)
+        source = tl.load(sources_ptr + column, mask=column < tl.minimum(nodes, N), other=0)
+        depth = tl.arange(0, LENGTH_PAD)
+        node = tl.load(path_ptr + row * path_r + depth, mask=depth < LENGTH, other=-1)
+        taken = tl.load(sources_ptr + node - 1, mask=(node > 0) & (node <= nodes), other=0)
+        for kind in tl.static_range(1, 4):
+            verified = tl.sum((source == kind).to(tl.int32), 0)
+            accepted = tl.sum((taken == kind).to(tl.int32), 0)
+            tl.atomic_add(counts_ptr + kind - 1, verified, mask=verified > 0)
+            tl.atomic_add(counts_ptr + 2 + kind, accepted, mask=accepted > 0)
+
+
+@dataclass(slots=True)
+class CountSources(Op):
+    """Add a step's verified nodes and accepted tokens to the counts of their sources.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit together.
+    """
+
+    sources: Tensor
+    """`[S, N]` int32 of `expand_best_first`: 1 the drafter, 2 a copy, 3 both, 0 unused."""
+    slots: Tensor
+    """`[R]` int64 or int32, request slot of each row, or -1."""
+    cu_num_logits: Tensor
+    """`[>= R + 1]` int32, first logits row of each request: its root, then its nodes."""
+    path: Tensor
+    """`[R, L + 1]` int32, accepted node numbers from the root, 0, down; then -1."""
+    counts: Tensor
+    """`[2, 3]` int32, added to: nodes, then accepted tokens, of the drafter, a copy, both."""
+
+    def check(self) -> None:
+        self.expect("sources", (None, None), torch.int32)
+        self.expect("slots", (None,), torch.int64, torch.int32)
+        self.expect("cu_num_logits", (None,), torch.int32)
+        self.expect("path", (self.slots.shape[0], None), torch.int32)
+        self.expect("counts", (2, 3), torch.int32)
+
+    def reference(self) -> None:
+        """Node by node."""
+        for row, slot in enumerate(self.slots.tolist()):
+            if slot < 0:
+                continue
+            nodes = int(self.cu_num_logits[row + 1] - self.cu_num_logits[row]) - 1
+            verified = self.sources[slot, :nodes].tolist()
+            path = [node for node in self.path[row].tolist() if 0 < node <= nodes]
+            for which, kinds in enumerate((verified, [verified[node - 1] for node in path])):
+                for kind in kinds:
+                    if kind:
+                        self.counts[which, kind - 1] += 1
+
+    def triton(self) -> None:
+        """One launch."""
+        reqs, limit = self.slots.shape[0], self.sources.shape[1]
+        if reqs:
+            _sources_kernel[(reqs,)](
+                self.sources,
+                self.slots,
+                self.cu_num_logits,
+                self.path,
+                self.counts,
+                self.sources.stride(0),
+                self.path.stride(0),
+                N=limit,
+                LENGTH=self.path.shape[1],
+                BLOCK=triton.next_power_of_2(limit),
+                LENGTH_PAD=triton.next_power_of_2(self.path.shape[1]),
+                num_warps=1,
+            )
+
+
+count_sources = public(CountSources, cpu="bastion_kernels.cpu.copies")
