@@ -196,8 +196,8 @@ class ExpandBestFirst(Op):
                 ("sources", (num_slots, limit), kind),
             ):
                 check(self.name, f"copies.{name}", getattr(self.copies, name), shape, dtype)
-            if length < depth or max(length, width + 1) > 254:
-                raise ValueError(f"{self.name}: D <= L <= 254 and M <= 253, got {depth}, {length}")
+            if not depth <= length <= 254:
+                raise ValueError(f"{self.name}: D <= L <= 254, got {depth}, {length}")
         if limit > 4096 or max(depth, width, prefixes) > 255 or self.top_k < 1:
             raise ValueError(
                 f"{self.name}: N <= 4096, D, P and M <= 255, top_k >= 1, got {limit}, {depth}, "
