@@ -224,7 +224,7 @@ def test_lookahead_follows_the_drafter_only_for_bastion() -> None:
 
 
 def test_statistics_of_a_tree_count_nodes_and_depths() -> None:
-    core, stats = Core(_settings()), None
+    core, stats, depth = Core(_settings()), None, _settings().tree_depth
     # (verified, accepted): more nodes than depths, fewer, and none, which is no draft
     for verified, accepted in ((60, 5), (3, 1), (0, 0)):
         stats = core.make_spec_decoding_stats(
@@ -234,10 +234,10 @@ def test_statistics_of_a_tree_count_nodes_and_depths() -> None:
             num_invalid_spec_tokens={"r": NODES - verified},
             request_id="r",
         )
-    assert (stats.num_spec_tokens, stats.num_drafts) == (GAMMA, 2)
+    assert (stats.num_spec_tokens, stats.num_drafts) == (depth, 2)
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (63, 6)
-    assert stats.num_accepted_tokens_per_pos == [2, 1, 1, 1, 1, 0, 0]
-    assert len(stats.num_draft_tokens_per_pos) == GAMMA
+    assert stats.num_accepted_tokens_per_pos == [2, 1, 1, 1, 1, *[0] * (depth - 5)]
+    assert len(stats.num_draft_tokens_per_pos) == depth
     line: list[str] = []
     log = SpecDecodingLogging()
     log.observe(stats)
@@ -279,7 +279,8 @@ def test_prometheus_has_one_counter_per_depth(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(SpecDecodingProm, "_counter_cls", staticmethod(counter))
     metrics = SpecDecodingProm(_settings(), ["model_name", "engine"], {0: ["tiny", "0"]})
-    stats = scheduler.TreeSpecDecodingStats.new(GAMMA)
+    depth = _settings().tree_depth
+    stats = scheduler.TreeSpecDecodingStats.new(depth)
     stats.observe_draft(60, 5)
     metrics.observe(stats)
     samples = {
@@ -289,9 +290,9 @@ def test_prometheus_has_one_counter_per_depth(monkeypatch: pytest.MonkeyPatch) -
     }
     assert samples["vllm:spec_decode_num_draft_tokens_total", None] == 60
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    got = [samples[per_position, str(depth)] for depth in range(GAMMA)]
-    assert got == [1, 1, 1, 1, 1, 0, 0]
-    assert (per_position, str(GAMMA)) not in samples
+    got = [samples[per_position, str(position)] for position in range(depth)]
+    assert got == [1, 1, 1, 1, 1, *[0] * (depth - 5)]
+    assert (per_position, str(depth)) not in samples
 
 
 def _scheduled(**drafts: int) -> Any:
@@ -463,15 +464,17 @@ def test_requests_of_other_methods_keep_their_placeholders() -> None:
 
 
 @pytest.mark.parametrize("nodes", [NODES, 3])
-def test_bitmasks_are_sized_by_depth(nodes: int) -> None:
+@pytest.mark.parametrize(("lookup", "depth"), [(False, GAMMA), (True, 31)])
+def test_bitmasks_are_sized_by_depth(nodes: int, lookup: bool, depth: int) -> None:
     given: list[Any] = []
     settings = _settings()
-    settings.num_speculative_tokens = nodes
+    settings.num_speculative_tokens, settings.bastion_lookup = nodes, lookup
+    depth = min(max(GAMMA, nodes), depth)
     engine = _engine_with(settings)
     manager = SimpleNamespace()
     scheduler.structured_output_init(lambda _, config: given.append(config), manager, engine)
     assert GrammarLimits.of(manager).max_drafts == min(nodes, 63)
-    assert given[0].speculative_config.num_speculative_tokens == min(nodes, GAMMA)
+    assert given[0].speculative_config.num_speculative_tokens == min(nodes, depth)
     assert engine.speculative_config.num_speculative_tokens == nodes
     other = _engine_with(None)
     scheduler.structured_output_init(lambda _, config: given.append(config), object(), other)

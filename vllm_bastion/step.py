@@ -34,6 +34,8 @@ class Step:
     masked: bool = False
     # Whether an acceptance walk follows.
     walks: bool = False
+    # Whether it ends with trees of copies alone.
+    looks_up: bool = False
     # Whether it ends with a draft, and how many positions at the end of each block are left out.
     drafts: bool = True
     spared: int = 0
@@ -41,3 +43,8 @@ class Step:
     refused: bool = False
     # Whether steps that are scheduled from now on get placeholders.
     announces: bool = True
+
+    @property
+    def grows(self) -> bool:
+        """Whether it ends with trees."""
+        return self.drafts or self.looks_up

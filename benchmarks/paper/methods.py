@@ -171,7 +171,7 @@ def _of_drafter(
             Method(f"{name}, adaptive verification", {**chain, **more})
             for name, chain in chains.items()
         ]
-    rows.append(ours(CHAIN, gamma, gamma, top_k=1))
+    rows.append(ours(CHAIN, gamma, gamma, top_k=1, lookup=False))
     rows += [ours(fixed_name(n), n, n) for n in budgets]
     if not label:
         rows += [

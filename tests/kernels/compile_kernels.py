@@ -133,6 +133,7 @@ def copies(
     mix_copy.triton(
         history, lengths, slots, found, last, counts, copy_priors(), arrived, candidates,
         logprobs, rows, part.tokens, part.places, part.rows,
+        torch.zeros(len(lengths)),
     )  # fmt: skip
     expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, rows=rows, copies=part)
 

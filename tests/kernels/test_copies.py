@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from typing import Any
 
 import pytest
@@ -146,6 +147,7 @@ class Case:
             "found": torch.zeros(reqs, dtype=torch.int64),
             "last": torch.zeros(reqs, 3, dtype=torch.int32),
             "counts": self.counts,
+            "promised": poisoned(reqs, dtype=torch.float32),
         }
         state = {name: moved(tensor, device) for name, tensor in state.items()}
         text = [moved(x, device) for x in (self.history, self.lengths, torch.arange(reqs))]
@@ -169,6 +171,7 @@ class Case:
             copies.tokens,
             copies.places,
             copies.rows,
+            state["promised"],
         )
         return copies, state
 
@@ -225,6 +228,10 @@ def test_mixture(run, kind: str, device: torch.device) -> None:
     assert state["last"].tolist() == [
         [place, match, n] for (match, place), n in zip(map(best_place, case.texts), lengths)
     ]
+    w = chances(case.counts)
+    for promised, (match, _) in zip(state["promised"].tolist(), map(best_place, case.texts)):
+        right = [w[min(match + d, LONGEST)] for d in range(case.length)] if match else []
+        assert promised == pytest.approx(sum(itertools.accumulate(right, operator.mul)), abs=1e-5)
     assert copies.tokens[1].eq(-1).all() and copies.places[1].eq(-1).all()
     assert copies.rows[1].isnan().all()
     expected, _ = case.mixed(mix_copy.reference, torch.device("cpu"))

@@ -109,7 +109,11 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
         config.bastion_latency_model, table, roofline=roofline, calibrated=calibrated
     )
     runtime.controller = Controller(
-        runtime.trees.gamma, runner.max_num_reqs, latency, runtime.trees
+        runtime.trees.gamma,
+        runner.max_num_reqs,
+        latency,
+        runtime.trees,
+        looks_up=config.bastion_lookup,
     )
     # `table` and `static` are used as they are, T_aux included.
     if config.bastion_latency_model.startswith("ema"):

@@ -94,7 +94,7 @@ def measure(
     for steps, far_steps in zip(plain_rounds, far_rounds, strict=False):
         steps += far_steps
     short = [(n, contexts[0]) for n in batches] if may_stop_early(runner) else []
-    first_only = runtime_of(runner.vllm_config).trees.depth - 1
+    first_only = runtime_of(runner.vllm_config).trees.gamma - 1
     short_step = partial(dummy_tree_step, runner, spared=first_only)
     short_rounds = _rounds(short_step, short, group)
     tree_rounds = _tree_rounds(runner, shapes, contexts, group)

@@ -272,6 +272,8 @@ class BastionSpeculator(DFlashSpeculator):
             self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
+                if step.looks_up:
+                    runtime.step = self._look_up(step, input_batch)
                 self._step_done(step)
                 return tokens
             if runtime.deferred is not None:
@@ -315,6 +317,18 @@ class BastionSpeculator(DFlashSpeculator):
             return step
         unused = runtime.reach.depth + 1 - int(remaining.max())
         return replace(step, spared=max(step.spared, unused))
+
+    def _look_up(self, step: Step, batch: InputBatch) -> Step:
+        """Grow trees of copies alone. The next step gets placeholders if any node is worth it."""
+        if current_host().runs_ahead:
+            self.trees.grow_copies(batch.num_reqs)
+            return step
+        nodes = self.trees.grow_copies_found(batch.num_reqs, batch.idx_mapping_np)
+        if not nodes:
+            controller, slots = self.runtime.controller, batch.idx_mapping_np
+            assert controller is not None
+            controller.observe_copies(slots, np.zeros(len(slots)), 0)
+        return replace(step, looks_up=nodes > 0, announces=nodes > 0)
 
     def _step_done(self, step: Step) -> None:
         if self.runtime.timer is not None:

@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from bastion_kernels import take_best
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.verification import BastionVerificationManager
+from vllm_bastion.policy.host_mirror import Published
 from vllm_bastion.policy.shares import even_split
-from vllm_bastion.policy.trees import Published
 
 
 class LaggedVerificationManager(BastionVerificationManager):
@@ -51,7 +51,7 @@ class LaggedVerificationManager(BastionVerificationManager):
                 len(slots),
                 int(self._plain_rows.sum()),
                 total,
-                controller.costs.curve,
+                controller.copy_cost_ms if self._only_copies else controller.costs.curve,
                 self.runtime.graph_sizes,
             )
         return even_split(total, limits)

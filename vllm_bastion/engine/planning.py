@@ -77,6 +77,11 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
         return replace(step, drafts=decision.drafts)
     # With async scheduling the next step is scheduled before this one's output arrives: a draft is
     # announced a step early, or its tree meets a step without placeholders.
-    drafts = step.announces if runtime.announces_early else decision.drafts
+    announces = decision.drafts or (decision.looks_up and controller.copies_pay)
+    drafts = decision.drafts
+    if runtime.announces_early:
+        # Placeholders that were announced for a draft get copies if these pay more by now.
+        drafts = step.announces and not decision.looks_up
+    looks_up = decision.looks_up and not drafts
     refused = not drafts and not runtime.plan.backlog
-    return replace(step, drafts=drafts, announces=decision.drafts, refused=refused)
+    return replace(step, drafts=drafts, looks_up=looks_up, announces=announces, refused=refused)

@@ -31,9 +31,9 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.policy.controller import Batch, Decision
+from vllm_bastion.policy.host_mirror import Published
 from vllm_bastion.policy.remaining import NO_LIMIT
 from vllm_bastion.policy.shares import even_split
-from vllm_bastion.policy.trees import Published
 from vllm_bastion.step_times import StepTimes
 from vllm_bastion.telemetry.record import StepRecord
 from vllm_bastion.telemetry.recorder import Recorder
@@ -54,6 +54,8 @@ class VerifiedTrees:
     kappa: np.ndarray = field(default_factory=lambda: np.ones(0))
     # [T] accepted draft tokens expected of each; None until known.
     promised: np.ndarray | None = None
+    # Whether they are copies alone, which say nothing of the drafter.
+    only_copies: bool = False
 
 
 _NO_TREES = VerifiedTrees()
@@ -147,6 +149,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._step = 0
         self._history = deque([_NO_TREES] * (2 + self.lag), 2 + self.lag)
         self._has_observed = False
+        self._only_copies = False  # whether the trees that were grown last are copies alone
         # [S] requests that each slot has had.
         self._generations = np.zeros(len(self.trees.row_slots), dtype=np.int64)
 
@@ -193,7 +196,10 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             with_tree,
             self._generations[with_tree],
             max_nodes[rows],
-            np.ones(len(rows)) if controller is None else controller.kappa_in_use(with_tree),
+            np.ones(len(rows))
+            if controller is None or self._only_copies
+            else controller.kappa_in_use(with_tree),
+            only_copies=self._only_copies,
         )
         self._observe_past_step()
         return int(self._num_verify.sum() + self._plain_rows.sum())
@@ -208,11 +214,11 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             if base_rows != len(slots) or self.runtime.plan.grammar_columns:
                 # The device chose for a batch of decodes and for trees as they were grown. Prompt
                 # rows change the step's cost and a grammar may have removed nodes: choose again.
-                trees.choose_again(slots, drafts, base_rows)
+                trees.choose_again(slots, drafts, base_rows, self._only_copies)
             else:
                 published = trees.published(self._step - 1)
             if published is None:  # chosen again, or trees of requests that skipped a step
-                trees.publish(self._step - 1, slots)
+                trees.publish(self._step - 1, slots, self._only_copies)
                 published = trees.published(self._step - 1)
                 assert published is not None
             num_verify = np.minimum(published.num_verify[slots], drafts).astype(np.int32)
@@ -314,27 +320,39 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             )
         )
         if (recorder := self.runtime.recorder) is not None:
-            recorder.decided(decision.drafts, decision.reason, len(slots), decision.plain_ms)
+            recorder.decided(
+                decision.drafts,
+                decision.reason,
+                len(slots),
+                decision.plain_ms,
+                looks_up=decision.looks_up,
+            )
         return decision
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         """Called after ``propose``, at the end of a step: publish the trees that it grew."""
-        slots, drafted = input_batch.idx_mapping_np, self.runtime.step.drafts
+        slots, step = input_batch.idx_mapping_np, self.runtime.step
         controller = self.runtime.controller
-        if drafted:
+        if step.grows:
             self._treeless.difference_update(slots.tolist())
         else:
             self._treeless.update(slots.tolist())
-        if self.trees.budget is None and (drafted or len(self._history[-1].slots)):
-            self.trees.publish(self._step, slots if drafted else None)
+        if self.trees.budget is None and (step.grows or len(self._history[-1].slots)):
+            self.trees.publish(self._step, slots if step.grows else None, step.looks_up)
         if (recorder := self.runtime.recorder) is not None:
             rows, requests = input_batch.num_tokens, len(slots)
             nodes = rows - requests
             if input_batch.has_prefill:
                 requests -= int(np.count_nonzero(input_batch.is_prefilling_np))
                 nodes = int(self._num_verify.sum()) if self._req_ids else 0
-            tree_ms = 0.0 if controller is None else controller.costs.tree_step_ms(rows)
+            tree_ms = 0.0
+            if controller is not None:
+                drafted = step.drafts or not controller.looks_up
+                cost = controller.costs.tree_step_ms if drafted else controller.copy_step_ms
+                tree_ms = cost(rows)
             recorder.ended(requests, nodes, rows, tree_ms)
+        if step.grows:
+            self._only_copies = step.looks_up
         if controller is not None:
             controller.remaining.emit(slots[_emitting(input_batch)])
         self._step += 1
@@ -371,7 +389,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             promised = before.promised[live]
             accepted = (published.emitted[slots] - 1).tolist()
             raw = (promised / before.kappa[live]).tolist()
-            controller.gains.add_outcomes(slots.tolist(), raw, accepted)
+            if not before.only_copies:
+                controller.gains.add_outcomes(slots.tolist(), raw, accepted)
             if recorder is not None:
                 recorder.yielded(float(promised.sum()), sum(accepted))
         if len(trees.slots):
@@ -382,9 +401,14 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             trees.promised = promised * nodes / np.maximum(chosen, 1)
             live = self._is_live(trees)
             raw = trees.promised[live] / trees.kappa[live]
-            controller.gains.add_trees(
-                trees.slots[live].tolist(), raw.tolist(), nodes[live].tolist()
-            )
+            if not trees.only_copies:
+                controller.gains.add_trees(
+                    trees.slots[live].tolist(), raw.tolist(), nodes[live].tolist()
+                )
+        if controller.looks_up and published.grown_for is not None:
+            grown = published.grown_for
+            wanted = int(published.num_verify[grown].sum()) if published.only_copies else None
+            controller.observe_copies(grown, published.copied[grown], wanted)
 
     def _is_live(self, trees: VerifiedTrees) -> np.ndarray:
         """[T] bool, whether the slots still belong to the trees' requests."""

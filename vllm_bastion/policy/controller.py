@@ -7,10 +7,15 @@ rows (`LatencyModel`), trees emit
 
     x = ln( sum_r (1 + g_r) / R ) - ln( C(R + sum_r n_r) / P )
 
-more tokens per time than plain steps (a logarithm). The next step drafts if x >= 0. Once the trees
-exist, their own scores kappa_r rho choose how many nodes are verified, by the same costs:
-`bastion_kernels.choose_budget` on the device, which reads both from buffers that `plan` writes, and
-`StepSize` on the host where a step is sized before its scores are known.
+more tokens per time than plain steps (a logarithm). The next step drafts if x >= 0.
+
+With lookup, a step without a draft ends with trees of copies alone, which cost no drafter pass: a
+step with n rows takes P + C(n) - C(R). The tokens e_r that the copy of request r promises are known
+whatever was drafted, so drafts are weighed against the copies that could be verified without one.
+
+Once the trees exist, their own scores kappa_r rho choose how many nodes are verified, by the same
+costs: `bastion_kernels.choose_budget` on the device, which reads both from buffers that `plan`
+writes, and `StepSize` on the host where a step is sized before its scores are known.
 
 Neither kind of step shows what the other one brings: `Probes` tries it now and then. The very first
 trees are grown whatever they promise, unless even trees that are accepted as a whole could not pay.
@@ -37,6 +42,9 @@ from vllm_bastion.step_times import StepTimes
 _FIRST_DOUBT, _DOUBT = 2.5, 1.5
 # Trees after which it is known what trees bring.
 _KNOWN_TREES = 16
+# Weight of a new copy's promise, least promise of one that is verified, and the change of a plain
+# step's time after which costs are installed again.
+_NEW_COPY, _MIN_COPY, _COST_STEP = 0.25, 0.3, 0.05
 # kappa is installed again when its logarithm has changed by this much: it is copied to the device.
 _KAPPA_STEP = 0.05
 
@@ -46,6 +54,9 @@ class CostBuffers(Protocol):
 
     def set_cost_ms(self, cost_ms: CostArray) -> None:
         """Install C."""
+
+    def set_copy_cost_ms(self, cost_ms: CostArray) -> None:
+        """Install the cost of a step without a draft."""
 
     def set_log_kappa(self, log_kappa: np.ndarray) -> None:
         """Install ln kappa_r, [S] fp32 by request slot."""
@@ -76,6 +87,8 @@ class Decision:
     reason: str
     # Cost of a plain step; infinite if it does not matter.
     plain_ms: float = math.inf
+    # Whether the step ends with trees of copies alone.
+    looks_up: bool = False
     # Whether no request of the batch has a use for a draft: each may emit one token at most.
     replies_end: bool = False
 
@@ -90,6 +103,7 @@ class Controller:
         num_slots: S.
         latency: costs of steps.
         buffers: what the device reads; None if nothing does.
+        looks_up: whether steps without a draft may have trees of copies.
     """
 
     def __init__(
@@ -98,14 +112,23 @@ class Controller:
         num_slots: int,
         latency: LatencyModel,
         buffers: CostBuffers | None = None,
+        *,
+        looks_up: bool = False,
     ) -> None:
-        self.latency = latency
+        self.latency, self.looks_up = latency, looks_up
+        # [S] mean tokens that the latest copies of each request promised.
+        self._copied = np.zeros(num_slots)
+        # Whether the copies that arrived last asked for nodes.
+        self.copies_pay = False
         self.gains, self.remaining = Gains(), RemainingTokens(num_slots)
         self.size = StepSize()
         self._depth, self._buffers = depth, buffers
         self._probes = Probes()
         self._log_kappa = np.zeros(num_slots, dtype=np.float32)
         self._installed: CostArray | None = None
+        # The cost of steps without a draft, and what it was made of.
+        self.copy_cost_ms: CostArray = np.ones(1, np.float32)
+        self._copy_cost_of: tuple[CostArray | None, int, float] = (None, 0, 0.0)
         # What `costs` is of, and whether nothing was learned since.
         self._priced, self._is_current = (1, -1, 0), False
         # Told of each whole step that was timed: whether it verified drafts, its rows, and its
@@ -118,6 +141,7 @@ class Controller:
     def restart(self, slot: int, tokens: int) -> None:
         """A new request takes the slot, and may emit so many tokens."""
         self.gains.forget(slot)
+        self._copied[slot] = 0.0
         self.remaining.restart(slot, tokens)
 
     def kappa_in_use(self, slots: np.ndarray) -> np.ndarray:
@@ -141,6 +165,18 @@ class Controller:
                 self._report(step, self.on_step)
             self.latency.observe(step, passed)
             self._is_current, passed = False, 0
+
+    def observe_copies(self, slots: np.ndarray, promised: np.ndarray, nodes: int | None) -> None:
+        """Copies were found.
+
+        Args:
+            slots: [R] request slots.
+            promised: [R] tokens of each copy that are expected to be right.
+            nodes: how many nodes are worth verifying without a draft; None if there was one.
+        """
+        self._copied[slots] += _NEW_COPY * (promised - self._copied[slots])
+        if nodes is not None:
+            self.copies_pay = nodes > 0
 
     @property
     def is_probing(self) -> bool:
@@ -172,7 +208,36 @@ class Controller:
                 self._installed = self.costs.curve
                 if self._buffers is not None:
                     self._buffers.set_cost_ms(self._installed)
+            if self.looks_up:
+                self._price_copies(num_reqs)
         return self.costs
+
+    def _price_copies(self, num_reqs: int) -> None:
+        """Install what steps without a draft cost, if it has changed."""
+        curve, plain_ms = self.costs.curve, self.costs.plain_ms / self.costs.factor
+        of, reqs, before = self._copy_cost_of
+        if of is curve and reqs == num_reqs and abs(plain_ms / before - 1.0) < _COST_STEP:
+            return
+        self._copy_cost_of = curve, num_reqs, plain_ms
+        root = curve[min(num_reqs, len(curve) - 1)]
+        self.copy_cost_ms = np.maximum(plain_ms + curve - root, 0.1 * plain_ms).astype(np.float32)
+        if self._buffers is not None:
+            self._buffers.set_copy_cost_ms(self.copy_cost_ms)
+
+    def copy_step_ms(self, rows: int) -> float:
+        """ms of a step with so many rows that ends without a draft."""
+        cost = self.copy_cost_ms
+        return self.costs.factor * float(cost[min(rows, len(cost) - 1)])
+
+    def _gain_of_copies(self, batch: Batch) -> tuple[float, float]:
+        """How much faster steps with copies alone emit tokens than plain ones, and their ms."""
+        promised = np.minimum(self._copied[batch.slots], np.array(batch.remaining) - 1)
+        count, plain_ms = len(batch.slots), self.costs.plain_ms
+        # A copy is verified to about where it is expected to end, where that pays.
+        nodes = np.where(promised > _MIN_COPY, np.ceil(promised), 0.0)
+        ms = self.copy_step_ms(count + int(nodes.sum()))
+        gain = (1.0 + float(promised[nodes > 0].sum()) / count) * plain_ms / ms
+        return (gain, ms) if gain > 1.0 else (1.0, plain_ms)
 
     def plan(self, batch: Batch) -> Decision:
         """Decide about the step after the current one."""
@@ -199,10 +264,14 @@ class Controller:
         # Without data, draft unless even full acceptance could not pay.
         for limit in expected.unknown:
             tokens += min(ratio, min(1.0 + self._depth, limit) * _FIRST_DOUBT)
-        gain = tokens / count / ratio
+        gain, least = tokens / count / ratio, 1.0
+        if self.looks_up:
+            least, copy_ms = self._gain_of_copies(batch)
+            ratio *= plain_ms / copy_ms
+        gain /= least
         decision = Decision(gain >= 1.0 - 1e-9, "pays", plain_ms)
         if not decision.drafts:
-            decision = replace(decision, reason="does not pay")
+            decision = replace(decision, reason="copies pay more" if least > 1 else "does not pay")
         if not expected.unknown and self._probes.reverses(
             decision.drafts,
             ratio,
@@ -215,7 +284,8 @@ class Controller:
         ):
             kind = "plain steps" if decision.drafts else "trees"
             decision = Decision(not decision.drafts, f"trial of {kind}", plain_ms)
-        return decision
+        trial = decision.reason == "trial of plain steps"
+        return replace(decision, looks_up=self.looks_up and not decision.drafts and not trial)
 
     def _install_kappa(self, slots: Sequence[int]) -> None:
         if self._buffers is None or not slots:

@@ -69,18 +69,30 @@ class Copies:
         count_sources(self.sources, slots, cu_num_logits, path, counts)
         return counts
 
+    def find(self, slots: torch.Tensor) -> bool:
+        """Look for copies, without a device: whether any request in `slots`, [R], has one."""
+        find_copy(self.history, self.lengths, slots, self._last, self.counts, self._found)
+        if self._found.any():
+            return True
+        self._last[slots, 1] = 0
+        return False
+
     def mix(
         self,
         slots: torch.Tensor,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
         child_rows: torch.Tensor | None,
+        promised: torch.Tensor,
+        found: bool = False,
     ) -> CopyRows:
         """Find the copies of a batch, and mix them into its lattice.
 
         Args:
             slots: [R] int64 request slots.
             tokens, logprobs, child_rows: see `Trees.grow_lattice`; D may be 0.
+            promised: [S], written: how many tokens of each copy are expected to be right.
+            found: whether `find` was called.
         """
         reqs, width = len(slots), tokens.shape[2]
         size = len(self.lengths) * self.depth * (width + 1)
@@ -89,7 +101,8 @@ class Copies:
         rows = self.rows[:size].view(len(self.lengths), self.depth, width + 1)[:reqs]
         copies = CopyRows(self.tokens[:reqs], self.places[:reqs], rows, self.sources)
         text = self.history, self.lengths, slots
-        find_copy(*text, self._last, self.counts, self._found)
+        if not found:
+            find_copy(*text, self._last, self.counts, self._found)
         mix_copy(
             *text,
             self._found,
@@ -103,5 +116,6 @@ class Copies:
             copies.tokens,
             copies.places,
             copies.rows,
+            promised,
         )
         return copies

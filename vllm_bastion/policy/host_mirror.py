@@ -3,8 +3,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the host learns about a step at its end. Arrays are views, see `HostMirror.read`."""
+
+    # [R] request slots of the batch that trees were grown for; None if the step did not draft.
+    grown_for: np.ndarray | None
+    # [S] N* of those trees, and the accepted tokens expected of that many nodes.
+    num_verify: np.ndarray
+    promised: np.ndarray
+    # [S] tokens that the step emitted.
+    emitted: np.ndarray
+    # [S] tokens of the copies in those trees that are expected to be right; 0 without lookup.
+    copied: np.ndarray
+    # Whether those trees are copies alone.
+    only_copies: bool
 
 
 class HostMirror:

@@ -17,12 +17,12 @@ may have other requests than the batch of step t.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from bastion_kernels import (
+    CopyRows,
     ancestor_bits,
     bind_slots,
     bind_tails,
@@ -34,20 +34,7 @@ from bastion_kernels import (
     tree_positions,
 )
 from vllm_bastion.policy.copies import Copies
-from vllm_bastion.policy.host_mirror import HostMirror, to_device
-
-
-@dataclass(frozen=True)
-class Published:
-    """What the host learns about a step at its end. Arrays are views, see `HostMirror.read`."""
-
-    # [R] request slots of the batch that trees were grown for; None if the step did not draft.
-    grown_for: np.ndarray | None
-    # [S] N* of those trees, and the accepted tokens expected of that many nodes.
-    num_verify: np.ndarray
-    promised: np.ndarray
-    # [S] tokens that the step emitted.
-    emitted: np.ndarray
+from vllm_bastion.policy.host_mirror import HostMirror, Published, to_device
 
 
 class Trees:
@@ -104,10 +91,11 @@ class Trees:
         # N* of the next step, the accepted tokens expected of that many nodes (the sum of their
         # path scores), and the tokens that the last step emitted. They share a buffer, so that one
         # copy takes them to the host.
-        self._results = zeros(3, slots)
+        self._results = zeros(4, slots)
         self.num_verify = self._results[0]
         self.promised = self._results[1].view(torch.float32)
         self.emitted = self._results[2]
+        self.copied = self._results[3].view(torch.float32)
         self._limits = zeros(slots)  # of `choose_again`
         # Of the current step, by row of its batch (padding rows: slot -1, tail 0).
         self.step_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)
@@ -120,12 +108,16 @@ class Trees:
         # largest tree the best one.
         self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
         self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
+        # The same of a step that ends without a draft.
+        self.copy_cost_ms = torch.ones_like(self.cost_ms)
         self._node_cost_ms = torch.ones_like(self.cost_ms)  # of `choose_again`
         # ln kappa_r by slot, which path scores of trees grown from now on contain.
         self.log_kappa = torch.zeros(slots, device=device)
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
         self._mirror = HostMirror(self._results)
-        self._grown_for: list[np.ndarray | None] = [None, None]  # of its two steps
+        # Of its two steps.
+        self._grown_for: list[np.ndarray | None] = [None, None]
+        self._only_copies = [False, False]
         self._set_top_k(top_k)
 
     def look_up(self, history: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -262,7 +254,43 @@ class Trees:
         slots = self.row_slots[:reqs]
         copies = None
         if self.copies is not None:
-            copies = self.copies.mix(slots, tokens, logprobs, child_rows)
+            copies = self.copies.mix(slots, tokens, logprobs, child_rows, self.copied)
+        self._expand(tokens, logprobs, child_rows, copies, self.log_kappa, self.cost_ms)
+
+    def grow_copies(self, num_reqs: int, found: bool = False) -> None:
+        """Build the trees of a batch from copies of its texts alone.
+
+        found: whether they were looked for.
+        """
+        assert self.copies is not None
+        tokens, logprobs = self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
+        slots = self.row_slots[:num_reqs]
+        copies = self.copies.mix(slots, tokens, logprobs, None, self.copied, found)
+        self._expand(tokens, logprobs, None, copies, None, self.copy_cost_ms)
+
+    def grow_copies_found(self, num_reqs: int, slots: np.ndarray) -> int:
+        """The same where the host need not wait: grows nothing where nothing is found.
+
+        slots: [R] request slots. Returns how many nodes are worth verifying.
+        """
+        assert self.copies is not None
+        if not self.copies.find(self.row_slots[:num_reqs]):
+            return 0
+        self.grow_copies(num_reqs, found=True)
+        return int(self.num_verify.numpy()[slots].sum())
+
+    def _expand(
+        self,
+        tokens: torch.Tensor,
+        logprobs: torch.Tensor,
+        child_rows: torch.Tensor | None,
+        copies: CopyRows | None,
+        log_kappa: torch.Tensor | None,
+        cost_ms: torch.Tensor,
+    ) -> None:
+        """Grow the trees of `bind_rows`' batch, and choose N* by `cost_ms`."""
+        reqs = len(tokens)
+        slots = self.row_slots[:reqs]
         expand_best_first(
             tokens,
             logprobs,
@@ -274,7 +302,7 @@ class Trees:
             self.log_rho,
             self.size,
             child_rows,
-            self.log_kappa,
+            log_kappa,
             copies,
         )
         torch.minimum(self.size, self.node_limits, out=self.size)
@@ -282,7 +310,7 @@ class Trees:
         if self.budget is not None:
             torch.clamp(self.size, max=self.budget, out=self.num_verify)
         else:
-            self._choose(slots, self.size, self.base_rows, self.cost_ms)
+            self._choose(slots, self.size, self.base_rows, cost_ms)
 
     def _best_of_slice(self, logits: torch.Tensor, vocab_start: int) -> torch.Tensor:
         """The K best of a slice, and its mass: [M, K + 1] int64, one message between ranks."""
@@ -321,18 +349,23 @@ class Trees:
         self.cost_ms_host = np.array(cost_ms, dtype=np.float32)
         to_device(self.cost_ms_host, out=self.cost_ms)
 
+    def set_copy_cost_ms(self, cost_ms: np.ndarray) -> None:
+        """Install the cost of a step without a draft by its target rows."""
+        to_device(cost_ms, out=self.copy_cost_ms)
+
     def set_log_kappa(self, log_kappa: np.ndarray) -> None:
         """Install what calibrates path scores, [S] fp32; see `policy.gains`."""
         to_device(log_kappa, out=self.log_kappa)
 
-    def publish(self, step: int, grown_for: np.ndarray | None) -> None:
+    def publish(self, step: int, grown_for: np.ndarray | None, only_copies: bool = False) -> None:
         """At the end of a step, start the copy of its results to the host.
 
         Args:
             step: its number.
             grown_for: [R] request slots that trees were grown for; None if the step did not draft.
+            only_copies: whether these trees are copies alone.
         """
-        self._grown_for[step % 2] = grown_for
+        self._grown_for[step % 2], self._only_copies[step % 2] = grown_for, only_copies
         self._mirror.start_copy(step)
 
     def has_published(self, step: int) -> bool:
@@ -344,8 +377,15 @@ class Trees:
         results = self._mirror.read(step)
         if results is None:
             return None
-        num_verify, promised, emitted = results
-        return Published(self._grown_for[step % 2], num_verify, promised.view(np.float32), emitted)
+        num_verify, promised, emitted, copied = results
+        return Published(
+            self._grown_for[step % 2],
+            num_verify,
+            promised.view(np.float32),
+            emitted,
+            copied.view(np.float32),
+            self._only_copies[step % 2],
+        )
 
     def select_columns(
         self,
@@ -372,7 +412,9 @@ class Trees:
             self.copies.select_columns(slots, columns, unused)
         ancestor_bits(self.parents, slots.contiguous(), self.bits)
 
-    def choose_again(self, slots: np.ndarray, drafts: np.ndarray, base_rows: int) -> None:
+    def choose_again(
+        self, slots: np.ndarray, drafts: np.ndarray, base_rows: int, only_copies: bool = False
+    ) -> None:
         """Choose N* again, for a step with other rows than roots, or for trees that were pruned.
 
         Prompt tokens have to be computed in any case, so nodes are not chosen to make up for their
@@ -382,15 +424,17 @@ class Trees:
             slots: [R] request slots.
             drafts: [R] most nodes of each request.
             base_rows: target rows of the step that are not nodes, >= R.
+            only_copies: whether the trees are copies alone.
         """
         both = np.stack([slots, drafts])
         on_device, most = to_device(both, dtype=torch.int64, device=self.device)
         self._limits[on_device] = torch.minimum(self.size[on_device], most.to(torch.int32))
-        num_reqs, cost = len(slots), self.cost_ms
+        num_reqs = len(slots)
+        whole = cost = self.copy_cost_ms if only_copies else self.cost_ms
         if base_rows != num_reqs:
-            added = cost[base_rows - num_reqs :]
+            added = whole[base_rows - num_reqs :]
             cost = self._node_cost_ms[: len(added)]
-            torch.sub(added, added[num_reqs] - self.cost_ms[num_reqs], out=cost)
+            torch.sub(added, added[num_reqs] - whole[num_reqs], out=cost)
         self._choose(on_device, self._limits, num_reqs, cost)
 
     # ---- step t+1: the trees are verified -----------------------------------------------

@@ -15,6 +15,8 @@ from vllm_bastion.telemetry.record import MOST_PENDING, PERIOD, StepRecord, Step
 # Why a plain step has no drafts, where the gate did not refuse them: a new request, or one that was
 # preempted; vLLM had no room for drafts; or the step was scheduled before the gate decided.
 NO_TREE = "no tree yet"
+# Why a step has nodes although the gate refused a draft.
+ONLY_COPIES = "copies alone"
 
 
 class Recorder:
@@ -52,7 +54,9 @@ class Recorder:
         self._step = StepRecord()
         self._requests = 0  # of the step that ended last
 
-    def decided(self, drafts: bool, reason: str, num_reqs: int, plain_ms: float) -> None:
+    def decided(
+        self, drafts: bool, reason: str, num_reqs: int, plain_ms: float, *, looks_up: bool = False
+    ) -> None:
         """The gate decided about the next step.
 
         Args:
@@ -60,11 +64,13 @@ class Recorder:
             reason: why, in a few words: a label of metrics.
             num_reqs: requests of the decision.
             plain_ms: cost of a plain step of these requests; infinite if it is unknown.
+            looks_up: whether it may get trees of copies alone.
         """
         self._next = num_reqs, plain_ms
         # An undrafted step has no reason in a decision to draft, and the other way round.
         last = self._next_reasons[0]
-        self._next_reasons = (reason, NO_TREE) if drafts else (last, reason)
+        of_trees = ONLY_COPIES if looks_up else last
+        self._next_reasons = (reason, NO_TREE) if drafts else (of_trees, reason)
 
     def ended(self, requests: int, nodes: int, rows: int, tree_ms: float) -> None:
         """A step has ended, for the host: called after the decision about the next one.

@@ -70,7 +70,7 @@ def _find(history, lengths, slots, last, counts, found):
 @njit
 def _mix(
     history, lengths, slots, found, last, counts, priors, candidates, logprobs, rows, stateless,
-    tokens, places, copy_rows,
+    tokens, places, copy_rows, promised,
 ):  # fmt: skip
     """rows: an empty last axis for a lattice without them."""
     depths, width, has_rows = candidates.shape[1], candidates.shape[2], rows.shape[3] > 0
@@ -83,10 +83,12 @@ def _mix(
         found[slot] = 0
         last[slot, 0], last[slot, 1], last[slot, 2] = start, match, size
         tokens[r], places[r] = -1, -1
-        state = 0
+        state, path, total = 0, 1.0, 0.0
         for depth in range(tokens.shape[1] if match > 0 else 0):
             at = min(match + depth, _LONGEST)
             chance = (counts[1, at] + _TRIALS * priors[at]) / (counts[0, at] + _TRIALS)
+            path *= chance
+            total += path
             token = history[slot, start + depth % (size - start)]
             here = width
             log_rest = math.log1p(-chance)
@@ -115,6 +117,7 @@ def _mix(
                 )
             else:
                 state = here if here < width else -1
+        promised[slot] = total
     for at in range(counts.shape[1]):
         if counts[0, at] > _MOST:
             counts[0, at] //= 2
@@ -138,7 +141,7 @@ def mix_copy(op: MixCopy) -> None:
         op.history.numpy(), op.lengths.numpy(), op.slots.numpy(), op.found.numpy(),
         op.last.numpy(), op.counts.numpy(), op.priors.numpy(), op.candidates.numpy(),
         op.logprobs.numpy(), _NO_ROWS if op.rows is None else op.rows.numpy(), op.stateless,
-        op.tokens.numpy(), op.places.numpy(), op.copy_rows.numpy(),
+        op.tokens.numpy(), op.places.numpy(), op.copy_rows.numpy(), op.promised.numpy(),
     )  # fmt: skip
 
 

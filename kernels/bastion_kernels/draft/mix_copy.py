@@ -56,6 +56,7 @@ def _mix_kernel(
     tokens_ptr,
     places_ptr,
     copy_rows_ptr,
+    promised_ptr,
     reqs,
     history_s,
     candidates_r,
@@ -105,6 +106,7 @@ def _mix_kernel(
         tl.store(tokens_ptr + ahead, token, mask=ahead < L)
         place = tl.where(match > 0, M, -1)
         tl.store(places_ptr + ahead, place, mask=(ahead < L) & ((match == 0) | (ahead >= D)))
+        promised, path = 0.0, 1.0
         if match > 0:
             candidate = tl.arange(0, BLOCK_M)
             state = tl.full([], 0, tl.int32)
@@ -113,6 +115,8 @@ def _mix_kernel(
                 trials = tl.load(counts_ptr + at).to(tl.float32)
                 right = tl.load(counts_ptr + LONGEST + 1 + at).to(tl.float32)
                 w = (right + TRIALS * tl.load(priors_ptr + at)) / (trials + TRIALS)
+                path *= w
+                promised += path
                 copied = tl.load(history_ptr + depth % period)
                 in_lattice = (candidate < M) & (depth < D)
                 found = tl.load(
@@ -145,6 +149,7 @@ def _mix_kernel(
                         )  # fmt: skip
                     else:
                         state = tl.where(here < M, here, -1)
+        tl.store(promised_ptr + slot, promised)
     # every count of this program has been read before it counts as finished
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == reqs - 1:
@@ -196,6 +201,8 @@ class MixCopy(Op):
     copy_rows: Tensor
     """`[R, L, M + 1]` fp32, written for rows with a copy: log q' of each candidate, then of the
     copied token if it is not one of them."""
+    promised: Tensor
+    """`[S]` fp32, written: how many of the copy's L tokens are expected to be right."""
 
     def check(self) -> None:
         total, _ = self.history.shape
@@ -216,6 +223,7 @@ class MixCopy(Op):
         self.expect("tokens", (reqs, length), torch.int32)
         self.expect("places", (reqs, length), torch.int32)
         self.expect("copy_rows", (reqs, length, width + 1), torch.float32)
+        self.expect("promised", (total,), torch.float32)
         if length < depth:
             raise ValueError(f"{self.name}: L must be at least D = {depth}, got {length}")
 
@@ -237,10 +245,12 @@ class MixCopy(Op):
             self.found[slot] = 0
             self.last[slot] = torch.tensor([start, match, len(text)])
             self.tokens[r], self.places[r] = -1, -1
-            state = 0
+            state, path, promised = 0, 1.0, 0.0
             for depth in range(self.tokens.shape[1] if match else 0):
                 text.append(text[start + depth])
                 chance = float(chances[min(match + depth, LONGEST)])
+                path *= chance
+                promised += path
                 mixed, here = torch.zeros(width + 1, dtype=torch.float64), width
                 if depth < depths:
                     tokens = self.candidates[r, depth].tolist()
@@ -257,6 +267,7 @@ class MixCopy(Op):
                         state = here if here < width else -1
                     else:
                         state = int(self.rows[r, depth, state, here]) if known else -1
+            self.promised[slot] = promised
         full = self.counts[0] > _MOST_TRIALS
         self.counts[:, full] = self.counts[:, full] // 2
 
@@ -282,6 +293,7 @@ class MixCopy(Op):
             self.tokens,
             self.places,
             self.copy_rows,
+            self.promised,
             reqs,
             self.history.stride(0),
             *self.candidates.stride(),
