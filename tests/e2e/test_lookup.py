@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookup: texts that repeat give plain decoding's tokens, with copies in trees and copies alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.costs import write_costs
+from benchmarks.replay.costs import CostSource
+from tests.e2e import cases
+from tests.e2e.compare import Comparison
+from tests.e2e.engines import Batch, Engine, Runner
+from vllm_bastion.policy.cost.table import StepCostTable
+
+pytestmark = pytest.mark.e2e
+PLAIN = Engine(eager=True)
+
+
+def repeating() -> Batch:
+    """Prompts that repeat themselves, an edited copy among them; greedy and seeded."""
+    batch = Batch("prompts that repeat")
+    text = cases.long_prompt("code", 40)
+    edited = text.replace("e", "a", 3)
+    for i, prompt in enumerate((2 * text, text + edited + text[: len(text) // 2], 3 * text[:60])):
+        batch.add(f"repeats-{i}", prompt, arrive=2 * i, temperature=0.7 * (i == 1), seed=i,
+                  max_tokens=64, ignore_eos=True)  # fmt: skip
+    return batch
+
+
+def costs(folder: Path, drafter_ms: float) -> dict[str, Any]:
+    table = StepCostTable.linear(10.0, 0.3, max_rows=128, drafter_ms=drafter_ms)
+    path = write_costs(CostSource("given", table, None), folder / f"{drafter_ms}.json")
+    return {"calibration": path, "latency_model": "table"}
+
+
+def steps_because(run: dict[str, Any], reason: str) -> float:
+    metrics = run["batches"][0]["metrics"]
+    return sum(n for name, n in metrics.items() if "bastion_steps" in name and reason in name)
+
+
+def by_source(run: dict[str, Any], what: str) -> dict[str, float]:
+    metrics = run["batches"][0]["metrics"]
+    sources = ("drafter", "lookup", "both")
+    return {name: metrics.get(f"bastion_{what}_by_source/{name}", 0) for name in sources}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "lagged"])
+def test_copies_alone_where_a_draft_is_dear(
+    runner: Runner, compare: Comparison, tmp_path: Path, mode: str
+) -> None:
+    batches = [repeating()]
+    keys = costs(tmp_path, drafter_ms=1000.0)
+    if mode == "lagged":
+        keys["budget_timing"] = "lagged"
+    tree = PLAIN.with_bastion(32, **keys)
+    tree = tree if mode == "sync" else tree.with_async()
+    expected, run = runner.submit(PLAIN, batches), runner.submit(tree, batches)
+    compare.same(f"copies alone, {mode}", batches, expected.result(), run.result())
+    done = run.result()
+    assert steps_because(done, "copies alone") > 0
+    accepted = by_source(done, "accepted")
+    assert accepted["lookup"] > 0 and not accepted["both"]
+    assert done["batches"][0]["forwards"] < expected.result()["batches"][0]["forwards"]
+
+
+def test_a_fixed_budget_with_and_without_lookup(
+    runner: Runner, compare: Comparison, tmp_path: Path
+) -> None:
+    batches = [repeating()]
+    runs = [
+        runner.submit(engine, batches)
+        for engine in (
+            PLAIN,
+            PLAIN.with_bastion(16, 16),
+            PLAIN.with_bastion(16, 16, lookup=False),
+        )
+    ]
+    expected, mixed, without = (run.result() for run in runs)
+    compare.same("lookup in trees", batches, expected, mixed)
+    compare.same("without lookup", batches, expected, without)
+    nodes, accepted = by_source(mixed, "nodes"), by_source(mixed, "accepted")
+    assert min(nodes.values()) > 0 and accepted["lookup"] + accepted["both"] > 0
+    metrics = mixed["batches"][0]["metrics"]
+    assert sum(nodes.values()) <= metrics["spec_decode_num_draft_tokens"]
+    assert sum(accepted.values()) == metrics["spec_decode_num_accepted_tokens"]
+    assert not any(by_source(without, "nodes").values())
+    assert mixed["batches"][0]["forwards"] < without["batches"][0]["forwards"]
