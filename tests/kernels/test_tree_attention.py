@@ -313,7 +313,7 @@ def test_refusals_name_the_argument() -> None:
     with pytest.raises(ValueError, match="and 65536 bytes of shared memory"):
         default_tiles(torch.float16, 64, 1, shared=64 * 1024)
     with pytest.raises(ValueError, match="dimension of 512"):
-        default_tiles(torch.bfloat16, 512, 1)
+        default_tiles(torch.bfloat16, 512, 1, shared=99 * 1024)
 
 
 @pytest.mark.parametrize("kilobytes", [99, 163])

@@ -90,9 +90,8 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             )
             for window in {layer.sliding_window or 0 for layer in layers}
         }
-        if device.type == "cuda":
-            for workspace in self.workspaces.values():
-                workspace.warm_up()
+        for workspace in self.workspaces.values():
+            workspace.warm_up()
 
     def build(
         self,

@@ -135,7 +135,7 @@ def attention_bytes(
 
 
 def _attention(config: VllmConfig) -> int:
-    if not current_platform.is_cuda():
+    if not current_platform.is_cuda_alike():
         return 0
     model, parallel = config.model_config, config.parallel_config
     kinds = set(getattr(model.hf_text_config, "layer_types", None) or ["full_attention"])
