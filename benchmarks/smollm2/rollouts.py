@@ -48,7 +48,7 @@ class Engine:
         self.count = 0
         self.llm = LLM(
             str(folder), dtype="bfloat16", max_model_len=1536, max_num_seqs=64,
-            max_num_batched_tokens=2048, kv_cache_memory_bytes=2 << 30, enforce_eager=True,
+            max_num_batched_tokens=2048, kv_cache_memory_bytes=2 << 30, enforce_eager=False,
             disable_log_stats=True, seed=seed,
         )  # fmt: skip
         self.end = self.llm.get_tokenizer().convert_tokens_to_ids(END_OF_TURN)
