@@ -177,7 +177,8 @@ def _of_drafter(
         rows += [
             ours(f"bastion {name}", nodes, "adaptive", latency_model=name) for name in ESTIMATORS
         ]
-    return [*rows, ours(ADAPTIVE, nodes, "adaptive")]
+    alone = ours("bastion without lookup", nodes, "adaptive", lookup=False)
+    return [*rows, alone, ours(ADAPTIVE, nodes, "adaptive")]
 
 
 def chosen(rows: dict[str, Method], parts: Sequence[str], sampled: bool) -> dict[str, Method]:
