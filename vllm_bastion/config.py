@@ -54,7 +54,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_top_k: Annotated[int, Field(ge=1, le=32)] = 16
     """Candidate tokens kept at each drafted depth, 1 to 32, or as many as the drafter's own head
     scores."""
-    bastion_lookup: bool = True
+    bastion_lookup: bool = False
     """Whether trees get a branch that copies what followed the same words earlier in the prompt or
     the reply."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"

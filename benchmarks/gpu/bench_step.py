@@ -78,7 +78,7 @@ def modes(drafter: str, nodes: list[int], flat: str) -> dict[str, dict[str, Any]
     return {
         "plain": None,
         "dflash chain": {"method": "dflash", "model": drafter, "num_speculative_tokens": GAMMA},
-        "bastion chain": {**chain, "bastion_top_k": 1, "bastion_lookup": False},
+        "bastion chain": {**chain, "bastion_top_k": 1},
         f"bastion {GAMMA} nodes": chain,
         **{
             f"bastion {n} nodes": {**bastion, "num_speculative_tokens": n, "bastion_budget": n}

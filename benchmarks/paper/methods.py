@@ -171,14 +171,14 @@ def _of_drafter(
             Method(f"{name}, adaptive verification", {**chain, **more})
             for name, chain in chains.items()
         ]
-    rows.append(ours(CHAIN, gamma, gamma, top_k=1, lookup=False))
+    rows.append(ours(CHAIN, gamma, gamma, top_k=1))
     rows += [ours(fixed_name(n), n, n) for n in budgets]
     if not label:
         rows += [
             ours(f"bastion {name}", nodes, "adaptive", latency_model=name) for name in ESTIMATORS
         ]
-    alone = ours("bastion without lookup", nodes, "adaptive", lookup=False)
-    return [*rows, alone, ours(ADAPTIVE, nodes, "adaptive")]
+    rows.append(ours("bastion lookup", nodes, "adaptive", lookup=True))
+    return [*rows, ours(ADAPTIVE, nodes, "adaptive")]
 
 
 def chosen(rows: dict[str, Method], parts: Sequence[str], sampled: bool) -> dict[str, Method]:

@@ -38,13 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAIR = Path(os.environ.get("VLLM_BASTION_TEST_PAIR", ROOT / "benchmarks" / "tiny"))
 TARGET, DRAFTER = str(PAIR / "target"), str(PAIR / "drafter")
 GAMMA = 15
-
-
-def depth_of(nodes: int) -> int:
-    """Depth of trees of so many nodes: a copy of the context may be longer than the block."""
-    return max(GAMMA, min(31, nodes))
-
-
 ON_GPU = torch.cuda.is_available()
 
 _ON_CPU = {

@@ -30,13 +30,18 @@ def install(runner: Any, answers: dict[str, list[int]], plan: Any = None, seed: 
     bumps = _random(random.Random(seed)) if plan is None else _planned(**plan)
     generator = torch.Generator().manual_seed(seed)
     trees, states = runner.speculator.trees, runner.req_states
-    grow = trees.grow
+    rank, grow_ranked = trees.rank, trees.grow_ranked
+    vocab = 0
     graphs = runner.speculator.query_cudagraph_manager
     if graphs is not None:
         graphs._graphs_captured = False  # a replay would not run this code
 
-    def grow_known(logits: torch.Tensor, num_reqs: int, **_: Any) -> None:
+    def rank_as_before(logits: torch.Tensor, *args: Any) -> None:
+        nonlocal vocab
         vocab = logits.shape[-1]
+        rank(logits, *args)
+
+    def grow_known(num_reqs: int, *_: Any) -> None:
         made = torch.randn(num_reqs, trees.depth, vocab, generator=generator)
         for row in range(num_reqs):
             slot = int(trees.row_slots[row])
@@ -46,9 +51,10 @@ def install(runner: Any, answers: dict[str, list[int]], plan: Any = None, seed: 
             emitted = int(states.total_len.gpu[slot]) - int(states.prompt_len.gpu[slot])
             truth = answers.get(name, [])[emitted : emitted + trees.depth]
             bumps(truth, emitted, made[row])
-        grow(made.view(-1, vocab).to(logits), num_reqs)
+        rank(made.view(-1, vocab).to(trees.device), 0)
+        grow_ranked(num_reqs, trees.depth)
 
-    trees.grow = grow_known
+    trees.rank, trees.grow_ranked = rank_as_before, grow_known
 
 
 def _random(rng: random.Random, miss: float = 0.1) -> Bumps:

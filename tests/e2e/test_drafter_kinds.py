@@ -104,7 +104,7 @@ def test_a_width_1_tree_is_vllms_own_chain(kind: str, runner: Runner, folder: Pa
     drafter = make_drafter(kind, folder / f"{kind}-chain")
     method = "dspark" if "dspark" in kind else "dflash"
     chain = PLAIN.with_method(method, GAMMA, model=drafter)
-    ours = PLAIN.with_bastion(GAMMA, GAMMA, model=drafter, top_k=1, lookup=False)
+    ours = PLAIN.with_bastion(GAMMA, GAMMA, model=drafter, top_k=1)
     # vLLM's own XPress kernels have no native twins.
     how = {"interpreted": True} if kind in XPRESS else {}
     runs = [
@@ -153,7 +153,7 @@ def test_a_width_1_tree_is_specforges_chain(runner: Runner) -> None:
         batch.add("one", row["prompt"], temperature=0, max_tokens=count, ignore_eos=True)
         batches.append(batch)
     drafter = str(ROOT / "benchmarks" / "tiny" / "domino")
-    engine = PLAIN.with_bastion(GAMMA, GAMMA, model=drafter, top_k=1, lookup=False)
+    engine = PLAIN.with_bastion(GAMMA, GAMMA, model=drafter, top_k=1)
     run, compared = runner.run(engine, batches, probe=PROBE), 0
     for row, result in zip(rows, run["batches"], strict=True):
         tokens, count, at, expected = row["tokens"], len(row["chains"]), 0, []

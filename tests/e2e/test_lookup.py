@@ -55,7 +55,7 @@ def test_copies_alone_where_a_draft_is_dear(
     keys = costs(tmp_path, drafter_ms=1000.0)
     if mode == "lagged":
         keys["budget_timing"] = "lagged"
-    tree = PLAIN.with_bastion(32, **keys)
+    tree = PLAIN.with_bastion(32, lookup=True, **keys)
     tree = tree if mode == "sync" else tree.with_async()
     expected, run = runner.submit(PLAIN, batches), runner.submit(tree, batches)
     compare.same(f"copies alone, {mode}", batches, expected.result(), run.result())
@@ -74,8 +74,8 @@ def test_a_fixed_budget_with_and_without_lookup(
         runner.submit(engine, batches)
         for engine in (
             PLAIN,
+            PLAIN.with_bastion(16, 16, lookup=True),
             PLAIN.with_bastion(16, 16),
-            PLAIN.with_bastion(16, 16, lookup=False),
         )
     ]
     expected, mixed, without = (run.result() for run in runs)

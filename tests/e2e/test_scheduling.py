@@ -50,7 +50,7 @@ def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
     # Room for all requests: vLLM reserves gamma tokens more per request than dflash uses.
     plain = Engine(eager=True, extra=(("max_num_batched_tokens", 512),))
     dflash = runner.submit(plain.with_method("dflash", GAMMA), [batch])
-    chain = runner.submit(plain.with_bastion(GAMMA, GAMMA, top_k=1, lookup=False), [batch])
+    chain = runner.submit(plain.with_bastion(GAMMA, GAMMA, top_k=1), [batch])
     compare.same("chain against dflash", [batch], dflash.result(), chain.result())
     left, right = dflash.result()["batches"][0], chain.result()["batches"][0]
     if ON_GPU:

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.random_drafter import write_random
 from tests.e2e import cases
-from tests.e2e.engines import DRAFTER, ON_GPU, Batch, Engine, Runner, depth_of
+from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Batch, Engine, Runner
 from tests.e2e.test_serving import SPECULATIVE, Server, serving, values
 
 pytestmark = [pytest.mark.e2e]
@@ -59,7 +59,7 @@ def check_metrics(run: dict[str, Any]) -> None:
     for bound in (1, 2, 4, 8, 16, 32):
         below = sum(count <= bound for count in nodes)
         assert metrics[f"bastion_nodes_verified_bucket/{bound}.0"] == below
-    for depth in range(1, depth_of(NODES) + 1):
+    for depth in range(1, GAMMA + 1):
         reached = sum(found >= depth for found in depths)
         assert metrics.get(f"bastion_accepted_by_depth/{depth}", 0) == reached
 
@@ -97,7 +97,7 @@ def test_a_requests_own_metrics_have_its_trees(runner: Runner) -> None:
         assert found["per_step_drafted"] == [nodes for nodes, _ in drafted]
         assert found["per_step_accepted"] == [accepted for _, accepted in drafted]
         assert found["num_spec_steps"] == len(drafted) > 0
-        assert len(found["acceptance_histogram"]) == depth_of(NODES) + 1
+        assert len(found["acceptance_histogram"]) == GAMMA + 1
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_the_servers_metrics_are_whole(
             trees = values(text, "spec_decode_num_drafts_total")
             assert values(text, "bastion_nodes_verified_count") == trees
             assert values(text, "bastion_nodes_verified_bucket", le="+Inf") == trees
-            for depth in range(1, depth_of(NODES) + 1):
+            for depth in range(1, GAMMA + 1):
                 vllms = values(
                     text, "spec_decode_num_accepted_tokens_per_pos_total", position=str(depth - 1)
                 )
