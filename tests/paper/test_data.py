@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.paper import editing
 from benchmarks.paper.data import (
     LONG,
     SETS,
@@ -166,6 +167,12 @@ def test_own_prompts_spec_bench_and_speed_bench(tmp_path: Path) -> None:
         load_speed_bench(tmp_path, "throughput_1k")
     with pytest.raises(DataError, match='row 0 has no "prompt"'):
         load_jsonl(write(tmp_path / "bad.jsonl", [{"text": "a"}]))
+
+
+def test_a_function_that_is_to_be_renamed_is_in_its_file(tmp_path: Path) -> None:
+    for prompt in load_jsonl(write(tmp_path / "editing.jsonl", list(editing.rows()))):
+        code, asked = prompt.turns[0].split("\nRename ")
+        assert prompt.set == "code editing" and f"def {asked.split()[0]}(" in code
 
 
 def test_vllm_reads_the_same_first_turns(tmp_path: Path) -> None:
