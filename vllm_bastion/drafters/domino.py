@@ -23,7 +23,7 @@ from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.drafters.room import parts
 
 # Prefixes kept at a depth, for each request of a batch of any size: a tree is grown before its
-# budget is known. More gained nothing; see benchmarks/results/domino.md.
+# budget is known. More gained nothing on the tiny pair.
 WIDTH = 16
 
 

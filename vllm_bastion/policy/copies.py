@@ -34,9 +34,9 @@ class Copies:
         self.history, self.lengths, self.depth = history, lengths, depth
         self._found = zeros(slots, dtype=torch.int64)
         self._last = zeros(slots, 3)
-        # Trials and successes by match length, of all requests.
-        self.counts = zeros(2, 33)
         self._priors = copy_priors(device)
+        # Trials and successes by match length, of all requests.
+        self.counts = zeros(2, len(self._priors))
         self._arrived = zeros(1)
         # By row of the batch.
         self.tokens, self.places = zeros(slots, depth), zeros(slots, depth)
