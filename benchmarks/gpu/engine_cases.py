@@ -2,7 +2,8 @@
 """What an engine launches besides the ops of `cases`, and tree attention by its heads.
 
 The plan of tree attention, vLLM's kernel that prepares the drafter's inputs (once a step each),
-gated delta trees (Qwen3-Next's sizes), and vLLM's top-p filter over the rows of trees.
+gated delta trees (Qwen3-Next's sizes), vLLM's top-p filter over the rows of trees, and lookup's
+search of token ids, which vLLM keeps in the host's memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from bastion_kernels import ancestor_bits
+from bastion_kernels import ancestor_bits, find_copy
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.gated_delta.recurrence import gated_delta_tree
 from benchmarks.gpu.attention_case import attention_case, random_trees
@@ -195,6 +196,35 @@ def top_p_case(rows: int, vocabulary: int, device: str) -> Case:
     return Case(check, [run] * 5, bytes_moved=2 * logits.nbytes)
 
 
+def find_copy_case(reqs: int, length: int, most: int, on_host: bool, device: str) -> Case:
+    """The copies of requests of `length` tokens, in rows for `most`."""
+    from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
+
+    g = torch.Generator().manual_seed(length)
+    text = torch.randint(1000, (reqs, length), generator=g, dtype=torch.int32)
+    for row in text:  # an end of eight tokens that occurs before
+        row[length // 2 : length // 2 + 8] = row[-8:]
+    buffer = UvaBuffer((reqs, most), torch.int32)
+    buffer.cpu[:, :length] = text
+    history = buffer.uva() if on_host else buffer.cpu.to(device)
+    lengths = torch.full((reqs,), length, dtype=torch.int32, device=device)
+    last = torch.zeros(reqs, 3, dtype=torch.int32, device=device)
+    counts = torch.zeros(2, 33, dtype=torch.int32, device=device)
+    found = torch.zeros(reqs, dtype=torch.int64, device=device)
+    slots = torch.arange(reqs, device=device)
+    run = partial(find_copy.triton, history, lengths, slots, last, counts, found)
+
+    def check() -> None:
+        run()
+        want = torch.zeros(reqs, dtype=torch.int64)
+        rest = (slots.cpu(), last.cpu(), counts.cpu(), want)
+        find_copy.reference(buffer.cpu[:, :length], lengths.cpu(), *rest)
+        assert int(want.min()) >> 32 >= 8, "no request repeats itself"
+        same("find_copy's matches", found, want)
+
+    return Case(check, [run] * 5)
+
+
 def engine_cases(small: bool, device: str = "cuda") -> list[Entry]:
     """The cases of this file, and tree attention by size of heads and with an fp8 cache."""
     model = TINY if small else QWEN3_8B
@@ -232,6 +262,13 @@ def engine_cases(small: bool, device: str = "cuda") -> list[Entry]:
             found.append(
                 Entry("gated_delta", name, partial(gated_delta_case, reqs, nodes, small, device))
             )
+    for reqs in (2,) if small else (1, 16, 64):
+        for length in (40,) if small else (1024, 8192):
+            for on_host in (False, True):
+                name = f"lookup in {length} tokens, R={reqs}, {'host' if on_host else 'device'}"
+                most = 64 if small else 40960
+                case = partial(find_copy_case, reqs, length, most, on_host, device)
+                found.append(Entry("find_copy", name, case))
     for rows in (3, 5) if small else (64, 256, 512):
         case = partial(top_p_case, rows, model.vocab, device)
         found.append(Entry("top_p", f"top-p, {rows} rows", case))

@@ -12,7 +12,7 @@ import torch
 from benchmarks.budgets import ADAPTIVE, NEVER, Switched
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import dummy_engine, noise
-from vllm_bastion.cli.buffers import largest
+from vllm_bastion.cli.buffers import largest, total
 from vllm_bastion.cli.memory import memory_of
 
 _LOADS = (1, 16, 32, 33, 64)
@@ -62,7 +62,7 @@ def _watch_warm_up() -> dict[str, float]:
 
 def _memory(core: Any, peak: dict[str, float]) -> dict[str, float]:
     config, scheduler = core.vllm_config, core.scheduler
-    free, total = torch.cuda.mem_get_info()
+    free, whole = torch.cuda.mem_get_info()
     tensors = scheduler.kv_cache_config.kv_cache_tensors
     expected = memory_of(config)  # as `vllm-bastion check` says
     return {
@@ -71,7 +71,7 @@ def _memory(core: Any, peak: dict[str, float]) -> dict[str, float]:
         "logits_by_calculation_gib": largest(list(expected.logits)).ours / _GIB,
         "kv_gib": sum(tensor.size for tensor in tensors) / _GIB,
         "free_gib": free / _GIB,
-        "total_gib": total / _GIB,
+        "total_gib": whole / _GIB,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "max_model_len": config.model_config.max_model_len,

@@ -11,19 +11,25 @@ from benchmarks.gpu.quarter.adaptive import others
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import SMALL, pair_engine, rounds, texts
 
+LOOKUP = "adaptive, lookup"
 _LOADS = {1: 12, 16: 64}
 
 
 def ask(job: Job) -> None:
-    """Plain, vLLM's chain of 15, adaptive; no torch.compile, whose start would cost a minute."""
+    """Plain, vLLM's chain of 15, adaptive without and with lookup.
+
+    Without torch.compile, whose start would cost a minute.
+    """
     loads, tokens = ({1: 1, 2: 2}, 6) if job.small else (_LOADS, 64)
     names = {f"{n} at a time": n for n in loads}
     if not job.lacks(*names):
         return
-    engine = pair_engine(TINY, job.small, most=max(loads), alive=3, length=384)
+    engine = pair_engine(TINY, job.small, most=max(loads), alive=4, length=384)
     engine = replace(engine, more=SMALL["more"])
+    assert engine.speculative is not None
+    lookup = replace(engine, speculative={**engine.speculative, "bastion_lookup": True})
     requests = {name: texts(loads[n], tokens) for name, n in names.items()}
-    engines = others(engine, best=False)
+    engines = {**others(engine, best=False), LOOKUP: lookup}
     switched = Switched(engine, requests, engines)
     job.note("starts", **switched.start_s)
     modes = [*engines, ADAPTIVE]

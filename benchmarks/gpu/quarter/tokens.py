@@ -8,9 +8,8 @@ import pytest
 from benchmarks.gpu.quarter.job import Job
 
 _TESTS = (
-    "tests/e2e/test_capture.py::test_full_graphs_capture_the_mask",
     "tests/e2e/test_lossless.py",
-    "tests/e2e/test_capture.py",
+    "tests/e2e/test_capture.py::test_full_graphs_capture_the_mask",
 )
 _SMALL = (
     "tests/e2e/test_capture.py::test_full_graphs_capture_the_mask",
