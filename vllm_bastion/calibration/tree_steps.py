@@ -10,6 +10,7 @@ trees, and in a mixture of experts the same few experts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,12 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from vllm_bastion.engine.runtime import runtime_of
+from vllm_bastion.policy.cost.timing import new_mark
+
+# vLLM stages a request's blocks, tokens and parameters in host memory that the device reads, and
+# takes the same memory again two steps later (`buffer_utils.UvaBufferPool`). Its engine never has
+# more steps in flight; a third one would make the device write wherever the new numbers say.
+_IN_FLIGHT = 2
 
 
 class TreeSteps:
@@ -31,6 +38,7 @@ class TreeSteps:
         # Without a seed vLLM would draw one, which would change the seeds of all later requests.
         self._params = SamplingParams(temperature=0.0, seed=0, max_tokens=runner.max_model_len)
         self._finished: set[str] = set()
+        self._running: deque[Any] = deque()
 
     @contextmanager
     def untrimmed(self) -> Iterator[TreeSteps]:
@@ -49,6 +57,7 @@ class TreeSteps:
             last = SchedulerOutput.make_empty()
             last.finished_req_ids = self._finished
             runner.execute_model(last)
+            self._wait(0)
         finally:
             runtime.timed_spares = None
             runner.kv_connector.set_disabled(False)
@@ -107,13 +116,21 @@ class TreeSteps:
         step.total_num_scheduled_tokens = sum(tokens.values())
         return step
 
+    def _wait(self, most: int) -> None:
+        """Until at most so many steps are in flight."""
+        while len(self._running) > most:
+            self._running.popleft().synchronize()
+
     def _execute(self, step: SchedulerOutput) -> None:
         runner = self._runner
+        self._wait(_IN_FLIGHT - 1)
         runner.execute_model(step)
         runner.step_timing.forward_end()
         runner.step_timing.drafter_start()
         runner.sample_tokens(None)
         runner.step_timing.drafter_end()
+        self._running.append(new_mark(runner.device))
+        self._running[-1].record()
 
     def _blocks(self, num_reqs: int, tokens: int) -> list[tuple[list[int], ...]]:
         """Block ids by KV-cache group for each request; reused if the cache is too small."""
