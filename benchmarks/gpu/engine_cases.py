@@ -48,7 +48,8 @@ def plan_case(model: Model, reqs: int, most: int, device: str) -> Case:
         ids = torch.arange(reqs, dtype=torch.int32).repeat_interleave(count // reqs)
         assert torch.equal(found[:, 0].sort().values, ids), "not every request has its bundles"
         most = -(-(_CONTEXT + _BLOCK) // workspace.tiles.block_n)
-        assert int(found[:, 3].max()) == most, "the last rows do not see the whole context"
+        # A bundle's tiles may be rounded up to whole runs.
+        assert int(found[:, 3].max()) >= most, "the last rows do not see the whole context"
 
     return Case(check, [partial(workspace.plan, starts, lengths, rows)] * model.repeats)
 

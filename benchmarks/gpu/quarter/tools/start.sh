@@ -36,6 +36,7 @@ fi
 echo "unpacked after $((SECONDS - begin)) s"
 
 export PYTHONPATH=$home/site:$PWD:$PWD/kernels PYTHONUNBUFFERED=1
+export VLLM_USE_FLASHINFER_SAMPLER=0  # the kit has no FlashInfer
 export XDG_CACHE_HOME=$home/cache VLLM_CACHE_ROOT=$home/cache/vllm
 export TRITON_CACHE_DIR=$home/cache/triton TORCHINDUCTOR_CACHE_DIR=$home/cache/inductor
 if [ -e benchmarks/results/gpu/quarter.json ] && [ ! -e "$out/quarter.json" ]; then
