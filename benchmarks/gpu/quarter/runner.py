@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from benchmarks.gpu.quarter.job import ask
 from benchmarks.gpu.quarter.questions import Question
 from benchmarks.gpu.quarter.store import ANSWERED, FAILED, INTERRUPTED, UNASKED, Answers
 from benchmarks.harness.process import EngineError, EngineProcess
+from benchmarks.paper.arguments import without_folders
 from benchmarks.provenance import provenance
 
 _IMPORTS = ["vllm.entrypoints.llm", "benchmarks.gpu.quarter.job", "benchmarks.gpu.device"]
@@ -72,7 +74,7 @@ class Runner:
         if not waiting:
             return
         context, gpu = self._start()
-        self._answers.begin_call({**gpu, **provenance()})
+        self._answers.begin_call({**gpu, **provenance(without_folders(sys.argv[1:]))})
         try:
             self._write_pair(waiting)
             for question in waiting:
