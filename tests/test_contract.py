@@ -179,6 +179,7 @@ def test_capabilities_are_those_of_the_installed_vllm() -> None:
     bitmask = inspect.unwrap(StructuredOutputManager.grammar_bitmask)
     worker = importlib.import_module("vllm.v1.worker.gpu_worker")
     dflash = importlib.import_module("vllm.v1.worker.gpu.spec_decode.dflash.speculator")
+    gumbel = importlib.import_module("vllm.v1.worker.gpu.sample.gumbel")
     xpress = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.xpress")
     reallocate = AdaptiveVerificationManager.reallocate_drafts
     assert capabilities() == dataclasses.replace(
@@ -187,6 +188,7 @@ def test_capabilities_are_those_of_the_installed_vllm() -> None:
         returns_admitted_drafts=len(get_args(get_type_hints(reallocate)["return"])) == 4,
         pads_grammar_rows="mask_stride" in bitmask.__code__.co_varnames,
         worker_requires_triton="HAS_TRITON" in vars(worker),
+        seeds_draft_steps=hasattr(gumbel, "spec_step_seed"),
         stages_hidden_states="_aux_staging" in inspect.getsource(dflash),
     )
 

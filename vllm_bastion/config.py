@@ -54,9 +54,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_top_k: Annotated[int, Field(ge=1, le=32)] = 16
     """Candidate tokens kept at each drafted depth, 1 to 32, or as many as the drafter's own head
     scores."""
-    bastion_lookup: bool = False
+    bastion_lookup: bool | None = None
     """Whether trees get a branch that copies what followed the same words earlier in the prompt or
-    the reply."""
+    the reply. Left out: on a CPU, not on a GPU."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
     """Whether a step is sized by its own scores, for which the host waits, or by the last step's.
     auto: lagged on CUDA, exact on a CPU."""
@@ -88,6 +88,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         assert gamma is not None  # `validation.check_drafter` has checked it
         self.bastion_gamma = gamma
         self.bastion_top_k = min(self.bastion_top_k, candidates_of(drafter) or self.bastion_top_k)
+        if self.bastion_lookup is None:
+            # Who asks for a chain gets the drafter's.
+            self.bastion_lookup = current_host().looks_up and self.bastion_top_k > 1
         if self.rope_only_sizes_cache():
             # The drafter gets the target's positions, and reading past its rotary cache is not
             # checked. vLLM 0.33 extends the cache itself; 0.32 does so for EAGLE drafters only.

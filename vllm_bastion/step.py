@@ -39,6 +39,8 @@ class Step:
     # Whether it ends with a draft, and how many positions at the end of each block are left out.
     drafts: bool = True
     spared: int = 0
+    # Most tokens of a copy that its replies can still use; None where the host does not know.
+    longest_copy: int | None = None
     # Whether the controller preferred a plain step to a draft.
     refused: bool = False
     # Whether steps that are scheduled from now on get placeholders.

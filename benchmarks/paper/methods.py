@@ -156,7 +156,9 @@ def _of_drafter(
 
     def ours(name: str, most: int, budget: int | str, **keys: Any) -> Method:
         full = name.replace("bastion", f"bastion {label}") if label else name
-        return Method(full, bastion(folder, most, budget, **keys), True, True)
+        # The paper's method has no copies.
+        own = {"lookup": False, **keys}
+        return Method(full, bastion(folder, most, budget, **own), True, True)
 
     known = CHAINS if gamma >= max(CHAINS) else SHALLOW_CHAINS
     lengths = [n for n in known if n <= gamma] if drafter.method is not None else []

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trees import grow
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.drafters.room import MOST_AT_ONCE, by_parts, with_graphs
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.step import Step
 
 DEPTH, VOCAB, WIDTH = 3, 96, 8
 
@@ -45,9 +47,10 @@ def test_no_more_than_64_requests_have_logits_at_once(requests: int) -> None:
         lm_head=SimpleNamespace(tp_size=1), logits_processor=head, draft_id_to_target_id=None
     )
     trees, whole = make_trees(requests), make_trees(requests)
-    BastionSpeculator._grow_trees(SimpleNamespace(model=model, trees=trees), hidden, requests)
+    speculator = SimpleNamespace(model=model, trees=trees, runtime=SimpleNamespace(step=Step()))
+    BastionSpeculator._grow_trees(speculator, hidden, requests)
     assert sum(seen) == requests * DEPTH and max(seen) <= MOST_AT_ONCE * DEPTH
-    whole.grow(hidden @ weight, requests)
+    grow(whole, hidden @ weight, requests)
     for name in ("tokens", "parents", "depths", "size", "num_verify"):
         assert torch.equal(getattr(trees, name), getattr(whole, name)), name
 

@@ -42,17 +42,17 @@ def install(runner: Any, answers: dict[str, list[int]], plan: Any = None, seed: 
         rank(logits, *args)
 
     def grow_known(num_reqs: int, *_: Any) -> None:
-        made = torch.randn(num_reqs, trees.depth, vocab, generator=generator)
+        made = torch.randn(num_reqs, trees.gamma, vocab, generator=generator)
         for row in range(num_reqs):
             slot = int(trees.row_slots[row])
             if slot < 0:
                 continue
             name = states.index_to_req_id[slot].rsplit("-", 1)[0]
             emitted = int(states.total_len.gpu[slot]) - int(states.prompt_len.gpu[slot])
-            truth = answers.get(name, [])[emitted : emitted + trees.depth]
+            truth = answers.get(name, [])[emitted : emitted + trees.gamma]
             bumps(truth, emitted, made[row])
         rank(made.view(-1, vocab).to(trees.device), 0)
-        grow_ranked(num_reqs, trees.depth)
+        grow_ranked(num_reqs, trees.gamma)
 
     trees.rank, trees.grow_ranked = rank_as_before, grow_known
 

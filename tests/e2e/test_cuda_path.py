@@ -67,7 +67,8 @@ def test_graphs_replay_what_decoding_needs(
 ) -> None:
     """A captured launch learns about the step it is replayed for from buffers alone."""
     plain, requests = Engine(max_num_seqs=2, eager=True, extra=(LIMIT,)).with_async(), [batch()]
-    tree = with_graphs(plain).with_bastion(8, top_k=4, **costs(tmp_path, timing))
+    # As on a GPU: no copies, where the user does not ask for them.
+    tree = with_graphs(plain).with_bastion(8, top_k=4, lookup=False, **costs(tmp_path, timing))
     futures = [
         runner.submit(plain, requests),
         runner.submit(tree, requests, setup=SETUP, probe=REPLAYS, interpreted=True),

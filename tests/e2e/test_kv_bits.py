@@ -48,7 +48,7 @@ def test_caches_are_bit_equal(runner: Runner, compare: Comparison, kind: str) ->
     for shape, top_k in (("tree", 16), ("chain", 1)):
         plan = {"accept": ACCEPT, "swap": shape == "tree"}
         runs[shape] = runner.submit(
-            plain.with_bastion(GAMMA, GAMMA, top_k=top_k),
+            plain.with_bastion(GAMMA, GAMMA, top_k=top_k, lookup=False),
             [batch],
             oracle={"answers": answers, "plan": plan},
             probe=PROBE,

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.assigned import every_change
 from tests.e2e.engines import _INTERPRETED, ENVIRONMENT, ON_GPU, ROOT, Engine
 from tests.e2e.test_cuda_path import LIMIT, SETUP, with_graphs
-from vllm_bastion.hooks.assigned import every_change
 from vllm_bastion.hooks.ledger import (
     BASTION_WORKER,
     EVERY_PROCESS,

@@ -75,7 +75,7 @@ def test_a_fixed_budget_with_and_without_lookup(
         for engine in (
             PLAIN,
             PLAIN.with_bastion(16, 16, lookup=True),
-            PLAIN.with_bastion(16, 16),
+            PLAIN.with_bastion(16, 16, lookup=False),
         )
     ]
     expected, mixed, without = (run.result() for run in runs)

@@ -23,7 +23,6 @@ from tests.e2e import cases
 from tests.e2e.engines import (
     DRAFTER,
     ENVIRONMENT,
-    GAMMA,
     ON_GPU,
     ROOT,
     TARGET,
@@ -31,6 +30,7 @@ from tests.e2e.engines import (
     Engine,
     Runner,
 )
+from vllm_bastion.config import COPY_DEPTH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="starts a CPU server")]
 
@@ -212,8 +212,9 @@ def test_answers_streams_and_counters(plain: dict[str, Any], server: Server) -> 
         emitted += answer["usage"]["completion_tokens"]
     after = server.counters()
     gained = {name: after[name] - before.get(name, 0) for name in after}
-    positions = [gained[f"accepted_tokens_per_pos/{i}"] for i in range(GAMMA)]
-    assert f"accepted_tokens_per_pos/{GAMMA}" not in gained
+    depth = min(NODES, COPY_DEPTH)
+    positions = [gained[f"accepted_tokens_per_pos/{i}"] for i in range(depth)]
+    assert f"accepted_tokens_per_pos/{depth}" not in gained
     assert positions == sorted(positions, reverse=True)
     assert sum(positions) == gained["accepted_tokens"]
     assert 0 < gained["drafts"] <= emitted
@@ -223,7 +224,7 @@ def test_answers_streams_and_counters(plain: dict[str, Any], server: Server) -> 
     requests = 2 * len(plain["batch"].requests)
     plain_steps = server.plain_steps() - plain_before
     total = requests + plain_steps + gained["drafts"] + gained["accepted_tokens"]
-    assert emitted <= total <= emitted + requests * (GAMMA + 1)
+    assert emitted <= total <= emitted + requests * (depth + 1)
 
 
 def test_chat_stream(server: Server) -> None:

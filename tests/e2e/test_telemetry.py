@@ -19,6 +19,8 @@ from benchmarks.random_drafter import write_random
 from tests.e2e import cases
 from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Batch, Engine, Runner
 from tests.e2e.test_serving import SPECULATIVE, Server, serving, values
+from vllm_bastion.config import COPY_DEPTH
+from vllm_bastion.telemetry.recorder import ONLY_COPIES
 
 pytestmark = [pytest.mark.e2e]
 
@@ -59,7 +61,7 @@ def check_metrics(run: dict[str, Any]) -> None:
     for bound in (1, 2, 4, 8, 16, 32):
         below = sum(count <= bound for count in nodes)
         assert metrics[f"bastion_nodes_verified_bucket/{bound}.0"] == below
-    for depth in range(1, GAMMA + 1):
+    for depth in range(1, max(GAMMA, *depths) + 1):
         reached = sum(found >= depth for found in depths)
         assert metrics.get(f"bastion_accepted_by_depth/{depth}", 0) == reached
 
@@ -72,7 +74,8 @@ def check_metrics(run: dict[str, Any]) -> None:
     assert sum(kinds.values()) == run["forwards"]
     assert kinds["tree"] == sum(any(step.values()) for step in run["reported"])
     assert kinds["prompt"] > 0 and "chain" not in kinds
-    assert {reason for kind, reason in steps if kind == "tree"} <= {"pays", "trial of trees"}
+    reasons = {reason for kind, reason in steps if kind == "tree"}
+    assert reasons <= {"pays", "trial of trees", ONLY_COPIES}
 
     # Trees whose promise the host has not read when the engine stops are not counted.
     assert 0 < metrics["bastion_yielded_tokens"] <= sum(depths)
@@ -97,7 +100,7 @@ def test_a_requests_own_metrics_have_its_trees(runner: Runner) -> None:
         assert found["per_step_drafted"] == [nodes for nodes, _ in drafted]
         assert found["per_step_accepted"] == [accepted for _, accepted in drafted]
         assert found["num_spec_steps"] == len(drafted) > 0
-        assert len(found["acceptance_histogram"]) == GAMMA + 1
+        assert len(found["acceptance_histogram"]) == max(GAMMA, COPY_DEPTH) + 1
 
 
 @pytest.mark.slow

@@ -89,10 +89,12 @@ def test_an_update_is_a_fresh_start(
         path = embeddings_of(path, tmp_path / "embeddings")
     every_size = {"setup": [f"{UPDATES}:of_every_size"]}
     plain = of(Engine(eager=eager), dtype=dtype)
-    tree = plain.with_bastion(GAMMA + 8, GAMMA + 8, model=drafter)
+    # How far copies are trusted was learned from the old weights' texts.
+    sizes = {"nodes": GAMMA + 8, "budget": GAMMA + 8, "lookup": False}
+    tree = plain.with_bastion(model=drafter, **sizes)
     run = run_updated(runner, updated(tree, way, path), **every_size)
     if way == "drafter":
-        fresh = plain.with_bastion(GAMMA + 8, GAMMA + 8, model=path)
+        fresh = plain.with_bastion(model=path, **sizes)
     else:
         fresh = of(tree, model=path)
     expected = runner.run(fresh, [AFTER], **every_size)["batches"][0]

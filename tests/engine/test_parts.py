@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.replay.controller import choose_budget as choose_budget_on_host
+from tests.trees import grow
 from vllm_bastion.carriers import StepReport
 from vllm_bastion.policy.host_mirror import HostMirror
 from vllm_bastion.policy.trees import Trees
@@ -95,7 +96,7 @@ def test_scores_that_know_the_candidate_above_grow_the_most_probable_prefixes() 
 def test_ranks_with_a_slice_of_the_vocabulary_each_grow_the_same_trees(ends: tuple[int]) -> None:
     logits, whole = logits_of(2), make_trees()
     whole.bind_rows(torch.tensor([3, 1]))
-    whole.grow(logits, 2)
+    grow(whole, logits, 2)
     starts = (0, *ends[:-1])
     sent: list[torch.Tensor] = []
 
@@ -104,13 +105,13 @@ def test_ranks_with_a_slice_of_the_vocabulary_each_grow_the_same_trees(ends: tup
         return keys.expand(-1, len(ends), -1)
 
     for start, end in zip(starts, ends, strict=True):
-        make_trees().grow(logits[:, start:end], 2, start, send)
+        grow(make_trees(), logits[:, start:end], 2, start, send)
     gathered = torch.cat(sent, dim=1)
     assert gathered.shape == (2 * DEPTH, len(ends), TOP_K + 1)
     for start, end in zip(starts, ends, strict=True):
         trees = make_trees()
         trees.bind_rows(torch.tensor([3, 1]))
-        trees.grow(logits[:, start:end], 2, start, lambda keys: gathered)
+        grow(trees, logits[:, start:end], 2, start, lambda keys: gathered)
         for name in ("top_tokens", "tokens", "parents", "size", "num_verify"):
             assert torch.equal(getattr(trees, name), getattr(whole, name)), name
         torch.testing.assert_close(trees.log_rho, whole.log_rho, rtol=0, atol=1e-5)
@@ -124,8 +125,8 @@ def test_a_reduced_vocabulary_grows_the_trees_of_its_logits_scattered() -> None:
     everything[:, kept] = logits
     for one in (trees, whole):
         bind(one, [2, 0])
-    whole.grow(everything, 2)
-    trees.grow(logits, 2, draft_id_to_target_id=kept - torch.arange(len(kept)))
+    grow(whole, everything, 2)
+    grow(trees, logits, 2, draft_id_to_target_id=kept - torch.arange(len(kept)))
     for name in ("top_tokens", "tokens", "parents", "size"):
         assert torch.equal(getattr(trees, name), getattr(whole, name)), name
     torch.testing.assert_close(trees.log_rho, whole.log_rho)
@@ -135,7 +136,7 @@ def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots() -> No
     trees = make_trees()
     logits = logits_of(2)
     bind(trees, [3, 1])
-    trees.grow(logits, 2)
+    grow(trees, logits, 2)
     for row, slot in enumerate((3, 1)):
         expected = best_paths(logits.view(2, DEPTH, VOCAB)[row])
         got = [path_of(trees, row, slot, node) for node in range(1, NODES + 1)]
@@ -150,9 +151,9 @@ def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots() -> No
 def test_a_draft_that_stops_early_grows_the_best_prefixes_of_its_depths(depth: int) -> None:
     trees, logits = make_trees(), logits_of(2)
     bind(trees, [3, 1])
-    trees.grow(logits, 2)  # what an earlier draft leaves behind
+    grow(trees, logits, 2)  # what an earlier draft leaves behind
     first = logits.view(2, DEPTH, VOCAB)[:, :depth]
-    trees.grow(first.flatten(0, 1), 2)
+    grow(trees, first.flatten(0, 1), 2)
     for row, slot in enumerate((3, 1)):
         expected = best_paths(first[row], depth)
         size = int(trees.size[slot])
@@ -169,10 +170,10 @@ def test_a_draft_that_stops_early_grows_the_best_prefixes_of_its_depths(depth: i
 def test_a_dummy_batch_leaves_every_tree_alone() -> None:
     trees = make_trees()
     bind(trees, [0, 1, 2, 3, 4])
-    trees.grow(logits_of(5), 5)
+    grow(trees, logits_of(5), 5)
     before = [t.clone() for t in (trees.parents, trees.depths, trees.log_rho, trees.bits)]
     trees.bind_rows()
-    trees.grow(logits_of(5, seed=1), 5)
+    grow(trees, logits_of(5, seed=1), 5)
     after = (trees.parents, trees.depths, trees.log_rho, trees.bits)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -182,7 +183,7 @@ def test_the_budget_weighs_all_requests_against_one_cost() -> None:
     cost = np.concatenate([[1.0], 1.0 + 0.02 * np.arange(64) ** 1.3]).astype(np.float32)
     trees.set_cost_ms(cost)
     bind(trees, [4, 0, 2])
-    trees.grow(logits_of(3), 3)
+    grow(trees, logits_of(3), 3)
     rho = np.exp(trees.log_rho[[4, 0, 2]].numpy())
     expected = choose_budget_on_host(rho, [NODES] * 3, cost, base_rows=3)
     assert trees.num_verify[[4, 0, 2]].tolist() == expected.counts.tolist()
@@ -193,7 +194,7 @@ def test_a_fixed_budget_cuts_every_tree_to_the_number() -> None:
     for top_k, size in ((TOP_K, 6), (1, DEPTH)):
         trees = make_trees(budget=6, top_k=top_k)
         bind(trees, [0, 1])
-        trees.grow(logits_of(2), 2)
+        grow(trees, logits_of(2), 2)
         assert trees.num_verify[:2].tolist() == [size, size]
 
 
@@ -205,7 +206,7 @@ def test_a_chain_is_the_drafters_top_choice_at_every_depth(configured: bool) -> 
     assert trees.chains and trees.tree_size == DEPTH
     logits = logits_of(1)
     bind(trees, [2])
-    trees.grow(logits, 1)
+    grow(trees, logits, 1)
     assert trees.tokens[0, :DEPTH].tolist() == logits.argmax(-1).tolist()
     assert trees.parents[2, :DEPTH].tolist() == list(range(DEPTH))
     assert int(trees.size[2]) == DEPTH
@@ -214,7 +215,7 @@ def test_a_chain_is_the_drafters_top_choice_at_every_depth(configured: bool) -> 
 def test_positions_are_root_plus_depth_in_the_tail_and_linear_before_it() -> None:
     trees = make_trees()
     bind(trees, [3])
-    trees.grow(logits_of(1), 1)
+    grow(trees, logits_of(1), 1)
     # A prompt chunk of 4 rows in slot 0, then a root with 5 nodes in slot 3.
     positions = torch.tensor([10, 11, 12, 13, 40, 41, 42, 43, 44, 45])
     placed = trees.positions_by_depth(
@@ -246,7 +247,7 @@ def test_the_host_learns_the_budget_and_what_it_promises() -> None:
     trees.set_cost_ms(cost)
     emitted = torch.tensor([3, 0, 7], dtype=torch.int32)
     trees.bind_rows(torch.tensor(slots), emitted)
-    trees.grow(logits_of(3), 3)
+    grow(trees, logits_of(3), 3)
     trees.publish(5, slots)
     assert trees.published(4) is None
     news = trees.published(5)
@@ -266,7 +267,7 @@ def test_a_step_with_prompt_rows_is_priced_again() -> None:
     cost = (1.0 + 0.02 * np.arange(65) ** 1.3).astype(np.float32)
     trees.set_cost_ms(cost)
     bind(trees, slots)
-    trees.grow(logits_of(2), 2)
+    grow(trees, logits_of(2), 2)
     trees.publish(0, slots)
     alone = trees.published(0).num_verify[slots].tolist()
     # 40 prompt rows in the step, and the second request has room for one more draft token
@@ -422,7 +423,7 @@ def test_a_step_verifies_what_vllm_has_memory_for(room: int, expected: int) -> N
     trees, names = make_trees(budget=6), {"a": 1, "b": 3, "c": 0}
     slots = np.array(list(names.values()))
     bind(trees, slots)
-    trees.grow(logits_of(3), 3)
+    grow(trees, logits_of(3), 3)
     states = SimpleNamespace(req_id_to_index=names, num_speculative_steps=NODES)
     starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
     manager = BastionVerificationManager(Runtime(trees), states, starts, 1, room)

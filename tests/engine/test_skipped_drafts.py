@@ -13,6 +13,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from tests.trees import grow
 from vllm_bastion.engine.planning import make_step
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.policy.controller import Batch, Controller, Decision
@@ -82,7 +83,7 @@ class Engine:
         """As vLLM's: nothing is drafted where nothing is wanted."""
         if num_speculative_tokens:
             logits = torch.randn(batch.num_reqs * 3, 32, generator=torch.Generator().manual_seed(1))
-            self.trees.grow(logits, batch.num_reqs)
+            grow(self.trees, logits, batch.num_reqs)
 
     @torch.inference_mode()
     def step(self, slots: list[int], wanted: int) -> torch.Tensor:

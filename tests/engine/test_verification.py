@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.replay.controller import choose_budget as choose_budget_on_host
+from tests.trees import grow
 from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.lagged import LaggedVerificationManager
 from vllm_bastion.engine.runtime import Runtime
@@ -116,7 +117,7 @@ class Steps:
         emitted = [1 + (self.step * 3 + i) % 4 for i in range(count)]
         self.trees.bind_rows(torch.tensor(self.slots), torch.tensor(emitted, dtype=torch.int32))
         generator = torch.Generator().manual_seed(self.step)
-        self.trees.grow(4 * torch.randn(count * DEPTH, VOCAB, generator=generator), count)
+        grow(self.trees, 4 * torch.randn(count * DEPTH, VOCAB, generator=generator), count)
         self.manager.record_confidences(None, self.batch(rows))
         tokens = dict(zip(self.names, emitted, strict=True))
         result = SimpleNamespace(

@@ -256,6 +256,27 @@ def test_what_is_no_whole_step_of_a_kind_is_ignored():
     assert after == before
 
 
+def test_steps_of_copies_show_what_a_plain_step_takes():
+    """They verify nodes and draft nothing; a host that is in the way doubles every step."""
+    model = CorrectedLatency(_table())
+    nodes_ms = float(np.diff(model.estimate(1, 0).tree_ms[[1, 8]])[0])
+    model.observe(_plain(5.2))  # follows a step with a draft
+    for _ in range(30):
+        total = 2 * (2.6 + nodes_ms)
+        model.observe(StepTimes(8, 1, 0.0, True, False, total, total))
+    assert model.estimate(1, 0).plain_ms == pytest.approx(5.2, rel=0.02)
+    assert model.plain_is_known(1)
+
+
+def test_a_step_that_verifies_what_was_drafted_is_not_of_copies():
+    model = CorrectedLatency(_table())
+    before = model.estimate(1, 0)
+    for _ in range(9):
+        model.observe(StepTimes(1, 1, 0.0, False, True, 9.0, 9.0))
+        model.observe(StepTimes(8, 1, 0.0, True, False, 9.0, 9.0))
+    assert model.estimate(1, 0) == before
+
+
 def test_the_first_step_of_a_kind_is_ignored():
     """The first trees may compile, and the first plain step after trees is slow."""
     model = CorrectedLatency(_table())

@@ -141,6 +141,7 @@ CASES = (
     Case("fixed", "bastion, N = 16", _bastion(16, 16)),
     Case("exact", "adaptive, exact", _bastion(31, "adaptive", budget_timing="exact"), waits=1.0),
     Case("lagged", "adaptive, lagged", _bastion(31, "adaptive", budget_timing="lagged")),
+    Case("lookup", "adaptive, lagged, lookup", _bastion(31, "adaptive", lookup=True)),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
     Case("domino", "Domino, N = 16", _bastion(16, 16, model=TINY / "domino")),

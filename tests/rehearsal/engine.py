@@ -116,8 +116,8 @@ def _watch_lengths(errors: list[str]) -> None:
 def _watch_flight(driver: FakeDriver, errors: list[str]) -> None:
     """Note each step of the calibration that begins while two others may be running.
 
-    vLLM stages what the device reads of a step in host memory, which it takes again two steps later:
-    a GPU that still reads it writes wherever the new numbers say.
+    vLLM stages what the device reads of a step in host memory, which it takes again two steps
+    later: a GPU that still reads it writes wherever the new numbers say.
     """
     import torch
 

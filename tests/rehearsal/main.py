@@ -30,8 +30,8 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--interpret", action="store_true", help="our kernels, not references")
     parser.add_argument("--verbose", action="store_true", help="logs, counters, waits by place")
-    if arguments[:1] in (["quarter"], ["caches"]):
-        return _quarter(arguments)
+    if arguments[:1] in (["quarter"], ["caches"], ["host"]):
+        return _command(arguments)
     given = parser.parse_args(arguments)
     cases = _chosen(parser, given.cases)
     environment.enter(arguments)
@@ -54,12 +54,13 @@ def main(arguments: list[str]) -> int:
     return int(bool(failures or problems))
 
 
-def _quarter(arguments: list[str]) -> int:
+def _command(arguments: list[str]) -> int:
     environment.enter(arguments)
-    from tests.rehearsal import caches, quarter
+    from tests.rehearsal import caches, host, quarter
 
+    commands = {"caches": caches.fill, "host": host.measure, "quarter": quarter.rehearse}
     try:
-        return (caches.fill if arguments[0] == "caches" else quarter.rehearse)(arguments[1:])
+        return commands[arguments[0]](arguments[1:])
     finally:
         shutil.rmtree(os.environ["VLLM_BASTION_CACHE"], ignore_errors=True)
 

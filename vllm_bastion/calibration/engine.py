@@ -113,7 +113,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
         runner.max_num_reqs,
         latency,
         runtime.trees,
-        looks_up=config.bastion_lookup,
+        looks_up=bool(config.bastion_lookup),
     )
     # `table` and `static` are used as they are, T_aux included.
     if config.bastion_latency_model.startswith("ema"):

@@ -18,6 +18,7 @@ class CpuHost(Host):
 
     runs_ahead = False
     default_nodes = 63  # rows have a price from the first one on
+    looks_up = True
 
     def compiles_on_first_use(self) -> bool:
         from vllm.triton_utils import HAS_TRITON

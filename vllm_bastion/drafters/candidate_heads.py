@@ -32,7 +32,8 @@ class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
             for part in (candidates, logits, hidden_states)
         )
         scores = self._score_candidates(candidates, logits, block)
-        self.trees.grow_transitions(candidates[:, :depth], scores[:, :depth])
+        longest = self.runtime.step.longest_copy
+        self.trees.grow_transitions(candidates[:, :depth], scores[:, :depth], longest)
 
 
 class BastionLiLiCorr(BastionDFlash2, LiLiCorrSpeculator):

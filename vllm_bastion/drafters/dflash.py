@@ -234,7 +234,8 @@ class BastionSpeculator(DFlashSpeculator):
             self.trees.rank(logits, first, slice_.org_vocab_start_index, _all_gather)
             del logits  # before those of the next part exist
         depth = len(hidden_states) // num_reqs
-        self.trees.grow_ranked(num_reqs, depth, self.model.draft_id_to_target_id)
+        offsets, longest = self.model.draft_id_to_target_id, self.runtime.step.longest_copy
+        self.trees.grow_ranked(num_reqs, depth, offsets, longest)
 
     @torch.inference_mode()
     def propose(
@@ -304,15 +305,16 @@ class BastionSpeculator(DFlashSpeculator):
         return tokens
 
     def _until_replies_end(self, step: Step, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
-        """Draft nothing beyond the ends of all replies, where the host knows what was sampled."""
+        """Grow nothing beyond the ends of all replies, where the host knows what was sampled."""
         runtime = self.runtime
-        decided = step.drafts and runtime.controller is not None and runtime.manager is not None
+        decided = step.grows and runtime.controller is not None and runtime.manager is not None
         if not decided or current_host().runs_ahead:
             return step
         assert runtime.manager is not None
         slots, remaining = runtime.manager.continuing(batch, num_sampled)
         if not len(slots):
-            return replace(step, drafts=False)
+            return replace(step, drafts=False, looks_up=False)
+        step = replace(step, longest_copy=int(remaining.max()) - 1)
         if runtime.reach is None:
             return step
         unused = runtime.reach.depth + 1 - int(remaining.max())
@@ -323,9 +325,10 @@ class BastionSpeculator(DFlashSpeculator):
         if current_host().runs_ahead:
             self.trees.grow_copies(batch.num_reqs)
             return step
-        nodes = self.trees.grow_copies_found(batch.num_reqs, batch.idx_mapping_np)
+        slots = batch.idx_mapping_np
+        nodes = self.trees.grow_copies_found(batch.num_reqs, slots, step.longest_copy)
         if not nodes:
-            controller, slots = self.runtime.controller, batch.idx_mapping_np
+            controller = self.runtime.controller
             assert controller is not None
             controller.observe_copies(slots, np.zeros(len(slots)), 0)
         return replace(step, looks_up=nodes > 0, announces=nodes > 0)

@@ -74,7 +74,8 @@ class BastionDomino(BastionSpeculator):
             self.trees.top_k,
             lattice,
         )
-        self.trees.grow_lattice(tokens, lattice.logprobs, lattice.rows)
+        longest = self.runtime.step.longest_copy
+        self.trees.grow_lattice(tokens, lattice.logprobs, lattice.rows, longest)
 
     def _buffers(self, vocab: int) -> tuple[torch.Tensor, torch.Tensor, PrefixLattice]:
         """Candidates, their uncorrected scores and the lattice, for the largest batch."""

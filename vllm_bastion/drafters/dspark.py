@@ -56,4 +56,5 @@ class BastionDSpark(BastionSpeculator, DSparkSpeculator):
         scores = torch.baddbmm(
             values[:, None], embeds, weight.mT, alpha=model.logits_processor.scale
         )
-        self.trees.grow_transitions(candidates, scores.view(num_reqs, depth, count, count))
+        scores = scores.view(num_reqs, depth, count, count)
+        self.trees.grow_transitions(candidates, scores, self.runtime.step.longest_copy)

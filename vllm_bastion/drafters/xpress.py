@@ -72,7 +72,7 @@ class BastionXPress(BastionSpeculator, XPressSpeculator):
         parents = before[:, 1:, None].repeat(1, 1, count)
         parents[:, 1:] = candidates[:, :-1]
         scores = base.gather(2, ranks)[:, :, None] + refiner.bias_after(before, parents, ranks)
-        self.trees.grow_transitions(candidates, scores)
+        self.trees.grow_transitions(candidates, scores, self.runtime.step.longest_copy)
 
 
 class Refiner:

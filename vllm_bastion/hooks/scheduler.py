@@ -124,9 +124,11 @@ def update_request_with_output(
     """Cache the blocks that the emitted tokens fill, before vLLM frees any of them.
 
     vLLM's synchronous scheduler caches in the next step, after freeing the recurrent states that
-    this step left behind, and not at all when the request ends.
+    this step left behind, and not at all when the request ends. The asynchronous one caches here.
     """
-    if bastion_config(self.vllm_config) is None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    if bastion_config(self.vllm_config) is None or isinstance(self, AsyncScheduler):
         return original(self, request, *args, **kwargs)
     from vllm.v1.request import RequestStatus
 

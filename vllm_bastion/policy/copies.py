@@ -84,6 +84,7 @@ class Copies:
         logprobs: torch.Tensor,
         child_rows: torch.Tensor | None,
         promised: torch.Tensor,
+        longest: int | None = None,
         found: bool = False,
     ) -> CopyRows:
         """Find the copies of a batch, and mix them into its lattice.
@@ -92,14 +93,20 @@ class Copies:
             slots: [R] int64 request slots.
             tokens, logprobs, child_rows: see `Trees.grow_lattice`; D may be 0.
             promised: [S], written: how many tokens of each copy are expected to be right.
+            longest: most tokens of a copy, if fewer than a tree is deep.
             found: whether `find` was called.
         """
         reqs, width = len(slots), tokens.shape[2]
+        depth = self.depth if longest is None else min(self.depth, max(longest, tokens.shape[1], 1))
         size = len(self.lengths) * self.depth * (width + 1)
         if len(self.rows) < size:  # in vLLM's profiling run, so that its memory is counted
             self.rows = torch.zeros(size, device=self.lengths.device)
-        rows = self.rows[:size].view(len(self.lengths), self.depth, width + 1)[:reqs]
-        copies = CopyRows(self.tokens[:reqs], self.places[:reqs], rows, self.sources)
+        rows = self.rows[: reqs * depth * (width + 1)].view(reqs, depth, width + 1)
+        copied, places = (
+            buffer.view(-1)[: reqs * depth].view(reqs, depth)
+            for buffer in (self.tokens, self.places)
+        )
+        copies = CopyRows(copied, places, rows, self.sources)
         text = self.history, self.lengths, slots
         if not found:
             find_copy(*text, self._last, self.counts, self._found)

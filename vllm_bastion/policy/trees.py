@@ -5,10 +5,10 @@ Sizes: R requests of a batch, S request slots (vLLM's ``max_num_reqs``), N nodes
 its root, D drafted depth (gamma), K candidates per depth, V vocabulary, L depth of a tree: D, or
 more where copies of the context may go on, see `Copies`.
 
-The drafter writes a tree at the end of step t (``grow``), the target verifies it in step t+1, and
-then it is overwritten. Node 0 is the root; the node of column j is node j + 1. Columns are in order
-of non-increasing path score, so any prefix of the columns is a tree, and trimming a tree to the
-budget means dropping its last columns.
+The drafter writes a tree at the end of step t (``grow_lattice``), the target verifies it in step
+t+1, and then it is overwritten. Node 0 is the root; the node of column j is node j + 1. Columns are
+in order of non-increasing path score, so any prefix of the columns is a tree, and trimming a tree
+to the budget means dropping its last columns.
 
 Per-request state is indexed by request slot (vLLM's ``idx_mapping``), because the batch of step t+1
 may have other requests than the batch of step t.
@@ -164,7 +164,7 @@ class Trees:
     def bind_rows(
         self, idx_mapping: torch.Tensor | None = None, num_sampled: torch.Tensor | None = None
     ) -> None:
-        """Set the request slots that the next ``grow`` writes to; none for a dummy batch.
+        """Set the request slots that the next ``grow_lattice`` writes to; none for a dummy batch.
 
         Args:
             idx_mapping: [R] int64 request slots.
@@ -174,29 +174,6 @@ class Trees:
             idx_mapping, num_sampled = self.row_slots[:0], self.emitted[:0]
         bind_slots(idx_mapping, num_sampled, self.row_slots, self.base_rows, self.emitted)
 
-    def grow(
-        self,
-        logits: torch.Tensor,
-        num_reqs: int,
-        vocab_start: int = 0,
-        all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        draft_id_to_target_id: torch.Tensor | None = None,
-    ) -> None:
-        """Build the trees of a batch. Runs inside the drafter's captured graph.
-
-        Args:
-            logits: [num_reqs * D, V] of the drafter, or of the first positions of each block; those
-                of a request are consecutive.
-                With `all_gather`, V is this rank's slice of the vocabulary.
-            num_reqs: R.
-            vocab_start: first token id of the slice.
-            all_gather: [M, 1, X] int64 of this rank -> [M, ranks, X] of all ranks.
-            draft_id_to_target_id: [drafter's V] int64, if the drafter's vocabulary is a subset of
-                the target's: the offset from a draft token id to the target's ("d2t").
-        """
-        self.rank(logits, 0, vocab_start, all_gather)
-        self.grow_ranked(num_reqs, len(logits) // num_reqs, draft_id_to_target_id)
-
     def rank(
         self,
         logits: torch.Tensor,
@@ -204,7 +181,15 @@ class Trees:
         vocab_start: int = 0,
         all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Keep the K best tokens of some rows of `grow`'s logits, from row `first` on."""
+        """Keep the K best tokens of some rows of a draft. Runs inside the drafter's captured graph.
+
+        Args:
+            logits: [M, V] of the drafter, those of a request consecutive. With `all_gather`, V is
+                this rank's slice of the vocabulary.
+            first: which of the draft's R * D rows is the first.
+            vocab_start: first token id of the slice.
+            all_gather: [M, 1, X] int64 of this rank -> [M, ranks, X] of all ranks.
+        """
         rows = slice(first, first + len(logits))
         best = tuple(top.view(-1, self.top_k)[rows] for top in (self.top_tokens, self.top_logprobs))
         if all_gather is None:
@@ -214,18 +199,30 @@ class Trees:
             merge_topk(keys, mass.contiguous(), *best)
 
     def grow_ranked(
-        self, num_reqs: int, depth: int, draft_id_to_target_id: torch.Tensor | None = None
+        self,
+        num_reqs: int,
+        depth: int,
+        draft_id_to_target_id: torch.Tensor | None = None,
+        longest_copy: int | None = None,
     ) -> None:
-        """Build the trees of a batch of which `rank` has seen `depth` rows of each request."""
+        """Build the trees of a batch of which `rank` has seen `depth` rows of each request.
+
+        Args:
+            draft_id_to_target_id: [drafter's V] int64, if the drafter's vocabulary is a subset of
+                the target's: the offset from a draft token id to the target's ("d2t").
+            longest_copy: see `grow_lattice`.
+        """
         tokens, logprobs = (
             top.view(-1, self.top_k)[: num_reqs * depth].view(num_reqs, depth, self.top_k)
             for top in (self.top_tokens, self.top_logprobs)
         )
         if draft_id_to_target_id is not None:
             tokens += draft_id_to_target_id[tokens.long()].to(torch.int32)
-        self.grow_lattice(tokens, logprobs[:, :, None])
+        self.grow_lattice(tokens, logprobs[:, :, None], longest_copy=longest_copy)
 
-    def grow_transitions(self, candidates: torch.Tensor, scores: torch.Tensor) -> None:
+    def grow_transitions(
+        self, candidates: torch.Tensor, scores: torch.Tensor, longest_copy: int | None = None
+    ) -> None:
         """Build the trees of a batch from transition scores. Runs inside the drafter's graph.
 
         Args:
@@ -234,10 +231,15 @@ class Trees:
                 previous depth, the root being row 0 at the first depth; the softmax of a row is the
                 distribution that the parent's next token is drawn from.
         """
-        self.grow_lattice(candidates.to(torch.int32), scores.float().log_softmax(-1))
+        logprobs = scores.float().log_softmax(-1)
+        self.grow_lattice(candidates.to(torch.int32), logprobs, longest_copy=longest_copy)
 
     def grow_lattice(
-        self, tokens: torch.Tensor, logprobs: torch.Tensor, child_rows: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        logprobs: torch.Tensor,
+        child_rows: torch.Tensor | None = None,
+        longest_copy: int | None = None,
     ) -> None:
         """Build the trees of a batch from a lattice's log-probabilities, in the drafter's graph.
 
@@ -249,26 +251,32 @@ class Trees:
             logprobs: [R, D, P, M] fp32 of each candidate in row p of its depth.
             child_rows: [R, D, P, M] int32 row of each candidate's children; None without a state
                 (P = 1), and where it is the last token (P = M).
+            longest_copy: most tokens of a copy that its reply can use; None: all.
         """
         reqs = len(tokens)
         slots = self.row_slots[:reqs]
         copies = None
         if self.copies is not None:
-            copies = self.copies.mix(slots, tokens, logprobs, child_rows, self.copied)
+            lattice = slots, tokens, logprobs, child_rows
+            copies = self.copies.mix(*lattice, self.copied, longest_copy)
         self._expand(tokens, logprobs, child_rows, copies, self.log_kappa, self.cost_ms)
 
-    def grow_copies(self, num_reqs: int, found: bool = False) -> None:
+    def grow_copies(
+        self, num_reqs: int, longest_copy: int | None = None, found: bool = False
+    ) -> None:
         """Build the trees of a batch from copies of its texts alone.
 
-        found: whether they were looked for.
+        Args:
+            longest_copy: see `grow_lattice`.
+            found: whether they were looked for.
         """
         assert self.copies is not None
         tokens, logprobs = self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
         slots = self.row_slots[:num_reqs]
-        copies = self.copies.mix(slots, tokens, logprobs, None, self.copied, found)
+        copies = self.copies.mix(slots, tokens, logprobs, None, self.copied, longest_copy, found)
         self._expand(tokens, logprobs, None, copies, None, self.copy_cost_ms)
 
-    def grow_copies_found(self, num_reqs: int, slots: np.ndarray) -> int:
+    def grow_copies_found(self, num_reqs: int, slots: np.ndarray, longest_copy: int | None) -> int:
         """The same where the host need not wait: grows nothing where nothing is found.
 
         slots: [R] request slots. Returns how many nodes are worth verifying.
@@ -276,7 +284,7 @@ class Trees:
         assert self.copies is not None
         if not self.copies.find(self.row_slots[:num_reqs]):
             return 0
-        self.grow_copies(num_reqs, found=True)
+        self.grow_copies(num_reqs, longest_copy, found=True)
         return int(self.num_verify.numpy()[slots].sum())
 
     def _expand(

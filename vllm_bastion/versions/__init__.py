@@ -33,6 +33,8 @@ class Capabilities:
     """A drafter's graph combines the target's hidden states, from a buffer of its own."""
     worker_requires_triton: bool
     """The GPU worker refuses Model Runner V2 where its `HAS_TRITON` is false."""
+    seeds_draft_steps: bool
+    """Each step of a draft is drawn with a seed of its own."""
     absent_kernel_parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Kernel -> parameters of its native twin that this version's kernel does not take."""
     signatures: Mapping[str, str] = field(default_factory=dict)

@@ -17,6 +17,7 @@ CAPABILITIES = Capabilities(
     pads_grammar_rows=False,
     stages_hidden_states=False,
     worker_requires_triton=False,
+    seeds_draft_steps=False,
     absent_kernel_parameters={
         f"{_GPU}.block_table:_gather_block_tables_kernel": (
             "num_computed_tokens_ptr",

@@ -17,6 +17,7 @@ CAPABILITIES = Capabilities(
     pads_grammar_rows=True,
     stages_hidden_states=True,
     worker_requires_triton=True,
+    seeds_draft_steps=True,
     absent_kernel_parameters={
         f"{_SPEC}.rejection_sampler_utils:_compute_local_logits_stats_kernel": (
             "num_speculative_steps",

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-
 import numpy as np
 
 from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_row, gumbel_row_fp64
 from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.versions import capabilities
 
 _GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 
@@ -56,12 +54,6 @@ def noised(row, temperature, seed, pos, fp64):
     return row + (gumbel_row_fp64 if fp64 else gumbel_row)(seed, pos, row.shape[0])
 
 
-@cache
-def seeds_by_step() -> bool:
-    """Whether the installed vLLM gives each step of a draft its own seed."""
-    return hasattr(importlib.import_module(_GUMBEL), "spec_step_seed")
-
-
 @twin(
     f"{_GUMBEL}:_gumbel_sample_kernel",
     compile=False,
@@ -100,7 +92,7 @@ def _gumbel_sample(
         seed, column = seeds_ptr[max(slot, 0)], 0
         if logits_cache_ptr is not None:
             column = int(logits_cache_col_ptr[i if PER_TOKEN_COL else 0])
-            if seeds_by_step():
+            if capabilities().seeds_draft_steps:
                 seed ^= column << 32
         if logits_cache_ptr is not None and slot >= 0:
             begin = slot * logits_cache_stride_0 + column * logits_cache_stride_1

@@ -5,6 +5,7 @@ Calibration runs without a scheduler, and the machine may change later. With P a
 table, a batch of R requests is estimated to take
 
     plain step           e^p P
+    step of copies       e^p (P + e^s (C(n) - C(R)))
     step with trees      e^a (C(R) + e^s (C(n) - C(R)))
 
 a, p and s are moving averages of y = ln(measured / estimated), clipped, for batches of about that
@@ -91,9 +92,11 @@ class CorrectedLatency:
         self._largest_graph = max(table.captured_sizes, default=table.max_rows)
         # ln of what steps beyond the graphs take over the table and `tree`.
         self._beyond, self._beyond_in_curves = _Log(), 0.0
-        self._after_plain = False
-        # Sizes of the batch, in powers of two, whose trees were seen, within graphs and beyond.
-        self._seen: set[tuple[int, bool]] = set()
+        # Whether the last step was a plain one or one of copies.
+        self._after_undrafted = False
+        # Sizes of the batch, in powers of two, whose trees were seen, within graphs and beyond, and
+        # whether these steps drafted.
+        self._seen: set[tuple[int, bool, bool]] = set()
         self._curves: dict[tuple[int, int, float, float, int], CostArray] = {}
 
     def factors(self, num_reqs: int) -> _Factors:
@@ -141,39 +144,41 @@ class CorrectedLatency:
     def observe(self, step: StepTimes, passed: int = 1) -> None:
         """See `LatencyModel`.
 
-        A step that only verifies or only drafts is neither a step with trees nor a plain one. The
-        first of a kind may compile, and does not count. Nor does a plain step that no plain step
-        precedes: on the tiny pair it takes 1.3 times as long as the tenth in a row.
+        A step that only drafts, or only verifies what was drafted, is of no kind. The first of a
+        kind may compile, and does not count. Nor does a plain step that no undrafted step precedes:
+        on the tiny pair it takes 1.3 times as long as the tenth in a row.
         """
-        plain = not step.verified and not step.drafted
-        first_plain = plain and not self._after_plain and passed == 1
-        self._after_plain = plain
-        if step.total_ms is None or step.verified != step.drafted or first_plain:
+        undrafted = not step.drafted and (self._after_undrafted or not step.verified)
+        first = undrafted and not self._after_undrafted and passed == 1
+        self._after_undrafted = undrafted
+        if step.total_ms is None or first or not (undrafted or (step.drafted and step.verified)):
             return
         if not (math.isfinite(step.total_ms) and step.total_ms > 0):
             return
         num_reqs = max(1, step.num_reqs)
         row = min(max(step.rows, num_reqs), self.table.max_rows)
         beyond = step.verified and num_reqs <= self._largest_graph < row
-        kind = (num_reqs.bit_length(), beyond)
+        kind = (num_reqs.bit_length(), beyond, step.drafted)
         if step.verified and kind not in self._seen:
             self._seen.add(kind)
             return
         prior = self._prior.estimate(num_reqs, step.context_len, step.spared)
         factors = self.factors(num_reqs)
         plain_log, tree_log = factors.plain, factors.tree
-        if plain:
-            change = plain_log.add(math.log(step.total_ms / prior.plain_ms))
+        ms, root = float(prior.curve[row]), float(prior.curve[min(num_reqs, row)])
+        added = math.exp(factors.slope) * (ms - root)
+        if undrafted:
+            if beyond:
+                return
+            nodes_ms = added if step.verified else 0.0
+            change = plain_log.add(math.log(step.total_ms / (prior.plain_ms + nodes_ms)))
             plain_log.value += change
             if tree_log.count >= _KNOWN and plain_log.count >= _SETTLED:
                 tree_log.value += _COMMON * change
             return
-        ms = float(prior.curve[row])
         if beyond:
             self._beyond.value += self._beyond.add(math.log(step.total_ms / ms) - tree_log.value)
             return
-        root = float(prior.curve[min(num_reqs, row)])
-        added = math.exp(factors.slope) * (ms - root)
         fraction = added / (root + added)
         change = tree_log.add(math.log(step.total_ms / (root + added)))
         if tree_log.count > _FIRST:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_at, gumbel_at_fp64
-from vllm_bastion.cpu.twins.gumbel import seeds_by_step
 from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.versions import capabilities
 
 _DFLASH2 = "vllm.v1.worker.gpu.spec_decode.dflash2.speculator"
 
@@ -42,7 +42,7 @@ def _selector_walk(
             noised = scores.astype(np.float64) if USE_FP64 else scores
             if temperature != 0.0:
                 seed, pos = int(seeds_ptr[slot]), int(sample_pos_ptr[flat]) - 1 + DRAFT_SALT
-                if seeds_by_step():
+                if capabilities().seeds_draft_steps:
                     seed ^= step << 32
                 noise = gumbel_at_fp64 if USE_FP64 else gumbel_at
                 noised = noised / temperature + noise(seed, pos, candidate_ptr[part])
