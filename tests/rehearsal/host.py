@@ -19,6 +19,8 @@ import time
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from tests.rehearsal.cases import TINY
 
 NODES, EMITTED = 16, 4
@@ -99,16 +101,19 @@ def _run(speculative: dict[str, Any] | None, listed: int) -> None:
 
 
 def _emit() -> None:
-    """Every step with drafts emits `EMITTED` tokens of each request, any other one token."""
+    """Each request emits `EMITTED` tokens in a step, or as many as it has drafts and one more."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     sample = GPUModelRunner.sample
 
     def sampled(self: Any, hidden: Any, batch: Any, grammar: Any) -> Any:
         found = sample(self, hidden, batch, grammar)
-        count = EMITTED if batch.num_draft_tokens else 1
+        drafts = batch.num_draft_tokens_per_req
+        counts = (
+            [1] * batch.num_reqs if drafts is None else np.minimum(1 + drafts, EMITTED).tolist()
+        )
         numbers = (ctypes.c_int32 * batch.num_reqs).from_address(found[1].data_ptr())
-        numbers[:] = [count] * batch.num_reqs
+        numbers[:] = counts
         return found
 
     GPUModelRunner.sample = sampled
