@@ -47,8 +47,8 @@ class Host:
     # N where the user names none. The paper's adaptive trees have 139 (Qwen3-8B) and 202 (4B) nodes
     # on average on an A100.
     default_nodes = 255
-    # Whether trees copy from their context where the user does not say. On the one GPU that has run
-    # it, a toy at 16 requests lost half of its speed by it: not before a larger model gains there.
+    # Whether trees copy from their context unless the user says otherwise. Not on a GPU: the only
+    # model that has run there with it, a toy, lost half of its speed with 16 requests.
     looks_up = False
 
     def compiles_on_first_use(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from bastion_kernels import ancestor_bits, find_copy
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
+from bastion_kernels.draft.find_copy import LONGEST
 from bastion_kernels.gated_delta.recurrence import gated_delta_tree
 from benchmarks.gpu.attention_case import attention_case, random_trees
 from benchmarks.gpu.cases import same
@@ -49,7 +50,9 @@ def plan_case(model: Model, reqs: int, most: int, device: str) -> Case:
         assert torch.equal(found[:, 0].sort().values, ids), "not every request has its bundles"
         most = -(-(_CONTEXT + _BLOCK) // workspace.tiles.block_n)
         # A bundle's tiles may be rounded up to whole runs.
-        assert int(found[:, 3].max()) >= most, "the last rows do not see the whole context"
+        chunk, tiles = int(workspace.header[0]), int(found[:, 3].max())
+        whole = -(-most // chunk) * chunk
+        assert tiles in (most, whole), "the last rows do not see the whole context"
 
     return Case(check, [partial(workspace.plan, starts, lengths, rows)] * model.repeats)
 
@@ -211,7 +214,7 @@ def find_copy_case(reqs: int, length: int, most: int, on_host: bool, device: str
     history = buffer.uva() if on_host else buffer.cpu.to(device)
     lengths = torch.full((reqs,), length, dtype=torch.int32, device=device)
     last = torch.zeros(reqs, 3, dtype=torch.int32, device=device)
-    counts = torch.zeros(2, 33, dtype=torch.int32, device=device)
+    counts = torch.zeros(2, LONGEST + 1, dtype=torch.int32, device=device)
     found = torch.zeros(reqs, dtype=torch.int64, device=device)
     slots = torch.arange(reqs, device=device)
     run = partial(find_copy.triton, history, lengths, slots, last, counts, found)

@@ -75,7 +75,13 @@ def _engines(compiled: bool) -> dict[str, Any]:
     """Name -> what starts it."""
     from benchmarks import TINY
     from benchmarks.gpu.quarter.adaptive import BEST_CHAIN, others
-    from benchmarks.gpu.quarter.shapes import SMALL, dummy_engine, pair_engine, speculative
+    from benchmarks.gpu.quarter.shapes import (
+        SMALL,
+        dummy_engine,
+        pair_engine,
+        speculative,
+        with_lookup,
+    )
     from benchmarks.widen.pairs import write_configs
     from benchmarks.widen.widening import SHAPES
 
@@ -91,10 +97,8 @@ def _engines(compiled: bool) -> dict[str, Any]:
     tiny = replace(pair_engine(TINY, False, most=16, alive=3, length=384), more=SMALL["more"])
     plain, best = chain["plain"], chain[BEST_CHAIN]
     work = {"4B plain": plain, "4B chain": best, "4B bastion": four, "4B fp8": eight}
-    assert tiny.speculative is not None
-    lookup = replace(tiny, speculative={**tiny.speculative, "bastion_lookup": True})
     work |= {"tiny plain": others(tiny, best=False)["plain"], "tiny bastion": tiny}
-    work |= {"tiny lookup": lookup}
+    work |= {"tiny lookup": with_lookup(tiny)}
     found: dict[str, Any] = {name: _start(engine) for name, engine in work.items()}
     for shape in ("8B", "experts"):
         own: dict[str, Any] = {} if compiled else dict(_EAGER)

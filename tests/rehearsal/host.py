@@ -131,7 +131,8 @@ def _always_draft() -> None:
         return Decision(True, "by plan", decision.plain_ms)
 
     def nodes(self: Any, active: int, reqs: int, rows: int, most: int, *costs: Any) -> int:
-        return min(choose(self, active, reqs, rows, most, *costs) * 0 + NODES * active, most)
+        choose(self, active, reqs, rows, most, *costs)  # its time is part of a step
+        return min(NODES * active, most)
 
     def published(self: Any, step: int) -> Any:
         found = read(self, step)

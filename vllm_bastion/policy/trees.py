@@ -257,8 +257,7 @@ class Trees:
         slots = self.row_slots[:reqs]
         copies = None
         if self.copies is not None:
-            lattice = slots, tokens, logprobs, child_rows
-            copies = self.copies.mix(*lattice, self.copied, longest_copy)
+            copies = self.copies.mix(slots, tokens, logprobs, child_rows, self.copied, longest_copy)
         self._expand(tokens, logprobs, child_rows, copies, self.log_kappa, self.cost_ms)
 
     def grow_copies(

@@ -9,7 +9,7 @@ from benchmarks import TINY
 from benchmarks.budgets import ADAPTIVE, Switched
 from benchmarks.gpu.quarter.adaptive import others
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import SMALL, pair_engine, rounds, texts
+from benchmarks.gpu.quarter.shapes import SMALL, pair_engine, rounds, texts, with_lookup
 
 LOOKUP = "adaptive, lookup"
 _LOADS = {1: 12, 16: 64}
@@ -26,10 +26,8 @@ def ask(job: Job) -> None:
         return
     engine = pair_engine(TINY, job.small, most=max(loads), alive=4, length=384)
     engine = replace(engine, more=SMALL["more"])
-    assert engine.speculative is not None
-    lookup = replace(engine, speculative={**engine.speculative, "bastion_lookup": True})
     requests = {name: texts(loads[n], tokens) for name, n in names.items()}
-    engines = {**others(engine, best=False), LOOKUP: lookup}
+    engines = {**others(engine, best=False), LOOKUP: with_lookup(engine)}
     switched = Switched(engine, requests, engines)
     job.note("starts", **switched.start_s)
     modes = [*engines, ADAPTIVE]

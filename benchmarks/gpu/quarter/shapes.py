@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,12 @@ def pair_engine(folder: Path, small: bool, most: int, alive: int, length: int) -
         max_model_len=length,
         **{**settings, **(SMALL if small else {})},
     )
+
+
+def with_lookup(engine: UserEngine) -> UserEngine:
+    """The same engine with copies of the context in its trees, which a GPU's default leaves out."""
+    assert engine.speculative is not None
+    return replace(engine, speculative={**engine.speculative, "bastion_lookup": True})
 
 
 def dummy_engine(shape: str, small: bool, **more: Any) -> tuple[UserEngine, Any]:
