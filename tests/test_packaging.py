@@ -59,6 +59,7 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
     ours |= {str(p.relative_to(kernels)) for p in (kernels / "bastion_kernels").rglob("*.py")}
     assert shipped == ours
     data = {"vllm_bastion/py.typed", "vllm_bastion/page/page.html", "bastion_kernels/py.typed"}
+    data |= {f"vllm_bastion/docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
     assert data <= set(wheel.namelist())
 
 

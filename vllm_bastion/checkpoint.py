@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ class Tensor:
 
 class UnreadableError(ValueError):
     """A model whose config.json cannot be read. The text says why and what to do instead."""
+
+
+class UnreachableError(UnreadableError):
+    """It would have to be downloaded, and cannot be."""
 
 
 def written_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
@@ -61,7 +66,10 @@ def written_config(model: str, revision: str | None = None) -> dict[str, Any] | 
             f"there is no folder {model}: give a model's folder or its Hugging Face name"
         )
     else:
-        file = _downloaded(model, revision)
+        found = _downloaded(model, revision)
+        if isinstance(found, UnreadableError):
+            raise found
+        file = found
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -96,7 +104,7 @@ def check_readable(role: str, model: str) -> None:
     try:
         written_config(model)
     except UnreadableError as error:
-        raise UnreadableError(f"the {role} cannot be read: {error}") from error
+        raise type(error)(f"the {role} cannot be read: {error}") from error
 
 
 def is_name(model: str) -> bool:
@@ -106,19 +114,21 @@ def is_name(model: str) -> bool:
     return remote or not (folder or Path(model).expanduser().exists())
 
 
-def _downloaded(model: str, revision: str | None) -> Path:
+@cache
+def _downloaded(model: str, revision: str | None) -> Path | UnreadableError:
+    """The config.json of a name, or why there is none. Kept: without a network it takes long."""
     from huggingface_hub import constants, errors, hf_hub_download
 
     try:
         return Path(hf_hub_download(model, "config.json", revision=revision))
+    except errors.LocalEntryNotFoundError:
+        if constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE forbids its download: unset that variable, or give a folder"
+        else:
+            why = "Hugging Face cannot be reached: connect to the network, or give a folder"
+        return UnreachableError(f"{model} is in no folder and no cache of this machine, and {why}")
     except errors.HFValidationError:
         why = "is neither a folder here nor a name on Hugging Face: check the spelling"
-    except errors.LocalEntryNotFoundError:
-        why = "is in no folder and no cache of this machine, and "
-        if constants.HF_HUB_OFFLINE:
-            why += "HF_HUB_OFFLINE forbids its download: unset that variable, or give a folder"
-        else:
-            why += "Hugging Face cannot be reached: connect to the network, or give a folder"
     except errors.GatedRepoError:
         why = "asks for its licence to be accepted: do so on its page, and set HF_TOKEN"
     except errors.RepositoryNotFoundError:
@@ -132,7 +142,7 @@ def _downloaded(model: str, revision: str | None) -> Path:
         why = "has no config.json on Hugging Face: name a model in Hugging Face's format"
     except Exception as error:  # of the network
         why = f"could not be read from Hugging Face ({type(error).__name__}): try again"
-    raise UnreadableError(f"{model} {why}")
+    return UnreadableError(f"{model} {why}")
 
 
 def tensors(model: str, revision: str | None = None) -> dict[str, Tensor] | None:

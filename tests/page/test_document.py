@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,17 @@ def test_the_endpoint_answers_with_texts() -> None:
     body = server.get("/v1/bastion").json()
     assert body["page"]["trees"][0]["tokens"] == [f"<{token}>" for token in range(6)]
     assert body["seconds"] > 0 and body["trees"] == 1
+
+
+def test_the_page_links_to_docs_that_the_server_has() -> None:
+    names = re.search(r"for \(const name of (\[.*?\])\)", html())
+    assert names is not None
+    server, folder = client([]), Path(__file__).parents[2] / "docs"
+    for name in json.loads(names[1]):
+        text = server.get(f"/bastion/docs/{name}.md").text
+        assert text == (folder / f"{name}.md").read_text()
+    assert server.get("/bastion/docs/nothing.md").status_code == 404
+    assert server.get("/bastion/docs/..%2F__init__.py").status_code == 404
 
 
 def test_data_need_the_servers_key_and_the_page_does_not() -> None:

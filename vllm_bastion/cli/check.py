@@ -16,7 +16,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from vllm_bastion import hooks
+from vllm_bastion import checkpoint, hooks
 from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.key import host_choices, key_of
 from vllm_bastion.calibration.points import largest_steps
@@ -64,6 +64,13 @@ def check(target: str, drafter: str, engine_args: Sequence[str]) -> Report:
         drafter: likewise.
         engine_args: vLLM's own options; `--speculative-config` may hold further keys.
     """
+    for role, name in (("target", target), ("drafter", drafter)):
+        try:
+            checkpoint.check_readable(role, name)
+        except checkpoint.UnreachableError as error:  # vLLM would wait for the network again
+            return Report(refusal=str(error))
+        except checkpoint.UnreadableError:  # vLLM knows more kinds of names
+            pass
     args = engine_arguments("check", target, drafter, engine_args)
     try:
         # vLLM loads its plugins when it makes the arguments.

@@ -23,6 +23,14 @@ def html() -> str:
     return files("vllm_bastion.page").joinpath("page.html").read_text(encoding="utf-8")
 
 
+@cache
+def docs() -> dict[str, str]:
+    """The Markdown pages of `docs/`, which the package has as well, by file name."""
+    found = files("vllm_bastion").joinpath("docs").iterdir()
+    pages = sorted((page for page in found if page.name.endswith(".md")), key=lambda one: one.name)
+    return {page.name: page.read_text(encoding="utf-8") for page in pages}
+
+
 def with_data(snapshots: Sequence[Snapshot]) -> str:
     """The page with data in it, which polls for nothing.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint plugin of vLLM's API server: `GET /bastion`, and its data.
+"""The endpoint plugin of vLLM's API server: `GET /bastion`, its data, and the docs it links to.
 
-The data are below `/v1`, which vLLM guards with `--api-key`; the page itself holds none.
+The data are below `/v1`, which vLLM guards with `--api-key`; the page and the docs hold none.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from vllm_bastion.page.document import content_security_policy, decoded, html
+from vllm_bastion.page.document import content_security_policy, decoded, docs, html
 
-PAGE_PATH, DATA_PATH = "/bastion", "/v1/bastion"
+PAGE_PATH, DATA_PATH, DOCS_PATH = "/bastion", "/v1/bastion", "/bastion/docs/{name}"
 # A worker answers between two steps; one that is stuck must not keep the request.
 _TIMEOUT_S = 10.0
 _NO_DATA = 'this server does not decode with method "bastion", or VLLM_BASTION_TELEMETRY is 0'
@@ -27,9 +27,9 @@ class BastionPage:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the two routes."""
-        app.add_api_route(PAGE_PATH, _page, methods=["GET"], include_in_schema=False)
-        app.add_api_route(DATA_PATH, _data, methods=["GET"], include_in_schema=False)
+        """Add the routes."""
+        for path, answer in ((PAGE_PATH, _page), (DATA_PATH, _data), (DOCS_PATH, _docs)):
+            app.add_api_route(path, answer, methods=["GET"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Remember the engine."""
@@ -44,6 +44,12 @@ async def _page() -> HTMLResponse:
         "Referrer-Policy": "no-referrer",
     }
     return HTMLResponse(html(), headers=headers)
+
+
+async def _docs(name: str) -> PlainTextResponse:
+    if name not in docs():
+        raise HTTPException(404, f"there is no page {name}; there are {', '.join(docs())}")
+    return PlainTextResponse(docs()[name], headers={"X-Content-Type-Options": "nosniff"})
 
 
 async def _data(request: Request) -> JSONResponse:
