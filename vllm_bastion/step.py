@@ -3,7 +3,7 @@
 
 `engine.planning` makes one for each batch, before the target's forward pass. The target's layers,
 the drafter and the manager read it. It never changes; where the host sees the sampled tokens, the
-drafter replaces it by one with a shorter draft, or without any, if replies end.
+drafter replaces it by one with a shorter draft, or without any, if replies end or copies pay more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Step:
     masked: bool = False
     # Whether an acceptance walk follows.
     walks: bool = False
-    # Whether it ends with trees of copies alone.
+    # Whether it ends with trees of copies alone. With `drafts`: if they turn out to pay more.
     looks_up: bool = False
     # Whether it ends with a draft, and how many positions at the end of each block are left out.
     drafts: bool = True

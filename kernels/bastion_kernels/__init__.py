@@ -28,7 +28,7 @@ from bastion_kernels.draft.budget import choose_budget, take_best
 from bastion_kernels.draft.find_copy import find_copy
 from bastion_kernels.draft.frontier import extend_frontier
 from bastion_kernels.draft.gru_states import advance_states
-from bastion_kernels.draft.mix_copy import copy_priors, mix_copy
+from bastion_kernels.draft.mix_copy import copy_chances, copy_priors, mix_copy
 from bastion_kernels.draft.prefix_lattice import PrefixHead, PrefixLattice, recurrent_lattice
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
 from bastion_kernels.draft.topk_merge import merge_topk
@@ -55,6 +55,7 @@ __all__ = [
     "bind_tails",
     "choose_budget",
     "context_rows",
+    "copy_chances",
     "copy_priors",
     "count_sources",
     "expand_best_first",

@@ -392,9 +392,10 @@ def test_the_scores_of_trees_are_calibrated_by_their_requests():
         control.gains.add_trees([1, 3], [8.0, 4.0], [16, 16])
         control.gains.add_outcomes([1, 3], [8.0, 4.0], [2.4, 4.0])
         drafts(control, [1, 3])
-    kappa = np.exp(buffers.kappas[-1])
+    kappa, of_copies = np.exp(buffers.kappas[-1])
+    assert (of_copies == 1.0).all()
     assert 0.25 < kappa[1] < 0.4 and 0.8 < kappa[3] < 1.1
-    assert control.kappa_in_use(np.array([3, 1])) == pytest.approx(kappa[[3, 1]])
+    assert control.kappa_in_use(np.array([3, 1]), False) == pytest.approx(kappa[[3, 1]])
     assert len(buffers.kappas) < 40 and len(buffers.curves) == 1
     # Shared between two requests, C(n) = 10 + 0.5 n: the calibrated scores emit more per ms.
     promised = np.stack([kappa[1] / 0.3 * 0.95 ** np.arange(1, 40), 0.8 ** np.arange(1, 40)])
@@ -456,6 +457,53 @@ def test_drafts_are_weighed_against_copies():
     assert [d.drafts for d in decided.values()] == [True, True, False, False, False]
     assert [d.looks_up for d in decided.values()] == [False, False, True, True, True]
     assert decided[9.0, 9.0].reason == "copies pay more"
+
+
+def test_a_draft_gives_way_to_copies_that_pay_more():
+    """Where the host sees the copies: drafts bring 3 tokens for 15.8 ms, plain steps 1 for 10."""
+    batch, buffers = Batch([0, 1], [100, 100], 2, 100.0), Buffers()
+    curve = (15.0 + 0.1 * np.arange(129)).astype(np.float32)
+    costs = Costs(StepEstimate(curve, 10.0))
+    control = Controller(15, 4, costs, buffers, looks_up=True, sees_copies=True)
+    # Nothing is known of drafts: one is made.
+    assert control.plan(batch).drafts
+    assert not control.prefers_copies([0, 1], [100, 100], np.array([9.0, 9.0]), True)
+    for _ in range(40):
+        control.gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
+        control.gains.add_outcomes([0, 1], [2.0, 2.0], [2.0, 2.0])
+        # What earlier copies promised does not matter.
+        control.observe_copies(np.array([0, 1]), np.array([9.0, 9.0]), None)
+    decision = control.plan(batch)
+    assert decision.drafts and decision.looks_up
+
+    def prefers(*promised, drafts=True, remaining=100):
+        return control.prefers_copies([0, 1], [remaining] * 2, np.array(promised), drafts)
+
+    found = [prefers(0.0, 0.0), prefers(0.5, 0.5), prefers(9.0, 0.0), prefers(5.0, 5.0)]
+    assert found == [False, False, True, True]
+    # Otherwise the step would be plain.
+    assert prefers(0.5, 0.5, drafts=False) and not prefers(0.0, 0.0, drafts=False)
+    assert not prefers(9.0, 9.0, drafts=False, remaining=1)
+
+
+def test_copies_are_calibrated_by_what_they_brought():
+    """They promise 2 tokens and bring 0.2: drafts are better, and few nodes are worth it."""
+    batch, slots = Batch([0, 1], [100, 100], 2, 100.0), np.array([0, 1])
+    control, _ = with_copies([2.0, 2.0])
+    assert control.plan(batch).looks_up
+    for _ in range(12):
+        control.copy_gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
+        control.copy_gains.add_outcomes([0, 1], [2.0, 2.0], [0.2, 0.2])
+    control.plan(batch)
+    dear, _ = with_copies([2.0, 2.0], tree_ms=500.0)
+    dear.copy_gains = control.copy_gains
+    assert control.plan(batch).drafts and dear.plan(batch).looks_up
+    of_drafts, of_copies = np.exp(dear._log_kappa[:, slots])
+    assert (of_drafts == 1.0).all() and (of_copies < 0.5).all()
+    assert dear.kappa_in_use(slots, True) == pytest.approx(of_copies)
+    # The next request in the slot starts with what copies of all requests brought.
+    control.restart(0, 100)
+    assert control.copy_gains.kappa_of(0) == pytest.approx(control.copy_gains.kappa)
 
 
 def test_steps_without_a_draft_look_up_and_cost_no_drafter():

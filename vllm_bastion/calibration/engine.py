@@ -114,6 +114,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
         latency,
         runtime.trees,
         looks_up=bool(config.bastion_lookup),
+        sees_copies=not current_host().runs_ahead,
     )
     # `table` and `static` are used as they are, T_aux included.
     if config.bastion_latency_model.startswith("ema"):

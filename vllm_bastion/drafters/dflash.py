@@ -269,12 +269,12 @@ class BastionSpeculator(DFlashSpeculator):
         if dummy_run:
             self.trees.bind_rows()
         else:
-            step = runtime.step = self._until_replies_end(runtime.step, input_batch, num_sampled)
             self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
+            step = runtime.step = self._once_sampled(runtime.step, input_batch, num_sampled)
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
                 if step.looks_up:
-                    runtime.step = self._look_up(step, input_batch)
+                    self.trees.grow_copies(num_reqs, step.longest_copy)
                 self._step_done(step)
                 return tokens
             if runtime.deferred is not None:
@@ -304,8 +304,12 @@ class BastionSpeculator(DFlashSpeculator):
             self._step_done(runtime.step)
         return tokens
 
-    def _until_replies_end(self, step: Step, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
-        """Grow nothing beyond the ends of all replies, where the host knows what was sampled."""
+    def _once_sampled(self, step: Step, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
+        """Decide again where the host knows what was sampled.
+
+        Nothing is grown beyond the ends of all replies, and nothing is drafted where copies alone
+        pay more.
+        """
         runtime = self.runtime
         decided = step.grows and runtime.controller is not None and runtime.manager is not None
         if not decided or current_host().runs_ahead:
@@ -315,23 +319,36 @@ class BastionSpeculator(DFlashSpeculator):
         if not len(slots):
             return replace(step, drafts=False, looks_up=False)
         step = replace(step, longest_copy=int(remaining.max()) - 1)
+        if step.looks_up:
+            step = self._with_copies(step, batch.num_reqs, slots, remaining)
         if runtime.reach is None:
             return step
         unused = runtime.reach.depth + 1 - int(remaining.max())
         return replace(step, spared=max(step.spared, unused))
 
-    def _look_up(self, step: Step, batch: InputBatch) -> Step:
-        """Grow trees of copies alone. The next step gets placeholders if any node is worth it."""
-        if current_host().runs_ahead:
-            self.trees.grow_copies(batch.num_reqs)
-            return step
-        slots = batch.idx_mapping_np
-        nodes = self.trees.grow_copies_found(batch.num_reqs, slots, step.longest_copy)
-        if not nodes:
-            controller = self.runtime.controller
-            assert controller is not None
-            controller.observe_copies(slots, np.zeros(len(slots)), 0)
-        return replace(step, looks_up=nodes > 0, announces=nodes > 0)
+    def _with_copies(
+        self, step: Step, num_reqs: int, slots: np.ndarray, remaining: np.ndarray
+    ) -> Step:
+        """Look for copies. They take the place of the draft, or of a plain step, if they pay more.
+
+        Args:
+            num_reqs: of the batch.
+            slots: [C] request slots that go on.
+            remaining: [C] most tokens that each may emit from the next step on.
+        """
+        controller, copies = self.runtime.controller, self.trees.copies
+        assert controller is not None and copies is not None
+        rows = self.trees.row_slots[:num_reqs]
+        copies.find(rows)
+        promised = copies.promised(slots, remaining - 1)
+        if controller.prefers_copies(slots.tolist(), remaining.tolist(), promised, step.drafts):
+            if step.drafts and self.runtime.recorder is not None:
+                self.runtime.recorder.copied()
+            return replace(step, drafts=False, announces=True)
+        if not step.drafts:
+            copies.give_up(rows)
+            controller.observe_copies(slots, promised, 0)
+        return replace(step, looks_up=False, announces=step.drafts)
 
     def _step_done(self, step: Step) -> None:
         if self.runtime.timer is not None:

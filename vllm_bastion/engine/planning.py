@@ -81,7 +81,7 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
     drafts = decision.drafts
     if runtime.announces_early:
         # Placeholders that were announced for a draft get copies if these pay more by now.
-        drafts = step.announces and not decision.looks_up
-    looks_up = decision.looks_up and not drafts
+        drafts = step.announces and (drafts or not decision.looks_up)
+    looks_up = decision.looks_up and drafts == decision.drafts
     refused = not drafts and not runtime.plan.backlog
     return replace(step, drafts=drafts, looks_up=looks_up, announces=announces, refused=refused)

@@ -197,8 +197,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             self._generations[with_tree],
             max_nodes[rows],
             np.ones(len(rows))
-            if controller is None or self._only_copies
-            else controller.kappa_in_use(with_tree),
+            if controller is None
+            else controller.kappa_in_use(with_tree, self._only_copies),
             only_copies=self._only_copies,
         )
         self._observe_past_step()
@@ -389,8 +389,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             promised = before.promised[live]
             accepted = (published.emitted[slots] - 1).tolist()
             raw = (promised / before.kappa[live]).tolist()
-            if not before.only_copies:
-                controller.gains.add_outcomes(slots.tolist(), raw, accepted)
+            gains = controller.copy_gains if before.only_copies else controller.gains
+            gains.add_outcomes(slots.tolist(), raw, accepted)
             if recorder is not None:
                 recorder.yielded(float(promised.sum()), sum(accepted))
         if len(trees.slots):
@@ -401,10 +401,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             trees.promised = promised * nodes / np.maximum(chosen, 1)
             live = self._is_live(trees)
             raw = trees.promised[live] / trees.kappa[live]
-            if not trees.only_copies:
-                controller.gains.add_trees(
-                    trees.slots[live].tolist(), raw.tolist(), nodes[live].tolist()
-                )
+            gains = controller.copy_gains if trees.only_copies else controller.gains
+            gains.add_trees(trees.slots[live].tolist(), raw.tolist(), nodes[live].tolist())
         if controller.looks_up and published.grown_for is not None:
             grown = published.grown_for
             wanted = int(published.num_verify[grown].sum()) if published.only_copies else None

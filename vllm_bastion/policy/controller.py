@@ -11,7 +11,9 @@ more tokens per time than plain steps (a logarithm). The next step drafts if x >
 
 With lookup, a step without a draft ends with trees of copies alone, which cost no drafter pass: a
 step with n rows takes P + C(n) - C(R). The tokens e_r that the copy of request r promises are known
-whatever was drafted, so drafts are weighed against the copies that could be verified without one.
+whatever was drafted, and have a kappa_r of their own. So drafts are weighed against the copies that
+could be verified without one: in `plan` against what the latest copies promised, or, where the host
+sees the copies before it drafts, in `prefers_copies`.
 
 Once the trees exist, their own scores kappa_r rho choose how many nodes are verified, by the same
 costs: `bastion_kernels.choose_budget` on the device, which reads both from buffers that `plan`
@@ -59,7 +61,7 @@ class CostBuffers(Protocol):
         """Install the cost of a step without a draft."""
 
     def set_log_kappa(self, log_kappa: np.ndarray) -> None:
-        """Install ln kappa_r, [S] fp32 by request slot."""
+        """Install ln kappa_r, [2, S] fp32 by request slot: of drafts, and of copies alone."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Decision:
     reason: str
     # Cost of a plain step; infinite if it does not matter.
     plain_ms: float = math.inf
-    # Whether the step ends with trees of copies alone.
+    # Whether the step ends with trees of copies alone. With `drafts`: if `prefers_copies` says so.
     looks_up: bool = False
     # Whether no request of the batch has a use for a draft: each may emit one token at most.
     replies_end: bool = False
@@ -104,6 +106,7 @@ class Controller:
         latency: costs of steps.
         buffers: what the device reads; None if nothing does.
         looks_up: whether steps without a draft may have trees of copies.
+        sees_copies: whether the host knows a step's copies before it drafts.
     """
 
     def __init__(
@@ -114,17 +117,20 @@ class Controller:
         buffers: CostBuffers | None = None,
         *,
         looks_up: bool = False,
+        sees_copies: bool = False,
     ) -> None:
-        self.latency, self.looks_up = latency, looks_up
+        self.latency, self.looks_up, self._sees_copies = latency, looks_up, sees_copies
         # [S] mean tokens that the latest copies of each request promised.
         self._copied = np.zeros(num_slots)
         # Whether the copies that arrived last asked for nodes.
         self.copies_pay = False
         self.gains, self.remaining = Gains(), RemainingTokens(num_slots)
+        # Of trees that were copies alone; only its kappa is used.
+        self.copy_gains = Gains()
         self.size = StepSize()
         self._depth, self._buffers = depth, buffers
         self._probes = Probes()
-        self._log_kappa = np.zeros(num_slots, dtype=np.float32)
+        self._log_kappa = np.zeros((2, num_slots), dtype=np.float32)
         self._installed: CostArray | None = None
         # The cost of steps without a draft, and what it was made of.
         self.copy_cost_ms: CostArray = np.ones(1, np.float32)
@@ -141,12 +147,13 @@ class Controller:
     def restart(self, slot: int, tokens: int) -> None:
         """A new request takes the slot, and may emit so many tokens."""
         self.gains.forget(slot)
+        self.copy_gains.forget(slot)
         self._copied[slot] = 0.0
         self.remaining.restart(slot, tokens)
 
-    def kappa_in_use(self, slots: np.ndarray) -> np.ndarray:
+    def kappa_in_use(self, slots: np.ndarray, only_copies: bool) -> np.ndarray:
         """[R] kappa_r of the scores of the latest trees."""
-        kappa: np.ndarray = np.exp(self._log_kappa[slots])
+        kappa: np.ndarray = np.exp(self._log_kappa[int(only_copies), slots])
         return kappa
 
     # ---- what steps showed ---------------------------------------------------------------
@@ -229,15 +236,49 @@ class Controller:
         cost = self.copy_cost_ms
         return self.costs.factor * float(cost[min(rows, len(cost) - 1)])
 
-    def _gain_of_copies(self, batch: Batch) -> tuple[float, float]:
-        """How much faster steps with copies alone emit tokens than plain ones, and their ms."""
-        promised = np.minimum(self._copied[batch.slots], np.array(batch.remaining) - 1)
-        count, plain_ms = len(batch.slots), self.costs.plain_ms
-        # A copy is verified to about where it is expected to end, where that pays.
-        nodes = np.where(promised > _MIN_COPY, np.ceil(promised), 0.0)
-        ms = self.copy_step_ms(count + int(nodes.sum()))
-        gain = (1.0 + float(promised[nodes > 0].sum()) / count) * plain_ms / ms
-        return (gain, ms) if gain > 1.0 else (1.0, plain_ms)
+    def _gain_of_copies(
+        self, slots: Sequence[int], remaining: Sequence[int], promised: np.ndarray
+    ) -> tuple[float, float, np.ndarray]:
+        """Steps with copies alone, or plain ones if these emit more tokens per time.
+
+        promised: [R] tokens of each copy that are expected to be right.
+
+        Returns:
+            How much faster than plain steps they emit tokens, their ms, and [R] the tokens of each
+            copy that is worth verifying.
+        """
+        kappa = np.array([self.copy_gains.kappa_of(slot) for slot in slots])
+        tokens = np.minimum(kappa * promised, np.array(remaining) - 1)
+        tokens[tokens <= _MIN_COPY] = 0.0
+        count, plain_ms = len(slots), self.costs.plain_ms
+        # A copy is verified to about where it is expected to end.
+        ms = self.copy_step_ms(count + int(np.ceil(tokens).sum()))
+        gain = (1.0 + float(tokens.sum()) / count) * plain_ms / ms
+        return (gain, ms, tokens) if gain > 1.0 else (1.0, plain_ms, 0.0 * tokens)
+
+    def prefers_copies(
+        self, slots: Sequence[int], remaining: Sequence[int], promised: np.ndarray, drafts: bool
+    ) -> bool:
+        """Whether copies alone pay more than a plain step, or than a draft that has them too.
+
+        Args:
+            slots: [R] request slots.
+            remaining: [R] most tokens that each may emit from the next step on.
+            promised: [R] tokens of each copy that are expected to be right.
+            drafts: whether the alternative is a draft.
+        """
+        gain, _, tokens = self._gain_of_copies(slots, remaining, promised)
+        if gain <= 1.0 or not drafts:
+            return gain > 1.0
+        drafted = self.gains.expected(slots, remaining)
+        if drafted.unknown:
+            return False
+        # A draft brings its tokens where the copy is wrong at once, as a geometric one is.
+        count = len(slots)
+        mean = drafted.tokens / count - 1.0
+        both = 1.0 + (tokens.sum() + mean * (1.0 / (1.0 + tokens)).sum()) / count
+        rows = count + drafted.nodes + np.ceil(tokens).sum()
+        return bool(gain >= both * self.costs.plain_ms / self.costs.tree_step_ms(round(rows)))
 
     def plan(self, batch: Batch) -> Decision:
         """Decide about the step after the current one."""
@@ -251,9 +292,13 @@ class Controller:
         else:
             decision = self._weigh(batch, costs)
         if decision.drafts:
-            self._install_kappa(batch.slots)
+            self._install_kappa(batch.slots, only_copies=False)
         else:
             self.gains.fade(batch.slots)
+        if decision.looks_up:
+            self._install_kappa(batch.slots, only_copies=True)
+        else:
+            self.copy_gains.fade(batch.slots)
         return decision
 
     def _weigh(self, batch: Batch, costs: StepEstimate) -> Decision:
@@ -265,8 +310,9 @@ class Controller:
         for limit in expected.unknown:
             tokens += min(ratio, min(1.0 + self._depth, limit) * _FIRST_DOUBT)
         gain, least = tokens / count / ratio, 1.0
-        if self.looks_up:
-            least, copy_ms = self._gain_of_copies(batch)
+        if self.looks_up and not self._sees_copies:
+            copied = self._copied[batch.slots]
+            least, copy_ms, _ = self._gain_of_copies(batch.slots, batch.remaining, copied)
             ratio *= plain_ms / copy_ms
         gain /= least
         decision = Decision(gain >= 1.0 - 1e-9, "pays", plain_ms)
@@ -284,15 +330,17 @@ class Controller:
         ):
             kind = "plain steps" if decision.drafts else "trees"
             decision = Decision(not decision.drafts, f"trial of {kind}", plain_ms)
-        trial = decision.reason == "trial of plain steps"
-        return replace(decision, looks_up=self.looks_up and not decision.drafts and not trial)
+        trial = decision.reason.startswith("trial")
+        may = self.looks_up and (self._sees_copies or not decision.drafts)
+        return replace(decision, looks_up=may and not trial)
 
-    def _install_kappa(self, slots: Sequence[int]) -> None:
+    def _install_kappa(self, slots: Sequence[int], only_copies: bool) -> None:
         if self._buffers is None or not slots:
             return
-        new = [math.log(self.gains.kappa_of(slot)) for slot in slots]
-        if np.abs(self._log_kappa[slots] - new).max() > _KAPPA_STEP:
-            self._log_kappa[slots] = new
+        gains, row = (self.gains, self.copy_gains)[only_copies], self._log_kappa[int(only_copies)]
+        new = [math.log(gains.kappa_of(slot)) for slot in slots]
+        if np.abs(row[slots] - new).max() > _KAPPA_STEP:
+            row[slots] = new
             self._buffers.set_log_kappa(self._log_kappa)
 
 

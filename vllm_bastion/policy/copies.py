@@ -8,9 +8,17 @@ depend on the drafter and the emitted text alone, so the walk stays exact.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from bastion_kernels import CopyRows, copy_priors, count_sources, find_copy, mix_copy
+from bastion_kernels import (
+    CopyRows,
+    copy_chances,
+    copy_priors,
+    count_sources,
+    find_copy,
+    mix_copy,
+)
 
 
 class Copies:
@@ -38,6 +46,7 @@ class Copies:
         # Trials and successes by match length, of all requests.
         self.counts = zeros(2, len(self._priors))
         self._arrived = zeros(1)
+        self._is_found = False  # whether `find` has looked for the copies of the next `mix`
         # By row of the batch.
         self.tokens, self.places = zeros(slots, depth), zeros(slots, depth)
         self.rows = zeros(0, dtype=torch.float32)
@@ -69,13 +78,34 @@ class Copies:
         count_sources(self.sources, slots, cu_num_logits, path, counts)
         return counts
 
-    def find(self, slots: torch.Tensor) -> bool:
-        """Look for copies, without a device: whether any request in `slots`, [R], has one."""
+    def find(self, slots: torch.Tensor) -> None:
+        """Look for the copies of the requests in `slots`, [R], before `mix` does."""
         find_copy(self.history, self.lengths, slots, self._last, self.counts, self._found)
-        if self._found.any():
-            return True
-        self._last[slots, 1] = 0
-        return False
+        self._is_found = True
+
+    def give_up(self, slots: torch.Tensor) -> None:
+        """What `find` has found is only judged, and not mixed into anything."""
+        found = self._found[slots]
+        self._last[slots] = torch.stack(
+            [found & 0xFFFFFFFF, found >> 32, self.lengths[slots]], dim=1
+        ).to(torch.int32)
+        self._found[slots] = 0
+        self._is_found = False
+
+    def promised(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """[R] how many of the first `most` [R] tokens of each copy found are expected to be right.
+
+        On the host: for a CPU.
+        """
+        matches = self._found.numpy()[slots] >> 32
+        promised = np.zeros(len(slots))
+        if not matches.any():
+            return promised
+        chances = copy_chances(self.counts, self._priors).numpy()
+        for row in matches.nonzero()[0]:
+            ahead = matches[row] + np.arange(min(most[row], self.depth))
+            promised[row] = chances[np.minimum(ahead, len(chances) - 1)].cumprod().sum()
+        return promised
 
     def mix(
         self,
@@ -85,7 +115,6 @@ class Copies:
         child_rows: torch.Tensor | None,
         promised: torch.Tensor,
         longest: int | None = None,
-        found: bool = False,
     ) -> CopyRows:
         """Find the copies of a batch, and mix them into its lattice.
 
@@ -94,7 +123,6 @@ class Copies:
             tokens, logprobs, child_rows: see `Trees.grow_lattice`; D may be 0.
             promised: [S], written: how many tokens of each copy are expected to be right.
             longest: most tokens of a copy, if fewer than a tree is deep.
-            found: whether `find` was called.
         """
         reqs, width = len(slots), tokens.shape[2]
         depth = self.depth if longest is None else min(self.depth, max(longest, tokens.shape[1], 1))
@@ -108,8 +136,9 @@ class Copies:
         )
         copies = CopyRows(copied, places, rows, self.sources)
         text = self.history, self.lengths, slots
-        if not found:
+        if not self._is_found:
             find_copy(*text, self._last, self.counts, self._found)
+        self._is_found = False
         mix_copy(
             *text,
             self._found,

@@ -111,8 +111,9 @@ class Trees:
         # The same of a step that ends without a draft.
         self.copy_cost_ms = torch.ones_like(self.cost_ms)
         self._node_cost_ms = torch.ones_like(self.cost_ms)  # of `choose_again`
-        # ln kappa_r by slot, which path scores of trees grown from now on contain.
-        self.log_kappa = torch.zeros(slots, device=device)
+        # ln kappa_r by slot, which path scores of trees grown from now on contain: of drafts, and
+        # of copies alone.
+        self.log_kappa = torch.zeros(2, slots, device=device)
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
         self._mirror = HostMirror(self._results)
         # Of its two steps.
@@ -258,33 +259,15 @@ class Trees:
         copies = None
         if self.copies is not None:
             copies = self.copies.mix(slots, tokens, logprobs, child_rows, self.copied, longest_copy)
-        self._expand(tokens, logprobs, child_rows, copies, self.log_kappa, self.cost_ms)
+        self._expand(tokens, logprobs, child_rows, copies, self.log_kappa[0], self.cost_ms)
 
-    def grow_copies(
-        self, num_reqs: int, longest_copy: int | None = None, found: bool = False
-    ) -> None:
-        """Build the trees of a batch from copies of its texts alone.
-
-        Args:
-            longest_copy: see `grow_lattice`.
-            found: whether they were looked for.
-        """
+    def grow_copies(self, num_reqs: int, longest_copy: int | None = None) -> None:
+        """Build the trees of a batch from copies of its texts alone, see `grow_lattice`."""
         assert self.copies is not None
         tokens, logprobs = self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
         slots = self.row_slots[:num_reqs]
-        copies = self.copies.mix(slots, tokens, logprobs, None, self.copied, longest_copy, found)
-        self._expand(tokens, logprobs, None, copies, None, self.copy_cost_ms)
-
-    def grow_copies_found(self, num_reqs: int, slots: np.ndarray, longest_copy: int | None) -> int:
-        """The same where the host need not wait: grows nothing where nothing is found.
-
-        slots: [R] request slots. Returns how many nodes are worth verifying.
-        """
-        assert self.copies is not None
-        if not self.copies.find(self.row_slots[:num_reqs]):
-            return 0
-        self.grow_copies(num_reqs, longest_copy, found=True)
-        return int(self.num_verify.numpy()[slots].sum())
+        copies = self.copies.mix(slots, tokens, logprobs, None, self.copied, longest_copy)
+        self._expand(tokens, logprobs, None, copies, self.log_kappa[1], self.copy_cost_ms)
 
     def _expand(
         self,
@@ -292,7 +275,7 @@ class Trees:
         logprobs: torch.Tensor,
         child_rows: torch.Tensor | None,
         copies: CopyRows | None,
-        log_kappa: torch.Tensor | None,
+        log_kappa: torch.Tensor,
         cost_ms: torch.Tensor,
     ) -> None:
         """Grow the trees of `bind_rows`' batch, and choose N* by `cost_ms`."""
@@ -361,7 +344,7 @@ class Trees:
         to_device(cost_ms, out=self.copy_cost_ms)
 
     def set_log_kappa(self, log_kappa: np.ndarray) -> None:
-        """Install what calibrates path scores, [S] fp32; see `policy.gains`."""
+        """Install what calibrates path scores, [2, S] fp32; see `policy.gains`."""
         to_device(log_kappa, out=self.log_kappa)
 
     def publish(self, step: int, grown_for: np.ndarray | None, only_copies: bool = False) -> None:

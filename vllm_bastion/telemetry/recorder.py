@@ -72,6 +72,10 @@ class Recorder:
         of_trees = ONLY_COPIES if looks_up else last
         self._next_reasons = (reason, NO_TREE) if drafts else (of_trees, reason)
 
+    def copied(self) -> None:
+        """The next step gets trees of copies alone in place of a draft."""
+        self._next_reasons = ONLY_COPIES, self._next_reasons[1]
+
     def ended(self, requests: int, nodes: int, rows: int, tree_ms: float) -> None:
         """A step has ended, for the host: called after the decision about the next one.
 

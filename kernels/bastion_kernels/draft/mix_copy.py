@@ -40,6 +40,12 @@ def copy_priors(device: torch.device | None = None) -> Tensor:
     return torch.tensor([*_PRIOR, *rest], dtype=torch.float32, device=device)
 
 
+def copy_chances(counts: Tensor, priors: Tensor) -> Tensor:
+    """`[33]`: w by match length. counts: `[2, 33]` trials and successes; priors: `[33]`."""
+    trials, right = counts.to(priors.dtype)
+    return (right + _PRIOR_TRIALS * priors) / (trials + _PRIOR_TRIALS)
+
+
 @triton.jit(do_not_specialize=["reqs"])
 def _mix_kernel(
     history_ptr,
@@ -235,8 +241,7 @@ class MixCopy(Op):
     def reference(self) -> None:
         """Depth by depth, in double precision."""
         _, depths, width = self.candidates.shape
-        trials, right = self.counts.double()
-        chances = (right + _PRIOR_TRIALS * self.priors.double()) / (trials + _PRIOR_TRIALS)
+        chances = copy_chances(self.counts, self.priors.double())
         for r, slot in enumerate(self.slots.tolist()):
             if slot < 0:
                 continue

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies by request slot: what the host is told before they are mixed into a lattice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bastion_kernels.draft.find_copy import LONGEST
+from vllm_bastion.policy.copies import Copies
+
+DEPTH, WIDTH, SLOTS = 9, 3, 5
+
+if torch.cuda.is_available():
+    pytest.skip("the host sees copies on a CPU only", allow_module_level=True)
+
+
+def test_what_copies_promise_is_known_before_they_are_mixed() -> None:
+    rng = np.random.default_rng(3)
+    texts = [rng.integers(0, high, size).tolist() for high, size in ((3, 60), (2, 9), (4000, 40))]
+    texts.append(texts[2] + texts[2][:12])
+    history = torch.zeros(SLOTS, 128, dtype=torch.int32)
+    lengths = torch.zeros(SLOTS, dtype=torch.int32)
+    slots = torch.tensor([4, 0, 2, 1])
+    for slot, text in zip(slots, texts):
+        history[slot, : len(text)] = torch.tensor(text)
+        lengths[slot] = len(text)
+    copies = Copies(history, lengths, DEPTH, 16)
+    copies.counts[0] = torch.arange(LONGEST + 1)
+    copies.counts[1] = torch.arange(LONGEST + 1) // 2
+    copies.find(slots)
+    most = np.array([DEPTH, 4, DEPTH, DEPTH])
+    told = copies.promised(slots.numpy(), np.full(4, DEPTH))
+    fewer = copies.promised(slots.numpy(), most)
+    assert told[2] == 0.0 and (told[[0, 1, 3]] > 0.5).all()
+    assert 0.0 < fewer[1] < told[1] and fewer[3] == told[3]
+
+    promised = torch.full((SLOTS,), -1.0)
+    tokens = torch.zeros(4, 2, WIDTH, dtype=torch.int32)
+    copies.mix(slots, tokens, torch.zeros(4, 2, 1, WIDTH), None, promised)
+    np.testing.assert_allclose(promised[slots], told, rtol=1e-5)
+
+
+def test_copies_that_were_given_up_are_judged_too() -> None:
+    history = torch.tensor([[1, 2, 3, 1, 2, 9, 9, 9]], dtype=torch.int32)
+    slots, judged = torch.zeros(1, dtype=torch.int64), []
+    for gives_up in (False, True):
+        copies = Copies(history, torch.tensor([5], dtype=torch.int32), DEPTH, 16)
+        copies.find(slots)
+        assert copies.promised(np.zeros(1, int), np.array([DEPTH]))[0] > 0
+        if gives_up:
+            copies.give_up(slots)
+        else:
+            empty = torch.zeros(1, 0, WIDTH, dtype=torch.int32)
+            copies.mix(slots, empty, torch.zeros(1, 0, 1, WIDTH), None, torch.zeros(1))
+        copies.lengths += 1
+        copies.find(slots)
+        judged.append(copies.counts)
+    assert judged[0].sum() == 1 and torch.equal(*judged)
