@@ -179,6 +179,7 @@ def _of_drafter(
         rows += [
             ours(f"bastion {name}", nodes, "adaptive", latency_model=name) for name in ESTIMATORS
         ]
+    rows += [ours(f"bastion lookup N={n}", n, n, lookup=True) for n in budgets]
     rows.append(ours("bastion lookup", nodes, "adaptive", lookup=True))
     return [*rows, ours(ADAPTIVE, nodes, "adaptive")]
 
