@@ -84,12 +84,12 @@ class Copies:
         self._is_found = True
 
     def give_up(self, slots: torch.Tensor) -> None:
-        """What `find` has found is only judged, and not mixed into anything."""
-        found = self._found[slots]
-        self._last[slots] = torch.stack(
-            [found & 0xFFFFFFFF, found >> 32, self.lengths[slots]], dim=1
-        ).to(torch.int32)
-        self._found[slots] = 0
+        """What `find` has found is only judged, and not mixed into anything. For a CPU."""
+        rows, found, last = slots.numpy(), self._found.numpy(), self._last.numpy()
+        last[rows, 0] = found[rows] & 0xFFFFFFFF
+        last[rows, 1] = found[rows] >> 32
+        last[rows, 2] = self.lengths.numpy()[rows]
+        found[rows] = 0
         self._is_found = False
 
     def promised(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
