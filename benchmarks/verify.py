@@ -29,9 +29,8 @@ import torch
 
 from benchmarks.harness.decoder import Run, count, run_engine
 from benchmarks.harness.engine import Request, UserEngine, bastion, dflash
-from benchmarks.near_ties import BOUND
 from benchmarks.paper.engines import engine_of
-from benchmarks.paper.judge import FLOAT32_BOUND, Scorer
+from benchmarks.paper.judge import BOUND, FLOAT32_BOUND, Scorer
 from benchmarks.paper.methods import Method
 from benchmarks.progress import Progress
 from vllm_bastion import checkpoint

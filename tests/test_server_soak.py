@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import TINY
-from benchmarks.server_soak.client import Answer, Choice
-from benchmarks.server_soak.judge import Judge
-from benchmarks.server_soak.requests import CHAT, COMPLETIONS, Request, Requests
-from benchmarks.server_soak.run import compare, passed, repeat_timeouts
+from tests.soak.client import Answer, Choice
+from tests.soak.judge import Judge
+from tests.soak.over_http import compare, passed, repeat_timeouts
+from tests.soak.requests import CHAT, COMPLETIONS, Request, Requests
 from vllm_bastion.cpu.noise import gumbel_noise
 
 PROMPT = list(range(40, 60))

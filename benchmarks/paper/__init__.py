@@ -25,7 +25,7 @@ decoding gave in the same round. `--alive 1` runs one engine at a time.
 - *T_verify*, *T_draft*, *T_aux*: target with its head, drafter with the tree, and the rest of a
   step, over the steps in which no prompt ended. On a GPU the first two are times of the device.
 - *same*: at T=0, responses with plain decoding's tokens, and how many of the others first differ at
-  a near-tie (`benchmarks.near_ties`), by plain decoding's own log-probabilities. Above T=0,
+  a near-tie, by plain decoding's own log-probabilities. Above T=0,
   bastion's seeded draws against plain decoding's in the same model runner (*seeded*); nobody judges
   whether one that differs was a near-tie. vLLM's own methods keep the distribution, but not the
   draws, so nothing is compared (*other draws*).

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.process import EngineProcess
-from benchmarks.harness.session import Session
 from benchmarks.smollm2.install import pair
+from tests.e2e.session import Session
 
 NODES, BLOCK = 16, 32
 Batch = dict[str, Any]

@@ -11,8 +11,8 @@ import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from benchmarks.harness.session import allow_async_scheduling
 from tests.e2e.offline import ENVIRONMENT, fork
+from tests.e2e.session import allow_async_scheduling
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.costs import write_costs
 from benchmarks.replay.costs import CostSource
 from tests.drafters.recording import specforge_chains
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
+from tests.e2e.costs import write_costs
 from tests.e2e.drafters import (
     CANDIDATES,
     CAUSAL,

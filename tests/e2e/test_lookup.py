@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.costs import write_costs
 from benchmarks.replay.costs import CostSource
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
+from tests.e2e.costs import write_costs
 from tests.e2e.engines import Batch, Engine, Runner
 from vllm_bastion.policy.cost.table import StepCostTable
 

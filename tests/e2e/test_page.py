@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.browser import MISSING, Browser, find_chromium
 from tests.e2e import cases
 from tests.e2e.engines import DRAFTER, ON_GPU, ROOT, TARGET, Runner
 from tests.e2e.test_serving import SPECULATIVE, Server, environment, serve, stop
+from tests.page.browser import MISSING, Browser, find_chromium
 from vllm_bastion.page.document import with_data
 from vllm_bastion.telemetry.seen_trees import LOOK_S
 

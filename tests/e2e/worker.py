@@ -70,7 +70,7 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
         from tests.e2e.sessions import run
 
         return run(spec)
-    from benchmarks.harness.session import Session
+    from tests.e2e.session import Session
 
     engine = spec["engine"]
     if not (engine["enforce_eager"] or "compilation_config" in engine):

@@ -154,25 +154,25 @@ def test_contexts_have_a_row_each_and_one_prefix_that_engines_keep(tmp_path: Pat
 
 def test_near_ties_are_judged_by_gaps_that_transformers_computes_too(tmp_path: Path) -> None:
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from benchmarks import TINY
-    from benchmarks.near_ties import Judge
     from benchmarks.paper.engines import engine_of
     from benchmarks.paper.judge import Scorer
     from benchmarks.paper.methods import Target, methods
 
-    judge = Judge(TINY / "target")
     plain = methods(Target(str(TINY / "target"), None, 15), cpu=True)["plain"]
     engine = plain.engine(
         str(TINY / "target"), True, max_model_len=256, max_num_seqs=1, dtype="float32", eager=True
     )
-    ids = judge._tokenizer(TEXTS[0])["input_ids"]
+    ids = AutoTokenizer.from_pretrained(TINY / "target")(TEXTS[0])["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)
     with torch.inference_mode():
-        best = judge._model(torch.tensor([ids])).logits[0, -1].topk(3).indices.tolist()
+        best = model(torch.tensor([ids])).logits[0, -1].topk(3)
     with engine_of(engine, Scorer) as process:
-        process.call("gaps", ids, [*best, 1])  # the mask token is never likely
+        process.call("gaps", ids, [*best.indices.tolist(), 1])  # the mask token is never likely
         gaps = process.answer()
-    wanted = [float(judge.gaps(TEXTS[0], [token])[-1]) for token in best]
+    wanted = (best.values[0] - best.values).tolist()
     assert gaps[:3] == pytest.approx(wanted, abs=1e-3) and gaps[0] == 0
     assert gaps[3] == float("inf")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.costs import write_costs
 from benchmarks.harness.decoder import Completion, Run, count
 from benchmarks.harness.engine import GAMMA, bastion
 from benchmarks.probes import SeenDraft, SeenTree
@@ -17,6 +16,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.replay.costs import paper_a100
 from benchmarks.replay.record import collect, requests_for
 from benchmarks.replay.recording import load_recording
+from tests.e2e.costs import write_costs
 from vllm_bastion.policy.cost.store import read_profile
 
 PROMPTS = [

@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.server import Server, serving, users_environment
 from benchmarks.prompts import DOMAINS, load_prompts
 from benchmarks.provenance import provenance
-from benchmarks.server_soak.client import Answer, Choice, send
-from benchmarks.server_soak.judge import Judge
-from benchmarks.server_soak.requests import MAX_MODEL_LEN, Request, Requests
+from tests.soak.client import Answer, Choice, send
+from tests.soak.judge import Judge
+from tests.soak.requests import MAX_MODEL_LEN, Request, Requests
+from tests.soak.server import Server, serving, users_environment
 
 OUTSTANDING = 9  # requests at the server at any time; six of them run
 NODES = 63

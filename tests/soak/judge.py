@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from benchmarks.near_ties import Judge as Target
+from transformers import AutoModelForCausalLM
 
 
 class Judge:
@@ -24,8 +23,8 @@ class Judge:
         self._folder, self._bound = target, bound
 
     @cached_property
-    def _target(self) -> Target:
-        return Target(self._folder)
+    def _target(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def near_tie(
@@ -37,7 +36,7 @@ class Judge:
         Each must win where its own logit is half the bound higher, and its rivals' half the bound
         lower. A rival that is lowered may also leave the nucleus of top_p or of min_p.
         """
-        logits = self._target.next_logits([*prompt, *made])
+        logits = self._target(torch.tensor([[*prompt, *made]])).logits[0, -1].float()
 
         def score(logits: torch.Tensor) -> torch.Tensor:
             scores = _scores(logits.clone(), prompt, made, index, given)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.server_soak.requests import Request
+from tests.soak.requests import Request
 
 _TIMEOUT_S = 300
 

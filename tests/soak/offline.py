@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Soak test: random requests against one engine, every T=0 one checked.
-
-    python -m benchmarks.soak --minutes 30
-    python -m benchmarks.soak --server --minutes 10    # HTTP requests, see benchmarks.server_soak
+"""Random requests to one engine, every T=0 one checked.
 
 An engine with method "bastion" and a KV cache too small for its requests decodes prompts of random
 length with random sampling parameters. Some are aborted, some share prefixes, some have penalties,
 grammars or logprobs. A second process decodes every finished T=0 request again with plain decoding
 and compares. Nothing may fail, every KV block must be freed, and every token must be the same,
-except for near-ties (see `tests.e2e.compare`). The summary is always written as JSON; the exit
-status is 1 if something went wrong.
+except for near-ties (see `tests.e2e.compare`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -25,7 +20,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, TINY
 from benchmarks.harness.engine import GAMMA, bastion, sampling_params
 from benchmarks.harness.process import EngineError, EngineProcess
 from benchmarks.prompts import DOMAINS, load_prompts
@@ -191,7 +185,7 @@ class PlainEngine:
     """The checker's engine, in its process."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        from benchmarks.harness.session import Session
+        from tests.e2e.session import Session
 
         self._session = Session({"engine": arguments})
 
@@ -228,9 +222,9 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def soak(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run the soak. Returns the summary; its `error` is None if no engine failed."""
-    from benchmarks.harness.session import Session
+    from tests.e2e.session import Session
 
     os.environ.update(ENVIRONMENT)
     arguments = engine_arguments(options.pair, options.scheduling == "async")
@@ -241,21 +235,21 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     rows = load_prompts(options.pair / "prompts.jsonl")
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     assert {row["domain"] for row in rows} == set(DOMAINS)
-    run = Soak(session, Requests(prompts, options.seed))
+    soak = Soak(session, Requests(prompts, options.seed))
     free, memory = session.free_blocks(), [resident_mib()]
     error = None
     begin = reported = time.monotonic()
     end = begin + 60 * options.minutes
     try:
-        while time.monotonic() < end or not run.idle:
-            for request in run.step(draw=time.monotonic() < end):
+        while time.monotonic() < end or not soak.idle:
+            for request in soak.step(draw=time.monotonic() < end):
                 if request["params"]["temperature"] == 0:
                     checker.add(request)
             if time.monotonic() - reported > _REPORT_S:
                 reported = time.monotonic()
                 memory.append(resident_mib())
                 left = max(0.0, end - reported) / 60
-                print(f"{left:.1f} min left, {dict(run.counts)}", file=sys.stderr, flush=True)
+                print(f"{left:.1f} min left, {dict(soak.counts)}", file=sys.stderr, flush=True)
         session.drain()
     except Exception as failure:  # the summary is the point of a soak that fails
         error = f"{type(failure).__name__}: {failure}"
@@ -274,7 +268,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "scheduler": type(session.scheduler).__name__,
         "gamma": GAMMA,
-        **run.counts,
+        **soak.counts,
         **checker.counts,
         "mismatches": checker.mismatches,
         "preemptions": session.metrics()["num_preemptions"],
@@ -297,33 +291,3 @@ def passed(summary: dict[str, Any]) -> bool:
         and summary["preemptions"] > 0
         and summary["aborted"] > 0
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scheduling", choices=("async", "sync"), default="async")
-    parser.add_argument("--pair", type=Path, default=TINY, help="folder of target and drafter")
-    parser.add_argument("--server", action="store_true", help="through vllm serve")
-    parser.add_argument("--out", type=Path, help="default: results/soak.json, soak-server.json")
-    options = parser.parse_args()
-    out = options.out or RESULTS / ("soak-server.json" if options.server else "soak.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if options.server:
-        from benchmarks.server_soak import run
-
-        summary = run.run(options)
-        good = run.passed(summary)
-    else:
-        summary = soak(options)
-        good = passed(summary)
-    out.write_text(json.dumps(summary, indent=1) + "\n")
-    lists = ("mismatches", "problems", "near_ties")
-    shown = {key: len(value) if key in lists else value for key, value in summary.items()}
-    print(json.dumps(shown, indent=1))
-    sys.exit(0 if good else 1)
-
-
-if __name__ == "__main__":
-    main()
