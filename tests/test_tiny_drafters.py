@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny pair's offline evaluation: its trees equal the ops', checkpoints keep their heads."""
+"""The training models of the tiny pair: transformers' target, checkpoints, the loss."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
-from bastion_kernels import expand_best_first
-
-from checkpoints import load_target  # isort: skip
-from drafter import Drafter, load_drafter, save_drafter  # isort: skip
-from eagle3 import Eagle3  # isort: skip
-from evaluate import WIDTH, Lattice, best_first_tree, draft  # isort: skip
-from heads import CANDIDATES, Domino, Markov, Selector  # isort: skip
-from model import Dims, Target, rope_tables, rotate  # isort: skip
-from train import drafter_loss  # isort: skip
+from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
+from benchmarks.tiny.heads import Domino, Markov, Selector
+from benchmarks.tiny.model import Dims, Target, load_target
+from benchmarks.tiny.train import drafter_loss
 
 DIMS = Dims(
     vocab_size=64,
@@ -45,6 +39,15 @@ def make_drafter(head: type[Selector | Markov] | None, causal: bool = False) -> 
     return drafter
 
 
+def drafted(target: Target, drafter: Drafter) -> torch.Tensor:
+    """Logits of all blocks of `IDS` from position 20 on: [A, D, V]."""
+    anchors = torch.arange(20, 84)[None]
+    _, features = target(IDS[None], features=target.feature_layers)
+    states = drafter(target, features, IDS[anchors], anchors)[0]
+    before = IDS[anchors[0, :, None] + torch.arange(states.shape[1])]
+    return drafter.logits(target, states, before)
+
+
 @pytest.mark.parametrize("head", [None, Selector, Markov])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_checkpoint_keeps_its_drafters_drafts(
@@ -54,30 +57,8 @@ def test_a_checkpoint_keeps_its_drafters_drafts(
     target, drafter = Target(DIMS), make_drafter(head, causal and head is None)
     save_drafter(drafter, tmp_path, target, eos_id=0)
     again = load_drafter(tmp_path)
-    for mine, theirs in zip(*(draft(target, d, IDS, 20) for d in (drafter, again)), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("head", [Selector, Markov])
-def test_offline_trees_equal_the_ops_trees(head: type[Selector | Markov]) -> None:
-    torch.manual_seed(0)
-    lattice = draft(Target(DIMS), make_drafter(head), IDS, 20)
-    count, nodes = 3, 40
-    scores = torch.full((count, *lattice.tokens.shape[1:], CANDIDATES), -torch.inf)
-    part = Lattice(*(t[:count] for t in lattice))
-    scores.scatter_(-1, part.order, part.logprobs)
-    tokens = torch.zeros(count, nodes, dtype=torch.int64)
-    parents, depths = (torch.zeros(count, nodes, dtype=torch.int32) for _ in range(2))
-    log_rho = torch.zeros(count, nodes)
-    expand_best_first.reference(
-        part.tokens.int(), scores, WIDTH, torch.arange(count), tokens, parents, depths, log_rho,
-        torch.zeros(count, dtype=torch.int32),
-    )  # fmt: skip
-    for row in range(count):
-        grown = zip(parents[row].tolist(), depths[row].tolist(), tokens[row].tolist(), strict=True)
-        mine = best_first_tree(part.block(row), nodes)
-        assert [node[:3] for node in mine] == list(grown)
-        assert [node[3] for node in mine] == pytest.approx(log_rho[row].exp().tolist(), rel=1e-4)
+    mine, theirs = (drafted(target, d) for d in (drafter, again))
+    assert torch.equal(mine, theirs)
 
 
 WORDS = torch.tensor([1, 2, 5, *range(20, 60)])
@@ -103,8 +84,7 @@ def test_a_reduced_vocabulary_drafts_the_best_of_its_own_tokens(tmp_path: Path) 
     others = torch.ones(DIMS.vocab_size, dtype=torch.bool)
     others[WORDS] = False
     best = whole.masked_fill(others, -torch.inf).argmax(-1)
-    drafted = draft(target, again, IDS, 20, width=4, blocks=12).tokens[[0, 11], :, 0]
-    assert torch.equal(drafted, best[0])
+    assert torch.equal(WORDS[again.plain_logits(target, states).argmax(-1)], best)
     assert again.indices(torch.tensor([0, 1, 3, 5, 59, 60])).tolist() == [-1, 0, -1, 2, 42, -1]
 
 
@@ -173,13 +153,16 @@ def test_the_loss_is_the_mean_over_blocks_of_weighted_cross_entropies() -> None:
     assert float(found["accepted"]) == pytest.approx(accepted / 10)
 
 
-def test_a_llama_target_is_transformers_llama(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_the_target_is_transformers(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {
         name: getattr(DIMS, name) for name in Dims.__dataclass_fields__ if name != "rope_theta"
     }
-    config = LlamaConfig(**sizes, rope_theta=1000.0, tie_word_embeddings=True)
-    reference = LlamaForCausalLM(config).eval()
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, rope_theta=1000.0, tie_word_embeddings=True
+    )
+    reference = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for weight in reference.parameters():
             weight.normal_(std=0.1).copy_(weight.bfloat16())
@@ -187,13 +170,14 @@ def test_a_llama_target_is_transformers_llama(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**written, "rope_theta": 1000.0}))
     target = load_target(tmp_path)
-    assert target.feature_layers == (1, 2, 3)
+    layers = (1, 2, 3) if kind == "Llama" else (1, 3, 4)
+    assert target.feature_layers == layers
     with torch.inference_mode():
         theirs = reference.float()(IDS[None], output_hidden_states=True)
         hidden, features = target(IDS[None], features=target.feature_layers)
         logits = target.logits(hidden)
     torch.testing.assert_close(logits, theirs.logits, rtol=1e-3, atol=1e-3)
-    picked = torch.cat([theirs.hidden_states[i + 1] for i in (1, 2, 3)], -1)
+    picked = torch.cat([theirs.hidden_states[i + 1] for i in layers], -1)
     torch.testing.assert_close(features, picked, rtol=1e-3, atol=1e-3)
 
 
@@ -212,36 +196,3 @@ def test_a_domino_checkpoint_has_specforges_names(tmp_path: Path) -> None:
     tokens = IDS[:10].view(2, 5)
     one, other = (d.logits(target, states, tokens) for d in (drafter, again))
     assert torch.equal(one, other) and not torch.equal(one, target.logits(states))
-
-
-def test_eagle3_is_trained_on_the_passes_that_drafting_makes() -> None:
-    torch.manual_seed(0)
-    target = Target(DIMS)
-    head = Eagle3(target)
-    length, depth = 12, 4
-    embeds = target.embed_tokens(IDS[1 : length + 1])[None]
-    _, features = target(IDS[None, :length], features=target.feature_layers)
-    passes = head(embeds, features, depth)
-    for start in (0, 5, length - depth):
-        for k, logits in enumerate(drafted(head, embeds, features, start, depth)):
-            assert torch.allclose(passes[k][0, start], logits, atol=1e-5), (start, k)
-
-
-def drafted(
-    head: Eagle3, embeds: torch.Tensor, features: torch.Tensor, start: int, depth: int
-) -> list[torch.Tensor]:
-    """The logits of a draft from `start`, one row after another with one causal sequence."""
-    layer, attn = head.midlayer, head.midlayer.self_attn
-    states = head.fc(features[:, : start + 1])
-    out = []
-    for _ in range(depth):
-        rows = states.shape[1]
-        x = torch.cat([layer.input_layernorm(embeds[:, :rows]), layer.hidden_norm(states)], -1)
-        cos, sin = (table[None, None] for table in rope_tables(DIMS, torch.arange(rows)))
-        q, k = (rotate(attn.heads(part(x)), cos, sin) for part in (attn.q_proj, attn.k_proj))
-        mixed = attn.attend(q, k, attn.heads(attn.v_proj(x)), None, causal=True)
-        last = (states + mixed)[:, -1:]
-        last = last + layer.mlp(layer.post_attention_layernorm(last))
-        out.append(head.lm_head(head.norm(last))[0, 0])
-        states = torch.cat([states, last], dim=1)
-    return out

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.tiny.drafter import load_drafter, save_drafter
+from benchmarks.tiny.heads import Domino, Selector
+from benchmarks.tiny.model import load_target, save_target
 from benchmarks.widen.check import check
 from benchmarks.widen.checkpoint import Stored
 from benchmarks.widen.pairs import make_drafter, make_pair
@@ -22,10 +25,6 @@ from benchmarks.widen.widening import (
     Target,
     Widening,
 )
-
-from drafter import load_drafter, save_drafter  # isort: skip  (benchmarks.widen finds them)
-from checkpoints import load_target, save_target  # isort: skip
-from heads import Domino, Selector  # isort: skip
 
 VOCAB = 64
 DIMS = Dims(

@@ -24,7 +24,6 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-import benchmarks.widen  # noqa: F401  makes the tiny pair's scripts importable
 from benchmarks import RESULTS
 from benchmarks.paper.arguments import pair_dtype, pair_folder, without_folders
 from benchmarks.paper.chat import Renderer
@@ -56,7 +55,7 @@ _SPARE = 32
 
 def passages(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[int]]:
     """A prompt of `length` tokens, whose end repeats a piece of a passage, and how that goes on."""
-    import data
+    from benchmarks.tiny import data
 
     rng = Random("passages")
     texts: list[list[int]] = []

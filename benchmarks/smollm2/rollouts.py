@@ -4,7 +4,7 @@
     python -m benchmarks.smollm2.rollouts --gsm8k grade-school-math's train.jsonl
 
 Writes numbered shards of token ids to the pair's folder, sources in turn, greedy and at T=1; an
-interrupted run goes on where it stopped. `--pause FILE` waits while that file exists.
+interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.smollm2 import prompts
-from benchmarks.smollm2.pausing import wait_while
 from benchmarks.smollm2.target import END_OF_TURN, fetch, pair_folder
 
 SHARD = 128  # conversations
@@ -38,14 +37,12 @@ SECOND_TURNS = 32  # of a shard of own instructions: conversations with a second
 
 
 class Engine:
-    """vLLM's offline engine, stepped here so that it can pause."""
+    """vLLM's offline engine on token ids."""
 
-    def __init__(self, folder: Path, pause: Path | None, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
-        self.pause = pause
-        self.count = 0
         self.llm = LLM(
             str(folder), dtype="bfloat16", max_model_len=1536, max_num_seqs=64,
             max_num_batched_tokens=2048, kv_cache_memory_bytes=2 << 30, enforce_eager=False,
@@ -57,24 +54,10 @@ class Engine:
         """Continue token ids up to the end of a turn (which is kept)."""
         from vllm import SamplingParams, TokensPrompt
 
-        engine = self.llm.llm_engine
-        first, found = self.count, {}
-        steps, begin = 0, time.monotonic()
         # vLLM 0.32 cannot seed requests of a CPU one by one when a prompt is split.
         params = SamplingParams(temperature=temperature, max_tokens=tokens, detokenize=False)
-        for ids in many:
-            engine.add_request(str(self.count), TokensPrompt(prompt_token_ids=ids), params)
-            self.count += 1
-        while engine.has_unfinished_requests():
-            wait_while(self.pause)
-            steps += 1
-            if steps % 100 == 0:
-                rate = steps / (time.monotonic() - begin)
-                print(f"  {len(found)} of {len(many)} ended, {rate:.1f} steps/s", flush=True)
-            for output in engine.step():
-                if output.finished:
-                    found[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
-        return [found[first + i] for i in range(len(many))]
+        found = self.llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in many], params)
+        return [list(one.outputs[0].token_ids) for one in found]
 
 
 def shards(engine: Engine, file: Path | None) -> Iterator[tuple[str, Any]]:
@@ -139,11 +122,10 @@ def main() -> None:
     )
     parser.add_argument("--gsm8k", type=Path, help="its training questions (default: the Hub's)")
     parser.add_argument("--tokens", type=float, default=3e6, help="of replies, all shards together")
-    parser.add_argument("--pause", type=Path, help="wait while this file exists")
     args = parser.parse_args()
     folder = pair_folder() / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
-    engine = Engine(fetch(), args.pause, seed=len(list(folder.glob("*.jsonl"))))
+    engine = Engine(fetch(), seed=len(list(folder.glob("*.jsonl"))))
     total = 0
     for name, make in shards(engine, args.gsm8k):
         path, begin = folder / name, time.monotonic()

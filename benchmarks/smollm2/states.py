@@ -19,11 +19,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
-import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
-from benchmarks.smollm2.pausing import wait_while
 from benchmarks.smollm2.target import fetch, pair_folder
-
-from checkpoints import AnyTarget, load_target  # isort: skip
+from benchmarks.tiny.model import Target, load_target
 
 SHORTEST = 24  # a reply must have room for blocks
 LIKELY = 32  # tokens kept of the target's distributions
@@ -85,7 +82,7 @@ class States:
         }
 
 
-def store(target: AnyTarget, shards: Path, folder: Path, pause: Path | None = None) -> None:
+def store(target: Target, shards: Path, folder: Path) -> None:
     """Compute the states of every shard of replies that has none yet."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(shards.glob("*.jsonl")):
@@ -95,15 +92,13 @@ def store(target: AnyTarget, shards: Path, folder: Path, pause: Path | None = No
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
         greedy = path.stem.endswith("-t0")
-        torch.save(states_of(target, rows, greedy, pause), out.with_suffix(".part"))
+        torch.save(states_of(target, rows, greedy), out.with_suffix(".part"))
         out.with_suffix(".part").rename(out)
         print(f"states of {path.stem}", flush=True)
 
 
 @torch.inference_mode()
-def states_of(
-    target: AnyTarget, rows: list[dict], greedy: bool, pause: Path | None = None
-) -> dict[str, Tensor]:
+def states_of(target: Target, rows: list[dict], greedy: bool) -> dict[str, Tensor]:
     """ids int32 [T] and features bf16 [T, F*H] of rows laid end to end.
 
     likely int32 and odds fp16 [T, LIKELY] are the next token's, in replies. "rows" int64 [N, 4] has
@@ -113,7 +108,6 @@ def states_of(
     parts: dict[str, list[Tensor]] = {k: [] for k in ("ids", "features", "likely", "odds")}
     table, begin = [], 0
     for at in range(0, len(rows), CHUNK):
-        wait_while(pause)
         chunk = [torch.tensor(row["prompt"] + row["reply"]) for row in rows[at : at + CHUNK]]
         padded = torch.nn.utils.rnn.pad_sequence(chunk, batch_first=True)
         hidden, features = target(padded, features=target.feature_layers)
@@ -134,11 +128,10 @@ def main() -> None:
     """Store what is missing."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2.states")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pause", type=Path, help="wait while this file exists")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     target = load_target(fetch()).requires_grad_(False).bfloat16()
-    store(target, pair_folder() / "rollouts", pair_folder() / "states", args.pause)
+    store(target, pair_folder() / "rollouts", pair_folder() / "states")
 
 
 if __name__ == "__main__":

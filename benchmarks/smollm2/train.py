@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -21,16 +20,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
-import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
 from benchmarks.smollm2.install import OURS, write_compact
-from benchmarks.smollm2.pausing import wait_while
 from benchmarks.smollm2.states import States
 from benchmarks.smollm2.target import fetch, pair_folder
-
-from checkpoints import load_target  # isort: skip
-from drafter import DRAFTER_LAYERS, Drafter, fix_key_norms, save_drafter  # isort: skip
-from model import Dims  # isort: skip
-from train import draft_steps  # isort: skip
+from benchmarks.tiny.drafter import DRAFTER_LAYERS, Drafter, fix_key_norms, save_drafter
+from benchmarks.tiny.model import Dims, load_target
+from benchmarks.tiny.train import draft_steps
 
 MASK = "<reponame>"  # which no chat contains
 WORDS = 8192  # tokens that can be drafted
@@ -63,19 +58,9 @@ def new_drafter(target: torch.nn.Module, words: Tensor, mask_id: int) -> Drafter
     sizes = {k: getattr(target.dims, k) for k in Dims.__dataclass_fields__}
     sizes |= {"num_hidden_layers": DRAFTER_LAYERS, "intermediate_size": FEED_FORWARD}
     model = Drafter(Dims(**sizes), mask_id, vocabulary=words, block_size=BLOCK)
-    model.norm.weight.data.copy_(target.final_scale)  # which the shared head expects
+    model.norm.weight.data.copy_(target.norm.weight)  # which the shared head expects
     fix_key_norms(model)
     return model
-
-
-def pausing(draw: Callable[[], dict[str, Tensor]], pause: Path | None) -> Callable:
-    """The same batches, none of which is drawn while the file exists."""
-
-    def wait_and_draw() -> dict[str, Tensor]:
-        wait_while(pause)
-        return draw()
-
-    return wait_and_draw
 
 
 def main() -> None:
@@ -91,7 +76,6 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=16, help="blocks of a reply")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pause", type=Path, help="wait while this file exists")
     parser.add_argument("--export", action="store_true", help="only write the checkpoint's drafter")
     parser.add_argument("--publish", action="store_true", help="write it to this repository too")
     args = parser.parse_args()
@@ -112,7 +96,7 @@ def main() -> None:
             NAME,
             model,
             target,
-            pausing(states.batches(args.rows), args.pause),
+            states.batches(args.rows),
             args.steps,
             args.lr,
             args,

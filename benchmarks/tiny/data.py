@@ -15,14 +15,13 @@ import warnings
 from pathlib import Path
 from random import Random
 
-import text_arithmetic
-import text_chat
-import text_code
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
-from words import words
+
+from benchmarks.tiny import text_arithmetic, text_chat, text_code
+from benchmarks.tiny.words import words
 
 EOS, MASK = "<|endoftext|>", "<|mask|>"
 VOCAB_SIZE = 1024

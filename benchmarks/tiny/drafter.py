@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from checkpoints import AnyTarget
-from heads import Domino, Markov, Selector
-from model import Dims, Layer, RMSNorm, Target, hf_config, rope_tables, save_bf16
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from benchmarks.tiny.heads import Domino, Markov, Selector
+from benchmarks.tiny.model import Dims, Layer, RMSNorm, Target, hf_config, rope_tables, save_bf16
 
 BLOCK_SIZE = 16
 TARGET_LAYER_IDS = Target.feature_layers
@@ -70,7 +70,7 @@ class Drafter(nn.Module):
         kinds = Selector | Markov | Domino
         return next((m for m in self.children() if isinstance(m, kinds)), None)
 
-    def logits(self, target: AnyTarget, states: Tensor, before: Tensor) -> Tensor:
+    def logits(self, target: Target, states: Tensor, before: Tensor) -> Tensor:
         """[..., D, V] logits of blocks' states [..., D, H] that follow the tokens `before`."""
         logits = self.plain_logits(target, states).float()
         if self.head is None:
@@ -79,17 +79,12 @@ class Drafter(nn.Module):
             return logits + self.head.bias(before, states, target.embed_tokens).float()
         return logits + self.head.bias(before, states).float()
 
-    def plain_logits(self, target: AnyTarget, states: Tensor) -> Tensor:
+    def plain_logits(self, target: Target, states: Tensor) -> Tensor:
         """The target's head on states [..., H], over the drafted tokens: [..., V']."""
         if self.vocabulary is None:
             return target.logits(states)
-        rows = self.head_rows(target)
+        rows = target.embed_tokens.weight[self.vocabulary]
         return F.linear(states.to(rows.dtype), rows)
-
-    def head_rows(self, target: AnyTarget) -> Tensor:
-        """The target's head over the drafted tokens: [V', H]."""
-        rows = target.embed_tokens.weight
-        return rows if self.vocabulary is None else rows[self.vocabulary]
 
     def indices(self, tokens: Tensor) -> Tensor:
         """The places of tokens among the drafted ones; -1 for any other token."""
@@ -98,9 +93,7 @@ class Drafter(nn.Module):
         at = torch.searchsorted(self.vocabulary, tokens).clamp(max=len(self.vocabulary) - 1)
         return torch.where(self.vocabulary[at] == tokens, at, -1)
 
-    def forward(
-        self, target: AnyTarget, features: Tensor, tokens: Tensor, anchors: Tensor
-    ) -> Tensor:
+    def forward(self, target: Target, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
         """Draft states for A blocks of every sequence.
 
         features: [B, T, F*H] of the target for positions 0..T-1.
@@ -161,7 +154,7 @@ def fix_key_norms(model: Drafter) -> None:
         scale.requires_grad_(False)
 
 
-def save_drafter(model: Drafter, folder: Path, target: AnyTarget, eos_id: int) -> None:
+def save_drafter(model: Drafter, folder: Path, target: Target, eos_id: int) -> None:
     """Write the checkpoint in vLLM's format, without the embedding.
 
     The head is left out too, unless only some of the target's tokens are drafted: then the file has

@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from model import Dims
 from torch import Tensor, nn
+
+from benchmarks.tiny.model import Dims
 
 CANDIDATES = 32  # per position, scored by the heads in vLLM
 

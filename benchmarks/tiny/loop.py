@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from heads import Domino, Markov, Selector
 from torch import nn
+
+from benchmarks.tiny.heads import Domino, Markov, Selector
 
 _BY_ADAM = ("embed", "lm_head", Selector.name, Markov.name, f"{Domino.name}.")
 

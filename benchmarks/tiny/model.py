@@ -2,8 +2,7 @@
 """The tiny target: a Qwen3 decoder in plain torch, with Hugging Face's parameter names.
 
 Written out rather than imported so that training is quick on two cores, the drafter can share the
-layers, and the hidden states that DFlash reads are visible. Equality with
-`transformers.Qwen3ForCausalLM` is checked by `evaluate.py --check`.
+layers, and the hidden states that DFlash reads are visible. A test compares it with transformers.
 
 Shapes: B sequences, T tokens, H hidden, NH/NK query/key-value heads of D, V vocabulary.
 """
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
@@ -154,15 +153,6 @@ class Target(nn.Module):
                 out = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / (2 * dims.num_hidden_layers) ** 0.5 if out else 0.02)
 
-    @property
-    def final_scale(self) -> Tensor:
-        """What the last norm multiplies by: [H]."""
-        return self.norm.weight
-
-    def cache(self, batch: int, length: int, device: torch.device) -> Cache:
-        """Room for `length` tokens of `batch` sequences."""
-        return Cache(self.dims, batch, length, device)
-
     def forward(
         self,
         ids: Tensor,
@@ -236,3 +226,36 @@ def hf_config(dims: Dims, **extra: object) -> dict:
         "dtype": "bfloat16",
         **extra,
     }
+
+
+def save_target(model: Target, folder: Path, eos_id: int) -> None:
+    """Write config.json and weights of a Qwen3ForCausalLM (the tokenizer is saved separately)."""
+    config = hf_config(
+        model.dims,
+        architectures=["Qwen3ForCausalLM"],
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos_id,
+        pad_token_id=eos_id,
+    )
+    save_bf16({"model." + n: w for n, w in model.state_dict().items()}, folder, config)
+    generation = {"do_sample": False, "eos_token_id": eos_id, "pad_token_id": eos_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def load_target(folder: Path, device: str = "cpu") -> Target:
+    """Read what `save_target` wrote, or a Llama model with a tied head, in float32.
+
+    Weights are stored in bf16. A Llama's drafters read three of its layers: the second, the third
+    from the last, and the middle one between them.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    dims = Dims(**{k: config[k] for k in Dims.__dataclass_fields__})
+    llama = config["architectures"] == ["LlamaForCausalLM"]
+    model = Target(dims, head_norms=not llama)
+    if llama:
+        last = dims.num_hidden_layers - 3
+        model.feature_layers = (1, (1 + last) // 2, last)
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({n.removeprefix("model."): w.float() for n, w in weights.items()})
+    return model.to(device).eval()

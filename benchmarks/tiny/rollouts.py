@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from random import Random
 
-import data
 import torch
-from checkpoints import AnyTarget
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+from benchmarks.tiny import data
+from benchmarks.tiny.model import Cache, Target
 
 LENGTH = 208
 BATCH = 256
@@ -22,13 +23,13 @@ SAMPLED = {"stdlib": 0.2, "code": 0.2, "arithmetic": 0.2, "chat": 1.0}
 
 @torch.inference_mode()
 def continue_batch(
-    target: AnyTarget, prompts: Tensor, length: int, temperature: Tensor, seed: int = 0
+    target: Target, prompts: Tensor, length: int, temperature: Tensor, seed: int = 0
 ) -> Tensor:
     """Extend prompts [B, P] to [B, length]; temperature [B], where 0 means greedy."""
     batch, prompt_len = prompts.shape
     device = prompts.device
     generator = torch.Generator(device=device).manual_seed(seed)
-    cache = target.cache(batch, length, device)
+    cache = Cache(target.dims, batch, length, device)
     ids = torch.zeros(batch, length, dtype=torch.int64, device=device)
     ids[:, :prompt_len] = prompts
     mask = torch.ones(prompt_len, prompt_len, dtype=torch.bool, device=device).tril()[None, None]
@@ -48,7 +49,7 @@ def continue_batch(
 
 
 def make_rollouts(
-    target: AnyTarget, tok: PreTrainedTokenizerFast, count: int, device: str
+    target: Target, tok: PreTrainedTokenizerFast, count: int, device: str
 ) -> dict[str, Tensor]:
     """`count` rows of LENGTH tokens, with what the target computes on them.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from random import Random
 
-from words import words
+from benchmarks.tiny.words import words
 
 NAMES = words(
     "Mia Tom Ana Ben Lena Omar Sara Paul Nina Alex Rosa Ivan Emma Luca Zoe Hugo Ella Max Ruth Noah "

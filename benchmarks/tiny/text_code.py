@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from words import words
+from benchmarks.tiny.words import words
 
 NOUNS = words(
     "user order item page record event client account token node edge path row column field entry "

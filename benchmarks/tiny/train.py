@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the tiny target and its DFlash drafter from scratch: `python benchmarks/tiny/train.py`.
-
-With `--hybrid`, train the hybrid pair with the tiny pair's tokenizer and a shorter recipe (README).
+"""Train the tiny target and its DFlash drafter from scratch: `python -m benchmarks.tiny.train`.
 
 Stages; each is skipped if its result is in the work folder (delete a file to repeat it):
   data      tokenizer, token streams, prompts.jsonl
@@ -20,27 +18,25 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 # Threads sleep while they wait: on a shared machine, a spinning thread takes the core it waits for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import data
 import torch
 import torch.nn.functional as F
-from checkpoints import AnyTarget, load_target, save_target
-from drafter import (
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from benchmarks.tiny import data
+from benchmarks.tiny.drafter import (
     DRAFTER_LAYERS,
     Drafter,
     fix_key_norms,
     save_drafter,
 )
-from hybrid import HybridTarget
-from loop import Log, apply_gradients, steps
-from model import Dims, Target
-from rollouts import make_rollouts
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from benchmarks.tiny.loop import Log, apply_gradients, steps
+from benchmarks.tiny.model import Dims, Target, load_target, save_target
+from benchmarks.tiny.rollouts import make_rollouts
 
 HERE = Path(__file__).resolve().parent
 DOCUMENTS = 5000  # generated training documents per domain
@@ -54,14 +50,10 @@ def make_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, dict[s
         return AutoTokenizer.from_pretrained(folder), torch.load(path)
     texts = {d: data.generate_texts(d, DOCUMENTS) for d in data.DOMAINS}
     texts["stdlib"] = list(data.stdlib_modules(data.TRAIN_MODULES).values())
-    if args.hybrid:
-        tok = AutoTokenizer.from_pretrained(HERE / "target")
-        tok.save_pretrained(folder)
-    else:
-        sample = [t for name in texts for t in texts[name][:700]]
-        tok = data.train_tokenizer(sample, folder)
-        rows = data.held_out_prompts(tok, [t for items in texts.values() for t in items])
-        (args.out / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    sample = [t for name in texts for t in texts[name][:700]]
+    tok = data.train_tokenizer(sample, folder)
+    rows = data.held_out_prompts(tok, [t for items in texts.values() for t in items])
+    (args.out / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     streams = {name: data.encode(tok, items) for name, items in texts.items()}
     print({name: len(s) for name, s in streams.items()}, flush=True)
     torch.save(streams, path)
@@ -71,7 +63,7 @@ def make_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, dict[s
 def train_target(args: argparse.Namespace, streams: dict[str, Tensor], eos_id: int) -> None:
     """Next-token prediction on the mixed streams."""
     torch.manual_seed(0)
-    model = (HybridTarget() if args.hybrid else Target(Dims())).to(args.device)
+    model = Target(Dims()).to(args.device)
     corpus = data.Corpus(streams)
     log = Log(args.work / "target.jsonl")
     for step, opts in steps("target", model, args.target_steps, 4e-3, args):
@@ -88,7 +80,7 @@ def train_target(args: argparse.Namespace, streams: dict[str, Tensor], eos_id: i
 
 def drafter_loss(
     model: Drafter,
-    target: AnyTarget,
+    target: Target,
     rolls: dict[str, Tensor],
     anchors: int,
     soft_labels: float = 0.0,
@@ -131,67 +123,32 @@ def drafter_loss(
     # The state before a token gives the target's distribution of that token.
     if "likely" in rolls:
         likely = model.indices(rolls["likely"][row, spots - 1].long())
-        odds = share[..., None] * rolls["odds"][row, spots - 1].float()
-        labels = torch.cat([likely, places[..., None]], -1)
-        odds = torch.cat([odds, (1 - share).expand(places.shape)[..., None]], -1) * (labels >= 0)
-        rows = model.head_rows(target)
-        loss, best = FewLabels.apply(states, rows, labels.clamp(min=0), odds)
+        odds = rolls["odds"][row, spots - 1].float()
     else:
         hidden = rolls["hidden"][row, spots - 1].float()
-        soft = model.plain_logits(target, hidden).float().softmax(-1)
-        log_q = model.logits(target, states, before).log_softmax(-1)
-        loss = cross_entropy(log_q, soft, places, share)  # [B, A, gamma]
-        if base:
-            plain = model.plain_logits(target, states).float().log_softmax(-1)
-            loss = (1 - base) * loss + base * cross_entropy(plain, soft, places, share)
-        best = log_q.detach().argmax(-1)
+        likely, odds = None, model.plain_logits(target, hidden).float().softmax(-1)
+    log_q = model.logits(target, states, before).log_softmax(-1)
+    loss = cross_entropy(log_q, likely, odds, places, share)  # [B, A, gamma]
+    if base:
+        plain = model.plain_logits(target, states).float().log_softmax(-1)
+        loss = (1 - base) * loss + base * cross_entropy(plain, likely, odds, places, share)
+    best = log_q.detach().argmax(-1)
     weight = torch.exp(-torch.arange(gamma, device=ids.device) / decay)
     right = (best == places).float()
     found = {"hit": right[..., 0].mean(), "accepted": right.cumprod(-1).sum(-1).mean()}
     return (loss * weight).sum(-1).mean() / weight.sum(), found
 
 
-def cross_entropy(log_q: Tensor, soft: Tensor, places: Tensor, share: Tensor) -> Tensor:
-    """Of log_q [..., V] against `share` of the distributions `soft` and 1 - share of the tokens."""
-    hard = log_q.gather(-1, places.clamp(min=0)[..., None])[..., 0] * (places >= 0)
-    return -share * (soft * log_q).sum(-1) - (1 - share) * hard
+def cross_entropy(
+    log_q: Tensor, likely: Tensor | None, odds: Tensor, places: Tensor, share: Tensor
+) -> Tensor:
+    """Of log_q [..., V] against `share` of the distributions and 1 - share of the tokens.
 
-
-class FewLabels(torch.autograd.Function):
-    """Cross-entropy through a frozen head, with a few weighted labels for each state.
-
-    A large head's logits do not fit into a CPU's caches. So the loss and the gradient of a chunk
-    are computed together, and its logits are dropped.
+    likely: the places [..., K] that `odds` [..., K] belong to, -1 for none; None: all of them.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, states: Tensor, rows: Tensor, labels: Tensor, odds: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """states [..., H], rows [V, H], labels and odds [..., K] -> losses, best tokens [...]."""
-        shape, flat = labels.shape[:-1], states.detach().flatten(0, -2).to(rows.dtype)
-        losses, best, gradients = [], [], []
-        parts = (t.split(256) for t in (flat, labels.flatten(0, -2), odds.flatten(0, -2)))
-        for some, wanted, weight in zip(*parts, strict=True):
-            logits = (some @ rows.T).float()
-            best.append(logits.argmax(-1))
-            picked = (weight * logits.gather(-1, wanted)).sum(-1)
-            total, whole = weight.sum(-1), logits.logsumexp(-1)
-            losses.append(total * whole - picked)
-            slope = logits.sub_(whole[:, None]).exp_().mul_(total[:, None])
-            slope.scatter_add_(-1, wanted, -weight)
-            gradients.append(slope.to(rows.dtype) @ rows)
-        ctx.save_for_backward(torch.cat(gradients))
-        best_of_all = torch.cat(best).view(shape)
-        ctx.mark_non_differentiable(best_of_all)
-        return torch.cat(losses).view(shape), best_of_all
-
-    @staticmethod
-    def backward(ctx: Any, outer: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradient of the states."""
-        (gradients,) = ctx.saved_tensors
-        inner = gradients.view(*outer.shape, -1)
-        return outer[..., None] * inner.float(), None, None, None
+    hard = log_q.gather(-1, places.clamp(min=0)[..., None])[..., 0] * (places >= 0)
+    picked = log_q if likely is None else log_q.gather(-1, likely.clamp(min=0)) * (likely >= 0)
+    return -share * (odds * picked).sum(-1) - (1 - share) * hard
 
 
 def random_blocks(first: Tensor, anchors: int, end: int | Tensor) -> Tensor:
@@ -203,7 +160,7 @@ def random_blocks(first: Tensor, anchors: int, end: int | Tensor) -> Tensor:
 def draft_steps(
     name: str,
     model: Drafter,
-    target: AnyTarget,
+    target: Target,
     batch_of: Callable[[], dict[str, Tensor]],
     total: int,
     lr: float,
@@ -246,17 +203,12 @@ def train_drafter(args: argparse.Namespace, eos_id: int, mask_id: int) -> None:
     rolls = torch.load(args.work / "rollouts.pt")
     torch.manual_seed(1)
     model = Drafter(replace(target.dims, num_hidden_layers=DRAFTER_LAYERS), mask_id)
-    model.norm.weight.data.copy_(target.final_scale)  # which the shared head expects
+    model.norm.weight.data.copy_(target.norm.weight)  # which the shared head expects
     model.to(args.device)
     everything = torch.arange(len(rolls["ids"]))
-    if args.hybrid:
-        fix_key_norms(model)  # from the start, for one stage
     draft_steps(
         "drafter", model, target, rows_of(rolls, everything), args.drafter_steps, 4e-3, args
     )
-    if args.hybrid:
-        save_drafter(model, args.out / "drafter", target, eos_id)
-        return
     # Then with fixed key norms, and without chat, which is meant to be hard to guess.
     fix_key_norms(model)
     others = everything[~rolls["chat"]]
@@ -284,7 +236,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=HERE / "work", help="streams and checkpoints")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--hybrid", action="store_true", help="Qwen3-Next instead of Qwen3")
     parser.add_argument("--target-steps", type=int, default=1000)
     parser.add_argument("--drafter-steps", type=int, default=1000)
     parser.add_argument("--settle-steps", type=int, default=300)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train other kinds of drafters from the tiny one: `python benchmarks/tiny/train_heads.py NAME`.
+"""Train other kinds of drafters from the tiny one: `python -m benchmarks.tiny.train_heads NAME`.
 
   dflash2   a DFlash2 selector on the drafter's frozen backbone
   dspark    a DSpark Markov head, on the same
   domino    a Domino head, on the same; with --start, backbone and head together
   causal    the drafter's weights as a causal drafter (JetSpec), on the target's distributions
-  eagle3    an EAGLE-3 head for the target, from scratch
 
 New continuations of the target (`rollouts.py`, fewer than in `train.py`) and the backbone's states
 for the heads are stored in the work folder; delete a file to repeat its stage.
@@ -17,19 +16,16 @@ import argparse
 from pathlib import Path
 
 import torch
-from checkpoints import load_target
-from drafter import Drafter, load_drafter, save_drafter
-from eagle3 import Eagle3, eagle3_loss, save_eagle3
-from heads import Domino, Markov, Selector
-from loop import Log, apply_gradients, steps
-from model import Target
-from rollouts import make_rollouts
 from torch import Tensor
-from train import ANCHORS, HERE, draft_steps, random_blocks, rows_of
 from transformers import AutoTokenizer
 
+from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
+from benchmarks.tiny.heads import Domino, Markov, Selector
+from benchmarks.tiny.model import Target, load_target
+from benchmarks.tiny.rollouts import make_rollouts
+from benchmarks.tiny.train import ANCHORS, HERE, draft_steps, random_blocks, rows_of
+
 RANK, STATE = 96, 192
-EAGLE3_ROWS = 12  # rows of a step of the EAGLE-3 head's training
 HEADS = {
     "dflash2": Selector,
     "dspark": Markov,
@@ -99,29 +95,12 @@ def train_causal(args: argparse.Namespace, target: Target, rolls: dict[str, Tens
     return model
 
 
-def train_eagle3(args: argparse.Namespace, target: Target, rolls: dict[str, Tensor]) -> Eagle3:
-    """Train an EAGLE-3 head on the target's distributions."""
-    torch.manual_seed(4)
-    model = Eagle3(target).to(args.device)
-    log = Log(args.work / "eagle3.jsonl")
-    for step, opts in steps("eagle3", model, args.steps, args.lr, args):
-        torch.manual_seed(step)
-        rows = torch.randint(len(rolls["ids"]), (EAGLE3_ROWS,))
-        batch = {name: values[rows].to(args.device) for name, values in rolls.items()}
-        with torch.autocast(args.device, torch.bfloat16):
-            loss, hit = eagle3_loss(model, target, batch)
-        loss.backward()
-        apply_gradients(model, opts)
-        log(step, loss=loss.item(), hit=hit.item())
-    return model
-
-
 def main() -> None:
     """Train one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("name", choices=(*HEADS, "causal", "eagle3"))
+    parser.add_argument("name", choices=(*HEADS, "causal"))
     parser.add_argument("--out", type=Path, help="folder of the drafter (default: work/NAME)")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="rollouts, checkpoints")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -137,9 +116,6 @@ def main() -> None:
     target = load_target(HERE / "target", args.device).requires_grad_(False)
     rolls = load_rollouts(args, target)
     out = args.out or args.work / args.name
-    if args.name == "eagle3":
-        save_eagle3(train_eagle3(args, target, rolls), out, eos_id=0)
-        return
     make = train_head if args.name in HEADS else train_causal
     if args.name == "domino" and args.start is not None:
         make = train_domino

@@ -30,10 +30,3 @@ cannot be folded into the projections, because they divide by the length of each
 each head's mean length instead, 86% of the argmaxes on held-out text are equal and the chain's tau
 falls from 3.6 to 2.4: a different function.
 """
-
-import sys
-
-from benchmarks import TINY
-
-# The modules of benchmarks/tiny import each other without a package.
-sys.path.append(str(TINY))

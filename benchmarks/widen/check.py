@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from heads import Domino
 from torch import Tensor
 
+from benchmarks.tiny.heads import Domino
 from benchmarks.widen.checkpoint import open_pair, read_config
 from benchmarks.widen.widening import Drafter, Target
 

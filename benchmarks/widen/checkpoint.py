@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import Domino, Selector
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from benchmarks.tiny.heads import Domino, Selector
 from benchmarks.widen.widening import Dims, Drafter, Layer, Target, Weights
 
 SHARD_BYTES = 1 << 30

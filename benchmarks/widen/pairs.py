@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import load_target
-from drafter import Drafter, load_drafter
 from torch import Tensor
 
 from benchmarks import TINY
+from benchmarks.tiny.drafter import Drafter, load_drafter
+from benchmarks.tiny.model import load_target
 from benchmarks.widen.check import Distance, check, held_out
 from benchmarks.widen.checkpoint import SHARD_BYTES, read_config, write_weights
 from benchmarks.widen.widening import (

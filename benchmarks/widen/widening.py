@@ -9,10 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from drafter import TARGET_LAYER_IDS, Drafter
-from heads import Domino, Selector
-from model import Attention, Dims, Layer, Target
 from torch import Tensor
+
+from benchmarks.tiny.drafter import TARGET_LAYER_IDS, Drafter
+from benchmarks.tiny.heads import Domino, Selector
+from benchmarks.tiny.model import Attention, Dims, Layer, Target
 
 Weights = Iterator[tuple[str, Tensor]]
 

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
 from bastion_kernels import PrefixHead, PrefixLattice, expand_best_first, recurrent_lattice
 from benchmarks import TINY
+from benchmarks.tiny.drafter import load_drafter
+from benchmarks.tiny.model import load_target
 from tests.drafters.recording import CANDIDATES, specforge_chains
 from tests.e2e.engines import GAMMA
-
-from checkpoints import load_target  # isort: skip
-from drafter import load_drafter  # isort: skip
 
 
 def test_the_kernels_chains_are_specforges() -> None:

@@ -9,11 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-import benchmarks.widen  # noqa: F401  (finds benchmarks/tiny)
 from benchmarks.smollm2.install import OURS, install, write_compact
-
-from drafter import Drafter, load_drafter, save_drafter  # isort: skip
-from model import Dims, Target  # isort: skip
+from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
+from benchmarks.tiny.model import Dims, Target
 
 DIMS = Dims(
     vocab_size=64,

@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.smollm2.pausing import wait_while
 from benchmarks.smollm2.states import LIKELY, States, store
-
-from model import Dims, Target  # isort: skip  (benchmarks.smollm2.states finds benchmarks/tiny)
+from benchmarks.tiny.model import Dims, Target
 
 DIMS = Dims(
     vocab_size=64,
@@ -78,17 +74,3 @@ def test_a_batch_has_neighbours_in_length(tmp_path: Path) -> None:
         assert length == list(range(length[0], length[0] + 4))
         seen.add(length[0])
     assert seen == set(range(28, 45))
-
-
-def test_work_waits_while_the_file_exists(tmp_path: Path) -> None:
-    file = tmp_path / "pause"
-    wait_while(None)
-    wait_while(file)
-    file.touch()
-    waiting = threading.Thread(target=wait_while, args=(file,))
-    waiting.start()
-    time.sleep(0.1)
-    assert waiting.is_alive()
-    file.unlink()
-    waiting.join(timeout=10)
-    assert not waiting.is_alive()
