@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness.decoder import model_runner, request_index
-
-if TYPE_CHECKING:
-    from benchmarks.replay.draft_tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,6 @@ class SeenTree:
     root: int
     tokens: list[int]
     parents: list[int]
-    depths: list[int]
     log_rho: list[float]
     num_verified: int
     path: list[int]  # accepted node numbers from the root down, root first
@@ -48,20 +44,6 @@ class SeenTree:
         pairs = zip(self.path, self.path[1:])
         hits = [best[parent] == node for parent, node in pairs]
         return hits.index(False) if False in hits else len(hits)
-
-    def tree(self) -> DraftTree:
-        """The whole tree, including nodes that were not verified."""
-        import torch
-
-        from benchmarks.replay.draft_tree import DraftTree
-
-        return DraftTree(
-            torch.tensor([self.tokens]),
-            torch.tensor([self.parents], dtype=torch.int32),
-            torch.tensor([self.depths], dtype=torch.int32),
-            torch.tensor([self.log_rho]),
-            torch.tensor([len(self.tokens)], dtype=torch.int32),
-        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +84,6 @@ def trees(llm: Any) -> Callable[[], list[SeenTree]]:
                     root=fed[0],
                     tokens=tokens,
                     parents=grown.parents[slot, :size].tolist(),
-                    depths=grown.depths[slot, :size].tolist(),
                     log_rho=grown.log_rho[slot, :size].tolist(),
                     num_verified=verified,
                     path=[node for node in grown.path[0].tolist() if node >= 0],

@@ -2,8 +2,6 @@
 """What recording costs: blocks of steps with and without it, in turns, in one engine.
 
     python -m benchmarks.telemetry [--pair FOLDER --dtype bfloat16] [--rounds 300] [--steps 12]
-    python -m benchmarks.telemetry --count     # calls of functions, not times
-    python -m benchmarks.telemetry --inside    # time in the functions that record
 
 Modes:
 
@@ -15,12 +13,8 @@ Modes:
 A round has a block of every mode, in an order drawn anew. A step is compared with the median step
 of its size in any mode, a mode's block with the round's block without recording. Steps with prompts
 do not count, and a step that something else interrupted counts as a quarter longer than the round's
-median. Everything runs in one process, the front end too, whose part a server does elsewhere. Times
-need an idle machine, counts do not.
-
-A difference of blocks is only as sure as the machine is quiet. `--inside` times the calls that
-record, in one mode, with a clock around each: what they take of a step, the clocks included, but
-not the few conditions that decide whether to record.
+median. Everything runs in one process, the front end too, whose part a server does elsewhere. It
+needs an idle machine.
 """
 
 from __future__ import annotations
@@ -28,14 +22,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -78,8 +71,8 @@ class Block:
 
     mode: str
     sizes: list[tuple[int, int]]
-    # Seconds, or calls of functions, of each.
-    amounts: list[float]
+    # of each
+    seconds: list[float]
 
 
 class Alternating:
@@ -140,30 +133,31 @@ class Alternating:
             params = request.sampling_params()
             self._engine.add_request(str(self._sent), request.vllm_prompt(), params)
 
-    def block(self, mode: str, steps: int, measure: Callable[[Callable[[], None]], float]) -> Block:
-        """Decode some steps in a mode, and measure each."""
+    def block(self, mode: str, steps: int) -> Block:
+        """Decode some steps in a mode, and time each."""
         self._switch(mode)
         block = Block(mode, [], [])
         done = -_SETTLE
         while done < steps:
             self._fill()
             begin = time.perf_counter()
-            amount = measure(lambda: self._step(mode == WATCHED))
+            self._step(mode == WATCHED)
+            seconds = time.perf_counter() - begin
             if mode != OFF:
-                self._recorded_s += time.perf_counter() - begin
+                self._recorded_s += seconds
             if self._size is not None:
                 done += 1
                 if done > 0:
                     block.sizes.append(self._size)
-                    block.amounts.append(amount)
+                    block.seconds.append(seconds)
         return block
 
-    def measure(self, modes: Sequence[str], rounds: int, steps: int, counts: bool) -> list[Block]:
+    def measure(self, modes: Sequence[str], rounds: int, steps: int) -> list[Block]:
         """Decode a block of every mode in each round."""
         from vllm_bastion.carriers import SchedulerState
 
-        draw, measure = random.Random(0), (calls if counts else seconds)
-        self.block(METRICS, steps, measure)  # touch memory and load code
+        draw = random.Random(0)
+        self.block(METRICS, steps)  # touch memory and load code
         state = SchedulerState.of(engine_core(self._llm).scheduler)
         assert state.collector is not None
         state.collector._clock = lambda: self._recorded_s
@@ -171,81 +165,8 @@ class Alternating:
         for number in range(rounds):
             report_state(f"round {number + 1} of {rounds}")
             for mode in draw.sample(modes, len(modes)):
-                blocks.append(self.block(mode, steps, measure))
+                blocks.append(self.block(mode, steps))
         return blocks
-
-    def inside(self, modes: Sequence[str], steps: int) -> dict[str, tuple[float, dict[str, float]]]:
-        """mode -> seconds of all steps, and those inside each of the functions that record."""
-        from vllm_bastion.engine import sampler
-        from vllm_bastion.hooks import scheduler, telemetry
-        from vllm_bastion.policy.controller import Controller
-        from vllm_bastion.telemetry.recorder import Recorder
-        from vllm_bastion.telemetry.seen_trees import SeenTrees
-
-        clock = _Clock()
-        for name in ("decided", "ended", "yielded", "take", "finish", "snapshot"):
-            clock.wrap(Recorder, name)
-        for owner, name in (
-            (Controller, "_report"),
-            (SeenTrees, "wanted"),
-            (sampler, "keep_tree"),
-            (scheduler, "collect"),
-            (telemetry.BastionStatLogger, "record"),
-        ):
-            clock.wrap(owner, name)
-        found = {}
-        for mode in modes:
-            self.block(mode, steps, seconds)
-            clock.seconds.clear()
-            block = self.block(mode, steps, seconds)
-            found[mode] = sum(block.amounts), dict(clock.seconds)
-        return found
-
-
-class _Clock:
-    """Adds up the time in functions, by name; one that another one calls counts to the latter."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._depth = 0
-
-    def wrap(self, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
-            begin = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if not self._depth:
-                    self.seconds[name] += time.perf_counter() - begin
-
-        setattr(owner, name, timed)
-
-
-def seconds(step: Callable[[], None]) -> float:
-    """How long a step takes."""
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
-
-
-def calls(step: Callable[[], None]) -> float:
-    """How many functions a step calls, Python's and C's."""
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def overheads(blocks: Sequence[Block], modes: Sequence[str]) -> dict[str, tuple[float, ...]]:
@@ -256,7 +177,7 @@ def overheads(blocks: Sequence[Block], modes: Sequence[str]) -> dict[str, tuple[
     """
     of_size = defaultdict(list)
     for block in blocks:
-        for size, amount in zip(block.sizes, block.amounts, strict=True):
+        for size, amount in zip(block.sizes, block.seconds, strict=True):
             of_size[size].append(amount)
     expected = {size: median(seen) for size, seen in of_size.items() if len(seen) >= _FEWEST}
     relative: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -266,7 +187,7 @@ def overheads(blocks: Sequence[Block], modes: Sequence[str]) -> dict[str, tuple[
             block.mode: np.array(
                 [
                     amount / expected[size]
-                    for size, amount in zip(block.sizes, block.amounts, strict=True)
+                    for size, amount in zip(block.sizes, block.seconds, strict=True)
                     if size in expected
                 ]
             )
@@ -287,36 +208,20 @@ def overheads(blocks: Sequence[Block], modes: Sequence[str]) -> dict[str, tuple[
     return out
 
 
-def _run(engine: Engine, requests: list[Request], method: str, *work: Any) -> Any:
+def _run(engine: Engine, requests: list[Request], *work: Any) -> Any:
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
         process = EngineProcess(Path(folder) / "engine.log", engine.variables())
         try:
             process.start(Alternating, engine, requests)
             process.answer()
-            process.call(method, *work)
+            process.call("measure", *work)
             return process.answer()
         finally:
             process.close()
 
 
-def _count_table(blocks: Sequence[Block], modes: Sequence[str]) -> list[str]:
-    lines = ["calls a step: median, and mean with what is sent once a second"]
-    for kind in ("tree", "plain"):
-        for mode in modes:
-            found = [
-                amount
-                for block in blocks
-                if block.mode == mode
-                for size, amount in zip(block.sizes, block.amounts, strict=True)
-                if (size[1] > 0) == (kind == "tree")
-            ]
-            if found:
-                lines.append(f"{kind:6}{mode:8}{median(found):9.0f}{fmean(found):9.0f}")
-    return lines
-
-
 def main() -> int:
-    """Print what each mode costs, or how many functions it calls."""
+    """Print what each mode costs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -329,8 +234,6 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1, help="decoded at a time")
     parser.add_argument("--nodes", type=int, default=63)
     parser.add_argument("--budget", default="adaptive", help="or a number: then steps are the same")
-    parser.add_argument("--count", action="store_true", help="count calls of functions")
-    parser.add_argument("--inside", action="store_true", help="time the functions that record")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     budget = args.budget if args.budget == "adaptive" else int(args.budget)
@@ -344,19 +247,7 @@ def main() -> int:
     prompts = load_prompts(TINY / "prompts.jsonl")
     requests = [Request(row["id"], row["prompt"], args.tokens) for row in prompts]
     modes = [OFF, *args.modes]
-    if args.inside:
-        found = _run(engine, requests, "inside", args.modes, args.rounds * args.steps)
-        count = args.rounds * args.steps
-        for mode, (whole, parts) in found.items():
-            part = sum(parts.values())
-            each = ", ".join(f"{name} {1e6 * s / count:.1f}" for name, s in parts.items())
-            share = f"{1e6 * part / count:.1f} us a step, {100 * part / whole:.2f}% of it"
-            print(f"{mode:8}{share} ({each})")
-        return 0
-    blocks = _run(engine, requests, "measure", modes, args.rounds, args.steps, args.count)
-    if args.count:
-        print("\n".join(_count_table(blocks, modes)))
-        return 0
+    blocks = _run(engine, requests, modes, args.rounds, args.steps)
     result = overheads(blocks, modes)
     for mode, (mean, low, high, rounds) in result.items():
         interval = f"[{100 * (low - 1):+.2f}, {100 * (high - 1):+.2f}]"

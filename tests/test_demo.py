@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,14 @@ from tokenizers import Tokenizer
 
 from benchmarks import TINY
 from benchmarks.demo import pair as pairs
+from benchmarks.demo.drawing import draw_tree
 from benchmarks.demo.pair import REAL, SHAPE, TINY_PAIR, CannotWrite, pair_of
 from benchmarks.demo.questions import Streamed
 from benchmarks.demo.run import load_note
 from benchmarks.harness.decoder import Decoder
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import EngineProcess
+from benchmarks.probes import SeenTree
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -113,3 +117,28 @@ def test_an_engine_streams_every_token_in_order() -> None:
         assert len(done.token_ids) == 12
         assert [t for number, new in items if number == index for t in new] == done.token_ids
     assert [number for number, _ in items] == sorted(number for number, _ in items)
+
+
+def test_a_tree_is_drawn_with_its_accepted_path() -> None:
+    # a - b - c with a second child d of the root and e of a; f is not verified.
+    seen = SeenTree(
+        request=0,
+        position=1,
+        root=ord("\n"),
+        tokens=[*map(ord, "abcdef")],
+        parents=[0, 1, 2, 0, 1, 5],
+        log_rho=[math.log(rho) for rho in (0.5, 0.4, 0.3, 0.25, 0.05, 0.01)],
+        num_verified=5,
+        path=[0, 1, 5],
+        emitted=[0],
+    )
+    assert draw_tree(seen, chr) == [
+        "● ↵",
+        "├─● a  0.5",
+        "│ ├─○ b c  0.3",
+        "│ └─● e  0.05",
+        "└─○ d  0.25",
+    ]
+    drawn = "".join(draw_tree(seen, lambda token: "\x07 "))
+    assert "\x07" not in drawn and "·" in drawn
+    assert draw_tree(replace(seen, num_verified=0, path=[0]))[1:] == []

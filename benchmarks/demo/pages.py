@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from benchmarks.demo.drawing import draw_tree
 from benchmarks.demo.pair import Pair
 from benchmarks.harness.decoder import Completion, Run, count
 from benchmarks.probes import SeenTree
@@ -84,22 +85,18 @@ def print_tree(target: Path, prompts: list[dict[str, str]], trees: list[SeenTree
     def text(token: int) -> str:
         return tokenizer.decode([token], skip_special_tokens=False)
 
-    def draw(seen: SeenTree) -> list[str]:
-        tree = seen.tree().prefix(seen.num_verified)
-        return tree.render(accepted=seen.path, decode=text, root=text(seen.root)).splitlines()
-
     # Prefer a tree that fits the screen and accepts far more than the chain.
     seen = max(
         trees,
         key=lambda seen: (
-            len(draw(seen)) <= _MAX_TREE_LINES,
+            len(draw_tree(seen, text)) <= _MAX_TREE_LINES,
             seen.accepted - seen.chain_length(),
             seen.accepted,
         ),
     )
     domain = prompts[seen.request]["domain"]
     print("\n" + title(f"One step of {domain}, after {seen.position} tokens: the draft tree"))
-    for line in draw(seen):
+    for line in draw_tree(seen, text):
         shown = line if len(line) <= WIDTH - 2 else line[: WIDTH - 3] + "…"
         print("  " + style("accepted" if "●" in line else "rejected", shown))
     facts = (

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The case of tree attention: several KV caches in turn, a check in fp32, and its rivals.
+"""The case of tree attention: several KV caches in turn, a check in fp32, and FlashAttention 3.
 
 In a model each layer reads its own cache, after a layer's weights have passed through the L2 cache.
 Here the calls of a graph cycle through caches that together are many times the L2 cache, so that
-each call reads its keys and values from memory. The queries are warm, as in a model. The causal
-rivals get the same caches, or copies, in the same order.
+each call reads its keys and values from memory. The queries are warm, as in a model. FlashAttention
+3, as vLLM calls it, computes causal attention over the same caches in the same order.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,15 +20,59 @@ from torch import Tensor
 from bastion_kernels import ancestor_bits
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from benchmarks.gpu.attention_baseline import Offer, Step, offers
 from benchmarks.gpu.harness import Call, Case, Rival
 from benchmarks.gpu.shapes import POISON, Model
 
 _MOST_CACHES = 128
-
-
 # what FlashAttention 3 multiplies weights by before it rounds them to float8
 _FLOAT8_FACTOR = 256.0
+# 0: FlashAttention chooses the number of splits; 32: vLLM's setting for captured graphs
+_SPLITS = {"FlashAttention 3, free splits": 0, "FlashAttention 3, <= 32 splits": 32}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch in which every request has `rows` query rows and `length` cached rows."""
+
+    rows: int
+    length: int
+    # [R, *] int32
+    table: Tensor
+    # [R+1] int32, first row of each request
+    starts: Tensor
+    # [R] int32, all `length`
+    lengths: Tensor
+
+
+def flash_attention_3(
+    splits: int, step: Step, query: Tensor, kv_cache: Tensor
+) -> Callable[[], Tensor]:
+    """vLLM's call over query `[T, Hq, d]` and kv_cache `[blocks, Hkv, page, 2d]`.
+
+    Raises:
+        ImportError: no vLLM for CUDA is installed.
+        RuntimeError: the device is not supported.
+    """
+    package = importlib.import_module("vllm.vllm_flash_attn")
+    if not package.is_fa_version_supported(3):
+        raise RuntimeError("FlashAttention 3 does not support this device")
+    # [blocks, page, Hkv, d] without a copy
+    keys, values = kv_cache.transpose(1, 2).split(query.shape[2], dim=-1)
+    # once per step in vLLM, so not part of a layer's time
+    schedule = package.get_scheduler_metadata(
+        batch_size=len(step.lengths), max_seqlen_q=step.rows, max_seqlen_k=step.length,
+        num_heads_q=query.shape[1], num_heads_kv=kv_cache.shape[1], headdim=query.shape[2],
+        cache_seqlens=step.lengths, qkv_dtype=query.dtype, page_size=kv_cache.shape[2], causal=True,
+        cu_seqlens_q=step.starts, num_splits=splits,
+    )  # fmt: skip
+    # from float8 it makes bf16
+    out = torch.empty_like(query, dtype=torch.bfloat16 if query.dtype.itemsize == 1 else None)
+    return lambda: package.flash_attn_varlen_func(
+        q=query, k=keys, v=values, out=out, cu_seqlens_q=step.starts, max_seqlen_q=step.rows,
+        seqused_k=step.lengths, max_seqlen_k=step.length, softmax_scale=query.shape[2] ** -0.5,
+        causal=True, block_table=step.table, scheduler_metadata=schedule, num_splits=splits,
+        fa_version=3,
+    )  # fmt: skip
 
 
 def dense(query: Tensor, kv: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,21 +141,18 @@ def random_trees(
     return parents, sees
 
 
-def rival_of(
-    offer: Offer, step: Step, query: Tensor, caches: Sequence[Tensor], least: int
-) -> Rival:
-    """An installed attention function on this batch; building it makes its copies."""
+def rival_of(name: str, step: Step, query: Tensor, caches: Sequence[Tensor], least: int) -> Rival:
+    """FlashAttention 3 on this batch; building it makes its schedules."""
 
     def build() -> tuple[Sequence[Call], Call]:
-        calls = [offer.prepare(step, query, kv_cache) for kv_cache in caches]
+        calls = [flash_attention_3(_SPLITS[name], step, query, kv_cache) for kv_cache in caches]
 
         def check() -> None:
-            out = calls[0]().reshape(query.shape)
-            check_attention(offer.name, out, step, query, caches[0], causal_tails(step))
+            check_attention(name, calls[0](), step, query, caches[0], causal_tails(step))
 
         return in_turn(calls, least), check
 
-    return Rival(offer.name, build, offer.fa3)
+    return Rival(name, build)
 
 
 def attention_case(
@@ -120,13 +163,11 @@ def attention_case(
     device: str,
     *,
     cache: torch.dtype | None = None,
-    only_fa3: bool = False,
 ) -> Case:
     """Trees of `nodes` nodes over `context` cached rows.
 
     Args:
         cache: a float8 for caches and queries, as vLLM has them; default: the model's.
-        only_fa3: no other rivals.
     """
     rows, dim = nodes + 1, model.head_dim
     length = context + rows
@@ -167,13 +208,12 @@ def attention_case(
             attend(kv_cache)
             check_attention("tree_attention", out, step, query, kv_cache, sees)
 
-    found = () if device == "cpu" else offers()[0]
-    found = tuple(offer for offer in found if offer.fa3 or not only_fa3)
+    rivals = _SPLITS if device != "cpu" else ()
     return Case(
         check=check,
         calls=in_turn([partial(attend, kv_cache) for kv_cache in caches], model.least_calls),
         bytes_moved=bytes_read + query.nbytes + out.nbytes,
         flops=4 * reqs * rows * length * model.heads * dim,
         memory=f"cold: {count} caches of {bytes_read / 1e6:.0f} MB in turn",
-        rivals=[rival_of(offer, step, query, caches, model.least_calls) for offer in found],
+        rivals=[rival_of(name, step, query, caches, model.least_calls) for name in rivals],
     )

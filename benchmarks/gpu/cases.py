@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +26,24 @@ from bastion_kernels import (
 from bastion_kernels.accept.kv_compact import KVCompactor
 from benchmarks.gpu.attention_case import attention_case
 from benchmarks.gpu.harness import FA3, OF_COPY, US, Bar, Case, Entry
-from benchmarks.gpu.shapes import POISON, QWEN3_8B, TINY, Model
-
-__all__ = ["QWEN3_8B", "TINY", "cases"]
+from benchmarks.gpu.shapes import POISON, Model
 
 
 def same(name: str, got: Tensor, want: Tensor) -> None:
     """Assert bit equality, on any devices."""
     if not torch.equal(got.cpu(), want.cpu()):
         raise AssertionError(f"{name} differs from its reference")
+
+
+def check_op(op: Any, inputs: Sequence[Any], outs: Sequence[Tensor]) -> None:
+    """Assert that an op's outputs on the device are its reference's on the host, bit by bit."""
+    for out in outs:
+        out.fill_(POISON)
+    op.triton(*inputs, *outs)
+    wants = [torch.full_like(out, POISON, device="cpu") for out in outs]
+    op.reference(*(x.cpu() if isinstance(x, Tensor) else x for x in inputs), *wants)
+    for got, want in zip(outs, wants, strict=True):
+        same(op.__name__, got, want)
 
 
 class DraftStage:
@@ -73,20 +83,13 @@ class DraftStage:
         topk_logprobs.triton(self.logits, self.top_k, self.tokens, self.logprobs)
 
     def expand(self) -> None:
-        tokens, logprobs = self._lattice()
-        expand_best_first.triton(tokens, logprobs, self.top_k, self.slots, *self.tree)
+        expand_best_first.triton(*self._lattice(), self.top_k, self.slots, *self.tree)
 
     def branch(self) -> None:
-        self._branch(self.tree)
-
-    def _branch(self, tree: Sequence[Tensor]) -> None:
-        logprobs, rest = self.scores.log_softmax(-1), (self.slots, *tree)
-        expand_best_first.triton(self._lattice()[0], logprobs, self.top_k, *rest)
+        expand_best_first.triton(*self._branching(), *self.tree)
 
     def budget(self) -> None:
-        choose_budget.triton(
-            self.tree[3], self.slots, self.limits, self.cost, len(self.slots), self.num_verify
-        )
+        choose_budget.triton(*self._sizes(), self.num_verify)
 
     def mask(self) -> None:
         ancestor_bits.triton(self.tree[1], self.slots, self.bits)
@@ -101,6 +104,12 @@ class DraftStage:
         shape = (-1, self.depth, self.top_k)
         return self.tokens.view(shape), self.logprobs.view(shape)[:, :, None]
 
+    def _branching(self) -> tuple[Any, ...]:
+        return self._lattice()[0], self.scores.log_softmax(-1), self.top_k, self.slots
+
+    def _sizes(self) -> tuple[Any, ...]:
+        return self.tree[3], self.slots, self.limits, self.cost, len(self.slots)
+
     def check(self) -> None:
         """Check each op against its reference, on the output of the op before it."""
         self.all()
@@ -109,29 +118,11 @@ class DraftStage:
         topk_logprobs.reference(self.logits, self.top_k, tokens, logprobs)
         same("topk_logprobs' tokens", self.tokens, tokens)
         torch.testing.assert_close(self.logprobs, logprobs, rtol=1e-5, atol=1e-5)
-        tree = tuple(torch.full_like(x, POISON, device="cpu") for x in self.tree)
-        lattice_tokens, lattice_logprobs = (x.cpu() for x in self._lattice())
-        slots = self.slots.cpu()
-        expand_best_first.reference(lattice_tokens, lattice_logprobs, self.top_k, slots, *tree)
-        for got, want in zip(self.tree, tree, strict=True):
-            same("expand_best_first", got, want)
-        got_tree = tuple(torch.full_like(x, POISON) for x in self.tree)
-        want_tree = tuple(torch.full_like(x, POISON) for x in tree)
-        self._branch(got_tree)
-        expand_best_first.reference(
-            lattice_tokens, self.scores.log_softmax(-1).cpu(), self.top_k,
-            slots, *want_tree,
-        )  # fmt: skip
-        for got, want in zip(got_tree, want_tree, strict=True):
-            same("expand_best_first with transitions", got, want)
-        verify = torch.empty_like(self.num_verify, device="cpu")
-        choose_budget.reference(
-            tree[3], slots, self.limits.cpu(), self.cost.cpu(), len(slots), verify
-        )
-        same("choose_budget", self.num_verify, verify)
-        bits = torch.empty_like(self.bits, device="cpu")
-        ancestor_bits.reference(tree[1], slots, bits)
-        same("ancestor_bits", self.bits, bits)
+        branching = tuple(torch.empty_like(x) for x in self.tree)
+        check_op(expand_best_first, self._branching(), branching)
+        check_op(expand_best_first, (*self._lattice(), self.top_k, self.slots), self.tree)
+        check_op(choose_budget, self._sizes(), (self.num_verify,))
+        check_op(ancestor_bits, (self.tree[1], self.slots), (self.bits,))
 
 
 def draft_case(model: Model, reqs: int, nodes: int, top_k: int, part: str, device: str) -> Case:
@@ -165,11 +156,7 @@ def walk_case(model: Model, reqs: int, nodes: int, device: str) -> Case:
     outs = (path, tokens, counts)
 
     def check() -> None:
-        accept_path.triton(*inputs, *outs)
-        wants = tuple(torch.empty_like(x, device="cpu") for x in outs)
-        accept_path.reference(*(x.cpu() for x in inputs), *wants)
-        for got, want in zip(outs, wants, strict=True):
-            same("accept_path", got, want)
+        check_op(accept_path, inputs, outs)
         assert int(counts.max()) > 2, "no path to walk"
 
     walk = partial(accept_path.triton, *inputs, *outs)
@@ -248,7 +235,7 @@ def gather_case(model: Model, reqs: int, device: str) -> Case:
 _DRAFT_US = {64: 60.0, 256: 150.0}
 _WALK_US = 15.0
 _COMPACT_US, _COMPACT_OF_COPY = 15.0, 0.6
-_ATTENTION_RATIO = 1.15
+ATTENTION_RATIO = 1.15
 
 
 def _draft_entries(model: Model, device: str) -> list[Entry]:
@@ -259,17 +246,10 @@ def _draft_entries(model: Model, device: str) -> list[Entry]:
             parts += ["topk"] * (nodes == model.nodes[0])
             parts += ["budget", "mask"] * (top_k == model.top_ks[0])
             for reqs, part in ((1, "all"), *((1, part) for part in parts), (model.many, "all")):
-                limit = _DRAFT_US.get(nodes)
-                promised = (reqs, part) == (1, "all")
-                found.append(
-                    Entry(
-                        "draft",
-                        f"draft {part} R={reqs} N={nodes} K={top_k}",
-                        partial(draft_case, model, reqs, nodes, top_k, part, device),
-                        Bar(US, limit) if promised and limit else None,
-                        quick=promised,
-                    )
-                )
+                name = f"draft {part} R={reqs} N={nodes} K={top_k}"
+                make = partial(draft_case, model, reqs, nodes, top_k, part, device)
+                limit = _DRAFT_US.get(nodes) if (reqs, part) == (1, "all") else None
+                found.append(Entry("draft", name, make, limit and Bar(US, limit)))
     return found
 
 
@@ -279,36 +259,17 @@ def cases(model: Model, device: str, quick: bool = False) -> list[Entry]:
     found = _draft_entries(model, device)
     for reqs in (1, model.many):
         alone = reqs == 1
-        found += [
-            Entry(
-                "walk",
-                f"walk R={reqs} N={nodes}",
-                partial(walk_case, model, reqs, nodes, device),
-                Bar(US, _WALK_US) if alone else None,
-                quick=alone,
-            ),
-            Entry(
-                "compact",
-                f"compact {min(9, model.depth + 1)}-token path, {model.layers} layers, R={reqs}",
-                partial(compact_case, model, reqs, device),
-                Bar(US, _COMPACT_US) if alone else Bar(OF_COPY, _COMPACT_OF_COPY),
-                quick=True,
-            ),
-            Entry(
-                "gather",
-                f"gather 5 x {model.hidden}, {reqs * (model.depth + 1)} rows",
-                partial(gather_case, model, reqs, device),
-            ),
-        ]
+        name = f"walk R={reqs} N={nodes}"
+        walk = partial(walk_case, model, reqs, nodes, device)
+        found.append(Entry("walk", name, walk, Bar(US, _WALK_US) if alone else None))
+        name = f"compact {min(9, model.depth + 1)}-token path, {model.layers} layers, R={reqs}"
+        bar = Bar(US, _COMPACT_US) if alone else Bar(OF_COPY, _COMPACT_OF_COPY)
+        found.append(Entry("compact", name, partial(compact_case, model, reqs, device), bar))
+        name = f"gather 5 x {model.hidden}, {reqs * (model.depth + 1)} rows"
+        found.append(Entry("gather", name, partial(gather_case, model, reqs, device)))
     for context in model.contexts:
         for reqs in (1, 8):
-            found.append(
-                Entry(
-                    "attention",
-                    f"attention R={reqs} N={nodes} context={context}",
-                    partial(attention_case, model, reqs, nodes, context, device),
-                    Bar(FA3, _ATTENTION_RATIO),
-                    quick=True,
-                )
-            )
-    return [entry for entry in found if entry.quick or not quick]
+            name = f"attention R={reqs} N={nodes} context={context}"
+            make = partial(attention_case, model, reqs, nodes, context, device)
+            found.append(Entry("attention", name, make, Bar(FA3, ATTENTION_RATIO)))
+    return [entry for entry in found if entry.bar or not quick]

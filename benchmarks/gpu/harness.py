@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time ops under CUDA-graph replay, against the machine's own ceilings and against rivals.
+"""Time ops under CUDA-graph replay, against the machine's own ceilings and FlashAttention 3.
 
 A case is a check and a list of calls, which are timed only if the check passes. Five or more calls
 are captured one after another into one graph. This excludes host time, shares the start of a replay
@@ -7,8 +7,8 @@ among the calls, and lets each call use its own data (a layer's cache, say) that
 have evicted from the L2 cache. The time of a call is a replay's time divided by the number of
 calls; it includes gaps between kernels, as in a model.
 
-A rival does the same work by other means. Each is checked and timed too, and the fastest is the
-baseline. A bar on FlashAttention 3 is judged against the fastest rival that is FlashAttention 3.
+A rival does the same work by other means. Each is checked and timed too, and the fastest one judges
+the bar on FlashAttention 3.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import sm_clock
-
-__all__ = ["Bar", "Call", "Case", "Ceilings", "Entry", "Rival", "Row", "Timing", "measure_ceilings",
-           "quantiles", "run_entry", "time_calls"]  # fmt: skip
 
 Call = Callable[[], object]
 
@@ -71,13 +68,10 @@ class Bar:
 
 @dataclass(frozen=True)
 class Rival:
-    """Another way to do a case's work."""
+    """Another way to do a case's work. `build` returns its calls and its check, and may fail."""
 
     name: str
-    # returns its calls and its check; may fail
     build: Callable[[], tuple[Sequence[Call], Call]]
-    # whether it is FlashAttention 3, which bars compare with
-    fa3: bool = False
 
 
 @dataclass
@@ -102,8 +96,6 @@ class Entry:
     name: str
     make: Callable[[], Case]
     bar: Bar | None = None
-    # part of `--quick`
-    quick: bool = False
 
 
 @dataclass
@@ -124,9 +116,6 @@ class Row:
     # of the ceiling that the case is closer to
     fraction: float | None = None
     # the fastest rival
-    baseline: str = ""
-    baseline_timing: Timing | None = None
-    # the rival that the bar is judged against
     judge: str = ""
     judge_timing: Timing | None = None
     # name and timing, or error, of every rival
@@ -224,7 +213,6 @@ def run_entry(entry: Entry, ceilings: Ceilings, replays: int, timer: Timer = tim
         _rate(row, case, ceilings)
         for rival in case.rivals:
             row.rivals.append(_run_rival(rival, replays, timer))
-        _compare(row)
         _judge(row, ceilings)
     row.seconds = round(time.perf_counter() - start, 2)
     return row
@@ -237,7 +225,7 @@ def reason(error: BaseException) -> str:
 
 
 def _run_rival(rival: Rival, replays: int, timer: Timer) -> dict[str, Any]:
-    outcome: dict[str, Any] = {"name": rival.name, "fa3": rival.fa3}
+    outcome: dict[str, Any] = {"name": rival.name}
     try:
         calls, check = rival.build()
         check()
@@ -262,18 +250,12 @@ def _rate(row: Row, case: Case, ceilings: Ceilings) -> None:
     row.fraction = max(fractions, default=None)
 
 
-def _compare(row: Row) -> None:
-    timed = [outcome for outcome in row.rivals if "timing" in outcome]
-    timed.sort(key=lambda outcome: outcome["timing"].median)
-    if timed:
-        row.baseline, row.baseline_timing = timed[0]["name"], timed[0]["timing"]
-    candidates = [outcome for outcome in timed if outcome["fa3"]]
-    if candidates:
-        row.judge, row.judge_timing = candidates[0]["name"], candidates[0]["timing"]
-
-
 def _judge(row: Row, ceilings: Ceilings) -> None:
     assert row.timing is not None
+    timed = [outcome for outcome in row.rivals if "timing" in outcome]
+    if timed:
+        best = min(timed, key=lambda outcome: outcome["timing"].median)
+        row.judge, row.judge_timing = best["name"], best["timing"]
     if row.bar is None:
         return
     if row.bar.kind == US:
@@ -284,7 +266,6 @@ def _judge(row: Row, ceilings: Ceilings) -> None:
     elif row.judge_timing is not None:
         row.bar_ratio = row.timing.median / row.judge_timing.median / row.bar.limit
     else:
-        tried = any(outcome["fa3"] for outcome in row.rivals)
-        row.verdict = f"{'FA3 failed' if tried else 'no FA3'} here: not judged"
+        row.verdict = f"{'FA3 failed' if row.rivals else 'no FA3'} here: not judged"
         return
     row.verdict = "met" if row.bar_ratio <= 1 else "MISSED"

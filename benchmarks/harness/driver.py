@@ -42,7 +42,6 @@ class Response:
     step_ms: float = 0.0
     verify_ms: float = 0.0
     draft_ms: float = 0.0
-    attention_ms: float = 0.0
     # bastion's own predictions of C(N): see `watch_predictions`
     timed_steps: int = 0
     predicted_ms: float = 0.0
@@ -148,10 +147,6 @@ class Driver:
             proposer = getattr(self._runner, name, None)
             if hasattr(proposer, "propose"):
                 self._clock.watch(proposer, "propose", "draft")
-        self._attention = Clock()
-        if not cuda:
-            for layer in attention_layers(self._runner):
-                self._attention.watch(layer.impl, "forward", "attention")
         self._responses: list[Response] = []
         self._running: set[int] = set()
         watch_predictions(self._runner, self._predicted)
@@ -209,7 +204,7 @@ class Driver:
             nonlocal before
             done = update(scheduled, output)
             now = time.perf_counter()
-            parts = self._clock.lap() | self._attention.lap()
+            parts = self._clock.lap()
             if before is not None and decodes_only(scheduled):
                 step_ms = 1e3 * (now - before)
                 for name in scheduled.num_scheduled_tokens:
@@ -218,7 +213,6 @@ class Driver:
                     one.step_ms += step_ms
                     one.verify_ms += parts.get("verify", 0.0)
                     one.draft_ms += parts.get("draft", 0.0)
-                    one.attention_ms += parts.get("attention", 0.0)
             before = now
             return done
 
@@ -240,13 +234,6 @@ def decodes_only(scheduled: Any) -> bool:
     drafts = scheduled.scheduled_spec_decode_tokens
     rows = scheduled.num_scheduled_tokens
     return all(count == 1 + len(drafts.get(name, ())) for name, count in rows.items())
-
-
-def attention_layers(runner: Any) -> list[Any]:
-    """The layers with an attention backend, the drafter's too."""
-    config = getattr(getattr(runner, "vllm_config", None), "compilation_config", None)
-    layers = getattr(config, "static_forward_context", {})
-    return [layer for layer in layers.values() if hasattr(getattr(layer, "impl", None), "forward")]
 
 
 def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], None]) -> None:

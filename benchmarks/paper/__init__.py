@@ -5,7 +5,7 @@
     python -m benchmarks.paper --quick                # the tiny pair, in minutes
     python -m benchmarks.paper --pair 0.6B            # a shape of benchmarks.widen
     python -m benchmarks.paper report A.jsonl B.jsonl # tables and figures of several machines
-    python -m benchmarks.paper contexts --pair 0.6B   # time per token at 1k to 16k tokens
+    python -m benchmarks.paper.prompts passages 4096  # prompts of our own: long ones, editing
 
 Each method is an engine in its own process. Every response is appended to a JSONL file, and a
 command that was interrupted continues with the responses that are missing. A data set or an engine

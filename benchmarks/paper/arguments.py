@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,9 +39,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--sets", nargs="+", default=[], metavar="SET", help=f"of {', '.join(SETS)}")
     add("--long", action="store_true", help="the seven sets of LongBench too")
     add("--data", nargs="+", default=[], metavar="SET=FILE", help="local copies of sets")
-    add("--jsonl", nargs="+", type=Path, default=[], help="own prompts; Spec-Bench's file")
-    add("--speed-bench", type=Path, metavar="FOLDER", help="SPEED-Bench, as vLLM reads it")
-    add("--speed-bench-subset", default="qualitative")
+    add(
+        "--jsonl",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="own prompts; Spec-Bench, SPEED-Bench",
+    )
     add("--samples", type=int, help="prompts per set (default: the paper's)")
     add("--tokens", type=int, default=2048, help="most new tokens (default 2048)")
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
@@ -54,7 +60,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--cudagraphs", metavar="MODE", help="vLLM's cudagraph_mode, such as FULL_DECODE_ONLY")
     add("--raw", action="store_true", help="no chat template (toy pairs: always)")
     add("--ignore-eos", action="store_true", help="always decode --tokens (toy pairs: always)")
-    add("--max-model-len", type=int, help="default: as long as the prompts need")
+    add(
+        "--max-model-len",
+        type=int,
+        help="default: what prompts need and the model has",
+    )
     add("--replay-prompts", type=int, default=4, help="prompts per set to replay; 0: none")
     add("--quick", action="store_true", help="minutes on two cores: the tiny pair, own prompts")
     add("--out", type=Path, help="the JSONL file (default: results/paper/NAME.jsonl)")
@@ -83,6 +93,8 @@ def target_of(given: argparse.Namespace) -> Target:
     """
     if given.pair is not None:
         folder = pair_folder(given.pair)
+        if given.max_model_len:
+            folder = longer(given.pair, folder, given.max_model_len)
         given.dtype = given.dtype or pair_dtype(given.pair)
         given.sets = given.sets or [one.partition("=")[0] for one in given.data]
         if given.pair != REAL:
@@ -151,6 +163,28 @@ def pair_drafter(pair: str, folder: Path, name: str) -> str:
 
         return str(wide_drafter_of(pair, name))
     return str(folder / name) if (folder / name).is_dir() else name
+
+
+def longer(name: str, pair: Path, positions: int) -> Path:
+    """The pair, or a copy with room for that many positions in its configs; weights are linked.
+
+    The folder is always the same one, because code that vLLM compiles is stored by it.
+    """
+    kinds = ("target", "drafter")
+    configs = {kind: json.loads((pair / kind / "config.json").read_text()) for kind in kinds}
+    if all(config["max_position_embeddings"] >= positions for config in configs.values()):
+        return pair
+    copy = cache_dir() / "long" / f"{name}-{positions}"
+    shutil.rmtree(copy, ignore_errors=True)
+    for kind, config in configs.items():
+        folder = copy / kind
+        folder.mkdir(parents=True)
+        for path in (pair / kind).iterdir():
+            if path.name != "config.json":
+                (folder / path.name).symlink_to(path.resolve())
+        most = max(config["max_position_embeddings"], positions)
+        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": most}))
+    return copy
 
 
 def pair_dtype(name: str) -> str:

@@ -181,7 +181,7 @@ def _inside(file: str, name: str) -> str:
 
 
 def load_jsonl(path: Path, samples: int | None = None) -> list[Prompt]:
-    """Prompts from a file of JSON lines: any own prompts, or Spec-Bench's `question.jsonl`.
+    """Prompts from a file of JSON lines: own ones, or a file of Spec-Bench or SPEED-Bench.
 
     A row has `prompt` (a text), `turns` (texts), or `messages` (of which the user's count). Its set
     is its `domain` or `category`, or the file's name; `samples` are taken evenly from each.
@@ -199,18 +199,6 @@ def load_jsonl(path: Path, samples: int | None = None) -> list[Prompt]:
         found = row.get("id", row.get("question_id", number))
         by_set.setdefault(name, []).append(Prompt(name, str(found), _turns(row, path, number)))
     return [prompt for own in by_set.values() for prompt in _spread(own, samples)]
-
-
-def load_speed_bench(folder: Path, subset: str, samples: int | None = None) -> list[Prompt]:
-    """A subset of SPEED-Bench, from the folder that its own script writes and vLLM reads.
-
-    Raises:
-        DataError: the folder has no such file.
-    """
-    path = folder / f"{subset}.jsonl"
-    if not path.is_file():
-        raise DataError(f"{folder.name} has no {path.name}: run SPEED-Bench's own prepare.py")
-    return load_jsonl(path, samples)
 
 
 def _turns(row: Row, path: Path, number: int) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ class Machine:
     near_ties: set[Key] = field(default_factory=set)
     gaps: list[Row] = field(default_factory=list)
     replayed: list[Row] = field(default_factory=list)
-    scores: list[Row] = field(default_factory=list)
 
     def cells(self, temperature: float, concurrency: int) -> Cells:
         """The responses of a temperature and a load."""
@@ -87,7 +86,7 @@ def _add(machine: Machine, row: Row) -> None:
         machine.responses.setdefault((key, row.get("round") if key.method == PLAIN else None), row)
     elif kind == "judged" and row["near_tie"]:
         machine.near_ties.add(Key.of(row))
-    elif kind in ("replayed", "scores"):
-        getattr(machine, kind).append(row)
+    elif kind == "replayed":
+        machine.replayed.append(row)
     elif kind == "gap":
         machine.gaps.append(row)

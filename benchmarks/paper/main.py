@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command's forms: run, `report` and `contexts`."""
+"""The command's forms: run, and `report`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from benchmarks import RESULTS
 from benchmarks.harness.engine import Request, UserEngine
 from benchmarks.harness.process import EngineError
-from benchmarks.paper import contexts, replayed, report
+from benchmarks.paper import replayed, report
 from benchmarks.paper.arguments import REAL, config_of, parse, target_of, without_folders
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import (
@@ -29,7 +29,6 @@ from benchmarks.paper.data import (
     Prompt,
     load_jsonl,
     load_set,
-    load_speed_bench,
 )
 from benchmarks.paper.engines import short_reason
 from benchmarks.paper.judge import judge_all
@@ -53,10 +52,8 @@ _LENGTH_STEP = 256
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     given = list(sys.argv[1:] if argv is None else argv)
-    forms = {"report": report.main, "contexts": contexts.main}
-    run = forms.get(given[0]) if given else None
     try:
-        return _run(parse(given), given) if run is None else run(given[1:])
+        return report.main(given[1:]) if given[:1] == ["report"] else _run(parse(given), given)
     except (DataError, StoreError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -65,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prompts(given: argparse.Namespace) -> tuple[list[Prompt], dict[str, str]]:
     """All prompts, and why a set could not be had."""
     local = dict(pair.split("=", 1) for pair in given.data)
-    names = given.sets or ([] if given.jsonl or given.speed_bench else list(SHORT))
+    names = given.sets or ([] if given.jsonl else list(SHORT))
     if given.long:
         names += [name for name in LONG if name not in names]
     found: list[Prompt] = []
@@ -83,9 +80,6 @@ def _prompts(given: argparse.Namespace) -> tuple[list[Prompt], dict[str, str]]:
         add(name, partial(load_set, name, given.samples, given.seed, path))
     for path in given.jsonl:
         add(path.stem, partial(load_jsonl, path, given.samples))
-    if given.speed_bench is not None:
-        load = partial(load_speed_bench, given.speed_bench, given.speed_bench_subset, given.samples)
-        add("speed_bench", load)
     if not found:
         raise DataError("no set could be had, so there is nothing to decode")
     if given.kinds:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search, and how well path scores predict, on drafts recorded from the pair itself.
+"""Beam search on drafts recorded from the pair itself, because no engine runs it.
 
-Neither can be had from a running engine: it has no beams, and no list of what each step expected.
-So the drafts of some prompts are recorded (`benchmarks.replay.record`) and replayed with the step
+The drafts of some prompts are recorded (`benchmarks.replay.record`) and replayed with the step
 costs that this machine measured.
 """
 
@@ -12,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from benchmarks.harness.decoder import run_engine
 from benchmarks.harness.engine import Request, UserEngine, bastion
@@ -26,7 +23,6 @@ from benchmarks.replay.recording import Recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 
 BEAMS = 4
-_BINS = 10
 _ROWS = 1025
 
 
@@ -59,20 +55,19 @@ def record(
 def replay(
     recording: Recording, source: CostSource, temperatures: Sequence[float], nodes: int
 ) -> list[Row]:
-    """Rows of kind `replayed` and `scores`."""
+    """Rows of kind `replayed`."""
     rows: list[Row] = []
     for temperature in temperatures:
         corpus = Corpus(recording, max(nodes, BEAMS * recording.depth), temperature)
         truth = Truth(source.table)
         plain = simulate(corpus, Plain(), truth)
         beam = BEAM.format(depth=recording.depth)
-        adaptive = Adaptive(corpus, source.latency("table"), plain=False)
         best_first = Fixed(corpus, BEAMS * recording.depth)
         policies = {
             "chain (replayed)": Chain(corpus),
             beam: Beam(corpus, BEAMS),
             f"best-first {BEAMS * recording.depth} (replayed)": best_first,
-            "adaptive (replayed)": adaptive,
+            "adaptive (replayed)": Adaptive(corpus, source.latency("table"), plain=False),
         }
         for name, policy in policies.items():
             result = simulate(corpus, policy, truth)
@@ -91,20 +86,4 @@ def replay(
                         "nodes": part.mean_nodes,
                     }
                 )
-        rows.append(
-            {"kind": "scores", "temperature": temperature, **validation(adaptive.predictions)}
-        )
     return rows
-
-
-def validation(predictions: Sequence[tuple[float, float]]) -> Row:
-    """Expected against accepted draft tokens of the chosen trees: bins of equal size, and r."""
-    expected, accepted = np.array(predictions, dtype=float).T
-    order = np.argsort(expected, kind="stable")
-    bins = [part for part in np.array_split(order, _BINS) if len(part)]
-    return {
-        "steps": len(expected),
-        "pearson": float(np.corrcoef(expected, accepted)[0, 1]),
-        "expected": [float(expected[part].mean()) for part in bins],
-        "accepted": [float(accepted[part].mean()) for part in bins],
-    }

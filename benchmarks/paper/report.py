@@ -2,7 +2,6 @@
 """Tables and figures from results files, also of several machines.
 
     python -m benchmarks.paper report A.jsonl B.jsonl --out FOLDER
-    python -m benchmarks.paper report A.jsonl B.jsonl --readme README.md    # the short table only
 
 Responses of the same device, target and temperature belong together, whichever file they are in.
 """
@@ -10,7 +9,6 @@ Responses of the same device, target and temperature belong together, whichever 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +17,6 @@ from typing import Any
 from benchmarks import RESULTS
 from benchmarks.paper import figures
 from benchmarks.paper.machines import Cells, Machine, machines, ratios
-from benchmarks.paper.readme import readme_table, update_between_markers
 from benchmarks.paper.stats import Ratio
 from benchmarks.paper.store import Row
 
@@ -33,33 +30,6 @@ _COLUMNS = (
     ("T_aux", "aux_ms", 2),
     ("TTFT ms", "ttft_ms", 1),
 )
-
-
-def summary(machine: Machine) -> Row:
-    """Everything as JSON."""
-    tables = []
-    for temperature, concurrency in machine.situations():
-        cells = machine.cells(temperature, concurrency)
-        rows = {}
-        for method, sets in cells.items():
-            found = {name: vars(ratio) for name, ratio in ratios(cells, method).items()}
-            numbers = {name: cell.numbers() for name, cell in sets.items()}
-            rows[method] = {
-                "speedup": found,
-                "sets": numbers,
-                "same": machine.same(sets),
-            }
-        tables.append({"temperature": temperature, "concurrency": concurrency, "methods": rows})
-    return {
-        "name": machine.name,
-        "device": machine.device,
-        "commands": machine.commands,
-        "commits": list(machine.commits),
-        "settings": machine.settings,
-        "tables": tables,
-        "replayed": machine.replayed,
-        "gaps": machine.gaps,
-    }
 
 
 def markdown(machine: Machine) -> str:
@@ -163,25 +133,14 @@ def _load_table(machine: Machine) -> list[str]:
 
 
 def write(files: Sequence[Path], out: Path, stem: str) -> int:
-    """Write STEM.md, STEM.json and the figures of all machines; print the page."""
+    """Write STEM.md and the figures of all machines; print the page."""
     found = machines(files)
     out.mkdir(parents=True, exist_ok=True)
     page = "\n".join(markdown(machine) for machine in found)
     (out / f"{stem}.md").write_text(page)
-    data = [summary(machine) for machine in found]
-    (out / f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")
     for number, machine in enumerate(found):
         figures.draw(machine, out, stem if number == 0 else f"{stem}-{number + 1}")
     print(page)
-    return 0
-
-
-def update_readme(files: Sequence[Path], readme: Path) -> int:
-    """Put the short table of all machines between a page's markers; print it."""
-    names = " ".join(path.name for path in files)
-    table = readme_table(machines(files), f"python -m benchmarks.paper report {names}")
-    update_between_markers(readme, "paper", table)
-    print(table)
     return 0
 
 
@@ -193,13 +152,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "paper", help="folder")
     parser.add_argument("--stem", help="name of the files (default: of the first results file)")
-    parser.add_argument("--readme", type=Path, help="only write the short table, between markers")
     given = parser.parse_args(argv)
     missing = [path.name for path in given.files if not path.is_file()]
     if missing:
         parser.error(f"no file {missing[0]}")
-    if given.readme is not None:
-        return update_readme(given.files, given.readme)
     return write(given.files, given.out, given.stem or given.files[0].stem)
 
 

@@ -9,7 +9,6 @@ A file has rows of these kinds:
 - `gap`: a set, an engine or an engine on a set that could not be had, and why
 - `judged`: whether the first difference of a response from plain decoding's is a near-tie
 - `replayed`: a policy that was replayed on recorded drafts, by set and temperature
-- `scores`: expected and accepted lengths of recorded steps
 
 The file survives a kill: a last line that was not finished is dropped, and what is there is not
 decoded again.

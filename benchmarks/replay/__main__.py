@@ -3,16 +3,14 @@
 
     python -m benchmarks.replay RECORDING.npz [--cost NAME=PROFILE.json ...] [--out FOLDER]
 
-Prints the tables and writes them to `replay.json`, with two PNG figures per cost table. The paper's
-A100 points and a calculated mixture of experts are always among the cost tables. `--cost` adds a
-measured latency profile.
+Prints the tables and writes them to `replay.json`. The paper's A100 points and a calculated mixture
+of experts are always among the cost tables. `--cost` adds a measured latency profile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replay.costs import CostSource, from_profile, mixture_of_experts, paper_a100
-from benchmarks.replay.figures import sweep_figure, tradeoff_figure
 from benchmarks.replay.gate_study import FIRST, gate_study, start_study
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
@@ -29,7 +26,6 @@ from benchmarks.replay.studies import (
     BATCHES,
     batch_study,
     budget_study,
-    compare_scores,
     drift_study,
     score_study,
 )
@@ -42,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cost", action="append", default=[], metavar="NAME=PROFILE.json")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay"))
     parser.add_argument("--max-nodes", type=int, default=1024)
-    parser.add_argument("--no-figures", action="store_true", help="skip the PNGs")
     arguments = parser.parse_args(argv)
     max_rows = max(arguments.max_nodes + 1, max(BATCHES) * (BATCH_NODES + 1))
     sources = [paper_a100(max_rows), mixture_of_experts(max_rows)]
@@ -58,90 +53,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         for temperature in sorted(set(recording.temperatures.tolist())):
             corpus = Corpus(recording, arguments.max_nodes, temperature)
             label = f"{path.stem}, T={temperature:g}"
-            entry = {
-                "recording": path.name,
-                "meta": recording.meta,
-                "temperature": temperature,
-                "requests": len(corpus.requests),
-                "positions": sum(request.last for request in corpus.requests),
-            }
-            figures = None if arguments.no_figures else arguments.out
-            if corpus.unary:
-                entry["costs"] = _evaluate(corpus, sources, label, figures)
-            else:
-                unary = Corpus(recording, arguments.max_nodes, temperature, unary=True)
-                by_scores = {"transitions": corpus, "unary": unary}
-                entry["costs"] = _compare(by_scores, sources, label)
-            report.append(entry)
-    (arguments.out / "replay.json").write_text(json.dumps(report, indent=1) + "\n")
+            report.append(
+                {
+                    "recording": path.name,
+                    "meta": recording.meta,
+                    "temperature": temperature,
+                    "requests": len(corpus.requests),
+                    "positions": sum(request.last for request in corpus.requests),
+                    "costs": _evaluate(corpus, sources, label),
+                }
+            )
+    (arguments.out / "replay.json").write_text(json.dumps(report) + "\n")
     return 0
 
 
-def _evaluate(
-    corpus: Corpus, sources: list[CostSource], label: str, figures: Path | None
-) -> dict[str, Any]:
+def _evaluate(corpus: Corpus, sources: list[CostSource], label: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for source in sources:
-        start = time.perf_counter()
         print(f"\n## {label}, cost: {source.name}\n")
         study = budget_study(corpus, source)
         _print_budgets(study)
-        scores = score_study(corpus, source)
-        print("\nA-hat against the accepted length\n")
-        _print_rows([scores])
-        drift = drift_study(corpus, source)
-        print("\nEstimators, speed as a share of a controller that knows the slowdown\n")
-        _print_rows(drift)
-        gates = gate_study(corpus, source)
-        print("\nThe gate, as a share of the better of plain decoding and the best fixed budget\n")
-        _print_rows(gates)
-        hard = gate_study(corpus, source, hard_start=True)
-        print("\nThe same after a hard start: the requests that accept least come first\n")
-        _print_rows(hard)
-        starts = start_study(corpus, source)
-        print(
-            f"\nThe first {FIRST} requests after a start, time over that of the same ones later\n"
-        )
-        _print_rows(starts)
-        batches = batch_study(corpus, source)
-        print("\nBatches, speed-up over plain decoding at the same batch\n")
-        _print_rows(batches)
-        out[source.name] = {
-            "budgets": study,
-            "scores": scores,
-            "drift": drift,
-            "gate": gates,
-            "gate after a hard start": hard,
-            "start": starts,
-            "batches": batches,
-            "seconds": time.perf_counter() - start,
+        tables = {
+            "A-hat against the accepted length": [score_study(corpus, source)],
+            "Estimators, speed as a share of a controller that knows the slowdown": drift_study(
+                corpus, source
+            ),
+            "The gate, as a share of the better of plain decoding and the best fixed budget": (
+                gate_study(corpus, source)
+            ),
+            "The same after a hard start: the requests that accept least come first": gate_study(
+                corpus, source, hard_start=True
+            ),
+            f"The first {FIRST} requests after a start, time over that of the same ones later": (
+                start_study(corpus, source)
+            ),
+            "Batches, speed-up over plain decoding at the same batch": batch_study(corpus, source),
         }
-        if figures is not None:
-            stem = _slug(f"{label}-{source.name}")
-            tradeoff_figure(corpus, source, study, figures / f"tradeoff-{stem}.png")
-    if figures is not None:
-        studies = {name: result["budgets"] for name, result in out.items()}
-        sweep_figure(studies, figures / f"sweep-{_slug(label)}.png")
-    return out
-
-
-def _compare(
-    corpora: dict[str, Corpus], sources: list[CostSource], label: str
-) -> dict[str, dict[str, Any]]:
-    """Compare trees over different scores of the same steps: budgets and A-hat."""
-    out: dict[str, dict[str, Any]] = {}
-    for source in sources:
-        studies = {}
-        for scores, corpus in corpora.items():
-            print(f"\n## {label}, {scores} scores, cost: {source.name}\n")
-            study = budget_study(corpus, source)
-            _print_budgets(study)
-            studies[scores] = {"budgets": study, "scores": score_study(corpus, source)}
-        print(f"\n## {label}, scores compared, cost: {source.name}\n")
-        _print_rows(compare_scores({name: s["budgets"] for name, s in studies.items()}))
-        print("\nA-hat against the accepted length\n")
-        _print_rows([{"scores": name, **study["scores"]} for name, study in studies.items()])
-        out[source.name] = studies
+        for title, rows in tables.items():
+            print(f"\n{title}\n")
+            _print_rows(rows)
+        out[source.name] = {"budgets": study, **tables}
     return out
 
 
@@ -169,10 +120,6 @@ def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float | np.floating) else str(value)
-
-
-def _slug(text: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-").replace("--", "-")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from benchmarks.replay.controller import (
-    Budget,
-    best_size,
-    budget_of,
-    choose_budget,
-    order_scores,
-    speedup_curve,
-)
+from benchmarks.replay.controller import Budget, choose_budget
 from benchmarks.replay.simulation import Corpus, Outcome
 from benchmarks.replay.steps import StepTree, beam_accepted, chain_accepted
 from vllm_bastion.policy.controller import Batch, Controller
@@ -25,8 +18,15 @@ from vllm_bastion.policy.cost.latency import LatencyModel
 from vllm_bastion.step_times import StepTimes
 
 
+class _Untaught:
+    """A policy that learns nothing."""
+
+    def timed(self, step: StepTimes) -> None:
+        """See `Policy`."""
+
+
 @dataclass
-class Plain:
+class Plain(_Untaught):
     """One token per request and step, nothing drafted."""
 
     name: str = "plain"
@@ -35,12 +35,9 @@ class Plain:
         """See `Policy`."""
         return Outcome([0] * len(steps), 0, drafted=False)
 
-    def timed(self, step: StepTimes) -> None:
-        """Nothing to learn."""
-
 
 @dataclass
-class Chain:
+class Chain(_Untaught):
     """The best child at every depth: the chain that vLLM's own drafters verify."""
 
     corpus: Corpus
@@ -52,12 +49,9 @@ class Chain:
         accepted = [chain_accepted(corpus.scores(s), corpus.ranks[s]) for s in steps]
         return Outcome(accepted, len(steps) * self.corpus.recording.depth)
 
-    def timed(self, step: StepTimes) -> None:
-        """Nothing to learn."""
-
 
 @dataclass
-class Beam:
+class Beam(_Untaught):
     """`width` nodes at every depth."""
 
     corpus: Corpus
@@ -77,12 +71,9 @@ class Beam:
         nodes = min(self.width, top_k) + (depth - 1) * self.width
         return Outcome(accepted, len(steps) * nodes)
 
-    def timed(self, step: StepTimes) -> None:
-        """Nothing to learn."""
-
 
 @dataclass
-class Fixed:
+class Fixed(_Untaught):
     """The best `nodes` nodes of every request."""
 
     corpus: Corpus
@@ -98,9 +89,6 @@ class Fixed:
         trees = [self.corpus.tree(step) for step in steps]
         total = sum(min(self.nodes, len(tree.rho)) for tree in trees)
         return Outcome([tree.accepted(self.nodes) for tree in trees], total)
-
-    def timed(self, step: StepTimes) -> None:
-        """Nothing to learn."""
 
 
 Timing = Literal["exact", "lagged"]
@@ -249,20 +237,16 @@ class Adaptive:
             used = min(len(tree.rho), self.max_nodes)
             row[:used] = self.controller.gains.kappa_of(request) * tree.rho[:used]
             limits.append(used)
-        if self.shared:
-            num_reqs = len(limits)
-            order = order_scores(rho, limits)
-            cost = self.latency.estimate(num_reqs, context_len).tree_ms
-            n = best_size(speedup_curve(order, cost, num_reqs))
-            wanted = budget = budget_of(order, n, cost, num_reqs)
-            if self.lag:
-                most = min(len(order.rows), len(cost) - 1 - num_reqs)
-                n = self.controller.size.choose(
-                    num_reqs, num_reqs, num_reqs, most, cost, self._graphs
-                )
-                budget = budget_of(order, n, cost, num_reqs)
-        else:
-            wanted = budget = self._decide_alone(rho, limits, context_len)
+        if not self.shared:
+            alone = self._decide_alone(rho, limits, context_len)
+            return alone, alone
+        num_reqs = len(limits)
+        cost = self.latency.estimate(num_reqs, context_len).tree_ms
+        wanted = budget = choose_budget(rho, limits, cost, num_reqs)
+        if self.lag:
+            most = min(sum(limits), len(cost) - 1 - num_reqs)
+            n = self.controller.size.choose(num_reqs, num_reqs, num_reqs, most, cost, self._graphs)
+            budget = choose_budget(rho, limits, cost, num_reqs, n)
         return wanted, budget
 
     def _decide_alone(self, rho: np.ndarray, limits: Sequence[int], context_len: float) -> Budget:

@@ -31,22 +31,10 @@ class Request:
 
 
 class Corpus:
-    """The requests of one temperature and their trees, which are expanded on first use.
+    """The requests of one temperature and their trees, which are expanded on first use."""
 
-    Args:
-        unary: grow trees from the candidates' own log-probabilities, even if transitions exist.
-    """
-
-    def __init__(
-        self,
-        recording: Recording,
-        max_nodes: int,
-        temperature: float | None = None,
-        unary: bool = False,
-    ):
+    def __init__(self, recording: Recording, max_nodes: int, temperature: float | None = None):
         self.recording = recording
-        self.unary = unary or recording.transitions is None
-        self._scores = recording.topk_logprobs if unary else recording.scores
         self.max_nodes = max_nodes
         self.ranks = target_ranks(recording)
         self._trees: list[StepTree | None] = [None] * recording.num_steps
@@ -87,7 +75,7 @@ class Corpus:
 
     def scores(self, step: int) -> FloatArray:
         """[D, K] or [D, K, K]: what a step's tree is grown from, see `steps.best_first`."""
-        return self._scores[step].astype(np.float64)
+        return self.recording.scores[step].astype(np.float64)
 
     def tree(self, step: int) -> StepTree:
         """The raw best-first tree of a step."""

@@ -74,25 +74,6 @@ def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
     }
 
 
-def compare_scores(studies: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Budget studies of the same steps side by side, one row per policy that all of them have.
-
-    The last column is the first study's tau over the last one's.
-    """
-    first, *_, last = (study["rows"] for study in studies.values())
-    rows = []
-    for name in first:
-        if name not in last or name == "plain":
-            continue
-        row: dict[str, Any] = {"policy": name}
-        for scores, study in studies.items():
-            average = study["rows"][name]["average"]
-            row |= {f"{scores}: speed-up": average["speedup"], f"{scores}: tau": average["tau"]}
-        row["tau ratio"] = first[name]["average"]["tau"] / last[name]["average"]["tau"]
-        rows.append(row)
-    return rows
-
-
 def drift_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
     """Compare estimators under a slowdown with a controller that knows the slowed table.
 

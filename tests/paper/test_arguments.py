@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,20 @@ def test_a_random_drafter_is_a_pairs_own_without_its_training(
                 assert abs(float(cosine)) < 0.1, name
             else:
                 assert torch.equal(ours[name], weight), name
+
+
+def test_a_longer_context_is_a_copy_of_the_pair_with_more_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path))
+    what = target_of(parse(["--pair", "tiny", "--max-model-len", "4096"]))
+    assert what.target == str(TINY / "target")
+    what = target_of(parse(["--pair", "tiny", "--max-model-len", "6000"]))
+    for one, name in ((what.target, "target"), (what.drafter, "drafter")):
+        config = json.loads(Path(one, "config.json").read_text())
+        assert config["max_position_embeddings"] == 6000
+        weights = Path(one, "model.safetensors").resolve()
+        assert weights == (TINY / name / "model.safetensors").resolve()
 
 
 def test_requests_of_a_kind_are_sets_of_their_own() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper import editing
 from benchmarks.paper.data import (
     LONG,
     SETS,
@@ -18,8 +17,8 @@ from benchmarks.paper.data import (
     DataError,
     load_jsonl,
     load_set,
-    load_speed_bench,
 )
+from benchmarks.paper.prompts import editing
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LONGBENCH = {"length": 9, "all_classes": None, "language": "en", "_id": "a1", "answers": ["x"]}
@@ -162,15 +161,15 @@ def test_own_prompts_spec_bench_and_speed_bench(tmp_path: Path) -> None:
     assert (prompt.set, prompt.id, prompt.turns) == ("writing", "81", ("e", "f"))
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "g"}]
     write(tmp_path / "qualitative.jsonl", [{"messages": messages, "category": "math"}] * 3)
-    assert [one.turns for one in load_speed_bench(tmp_path, "qualitative", 2)] == [("g",)] * 2
-    with pytest.raises(DataError, match=r"no throughput_1k.jsonl"):
-        load_speed_bench(tmp_path, "throughput_1k")
+    assert [one.turns for one in load_jsonl(tmp_path / "qualitative.jsonl", 2)] == [("g",)] * 2
+    with pytest.raises(DataError, match=r"throughput_1k.jsonl is no file of JSON lines"):
+        load_jsonl(tmp_path / "throughput_1k.jsonl")
     with pytest.raises(DataError, match='row 0 has no "prompt"'):
         load_jsonl(write(tmp_path / "bad.jsonl", [{"text": "a"}]))
 
 
 def test_a_function_that_is_to_be_renamed_is_in_its_file(tmp_path: Path) -> None:
-    for prompt in load_jsonl(write(tmp_path / "editing.jsonl", list(editing.rows()))):
+    for prompt in load_jsonl(write(tmp_path / "editing.jsonl", list(editing()))):
         code, asked = prompt.turns[0].split("\nRename ")
         assert prompt.set == "code editing" and f"def {asked.split()[0]}(" in code
 
@@ -185,4 +184,4 @@ def test_vllm_reads_the_same_first_turns(tmp_path: Path) -> None:
     talk = [{"messages": [{"role": "user", "content": f"{i}?"}], "category": "a"} for i in range(3)]
     write(tmp_path / "qualitative.jsonl", talk)
     theirs = {row["prompt"] for row in SpeedBench(dataset_path=str(tmp_path)).data}
-    assert theirs == {one.turns[0] for one in load_speed_bench(tmp_path, "qualitative")}
+    assert theirs == {one.turns[0] for one in load_jsonl(tmp_path / "qualitative.jsonl")}

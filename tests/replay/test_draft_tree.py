@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels import accept_path, choose_budget
-from benchmarks.replay.draft_tree import DraftTree, best_first, chain
+from tests.draft_tree import DraftTree, best_first, chain
 
 Prefix = tuple[int, ...]
 
@@ -200,17 +200,3 @@ def test_validate_names_the_broken_invariant(field: str, column: int, value: flo
 def test_validate_checks_the_count() -> None:
     with pytest.raises(ValueError, match="7 nodes in 6 columns"):
         replace(hand_made(), num_nodes=torch.tensor([7])).validate()
-
-
-def test_render() -> None:
-    drawing = hand_made().render(accepted=[0, 1, 5, -1], decode=chr, root="x\n")
-    assert drawing.splitlines() == [
-        "● x↵",
-        "├─● a  0.5",
-        "│ ├─○ b c  0.3",
-        "│ └─● e  0.05",
-        "└─○ d  0.25",
-    ]
-    colored = hand_made().render(accepted=[0, 1], decode=lambda token: "\x07 ", color=True)
-    assert colored.count("\033[1;32m") == 1 and "\x07" not in colored and "·" in colored
-    assert hand_made().prefix(0).render() == "● root"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bastion_kernels import choose_budget as choose_budget_op
-from benchmarks.replay.controller import best_size, choose_budget
+from benchmarks.replay.controller import choose_budget
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.steps import best_first, target_ranks
 from helpers import ROOT
@@ -42,7 +42,7 @@ def test_argmax_equals_exhaustive_search_over_per_request_counts(seed):
     cost = cost[: reqs + prefill + 1 + int(rng.integers(0, reqs * columns + 1))]
     got = choose_budget(rho, limits, cost, reqs + prefill)
     speed, _ = _exhaustive(rho, limits, cost.astype(np.float64), reqs + prefill)
-    assert got.tokens_per_ms == pytest.approx(speed, rel=1e-6)
+    assert got.expected_tokens / got.cost_ms == pytest.approx(speed, rel=1e-6)
     assert (got.counts <= limits).all()
 
 
@@ -57,7 +57,8 @@ def test_ties_go_to_the_lower_row_and_the_smaller_size():
     cost = np.array([1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0], dtype=np.float32)
     budget = choose_budget(np.full((2, 2), 0.5), [2, 2], cost, 2)
     np.testing.assert_array_equal(budget.counts, [1, 0])
-    assert best_size(np.array([1.0, 3.0, 3.0])) == 1
+    worthless = np.array([[0.5, 0.0]])
+    assert choose_budget(worthless, [2], np.ones(4, dtype=np.float32), 1).num_nodes == 1
 
 
 @pytest.mark.parametrize("seed", range(12))

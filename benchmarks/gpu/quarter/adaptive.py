@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.budgets import ADAPTIVE, PLAIN, Switched
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import folder_of, pair_engine, rounds, speculative, texts
 from benchmarks.harness.engine import UserEngine
+from benchmarks.harness.switched import ADAPTIVE, PLAIN, Switched
 
 BEST_CHAIN = "dflash 15, adaptive verification"
 # Requests at a time -> prompts: at least twice as many as decode together.

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.budgets import ADAPTIVE, NEVER, Switched
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import dummy_engine, noise
+from benchmarks.harness.switched import ADAPTIVE, NEVER, Switched
 from vllm_bastion.cli.buffers import largest, total
 from vllm_bastion.cli.memory import memory_of
 

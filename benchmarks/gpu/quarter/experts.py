@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from benchmarks.budgets import NEVER, Switched
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import dummy_engine, noise
+from benchmarks.harness.switched import NEVER, Switched
 
 _LOADS = (1, 16)
 

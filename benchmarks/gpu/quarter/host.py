@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from benchmarks import TINY
-from benchmarks.budgets import ADAPTIVE, Switched
 from benchmarks.gpu.quarter.adaptive import others
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import SMALL, pair_engine, rounds, texts, with_lookup
+from benchmarks.harness.switched import ADAPTIVE, Switched
 
 LOOKUP = "adaptive, lookup"
 _LOADS = {1: 12, 16: 64}

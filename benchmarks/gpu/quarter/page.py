@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.budgets import ADAPTIVE, NEVER, PLAIN
 from benchmarks.gpu.quarter.questions import QUESTIONS
 from benchmarks.gpu.quarter.store import ANSWERED, UNASKED, Answers
+from benchmarks.harness.switched import ADAPTIVE, NEVER, PLAIN
 
 _Row = dict[str, Any]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import TINY
-from benchmarks.gpu.bench_step import QWEN3_8B, QWEN3_8B_DRAFTER
 from benchmarks.harness.engine import GAMMA, Request, UserEngine
 from benchmarks.paper.methods import Target, gpu_share
 from benchmarks.prompts import DOMAINS, load_prompts
@@ -23,9 +22,35 @@ SMALL: dict[str, Any] = {
     "memory": 0.02,
     "more": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
 }
+# The published configurations of Qwen3-8B and of its DFlash drafter (5 layers, block 16).
+_COMMON: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+_QWEN3_8B = {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36}
+_QWEN3_8B_DRAFTER = {
+    **_COMMON,
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 5,
+    "num_target_layers": 36,
+    "layer_types": ["full_attention"] * 5,
+    "block_size": GAMMA + 1,
+    "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669},
+}
 # The published configuration of Qwen3-30B-A3B, and a drafter of its width.
 _EXPERTS = {
-    **QWEN3_8B,
+    **_QWEN3_8B,
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
@@ -40,14 +65,14 @@ _EXPERTS = {
     "norm_topk_prob": True,
 }
 _EXPERTS_DRAFTER = {
-    **QWEN3_8B_DRAFTER,
+    **_QWEN3_8B_DRAFTER,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_key_value_heads": 4,
     "num_target_layers": 8,
     "dflash_config": {"target_layer_ids": [1, 2, 4, 5, 6], "mask_token_id": 151669},
 }
-CONFIGS = {"8B": (QWEN3_8B, QWEN3_8B_DRAFTER), "experts": (_EXPERTS, _EXPERTS_DRAFTER)}
+CONFIGS = {"8B": (_QWEN3_8B, _QWEN3_8B_DRAFTER), "experts": (_EXPERTS, _EXPERTS_DRAFTER)}
 # Of a shape, with which the pretended GPU runs it.
 _FEW = {
     "hidden_size": 128,

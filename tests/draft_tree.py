@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees: their invariants, two ways to build them, and a drawing.
+"""Draft trees: their invariants, and two ways to build them by the engine's op.
 
-Nodes are sorted so that any number of leading ones is a tree itself. How many of them to verify is
-decided in `controller.py`.
+Nodes are sorted so that any number of leading ones is a tree itself.
 
 A node is a prefix x_1 .. x_d of candidate tokens with path score rho = prod q_i(x_i), the drafter's
 probability of drawing that prefix (paper, section 3.1). If the drafter verified itself, a tree
@@ -11,13 +10,11 @@ would commit as many tokens as it has nodes on the drawn path (Lemma 1), in expe
     A-hat(T) = 1 + sum of rho over the draft nodes of T      (path-sum surrogate; 1 is the root)
 
 Best-first expansion takes the nodes in order of rho. The trees are nested, and each is the best of
-its size (optimality of best-first expansion). The engine's own op builds them. Replay itself needs
-no trees: see `steps.py`.
+its size (optimality of best-first expansion).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +22,7 @@ from torch import Tensor
 
 from bastion_kernels import expand_best_first
 
-__all__ = ["DraftTree", "best_first", "chain"]
-
 _UNUSED = {"tokens": 0, "parents": -1, "depths": 0, "log_rho": float("-inf")}
-_GREEN, _DIM, _PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 
 
 @dataclass(frozen=True)
@@ -101,58 +95,6 @@ class DraftTree:
         for parent, token in list(columns)[: int(self.num_nodes[row])]:
             paths.append((*paths[parent], token))
         return paths
-
-    def render(
-        self,
-        row: int = 0,
-        accepted: Collection[int] = (),
-        decode: Callable[[int], str] = str,
-        root: str = "root",
-        color: bool = False,
-    ) -> str:
-        """Draw one row's tree for a terminal: best child first, a run of single children on a line.
-
-        Args:
-            row: which request.
-            accepted: node numbers of the accepted path (`accept_path`'s out_path row will do);
-                drawn with a filled dot, and in green with `color`.
-            decode: text of a token id.
-            root: text of the root.
-            color: use terminal colours.
-        """
-        parents, tokens = self.parents[row].tolist(), self.tokens[row].tolist()
-        rho = [1.0, *self.log_rho[row].double().exp().tolist()]
-        children: list[list[int]] = [[] for _ in range(int(self.num_nodes[row]) + 1)]
-        for node in range(1, len(children)):
-            children[parents[node - 1]].append(node)
-        lines = [f"● {_printable(root)}"]
-
-        def draw(node: int, indent: str, last: bool) -> None:
-            run = [node]
-            while len(children[run[-1]]) == 1 and (
-                (children[run[-1]][0] in accepted) == (node in accepted)
-            ):
-                run.append(children[run[-1]][0])
-            text = " ".join(_printable(decode(tokens[one - 1])) for one in run)
-            text = f"{'●' if node in accepted else '○'} {text}"
-            score = f"{rho[run[-1]]:.2g}"
-            if color:
-                text = f"{_GREEN}{text}{_PLAIN}" if node in accepted else text
-                score = f"{_DIM}{score}{_PLAIN}"
-            lines.append(f"{indent}{'└─' if last else '├─'}{text}  {score}")
-            below = children[run[-1]]
-            for child in below:
-                draw(child, indent + ("  " if last else "│ "), child == below[-1])
-
-        for child in children[0]:
-            draw(child, "", child == children[0][-1])
-        return "\n".join(lines)
-
-
-def _printable(text: str) -> str:
-    """Make spaces and control characters visible, so that a token cannot break the drawing."""
-    text = text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥")
-    return "".join(char if char.isprintable() else "�" for char in text) or "∅"
 
 
 def best_first(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine whose budget is switched between requests, beside others, in this process.
+
+    plain       vLLM without speculation, with the model runner that it chooses: a second engine
+    never       this engine, which never drafts: what a plain step costs here
+    16          trees of 16 nodes in every step
+    adaptive    as a user has it
+
+All but the first are one engine, so they share memory, threads and the machine's moods, which
+differ between two starts of one engine by more than two good budgets do. Costs are learned in all
+of them. Decode modes in turns, back and forth. A block's time includes its prompts. Use
+several times as many prompts as run at a time: once the queue is empty, the batch shrinks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.decoder import engine_core, model_runner, reported_nodes
+from benchmarks.harness.engine import Engine, Request
+from benchmarks.harness.process import report_state
+from vllm_bastion.policy.step_size import StepSize
+
+PLAIN, NEVER, ADAPTIVE = "plain", "never", "adaptive"
+
+
+@dataclass
+class Block:
+    """All requests of a part, decoded in one way. `nodes` counts those verified."""
+
+    mode: str
+    part: str
+    concurrency: int
+    seconds: float
+    steps: int
+    nodes: int
+    # Steps of single requests after their prompts, and the tokens that these emitted: tau is the
+    # ratio of the two.
+    forwards: int = 0
+    emitted: int = 0
+    # Replies that equal plain decoding's; None without plain decoding.
+    equal: int | None = None
+    # Steps that the worker timed: [requests, rows, 1 if verified, number, median ms, profile's ms].
+    timed: list[list[float]] = field(default_factory=list)
+
+
+class Switched:
+    """Engines in this process, of which one has a budget that is switched between requests.
+
+    Args:
+        engine: the one with method "bastion" and an adaptive budget.
+        requests: by part.
+        others: further engines by mode; default: plain decoding.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: dict[str, list[Request]],
+        others: dict[str, Engine] | None = None,
+    ) -> None:
+        from vllm import LLM
+
+        if others is None:
+            others = {PLAIN: replace(engine, speculative=None)}
+        self.start_s: dict[str, float] = {}
+        self._engines: dict[str, Any] = {}
+        for mode, one in {**others, ADAPTIVE: engine}.items():
+            report_state(f"starting {mode}")
+            begin = time.perf_counter()
+            llm = LLM(**one.arguments())
+            self._engines[mode] = llm.llm_engine
+            self.start_s[mode] = time.perf_counter() - begin
+            self._count_steps(engine_core(llm).scheduler)
+        self._requests, self._sent, self._mode = requests, 0, ADAPTIVE
+        self._plain: dict[str, list[list[int]]] = {}
+        self._forget()
+        self.core, self.runner = engine_core(llm), model_runner(llm)
+        manager = self.runner.adaptive_verification
+        self._switch_budget(manager)
+        self._switch_drafting(manager.runtime.controller)
+        self._watch_times(manager.runtime)
+
+    def _forget(self) -> None:
+        self._steps = self._nodes = self._forwards = self._emitted = 0
+        self._prompts: set[str] = set()
+        self._timed: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}
+
+    def _count_steps(self, scheduler: Any) -> None:
+        update = scheduler.update_from_output
+
+        def update_from_output(scheduled: Any, output: Any) -> Any:
+            self._steps += 1
+            self._count_tokens(scheduled, output)
+            return update(scheduled, output)
+
+        scheduler.update_from_output = update_from_output
+
+    def _count_tokens(self, scheduled: Any, output: Any) -> None:
+        verified = reported_nodes(output)
+        for name, tokens in zip(output.req_ids, output.sampled_token_ids or (), strict=False):
+            if not len(tokens):
+                continue  # part of a prompt
+            if name not in self._prompts:
+                self._prompts.add(name)
+                continue
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            self._nodes += drafts if verified is None else verified.get(name, 0)
+            self._forwards += 1
+            self._emitted += len(tokens)
+
+    def _watch_times(self, runtime: Any) -> None:
+        """Sort what the worker times by requests and rows, beside what the profile says."""
+        timer, table = runtime.timer, runtime.controller.latency.table
+        completed = timer.completed
+
+        def watched() -> Iterator[Any]:
+            for step in completed():
+                if step.total_ms is not None:
+                    reqs, context = step.num_reqs, step.context_len
+                    rows = min(step.rows, table.max_rows)
+                    profile = (
+                        float(table.cost_ms(reqs, context)[rows])
+                        if step.drafted
+                        else table.plain_ms(reqs, context)
+                    )
+                    key = reqs, int(table.padded_rows[rows]), step.verified
+                    self._timed.setdefault(key, []).append((step.total_ms, profile))
+                yield step
+
+        timer.completed = watched
+
+    def _switch_budget(self, manager: Any) -> None:
+        choose, observe = manager._choose, manager._observe
+
+        def chosen(slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+            if self._mode in (ADAPTIVE, NEVER):
+                return choose(slots, drafts)
+            if manager.lag:  # the device keeps their sum only, and shares it out
+                controller, learned = manager.runtime.controller, manager.runtime.controller.size
+                controller.size = StepSize()
+                controller.size.observe(int(self._mode) * len(slots), len(slots), len(slots))
+                number = choose(slots, drafts)
+                controller.size = learned
+                return number
+            choose(slots, drafts)  # its time is part of a step
+            limit = manager._max_step_nodes(len(slots)) // len(slots)
+            return np.minimum(manager._max_nodes(drafts), min(int(self._mode), limit)).astype(
+                np.int32
+            )
+
+        def observed(published: Any) -> None:
+            if self._mode == ADAPTIVE:
+                observe(published)
+
+        manager._choose, manager._observe = chosen, observed
+
+    def _switch_drafting(self, controller: Any) -> None:
+        plan = controller.plan
+
+        def planned(batch: Any) -> Any:
+            decision = plan(batch)
+            if self._mode == ADAPTIVE or decision.replies_end:
+                return decision
+            return replace(decision, drafts=self._mode != NEVER)
+
+        controller.plan = planned
+
+    def block(self, mode: str, part: str, concurrency: int) -> Block:
+        """Decode the requests of a part, `concurrency` at a time."""
+        self._mode = mode
+        engine = self._engines.get(mode, self._engines[ADAPTIVE])
+        self._forget()
+        waiting, replies = list(self._requests[part]), dict[str, list[int]]()
+        names = []
+        begin = time.perf_counter()
+        while waiting or engine.has_unfinished_requests():
+            while waiting and engine.get_num_unfinished_requests() < concurrency:
+                request, self._sent = waiting.pop(0), self._sent + 1
+                params = request.sampling_params()
+                names.append(str(self._sent))
+                engine.add_request(names[-1], request.vllm_prompt(), params)
+            for output in engine.step():
+                replies[output.request_id] = list(output.outputs[0].token_ids)
+        seconds = time.perf_counter() - begin
+        found = [replies[name] for name in names]
+        if mode == PLAIN:
+            self._plain.setdefault(part, found)
+        plain = self._plain.get(part)
+        equal = None if plain is None else sum(a == b for a, b in zip(found, plain, strict=True))
+        return Block(
+            *(mode, part, concurrency, seconds, self._steps, self._nodes, self._forwards),
+            *(self._emitted, equal, _medians(self._timed)),
+        )
+
+
+def _medians(
+    timed: dict[tuple[int, int, bool], list[tuple[float, float]]],
+) -> list[list[float]]:
+    return [
+        [reqs, rows, int(verified), len(times), *(float(x) for x in np.median(times, axis=0))]
+        for (reqs, rows, verified), times in sorted(timed.items())
+    ]
