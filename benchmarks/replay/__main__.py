@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluate budget policies on a recording with any cost table, without a model.
 
-    python -m benchmarks.replay RECORDING.npz [--cost NAME=PROFILE.json ...] [--out FOLDER]
+    python -m benchmarks.replay RECORDING.npz [--cost NAME=PROFILE.json ...]
 
-Prints the tables and writes them to `replay.json`. The paper's A100 points and a calculated mixture
-of experts are always among the cost tables. `--cost` adds a measured latency profile.
+Prints a page of tables. The paper's A100 points and a calculated mixture of experts are always
+among the cost tables. `--cost` adds a measured latency profile.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replay.costs import CostSource, from_profile, mixture_of_experts, paper_a100
-from benchmarks.replay.gate_study import FIRST, gate_study, start_study
+from benchmarks.replay.gate_study import gate_study
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
 from benchmarks.replay.studies import (
@@ -26,7 +25,6 @@ from benchmarks.replay.studies import (
     BATCHES,
     batch_study,
     budget_study,
-    drift_study,
     score_study,
 )
 
@@ -36,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recording", type=Path, nargs="+")
     parser.add_argument("--cost", action="append", default=[], metavar="NAME=PROFILE.json")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay"))
     parser.add_argument("--max-nodes", type=int, default=1024)
     arguments = parser.parse_args(argv)
     max_rows = max(arguments.max_nodes + 1, max(BATCHES) * (BATCH_NODES + 1))
@@ -46,54 +43,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not path:
             parser.error(f"--cost needs NAME=PROFILE.json, not {pair!r}")
         sources.append(from_profile(name, Path(path), max_rows))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    report = []
     for path in arguments.recording:
         recording = load_recording(path)
         for temperature in sorted(set(recording.temperatures.tolist())):
             corpus = Corpus(recording, arguments.max_nodes, temperature)
-            label = f"{path.stem}, T={temperature:g}"
-            report.append(
-                {
-                    "recording": path.name,
-                    "meta": recording.meta,
-                    "temperature": temperature,
-                    "requests": len(corpus.requests),
-                    "positions": sum(request.last for request in corpus.requests),
-                    "costs": _evaluate(corpus, sources, label),
-                }
-            )
-    (arguments.out / "replay.json").write_text(json.dumps(report) + "\n")
+            for source in sources:
+                print(f"\n## {path.stem}, T={temperature:g}, cost: {source.name}\n")
+                _print_studies(corpus, source)
     return 0
 
 
-def _evaluate(corpus: Corpus, sources: list[CostSource], label: str) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for source in sources:
-        print(f"\n## {label}, cost: {source.name}\n")
-        study = budget_study(corpus, source)
-        _print_budgets(study)
-        tables = {
-            "A-hat against the accepted length": [score_study(corpus, source)],
-            "Estimators, speed as a share of a controller that knows the slowdown": drift_study(
-                corpus, source
-            ),
-            "The gate, as a share of the better of plain decoding and the best fixed budget": (
-                gate_study(corpus, source)
-            ),
-            "The same after a hard start: the requests that accept least come first": gate_study(
-                corpus, source, hard_start=True
-            ),
-            f"The first {FIRST} requests after a start, time over that of the same ones later": (
-                start_study(corpus, source)
-            ),
-            "Batches, speed-up over plain decoding at the same batch": batch_study(corpus, source),
-        }
-        for title, rows in tables.items():
-            print(f"\n{title}\n")
-            _print_rows(rows)
-        out[source.name] = {"budgets": study, **tables}
-    return out
+def _print_studies(corpus: Corpus, source: CostSource) -> None:
+    _print_budgets(budget_study(corpus, source))
+    tables = {
+        "A-hat against the accepted length": [score_study(corpus, source)],
+        "The gate, as a share of the better of plain decoding and the best fixed budget": (
+            gate_study(corpus, source)
+        ),
+        "Batches, speed-up over plain decoding at the same batch": batch_study(corpus, source),
+    }
+    for title, rows in tables.items():
+        print(f"\n{title}\n")
+        _print_rows(rows)
 
 
 def _print_budgets(study: dict[str, Any]) -> None:

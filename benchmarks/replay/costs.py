@@ -46,11 +46,6 @@ class CostSource:
         bare = self.calibrated.roofline if self.calibrated else None
         return make_latency(name, self.table, roofline=bare, calibrated=self.calibrated)
 
-    def estimators(self) -> list[LatencyName]:
-        """The estimators that this source has data for."""
-        of_table: list[LatencyName] = ["table", "ema_table"]
-        return [*of_table, "static", "ema", "ema_calib"] if self.calibrated else of_table
-
 
 def paper_a100(max_rows: int) -> CostSource:
     """The paper's points for Qwen3-8B on an A100, measured at batch 1 and applied to all rows."""

@@ -92,8 +92,6 @@ class Fixed(_Untaught):
 
 
 Timing = Literal["exact", "lagged"]
-# Steps until rank 0's times have come back: with the output of the next step, and a later step.
-_TRAVEL = 2
 
 
 @dataclass
@@ -120,8 +118,6 @@ class Adaptive:
         shared: whether the batch's nodes compete; if not, every request maximises its own S(N) on
             the cost of a batch of one.
         plain: whether a step may be plain decoding.
-        times: whose step times it learns from: its `own`, at once, or those of `rank 0` of several
-            ranks, which travel to the scheduler and back.
     """
 
     def __init__(
@@ -134,10 +130,8 @@ class Adaptive:
         timing: Timing = "exact",
         shared: bool = True,
         plain: bool = True,
-        times: Literal["own", "rank 0", "none"] = "own",
     ) -> None:
-        self.name, self._times = name, times
-        self._travelling: deque[StepTimes] = deque()
+        self.name = name
         self.corpus = corpus
         self.latency = latency
         self.max_nodes = max_nodes or corpus.max_nodes
@@ -193,11 +187,7 @@ class Adaptive:
 
     def timed(self, step: StepTimes) -> None:
         """See `Policy`. A recorded step drafts for itself, the engine's for the next one."""
-        if self._times == "none":
-            return
-        self._travelling.append(replace(step, drafted=self._drafted))
-        while len(self._travelling) > (_TRAVEL if self._times == "rank 0" else 0):
-            self.controller.observe([self._travelling.popleft()])
+        self.controller.observe([replace(step, drafted=self._drafted)])
 
     def _requests(self, steps: Sequence[int]) -> list[int]:
         return [int(q) for q in self.corpus.recording.step_requests[list(steps)]]

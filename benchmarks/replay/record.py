@@ -9,7 +9,7 @@ A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded
 nothing, so it emits one token per step, and the drafter's top-K is recorded at every position.
 Tokens and drafts do not depend on what is verified, so any budget policy can be replayed on the
 recording. If the drafter has a head over its candidates, all of its scores are recorded too
-(`tiny-dflash2.npz` has 60 to 90 MB and is therefore not in the repository).
+(17 times the size: such a file is not in the repository).
 
 The profile holds this machine's step costs (`bastion_calibration`). Measure it on an idle machine.
 """
@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", type=int, default=15, help="per domain (default 15)")
-    parser.add_argument("--steps", type=int, default=64, help="steps per request (default 64)")
+    parser.add_argument("--prompts", type=int, default=8, help="per domain (default 8)")
+    parser.add_argument("--steps", type=int, default=40, help="steps per request (default 40)")
     parser.add_argument("--top-k", type=int, default=16, help="candidates per depth (default 16)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--profile", action="store_true", help="measure step costs instead")

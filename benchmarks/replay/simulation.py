@@ -8,7 +8,7 @@ times compare directly. In a batch, a finished request is replaced until the que
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -121,14 +121,12 @@ class Truth:
 
     Args:
         table: the undisturbed cost.
-        slowdown: factor on the target's forward time by the fraction of tokens already emitted.
         plain, tree: factors on a whole step of either kind.
         noise: standard deviation of a step's time, relative.
         stalls: probability that a step takes ten times as long.
     """
 
     table: StepCostTable
-    slowdown: Callable[[float], float] | None = None
     plain: float = 1.0
     tree: float = 1.0
     noise: float = 0.0
@@ -140,13 +138,12 @@ class Truth:
         self._rng = np.random.default_rng(self.seed)
 
     def step_ms(
-        self, rows: int, num_reqs: int, context_len: float, drafted: bool, progress: float
+        self, rows: int, num_reqs: int, context_len: float, drafted: bool
     ) -> tuple[float, StepTimes]:
         """What a step takes in ms, and what is measured of it."""
         table = self.table
         forward = float(table.forward_ms(num_reqs, context_len)[min(rows, table.max_rows)])
         rest = table.drafter_ms(num_reqs) + table.aux_ms if drafted else table.plain_aux_ms
-        forward *= self.slowdown(progress) if self.slowdown else 1.0
         factor = self.tree if drafted else self.plain
         total = factor * (forward + rest)
         error = max(0.1, 1.0 + self.noise * self._rng.standard_normal()) if self.noise else 1.0
@@ -207,7 +204,6 @@ def simulate(
 ) -> Result:
     """Decode `requests` (default: all, alternating domains) with at most `batch` at a time."""
     queue = list(corpus.interleaved() if requests is None else requests)
-    total = sum(request.last for request in queue)
     queue.reverse()
     contexts = corpus.recording.context_lens
     result = Result(policy.name)
@@ -220,9 +216,7 @@ def simulate(
         context = float(np.mean(contexts[steps]))
         outcome = policy.step(steps, context)
         rows = len(active) + outcome.nodes
-        ms, measured = truth.step_ms(
-            rows, len(active), context, outcome.drafted, result.tokens / total
-        )
+        ms, measured = truth.step_ms(rows, len(active), context, outcome.drafted)
         policy.timed(measured)
         result.ms += ms
         result.steps += 1

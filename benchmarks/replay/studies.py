@@ -12,17 +12,11 @@ from benchmarks.replay.costs import CostSource
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
 from benchmarks.replay.steps import greedy_chain
-from vllm_bastion.policy.cost.latency import LatencyModel
-from vllm_bastion.policy.cost.paper import CurveLatency
-from vllm_bastion.policy.cost.table import StepCostTable
 
 BUDGETS = (8, 16, 32, 64, 128, 256, 512, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 # most nodes of a request in batches; larger graphs would never be captured
 BATCH_NODES = 128
-SLOWDOWN = 1.5
-# the slowdown sets in after this share of the tokens
-SLOWDOWN_AT = 0.5
 
 
 def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
@@ -72,30 +66,6 @@ def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
             "best-first / beam, speed": speed[f"best-first {matched}"] / speed[f"beam 4x{depth}"],
         },
     }
-
-
-def drift_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
-    """Compare estimators under a slowdown with a controller that knows the slowed table.
-
-    Only the tokens after the slowdown count. It affects the target's forward pass alone, because a
-    slowdown of everything changes no decision. In two cases the timings that the estimators see
-    have 5% noise and 1% stalls.
-    """
-    slowed = _scaled(source.table, SLOWDOWN)
-    rows = []
-    cases = {
-        "undisturbed": (1.0, 0.0, 0.0),
-        "noise and stalls": (1.0, 0.05, 0.01),
-        f"{SLOWDOWN}x slower": (SLOWDOWN, 0.0, 0.0),
-        f"{SLOWDOWN}x slower, noise and stalls": (SLOWDOWN, 0.05, 0.01),
-    }
-    for case, (factor, noise, stalls) in cases.items():
-        informed_table = slowed if factor != 1.0 else source.table
-        informed = _after_drift(corpus, source, CurveLatency(informed_table), factor, 0.0, 0.0)
-        for name in source.estimators():
-            ms = _after_drift(corpus, source, source.latency(name), factor, noise, stalls)
-            rows.append({"case": case, "estimator": name, "of the informed": informed / ms})
-    return rows
 
 
 def batch_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
@@ -191,39 +161,6 @@ def _oracle(
 def _mean(rows: Any) -> dict[str, float]:
     rows = list(rows)
     return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
-
-
-def _scaled(table: StepCostTable, factor: float) -> StepCostTable:
-    data = table.to_json()
-    data["samples"] = [[n, c, ms * factor, r] for n, c, ms, r in data["samples"]]
-    return StepCostTable.from_json(data)
-
-
-def _after_drift(
-    corpus: Corpus,
-    source: CostSource,
-    latency: LatencyModel,
-    factor: float,
-    noise: float,
-    stalls: float,
-) -> float:
-    """Milliseconds of the requests that start after the slowdown has set in."""
-    requests = corpus.interleaved()
-    total = sum(r.last for r in requests)
-    policy = Adaptive(corpus, latency)
-    truth = Truth(
-        source.table,
-        slowdown=lambda progress: factor if progress >= SLOWDOWN_AT else 1.0,
-        noise=noise,
-        stalls=stalls,
-    )
-    result = simulate(corpus, policy, truth, requests=requests)
-    started, late = 0, []
-    for request in requests:
-        if started >= SLOWDOWN_AT * total:
-            late.append(request)
-        started += request.last
-    return result.of(late).ms
 
 
 def _correlations(

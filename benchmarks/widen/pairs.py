@@ -6,23 +6,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import TINY
 from benchmarks.tiny.drafter import Drafter, load_drafter
 from benchmarks.tiny.model import load_target
-from benchmarks.widen.check import Distance, check, held_out
 from benchmarks.widen.checkpoint import SHARD_BYTES, read_config, write_weights
 from benchmarks.widen.widening import (
     SHAPES,
-    TARGET_LAYER_IDS,
     Shape,
-    Target,
     Weights,
     Widening,
 )
@@ -32,36 +28,17 @@ _VERSION = 1
 
 
 def make_pair(
-    shape: Shape,
-    folder: Path,
-    source: Path = TINY,
-    ids: Tensor | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> dict[str, Distance]:
-    """Write `folder`/target and `folder`/drafter, and check them.
+    shape: Shape, folder: Path, source: Path = TINY, shard_bytes: int | None = SHARD_BYTES
+) -> None:
+    """Write `folder`/target and `folder`/drafter.
 
     Args:
-        source: the pair to widen: `target`, `drafter` and, without `ids`,
-            `prompts.jsonl`.
-        ids: [B, T] text for the check.
+        source: the pair to widen, `target` and `drafter`.
+        shard_bytes: None to leave the weights out, for engines that draw them at random.
 
     Raises:
         ValueError: the shape is too small.
-        RuntimeError: what was written does not compute the source's function.
     """
-    target, drafter = _write_pair(shape, folder, source, shard_bytes)
-    ids = held_out(source) if ids is None else ids
-    return _checked(check((target, drafter), folder, ids, TARGET_LAYER_IDS))
-
-
-def write_configs(shape: Shape, folder: Path) -> None:
-    """Write the pair of a shape without its weights, for engines that draw them at random."""
-    _write_pair(shape, folder, TINY, None)
-
-
-def _write_pair(
-    shape: Shape, folder: Path, source: Path, shard_bytes: int | None
-) -> tuple[Target, Drafter]:
     target, drafter = load_target(source / "target"), load_drafter(source / "drafter")
     wide = Widening(target.dims, shape)
     torch.manual_seed(0)
@@ -69,23 +46,17 @@ def _write_pair(
     layers = shape.num_hidden_layers
     _write(wide, wide.target(target), layers, keys, source / "target", folder, shard_bytes)
     _write_drafter(wide, drafter, source / "drafter", folder, shard_bytes)
-    return target, drafter
 
 
-def make_drafter(
-    shape: Shape, folder: Path, kind: str, source: Path = TINY, ids: Tensor | None = None
-) -> dict[str, Distance]:
-    """Write `folder`/`kind`, another drafter for the pair there, and check it.
+def make_drafter(shape: Shape, folder: Path, kind: str, source: Path = TINY) -> None:
+    """Write `folder`/`kind`, another drafter for the pair there.
 
     Raises:
         ValueError: the shape is too small, or the drafter has a head that cannot be widened.
-        RuntimeError: see `make_pair`.
     """
     target, drafter = load_target(source / "target"), load_drafter(source / kind)
     torch.manual_seed(1)
     _write_drafter(Widening(target.dims, shape), drafter, source / kind, folder, SHARD_BYTES)
-    ids = held_out(source) if ids is None else ids
-    return _checked(check((target, drafter), folder, ids, TARGET_LAYER_IDS, kind))
 
 
 def _write_drafter(
@@ -120,31 +91,24 @@ def _write(
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _checked(found: dict[str, Distance]) -> dict[str, Distance]:
-    for kind, result in found.items():
-        if result.problem is not None:
-            raise RuntimeError(f"the wide {kind} is not the tiny one: {result.problem}")
-    return found
-
-
-def pair(name: str, shape: Shape, again: bool = False) -> Path:
-    """The cached pair of that name, made where it is not there.
+def pair_of(name: str, shape: Shape | None = None) -> Path:
+    """The cached pair of a known shape or of `shape`, made where it is not there.
 
     Raises:
-        ValueError, RuntimeError: see `make_pair`.
+        ValueError: see `make_pair`.
     """
+    shape = SHAPES[name] if shape is None else shape
     made_of = _made_of(shape, "target", "drafter")
     folder = cache_dir() / "pairs" / name
     note = folder / "pair.json"
-    if not again and _known(note, made_of):
+    if _known(note, made_of):
         return folder
     part = folder.with_name(f"{folder.name}.part")
     for old in (part, folder):
         shutil.rmtree(old, ignore_errors=True)
     part.mkdir(parents=True)
-    found = make_pair(shape, part)
-    checks = {kind: asdict(result) for kind, result in found.items()}
-    (part / note.name).write_text(json.dumps({**made_of, "check": checks}, indent=1) + "\n")
+    make_pair(shape, part)
+    (part / note.name).write_text(json.dumps(made_of, indent=1) + "\n")
     part.rename(folder)
     return folder
 
@@ -168,7 +132,7 @@ def drafter_of(name: str, kind: str) -> Path:
     It is written where it is not there, into the pair's folder.
 
     Raises:
-        ValueError, RuntimeError: see `make_drafter`.
+        ValueError: see `make_drafter`.
     """
     shape, folder = SHAPES[name], pair_of(name)
     made_of, note = _made_of(shape, kind), folder / f"{kind}.json"
@@ -176,24 +140,6 @@ def drafter_of(name: str, kind: str) -> Path:
         return folder / kind
     note.unlink(missing_ok=True)
     shutil.rmtree(folder / kind, ignore_errors=True)
-    found = make_drafter(shape, folder, kind)
-    note.write_text(json.dumps({**made_of, "check": asdict(found[kind])}, indent=1) + "\n")
+    make_drafter(shape, folder, kind)
+    note.write_text(json.dumps(made_of, indent=1) + "\n")
     return folder / kind
-
-
-def pair_of(
-    name: str,
-    shape: Shape | None = None,
-    *,
-    keep_vocabulary: bool = False,
-    drafter_layers: int | None = None,
-    again: bool = False,
-) -> Path:
-    """The cached pair of a known shape or of `shape`; its name shows the other options."""
-    shape = SHAPES[name] if shape is None else shape
-    if keep_vocabulary:
-        vocab = json.loads((TINY / "target" / "config.json").read_text())["vocab_size"]
-        name, shape = f"{name}-v{vocab}", replace(shape, vocab_size=vocab)
-    if drafter_layers is not None:
-        name, shape = f"{name}-d{drafter_layers}", replace(shape, drafter_layers=drafter_layers)
-    return pair(name, shape, again)

@@ -82,12 +82,12 @@ def _engines(compiled: bool) -> dict[str, Any]:
         speculative,
         with_lookup,
     )
-    from benchmarks.widen.pairs import write_configs
+    from benchmarks.widen.pairs import make_pair
     from benchmarks.widen.widening import SHAPES
 
     wide = HOME / "cache" / "vllm-bastion" / "pairs" / "4B"  # where the pair will be
     if not (wide / "target").exists():
-        write_configs(SHAPES["4B"], wide)
+        make_pair(SHAPES["4B"], wide, shard_bytes=None)
     more = {"load_format": "dummy", **({} if compiled else _EAGER)}
     four = replace(pair_engine(wide, False, most=64, alive=3, length=384), more=more)
     chain = others(four, best=True)

@@ -2,8 +2,6 @@
 """Replay against brute force, on synthetic recordings."""
 
 import itertools
-import json
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,9 +14,8 @@ from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.recording import save_recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 from benchmarks.replay.steps import NEVER, beam_accepted, best_first, chain_accepted, target_ranks
-from benchmarks.replay.studies import budget_study, drift_study
+from benchmarks.replay.studies import budget_study
 from tests import draft_tree
-from vllm_bastion.policy.cost.latency import LatencyName
 from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
@@ -211,13 +208,6 @@ def test_shared_budgets_beat_per_request_ones_in_a_batch(corpus):
     assert times[True] < times[False]
 
 
-def test_no_estimator_is_far_from_the_informed_one_under_drift(corpus):
-    rows = drift_study(corpus, paper_a100(1100))
-    assert {row["estimator"] for row in rows} == set(get_args(LatencyName))
-    for row in rows:
-        assert 0.5 < row["of the informed"] < 1.1
-
-
 def test_paper_points():
     cost = paper_a100(1100).table
     assert cost.forward_ms(1, 0)[32] == pytest.approx(22.0)
@@ -240,12 +230,11 @@ def test_command_line_writes_tables(tmp_path, capsys):
     write_profile(Profile(key, table), tmp_path / "cpu.json")
     assert from_profile("mine", tmp_path / "cpu.json", 500).table.max_rows == 500
     arguments = [str(tmp_path / "r.npz"), "--cost", f"mine={tmp_path / 'cpu.json'}"]
-    arguments += ["--out", str(tmp_path / "out"), "--max-nodes", "64"]
-    assert replay.main(arguments) == 0
+    assert replay.main([*arguments, "--max-nodes", "64"]) == 0
     text = capsys.readouterr().out
-    assert "adaptive / oracle per domain" in text and "cost: mine" in text
-    (report,) = json.loads((tmp_path / "out" / "replay.json").read_text())
-    assert set(report["costs"]) == {"paper's A100", "mixture of experts", "mine"}
+    assert text.count("adaptive / oracle per domain") == 3
+    for name in ("paper's A100", "mixture of experts", "mine"):
+        assert f"## r, T=0, cost: {name}\n" in text
 
 
 def test_a_calculated_mixture_of_experts_costs_what_its_weights_take() -> None:

@@ -1,23 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a wide pair computes the tiny one's function, with the models of `benchmarks/tiny`."""
+"""Whether a wide pair computes the tiny one's function, with the models of `benchmarks.tiny`."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 
-from benchmarks.tiny.heads import Domino
-from benchmarks.widen.checkpoint import open_pair, read_config
-from benchmarks.widen.widening import Drafter, Target
+from benchmarks.tiny.drafter import Drafter
+from benchmarks.tiny.heads import Domino, Selector
+from benchmarks.tiny.model import Dims, Target
+from benchmarks.widen.checkpoint import read_config
 
 # Rounding to bf16 may only decide near-ties.
 _MAX_DISTANCE, _MIN_EQUAL, _MIN_GAP = 0.02, 0.97, 50.0
-_PROMPTS, _POSITIONS = 6, 20
+_DIMS = tuple(field.name for field in fields(Dims))
+
+
+class Stored:
+    """A checkpoint read tensor by tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+        self._file = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file[name].get_tensor(name)
+
+    def fill(self, module: nn.Module, prefix: str) -> None:
+        """Load a module's weights, in its own dtype."""
+        module.load_state_dict({name: self[prefix + name] for name in module.state_dict()})
+
+
+def open_pair(folder: Path, kind: str = "drafter") -> tuple[Target, Drafter, Tensor]:
+    """A pair in float32, and the head's bf16 weights [V, H]; `kind` is the drafter's folder."""
+    stored, drafted = Stored(folder / "target"), Stored(folder / kind)
+    own, theirs = (read_config(folder / name) for name in ("target", kind))
+    dims, drafter_dims = (Dims(**{n: c[n] for n in _DIMS}) for c in (own, theirs))
+    target = Target(dims)
+    stored.fill(target, "model.")
+    settings: dict[str, Any] = theirs["dflash_config"]
+    drafter = Drafter(drafter_dims, settings["mask_token_id"])
+    fc = drafted["fc.weight"]
+    drafter.fc = nn.Linear(fc.shape[1], fc.shape[0], bias=False)
+    drafted.fill(drafter, "")
+    if "emb_dim" in settings:
+        drafter.domino = Domino(drafter_dims, settings["emb_dim"], settings["gru_hidden_dim"])
+        drafted.fill(drafter.domino, "")
+    elif "selector_rank" in settings:
+        drafter.candidate_selector = Selector(drafter_dims, settings["selector_rank"])
+        drafted.fill(drafter.candidate_selector, f"{Selector.name}.")
+    head = "lm_head.weight" if "lm_head.weight" in stored.names() else "model.embed_tokens.weight"
+    return target.eval(), drafter.eval(), stored[head]
 
 
 @dataclass(frozen=True)
@@ -115,13 +158,3 @@ def bias_of(drafter: Drafter, target: Target, before: Tensor, states: Tensor) ->
     if isinstance(drafter.head, Domino):
         return drafter.head.bias(before, states, target.embed_tokens)
     return drafter.head.bias(before, states)
-
-
-def held_out(source: Path) -> Tensor:
-    """[B, T] token ids: the beginnings of some held-out prompts."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(source / "target" / "tokenizer.json"))
-    lines = (source / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    picked = [json.loads(line)["prompt"] for line in lines[:: len(lines) // _PROMPTS]]
-    return torch.tensor([tokenizer.encode(text).ids[:_POSITIONS] for text in picked[:_PROMPTS]])
