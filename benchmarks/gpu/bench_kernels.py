@@ -101,7 +101,7 @@ class Report:
         rows = [row.as_json() for row in self.rows]
         whole = {**self.head, "complete": len(rows) == self.head["planned"], "rows": rows}
         unfinished = self.path.with_suffix(".part")
-        unfinished.write_text(json.dumps(whole, indent=1) + "\n")
+        unfinished.write_text(json.dumps(whole) + "\n")
         os.replace(unfinished, self.path)
 
     def summary(self) -> str:

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=8, help="per domain (default 8)")
-    parser.add_argument("--steps", type=int, default=40, help="steps per request (default 40)")
+    parser.add_argument("--steps", type=int, default=36, help="steps per request (default 36)")
     parser.add_argument("--top-k", type=int, default=16, help="candidates per depth (default 16)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--profile", action="store_true", help="measure step costs instead")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.widen.widening import Dims, Weights
+from benchmarks.widen.widening import Weights
 
 SHARD_BYTES = 1 << 30
-_DIMS = tuple(field.name for field in fields(Dims))
 
 
 def write_weights(weights: Weights, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:

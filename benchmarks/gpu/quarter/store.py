@@ -58,5 +58,5 @@ class Answers:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_suffix(".part")
         whole = {"calls": self.calls, "questions": self.questions}
-        unfinished.write_text(json.dumps(whole, indent=1) + "\n")
+        unfinished.write_text(json.dumps(whole) + "\n")
         os.replace(unfinished, self._path)
