@@ -11,7 +11,7 @@ from benchmarks.replay.simulation import Corpus, Truth, simulate
 from vllm_bastion.policy.cost.table import StepCostTable
 
 NODES, LARGEST_GRAPH = 255, 512
-# of a forward pass without a graph, by the host's launches (`4B-budgets-h100.md`)
+# of a forward pass without a graph, by the host's launches (docs/numbers.md)
 HOST_MS = 16.0
 
 
