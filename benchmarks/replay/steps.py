@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Path scores of a recorded step's tree, and which of its nodes the target accepts.
 
-Replay needs no tree, only its scores and its outcome. Best-first trees are nested and sorted by
-path score, so one number per depth is enough: `enter[d]` is the number of nodes that must be
-verified to include the target's token at depth d + 1, and n nodes accept `sum(enter <= n)` tokens.
-
-The N best prefixes of the top-K lattice are found level by level, without a heap. Consider the k-th
-child of a depth's i-th best node (both from 0). (i + 1)(k + 1) - 1 children of its depth and i + 1
-nodes above score at least as high, so it is among the N best only if (i + 1)(k + 2) <= N. About
-N ln K candidates per depth remain, for array operations.
-
-This requires that all nodes of a depth have the same children. If each has its own (scores
-`[D, K, K]`, of each candidate given each one of the depth above), all children of a depth's N best
-nodes are candidates.
+The engine's own op grows the tree. Best-first trees are nested and sorted by path score, so one
+number per depth is enough: `enter[d]` is the number of nodes that must be verified to include the
+target's token at depth d + 1, and n nodes accept `sum(enter <= n)` tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from bastion_kernels import expand_best_first
 from benchmarks.replay.recording import Recording
 
 FloatArray = NDArray[np.float64]
@@ -66,33 +58,25 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
         ranks: [D] rank of the target's token at each depth, -1 if it is no candidate.
         max_nodes: N.
     """
-    levels = (_levels if logprobs.ndim == 2 else _levels_by_parent)(logprobs, max_nodes)
-    log_rho = -np.sort(-np.concatenate(levels))[:max_nodes]
-    return StepTree(np.exp(log_rho), _enter(logprobs, ranks, log_rho))
-
-
-def _levels(logprobs: NDArray[np.floating], max_nodes: int) -> list[FloatArray]:
-    parents, ranks_of = _pairs(max_nodes, logprobs.shape[1])
-    level = np.zeros(1)
-    levels = []
-    for row in logprobs:
-        fits = parents < len(level)
-        scores = level[parents[fits]] + row[ranks_of[fits]]
-        level = -np.sort(-scores)[:max_nodes]
-        levels.append(level)
-    return levels
-
-
-def _levels_by_parent(logprobs: NDArray[np.floating], max_nodes: int) -> list[FloatArray]:
-    level, last = np.zeros(1), np.zeros(1, dtype=np.int64)
-    levels = []
-    for rows in logprobs:
-        scores = (level[:, None] + rows[last]).ravel()
-        best = np.argpartition(-scores, max_nodes)[:max_nodes] if len(scores) > max_nodes else ...
-        last = np.arange(len(scores))[best] % rows.shape[1]
-        level = scores[best]
-        levels.append(level[level > -np.inf])
-    return levels
+    depth, top_k = logprobs.shape[0], logprobs.shape[-1]
+    candidates = torch.arange(top_k, dtype=torch.int32).expand(1, depth, -1).contiguous()
+    rows = torch.from_numpy(np.ascontiguousarray(logprobs, dtype=np.float32))[None]
+    tokens = torch.empty(1, max_nodes, dtype=torch.int64)
+    parents, depths = torch.empty(2, 1, max_nodes, dtype=torch.int32)
+    log_rho, size = torch.empty(1, max_nodes), torch.empty(1, dtype=torch.int32)
+    slots = torch.zeros(1, dtype=torch.int64)
+    out = tokens, parents, depths, log_rho, size
+    expand_best_first(candidates, rows if rows.ndim == 4 else rows[:, :, None], top_k, slots, *out)
+    used = int(size)
+    chosen, above = tokens[0, :used].numpy(), parents[0, :used].numpy()
+    enter = np.full(depth, NEVER, dtype=np.int64)
+    node = 0
+    for d, rank in enumerate(ranks):
+        found = np.flatnonzero((above == node) & (chosen == rank))
+        if not len(found):
+            break
+        enter[d] = node = int(found[0]) + 1
+    return StepTree(np.exp(log_rho[0, :used].numpy().astype(np.float64)), enter)
 
 
 def greedy_chain(logprobs: NDArray[np.floating]) -> tuple[IntArray, FloatArray]:
@@ -135,29 +119,3 @@ def _by_parent(logprobs: NDArray[np.floating]) -> NDArray[np.floating]:
     if logprobs.ndim == 3:
         return logprobs
     return np.broadcast_to(logprobs[:, None, :], (*logprobs.shape, logprobs.shape[1]))
-
-
-def _enter(logprobs: NDArray[np.floating], ranks: IntArray, log_rho: FloatArray) -> IntArray:
-    depth = len(ranks)
-    enter = np.full(depth, NEVER, dtype=np.int64)
-    off = np.flatnonzero(ranks < 0)
-    known = int(off[0]) if len(off) else depth
-    if known:
-        own = ranks[:known]
-        above = np.concatenate([[0], own[:-1]])
-        steps = _by_parent(logprobs)[np.arange(known), above, own]
-        path = np.cumsum(steps, dtype=np.float64)
-        # the strictly better nodes and the node itself; a parent of equal score comes first
-        position = np.searchsorted(-log_rho, -path - 1e-9, side="left") + 1
-        position = np.maximum.accumulate(position - np.arange(known)) + np.arange(known)
-        enter[:known] = np.where(position <= len(log_rho), position, NEVER)
-    return enter
-
-
-@lru_cache(maxsize=16)
-def _pairs(max_nodes: int, top_k: int) -> tuple[IntArray, IntArray]:
-    """(parent, rank) pairs that can be among the `max_nodes` best, in any order."""
-    # the root does not count as a node, so its children are bounded by their own number alone
-    parents = [np.arange(max(max_nodes // (k + 2), 1)) for k in range(top_k)]
-    ranks = [np.full(len(column), k) for k, column in enumerate(parents)]
-    return np.concatenate(parents), np.concatenate(ranks)

@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 from synthetic_recording import synthetic_recording
 
 from benchmarks.replay import __main__ as replay
@@ -15,7 +14,6 @@ from benchmarks.replay.recording import save_recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 from benchmarks.replay.steps import NEVER, beam_accepted, best_first, chain_accepted, target_ranks
 from benchmarks.replay.studies import budget_study
-from tests import draft_tree
 from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
@@ -46,25 +44,12 @@ def test_best_first_equals_sorting_every_prefix(seed):
     tree = best_first(logprobs, ranks, max_nodes)
     scores = _all_prefixes(logprobs)
     best = sorted(scores.values(), reverse=True)[:max_nodes]
-    np.testing.assert_allclose(tree.rho, np.exp(best), rtol=1e-9)
+    np.testing.assert_allclose(tree.rho, np.exp(best), rtol=1e-5)  # of float32
     ordered = sorted(scores, key=lambda path: -scores[path])
     for d in range(depth):
         path = tuple(int(k) for k in ranks[: d + 1])
         where = ordered.index(path) + 1 if min(path) >= 0 else NEVER
         assert tree.enter[d] == (where if where <= len(tree.rho) else NEVER)
-
-
-def test_best_first_has_the_scores_of_the_engines_op(corpus):
-    recording = corpus.recording
-    for step in range(0, recording.num_steps, 7):
-        ours = corpus.tree(step).rho
-        theirs = draft_tree.best_first(
-            torch.from_numpy(recording.topk_tokens[step : step + 1].astype(np.int32)),
-            torch.from_numpy(recording.topk_logprobs[step : step + 1].astype(np.float32)),
-            corpus.max_nodes,
-        )
-        assert len(ours) == int(theirs.num_nodes[0])
-        np.testing.assert_allclose(ours, theirs.log_rho[0, : len(ours)].exp(), rtol=1e-5)
 
 
 def test_a_parent_comes_before_its_child_of_equal_score():

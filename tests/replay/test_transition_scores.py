@@ -47,7 +47,7 @@ def test_best_first_equals_sorting_every_prefix(seed):
     scores = all_prefixes(logprobs)
     ordered = sorted(scores, key=lambda path: -scores[path])
     best = [scores[path] for path in ordered[:max_nodes]]
-    np.testing.assert_allclose(tree.rho, np.exp(best), rtol=1e-9)
+    np.testing.assert_allclose(tree.rho, np.exp(best), rtol=1e-5)  # of float32
     for d in range(depth):
         path = tuple(ranks[: d + 1].tolist())
         where = ordered.index(path) + 1 if min(path) >= 0 else NEVER
