@@ -29,6 +29,8 @@ import torch
 
 from benchmarks.harness.decoder import Run, count, run_engine
 from benchmarks.harness.engine import Request, UserEngine, bastion, dflash
+from benchmarks.paper.chat import Renderer
+from benchmarks.paper.data import Prompt
 from benchmarks.paper.engines import engine_of
 from benchmarks.paper.judge import BOUND, FLOAT32_BOUND, Scorer
 from benchmarks.paper.methods import Method
@@ -201,19 +203,13 @@ def _requests(given: argparse.Namespace) -> tuple[list[Request], list[str]]:
     step = max(1, len(rows) // given.prompts)
     rows = rows[::step][: given.prompts]
     tokenizer: Any = AutoTokenizer.from_pretrained(given.target)
+    raw = given.file is not None or not tokenizer.chat_template
+    renderer = Renderer(tokenizer, raw, given.max_model_len - given.tokens)
     requests = []
     for number, (domain, text) in enumerate(rows):
-        prompt: Any = text
-        if given.file is None and tokenizer.chat_template:
-            prompt = list(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}],
-                    add_generation_prompt=True,
-                    enable_thinking=False,
-                    return_dict=False,
-                )
-            )
-        requests.append(Request(f"{domain}-{number}", prompt, given.tokens))
+        name = f"{domain}-{number}"
+        ids = renderer.ids(Prompt(domain, name, (text,)), [])
+        requests.append(Request(name, ids, given.tokens))
     return requests, [domain for domain, _ in rows]
 
 
@@ -223,17 +219,12 @@ def _errors(
     """Texts whose first other token is no near-tie, by plain decoding's log-probabilities."""
     if not differing:
         return 0
-    from transformers import AutoTokenizer
-
     bound = FLOAT32_BOUND if dtype == "float32" else BOUND
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(engine.target))
     wrong = 0
     with engine_of(engine, Scorer) as process:
         for request, plain, ours in differing:
-            prompt = request.prompt
-            ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             at = next(i for i, (a, b) in enumerate(zip(plain, ours)) if a != b)
-            process.call("gaps", [*ids, *plain[:at]], [plain[at], ours[at]])
+            process.call("gaps", [*request.prompt, *plain[:at]], [plain[at], ours[at]])
             wrong += max(process.answer()) >= bound
     return wrong
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from benchmarks.demo.pages import print_piece, print_text, title
 from benchmarks.harness.engine import Request
+from benchmarks.paper.chat import Renderer
+from benchmarks.paper.data import Prompt
 
 QUESTIONS = (
     {
@@ -34,13 +36,10 @@ def requests(target: Path, questions: list[dict[str, str]]) -> list[Request]:
     """The questions in the target's chat template, each answered up to the end of its turn."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    renderer = Renderer(AutoTokenizer.from_pretrained(target), raw=False, limit=1024)
     asked = []
     for row in questions:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, tokenize=False
-        )
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = renderer.ids(Prompt(row["domain"], row["id"], (row["prompt"],)), [])
         asked.append(Request(row["id"], ids, TOKENS, params={"ignore_eos": False}))
     return asked
 
