@@ -6,8 +6,7 @@
 One request, T=0, 63 nodes of which a path of 6 is accepted. `tiny` has the sizes of the pair in
 `benchmarks/tiny`, `0.6B` those of Qwen3-0.6B (vocabulary 152k). Matrix products compare ours with
 vLLM's (oneDNN's) on machines where ours are used. Attention is one layer of trees, interleaved with
-vLLM's causal C++ kernel on the same cache. Prompts and plain rows use vLLM's kernel, so for 1 to 16
-plain requests the overhead of our backend over it is timed.
+vLLM's causal C++ kernel on the same cache.
 On a busy machine, trust the minimum over many repeats, and the ratio of two minima, not medians.
 """
 
@@ -18,13 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from vllm import _custom_ops as vllm_ops
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, _get_attn_isa
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from bastion_kernels import (
     AttentionLayer,
@@ -45,9 +43,6 @@ from bastion_kernels import (
 )
 from bastion_kernels.cpu.linear import pack_weight
 from vllm_bastion.cpu.attention import (
-    Part,
-    TreeCPUAttentionImpl,
-    TreeCPUAttentionMetadata,
     cache_layout,
 )
 from vllm_bastion.cpu.linear import has_linear
@@ -205,29 +200,6 @@ def attention(context: int, rows: int, sizes: Sizes) -> dict[str, Callable[[], o
     }
 
 
-def plain(context: int, requests: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """One row per request, through our backend and through vLLM's kernel alone."""
-    lengths, starts = ints(*[context] * requests), ints(*range(requests + 1))
-    cache, table, keys, values = cached(lengths.tolist(), sizes)
-    query = torch.randn(requests, sizes.heads, sizes.head_dim).to(sizes.dtype)
-    out, scale = torch.empty_like(query), sizes.head_dim**-0.5
-    plan = scheduled(starts, lengths, sizes)
-    impl = TreeCPUAttentionImpl.__new__(TreeCPUAttentionImpl)
-    vars(impl).update(
-        attn_type="decoder", sinks=None, scale=scale, alibi_slopes=None, sliding_window=-1,
-        logits_soft_cap=0, kv_cache_dtype="auto", tree_sinks=None,
-    )  # fmt: skip
-    common = (requests, 1, starts, context, lengths, table, torch.zeros(0))
-    everything = Part(slice(0, requests), CPUAttentionMetadata(*common, plan))
-    metadata = TreeCPUAttentionMetadata(*common, None, _parts=[everything])
-    layer = SimpleNamespace(isa=isa_of(sizes), _k_scale_float=1.0, _v_scale_float=1.0)
-    theirs = (query, keys, values, out.clone(), starts, lengths, scale, True, None, -1, table, 0.0)
-    return {
-        "ours": lambda: impl.forward(layer, query, None, None, cache, metadata, out),
-        "theirs": lambda: vllm_ops.cpu_attention_with_kv_cache(*theirs, plan, None),
-    }
-
-
 def products(rows: Sequence[int], sizes: Sizes) -> dict[int, dict[str, Callable[[], object]]]:
     """bf16 rows times the widest matrix of every layer, with cold weights: ours and vLLM's."""
     weights = [torch.randn(6 * sizes.hidden, sizes.hidden).bfloat16() for _ in range(sizes.layers)]
@@ -278,10 +250,6 @@ def main() -> None:
             for rows in (64, 16):
                 name = f"attention, {kind}, {rows} rows, {context} cached"
                 compare(name, attention(context, rows, sizes), max(repeats // 4, 5))
-        for requests in (1, 4, 16):
-            for context in (100, 1024, 4096):
-                name = f"attention, {kind}, {requests} plain, {context} cached"
-                compare(name, plain(context, requests, sizes), max(repeats // 4, 5))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def record(
         probe="benchmarks.probes:drafts",
     )
     done = run_engine(probing, [request for request, _ in requests.values()], progress)
-    return collect(done, requests, {}).recording()
+    return collect(done, requests, {})
 
 
 def replay(

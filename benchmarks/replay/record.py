@@ -27,7 +27,7 @@ from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_prompts
 from benchmarks.provenance import provenance
-from benchmarks.replay.writer import RecordingWriter
+from benchmarks.replay.recording import Drafted, Emitted, Recording, recording_of, save_recording
 
 BATCH = 4
 # Step costs are measured up to the root and 1,023 nodes, with room for their context.
@@ -48,23 +48,24 @@ def requests_for(
     return out
 
 
-def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> RecordingWriter:
+def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Recording:
     """The recording of a run whose probe was `benchmarks.probes:drafts`."""
-    writer = RecordingWriter(meta)
-    names = list(asked)
-    for completion in done.completions:
-        request, domain = asked[completion.name]
-        writer.add_request(
-            completion.name,
-            domain=domain,
-            temperature=request.temperature,
-            prompt_len=completion.prompt_len,
+    requests = [
+        Emitted(
+            one.name,
+            asked[one.name][1],
+            asked[one.name][0].temperature,
+            one.prompt_len,
+            one.token_ids,
         )
-        writer.finish_request(completion.name, completion.token_ids)
-    for draft in done.probed:
-        scores = draft.logprobs, draft.transitions
-        writer.add_step(names[draft.request], draft.position, draft.tokens, *scores)
-    return writer
+        for one in done.completions
+    ]
+    names = list(asked)
+    drafts = (
+        Drafted(names[d.request], d.position, d.tokens, d.logprobs, d.transitions)
+        for d in done.probed
+    )
+    return recording_of(meta, requests, drafts)
 
 
 def record_profile(target: Path, drafter: Path, path: Path) -> None:
@@ -108,13 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress("recording")
     meta = provenance() | {"pair": "benchmarks/tiny", "steps": given.steps}
     done = run_engine(engine, [request for request, _ in asked.values()], progress)
-    writer = collect(done, asked, meta)
+    recording = collect(done, asked, meta)
     kind = "" if given.drafter.name == "drafter" else f"-{given.drafter.name}"
     path = given.out / "recordings" / f"{given.target.parent.name}{kind}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer.save(path)
+    save_recording(recording, path)
     size = path.stat().st_size / 1e6
-    progress.done(f"{writer.recording().num_steps} steps, {size:.2f} MB, {progress.seconds:.0f} s")
+    progress.done(f"{recording.num_steps} steps, {size:.2f} MB, {progress.seconds:.0f} s")
     return 0
 
 

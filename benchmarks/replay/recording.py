@@ -36,12 +36,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 FORMAT = 1
 
@@ -123,6 +124,71 @@ class Recording:
                 f"a step at position p needs the root and tokens p .. p + {self.depth} of its "
                 f"request; one has {int(left.min())} tokens left"
             )
+
+
+class Emitted(NamedTuple):
+    """A request and all tokens that it emitted."""
+
+    name: str
+    domain: str
+    temperature: float
+    prompt_len: int
+    tokens: ArrayLike
+
+
+class Drafted(NamedTuple):
+    """A draft, made when `position` tokens were emitted: [D, K], [D, K] and, or none, [D, K, K]."""
+
+    name: str
+    position: int
+    topk_tokens: ArrayLike
+    topk_logprobs: ArrayLike
+    transitions: ArrayLike | None = None
+
+
+def recording_of(
+    meta: Mapping[str, Any], requests: Sequence[Emitted], drafts: Iterable[Drafted]
+) -> Recording:
+    """A recording of drafts in any order, without those that cannot be replayed.
+
+    Those are of other requests, or too near the end of their own.
+
+    Args:
+        meta: identifies the run; must be JSON.
+    """
+    index = {request.name: q for q, request in enumerate(requests)}
+    outputs = [np.asarray(request.tokens, dtype=np.int32) for request in requests]
+    rows = []
+    for draft in drafts:
+        q, depth = index.get(draft.name), len(np.asarray(draft.topk_tokens))
+        if q is not None and draft.position + depth + 1 <= len(outputs[q]):
+            rows.append((q, draft.position, draft))
+    rows.sort(key=lambda row: row[:2])
+    prompt_lens = np.array([request.prompt_len for request in requests], dtype=np.int32)
+    owners = np.array([q for q, *_ in rows], dtype=np.int32)
+    positions = np.array([position for _, position, _ in rows], dtype=np.int32)
+    empty = np.zeros((0, 0, 0))
+
+    def stacked(field: str, dtype: Any) -> NDArray[Any]:
+        arrays = [np.asarray(getattr(draft, field), dtype=dtype) for *_, draft in rows]
+        return np.stack(arrays) if arrays else empty.astype(dtype)
+
+    headed = bool(rows) and rows[0][2].transitions is not None
+    return Recording(
+        meta=dict(meta),
+        request_ids=list(index),
+        domains=[request.domain for request in requests],
+        temperatures=np.array([request.temperature for request in requests], dtype=np.float32),
+        prompt_lens=prompt_lens,
+        token_offsets=np.cumsum([0, *map(len, outputs)], dtype=np.int64),
+        tokens=np.concatenate([np.zeros(0, dtype=np.int32), *outputs]),
+        step_requests=owners,
+        step_positions=positions,
+        context_lens=prompt_lens[owners] + positions - 1 if rows else positions,
+        topk_tokens=stacked("topk_tokens", np.int32),
+        topk_logprobs=stacked("topk_logprobs", np.float16).astype(np.float32),
+        transitions=stacked("transitions", np.float16) if headed else None,
+    )
 
 
 def save_recording(recording: Recording, path: str | Path) -> None:

@@ -8,8 +8,7 @@ self-verification model, in which A-hat is the true expectation.
 
 import numpy as np
 
-from benchmarks.replay.recording import Recording
-from benchmarks.replay.writer import RecordingWriter
+from benchmarks.replay.recording import Drafted, Emitted, Recording, recording_of
 
 VOCAB = 500
 
@@ -26,11 +25,10 @@ def synthetic_recording(
 ) -> Recording:
     """`prompts` requests per domain; a higher sharpness makes a domain easier to draft."""
     rng = np.random.default_rng(seed)
-    writer = RecordingWriter({"synthetic": True, "seed": seed})
+    requests, drafts = [], []
     for domain, sharp in (sharpness or {"code": 3.0, "chat": 0.8}).items():
         for index in range(prompts):
             name = f"{domain}-{index}"
-            writer.add_request(name, domain=domain, temperature=0.0, prompt_len=20 + index)
             total = length + depth + 1
             output = rng.integers(0, VOCAB, total)
             for position in range(1, length):
@@ -44,6 +42,6 @@ def synthetic_recording(
                     hit = rank < top_k and rng.random() < honesty
                     if hit:
                         tokens[d, rank] = truth
-                writer.add_step(name, position, tokens, np.log(q[:, :top_k]))
-            writer.finish_request(name, output)
-    return writer.recording()
+                drafts.append(Drafted(name, position, tokens, np.log(q[:, :top_k])))
+            requests.append(Emitted(name, domain, 0.0, 20 + index, output))
+    return recording_of({"synthetic": True, "seed": seed}, requests, drafts)

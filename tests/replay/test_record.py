@@ -15,7 +15,7 @@ from benchmarks.probes import SeenDraft, SeenTree
 from benchmarks.prompts import load_prompts
 from benchmarks.replay.costs import paper_a100
 from benchmarks.replay.record import collect, requests_for
-from benchmarks.replay.recording import load_recording
+from benchmarks.replay.recording import load_recording, save_recording
 from tests.e2e.costs import write_costs
 from vllm_bastion.policy.cost.store import read_profile
 
@@ -55,7 +55,7 @@ def test_recording_holds_what_was_drafted_and_emitted(tmp_path: Path) -> None:
             drafts[name, position] = SeenDraft(index, position, drafted, logprobs)
     done.probed = list(drafts.values())[::-1]
     path = tmp_path / "recording.npz"
-    collect(done, asked, {"command": "none"}).save(path)
+    save_recording(collect(done, asked, {"command": "none"}), path)
 
     recording = load_recording(path)
     assert recording.request_ids == list(asked)

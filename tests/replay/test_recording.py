@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 from synthetic_recording import synthetic_recording
 
-from benchmarks.replay.recording import Recording, load_recording, save_recording
-from benchmarks.replay.writer import RecordingWriter
+from benchmarks.replay.recording import (
+    Drafted,
+    Emitted,
+    Recording,
+    load_recording,
+    recording_of,
+    save_recording,
+)
 
 
 def test_round_trip(tmp_path):
@@ -21,26 +27,25 @@ def test_round_trip(tmp_path):
 
 
 def test_large_vocabularies_keep_their_tokens(tmp_path):
-    writer = RecordingWriter({})
-    writer.add_request("a", domain="code", temperature=0.5, prompt_len=3)
-    writer.add_step("a", 1, [[151935, 7]], [[-0.5, -1.0]])
-    writer.finish_request("a", [1, 151935, 4])
-    writer.save(tmp_path / "r.npz")
+    request = Emitted("a", "code", 0.5, 3, [1, 151935, 4])
+    draft = Drafted("a", 1, [[151935, 7]], [[-0.5, -1.0]])
+    save_recording(recording_of({}, [request], [draft]), tmp_path / "r.npz")
     loaded = load_recording(tmp_path / "r.npz")
     assert loaded.topk_tokens.tolist() == [[[151935, 7]]]
     assert loaded.continuation(0).tolist() == [151935, 4]
     assert loaded.context_lens.tolist() == [3]
 
 
-def test_the_writer_accepts_any_order_and_drops_steps_that_cannot_be_replayed():
-    writer = RecordingWriter({})
-    for name in ("a", "b", "unfinished"):
-        writer.add_request(name, domain="d", temperature=0, prompt_len=10)
-    for name, position in (("b", 2), ("a", 3), ("unfinished", 1), ("a", 1), ("a", 4)):
-        writer.add_step(name, position, [[5], [6]], [[-0.1], [-0.2]])
-    writer.finish_request("b", [0, 1, 2, 3, 4])
-    writer.finish_request("a", [9, 8, 7, 6, 5, 4])
-    recording = writer.recording()
+def test_drafts_come_in_any_order_and_those_that_cannot_be_replayed_are_dropped():
+    requests = [
+        Emitted("a", "d", 0, 10, [9, 8, 7, 6, 5, 4]),
+        Emitted("b", "d", 0, 10, [0, 1, 2, 3, 4]),
+    ]
+    drafts = [
+        Drafted(name, position, [[5], [6]], [[-0.1], [-0.2]])
+        for name, position in (("b", 2), ("a", 3), ("unfinished", 1), ("a", 1), ("a", 4))
+    ]
+    recording = recording_of({}, requests, drafts)
     recording.check()
     assert recording.request_ids == ["a", "b"]
     # position 4 of "a" has two tokens left, two depths and the bonus need three
@@ -54,8 +59,7 @@ def test_the_writer_accepts_any_order_and_drops_steps_that_cannot_be_replayed():
 
 
 def test_an_empty_recording_is_written_and_read(tmp_path):
-    writer = RecordingWriter({"note": "nothing"})
-    writer.save(tmp_path / "r.npz")
+    save_recording(recording_of({"note": "nothing"}, [], []), tmp_path / "r.npz")
     loaded = load_recording(tmp_path / "r.npz")
     assert loaded.num_steps == 0 and loaded.meta == {"note": "nothing"}
 
