@@ -92,9 +92,9 @@ def target_of(given: argparse.Namespace) -> Target:
         DataError: it cannot be had.
     """
     if given.pair is not None:
-        folder = pair_folder(given.pair)
+        source = folder = pair_folder(given.pair)
         if given.max_model_len:
-            folder = longer(given.pair, folder, given.max_model_len)
+            folder = longer(given.pair, source, given.max_model_len)
         given.dtype = given.dtype or pair_dtype(given.pair)
         given.sets = given.sets or [one.partition("=")[0] for one in given.data]
         if given.pair != REAL:
@@ -103,7 +103,7 @@ def target_of(given: argparse.Namespace) -> Target:
         if given.tokens == 2048:
             given.tokens = 256 if given.pair == REAL else 64
         given.target, given.drafter = str(folder / "target"), str(folder / "drafter")
-        given.drafters = [pair_drafter(given.pair, folder, name) for name in given.drafters]
+        given.drafters = [pair_drafter(given.pair, source, name) for name in given.drafters]
         head = TINY / "eagle3"
         if given.pair == "tiny" and head.is_dir():
             given.eagle3 = given.eagle3 or str(head)
