@@ -8,7 +8,7 @@ engine's process, and returns a function that returns what was recorded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,7 @@ def drafts(llm: Any) -> Callable[[], list[SeenDraft]]:
     runner = model_runner(llm)
     speculator, states = runner.speculator, runner.req_states
     speculator.trees.budget = 0
+    _draft_always()
     propose, scored = speculator.propose, _scores(speculator)
     seen: list[SeenDraft] = []
 
@@ -120,6 +121,18 @@ def drafts(llm: Any) -> Callable[[], list[SeenDraft]]:
 
     speculator.propose = watched
     return lambda: seen
+
+
+def _draft_always() -> None:
+    """End every step with a draft, also where the budget is 0 and no draft would be verified."""
+    from vllm_bastion.engine import planning
+
+    decide = planning._decide
+
+    def decided(*given: Any) -> Any:
+        return replace(decide(*given), drafts=True)
+
+    planning._decide = decided
 
 
 def _scores(speculator: Any) -> Callable[[int], tuple[Any, ...]]:

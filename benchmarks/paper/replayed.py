@@ -44,7 +44,7 @@ def record(
     """The drafts at every position of `requests`: name -> request and its set."""
     probing = replace(
         engine,
-        speculative=bastion(Path(drafter), 1, 1),
+        speculative=bastion(Path(drafter), 1, 1, lookup=False),
         eager=True,
         probe="benchmarks.probes:drafts",
     )

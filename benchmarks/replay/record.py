@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     asked = requests_for(load_prompts(given.data, given.prompts), given.temperatures, given.steps)
     engine = Engine(
-        bastion(given.drafter, 1, 1, top_k=given.top_k),
+        bastion(given.drafter, 1, 1, top_k=given.top_k, lookup=False),
         given.target,
         max_num_seqs=BATCH,
         probe="benchmarks.probes:drafts",

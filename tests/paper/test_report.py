@@ -215,6 +215,7 @@ def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
     names += [f"dflash {n}, adaptive verification" for n in (4, 7, 15)]
     names += ["bastion chain", *(f"bastion N={n}" for n in (16, 32, 64, 128, 256))]
     names += ["bastion static", "bastion ema", "bastion ema_calib"]
+    names += [f"bastion lookup N={n}" for n in (16, 32, 64, 128, 256)]
     names += ["bastion lookup", ADAPTIVE]
     assert list(on_gpu)[: len(names)] == names
     assert list(on_gpu)[-2:] == ["ngram", "suffix"] and "bastion dspark adaptive" in on_gpu
