@@ -47,7 +47,7 @@ if torch.cuda.is_available():
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
-from benchmarks.gpu.cases import QWEN3_8B, cases  # noqa: E402
+from benchmarks.gpu.cases import cases  # noqa: E402
 from benchmarks.gpu.device import gpu_provenance  # noqa: E402
 from benchmarks.gpu.harness import (  # noqa: E402
     Ceilings,
@@ -55,6 +55,7 @@ from benchmarks.gpu.harness import (  # noqa: E402
     measure_ceilings,
     run_entry,
 )
+from benchmarks.gpu.shapes import QWEN3_8B  # noqa: E402
 
 OPS = ("draft", "walk", "compact", "gather", "attention")
 

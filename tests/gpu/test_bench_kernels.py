@@ -18,7 +18,7 @@ from benchmarks import provenance as origin
 from benchmarks.gpu import bench_kernels, device
 from benchmarks.gpu.attention_case import in_turn, random_trees
 from benchmarks.gpu.bench_kernels import Report, line, main, run_timings
-from benchmarks.gpu.cases import QWEN3_8B, TINY, cases
+from benchmarks.gpu.cases import cases
 from benchmarks.gpu.device import gpu_provenance
 from benchmarks.gpu.harness import (
     FA3,
@@ -37,6 +37,7 @@ from benchmarks.gpu.harness import (
     run_entry,
     warm_up,
 )
+from benchmarks.gpu.shapes import QWEN3_8B, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "gpu" / "bench_kernels.py")
