@@ -12,8 +12,7 @@ import pytest
 from vllm_bastion import __version__, cli
 from vllm_bastion.cli.curves import curves
 from vllm_bastion.policy.cost.devices import DeviceSpec
-from vllm_bastion.policy.cost.fit import calibrate_and_report
-from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.paper import ModelShape, Roofline, calibrate_and_report
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 

@@ -251,7 +251,7 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], Non
     from vllm.distributed.parallel_state import get_world_group
 
     from vllm_bastion.calibration.engine import bare_roofline
-    from vllm_bastion.policy.cost.fit import calibrate
+    from vllm_bastion.policy.cost.paper import calibrate
 
     timer, table = runtime.timer, runtime.controller.latency.table
     roofline = bare_roofline(runner, get_world_group())

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.harness.engine import UserEngine, bastion, dflash
 from benchmarks.paper.data import DataError
-from vllm_bastion.policy.cost.roofline import ModelShape
+from vllm_bastion.policy.cost.paper import ModelShape
 
 PLAIN = "plain"
 # Plain decoding in the model runner that bastion uses. A CPU host otherwise decodes with another

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_bastion.policy.cost.devices import known_device
-from vllm_bastion.policy.cost.fit import CalibratedRoofline, calibrate
 from vllm_bastion.policy.cost.latency import LatencyModel, LatencyName
 from vllm_bastion.policy.cost.models import make_latency
-from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.paper import CalibratedRoofline, ModelShape, Roofline, calibrate
 from vllm_bastion.policy.cost.store import read_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 
 from vllm_bastion.policy.cost.devices import DeviceSpec
-from vllm_bastion.policy.cost.fit import CalibratedRoofline, calibrate, calibrate_and_report, rmse
-from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.paper import (
+    CalibratedRoofline,
+    ModelShape,
+    Roofline,
+    calibrate,
+    calibrate_and_report,
+    rmse,
+)
 
 QWEN3_8B = ModelShape(36, 4096, 32, 8, 128, 12288, 151936)
 A100 = Roofline(QWEN3_8B, DeviceSpec("A100", 312e12, 1935e9, "test"))

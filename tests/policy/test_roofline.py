@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vllm_bastion.policy.cost.devices import DeviceSpec, known_device, measure_device
-from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.paper import ModelShape, Roofline
 
 QWEN3_4B = {
     "num_hidden_layers": 36,

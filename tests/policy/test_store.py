@@ -15,8 +15,12 @@ import pytest
 
 from vllm_bastion.policy.cost import store as profile_store
 from vllm_bastion.policy.cost.devices import DeviceSpec, device_name
-from vllm_bastion.policy.cost.fit import CalibratedRoofline, CalibrationReport
-from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.paper import (
+    CalibratedRoofline,
+    CalibrationReport,
+    ModelShape,
+    Roofline,
+)
 from vllm_bastion.policy.cost.store import (
     Profile,
     ProfileError,

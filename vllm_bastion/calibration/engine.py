@@ -29,7 +29,7 @@ from vllm_bastion.platform import current_host
 from vllm_bastion.policy.controller import Controller
 from vllm_bastion.policy.cost.devices import device_name, device_spec
 from vllm_bastion.policy.cost.models import make_latency
-from vllm_bastion.policy.cost.roofline import ModelShape, Roofline
+from vllm_bastion.policy.cost.paper import ModelShape, Roofline
 from vllm_bastion.policy.cost.store import (
     WRITE,
     Profile,

@@ -41,9 +41,8 @@ from vllm_bastion.engine.runtime import runtime_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.doubts import Point, doubts, settled
-from vllm_bastion.policy.cost.fit import calibrate_and_report
 from vllm_bastion.policy.cost.forward_times import Sample
-from vllm_bastion.policy.cost.roofline import Roofline
+from vllm_bastion.policy.cost.paper import Roofline, calibrate_and_report
 from vllm_bastion.policy.cost.store import Profile, ProfileKey
 from vllm_bastion.policy.cost.table import StepCostTable, padded_rows
 from vllm_bastion.policy.cost.timing import new_mark

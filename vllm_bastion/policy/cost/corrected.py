@@ -22,13 +22,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import median
 
 import numpy as np
 
-from vllm_bastion.policy.cost.latency import StepEstimate, keep
-from vllm_bastion.policy.cost.paper import CurveLatency
-from vllm_bastion.policy.cost.table import CostArray, StepCostTable, context_bucket
+from vllm_bastion.policy.cost.latency import CostArray, StepEstimate
+from vllm_bastion.policy.cost.table import (
+    MAX_CACHED,
+    StepCostTable,
+    bucket_context,
+    context_bucket,
+)
 from vllm_bastion.step_times import StepTimes
 
 # Weight of a new step, the alpha of the paper's moving average, and the most that it counts for: a
@@ -85,7 +90,6 @@ class CorrectedLatency:
 
     def __init__(self, table: StepCostTable) -> None:
         self.table = table
-        self._prior = CurveLatency(table)
         self._factors: dict[int, _Factors] = {}
         # The slope that each size's curves were built with last.
         self._slopes: dict[int, float] = {}
@@ -97,7 +101,7 @@ class CorrectedLatency:
         # Sizes of the batch, in powers of two, whose trees were seen, within graphs and beyond, and
         # whether these steps drafted.
         self._seen: set[tuple[int, bool, bool]] = set()
-        self._curves: dict[tuple[int, int, float, float, int], CostArray] = {}
+        self._curve = lru_cache(MAX_CACHED)(self._make_curve)
 
     def factors(self, num_reqs: int) -> _Factors:
         """Of batches of about this size."""
@@ -116,30 +120,37 @@ class CorrectedLatency:
     def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
         """See `LatencyModel`."""
         num_reqs = max(1, int(num_reqs))
-        prior = self._prior.estimate(num_reqs, context_len, spared)
         factors, size = self.factors(num_reqs), num_reqs.bit_length()
-        slope = self._slopes[size]
-        if abs(factors.slope - slope) > _SHAPE_STEP:
-            slope = self._slopes[size] = factors.slope
+        if abs(factors.slope - self._slopes[size]) > _SHAPE_STEP:
+            self._slopes[size] = factors.slope
         if abs(self._beyond.value - self._beyond_in_curves) > _SHAPE_STEP:
             self._beyond_in_curves = self._beyond.value
-        beyond = self._beyond_in_curves
-        key = (num_reqs, context_bucket(context_len), slope, beyond, spared)
-        curve = self._curves.get(key)
-        if curve is None:
-            root = float(prior.curve[min(num_reqs, self.table.max_rows)])
-            added = prior.curve - root
-            # No step has fewer rows than requests, but the curve must still decrease there.
-            added *= np.exp(np.where(added < 0, 0.0, slope))
-            curve = (root + added).astype(np.float32)
-            if num_reqs <= self._largest_graph:
-                far = slice(self._largest_graph + 1, None)
-                curve[far] = prior.curve[far] * math.exp(beyond)
-                np.maximum.accumulate(curve[num_reqs:], out=curve[num_reqs:])
-            curve.setflags(write=False)
-            keep(self._curves, key, curve)
-        plain_ms = prior.plain_ms * math.exp(factors.plain.value)
+        curve = self._curve(
+            num_reqs,
+            context_bucket(context_len),
+            spared,
+            self._slopes[size],
+            self._beyond_in_curves,
+        )
+        plain_ms = self.table.plain_ms(num_reqs, context_len) * math.exp(factors.plain.value)
         return StepEstimate(curve, plain_ms, math.exp(factors.tree.value))
+
+    def _make_curve(
+        self, num_reqs: int, bucket: int, spared: int, slope: float, beyond: float
+    ) -> CostArray:
+        """C over e^a, see `StepEstimate`; beyond: ln of the factor beyond the largest graph."""
+        prior = self.table.estimate(num_reqs, bucket_context(bucket), spared).curve
+        root = float(prior[min(num_reqs, self.table.max_rows)])
+        added = prior - root
+        # No step has fewer rows than requests, but the curve must still decrease there.
+        added *= np.exp(np.where(added < 0, 0.0, slope))
+        curve = (root + added).astype(np.float32)
+        if num_reqs <= self._largest_graph:
+            far = slice(self._largest_graph + 1, None)
+            curve[far] = prior[far] * math.exp(beyond)
+            np.maximum.accumulate(curve[num_reqs:], out=curve[num_reqs:])
+        curve.setflags(write=False)
+        return curve
 
     def observe(self, step: StepTimes, passed: int = 1) -> None:
         """See `LatencyModel`.
@@ -162,7 +173,7 @@ class CorrectedLatency:
         if step.verified and kind not in self._seen:
             self._seen.add(kind)
             return
-        prior = self._prior.estimate(num_reqs, step.context_len, step.spared)
+        prior = self.table.estimate(num_reqs, step.context_len, step.spared)
         factors = self.factors(num_reqs)
         plain_log, tree_log = factors.plain, factors.tree
         ms, root = float(prior.curve[row]), float(prior.curve[min(num_reqs, row)])

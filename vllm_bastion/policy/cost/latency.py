@@ -1,26 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latency models: what one step of speculative decoding is estimated to cost.
-
-`LatencyModel` is the interface between measuring and deciding. There are five models:
-
-    table      the measured step-cost table
-    ema_table  the same, corrected by the times of whole steps (`corrected`)
-    static, ema, ema_calib
-               the paper's, from a roofline (`paper`)
-"""
+"""The interface between measuring and deciding: what one step of speculative decoding costs."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vllm_bastion.policy.cost.table import CostArray
 from vllm_bastion.step_times import StepTimes
 
 LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
-
-_MAX_CACHED = 512
+CostArray = NDArray[np.float32]
 
 
 class StepEstimate(NamedTuple):
@@ -72,14 +63,3 @@ class LatencyModel(Protocol):
         further rows add, beyond "tree".
         """
         ...
-
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-
-
-def keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Cache `value`, in bounded memory."""
-    if len(cache) >= _MAX_CACHED:
-        cache.clear()
-    cache[key] = value

@@ -28,7 +28,7 @@ from typing import Any
 from vllm_bastion.envs import cache_dir
 from vllm_bastion.logger import init_logger
 from vllm_bastion.policy.cost.doubts import doubts
-from vllm_bastion.policy.cost.fit import CalibratedRoofline, CalibrationReport
+from vllm_bastion.policy.cost.paper import CalibratedRoofline, CalibrationReport
 from vllm_bastion.policy.cost.table import StepCostTable
 
 logger = init_logger(__name__)

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_bastion.policy.cost.doubts import settled, settled_by_requests
 from vllm_bastion.policy.cost.forward_times import Carrier, FloatArray, ForwardTimes, Sample
-
-CostArray = NDArray[np.float32]
+from vllm_bastion.policy.cost.latency import CostArray, StepEstimate
 
 # Results are cached per (requests, context bucket). Buckets are even in log(_SHORT + context), so a
 # bucket's context is at most 6 % of that off. The context affects only the attention's part of a
@@ -31,7 +30,7 @@ CostArray = NDArray[np.float32]
 # every step, and each crossing copies a cost array to the device.
 _BUCKETS_PER_DOUBLING = 6
 _SHORT = 64.0
-_MAX_CACHED = 512
+MAX_CACHED = 512
 _MIN_MS = 1e-6
 
 
@@ -85,8 +84,7 @@ class StepCostTable:
         self._times = ForwardTimes(settled(self.samples), carrier)
         # [max_rows + 1] float64: rows that the target computes in a step of n rows
         self.padded_rows = padded_rows(self.max_rows, self.captured_sizes)
-        self._forward: dict[tuple[int, int], FloatArray] = {}
-        self._cost: dict[tuple[int, int], CostArray] = {}
+        self._estimate = lru_cache(MAX_CACHED)(self._make_estimate)
 
     # ---- constructors for tests and for engines that are not measured --------------------------
 
@@ -131,51 +129,35 @@ class StepCostTable:
 
     # ---- queries -----------------------------------------------------------------------------
 
+    def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
+        """The costs of a step of either kind, as `LatencyModel` has them; shared between calls."""
+        return self._estimate(max(1, int(num_reqs)), context_bucket(context_len), spared)
+
+    def _make_estimate(self, num_reqs: int, bucket: int, spared: int) -> StepEstimate:
+        forward = self.forward_ms(num_reqs, bucket_context(bucket))
+        return self.whole_step(forward, num_reqs, spared)
+
+    def whole_step(self, forward_ms: FloatArray, num_reqs: int, spared: int = 0) -> StepEstimate:
+        """The costs of a step from those of the forward pass, [max_rows + 1] by target rows."""
+        curve = (forward_ms + self.drafter_ms(num_reqs, spared) + self.aux_ms).astype(np.float32)
+        curve.setflags(write=False)
+        plain_ms = float(forward_ms[min(num_reqs, self.max_rows)]) + self.plain_aux_ms
+        return StepEstimate(curve, plain_ms)
+
     def cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
-        """Cost of a whole cycle by total target rows.
-
-        Args:
-            num_reqs: requests that decode in the step.
-            context_len: mean number of cached tokens per request.
-
-        Returns:
-            [max_rows + 1] float32 milliseconds, entry n for n target rows (entry 0 repeats entry
-            1); finite, positive, non-decreasing, read-only and shared between calls.
-        """
-        key = (max(1, int(num_reqs)), context_bucket(context_len))
-        cost = self._cost.get(key)
-        if cost is None:
-            forward = self.forward_ms(num_reqs, context_len)
-            cost = (forward + self.drafter_ms(key[0]) + self.aux_ms).astype(np.float32)
-            cost.setflags(write=False)
-            if len(self._cost) >= _MAX_CACHED:
-                self._cost.clear()
-            self._cost[key] = cost
-        return cost
+        """[max_rows + 1] float32 ms of a step with trees by target rows, see `StepEstimate`."""
+        return self.estimate(num_reqs, context_len).curve
 
     def plain_ms(self, num_reqs: int, context_len: float) -> float:
         """Milliseconds of a step of `num_reqs` rows that neither drafts nor verifies."""
-        num_reqs = max(1, int(num_reqs))
-        row = min(num_reqs, self.max_rows)
-        forward = self.forward_ms(num_reqs, context_len)[row]
-        return float(forward) + self.plain_aux_ms
+        return self.estimate(num_reqs, context_len).plain_ms
 
     def forward_ms(self, num_reqs: int, context_len: float) -> FloatArray:
-        """Milliseconds of the target's forward pass alone, by total target rows.
-
-        [max_rows + 1] float64, read-only and shared between calls, like `cost_ms`.
-        """
-        key = (max(1, int(num_reqs)), context_bucket(context_len))
-        forward = self._forward.get(key)
-        if forward is None:
-            at_points = self._times.ms(key[0], key[0] * bucket_context(key[1]))
-            by_row = _interpolate(self.padded_rows, self._times.rows, at_points)
-            forward = np.maximum(np.maximum.accumulate(by_row), _MIN_MS)
-            forward.setflags(write=False)
-            if len(self._forward) >= _MAX_CACHED:
-                self._forward.clear()
-            self._forward[key] = forward
-        return forward
+        """[max_rows + 1] float64 ms of the target's forward pass alone, by total target rows."""
+        num_reqs, context = max(1, int(num_reqs)), bucket_context(context_bucket(context_len))
+        at_points = self._times.ms(num_reqs, num_reqs * context)
+        by_row = _interpolate(self.padded_rows, self._times.rows, at_points)
+        return np.maximum(np.maximum.accumulate(by_row), _MIN_MS)
 
     def drafter_ms(self, num_reqs: int, spared: int = 0) -> float:
         """Milliseconds of one drafter pass over `num_reqs` requests; 0 where none was measured.
