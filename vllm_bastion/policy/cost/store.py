@@ -3,10 +3,10 @@
 
 One JSON file per `ProfileKey`, in `VLLM_BASTION_CACHE` or `$XDG_CACHE_HOME/vllm-bastion`. A cached
 file is used only if its schema and its whole key match. Any other file (truncated, NaN, another
-GPU's, an older schema, times that contradict each other) is measured again, with one warning. One
-that was measured beside other work is kept for a day. Files are written atomically. A lock file
-makes the second of two engines that start together wait for the first one's measurement. If
-the folder cannot be written, the engine still starts: it logs a warning and measures every time.
+GPU's, an older schema, times that contradict each other) is measured again, with one warning. A
+profile that was measured beside other work is kept for a day. Of two engines that start together,
+the second one waits for the first one's measurement. If the folder cannot be written, the engine
+still starts: it logs a warning and measures every time.
 """
 
 from __future__ import annotations
@@ -113,16 +113,8 @@ class Profile:
         """Join a table and a calibration, which also extends the table to longer contexts."""
         if report is None:
             return cls(key, table, names=names, load=load)
-        table = table.with_carrier(report.calibrated)
-        return cls(
-            key,
-            table,
-            report.calibrated,
-            report.rmse_before,
-            report.rmse_after,
-            names=names,
-            load=load,
-        )
+        calibrated, *errors = report.calibrated, report.rmse_before, report.rmse_after
+        return cls(key, table.with_carrier(calibrated), calibrated, *errors, names=names, load=load)
 
     def age_s(self) -> float:
         """Seconds since it was measured; infinite if it does not say when."""
@@ -256,8 +248,7 @@ def load_or_measure(
 
     Called on rank 0 only; the other ranks get its `Profile.to_json()`.
     """
-    path = profile_path(key, directory)
-    start = time.monotonic()
+    path, start = profile_path(key, directory), time.monotonic()
     profile, _ = _matching(path, key)
     if profile is not None:
         return profile
@@ -268,7 +259,10 @@ def load_or_measure(
             return profile
         if reason is not None:
             logger.warning("Latency profile %s is measured again: %s", path, reason)
-        return _measure_and_store(measure, path, locked)
+        profile = measure()
+        if locked:
+            _store(profile, path)
+        return profile
 
 
 def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) -> Profile | None:
@@ -288,16 +282,12 @@ def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) 
         return None
     if setting == "auto":
         return load_or_measure(key, measure)
+    profile, path = check_setting(setting), _file_of(setting)
     if setting.startswith(WRITE):
-        path = check_written(setting)
         profile = measure()
-        try:
-            write_profile(profile, path)
-        except OSError as error:
-            _warn_unwritable(path, error)
+        _store(profile, path)
         return profile
-    path = Path(setting).expanduser()
-    profile = named_profile(path)
+    assert profile is not None
     differences = key.differences(profile.key)
     if differences:
         logger.warning(
@@ -306,42 +296,27 @@ def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) 
     return profile
 
 
-def check_setting(setting: str) -> None:
+def check_setting(setting: str) -> Profile | None:
     """Check `bastion_calibration` without measuring anything.
+
+    Returns:
+        The profile in the file that it names, if there is one.
 
     Raises:
         ProfileError: a named file is missing or is no profile, or the file to write has no folder
             or is something else.
     """
+    if setting in ("auto", "off"):
+        return None
+    path = _file_of(setting)
     if setting.startswith(WRITE):
-        check_written(setting)
-    elif setting not in ("auto", "off"):
-        named_profile(Path(setting).expanduser())
-
-
-def check_written(setting: str) -> Path:
-    """The file of a setting `write:FILE`.
-
-    Raises:
-        ProfileError: its folder does not exist, or it exists and is no profile.
-    """
-    path = Path(setting.removeprefix(WRITE)).expanduser()
-    if not setting.removeprefix(WRITE) or not path.parent.is_dir():
-        raise ProfileError(
-            f'"bastion_calibration": "{setting}" cannot be written: there is no folder '
-            f"{path.parent}, make it first"
-        )
-    if path.exists():
-        named_profile(path)  # which is replaced; nothing else is
-    return path
-
-
-def named_profile(path: Path) -> Profile:
-    """The profile in a file that the user named.
-
-    Raises:
-        ProfileError: there is no such file, or it is no profile.
-    """
+        if setting == WRITE or not path.parent.is_dir():
+            raise ProfileError(
+                f'"bastion_calibration": "{setting}" cannot be written: there is no folder '
+                f"{path.parent}, make it first"
+            )
+        if not path.exists():
+            return None
     try:
         return read_profile(path)
     except FileNotFoundError as error:
@@ -356,23 +331,17 @@ def named_profile(path: Path) -> Profile:
         ) from error
 
 
-def _measure_and_store(measure: Callable[[], Profile], path: Path, locked: bool) -> Profile:
-    profile = measure()
-    if locked:
-        try:
-            write_profile(profile, path)
-        except OSError as error:
-            _warn_unwritable(path, error)
-    return profile
+def _file_of(setting: str) -> Path:
+    return Path(setting.removeprefix(WRITE)).expanduser()
 
 
 def _matching(
     path: Path, key: ProfileKey, waited_s: float = 0.0
 ) -> tuple[Profile | None, str | None]:
-    """The profile in `path` if its key matches and it is not to be measured again.
+    """The profile in `path` if its key matches and its times are not doubtful.
 
-    Else None and the reason (None: no file). waited_s: one that was measured since is taken as it
-    is.
+    Else None and the reason (None: no file). A profile that was measured within the last `waited_s`
+    seconds is taken even if it is doubtful.
     """
     try:
         profile = read_profile(path)
@@ -399,18 +368,26 @@ def _lock(path: Path) -> Iterator[bool]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except (OSError, NotImplementedError) as error:
-        # Timeout is an OSError; NotImplementedError: a file system without locks
-        if isinstance(error, Timeout):
-            logger.warning("Latency profile %s is locked by another process", path)
-        else:
-            _warn_unwritable(path, error)
+    except Timeout:
+        logger.warning("Latency profile %s is locked by another process", path)
+        yield False
+        return
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        _warn_unwritable(path, error)
         yield False
         return
     try:
         yield True
     finally:
         lock.release()
+
+
+def _store(profile: Profile, path: Path) -> None:
+    """Write, or warn that the folder cannot be written."""
+    try:
+        write_profile(profile, path)
+    except OSError as error:
+        _warn_unwritable(path, error)
 
 
 def _warn_unwritable(path: Path, error: Exception) -> None:
