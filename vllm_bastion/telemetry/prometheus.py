@@ -13,6 +13,30 @@ import prometheus_client
 
 from vllm_bastion.telemetry.record import NODE_BUCKETS, SOURCES, Totals
 
+# Name -> what it counts, and its labels beside those of vLLM's own metrics.
+_COUNTERS: dict[str, tuple[str, ...]] = {
+    "steps": ("Steps by kind and reason.", "kind", "reason"),
+    "accepted_by_depth": ("Trees whose accepted path reaches this depth.", "depth"),
+    "nodes_by_source": ("Nodes verified, by who proposed them.", "source"),
+    "accepted_by_source": ("Draft tokens accepted, by who proposed them.", "source"),
+    "promised_tokens": ("Draft tokens expected to be accepted, the sum of path scores.",),
+    "yielded_tokens": ("Draft tokens accepted of these same trees.",),
+    "timed_steps": ("Whole steps that were timed.", "kind", "rows"),
+    "predicted_step_ms": ("Predicted milliseconds of the timed steps.", "kind", "rows"),
+    "measured_step_ms": ("Measured milliseconds of the timed steps.", "kind", "rows"),
+    "plain_equivalent_ms": (
+        "Milliseconds that plain decoding is estimated to need for the decoded tokens.",
+    ),
+    "decode_ms": ("Milliseconds that the steps which decoded them are estimated to take.",),
+}
+_GAUGES: dict[str, tuple[str, ...]] = {
+    "estimated_gain": ("Estimated speed-up over plain decoding in the last minute.",),
+    "correction_factor": ("Factor by which real steps differ from the profile.", "part"),
+    "profile_timestamp_seconds": ("When the step costs were measured, in Unix time.",),
+}
+# Name in `Totals.now` -> its gauge; all others are parts of the correction factor.
+_GAUGE_OF = {"gain": ("estimated_gain",), "profile_time": ("profile_timestamp_seconds",)}
+
 
 class TreeMetrics:
     """Prometheus metrics of the engines that a front end talks to.
@@ -36,95 +60,51 @@ class TreeMetrics:
     ) -> None:
         self._labelvalues = labelvalues
 
-        def counts(name: str, text: str, *labels: str) -> Any:
-            return counter(
-                name=f"vllm:bastion_{name}", documentation=text, labelnames=[*labelnames, *labels]
-            )
-
-        def latest(name: str, text: str, *labels: str) -> Any:
-            return gauge(
+        def make(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            return kind(
                 name=f"vllm:bastion_{name}",
                 documentation=text,
                 labelnames=[*labelnames, *labels],
-                multiprocess_mode="mostrecent",
+                **options,
             )
 
-        self._steps = counts("steps", "Steps by kind and reason.", "kind", "reason")
-        self._nodes = histogram(
-            name="vllm:bastion_nodes_verified",
-            documentation="Nodes verified per tree.",
-            labelnames=list(labelnames),
-            buckets=[1 << i for i in range(NODE_BUCKETS)],
-        )
-        self._by_depth = counts(
-            "accepted_by_depth", "Trees whose accepted path reaches this depth.", "depth"
-        )
-        self._nodes_by_source = counts(
-            "nodes_by_source", "Nodes verified, by who proposed them.", "source"
-        )
-        self._accepted_by_source = counts(
-            "accepted_by_source", "Draft tokens accepted, by who proposed them.", "source"
-        )
-        self._promised = counts(
-            "promised_tokens", "Draft tokens expected to be accepted, the sum of path scores."
-        )
-        self._yielded = counts("yielded_tokens", "Draft tokens accepted of these same trees.")
-        self._timed = counts("timed_steps", "Whole steps that were timed.", "kind", "rows")
-        self._predicted = counts(
-            "predicted_step_ms", "Predicted milliseconds of the timed steps.", "kind", "rows"
-        )
-        self._measured = counts(
-            "measured_step_ms", "Measured milliseconds of the timed steps.", "kind", "rows"
-        )
-        self._plain_ms = counts(
-            "plain_equivalent_ms",
-            "Milliseconds that plain decoding is estimated to need for the decoded tokens.",
-        )
-        self._step_ms = counts(
-            "decode_ms", "Milliseconds that the steps which decoded them are estimated to take."
-        )
-        self._gain = latest(
-            "estimated_gain", "Estimated speed-up over plain decoding in the last minute."
-        )
-        self._correction = latest(
-            "correction_factor", "Factor by which real steps differ from the profile.", "part"
-        )
-        self._profile_time = latest(
-            "profile_timestamp_seconds", "When the step costs were measured, in Unix time."
-        )
+        self._counters = {
+            name: make(counter, name, text, *labels) for name, (text, *labels) in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: make(gauge, name, text, *labels, multiprocess_mode="mostrecent")
+            for name, (text, *labels) in _GAUGES.items()
+        }
+        buckets = [1 << i for i in range(NODE_BUCKETS)]
+        self._nodes = make(histogram, "nodes_verified", "Nodes verified per tree.", buckets=buckets)
 
     def observe(self, delta: Totals, engine: int) -> None:
         """Add the sums of some steps of one engine."""
         own = self._labelvalues[engine]
-        for (kind, reason), count in delta.steps.items():
-            self._steps.labels(*own, kind, reason).inc(count)
+
+        def count(name: str, amount: float, *labels: str) -> None:
+            self._counters[name].labels(*own, *labels).inc(amount)
+
+        for (kind, reason), steps in delta.steps.items():
+            count("steps", steps, kind, reason)
         self._observe_nodes(self._nodes.labels(*own), delta)
-        for depth, count in enumerate(delta.accepted_by_depth, start=1):
-            self._by_depth.labels(*own, str(depth)).inc(count)
+        for depth, trees in enumerate(delta.accepted_by_depth, start=1):
+            count("accepted_by_depth", trees, str(depth))
         if any(delta.sources):
             for i, source in enumerate(SOURCES):
-                self._nodes_by_source.labels(*own, source).inc(delta.sources[i])
-                accepted = delta.sources[len(SOURCES) + i]
-                self._accepted_by_source.labels(*own, source).inc(accepted)
-        for metric, amount in (
-            (self._promised, delta.promised),
-            (self._yielded, delta.yielded),
-            (self._plain_ms, delta.plain_ms),
-            (self._step_ms, delta.step_ms),
-        ):
-            metric.labels(*own).inc(amount)
-        for (kind, rows), (count, predicted, measured) in delta.times.items():
-            labels = *own, kind, str(rows)
-            self._timed.labels(*labels).inc(count)
-            self._predicted.labels(*labels).inc(predicted)
-            self._measured.labels(*labels).inc(measured)
+                count("nodes_by_source", delta.sources[i], source)
+                count("accepted_by_source", delta.sources[len(SOURCES) + i], source)
+        count("promised_tokens", delta.promised)
+        count("yielded_tokens", delta.yielded)
+        count("plain_equivalent_ms", delta.plain_ms)
+        count("decode_ms", delta.step_ms)
+        for (kind, rows), (steps, predicted, measured) in delta.times.items():
+            count("timed_steps", steps, kind, str(rows))
+            count("predicted_step_ms", predicted, kind, str(rows))
+            count("measured_step_ms", measured, kind, str(rows))
         for name, value in delta.now.items():
-            if name == "gain":
-                self._gain.labels(*own).set(value)
-            elif name == "profile_time":
-                self._profile_time.labels(*own).set(value)
-            elif name in ("plain", "tree", "rows"):
-                self._correction.labels(*own, name).set(value)
+            gauge, *labels = _GAUGE_OF.get(name, ("correction_factor", name))
+            self._gauges[gauge].labels(*own, *labels).set(value)
 
     @staticmethod
     def _observe_nodes(histogram: Any, delta: Totals) -> None:

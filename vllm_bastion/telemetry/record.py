@@ -15,9 +15,9 @@ none; see `docs/metrics.md` for the list.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 # Seconds between two sums while requests run.
@@ -99,33 +99,34 @@ class Totals:
 
     def add(self, steps: Sequence[StepRecord]) -> None:
         """Add some steps."""
-        for key, count in Counter([(step.kind, step.reason) for step in steps]).items():
-            self.steps[key] = self.steps.get(key, 0) + count
+        self._add_steps(Counter([(step.kind, step.reason) for step in steps]))
         nodes = list(chain.from_iterable([step.nodes for step in steps]))
         accepted = list(chain.from_iterable([step.accepted for step in steps]))
         for count, trees in Counter(nodes).items():
             self.trees_by_nodes[min(bucket_of(count), NODE_BUCKETS - 1)] += trees
         if accepted:
-            deeper = max(accepted) + 1 - len(self.trees_by_depth)
-            self.trees_by_depth += [0] * deeper
+            self.trees_by_depth += [0] * (max(accepted) + 1 - len(self.trees_by_depth))
         for depth, trees in Counter(accepted).items():
             self.trees_by_depth[depth] += trees
         self.trees += len(nodes)
         self.nodes += sum(nodes)
         self.tokens += sum([step.requests for step in steps]) + sum(accepted)
         self.accepted += sum(accepted)
-        for step in steps:
-            if step.sources:
-                self.sources = _added(self.sources, step.sources)
         self.promised += sum([step.promised for step in steps])
         self.yielded += sum([step.yielded for step in steps])
         self.plain_ms += sum([step.plain_ms for step in steps])
         self.step_ms += sum([step.step_ms for step in steps])
-        for kind, rows, predicted, measured in chain.from_iterable([s.times for s in steps]):
-            self._add_time((kind, 1 << bucket_of(rows)), (1, predicted, measured))
         for step in steps:
+            if step.sources:
+                self.sources = _added(self.sources, step.sources)
+            for kind, rows, predicted, measured in step.times:
+                self._add_time((kind, 1 << bucket_of(rows)), (1, predicted, measured))
             if step.now is not None:
                 self.now = step.now
+
+    def _add_steps(self, counts: dict[tuple[str, str], int]) -> None:
+        for key, count in counts.items():
+            self.steps[key] = self.steps.get(key, 0) + count
 
     def _add_time(self, key: tuple[str, int], values: tuple[int, float, float]) -> None:
         steps, predicted, measured = self.times.get(key, (0, 0.0, 0.0))
@@ -133,23 +134,14 @@ class Totals:
 
     def merge(self, other: Totals) -> None:
         """Add another sum."""
-        for key, count in other.steps.items():
-            self.steps[key] = self.steps.get(key, 0) + count
-        self.trees += other.trees
-        self.nodes += other.nodes
-        self.accepted += other.accepted
-        self.trees_by_nodes = _added(self.trees_by_nodes, other.trees_by_nodes)
-        self.trees_by_depth = _added(self.trees_by_depth, other.trees_by_depth)
-        self.sources = _added(self.sources, other.sources)
-        self.promised += other.promised
-        self.yielded += other.yielded
-        self.plain_ms += other.plain_ms
-        self.step_ms += other.step_ms
-        self.tokens += other.tokens
+        self._add_steps(other.steps)
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("trees_by_nodes", "trees_by_depth", "sources"):
+            setattr(self, name, _added(getattr(self, name), getattr(other, name)))
         for row, values in other.times.items():
             self._add_time(row, values)
-        if other.now:
-            self.now = other.now
+        self.now = other.now or self.now
 
     @property
     def accepted_by_depth(self) -> list[int]:
@@ -172,20 +164,9 @@ class Totals:
     def to_plain(self) -> dict[str, Any]:
         """As lists and dicts with string keys, for msgpack and JSON; see `from_plain`."""
         return {
-            "steps": [[kind, reason, count] for (kind, reason), count in self.steps.items()],
-            "trees": self.trees,
-            "nodes": self.nodes,
-            "accepted": self.accepted,
-            "trees_by_nodes": list(self.trees_by_nodes),
-            "trees_by_depth": list(self.trees_by_depth),
-            "sources": list(self.sources),
-            "promised": self.promised,
-            "yielded": self.yielded,
-            "plain_ms": self.plain_ms,
-            "step_ms": self.step_ms,
-            "tokens": self.tokens,
-            "times": [[kind, rows, *values] for (kind, rows), values in self.times.items()],
-            "now": dict(self.now),
+            **asdict(self),
+            "steps": [[*key, count] for key, count in self.steps.items()],
+            "times": [[*key, *values] for key, values in self.times.items()],
         }
 
     @classmethod
@@ -199,10 +180,12 @@ class Totals:
         return cls(**{**plain, "steps": steps, "times": times})
 
 
-def _added(first: Iterable[int], second: Iterable[int]) -> list[int]:
+# Fields of `Totals` that are added up.
+_NUMBERS = (
+    "trees", "nodes", "accepted", "promised", "yielded", "plain_ms", "step_ms", "tokens",
+)  # fmt: skip
+
+
+def _added(first: Sequence[int], second: Sequence[int]) -> list[int]:
     """The element-wise sum; the shorter list is padded with zeros."""
-    left, right = list(first), list(second)
-    width = max(len(left), len(right))
-    left += [0] * (width - len(left))
-    right += [0] * (width - len(right))
-    return [a + b for a, b in zip(left, right)]
+    return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
