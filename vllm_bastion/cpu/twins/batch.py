@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bastion_kernels.cpu.cache import njit
 from vllm_bastion.cpu.twins.blocks import int32_at
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.twins.launch import row_of, twin
 
 _BATCH = "vllm.v1.worker.gpu.input_batch"
 
@@ -14,7 +14,7 @@ _BATCH = "vllm.v1.worker.gpu.input_batch"
 def _write_rows(writes, out, stride, rows, starts, contents, cu_lens):
     for i in range(writes):
         begin = cu_lens[i - 1] if i > 0 else 0
-        row = out[rows[i] * stride : (rows[i] + 1) * stride]
+        row = row_of(out, stride, rows[i])
         for j in range(begin, cu_lens[i]):
             row[starts[i] + j - begin] = contents[j]
 
@@ -72,7 +72,7 @@ def _prepare_prefill_inputs(
             continue
         start = query_start_loc_ptr[i]
         length = query_start_loc_ptr[i + 1] - start
-        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
+        tokens = row_of(all_token_ids_ptr, all_token_ids_stride, slot)
         for j in range(length):
             input_ids_ptr[start + j] = tokens[computed + j]
         for j in range(min(num_lookahead, LOOKAHEAD_BLOCK)):
@@ -132,7 +132,7 @@ def _combine_sampled_and_draft_tokens(
             continue
         if NUM_NEW_SAMPLED_TOKENS > 0 and seq_len - num_logits >= prefill_len:
             input_ids_ptr[begin] = last_sampled_tokens_ptr[slot]
-        drafts = draft_tokens_ptr[slot * draft_tokens_stride : (slot + 1) * draft_tokens_stride]
+        drafts = row_of(draft_tokens_ptr, draft_tokens_stride, slot)
         for j in range(min(num_drafts, BLOCK_SIZE)):
             input_ids_ptr[query_end - num_drafts + j] = drafts[j]
 
@@ -156,9 +156,7 @@ def _get_num_sampled_and_rejected(
             num_rejected_ptr[i] = num_logits - num_sampled_ptr[i]
 
 
-@twin(
-    f"{_BATCH}:_post_update_kernel",
-)
+@twin(f"{_BATCH}:_post_update_kernel")
 def _post_update(
     grid0,
     idx_mapping_ptr,
@@ -187,8 +185,8 @@ def _post_update(
                 token = draft_tokens_ptr[i * num_draft_tokens + j]
                 draft_tokens_out_ptr[slot * num_draft_tokens + j] = token
         total_len, num_sampled = total_len_ptr[slot], num_sampled_ptr[i]
-        sampled = sampled_tokens_ptr[i * sampled_tokens_stride : (i + 1) * sampled_tokens_stride]
-        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
+        sampled = row_of(sampled_tokens_ptr, sampled_tokens_stride, i)
+        tokens = row_of(all_token_ids_ptr, all_token_ids_stride, slot)
         if num_sampled > 0:
             last_sampled_tokens_ptr[slot] = sampled[num_sampled - 1]
             total_len_ptr[slot] = total_len + num_sampled

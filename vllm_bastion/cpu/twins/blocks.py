@@ -7,35 +7,31 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from bastion_kernels.cpu.cache import njit
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.twins.launch import row_of, twin
 
 _BLOCKS = "vllm.v1.worker.gpu.block_table"
 
 
-@intrinsic
-def _pointer(typing_context, address):
-    """Turn a uint64 into a pointer to int32."""
+def _pointer_to(item):
+    """An intrinsic that turns an integer address into a pointer to Numba's type `item`."""
 
-    def generate(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+    @intrinsic
+    def pointer(typing_context, address):
+        def generate(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.int32)(types.uint64), generate
+        return types.CPointer(item)(address), generate
+
+    return pointer
+
+
+_int32_pointer, _byte_pointer = _pointer_to(types.int32), _pointer_to(types.uint8)
 
 
 @njit
 def int32_at(address, size):
     """The `size` int32 at a uint64 address."""
-    return carray(_pointer(address), (size,))
-
-
-@intrinsic
-def _byte_pointer(typing_context, address):
-    """Turn an int64 into a pointer to uint8."""
-
-    def generate(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint8)(types.int64), generate
+    return carray(_int32_pointer(address), (size,))
 
 
 @njit
@@ -46,9 +42,7 @@ def copy_bytes(source, target, size):
         out[i] = given[i]
 
 
-@twin(
-    f"{_BLOCKS}:_gather_block_tables_kernel",
-)
+@twin(f"{_BLOCKS}:_gather_block_tables_kernel")
 def _gather_block_tables(
     grid0,
     grid1,
@@ -81,8 +75,8 @@ def _gather_block_tables(
                 if MASK_SLIDING_WINDOW and sliding_window_reach_ptr[group] > 0:
                     below = num_computed_tokens_ptr[slot] - sliding_window_reach_ptr[group]
                     null = max(below, 0) // block_sizes_ptr[group]
-            blocks = src[slot * stride : (slot + 1) * stride]
-            row = dst[i * stride : (i + 1) * stride]
+            blocks = row_of(src, stride, slot)
+            row = row_of(dst, stride, i)
             for j in range(num_blocks_ptr[group * num_blocks_stride + slot]):
                 row[j] = blocks[j] if j >= null else 0
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 from bastion_kernels.cpu.cache import njit
 from vllm_bastion.cpu.twins.blocks import cp_local_slot
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.twins.launch import row_of, twin
 
 
 @njit
-def _slot(table, row, stride, pos, block_size, cp_rank, cp_size, interleave, pad):
+def _slot(row, pos, block_size, cp_rank, cp_size, interleave, pad):
     """The cache slot of a position, or `pad`: block 0 is the null block and must not be written."""
-    block = table[row * stride : (row + 1) * stride][min(pos // (block_size * cp_size), stride - 1)]
+    block = row[min(pos // (block_size * cp_size), len(row) - 1)]
     if block == 0:
         return pad
     return cp_local_slot(pos, block, block_size, cp_rank, cp_size, interleave, pad)
 
 
-@twin(
-    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel",
-)
+@twin("vllm.v1.worker.gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel")
 def _prepare_dflash_inputs(
     grid0,
     grid1,
@@ -63,8 +61,10 @@ def _prepare_dflash_inputs(
 ):
     span = grid1 * BLOCK_SIZE
     first_sample = 0 if SAMPLE_FROM_ANCHOR else 1
+    layout = (block_size, cp_rank, CP_SIZE, CP_INTERLEAVE, PAD_SLOT_ID)
     for i in range(grid0):
         slot = idx_mapping_ptr[i]
+        row = row_of(block_table_ptr, block_table_stride, i)
         begin = target_query_start_loc_ptr[i]
         num_context = target_query_start_loc_ptr[i + 1] - begin
         num_valid = num_context - num_rejected_ptr[i]
@@ -77,17 +77,7 @@ def _prepare_dflash_inputs(
             pos, kv_slot = 0, PAD_SLOT_ID
             if j < num_valid:
                 pos = target_positions_ptr[begin + j]
-                kv_slot = _slot(
-                    block_table_ptr,
-                    i,
-                    block_table_stride,
-                    pos,
-                    block_size,
-                    cp_rank,
-                    CP_SIZE,
-                    CP_INTERLEAVE,
-                    PAD_SLOT_ID,
-                )
+                kv_slot = _slot(row, pos, *layout)
             out_context_positions_ptr[begin + j] = pos
             out_context_slot_mapping_ptr[begin + j] = kv_slot
 
@@ -99,17 +89,7 @@ def _prepare_dflash_inputs(
             out_query_positions_ptr[base + j] = min(pos, max_model_len - 1)
             if out_is_padding_ptr is not None:
                 out_is_padding_ptr[base + j] = False
-            out_query_slot_mapping_ptr[base + j] = _slot(
-                block_table_ptr,
-                i,
-                block_table_stride,
-                pos,
-                block_size,
-                cp_rank,
-                CP_SIZE,
-                CP_INTERLEAVE,
-                PAD_SLOT_ID,
-            )
+            out_query_slot_mapping_ptr[base + j] = _slot(row, pos, *layout)
             if j >= first_sample:
                 sample = i * num_speculative_steps + j - first_sample
                 out_sample_indices_ptr[sample] = base + j

@@ -7,8 +7,9 @@ versions and gets None for those that the installed version lacks. Tensors arriv
 views that begin at the tensor's first element, so that the kernel's strides apply. A tensor of
 16-bit floats arrives as float32 and is rounded back afterwards, or as its bits.
 
-A twin slices a request's row out of such a view before it uses an index that follows from data.
-With NUMBA_BOUNDSCHECK=1, as in the tests, Numba then raises where a row would reach into the next.
+A twin takes a request's row out of such a view (`row_of`) before it uses an index that follows from
+data. With NUMBA_BOUNDSCHECK=1, as in the tests, Numba then raises where a row would reach into the
+next.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ _GRID = ("grid0", "grid1", "grid2")
 # Triton's launch options, which are not arguments of a kernel.
 _OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl"})
 _HALF = (torch.bfloat16, torch.float16)
+
+
+@njit
+def row_of(flat, stride, index):  # type: ignore[no-untyped-def]
+    """Row `index` of a flat view of rows."""
+    return flat[index * stride : (index + 1) * stride]
 
 
 class Twin:

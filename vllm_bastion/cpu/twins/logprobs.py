@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.twins.launch import row_of, twin
 
 _LOGPROB = "vllm.v1.worker.gpu.sample.logprob"
 
@@ -73,14 +73,12 @@ def _fill_logprob_token_ids(
     PADDED_COLS,
 ):
     for i in range(grid0):
-        tokens = out_token_ids_ptr[i * out_token_ids_stride : (i + 1) * out_token_ids_stride]
-        valid = out_valid_mask_ptr[i * out_valid_mask_stride : (i + 1) * out_valid_mask_stride]
+        tokens = row_of(out_token_ids_ptr, out_token_ids_stride, i)
+        valid = row_of(out_valid_mask_ptr, out_valid_mask_stride, i)
         tokens[0], valid[0] = sampled_token_ids_ptr[i], True
         slot = expanded_idx_mapping_ptr[i]
         custom = num_per_req_token_ids_ptr[slot]
-        own = per_req_token_ids_ptr[
-            slot * per_req_token_ids_stride : (slot + 1) * per_req_token_ids_stride
-        ]
+        own = row_of(per_req_token_ids_ptr, per_req_token_ids_stride, slot)
         for j in range(min(custom if custom > 0 else NUM_TOPK, PADDED_COLS)):
             token = own[j] if custom > 0 else topk_indices_ptr[i * topk_indices_stride + j]
             tokens[1 + j], valid[1 + j] = token, True
@@ -100,7 +98,7 @@ def _prompt_logprobs_token_ids(
     for i in range(grid0):
         slot = idx_mapping_ptr[i]
         start, end = query_start_loc_ptr[i], query_start_loc_ptr[i + 1]
-        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
+        tokens = row_of(all_token_ids_ptr, all_token_ids_stride, slot)
         first = num_computed_tokens_ptr[slot] + 1
         for j in range(start, end):
             at = first + j - start

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.twins.launch import row_of, twin
 
 _SAMPLE = "vllm.v1.worker.gpu.sample"
 _INF = np.float32(np.inf)
@@ -83,13 +83,9 @@ def _bincount(
     for i in range(grid0):
         slot = expanded_idx_mapping_ptr[i]
         prompt_len, prefill_len = prompt_len_ptr[slot], prefill_len_ptr[slot]
-        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
-        mask = prompt_bin_mask_ptr[
-            slot * prompt_bin_mask_stride : (slot + 1) * prompt_bin_mask_stride
-        ]
-        counts = output_bin_counts_ptr[
-            slot * output_bin_counts_stride : (slot + 1) * output_bin_counts_stride
-        ]
+        tokens = row_of(all_token_ids_ptr, all_token_ids_stride, slot)
+        mask = row_of(prompt_bin_mask_ptr, prompt_bin_mask_stride, slot)
+        counts = row_of(output_bin_counts_ptr, output_bin_counts_stride, slot)
         for j in range(min(prefill_len, grid1 * BLOCK_SIZE)):
             token = tokens[j]
             if j < prompt_len:
@@ -124,13 +120,9 @@ def _bad_words(
         output = all_token_ids_ptr[
             slot * all_token_ids_stride + prompt_len_ptr[slot] : (slot + 1) * all_token_ids_stride
         ]
-        words = bad_word_token_ids_ptr[
-            slot * bad_word_token_ids_stride : (slot + 1) * bad_word_token_ids_stride
-        ]
-        offsets = bad_word_offsets_ptr[
-            slot * bad_word_offsets_stride : (slot + 1) * bad_word_offsets_stride
-        ]
-        row = logits_ptr[i * logits_stride : (i + 1) * logits_stride]
+        words = row_of(bad_word_token_ids_ptr, bad_word_token_ids_stride, slot)
+        offsets = row_of(bad_word_offsets_ptr, bad_word_offsets_stride, slot)
+        row = row_of(logits_ptr, logits_stride, i)
         for word in range(min(grid1, num_bad_words_ptr[slot])):
             begin, end = offsets[word], offsets[word + 1]
             prefix = end - begin - 1
@@ -180,9 +172,7 @@ def _bias(
         row = logits_ptr[i * logits_stride : i * logits_stride + vocab_size]
 
         num_allowed = min(num_allowed_token_ids_ptr[slot], BLOCK_SIZE)
-        allowed = allowed_token_ids_ptr[
-            slot * allowed_token_ids_stride : (slot + 1) * allowed_token_ids_stride
-        ]
+        allowed = row_of(allowed_token_ids_ptr, allowed_token_ids_stride, slot)
         if num_allowed > 0:
             for j in range(num_allowed):
                 saved[j] = row[allowed[j]]
@@ -191,10 +181,8 @@ def _bias(
                 row[allowed[j]] = saved[j]
 
         num_bias = min(num_logit_bias_ptr[slot], BLOCK_SIZE)
-        tokens = bias_token_ids_ptr[
-            slot * bias_token_ids_stride : (slot + 1) * bias_token_ids_stride
-        ]
-        biases = bias_ptr[slot * bias_stride : (slot + 1) * bias_stride]
+        tokens = row_of(bias_token_ids_ptr, bias_token_ids_stride, slot)
+        biases = row_of(bias_ptr, bias_stride, slot)
         for j in range(num_bias):
             saved[j] = row[tokens[j]] + biases[j]
         for j in range(num_bias):
@@ -203,7 +191,7 @@ def _bias(
         num_stop = min(num_stop_token_ids_ptr[slot], BLOCK_SIZE)
         if num_stop <= 0 or pos_ptr[i] + 1 >= min_lens_ptr[slot]:
             continue
-        stop = stop_token_ids_ptr[slot * stop_token_ids_stride : (slot + 1) * stop_token_ids_stride]
+        stop = row_of(stop_token_ids_ptr, stop_token_ids_stride, slot)
         for j in range(num_stop):
             saved[j] = row[stop[j]]
         for j in range(num_stop):

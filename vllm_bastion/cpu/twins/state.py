@@ -9,7 +9,7 @@ import numpy as np
 
 from bastion_kernels.cpu.cache import njit
 from vllm_bastion.cpu.twins.blocks import copy_bytes, int32_at
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.twins.launch import row_of, twin
 
 _STATES = "vllm.v1.worker.gpu.model_states"
 _MAMBA = "vllm.v1.worker.mamba_utils"
@@ -57,43 +57,25 @@ def _preprocess_mamba_align(
 
 
 @njit
-def _copy_state(base, block_stride, element, inner, width, dims, dim_stride, row, src, dst, bias):
-    """Copy one layer's state between two columns of a request's row of the block table."""
-    target = base + row[dst] * block_stride
-    if width == 0:  # of the recurrence: each accepted token has a block
-        copy_bytes(base + row[src + bias] * block_stride, target, inner * element)
-        return
-    source = base + row[src] * block_stride
-    if dims == 0:
-        token = inner * element
-        copy_bytes(source + bias * token, target, (width - bias) * token)
-    else:
-        for dim in range(dims):
-            at = dim * dim_stride
-            copy_bytes(source + at + bias * element, target + at, (width - bias) * element)
-
-
-@njit
 def _copy_states(
-    count, slot, src, dst, bias, tables, table_stride, bases, block_strides, elements, inners,
-    widths, groups, dim_counts, dim_strides, dim_first,
+    slot, src, dst, bias, tables, table_stride, bases, block_strides, elements, inners, widths,
+    groups, dim_counts, dim_strides, count, dim_first,
 ):  # fmt: skip
     """Copy all layers' states of a request between two columns of its rows of the block tables."""
     for s in range(count):
-        row = int32_at(np.uint64(tables[groups[s]]), (slot + 1) * table_stride)
-        _copy_state(
-            bases[s],
-            block_strides[s],
-            elements[s],
-            inners[s],
-            widths[s],
-            dim_counts[s] if dim_first else 0,
-            dim_strides[s],
-            row[slot * table_stride :],
-            src,
-            dst,
-            bias,
-        )
+        table = int32_at(np.uint64(tables[groups[s]]), (slot + 1) * table_stride)
+        row = row_of(table, table_stride, slot)
+        base, stride, element, width = bases[s], block_strides[s], elements[s], widths[s]
+        source, target = base + row[src] * stride, base + row[dst] * stride
+        if width == 0:  # of the recurrence: each accepted token has a block
+            copy_bytes(base + row[src + bias] * stride, target, inners[s] * element)
+        elif dim_first:
+            for dim in range(dim_counts[s]):
+                at = dim * dim_strides[s]
+                copy_bytes(source + at + bias * element, target + at, (width - bias) * element)
+        else:
+            token = inners[s] * element
+            copy_bytes(source + bias * token, target, (width - bias) * token)
 
 
 @twin(f"{_MAMBA}:precopy_mamba_align_fused_kernel")
@@ -121,28 +103,17 @@ def _precopy_mamba_align(
     HAS_IDX_MAPPING=True,
     TEMPORAL_TILES=1,
 ):
+    layers = (
+        block_table_ptrs_ptr, block_table_stride_req, state_base_addrs_ptr, state_block_strides_ptr,
+        state_elem_sizes_ptr, state_inner_sizes_ptr, state_conv_widths_ptr, state_group_indices_ptr,
+        state_dim_row_count_ptr, state_dim_row_stride_ptr, grid1, CONV_STATE_DIM_FIRST,
+    )  # fmt: skip
     for i in range(num_reqs):
         slot = idx_mapping_ptr[i]
         if slot < 0 or src_col_ptr[slot] < 0 or src_col_ptr[slot] == mamba_state_idx_ptr[slot]:
             continue
-        _copy_states(
-            grid1,
-            slot,
-            src_col_ptr[slot],
-            mamba_state_idx_ptr[slot],
-            token_bias_ptr[slot],
-            block_table_ptrs_ptr,
-            block_table_stride_req,
-            state_base_addrs_ptr,
-            state_block_strides_ptr,
-            state_elem_sizes_ptr,
-            state_inner_sizes_ptr,
-            state_conv_widths_ptr,
-            state_group_indices_ptr,
-            state_dim_row_count_ptr,
-            state_dim_row_stride_ptr,
-            CONV_STATE_DIM_FIRST,
-        )
+        columns = src_col_ptr[slot], mamba_state_idx_ptr[slot]
+        _copy_states(slot, *columns, token_bias_ptr[slot], *layers)
 
 
 @twin(f"{_MAMBA}:postprocess_mamba_fused_kernel")
@@ -177,6 +148,11 @@ def _postprocess_mamba(
 ):
     # V2 passes request slots and the new number of computed tokens.
     assert HAS_IDX_MAPPING and PRECOMPUTED_NEW_COMPUTED
+    layers = (
+        block_table_ptrs_ptr, block_table_stride_req, state_base_addrs_ptr, state_block_strides_ptr,
+        state_elem_sizes_ptr, state_inner_sizes_ptr, state_conv_widths_ptr, state_group_indices_ptr,
+        state_dim_row_count_ptr, state_dim_row_stride_ptr, grid1, CONV_STATE_DIM_FIRST,
+    )  # fmt: skip
     for i in range(num_reqs):
         slot = idx_mapping_ptr[i]
         if slot < 0:
@@ -191,24 +167,7 @@ def _postprocess_mamba(
             num_accepted_tokens_out_ptr[slot] = 1
             if bias == 0:
                 continue
-        _copy_states(
-            grid1,
-            slot,
-            source,
-            target,
-            bias,
-            block_table_ptrs_ptr,
-            block_table_stride_req,
-            state_base_addrs_ptr,
-            state_block_strides_ptr,
-            state_elem_sizes_ptr,
-            state_inner_sizes_ptr,
-            state_conv_widths_ptr,
-            state_group_indices_ptr,
-            state_dim_row_count_ptr,
-            state_dim_row_stride_ptr,
-            CONV_STATE_DIM_FIRST,
-        )
+        _copy_states(slot, source, target, bias, *layers)
 
 
 @twin("vllm.v1.worker.utils:_zero_kv_blocks_kernel")

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from bastion_kernels.cpu.cache import njit
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.twins.launch import row_of, twin
 
 _THINKING = "vllm.v1.worker.gpu.sample.thinking_budget"
 
 
 @njit
-def _last_match(tokens, low, high, total, marker, length):
-    """The last position in [low, high) at which a marker of the first `total` tokens begins."""
-    for at in range(min(high, total - length + 1) - 1, low - 1, -1):
+def _last_match(tokens, low, high, marker):
+    """The last position in [low, high) at which a marker begins that ends within the tokens."""
+    length = len(marker)
+    for at in range(min(high, len(tokens) - length + 1) - 1, low - 1, -1):
         same = 0
         while same < length and tokens[at + same] == marker[same]:
             same += 1
@@ -39,13 +40,15 @@ def _update_committed_marker_cache(
     MAX_LEN,
     BLOCK,
 ):
+    start_marker = reasoning_start_token_ids_ptr[:START_LEN]
+    end_marker = natural_reasoning_end_token_ids_ptr[:NATURAL_END_LEN]
     for i in range(grid0):
         slot = req_ids_ptr[i]
         if thinking_token_budget_ptr[slot] < 0:
             continue
         total, scanned = total_len_ptr[slot], cached_scan_pos_ptr[slot]
         start, end = cached_last_start_ptr[slot], cached_last_end_ptr[slot]
-        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
+        tokens = row_of(all_token_ids_ptr, all_token_ids_stride, slot)
         if scanned > total:
             scanned, start, end = 0, -1, -1
         # The first scan goes back block by block until it finds a marker.
@@ -55,22 +58,8 @@ def _update_committed_marker_cache(
         else:
             low = scanned
         while high > 0 and low < high:
-            new_start = _last_match(
-                tokens,
-                low,
-                high,
-                total,
-                reasoning_start_token_ids_ptr,
-                START_LEN,
-            )
-            new_end = _last_match(
-                tokens,
-                low,
-                high,
-                total,
-                natural_reasoning_end_token_ids_ptr,
-                NATURAL_END_LEN,
-            )
+            new_start = _last_match(tokens[:total], low, high, start_marker)
+            new_end = _last_match(tokens[:total], low, high, end_marker)
             start = new_start if new_start >= 0 else start
             end = new_end if new_end >= 0 else end
             if start >= 0 or end >= 0 or scanned > 0:
@@ -83,12 +72,14 @@ def _update_committed_marker_cache(
 
 
 @njit
-def _effective_match(tokens, total, drafts, first, begin, marker, length):
-    """Whether a marker begins at `begin` of the output followed by this step's drafts."""
-    for j in range(length):
-        pos = begin + j
-        # Row `first` of the step is the output's last token; the drafts follow it.
-        token = tokens[pos] if pos < total else drafts[first + pos - total + 1]
+def _effective_match(tokens, drafts, begin, marker):
+    """Whether a marker begins at `begin` of the output `tokens` followed by this step's drafts.
+
+    drafts: the step's rows of the request; the first one is the output's last token.
+    """
+    for j in range(len(marker)):
+        behind = begin + j - len(tokens)
+        token = tokens[begin + j] if behind < 0 else drafts[behind + 1]
         if token != marker[j]:
             return False
     return True
@@ -115,6 +106,8 @@ def _thinking_budget(
     NATURAL_END_LEN,
     END_LEN,
 ):
+    start_marker = reasoning_start_token_ids_ptr[:START_LEN]
+    end_marker = natural_reasoning_end_token_ids_ptr[:NATURAL_END_LEN]
     for i in range(grid0):
         slot = expanded_idx_mapping_ptr[i]
         budget = thinking_token_budget_ptr[slot]
@@ -124,44 +117,22 @@ def _thinking_budget(
         first = i - local_pos
         total = total_len_ptr[slot]
         length = total + local_pos
-        tokens = all_token_ids_ptr[slot * all_token_ids_stride : (slot + 1) * all_token_ids_stride]
+        tokens = row_of(all_token_ids_ptr, all_token_ids_stride, slot)[:total]
+        drafts = input_ids_ptr[first:]
         start, end = cached_last_start_ptr[slot], cached_last_end_ptr[slot]
         for at in range(max(total - START_LEN + 1, 0), length - START_LEN + 1):
-            if _effective_match(
-                tokens,
-                total,
-                input_ids_ptr,
-                first,
-                at,
-                reasoning_start_token_ids_ptr,
-                START_LEN,
-            ):
+            if _effective_match(tokens, drafts, at, start_marker):
                 start = at
         for at in range(max(total - NATURAL_END_LEN + 1, 0), length - NATURAL_END_LEN + 1):
-            if _effective_match(
-                tokens,
-                total,
-                input_ids_ptr,
-                first,
-                at,
-                natural_reasoning_end_token_ids_ptr,
-                NATURAL_END_LEN,
-            ):
+            if _effective_match(tokens, drafts, at, end_marker):
                 end = at
         if start < 0 or start <= end or length - start - START_LEN < budget:
             continue
         # Continue an end marker that is partly written.
         begun = 0
         for prefix in range(1, min(END_LEN - 1, length) + 1):
-            if _effective_match(
-                tokens,
-                total,
-                input_ids_ptr,
-                first,
-                length - prefix,
-                reasoning_end_token_ids_ptr,
-                prefix,
-            ):
+            marker = reasoning_end_token_ids_ptr[:prefix]
+            if _effective_match(tokens, drafts, length - prefix, marker):
                 begun = prefix
-        row = logits_ptr[i * logits_stride : (i + 1) * logits_stride]
+        row = row_of(logits_ptr, logits_stride, i)
         row[reasoning_end_token_ids_ptr[begun]] = 1.0e9

@@ -82,10 +82,7 @@ def _gather_draft_sampled(
         pos_ptr[i] = pos
 
 
-@twin(
-    f"{_UTILS}:_compute_local_logits_stats_kernel",
-    compile=False,
-)
+@twin(f"{_UTILS}:_compute_local_logits_stats_kernel", compile=False)
 def _compute_local_logits_stats(
     grid0,
     grid1,
@@ -143,10 +140,7 @@ def _compute_local_logits_stats(
                 maxes[block], sums[block] = _max_and_sum_exp(part, BLOCK_SIZE)
 
 
-@twin(
-    f"{_UTILS}:_rejection_kernel",
-    compile=False,
-)
+@twin(f"{_UTILS}:_rejection_kernel", compile=False)
 def _rejection(
     grid0,
     sampled_ptr,
