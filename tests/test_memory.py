@@ -10,21 +10,23 @@ import torch
 
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from helpers import ROOT
-from vllm_bastion.attention.gated_delta import allocate
-from vllm_bastion.cli.buffers import beyond_profile, buffers, largest, logits, total
-from vllm_bastion.cli.memory import attention_bytes
-from vllm_bastion.cli.memory_tables import (
+from memory_tables import (
     DEFAULTS,
     GIB,
     GPUS,
+    beyond_profile,
     cache_table,
     cache_tokens,
     cached_token,
     defaults_table,
+    largest,
     of_hybrid,
     sizes,
     weights,
 )
+from vllm_bastion.attention.gated_delta import allocate
+from vllm_bastion.cli.buffers import buffers, logits, total
+from vllm_bastion.cli.memory import attention_bytes
 from vllm_bastion.drafters.room import MOST_AT_ONCE
 from vllm_bastion.engine.limits import MOST_BITMASK_ROWS
 
@@ -112,4 +114,4 @@ def test_attention_keeps_two_results_for_each_program() -> None:
 def test_the_document_has_the_tables() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     for table in (defaults_table(), cache_table()):
-        assert table in text, "run `python -m vllm_bastion.cli.memory_tables`"
+        assert table in text, "run `python tests/memory_tables.py`"

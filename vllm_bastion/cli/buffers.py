@@ -111,20 +111,9 @@ def logits(sizes: Sizes) -> list[Part]:
     ]
 
 
-def beyond_profile(sizes: Sizes) -> Part:
-    """What a start takes beyond its profiling run: the logits of vLLM's warm-up."""
-    drafted, verified = logits(sizes)
-    return Part("beyond the profile", 0, max(0, verified.vllms - drafted.vllms))
-
-
 def total(parts: list[Part]) -> Part:
     """All parts together."""
     return Part("all", sum(p.ours for p in parts), sum(p.vllms for p in parts))
-
-
-def largest(parts: list[Part]) -> Part:
-    """The parts, of which one is held at a time."""
-    return Part("at a time", max(p.ours for p in parts), max(p.vllms for p in parts))
 
 
 def size(count: float) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of memory in docs/configuration.md: `python -m vllm_bastion.cli.memory_tables`.
+"""The tables of memory in docs/configuration.md: `python tests/memory_tables.py`.
 
 For Qwen3-8B and its DFlash drafter in bf16, with all of vLLM's defaults.
 """
@@ -10,15 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from vllm_bastion.cli.buffers import (
-    Sizes,
-    beyond_profile,
-    buffers,
-    largest,
-    logits,
-    size,
-    total,
-)
+from vllm_bastion.cli.buffers import Part, Sizes, buffers, logits, size, total
 from vllm_bastion.cli.memory import attention_bytes, tensor_bytes
 from vllm_bastion.engine.limits import MOST_BITMASK_ROWS
 from vllm_bastion.policy.trees import Trees
@@ -80,6 +72,17 @@ def weights() -> int:
 def cached_token() -> int:
     """Bytes of a token's keys and values in all layers of the pair."""
     return 2 * (_LAYERS + _DRAFT_LAYERS) * _KV_HEADS * _DIM * _ITEM
+
+
+def beyond_profile(sizes: Sizes) -> Part:
+    """What a start takes beyond its profiling run: the logits of vLLM's warm-up."""
+    drafted, verified = logits(sizes)
+    return Part("beyond the profile", 0, max(0, verified.vllms - drafted.vllms))
+
+
+def largest(parts: list[Part]) -> Part:
+    """The parts, of which one is held at a time."""
+    return Part("at a time", max(p.ours for p in parts), max(p.vllms for p in parts))
 
 
 def defaults_table() -> str:
