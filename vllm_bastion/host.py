@@ -37,6 +37,15 @@ class HostChoices:
     # PyTorch's threads on a CPU; None on a GPU.
     threads: int | None = None
 
+    def texts(self) -> list[str]:
+        """For a log; empty on a GPU."""
+        texts = ["int8 drafter"] * self.int8_drafter
+        if self.own_products is not None:
+            texts.append(f"{'own' if self.own_products else 'vLLM'} matrix products")
+        if self.threads is not None:
+            texts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
+        return texts
+
 
 class Host:
     """An engine on a GPU."""
@@ -50,10 +59,6 @@ class Host:
     # Whether trees copy from their context unless the user says otherwise. Not on a GPU: the only
     # model that has run there with it, a toy, lost half of its speed with 16 requests.
     looks_up = False
-
-    def compiles_on_first_use(self) -> bool:
-        """Whether a first tree would wait for code that only running a step compiles."""
-        return False
 
     # ---- what the host can serve --------------------------------------------------------
 
@@ -114,7 +119,10 @@ class Host:
     # ---- the worker's start -------------------------------------------------------------
 
     def needs_twins(self) -> bool:
-        """Whether Model Runner V2 needs native functions in place of vLLM's Triton kernels."""
+        """Whether Model Runner V2 needs native functions in place of vLLM's Triton kernels.
+
+        They are compiled when they are first called.
+        """
         return False
 
     def install_twins(self) -> None:

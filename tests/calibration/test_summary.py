@@ -12,6 +12,7 @@ import torch
 from bastion_kernels.cpu import library
 from vllm_bastion.calibration.summary import FIXED_BUDGET, EngineSummary, loaded, measured
 from vllm_bastion.cpu.host import CpuHost
+from vllm_bastion.host import HostChoices
 
 ON_CPU = EngineSummary(
     drafter="DFlashDraftModel",
@@ -21,9 +22,7 @@ ON_CPU = EngineSummary(
     budget="adaptive",
     lagged=False,
     costs=measured(12.34),
-    int8_drafter=True,
-    own_products=True,
-    threads=2,
+    choices=HostChoices(int8_drafter=True, own_products=True, threads=2),
 )
 
 
@@ -32,12 +31,12 @@ def test_a_cpu_engine_says_all_of_it() -> None:
         "Bastion: DFlashDraftModel with gamma 15, K 16, N 63; budget adaptive (exact); step costs "
         "measured now in 12.3 s; int8 drafter; own matrix products; 2 threads"
     )
-    other = replace(ON_CPU, int8_drafter=False, own_products=False, threads=1).sentence()
+    other = replace(ON_CPU, choices=HostChoices(own_products=False, threads=1)).sentence()
     assert other.endswith("12.3 s; vLLM matrix products; 1 thread")
 
 
 def test_a_gpu_engine_names_no_products_and_no_threads() -> None:
-    on_gpu = replace(ON_CPU, lagged=True, int8_drafter=False, own_products=None, threads=None)
+    on_gpu = replace(ON_CPU, lagged=True, choices=HostChoices())
     assert on_gpu.sentence() == (
         "Bastion: DFlashDraftModel with gamma 15, K 16, N 63; budget adaptive (lagged); step costs "
         "measured now in 12.3 s"

@@ -59,7 +59,7 @@ def calibrate(runner: Any) -> None:
         costs = _set_costs(runner, config, group)
     else:
         costs = summary.FIXED_BUDGET
-    if current_host().compiles_on_first_use():
+    if current_host().needs_twins():
         warm_up(runner, group)
     runtime = runtime_of(runner.vllm_config)
     runtime.graph_sizes = np.array(captured_sizes(runner), dtype=np.int64)
@@ -158,7 +158,6 @@ def _start_recording(runner: Any) -> None:
 
 
 def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summary.EngineSummary:
-    choices = host_choices(runner.vllm_config)
     return summary.EngineSummary(
         drafter="+".join(config.draft_model_config.hf_config.architectures),
         gamma=config.bastion_gamma,
@@ -167,9 +166,7 @@ def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summa
         budget=config.bastion_budget,
         lagged=is_lagged(config),
         costs=costs,
-        int8_drafter=choices.int8_drafter,
-        own_products=choices.own_products,
-        threads=choices.threads,
+        choices=host_choices(runner.vllm_config),
     )
 
 

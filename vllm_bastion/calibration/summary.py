@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from vllm_bastion.host import HostChoices
 from vllm_bastion.policy.cost.store import unix_time
 
 
@@ -24,9 +25,7 @@ class EngineSummary:
         budget: "adaptive", or the number of nodes that every step verifies.
         lagged: whether the budget comes from the previous step's scores.
         costs: where the step costs come from; see `loaded`, `measured` and the constants below.
-        int8_drafter: whether the drafter's matrix products run in int8.
-        own_products: whether a CPU's matrix products are bastion's; None on a GPU.
-        threads: PyTorch's threads on a CPU; None on a GPU.
+        choices: the host's.
     """
 
     drafter: str
@@ -36,9 +35,7 @@ class EngineSummary:
     budget: str | int
     lagged: bool
     costs: str
-    int8_drafter: bool = False
-    own_products: bool | None = None
-    threads: int | None = None
+    choices: HostChoices
 
     def sentence(self) -> str:
         """The line to log."""
@@ -49,13 +46,7 @@ class EngineSummary:
         ]
         if self.budget == "adaptive":
             parts[1] += f" ({'lagged' if self.lagged else 'exact'})"
-        if self.int8_drafter:
-            parts.append("int8 drafter")
-        if self.own_products is not None:
-            parts.append(f"{'own' if self.own_products else 'vLLM'} matrix products")
-        if self.threads is not None:
-            parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
-        return "Bastion: " + "; ".join(parts)
+        return "Bastion: " + "; ".join([*parts, *self.choices.texts()])
 
 
 FIXED_BUDGET = "not needed for a fixed budget"

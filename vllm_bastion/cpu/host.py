@@ -20,11 +20,6 @@ class CpuHost(Host):
     default_nodes = 63  # rows have a price from the first one on
     looks_up = True
 
-    def compiles_on_first_use(self) -> bool:
-        from vllm.triton_utils import HAS_TRITON
-
-        return not HAS_TRITON  # Numba compiles the native twins
-
     # ---- what the host can serve --------------------------------------------------------
 
     def refusal(self) -> str | None:
@@ -132,17 +127,13 @@ class CpuHost(Host):
         is_argmax: Callable[[], bool],
     ) -> Tensor:
         """A token is drawn only where the walk comes by: each row costs time here."""
+        from bastion_kernels import accept_path
         from bastion_kernels.cpu.walk import GREEDY_DTYPES, accept_greedily, accept_lazily
 
         if every_row:
-            return super().accept(
-                logits,
-                draw,
-                walk,
-                every_row=every_row,
-                keep_processed=keep_processed,
-                is_argmax=is_argmax,
-            )
+            processed, tokens = draw(None)
+            accept_path(tokens, *walk)
+            return processed
         if logits.dtype in GREEDY_DTYPES and is_argmax():
             accept_greedily(logits, *walk)
             return logits
