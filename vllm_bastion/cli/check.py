@@ -20,13 +20,13 @@ from vllm_bastion import checkpoint, hooks
 from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.key import host_choices, key_of
 from vllm_bastion.calibration.points import largest_steps
+from vllm_bastion.checks.models import thinking_note
 from vllm_bastion.cli.arguments import engine_arguments
 from vllm_bastion.cli.memory import Memory, memory_of, trees_of
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.devices import device_name
 from vllm_bastion.policy.cost.store import ProfileError, ProfileKey, profile_path, read_profile
-from vllm_bastion.validation_models import thinking_note
 
 _NOT_LOADED = "the plugin is not loaded: VLLM_PLUGINS, if it is set, must name bastion"
 
@@ -150,7 +150,7 @@ def _limits(config: VllmConfig, spec: BastionSpeculativeConfig) -> str:
 
 
 def _kernels(config: VllmConfig) -> str:
-    compiled, choices = config.compilation_config, host_choices(config)
+    compiled = config.compilation_config
     graphs = compiled.cudagraph_mode.name
     parts = [
         f"tree attention in place of vLLM's {_vllm_backend(config).get_name()}",
@@ -160,13 +160,7 @@ def _kernels(config: VllmConfig) -> str:
         parts.append("no CUDA graphs" if graphs == "NONE" else f"CUDA graphs {graphs}")
     if current_host().needs_twins():
         parts.append("C++ in place of vLLM's Triton kernels")
-    if choices.own_products is not None:
-        parts.append(f"{'own' if choices.own_products else 'vLLM'} matrix products")
-    if choices.int8_drafter:
-        parts.append("int8 drafter")
-    if choices.threads is not None:
-        parts.append(f"{choices.threads} thread{'s' if choices.threads > 1 else ''}")
-    return "; ".join(parts)
+    return "; ".join([*parts, *host_choices(config).texts()])
 
 
 def _tree_backend(config: VllmConfig) -> type[Any]:
