@@ -35,8 +35,8 @@ from benchmarks.paper.engines import engine_of
 from benchmarks.paper.judge import BOUND, FLOAT32_BOUND, Scorer
 from benchmarks.paper.methods import Method
 from benchmarks.progress import Progress
-from vllm_bastion import checkpoint
-from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
+from vllm_bastion.checkpoints import files
+from vllm_bastion.checkpoints.kinds import architectures_of, gamma_of, kind_of
 
 # Of each domain: tau of DFlash's chain and of BASTION's trees on GSM8K, HumanEval and MT-Bench at
 # T=0 on an A100, from the BASTION paper's table of results.
@@ -169,7 +169,7 @@ def expected(given: argparse.Namespace) -> dict[str, tuple[float, float]] | None
 
 
 def _engines(given: argparse.Namespace) -> dict[str, UserEngine]:
-    config = SimpleNamespace(**(checkpoint.written_config(given.drafter) or {}))
+    config = SimpleNamespace(**(files.written_config(given.drafter) or {}))
     kind, gamma = kind_of(architectures_of(config)), gamma_of(config)
     if kind is None or gamma is None:
         raise SystemExit(f"{given.drafter} is no drafter in z-lab's format")

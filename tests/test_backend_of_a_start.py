@@ -14,8 +14,8 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from helpers import is_one_sentence
-from vllm_bastion.validation import BastionConfigError
-from vllm_bastion.validation_backend import check_backend
+from vllm_bastion.checks import BastionConfigError
+from vllm_bastion.checks.engine import check_backend
 
 _FLASH = {80: 2, 86: 2, 89: 2, 90: 3, 100: 4, 120: 2}  # versions of FlashAttention that vLLM takes
 

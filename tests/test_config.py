@@ -20,10 +20,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
-from vllm_bastion import config, validation, validation_models
+from vllm_bastion import config
+from vllm_bastion.checks import BastionConfigError, engine, models
+from vllm_bastion.checks import keys as user_keys
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.platform import current_host
-from vllm_bastion.validation import BastionConfigError
 
 # --- accepted ---------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ def test_a_wrong_key_is_refused_in_one_sentence(case: str, pair: tuple[str, str]
     ],
 )
 def test_right_keys_pass(keys: dict[str, Any]) -> None:
-    validation.check_user_keys({"model": "m", "num_speculative_tokens": 32} | keys)
+    user_keys.check_user_keys({"model": "m", "num_speculative_tokens": 32} | keys)
 
 
 # --- refused: target and engine ---------------------------------------------------------------
@@ -229,7 +230,7 @@ def test_more_nodes_than_a_batch_holds_are_refused(
     nodes: int, limit: int, way_out: str, pair: tuple[str, str]
 ) -> None:
     with pytest.raises(BastionConfigError) as caught:
-        validation.check_token_limit(nodes, 7, limit)
+        engine.check_token_limit(nodes, 7, limit)
     needed = f"at least {1 + nodes + 7}"
     is_one_sentence(str(caught.value), f'"num_speculative_tokens": {nodes}', needed)
     assert ("lower it to 120" in str(caught.value)) == (nodes == 121)
@@ -315,10 +316,10 @@ def test_a_drafter_in_fp8_needs_a_gpu(
     is_one_sentence(str(caught.value), f'"{key}": "fp8"', "int8 already", "remove it")
     monkeypatch.setattr(type(current_host()), "serves_float8_products", lambda self: True)
     keys = {key: value}
-    validation.check_quantization(keys)
+    user_keys.check_quantization(keys)
     assert keys["quantization"] == "fp8"
     with pytest.raises(BastionConfigError, match="remove one of them"):
-        validation.check_quantization({"bastion_drafter_weights": "fp8", "quantization": "awq"})
+        user_keys.check_quantization({"bastion_drafter_weights": "fp8", "quantization": "awq"})
 
 
 def test_the_v1_runner_is_refused(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,9 +403,9 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", TARGETS)
 def test_a_target_that_trees_cannot_be_verified_on_is_refused(case: str) -> None:
     changes, names = TARGETS[case]
-    validation_models.check_target(_target())
+    models.check_target(_target())
     with pytest.raises(BastionConfigError) as caught:
-        validation_models.check_target(_target(**changes))
+        models.check_target(_target(**changes))
     is_one_sentence(str(caught.value), '"some/target"', names, "drop speculative_config")
 
 
@@ -418,16 +419,16 @@ def test_gated_delta_networks_are_served_on_cpu_and_cuda(monkeypatch: pytest.Mon
         )
         monkeypatch.setattr(vllm.platforms, "_current_platform", platform, raising=False)
         if kind != "rocm":
-            validation_models.check_target(target)
+            models.check_target(target)
     with pytest.raises(BastionConfigError) as caught:
-        validation_models.check_target(target)
+        models.check_target(target)
     is_one_sentence(str(caught.value), "gated delta networks", "NVIDIA GPUs only")
 
 
 def test_the_attributes_read_of_a_target_exist(pair: tuple[str, str]) -> None:
     model = EngineArgs(model=pair[0], max_model_len=256).create_model_config()
     assert all(hasattr(model, name) for name in vars(_target()))
-    validation_models.check_target(model)
+    models.check_target(model)
 
 
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -444,9 +445,9 @@ def test_a_layer_the_kernels_do_not_implement_is_refused(case: str) -> None:
         "impl": SimpleNamespace(alibi_slopes=None),
         "attn_type": "decoder",
     }
-    validation.check_layers({"layers.0.attn": SimpleNamespace(**plain)})
+    engine.check_layers({"layers.0.attn": SimpleNamespace(**plain)})
     with pytest.raises(BastionConfigError) as caught:
-        validation.check_layers({"layers.7.attn": SimpleNamespace(**(plain | changes))})
+        engine.check_layers({"layers.7.attn": SimpleNamespace(**(plain | changes))})
     is_one_sentence(str(caught.value), "layers.7.attn", names)
 
 
@@ -468,15 +469,15 @@ def test_a_host_without_triton_must_be_a_cpu_one(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
     platform(on_cpu=True)
-    validation.check_host()  # native kernels
+    engine.check_host()  # native kernels
     platform(on_cpu=False)
     with pytest.raises(BastionConfigError, match="needs Triton"):
-        validation.check_host()
+        engine.check_host()
 
 
 def test_the_readme_example_is_valid_json() -> None:
     text = '{"method":"bastion","model":"D","num_speculative_tokens":32}'
-    validation.check_user_keys(json.loads(text))
+    user_keys.check_user_keys(json.loads(text))
 
 
 @pytest.mark.parametrize(

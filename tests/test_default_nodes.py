@@ -9,10 +9,10 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from helpers import is_one_sentence
+from vllm_bastion.checks import BastionConfigError
 from vllm_bastion.cpu.host import CpuHost
 from vllm_bastion.host import Host
 from vllm_bastion.platform import current_host
-from vllm_bastion.validation import BastionConfigError
 
 
 @pytest.mark.parametrize(

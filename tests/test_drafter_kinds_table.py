@@ -19,9 +19,9 @@ if not torch.cuda.is_available():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
-from vllm_bastion import compat, validation_models
-from vllm_bastion.drafter_kinds import KINDS, candidates_of, gamma_of, kind_of
-from vllm_bastion.validation import BastionConfigError
+from vllm_bastion import compat
+from vllm_bastion.checkpoints.kinds import KINDS, candidates_of, gamma_of, kind_of
+from vllm_bastion.checks import BastionConfigError, models
 from vllm_bastion.versions import capabilities_of
 
 DOMINO = "DFlashDominoDraftModel"
@@ -439,7 +439,7 @@ def test_a_drafter_of_a_later_vllm_is_refused(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.32.1")
-    monkeypatch.setattr(validation_models, "capabilities", lambda: capabilities_of("0.32.1"))
+    monkeypatch.setattr(models, "capabilities", lambda: capabilities_of("0.32.1"))
     drafter = write_checkpoint(
         tmp_path / "drafter", "drafter", architectures=["Qwen3XPressModel"], dflash_config=None
     )

@@ -11,8 +11,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from helpers import engine_config, is_one_sentence
-from vllm_bastion import validation
-from vllm_bastion.validation import BastionConfigError
+from vllm_bastion.checks import BastionConfigError
+from vllm_bastion.checks.keys import refuse_other_spelling
 
 SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
     "capitals": ({"method": "Bastion", "model": "D"}, "\"method\": 'Bastion' is unknown"),
@@ -32,8 +32,8 @@ def test_our_keys_without_our_method_are_refused(case: str, pair: tuple[str, str
 
 
 def test_another_method_is_left_alone() -> None:
-    validation.refuse_other_spelling({"method": "ngram", "num_speculative_tokens": 3})
-    validation.refuse_other_spelling({})
+    refuse_other_spelling({"method": "ngram", "num_speculative_tokens": 3})
+    refuse_other_spelling({})
 
 
 WITHOUT_EFFECT: dict[str, Any] = {

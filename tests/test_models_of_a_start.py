@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import ROOT, engine_config, is_one_sentence, write_checkpoint
-from vllm_bastion import checkpoint, cli
+from vllm_bastion import cli
+from vllm_bastion.checkpoints import files
+from vllm_bastion.checks import BastionConfigError
 from vllm_bastion.cli.check import check
-from vllm_bastion.validation import BastionConfigError
 
 TINY = ROOT / "benchmarks" / "tiny"
 DRAFTERS = ("drafter", "causal", "dflash2", "domino", "dspark")
@@ -132,13 +133,13 @@ def test_files_without_weights_are_named(tmp_path: Path, pair: tuple[str, str]) 
 
 
 def test_headers_are_those_of_the_tensors() -> None:
-    found = checkpoint.tensors(str(TINY / "drafter"))
+    found = files.tensors(str(TINY / "drafter"))
     assert found is not None
     loaded = load_file(TINY / "drafter" / "model.safetensors")
     assert {n: one.shape for n, one in found.items()} == {
         n: tuple(t.shape) for n, t in loaded.items()
     }
-    assert checkpoint.elements(str(TINY / "drafter")) == sum(t.numel() for t in loaded.values())
+    assert files.elements(str(TINY / "drafter")) == sum(t.numel() for t in loaded.values())
 
 
 # --- the target's class -----------------------------------------------------------------------

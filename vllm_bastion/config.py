@@ -24,7 +24,7 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config, get_attr_docs
 
-from vllm_bastion.drafter_kinds import (
+from vllm_bastion.checkpoints.kinds import (
     architectures_of,
     candidates_of,
     gamma_of,
@@ -85,7 +85,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
             drafter.architectures = architectures_of(drafter)
             self.update_arch_()
         gamma = gamma_of(drafter)
-        assert gamma is not None  # `validation.check_drafter` has checked it
+        assert gamma is not None  # `checks.models.check_drafter` has checked it
         self.bastion_gamma = gamma
         self.bastion_top_k = min(self.bastion_top_k, candidates_of(drafter) or self.bastion_top_k)
         if self.bastion_lookup is None:

@@ -16,7 +16,7 @@ from benchmarks.paper.data import SETS, DataError
 from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.methods import Drafter, Target, config_of
 from benchmarks.random_drafter import write_random
-from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
+from vllm_bastion.checkpoints.kinds import architectures_of, gamma_of, kind_of
 from vllm_bastion.envs import cache_dir
 
 REAL = "smollm2"  # the pair of a real chat model

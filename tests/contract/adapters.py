@@ -29,7 +29,7 @@ ADAPTERS: tuple[Reliance, ...] = (
     ),
     Reliance(
         "vllm.transformers_utils.configs.speculators.algos:update_dflash",
-        files="drafter_models.py",
+        files="hooks/drafter_models.py",
         why="a Domino drafter is read as a DFlash one",
         body=('config_dict.get("sample_from_anchor", False)',),
     ),

@@ -225,12 +225,12 @@ OTHERS: tuple[Reliance, ...] = (
     ),
     Reliance(
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
-        files="connectors.py",
+        files="checks/engine.py",
         names="finish_forward save_kv_layer wait_for_save",
     ),
     Reliance(
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
-        files="connectors.py",
+        files="checks/engine.py",
         methods=("get_connector_class(kv_transfer_config)",),
     ),
     Reliance(f"{_SCHEDULER}.get_grammar_bitmask", files="hooks/grammar.py", whole_body=True),

@@ -46,7 +46,7 @@ ASSIGNED: tuple[Change, ...] = (
     Change(
         target="vllm.model_executor.models:ModelRegistry.models",
         why="vLLM does not have the models of some drafters",
-        what="`drafter_models` registers those that a row of `drafter_kinds` names",
+        what="`drafter_models` registers those that a row of `checkpoints.kinds` names",
         upstream="vLLM has them",
         when='every process of an engine with method "bastion"',
         on_instance=True,
@@ -54,7 +54,7 @@ ASSIGNED: tuple[Change, ...] = (
     Change(
         target="vllm.transformers_utils.configs.speculators.algos:SUPPORTED_SPECULATORS_TYPES",
         why="vLLM cannot read some formats of the speculators library",
-        what="`drafter_models` adds those that a row of `drafter_kinds` names, read as DFlash's",
+        what="`drafter_models` adds those in a row of `checkpoints.kinds`, read as DFlash's",
         upstream="vLLM has it",
         when='every process of an engine with method "bastion"',
     ),

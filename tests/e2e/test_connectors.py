@@ -13,7 +13,7 @@ import pytest
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
-from vllm_bastion.connectors import saving_too_early
+from vllm_bastion.checks.engine import saving_too_early
 
 pytestmark = [
     pytest.mark.e2e,

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllm_bastion import __version__, checkpoint, compat, envs
+from vllm_bastion import __version__, compat, envs
+from vllm_bastion.checkpoints import files
 from vllm_bastion.cli.curves import check_context, check_matplotlib, curves, draw_png, draw_text
 from vllm_bastion.cli.profile import conclusion, newest_profile, profile_text, table_text
 from vllm_bastion.logger import quiet
@@ -178,8 +179,8 @@ def _check_models(arguments: argparse.Namespace) -> None:
     """Refuse what is no model's folder or name, and a vLLM that is not supported."""
     for role in ("target", "drafter"):
         name = getattr(arguments, role)
-        if not checkpoint.is_name(name):  # which its configuration tells of
-            checkpoint.check_readable(role, name)
+        if not files.is_name(name):  # which its configuration tells of
+            files.check_readable(role, name)
     problem = compat.version_problem(compat.vllm_version())
     if problem is not None:
         raise RuntimeError(problem)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_bastion import checkpoint
+from vllm_bastion.checkpoints import files
 
 
 def engine_arguments(
@@ -41,7 +41,7 @@ def engine_arguments(
         args = EngineArgs.from_cli_args(parsed)
     except (ValueError, OSError):
         # With HF_HUB_OFFLINE vLLM looks for the model here.
-        checkpoint.check_readable("target", target)
+        files.check_readable("target", target)
         raise
     given = dict(args.speculative_config or {})
     args.speculative_config = {**keys, **given, "method": "bastion", "model": drafter}

@@ -11,10 +11,10 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from vllm_bastion import checkpoint
+from vllm_bastion.checkpoints import files
+from vllm_bastion.checkpoints.rules import layers_read
 from vllm_bastion.cli.buffers import Part, Sizes, buffers, logits, size, total
 from vllm_bastion.config import bastion_config
-from vllm_bastion.drafter_rules import layers_read
 from vllm_bastion.engine.limits import max_bitmask_rows, max_verified_rows
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.versions import capabilities
@@ -174,5 +174,5 @@ def _cached_token(config: VllmConfig, model: ModelConfig, parallel: ParallelConf
 
 def _weights(draft: ModelConfig) -> int | None:
     """Bytes of the drafter's weights as it holds them in `draft.dtype`, by its files' headers."""
-    elements = checkpoint.elements(draft.model, draft.revision)
+    elements = files.elements(draft.model, draft.revision)
     return None if elements is None else elements * draft.dtype.itemsize

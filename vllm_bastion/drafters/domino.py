@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from bastion_kernels import PrefixLattice, recurrent_lattice, topk_logprobs
-from vllm_bastion.drafter_kinds import candidates_of
-from vllm_bastion.drafter_rules import MOST_CANDIDATES
+from vllm_bastion.checkpoints.kinds import candidates_of
+from vllm_bastion.checkpoints.rules import MOST_CANDIDATES
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.drafters.room import parts
 

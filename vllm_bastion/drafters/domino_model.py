@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of a Domino drafter: vLLM's DFlash with a head that vLLM does not have.
 
-It is registered with vLLM under the names in its row of `drafter_kinds`. vLLM inspects a registered
-model in a process of its own, so this module imports vLLM's model alone, and no speculator.
+It is registered with vLLM under the names in its row of `checkpoints.kinds`. vLLM inspects a
+registered model in a process of its own, so this module imports vLLM's model alone, and no
+speculator.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
-from vllm_bastion.drafter_kinds import candidates_of
+from vllm_bastion.checkpoints.kinds import candidates_of
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.drafters.room import by_parts
 from vllm_bastion.platform import current_host

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.v1.worker.gpu.spec_decode.xpress.speculator import XPressSpeculator
 
-from vllm_bastion.drafter_kinds import candidates_of
+from vllm_bastion.checkpoints.kinds import candidates_of
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.drafters.room import by_parts
 

@@ -10,7 +10,7 @@ changed without a wrapper, and tests/e2e/test_ledger.py compares running engines
 from __future__ import annotations
 
 from vllm_bastion import compat
-from vllm_bastion.hooks.ledger import EVERY_PROCESS, Hook
+from vllm_bastion.hooks.ledger import Hook
 from vllm_bastion.hooks.wrap import HookError, is_wrapped, resolve, signature, wrap
 
 __all__ = [
@@ -36,7 +36,6 @@ ENTRY = Hook(
     why='the schema of SpeculativeConfig has neither method "bastion" nor its keys',
     what="builds a BastionSpeculativeConfig, which vLLM takes for its drafter's method",
     upstream="a registry of speculative methods",
-    when=EVERY_PROCESS,
 )
 
 HOOKS: tuple[Hook, ...] = (
@@ -48,7 +47,6 @@ HOOKS: tuple[Hook, ...] = (
         why="only the finished configuration shows what trees cannot serve",
         what="refuses it in one sentence, and selects FlashAttention on a GPU by default",
         upstream="a validation hook for plugins",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_ARGS}.add_cli_args",
@@ -57,7 +55,6 @@ HOOKS: tuple[Hook, ...] = (
         why="the parser refuses --spec-method bastion",
         what="adds it to the choices",
         upstream="a registry of speculative methods",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig.num_lookahead_tokens",
@@ -66,7 +63,6 @@ HOOKS: tuple[Hook, ...] = (
         why="vLLM reserves N + 1 KV slots per request for a drafter that writes gamma + 1",
         what="returns gamma + 1",
         upstream="the property asks the speculative configuration",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig.use_v2_model_runner",
@@ -76,7 +72,6 @@ HOOKS: tuple[Hook, ...] = (
         what="selects V2, whose kernels have native twins; for other methods only with "
         "VLLM_USE_V2_MODEL_RUNNER=1, which vLLM would refuse there",
         upstream="V2 without Triton on CPU hosts",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig._validate_v2_model_runner",
@@ -85,7 +80,6 @@ HOOKS: tuple[Hook, ...] = (
         why="it refuses V2 without Triton",
         what="keeps its other checks",
         upstream="V2 without Triton on CPU hosts",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.sampling_params:SamplingParams.verify",
@@ -94,7 +88,6 @@ HOOKS: tuple[Hook, ...] = (
         why="vLLM does not look into `extra_args`",
         what='refuses a "bastion_budget" that is no number from 0 to N',
         upstream="a per-request number of speculative tokens",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.engine.input_processor:InputProcessor.process_inputs",
@@ -107,7 +100,6 @@ HOOKS: tuple[Hook, ...] = (
         why="V2's worker raises on sampling parameters that exceed its tables, and the engine ends",
         what="refuses such a request before it reaches the engine core",
         upstream="the same limits in SamplingParams.verify",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.sampling_params:SamplingParams._validate_spec_decode",
@@ -116,7 +108,6 @@ HOOKS: tuple[Hook, ...] = (
         why="it refuses min_p and logit_bias with any speculative decoding",
         what="accepts them: a tree's rows are processed as plain decoding's are",
         upstream="a property of the speculative method",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.update_from_output",
@@ -126,7 +117,6 @@ HOOKS: tuple[Hook, ...] = (
         what="subtracts the nodes that were not verified, notes the placeholders in use, and sends "
         "what was recorded to a front end",
         upstream="adaptive verification reports what it verified",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}._update_request_with_output",
@@ -135,7 +125,6 @@ HOOKS: tuple[Hook, ...] = (
         why="a path may cross a block's end, and vLLM frees that block's recurrent state unseen",
         what="caches blocks once their tokens are known",
         upstream="the synchronous scheduler caches emitted tokens as the asynchronous one does",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}._handle_stopped_request",
@@ -145,7 +134,6 @@ HOOKS: tuple[Hook, ...] = (
         "connectors use their keys and values; a session may outgrow max_model_len",
         what="counts up to the cut, and ends a session whose next chunk does not fit",
         upstream="the scheduler subtracts the tokens that it cuts",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
@@ -155,7 +143,6 @@ HOOKS: tuple[Hook, ...] = (
         why="an error of the engine core ends a session's turn, and the session waits for ever",
         what="ends the session with the sentence",
         upstream="an error ends a session",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.make_spec_decoding_stats",
@@ -168,7 +155,6 @@ HOOKS: tuple[Hook, ...] = (
         "a request of which nothing was verified counts as a draft",
         what="makes positions depths, and counts trees that were verified",
         upstream="statistics that know trees",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__",
@@ -177,7 +163,6 @@ HOOKS: tuple[Hook, ...] = (
         why="it creates N counters, and reads them from lists with one entry per depth",
         what="creates one counter per depth",
         upstream="statistics that know trees",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.metrics.loggers:StatLoggerManager.__init__",
@@ -190,7 +175,6 @@ HOOKS: tuple[Hook, ...] = (
         "the server only",
         what="adds our logger, which takes our sums out of the statistics",
         upstream="statistics that know trees; logger plugins offline too",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.engine.core:EngineCore.shutdown",
@@ -199,7 +183,6 @@ HOOKS: tuple[Hook, ...] = (
         why="an offline run ends without a word on what was drafted, and why not",
         what="logs one line on the whole run",
         upstream="statistics at the end of an offline run",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.plugins:load_endpoint_plugins",
@@ -209,7 +192,6 @@ HOOKS: tuple[Hook, ...] = (
         "warns at every start of a server where it is not",
         what="adds the page with VLLM_BASTION_PAGE=1",
         upstream="a switch for a single endpoint plugin",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.structured_output:StructuredOutputManager.__init__",
@@ -218,7 +200,6 @@ HOOKS: tuple[Hook, ...] = (
         why="it sizes bitmask memory and grammar rollback for N tokens per request",
         what="sizes both by gamma, the depth of a tree",
         upstream="a per-request number of speculative tokens",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.schedule",
@@ -229,7 +210,6 @@ HOOKS: tuple[Hook, ...] = (
         what="gives each request its share, at most 63 with a grammar, and none while nothing is "
         "drafted; lists the nodes that a grammar has left",
         upstream="a per-request number of speculative tokens",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.add_request",
@@ -239,7 +219,6 @@ HOOKS: tuple[Hook, ...] = (
         "a session's chunk may not fit into max_model_len",
         what="makes positions depths, and counts trees that were verified; drops such a chunk",
         upstream="statistics that know trees",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.engine.output_processor:OutputProcessor.do_tracing",
@@ -248,7 +227,6 @@ HOOKS: tuple[Hook, ...] = (
         why="a request's span has nothing about speculative decoding",
         what="finds what the engine core has counted for the request",
         upstream="span attributes of speculative decoding",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.engine.output_processor:instrument_manual",
@@ -257,7 +235,6 @@ HOOKS: tuple[Hook, ...] = (
         why="as above",
         what="adds it to the span's attributes",
         upstream="span attributes of speculative decoding",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.update_draft_token_ids",
@@ -266,7 +243,6 @@ HOOKS: tuple[Hook, ...] = (
         why="it shows a grammar the drafts as one linear sequence",
         what="shows it the tree, and schedules the nodes that it allows",
         upstream="draft tokens with parents",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target=f"{_SCHEDULER}.update_draft_token_ids_in_output",
@@ -275,7 +251,6 @@ HOOKS: tuple[Hook, ...] = (
         why="the same with async scheduling",
         what="shows it the tree that is being verified",
         upstream="draft tokens with parents",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
@@ -284,7 +259,6 @@ HOOKS: tuple[Hook, ...] = (
         why="its rows are for one linear sequence of drafts",
         what="returns the rows of the tree",
         upstream="draft tokens with parents",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
@@ -293,7 +267,6 @@ HOOKS: tuple[Hook, ...] = (
         why="the runner builds its parts by functions, without a registry",
         what="installs the runner adapters just before the runner is built",
         upstream="registries of speculators and model states",
-        when=EVERY_PROCESS,
     ),
     Hook(
         target="vllm.triton_utils.dispatcher:_rebind_kernels",
@@ -303,7 +276,6 @@ HOOKS: tuple[Hook, ...] = (
         "host no engine starts in a process that has imported Numba, as an earlier engine has",
         what="gives llvmlite's library an empty __dict__ first",
         upstream="a scan that ignores a __dict__ that is not a dict",
-        when=EVERY_PROCESS,
     ),
 )
 

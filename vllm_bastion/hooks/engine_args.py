@@ -66,44 +66,44 @@ def create_speculative_config(
         return original(self, target_model_config, target_parallel_config)
     compat.require()
     # Imported late: these modules may not import on an unsupported vLLM.
-    from vllm_bastion import hooks, validation, validation_models
+    from vllm_bastion import hooks
+    from vllm_bastion.checkpoints.kinds import architectures_of, gamma_of, kind_of
+    from vllm_bastion.checks import engine, models
+    from vllm_bastion.checks import keys as user_keys
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
-    from vllm_bastion.drafter_kinds import architectures_of, gamma_of, kind_of
-    from vllm_bastion.drafter_models import teach_drafters
+    from vllm_bastion.hooks.drafter_models import teach_drafters
 
     hooks.require_all()
     keys = _merged(self)
-    validation.check_user_keys(keys)
-    validation.check_host()
-    validation.check_quantization(keys)
-    validation.check_arguments(self)
+    user_keys.check_user_keys(keys)
+    engine.check_host()
+    user_keys.check_quantization(keys)
+    engine.check_arguments(self)
     target = target_model_config
-    validation_models.check_target_file(target.model, target.hf_config.to_dict())
-    validation_models.check_target(target)
+    models.check_target_file(target.model, target.hf_config.to_dict())
+    models.check_target(target)
     teach_drafters()
-    drafter = _drafter_config(keys, target_model_config)
-    validation_models.check_drafter(drafter, keys["model"], target_model_config)
-    validation_models.check_drafter_weights(
-        drafter, keys, target_model_config, _load_format(self, keys)
-    )
-    validation_models.check_hidden_states(target_model_config)
+    drafter = _drafter_config(keys, target)
+    models.check_drafter(drafter, keys["model"], target)
+    models.check_drafter_weights(drafter, keys, target, _load_format(self, keys))
+    models.check_hidden_states(target)
     kind, gamma = kind_of(architectures_of(drafter)), gamma_of(drafter)
     assert kind is not None and gamma is not None
-    length, limit = target_model_config.max_model_len, self.max_num_batched_tokens
+    length, limit = target.max_model_len, self.max_num_batched_tokens
     if keys.get("num_speculative_tokens") is None:
         room = length if limit is None else min(length, limit)
         keys["num_speculative_tokens"] = default_nodes(keys, drafter, room)
-    validation.check_token_limit(keys["num_speculative_tokens"], gamma, limit)
-    validation.check_length(keys["num_speculative_tokens"], length)
+    engine.check_token_limit(keys["num_speculative_tokens"], gamma, limit)
+    engine.check_length(keys["num_speculative_tokens"], length)
     keys["method"] = kind.method
     try:
         config = BastionSpeculativeConfig(
             **keys,
-            target_model_config=target_model_config,
+            target_model_config=target,
             target_parallel_config=target_parallel_config,
         )
     except ValidationError as error:
-        raise validation.wrong_value(error) from error
+        raise user_keys.wrong_value(error) from error
     # vLLM may raise it in the config that it loads the drafter with.
     config.drafter_positions = getattr(drafter, "max_position_embeddings", None)
     return config
@@ -112,16 +112,11 @@ def create_speculative_config(
 def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
     from vllm.transformers_utils.config import get_config
 
-    from vllm_bastion import checkpoint, validation, validation_models
-    from vllm_bastion.drafter_kinds import restore_settings
+    from vllm_bastion.checkpoints.kinds import restore_settings
+    from vllm_bastion.checks import models
 
     name, revision = keys["model"], keys.get("revision")
-    try:
-        written = checkpoint.written_config(name, revision)
-    except checkpoint.UnreadableError as error:
-        raise validation.BastionConfigError(
-            f'the drafter in "model" cannot be read: {error}'
-        ) from error
+    written = models.read_config('drafter in "model"', name, revision)
     try:
         config = get_config(
             name,
@@ -133,8 +128,8 @@ def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
         return config
     except Exception as error:
         if written is not None:
-            validation_models.refuse_other_family(written, name)
-        raise validation_models.unknown_drafter(name, written) from error
+            models.refuse_other_family(written, name)
+        raise models.unknown_drafter(name, written) from error
 
 
 def _load_format(engine_args: Any, keys: dict[str, Any]) -> str:
@@ -146,10 +141,10 @@ def _load_format(engine_args: Any, keys: dict[str, Any]) -> str:
 def _refuse_other_spelling(engine_args: Any) -> None:
     keys = engine_args.speculative_config
     if isinstance(keys, dict) and compat.enabled():
-        from vllm_bastion import validation
+        from vllm_bastion.checks.keys import refuse_other_spelling
 
         method = engine_args.spec_method
-        validation.refuse_other_spelling(keys | ({} if method is None else {"method": method}))
+        refuse_other_spelling(keys | ({} if method is None else {"method": method}))
 
 
 def create_engine_config(
@@ -178,7 +173,7 @@ def create_engine_config(
 def _is_refusal(error: Exception) -> bool:
     if isinstance(error, compat.UnsupportedVllmError):
         return True
-    from vllm_bastion.validation import BastionConfigError
+    from vllm_bastion.checks import BastionConfigError
 
     return isinstance(error, BastionConfigError)
 
@@ -200,11 +195,11 @@ def _checked_config(
             _explain(self, error)
         raise
     if requested(self):
-        from vllm_bastion import validation, validation_backend
+        from vllm_bastion.checks import engine
 
-        validation.check_engine(vllm_config)
+        engine.check_engine(vllm_config)
         prefer_flash_attention(vllm_config)
-        validation_backend.check_backend(vllm_config)
+        engine.check_backend(vllm_config)
         if vllm_config.lora_config is not None:
             # vLLM maps rows to adapters on the host, which must know each request's rows.
             vllm_config.speculative_config.bastion_budget_timing = "exact"
@@ -242,7 +237,7 @@ def _choose_nodes_for_adapters(engine_args: Any, error: Exception) -> bool:
 
 
 def _warn_of_thinking(vllm_config: Any) -> None:
-    from vllm_bastion.validation_models import thinking_note
+    from vllm_bastion.checks.models import thinking_note
 
     model, drafter = vllm_config.model_config, vllm_config.speculative_config.model
     note = thinking_note(model.model, model.revision, drafter)
@@ -252,36 +247,32 @@ def _warn_of_thinking(vllm_config: Any) -> None:
 
 def _check_target_file(engine_args: Any) -> None:
     """Refuse a target in a folder that holds no readable config.json."""
-    from vllm_bastion import checkpoint, validation, validation_models
+    from vllm_bastion.checkpoints.files import is_name
+    from vllm_bastion.checks import models
 
     name = engine_args.model
-    if engine_args.hf_config_path or checkpoint.is_name(name):
+    if engine_args.hf_config_path or is_name(name):
         return  # vLLM asks Hugging Face, see `_explain`
-    try:
-        written = checkpoint.written_config(name)
-    except checkpoint.UnreadableError as error:
-        raise validation.BastionConfigError(f"the target cannot be read: {error}") from error
+    written = models.read_config("target", name)
     if written is not None:
-        validation_models.check_target_file(name, written)
+        models.check_target_file(name, written)
 
 
 def _explain(engine_args: Any, error: Exception) -> None:
     """Raise our own sentence where vLLM's or another library's is no help."""
-    from vllm_bastion import checkpoint, validation, validation_models
+    from vllm_bastion.checks import BastionConfigError, engine, models
 
-    if isinstance(error, validation.BastionConfigError):
+    if isinstance(error, BastionConfigError):
         return
     if engine_args.enable_lora and _LORA_REFUSAL in str(error):
-        raise validation.too_few_rows_for_adapters(engine_args) from error
+        raise engine.too_few_rows_for_adapters(engine_args) from error
     if engine_args.hf_config_path:
         return
-    try:
-        written = checkpoint.written_config(engine_args.model, engine_args.revision)
-    except checkpoint.UnreadableError as why:
-        raise validation.BastionConfigError(f"the target cannot be read: {why}") from error
+    name = engine_args.model
+    written = models.read_config("target", name, engine_args.revision)
     if written is not None:
-        validation_models.check_target_file(engine_args.model, written)
-        unknown = validation_models.unknown_target(engine_args.model, written)
+        models.check_target_file(name, written)
+        unknown = models.unknown_target(name, written)
         if unknown is not None:
             raise unknown from error
 

@@ -44,6 +44,7 @@ class Hook(Change):
     expects: str
     """The signature that the wrapper was written for, see `wrap.signature`. A module of
     `vllm_bastion.versions` may name another one for its version."""
+    when: str = EVERY_PROCESS
 
     def function(self) -> Callable[..., Any]:
         """The wrapper itself."""

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from vllm_bastion.carriers import StepPlan
-from vllm_bastion.config import bastion_config, is_lagged
-from vllm_bastion.drafter_kinds import KINDS, kind_of
-from vllm_bastion.drafter_models import teach_drafters
+from vllm_bastion.checkpoints.kinds import KINDS, kind_of
+from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
+from vllm_bastion.hooks.drafter_models import teach_drafters
 from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
 from vllm_bastion.platform import current_host
 
@@ -205,14 +205,20 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
 
 def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A tree-capable backend for a target layer; vLLM's own for a drafter's."""
-    from vllm.config import get_current_vllm_config
-
-    backend = original(*args, **kwargs)
-    if bastion_config(get_current_vllm_config()) is None or _builds_drafter():
+    backend, (_, config) = original(*args, **kwargs), _current_config()
+    if config is None or _builds_drafter():
         return backend
     return current_host().tree_backend(
         backend, kwargs.get("kv_cache_dtype", args[2] if len(args) > 2 else None)
     )
+
+
+def _current_config() -> tuple[Any, BastionSpeculativeConfig | None]:
+    """vLLM's current configuration, and its settings of method "bastion"; None without."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    return vllm_config, bastion_config(vllm_config)
 
 
 def _builds_drafter() -> bool:
@@ -224,10 +230,7 @@ def _builds_drafter() -> bool:
 
 def cpu_product(original: Callable[..., Any], layer: Any, remove_weight: bool) -> Any:
     """int8 for a linear layer of a drafter; our bf16 product for others, where it is faster."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    vllm_config = get_current_vllm_config_or_none()
-    config = None if vllm_config is None else bastion_config(vllm_config)
+    _, config = _current_config()
     if config is None:
         return original(layer, remove_weight)
     installed = current_host().install_product(
@@ -282,8 +285,8 @@ def init_model_state(
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
+    from vllm_bastion.checks.engine import check_layers
     from vllm_bastion.engine.target import BastionModelState
-    from vllm_bastion.validation import check_layers
 
     vllm_class = resolve_model_state_cls(vllm_config, model)
     ours = BastionModelState
@@ -332,10 +335,7 @@ def resolve_cudagraph_mode(original: Callable[..., Any], mode: Any, **kwargs: An
 
 def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> Any:
     """SharedBitmask in place of StructuredOutputsWorker."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    vllm_config = get_current_vllm_config_or_none()
-    config = None if vllm_config is None else bastion_config(vllm_config)
+    vllm_config, config = _current_config()
     if config is None:
         return original(**kwargs)
     from vllm_bastion.engine.bitmask import SharedBitmask
@@ -348,10 +348,8 @@ def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> An
 
 def draft_tokens_handler(original: Callable[..., Any], device: Any = None) -> Any:
     """TreeDraftTokens in place of DraftTokensHandler."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None or bastion_config(vllm_config) is None:
+    vllm_config, config = _current_config()
+    if config is None:
         return original(device)
     from vllm_bastion.engine.draft_tokens import TreeDraftTokens
 

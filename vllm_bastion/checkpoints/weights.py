@@ -2,7 +2,7 @@
 """What a drafter's tensors must be, by its config and its target's: shapes, and which are there.
 
 All kinds of drafters share DFlash's backbone, whose tensors are named here; those of a kind's own
-head are left to its model. Nothing here imports vLLM.
+head are left to its model.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_bastion.checkpoint import Tensor
-from vllm_bastion.drafter_rules import layers_read
-
-__all__ = ["misfit"]
+from vllm_bastion.checkpoints.files import Tensor
+from vllm_bastion.checkpoints.rules import layers_read
 
 Shape = tuple[int, ...]
 # Names in a checkpoint -> those used here.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up checks of the two models: their configs, their classes in vLLM, their files' headers.
+"""Checks of the two models: their configs, their classes in vLLM, the headers of their files.
 
-No weight is read. Every refusal is one sentence with a way out.
+No weight is read. A drafter's config is Hugging Face's, a target vLLM's ModelConfig; names are the
+user's, folders or names on Hugging Face. "Written" is what a config.json holds.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_bastion import checkpoint, compat
-from vllm_bastion.drafter_kinds import KINDS, architectures_of, kind_of
-from vllm_bastion.drafter_rules import layers_read
-from vllm_bastion.drafter_weights import misfit
-from vllm_bastion.other_drafters import other_family
+from vllm_bastion import compat
+from vllm_bastion.checkpoints import files
+from vllm_bastion.checkpoints.kinds import KINDS, architectures_of, kind_of, other_family
+from vllm_bastion.checkpoints.rules import layers_read
+from vllm_bastion.checkpoints.weights import misfit
+from vllm_bastion.checks import BastionConfigError
 from vllm_bastion.platform import current_host
-from vllm_bastion.validation import BastionConfigError
 from vllm_bastion.versions import capabilities, first_version_with
 
 # The kinds of drafters, as users know them.
@@ -37,13 +38,7 @@ _GATED_DELTA = (
 
 
 def check_drafter(drafter: Any, name: str, target: Any) -> None:
-    """Check the drafter's checkpoint, alone and against the target.
-
-    Args:
-        drafter: its Hugging Face config, as `vllm.transformers_utils.config.get_config` reads it.
-        name: what the user gave as "model".
-        target: vLLM's ModelConfig of the target.
-    """
+    """Check the drafter's config, alone and against the target."""
     architectures = architectures_of(drafter)
     kind = kind_of(architectures)
     if kind is None:
@@ -94,23 +89,19 @@ def check_drafter_weights(
 ) -> None:
     """Check the tensors in the headers of the drafter's files against its config and the target.
 
-    Args:
-        drafter: its Hugging Face config.
-        keys: the user's keys, checked.
-        target: vLLM's ModelConfig of the target.
-        load_format: of the drafter's weights.
+    keys: the user's, checked. load_format: of the drafter's weights.
     """
     name, tensors = keys["model"], None
     if load_format != "dummy":
         for role, model in (("target", target.model), ("drafter", name)):
-            if not checkpoint.has_weights(model):
+            if not files.has_weights(model):
                 raise BastionConfigError(
                     f"the folder {model} of the {role} has a config.json and no weights: use a "
                     "complete checkpoint"
                 )
         try:
-            tensors = checkpoint.tensors(name, keys.get("revision"))
-        except checkpoint.UnreadableError as error:
+            tensors = files.tensors(name, keys.get("revision"))
+        except files.UnreadableError as error:
             raise BastionConfigError(f"drafter: {error}") from error
     refusal = misfit(drafter, name, target.get_hidden_size(), target.get_vocab_size(), tensors)
     if refusal is not None:
@@ -120,9 +111,7 @@ def check_drafter_weights(
 def refuse_other_family(drafter: Any, name: str) -> None:
     """Refuse a drafter of a family that is known to be none of ours, with what works instead.
 
-    Args:
-        drafter: its config, or what its config.json holds.
-        name: what the user gave as "model".
+    drafter: its config, or what is written in it.
     """
     why = other_family(drafter)
     if why is not None:
@@ -130,11 +119,7 @@ def refuse_other_family(drafter: Any, name: str) -> None:
 
 
 def check_target(model: Any) -> None:
-    """Refuse a target model that a tree cannot be verified on.
-
-    Args:
-        model: vLLM's ModelConfig of the target.
-    """
+    """Refuse a target model that a tree cannot be verified on."""
     kinds: set[str] = set(getattr(model.hf_text_config, "layer_types", None) or ())
     linear = "linear_attention" in kinds
     causes: tuple[tuple[Callable[[], Any], str], ...] = (
@@ -176,13 +161,16 @@ def check_target(model: Any) -> None:
         )
 
 
-def check_target_file(name: str, written: dict[str, Any]) -> None:
-    """Refuse a drafter in the target's place before vLLM fails on it.
+def read_config(role: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
+    """What is written in a model's config.json, see `files.written_config`."""
+    try:
+        return files.written_config(name, revision)
+    except files.UnreadableError as error:
+        raise BastionConfigError(f"the {role} cannot be read: {error}") from error
 
-    Args:
-        name: what the user gave.
-        written: what its config.json holds.
-    """
+
+def check_target_file(name: str, written: dict[str, Any]) -> None:
+    """Refuse a drafter in the target's place before vLLM fails on it."""
     kind = kind_of(architectures_of(SimpleNamespace(**written)))
     if kind is not None:
         raise BastionConfigError(
@@ -192,12 +180,7 @@ def check_target_file(name: str, written: dict[str, Any]) -> None:
 
 
 def unknown_target(name: str, written: dict[str, Any]) -> BastionConfigError | None:
-    """What to say of a target that vLLM failed on, if it is of a type that vLLM does not have.
-
-    Args:
-        name: what the user gave.
-        written: what its config.json holds.
-    """
+    """Our words for a target that vLLM failed on, if vLLM does not have its type."""
     from vllm.model_executor.models import ModelRegistry
 
     architectures = written.get("architectures") or []
@@ -210,16 +193,10 @@ def unknown_target(name: str, written: dict[str, Any]) -> BastionConfigError | N
 
 
 def unknown_drafter(name: str, written: dict[str, Any] | None) -> BastionConfigError:
-    """What to say of a drafter whose config vLLM cannot read.
-
-    Args:
-        name: what the user gave as "model".
-        written: what its config.json holds, if that could be read.
-    """
+    """Our words for a drafter whose config vLLM cannot read."""
     return BastionConfigError(
         f'"model": "{name}" is {_shown(written or {})}, which vLLM {compat.vllm_version()} cannot '
-        "read: give a drafter that was trained for the target, of the kinds "
-        f"{DRAFTER_NAMES}"
+        f"read: give a drafter that was trained for the target, of the kinds {DRAFTER_NAMES}"
     )
 
 
@@ -230,11 +207,7 @@ def _shown(written: dict[str, Any]) -> str:
 
 
 def check_hidden_states(model: Any) -> None:
-    """Refuse a target whose class in vLLM does not give its layers' outputs to a drafter.
-
-    Args:
-        model: vLLM's ModelConfig of the target.
-    """
+    """Refuse a target whose class in vLLM does not give its layers' outputs to a drafter."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_eagle3
 
@@ -252,16 +225,10 @@ def check_hidden_states(model: Any) -> None:
 
 
 def thinking_note(target: str, revision: str | None, drafter: str) -> str | None:
-    """What to say where a drafter was trained on replies without thinking and the target thinks.
-
-    Args:
-        target: name or folder.
-        revision: of the target on Hugging Face.
-        drafter: likewise.
-    """
+    """A note where the drafter was trained on replies without thinking, and the target thinks."""
     if not _WITHOUT_THINKING.search(drafter.rstrip("/")):
         return None
-    if "enable_thinking" not in checkpoint.chat_template(target, revision):
+    if "enable_thinking" not in files.chat_template(target, revision):
         return None
     return (
         f'drafter "{drafter}" was trained on replies without thinking, and the chat template of '

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says without its weights: its config.json, and the headers of its files.
+"""A model's config.json and the headers of its files, in a folder or on Hugging Face.
 
-Imports no vLLM.
+Models are named by folder or Hugging Face name, with the revision there.
 """
 
 from __future__ import annotations
@@ -39,10 +39,6 @@ class UnreachableError(UnreadableError):
 
 def written_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
     """What a model's config.json holds; None for a model in another format, or kept elsewhere.
-
-    Args:
-        model: folder or Hugging Face name.
-        revision: of the model on Hugging Face.
 
     Raises:
         UnreadableError: in one sentence, without a model's role.
@@ -148,12 +144,7 @@ def _downloaded(model: str, revision: str | None) -> Path | UnreadableError:
 def tensors(model: str, revision: str | None = None) -> dict[str, Tensor] | None:
     """A model's tensors by name, from the headers of its safetensors files.
 
-    Args:
-        model: folder or Hugging Face name.
-        revision: of the model on Hugging Face.
-
-    Returns:
-        None if there are no such files, or they cannot be read from here.
+    None if there are no such files, or they cannot be read from here.
 
     Raises:
         UnreadableError: a file in a folder is no safetensors file.

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vllm_bastion.drafter_kinds import KINDS
-
-__all__ = ["teach_drafters"]
+from vllm_bastion.checkpoints.kinds import KINDS
 
 
 def teach_drafters() -> None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the config of a drafter's checkpoint says, by kind of drafter; the rows are `drafter_kinds`.
-
-Configs are Hugging Face's. Nothing here imports vLLM.
-"""
+"""What the Hugging Face config of a drafter's checkpoint says, by kind of drafter; see `kinds`."""
 
 from __future__ import annotations
 
