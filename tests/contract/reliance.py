@@ -23,6 +23,6 @@ class Reliance:
     body: tuple[str, ...] = ()
     """Pieces of the function's source that must appear in this order."""
     whole_body: bool = False
-    """Whether our code was written beside the whole function, see `Capabilities.fingerprints`."""
+    """Whether our code was written beside the whole function, see `contract.fingerprints`."""
     needs: str | None = None
     """The field of `Capabilities` without which vLLM does not have it."""

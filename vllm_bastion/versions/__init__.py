@@ -39,8 +39,6 @@ class Capabilities:
     """Kernel -> parameters of its native twin that this version's kernel does not take."""
     signatures: Mapping[str, str] = field(default_factory=dict)
     """Hook target -> its signature, where it is not the one that the hook's row expects."""
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Function -> fingerprint of the body that an adapter was written beside."""
 
 
 def capabilities_of(version: str) -> Capabilities:
