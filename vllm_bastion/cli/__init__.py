@@ -98,29 +98,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(arguments: argparse.Namespace, engine_args: list[str]) -> int:
-    _check_models(arguments)
     envs.quiet()
     quiet()
-    try:
-        from vllm_bastion.cli.check import check
-    except ImportError as error:
-        raise _no_vllm(error) from error
-
-    report = check(arguments.target, arguments.drafter, engine_args)
-    print(report.text())
-    return 0 if report.refusal is None else 1
+    return 0 if _would_start(arguments, engine_args) else 1
 
 
 def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
-    _check_models(arguments)
     if arguments.out is not None:
         _check_file("--out", arguments.out)
-    try:
-        from vllm_bastion.calibration.engine import main as calibrate
-    except ImportError as error:
-        raise _no_vllm(error) from error
     if not _would_start(arguments, engine_args):
         return 1
+    from vllm_bastion.calibration.engine import main as calibrate
+
     profile, path = calibrate(
         arguments.target, arguments.drafter, output=arguments.out, engine_args=engine_args
     )
@@ -129,20 +118,16 @@ def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
 
 
 def _explain(arguments: argparse.Namespace, engine_args: list[str]) -> int:
-    _check_models(arguments)
     if arguments.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
     if "" in (arguments.prompt or ()):
         raise ValueError("--prompt must not be empty")
     _check_file("--page", arguments.page)
-    try:
-        from vllm_bastion.cli.explain import PROMPTS, explain
-    except ImportError as error:
-        raise _no_vllm(error) from error
-    from vllm_bastion.page.document import with_data
-
     if not _would_start(arguments, engine_args):
         return 1
+    from vllm_bastion.cli.explain import PROMPTS, explain
+    from vllm_bastion.page.document import with_data
+
     snapshots, _ = explain(
         arguments.target,
         arguments.drafter,
@@ -157,8 +142,14 @@ def _explain(arguments: argparse.Namespace, engine_args: list[str]) -> int:
 
 def _would_start(arguments: argparse.Namespace, engine_args: list[str]) -> bool:
     """Print what would be served, or why nothing would be; see `check`."""
-    from vllm_bastion.cli.check import check
-
+    _check_models(arguments)
+    try:
+        from vllm_bastion.cli.check import check
+    except ImportError as error:
+        raise RuntimeError(
+            f"vLLM cannot be imported here ({error}): repair its installation, or run this command "
+            "in the environment that serves"
+        ) from error
     report = check(arguments.target, arguments.drafter, engine_args)
     print(report.text(), flush=True)
     return report.refusal is None
@@ -184,13 +175,6 @@ def _check_models(arguments: argparse.Namespace) -> None:
     problem = compat.version_problem(compat.vllm_version())
     if problem is not None:
         raise RuntimeError(problem)
-
-
-def _no_vllm(error: ImportError) -> RuntimeError:
-    return RuntimeError(
-        f"vLLM cannot be imported here ({error}): repair its installation, or run this command "
-        "in the environment that serves"
-    )
 
 
 def _show(arguments: argparse.Namespace, _: list[str]) -> int:
