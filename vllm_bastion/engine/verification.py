@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -45,69 +45,61 @@ class VerifiedTrees:
     """The T trees that one step verifies, as the host knows them."""
 
     # [T] request slots
-    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    slots: np.ndarray
     # [T] each slot's generation in that step; another generation is another request.
-    generations: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    generations: np.ndarray
     # [T] nodes that are verified, or their limit if only the device knows them.
-    max_nodes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    max_nodes: np.ndarray
     # [T] kappa of each, which its scores contain.
-    kappa: np.ndarray = field(default_factory=lambda: np.ones(0))
-    # [T] accepted draft tokens expected of each; None until known.
-    promised: np.ndarray | None = None
+    kappa: np.ndarray
     # Whether they are copies alone, which say nothing of the drafter.
     only_copies: bool = False
+    # [T] accepted draft tokens expected of each; None until known.
+    promised: np.ndarray | None = None
 
 
-_NO_TREES = VerifiedTrees()
+_NO_TREES = VerifiedTrees(*(np.zeros(0, dtype=np.int64) for _ in range(3)), np.zeros(0))
 
 
+@dataclass(eq=False)
 class CountedOutput(AsyncModelRunnerOutput):
-    """A step's output with what the scheduler is to know, see `hooks.scheduler`.
+    """A step's output with what the scheduler must know, see `hooks.scheduler`."""
 
-    drafting: whether the step that is scheduled next has a use for placeholders. num_logits:
-    [R + 1] running sum of root and nodes of the requests `req_ids`; a copy from the device may
-    still fill it, one that was queued before the output's own. recorder, step: who completes the
-    step's record, and the record; None if steps are not recorded. times: of completed steps, for
-    all ranks. sources: see `Copies.count_sources`; filled like `num_logits`.
-    """
-
-    def __init__(
-        self,
-        output: AsyncModelRunnerOutput,
-        drafting: bool,
-        req_ids: list[str],
-        num_logits: np.ndarray,
-        recorder: Recorder | None = None,
-        step: StepRecord | None = None,
-        times: Sequence[StepTimes] = (),
-        sources: np.ndarray | None = None,
-    ) -> None:
-        self._output, self._drafting, self._times = output, drafting, times
-        self._sources = sources
-        self._recorder, self._step = recorder, step
-        self._req_ids, self._num_logits = req_ids, num_logits
+    output: AsyncModelRunnerOutput
+    # Whether the step that is scheduled next has a use for placeholders.
+    drafting: bool
+    req_ids: list[str]
+    # [R + 1] running sum of each request's root and nodes. A copy from the device may still fill
+    # it, one that was queued before the output's own; and `sources` (`Copies.count_sources`).
+    num_logits: np.ndarray
+    sources: np.ndarray | None
+    # Completes the step's record; None if steps are not recorded.
+    recorder: Recorder | None
+    step: StepRecord | None
+    # Of completed steps, for all ranks.
+    times: Sequence[StepTimes] = ()
 
     def get_output(self) -> ModelRunnerOutput:
-        output = self._output.get_output()
-        ends = self._num_logits.tolist()
-        if ends[-1] == len(self._req_ids):  # roots only
-            num_verified = dict.fromkeys(self._req_ids, 0)
+        output = self.output.get_output()
+        ends = self.num_logits.tolist()
+        if ends[-1] == len(self.req_ids):  # roots only
+            num_verified = dict.fromkeys(self.req_ids, 0)
         else:
             nodes = (end - begin - 1 for begin, end in pairwise(ends))
-            num_verified = dict(zip(self._req_ids, nodes, strict=True))
-        if self._recorder is not None and self._step is not None:
+            num_verified = dict(zip(self.req_ids, nodes, strict=True))
+        if self.recorder is not None and self.step is not None:
             trees = [name for name, count in num_verified.items() if count > 0]
             tokens, row = output.sampled_token_ids, output.req_id_to_index
             accepted = [(len(tokens[row[name]]) or 1) - 1 for name in trees]
-            sources = () if self._sources is None else self._sources.ravel().tolist()
+            sources = () if self.sources is None else self.sources.ravel().tolist()
             nodes_of = [num_verified[name] for name in trees]
-            self._recorder.finish(self._step, nodes_of, accepted, sources)
-        StepReport(num_verified, self._drafting, self._step, self._times).attach(output)
+            self.recorder.finish(self.step, nodes_of, accepted, sources)
+        StepReport(num_verified, self.drafting, self.step, self.times).attach(output)
         return output
 
     def get_kv_connector_output(self) -> Any:
         """What vLLM 0.33 asks an output for that failed."""
-        return self._output.get_kv_connector_output()
+        return self.output.get_kv_connector_output()
 
 
 class BastionVerificationManager(AdaptiveVerificationManager):
@@ -190,16 +182,12 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         with gpu_sync_allowed():
             self._num_verify = self._choose(slots, drafts)
         rows, controller = np.flatnonzero(drafts), self.runtime.controller
-        max_nodes = drafts if self.lag else self._num_verify
-        with_tree = slots[rows]
+        max_nodes, with_tree = drafts if self.lag else self._num_verify, slots[rows]
+        kappa = np.ones(len(rows))
+        if controller is not None:
+            kappa = controller.kappa_in_use(with_tree, self._only_copies)
         self._history[-1] = VerifiedTrees(
-            with_tree,
-            self._generations[with_tree],
-            max_nodes[rows],
-            np.ones(len(rows))
-            if controller is None
-            else controller.kappa_in_use(with_tree, self._only_copies),
-            only_copies=self._only_copies,
+            with_tree, self._generations[with_tree], max_nodes[rows], kappa, self._only_copies
         )
         self._observe_past_step()
         return int(self._num_verify.sum() + self._plain_rows.sum())
@@ -434,7 +422,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         times = self.runtime.completed_steps() if self.runtime.learns_with_others else ()
         sources, self.runtime.sources = self.runtime.sources, None
         return CountedOutput(
-            output, self.runtime.step.announces, req_ids, counts, recorder, step, times, sources
+            output, self.runtime.step.announces, req_ids, counts, sources, recorder, step, times
         )
 
     def warm_up(self) -> None:
