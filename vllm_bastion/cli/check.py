@@ -16,10 +16,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from vllm_bastion import checkpoint, hooks
+from vllm_bastion import hooks
 from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.key import host_choices, key_of
 from vllm_bastion.calibration.points import largest_steps
+from vllm_bastion.checkpoints import files
 from vllm_bastion.checks.models import thinking_note
 from vllm_bastion.cli.arguments import engine_arguments
 from vllm_bastion.cli.memory import Memory, memory_of, trees_of
@@ -66,10 +67,10 @@ def check(target: str, drafter: str, engine_args: Sequence[str]) -> Report:
     """
     for role, name in (("target", target), ("drafter", drafter)):
         try:
-            checkpoint.check_readable(role, name)
-        except checkpoint.UnreachableError as error:  # vLLM would wait for the network again
+            files.check_readable(role, name)
+        except files.UnreachableError as error:  # vLLM would wait for the network again
             return Report(refusal=str(error))
-        except checkpoint.UnreadableError:  # vLLM knows more kinds of names
+        except files.UnreadableError:  # vLLM knows more kinds of names
             pass
     args = engine_arguments("check", target, drafter, engine_args)
     try:

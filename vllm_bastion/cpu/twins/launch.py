@@ -37,7 +37,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @njit
-def row_of(flat, stride, index):  # type: ignore[no-untyped-def]
+def row_of(flat, stride, index):
     """Row `index` of a flat view of rows."""
     return flat[index * stride : (index + 1) * stride]
 

@@ -113,8 +113,15 @@ class Profile:
         """Join a table and a calibration, which also extends the table to longer contexts."""
         if report is None:
             return cls(key, table, names=names, load=load)
-        calibrated, *errors = report.calibrated, report.rmse_before, report.rmse_after
-        return cls(key, table.with_carrier(calibrated), calibrated, *errors, names=names, load=load)
+        return cls(
+            key,
+            table.with_carrier(report.calibrated),
+            report.calibrated,
+            report.rmse_before,
+            report.rmse_after,
+            names=names,
+            load=load,
+        )
 
     def age_s(self) -> float:
         """Seconds since it was measured; infinite if it does not say when."""
