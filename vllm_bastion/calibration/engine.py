@@ -20,7 +20,7 @@ from vllm_bastion import envs
 from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.agreement import from_rank_0, shared_profile
 from vllm_bastion.calibration.key import host_choices, key_of
-from vllm_bastion.calibration.measure import largest_steps, may_stop_early, measure, warm_up
+from vllm_bastion.calibration.measure import limits_of, may_stop_early, measure, warm_up
 from vllm_bastion.calibration.points import CONTEXTS
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
 from vllm_bastion.engine.runtime import runtime_of
@@ -253,5 +253,5 @@ def profile_key(runner: Any) -> ProfileKey:
         device=device_name(runner.device),
         backends={g.backend.get_name() for groups in runner.attn_groups for g in groups},
         captured=captured,
-        largest=largest_steps(runner, captured),
+        largest=limits_of(runner).largest_steps(captured),
     )

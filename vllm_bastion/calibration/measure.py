@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_bastion.calibration import points
 from vllm_bastion.calibration.agreement import from_rank_0
 from vllm_bastion.calibration.load import CpuTimes
 from vllm_bastion.calibration.points import (
     REPEATS,
     REPEATS_FAR,
+    Limits,
     repeats_after,
     sizes_to_measure,
     tree_shapes,
@@ -71,9 +71,10 @@ def measure(
     """
     start, cpus = time.perf_counter(), CpuTimes.now()
     current_host().prepare_timing(runner)
-    batches, contexts = _batches(runner), _contexts(runner)
+    limits = limits_of(runner)
+    batches, contexts = limits.batch_sizes, limits.contexts
     largest_graph = max(captured, default=runner.max_num_tokens)
-    shapes = tree_shapes(_largest_tree(runner), _max_tree_rows(runner), batches[-1])
+    shapes = tree_shapes(limits.largest_tree, _max_tree_rows(runner), batches[-1])
     # The sizes of tree steps are timed without context, too.
     padded = padded_rows(runner.max_num_tokens, captured)
     sizes = sorted(
@@ -89,11 +90,10 @@ def measure(
     heads_of = [n for n in sizes if n <= _max_tree_rows(runner)] or sizes[:1]
     head_rounds = _rounds(partial(_head_ms, runner), [(n,) for n in heads_of], group)
     plain_rounds = _rounds(partial(dummy_tree_step, runner), dummies, group)
-    far_rounds = _rounds(partial(dummy_tree_step, runner), far, group)[:REPEATS_FAR]
-    for steps, far_steps in zip(plain_rounds, far_rounds, strict=False):
-        steps += far_steps
+    far_rounds = _rounds(partial(dummy_tree_step, runner), far, group, REPEATS_FAR)
+    plain_rounds = [near + far for near, far in zip(plain_rounds, far_rounds, strict=True)]
     short = [(n, contexts[0]) for n in batches] if may_stop_early(runner) else []
-    first_only = runtime_of(runner.vllm_config).trees.gamma - 1
+    first_only = limits.depth - 1
     short_step = partial(dummy_tree_step, runner, spared=first_only)
     short_rounds = _rounds(short_step, short, group)
     tree_rounds = _tree_rounds(runner, shapes, contexts, group)
@@ -113,15 +113,14 @@ def measure(
         return float(np.interp(rows, heads_of, [median(head_times[n]) for n in heads_of]))
 
     def forward_samples() -> list[Sample]:
-        times = [
-            (step.num_target_tokens, float(context), step.forward_ms, step.num_reqs)
-            for context, step in plain
-        ]
+        times = [(step.num_target_tokens, context, step) for context, step in plain]
         times += [
-            (int(padded[step.num_target_tokens]), float(context), step.forward_ms, step.num_reqs)
-            for context, _, step in trees
+            (int(padded[step.num_target_tokens]), context, step) for context, _, step in trees
         ]
-        return [(rows, context, ms + head_ms(rows), reqs) for rows, context, ms, reqs in times]
+        return [
+            (rows, float(context), step.forward_ms + head_ms(rows), step.num_reqs)
+            for rows, context, step in times
+        ]
 
     deadline = time.perf_counter() + _AGAIN_S
     for _ in range(_AGAIN):
@@ -135,9 +134,8 @@ def measure(
     samples = forward_samples()
     drafter = [(step.num_reqs, step.drafter_ms) for _, step in plain]
     drafter_ms = StepCostTable(samples, drafter, max_rows=1).drafter_ms
-    fewer = max(1, runtime_of(runner.vllm_config).trees.gamma - 1)
     positions = [
-        (step.num_reqs, max(0.0, drafter_ms(step.num_reqs) - step.drafter_ms) / fewer)
+        (step.num_reqs, max(0.0, drafter_ms(step.num_reqs) - step.drafter_ms) / max(1, first_only))
         for _, step in drafts
     ]
 
@@ -207,7 +205,7 @@ def warm_up(runner: Any, group: Any) -> None:
     oneDNN compiles a matrix product for every new number of rows. The largest tree is first; slow
     models, whose steps hide that time, run as many of the others as `_WARM_UP_S` allows.
     """
-    largest = min(_largest_tree(runner), _max_tree_rows(runner) - 1)
+    largest = min(limits_of(runner).largest_tree, _max_tree_rows(runner) - 1)
     if largest < 1:
         return
     with TreeSteps(runner).untrimmed() as steps:
@@ -223,27 +221,11 @@ def may_stop_early(runner: Any) -> bool:
     return runner.speculator.may_stop_early and not current_host().runs_ahead
 
 
-def largest_steps(runner: Any, captured: list[int]) -> tuple[int, int, int]:
-    """Requests, rows and cached tokens of the largest steps that `measure` times."""
+def limits_of(runner: Any) -> Limits:
+    """The limits of an engine's steps."""
     trees = runtime_of(runner.vllm_config).trees
-    return points.largest_steps(
-        captured,
-        max_num_tokens=runner.max_num_tokens,
-        max_num_reqs=runner.max_num_reqs,
-        max_model_len=runner.max_model_len,
-        depth=trees.gamma,
-        tree_size=trees.tree_size,
-    )
-
-
-def _batches(runner: Any) -> list[int]:
-    depth = runtime_of(runner.vllm_config).trees.gamma
-    return points.batch_sizes(runner.max_num_tokens, runner.max_num_reqs, depth)
-
-
-def _contexts(runner: Any) -> list[int]:
-    depth = runtime_of(runner.vllm_config).trees.gamma
-    return points.contexts(runner.max_model_len, depth, _largest_tree(runner))
+    sizes = runner.max_num_tokens, runner.max_num_reqs, runner.max_model_len
+    return Limits(*sizes, trees.gamma, trees.tree_size)
 
 
 def _max_tree_rows(runner: Any) -> int:
@@ -251,21 +233,31 @@ def _max_tree_rows(runner: Any) -> int:
     return min(runner.max_num_tokens, runner.adaptive_verification.max_total_logits)
 
 
-def _largest_tree(runner: Any) -> int:
-    trees = runtime_of(runner.vllm_config).trees
-    return points.largest_tree(trees.tree_size, trees.gamma, runner.max_model_len)
-
-
 def _rounds(
-    run: Callable[..., object], points: Sequence[tuple[int, ...]], group: Any
+    run: Callable[..., object],
+    points: Sequence[tuple[int, ...]],
+    group: Any,
+    most: int = REPEATS,
 ) -> list[list[tuple[int, ...]]]:
     """The points of each round. Runs each point once first, which is not a measurement.
 
-    A point that takes long is in fewer rounds, see `repeats_after`.
+    A point that takes long is in fewer rounds, see `repeats_after`; none is in more than `most`.
     """
+    return _rounds_of(points, _first_seconds(run, points, group), most)
+
+
+def _first_seconds(
+    run: Callable[..., object], points: Sequence[tuple[int, ...]], group: Any
+) -> list[float]:
+    """How long each point takes on rank 0, because every rank must run the same steps."""
     own = [_seconds(partial(run, *point)) for point in points]
-    # Every rank must run the same steps.
-    counts = [repeats_after(seconds) for seconds in from_rank_0(group, lambda: own)]
+    return from_rank_0(group, lambda: own)
+
+
+def _rounds_of(
+    points: Sequence[tuple[int, ...]], seconds: Sequence[float], most: int = REPEATS
+) -> list[list[tuple[int, ...]]]:
+    counts = [min(repeats_after(each), most) for each in seconds]
     return [
         [point for point, count in zip(points, counts, strict=True) if turn < count]
         for turn in range(REPEATS)
@@ -278,20 +270,14 @@ def _tree_rounds(
     """(requests, nodes of each, context) of each round."""
     if not shapes:
         return [[] for _ in range(REPEATS)]
+    near = [(*shape, contexts[0]) for shape in shapes]
     with TreeSteps(runner).untrimmed() as steps:
         # `run` runs two steps
-        own = [_seconds(partial(steps.run, *shape, contexts[0])) / 2 for shape in shapes]
-    first = from_rank_0(group, lambda: own)
-    points = [
-        (
-            (*shape, context),
-            min(repeats_after(seconds), REPEATS if context == contexts[0] else REPEATS_FAR),
-        )
-        for context in contexts
-        for shape, seconds in zip(shapes, first, strict=True)
-        if context == contexts[0] or seconds <= _SLOW_S
-    ]
-    return [[point for point, count in points if turn < count] for turn in range(REPEATS)]
+        seconds = [both / 2 for both in _first_seconds(steps.run, near, group)]
+    quick = [(*each, s) for each, s in zip(shapes, seconds, strict=True) if s <= _SLOW_S]
+    far = [((reqs, nodes, context), s) for context in contexts[1:] for reqs, nodes, s in quick]
+    far_rounds = _rounds_of([point for point, _ in far], [s for _, s in far], REPEATS_FAR)
+    return [a + b for a, b in zip(_rounds_of(near, seconds), far_rounds, strict=True)]
 
 
 def _dummy_steps(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 # A point is timed this often, or as often as fits into `_POINT_S` seconds, but at least once.
 # Longer contexts are timed less often, because what they add changes few decisions.
@@ -55,39 +56,37 @@ def repeats_after(seconds: float) -> int:
     return max(1, min(REPEATS, int(_POINT_S / max(seconds, 1e-9))))
 
 
-def batch_sizes(max_num_tokens: int, max_num_reqs: int, depth: int) -> list[int]:
-    """Batch sizes to time: the drafter's block of each request must fit into a step, too."""
-    most = max(1, min(max_num_tokens // (1 + depth), max_num_reqs))
-    return [reqs for reqs in PLAIN_REQS if reqs <= most]
+@dataclass(frozen=True)
+class Limits:
+    """The settings of an engine that limit which steps are timed."""
 
+    max_num_tokens: int
+    max_num_reqs: int
+    max_model_len: int
+    depth: int  # gamma
+    tree_size: int  # nodes of a whole tree
 
-def largest_tree(tree_size: int, depth: int, max_model_len: int) -> int:
-    """Nodes of the largest tree to time.
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Batch sizes to time: the drafter's block of each request must fit into a step, too."""
+        most = max(1, min(self.max_num_tokens // (1 + self.depth), self.max_num_reqs))
+        return [reqs for reqs in PLAIN_REQS if reqs <= most]
 
-    A request needs room for its context, two roots, the tree and the accepted path.
-    """
-    return min(tree_size, max_model_len - depth - 4)
+    @property
+    def largest_tree(self) -> int:
+        """Nodes of the largest tree to time.
 
+        A request needs room for its context, two roots, the tree and the accepted path.
+        """
+        return min(self.tree_size, self.max_model_len - self.depth - 4)
 
-def contexts(max_model_len: int, depth: int, largest: int) -> list[int]:
-    """Cached tokens per request to time; largest: nodes of the largest tree."""
-    longest = max(1, max_model_len - depth - 3 - largest)
-    return sorted({min(context, longest) for context in CONTEXTS})
+    @property
+    def contexts(self) -> list[int]:
+        """Cached tokens per request to time."""
+        longest = max(1, self.max_model_len - self.depth - 3 - self.largest_tree)
+        return sorted({min(context, longest) for context in CONTEXTS})
 
-
-def largest_steps(
-    captured: Sequence[int],
-    *,
-    max_num_tokens: int,
-    max_num_reqs: int,
-    max_model_len: int,
-    depth: int,
-    tree_size: int,
-) -> tuple[int, int, int]:
-    """Requests, rows and cached tokens of the largest steps to time."""
-    tree = largest_tree(tree_size, depth, max_model_len)
-    return (
-        batch_sizes(max_num_tokens, max_num_reqs, depth)[-1],
-        sizes_to_measure(captured, max_num_tokens)[-1],
-        contexts(max_model_len, depth, tree)[-1],
-    )
+    def largest_steps(self, captured: Sequence[int]) -> tuple[int, int, int]:
+        """Requests, rows and cached tokens of the largest steps to time."""
+        sizes = sizes_to_measure(captured, self.max_num_tokens)
+        return self.batch_sizes[-1], sizes[-1], self.contexts[-1]

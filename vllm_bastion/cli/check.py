@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm_bastion import hooks
 from vllm_bastion.calibration import summary
 from vllm_bastion.calibration.key import host_choices, key_of
-from vllm_bastion.calibration.points import largest_steps
+from vllm_bastion.calibration.points import Limits
 from vllm_bastion.checkpoints import files
 from vllm_bastion.checks.models import thinking_note
 from vllm_bastion.cli.arguments import engine_arguments
@@ -182,22 +182,20 @@ def _vllm_backend(config: VllmConfig) -> type[Any]:
 def _key(config: VllmConfig) -> tuple[ProfileKey, bool]:
     """The profile's key, and whether it is certain: CUDA graphs are planned by a worker."""
     scheduler, trees = config.scheduler_config, trees_of(config)
-    captured: tuple[int, ...] = ()
-    largest = largest_steps(
-        captured,
-        max_num_tokens=scheduler.max_num_batched_tokens,
-        max_num_reqs=scheduler.max_num_seqs,
-        max_model_len=config.model_config.max_model_len,
-        depth=trees.gamma,
-        tree_size=trees.tree_size,
+    limits = Limits(
+        scheduler.max_num_batched_tokens,
+        scheduler.max_num_seqs,
+        config.model_config.max_model_len,
+        trees.gamma,
+        trees.tree_size,
     )
     backend = _tree_backend(config)
     key = key_of(
         config,
         device=device_name(torch.device(current_platform.device_type)),
         backends={backend.get_name(), _vllm_backend(config).get_name()},
-        captured=captured,
-        largest=largest,
+        captured=(),
+        largest=limits.largest_steps(()),
     )
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     return key, not (graphs and current_platform.is_cuda_alike())
