@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookup: the copies of all requests, in buffers that live as long as the engine.
 
-A copy is what follows, in a request's own text, the latest occurrence of the longest match with its
-end; see `bastion_kernels.draft.find_copy`. It becomes a branch of the request's tree. Trees still
-depend on the drafter and the emitted text alone, so the walk stays exact.
+The longest suffix of a request's text that occurs earlier in it is looked up
+(`bastion_kernels.draft.find_copy`). What follows the latest occurrence, the copy, becomes a branch
+of the request's tree. Trees still depend on the drafter and the emitted text alone, so the walk
+stays exact.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Copies:
         Args:
             slots: [R] int64 request slots.
             tokens, logprobs, child_rows: see `Trees.grow_lattice`; D may be 0.
-            promised: [S], written: how many tokens of each copy are expected to be right.
+            promised: [S], written: tokens of each copy that are expected to be accepted.
             longest: most tokens of a copy, if fewer than a tree is deep.
         """
         reqs, width = len(slots), tokens.shape[2]

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What trees bring: the path scores of each request, calibrated by what was accepted.
 
-A drafter's path scores rho promise more or less than the target accepts. With A_r and P_r the
-accepted and the promised draft tokens of request r, decayed sums over its latest trees,
+The sum of a tree's path scores rho, its "promised" tokens, is the drafter's own estimate of the
+accepted ones, and it is biased. With A_r and P_r the accepted and the promised draft tokens of
+request r, decayed sums over its latest trees,
 
     kappa_r = (A_r + 16 kappa) / (P_r + 16)       kappa: the same ratio over all requests
 
-and kappa_r rho is the one score that everything uses: which nodes are verified, how a batch shares
-them, and whether to draft at all.
+The calibrated score kappa_r rho decides which nodes are verified, how a batch shares them, and
+whether to draft at all.
 
-A request is judged by the mean of its latest trees. Until it has some, the first trees of other
-requests stand in.
+A request's estimate is the mean of its latest trees. A request without trees gets the mean of other
+requests' first trees.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 _RECENT = 16
 # The same of the first trees of all requests.
 _RECENT_OF_ALL = 256
-# What is known of a request that gets no trees fades in so many steps.
+# Steps without trees in which the weight of a request's own trees falls to 1/e.
 _FADING = 32
 # Weight of the ratio of all requests, in promised tokens.
 _PRIOR_TOKENS = 16.0
@@ -135,7 +136,7 @@ class Gains:
     def add_outcomes(
         self, requests: Sequence[int], promised: Sequence[float], accepted: Sequence[float]
     ) -> None:
-        """Compare verified trees with what they promised.
+        """Add the outcomes of verified trees.
 
         Args:
             requests: [R] requests, whose trees `add_trees` was called with.

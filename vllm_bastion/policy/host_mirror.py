@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Published:
-    """What the host learns about a step at its end. Arrays are views, see `HostMirror.read`."""
+    """The results of a step on the host. Arrays are views, see `HostMirror.read`."""
 
     # [R] request slots of the batch that trees were grown for; None if the step did not draft.
     grown_for: np.ndarray | None
@@ -20,7 +20,7 @@ class Published:
     promised: np.ndarray
     # [S] tokens that the step emitted.
     emitted: np.ndarray
-    # [S] tokens of the copies in those trees that are expected to be right; 0 without lookup.
+    # [S] tokens of the copies in those trees that are expected to be accepted; 0 without lookup.
     copied: np.ndarray
     # Whether those trees are copies alone.
     only_copies: bool

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """When to try the kind of step that does not seem to pay: probes that back off.
 
-While nothing is drafted, nothing shows what drafts would bring. So two steps in a row draft after B
-steps without drafts. B doubles from 16 to 512 each time they do not pay, and returns to 16 when
-they do. It is 16 as well if half of the batch are requests of which no tree is known.
+Plain steps yield no data on trees. So after B steps without drafts, two steps in a row draft. B
+doubles from 16 to 512 each time they do not pay, and returns to 16 when they do. It is 16 as well
+if half of the batch are requests without trees so far.
 
 With C and P the costs of a step with trees and of a plain one, a probe is expected to lose
 2 C (1 - e^x), at most 2 (C - P). It is paid from an allowance that grows by 1/64 of the time and
 starts with 4 P. So probes are expected to cost at most 1/64 of the time, however short replies are
 and however dear trees.
 
-While drafting, nothing shows what plain steps cost. A few are taken at first if that could change
-the decision.
+Steps with trees yield no data on the cost of plain steps. A few plain steps are taken at first if
+that could change the decision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST, _LAST = 16, 512
 _OF_TREES, _OF_PLAIN = 2, 4
 # The allowance's share of the time, and plain steps that it starts with and at most holds.
 _SHARE, _MOST = 1 / 64, 4.0
-# Least share of its time that a probe counts as losing: to change the kind of step takes time too.
+# Least fraction of its time that a probe is charged: changing the kind of step costs time, too.
 _MIN_LOSS = 0.3
 # Decisions after a probe before its results have arrived.
 _PAUSE = 3

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lagged timing: the nodes of a step whose scores the host has not seen.
 
-The scores of an earlier step asked for N nodes of T trees, beside as many roots. A step with as
-many trees and no other rows takes the same. For any other step, n nodes of t trees are taken to
-bring
+By an earlier step's scores, N nodes of T trees were best, beside T roots. A step with T trees and
+no other rows verifies N nodes again. For any other step, n nodes of t trees are estimated to yield
 
     G(n) = G t/T (n T / (N t))^0.2
 
-draft tokens, where G is what the N nodes were expected to bring and 0.2 how accepted tokens grow
-with nodes (tau of fixed budgets of 8 to 256 nodes, tiny pair). n is the best of
+draft tokens. G is the estimate for the N nodes; the exponent was fitted to tau of fixed budgets of
+8 to 256 nodes (tiny pair). n maximises
 
     (R + G(n)) / (C(R) + C(base + n) - C(base))
 
-where base are the rows that are no nodes, over N and the CUDA graphs next to it, and beside prompts
-over fractions of N. Prompt rows have to be computed in any case, so nodes do not make up for their
-time.
+where base is the number of rows that are not nodes. Candidates are N and the CUDA graph sizes next
+to it, and with prompts also fractions of N. Prompt rows must be computed in any case, so nodes are
+not chosen to make up for their time.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class StepSize:
         self._trees, self._tokens = 1, 0.0
 
     def observe(self, nodes: int, trees: int, tokens: float) -> None:
-        """The scores of a batch asked for so many nodes of `trees` >= 1 trees.
+        """By the scores of a batch, so many nodes of `trees` >= 1 trees are best.
 
-        tokens: draft tokens expected to be accepted of them.
+        tokens: draft tokens of them that are expected to be accepted.
         """
         self._nodes, self._trees, self._tokens = nodes, trees, tokens
 
@@ -56,7 +55,7 @@ class StepSize:
         Args:
             trees: requests that may have nodes.
             num_reqs: R.
-            base_rows: rows that are no nodes, at least R.
+            base_rows: rows that are not nodes, at least R.
             most: nodes that the requests and buffers have room for.
             cost: C, see `StepEstimate.curve`.
             graphs: [G] ascending sizes of CUDA graphs; may be empty.
@@ -69,8 +68,8 @@ class StepSize:
             return min(most, -(-most // trees), *room[-1:].tolist())
         if trees == self._trees and base_rows == num_reqs:
             return min(self._nodes, most)
-        # A batch that grew keeps its number of nodes until its own scores arrive: few requests ask
-        # for so many nodes each that a large batch would compute for a long time.
+        # A batch that grew keeps its number of nodes until its own scores arrive: N* of a few
+        # requests is so large for each that a large batch would compute for a long time.
         scaled = self._nodes * min(1.0, trees / self._trees)
         sizes = scaled * (_FRACTIONS if base_rows > num_reqs else _FRACTIONS[-1:])
         if len(room):  # the graphs next to these sizes are filled

@@ -14,8 +14,7 @@ size. With f the fraction of the estimate that e^s scales, a tree step counts by
 follows most of what the other one shows.
 
 Trees that take a batch beyond the largest captured graph have a factor of their own: the host
-launches the kernels of such a step one by one, and its time tells nothing of what a row costs in a
-graph.
+launches the kernels of such a step one by one, so its time is no measure of a row within a graph.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _ALPHA, _CLIP = 0.1, 0.3
 _MAX_SLOPE = math.log(3.0)
 # The first steps count by their median.
 _FIRST = 4
-# How far a kind follows what the other one shows.
+# Weight with which a kind follows the other one's changes.
 _COMMON = 0.8
-# Steps of a kind after which it is known by its own times, and after which what it shows is the
-# machine, and no longer what calibration got wrong of that kind.
+# Steps of a kind after which its own times count, and after which their changes are taken for the
+# machine's, no longer for calibration's error in that kind.
 _KNOWN, _SETTLED = 2, 16
 # A curve is rebuilt when its shape has changed by this much: it is copied to the device, and a
 # smaller change would alter no decision that is worth the copy.

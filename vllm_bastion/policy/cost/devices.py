@@ -28,51 +28,48 @@ class DeviceSpec:
     source: str
 
 
-_NVIDIA = "nvidia.com data sheet"
-
-# (words that must all be in torch's device name in lower case), spec. Most specific first: the
-# memory size tells the two A100 generations apart.
-KNOWN_DEVICES: tuple[tuple[tuple[str, ...], DeviceSpec], ...] = (
+# Words that must all be in torch's device name in lower case, name, dense bf16 TFLOP/s, GB/s, and
+# the source. Most specific first: the memory size tells the two A100 generations apart.
+_KNOWN: tuple[tuple[tuple[str, ...], str, float, float, str], ...] = (
     # A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950): 312 TFLOPS; 80 GB PCIe 1,935 GB/s,
     # 80 GB SXM 2,039 GB/s, 40 GB (both forms) 1,555 GB/s.
-    (("a100", "pcie", "80gb"), DeviceSpec("A100 PCIe 80GB", 312e12, 1935e9, f"{_NVIDIA} A100")),
-    (("a100", "sxm", "80gb"), DeviceSpec("A100 SXM 80GB", 312e12, 2039e9, f"{_NVIDIA} A100")),
-    (("a100", "40gb"), DeviceSpec("A100 40GB", 312e12, 1555e9, f"{_NVIDIA} A100")),
-    (("a100", "80gb"), DeviceSpec("A100 PCIe 80GB", 312e12, 1935e9, f"{_NVIDIA} A100")),
+    (("a100", "pcie", "80gb"), "A100 PCIe 80GB", 312, 1935, "A100"),
+    (("a100", "sxm", "80gb"), "A100 SXM 80GB", 312, 2039, "A100"),
+    (("a100", "40gb"), "A100 40GB", 312, 1555, "A100"),
+    (("a100", "80gb"), "A100 PCIe 80GB", 312, 1935, "A100"),
     # H100 data sheet (nvidia-tensor-core-gpu-datasheet): 1,979 / 1,513 / 1,671 TFLOPS with
     # sparsity, 3.35 / 2.0 / 3.9 TB/s for SXM / PCIe / NVL.
-    (("h100", "pcie"), DeviceSpec("H100 PCIe", 756.5e12, 2000e9, f"{_NVIDIA} H100")),
-    (("h100", "nvl"), DeviceSpec("H100 NVL", 835.5e12, 3900e9, f"{_NVIDIA} H100")),
-    (("h100",), DeviceSpec("H100 SXM", 989.5e12, 3350e9, f"{_NVIDIA} H100")),
+    (("h100", "pcie"), "H100 PCIe", 756.5, 2000, "H100"),
+    (("h100", "nvl"), "H100 NVL", 835.5, 3900, "H100"),
+    (("h100",), "H100 SXM", 989.5, 3350, "H100"),
     # H200 data sheet (hpc-datasheet-sc23-h200): 1,979 (SXM) / 1,671 (NVL) TFLOPS with sparsity,
     # 4.8 TB/s.
-    (("h200", "nvl"), DeviceSpec("H200 NVL", 835.5e12, 4800e9, f"{_NVIDIA} H200")),
-    (("h200",), DeviceSpec("H200 SXM", 989.5e12, 4800e9, f"{_NVIDIA} H200")),
+    (("h200", "nvl"), "H200 NVL", 835.5, 4800, "H200"),
+    (("h200",), "H200 SXM", 989.5, 4800, "H200"),
     # HGX B200 data sheet: 36 PFLOPS bf16 with sparsity over eight GPUs; DGX B200: 64 TB/s over
     # eight.
-    (("b200",), DeviceSpec("B200", 2250e12, 8000e9, f"{_NVIDIA} HGX/DGX B200")),
+    (("b200",), "B200", 2250, 8000, "HGX/DGX B200"),
     # RTX PRO 6000 Blackwell data sheet: 1,792 GB/s and 4,000 TOPS of sparse FP4, which is eight
     # times dense bf16 (503.8 TFLOPS in the RTX Blackwell PRO white paper).
-    (
-        ("rtx pro 6000", "blackwell"),
-        DeviceSpec("RTX PRO 6000 Blackwell", 503.8e12, 1792e9, f"{_NVIDIA} RTX PRO 6000"),
-    ),
+    (("rtx pro 6000", "blackwell"), "RTX PRO 6000 Blackwell", 503.8, 1792, "RTX PRO 6000"),
     # RTX A6000 data sheet: 309.7 TFLOPS with sparsity, 768 GB/s.
-    (("rtx a6000",), DeviceSpec("RTX A6000", 154.8e12, 768e9, f"{_NVIDIA} RTX A6000")),
+    (("rtx a6000",), "RTX A6000", 154.8, 768, "RTX A6000"),
     # L40S data sheet: 362.05 TFLOPS dense, 864 GB/s.
-    (("l40s",), DeviceSpec("L40S", 362.05e12, 864e9, f"{_NVIDIA} L40S")),
+    (("l40s",), "L40S", 362.05, 864, "L40S"),
     # Ada GPU architecture white paper, RTX 4090: 165.2 TFLOPS bf16 with fp32 accumulate,
     # 1,008 GB/s.
-    (("rtx 4090",), DeviceSpec("RTX 4090", 165.2e12, 1008e9, "NVIDIA Ada white paper")),
+    (("rtx 4090",), "RTX 4090", 165.2, 1008, "Ada white paper"),
 )
 
 
 def known_device(name: str) -> DeviceSpec | None:
     """The data sheet's spec of a `torch.cuda.get_device_name()`; None if it is not in the table."""
     words = name.lower()
-    for needed, spec in KNOWN_DEVICES:
+    for needed, model, tflops, gb_per_s, source in _KNOWN:
         if all(word in words for word in needed):
-            return spec
+            return DeviceSpec(
+                model, tflops * 1e12, gb_per_s * 1e9, f"nvidia.com data sheet {source}"
+            )
     return None
 
 

@@ -53,7 +53,7 @@ class LatencyModel(Protocol):
         ...
 
     def plain_is_known(self, num_reqs: int) -> bool:
-        """Whether nothing is to be learned from plain steps of such a batch."""
+        """Whether the cost of plain steps of such a batch has been measured, or cannot be."""
         ...
 
     def correction(self, num_reqs: int) -> dict[str, float]:
