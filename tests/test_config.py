@@ -20,6 +20,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from helpers import engine_config, is_one_sentence, write_checkpoint
+from config_table import markdown_table
 from vllm_bastion import config
 from vllm_bastion.checks import BastionConfigError, engine, models
 from vllm_bastion.checks import keys as user_keys
@@ -128,7 +129,7 @@ def test_a_key_given_twice_is_refused_as_vllm_refuses_it(pair: tuple[str, str]) 
 
 
 def test_every_setting_has_a_default_and_one_line_of_help() -> None:
-    table = config.markdown_table().splitlines()[2:]
+    table = markdown_table().splitlines()[2:]
     assert [line.split("`")[1] for line in table] == list(config.user_keys())
     assert all(len(line.split("|")[3].strip()) > 20 for line in table)
     own = [f.name for f in fields(BastionSpeculativeConfig) if f.name.startswith(config.PREFIX)]

@@ -8,21 +8,18 @@ block and is read from its checkpoint.
 
 The engine's child processes unpickle this module before they load plugins: it must import without
 any hook in place, and must not import `vllm.v1.worker.gpu`.
-
-`python -m vllm_bastion.config` prints the table of keys in `docs/configuration.md`.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import fields
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter
 from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
-from vllm.config.utils import config, get_attr_docs
+from vllm.config.utils import config
 
 from vllm_bastion.checkpoints.kinds import (
     architectures_of,
@@ -162,6 +159,13 @@ def bastion_config(vllm_config: Any) -> BastionSpeculativeConfig | None:
     return spec_config if isinstance(spec_config, BastionSpeculativeConfig) else None
 
 
+def settings_of(vllm_config: Any) -> BastionSpeculativeConfig:
+    """The settings of an engine that uses method "bastion"."""
+    settings = bastion_config(vllm_config)
+    assert settings is not None
+    return settings
+
+
 def default_nodes(keys: dict[str, Any], drafter: Any, limit: int) -> int:
     """N for a user who names none: the host's, or fewer where no step can use so many.
 
@@ -266,24 +270,3 @@ def is_lagged(config: BastionSpeculativeConfig) -> bool:
     if config.bastion_budget_timing != "auto":
         return config.bastion_budget_timing == "lagged"
     return current_host().runs_ahead
-
-
-def markdown_table() -> str:
-    """The table of keys in `docs/configuration.md`."""
-    docs = get_attr_docs(BastionSpeculativeConfig)
-    defaults = {field.name: field.default for field in fields(BastionSpeculativeConfig)}
-    lines = ["| Key | Default | Meaning |", "|---|---|---|"]
-    for name in user_keys():
-        values = []
-        for choice in key_choices(name):
-            values += [f"`{value}`" for value in literals(choice)]
-            values += ["a number"] * (choice.get("type") == "integer")
-        shown = f"`{json.dumps(defaults[name])}`"
-        help_text = " ".join(docs[name].split())
-        choices = f" ({', '.join(values)})" if values != ["a number"] and values else ""
-        lines.append(f"| `{name}` | {shown} | {help_text}{choices} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown_table())

@@ -22,7 +22,7 @@ from vllm_bastion.calibration.agreement import from_rank_0, shared_profile
 from vllm_bastion.calibration.key import host_choices, key_of
 from vllm_bastion.calibration.measure import limits_of, may_stop_early, measure, warm_up
 from vllm_bastion.calibration.points import CONTEXTS
-from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
+from vllm_bastion.config import BastionSpeculativeConfig, is_lagged, settings_of
 from vllm_bastion.engine.runtime import runtime_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
@@ -50,8 +50,7 @@ logger = init_logger(__name__)
 @torch.inference_mode()
 def calibrate(runner: Any) -> None:
     """Give the engine of `runner` (a ``GPUModelRunner``) its step costs, and log its choices."""
-    config = bastion_config(runner.vllm_config)
-    assert config is not None
+    config = settings_of(runner.vllm_config)
     # Tensor-parallel ranks, and data-parallel ranks that step together (a mixture of experts'):
     # data-parallel ranks of a dense model are separate engines to vLLM.
     group = get_world_group()

@@ -12,7 +12,7 @@ import vllm
 from vllm.config import CompilationConfig, ModelConfig, VllmConfig
 
 from vllm_bastion import __version__
-from vllm_bastion.config import bastion_config
+from vllm_bastion.config import settings_of
 from vllm_bastion.host import HostChoices
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.store import ProfileKey, config_hash
@@ -35,8 +35,7 @@ def key_of(
         captured: sizes of the FULL CUDA graphs of verifying steps, ascending.
         largest: requests, rows and cached tokens of the largest steps that are timed.
     """
-    spec = bastion_config(config)
-    assert spec is not None
+    spec = settings_of(config)
     target = config.model_config.hf_text_config.to_dict()
     drafter = spec.draft_model_config.hf_config.to_dict()
     # vLLM fills this in when it builds the model.
@@ -71,8 +70,7 @@ def key_of(
 
 def host_choices(config: VllmConfig) -> HostChoices:
     """What the host chooses for an engine of method "bastion"."""
-    spec = bastion_config(config)
-    assert spec is not None
+    spec = settings_of(config)
     return current_host().choices(spec.bastion_drafter_weights, config.model_config.dtype)
 
 

@@ -24,7 +24,7 @@ from vllm_bastion.checkpoints import files
 from vllm_bastion.checks.models import thinking_note
 from vllm_bastion.cli.arguments import engine_arguments
 from vllm_bastion.cli.memory import Memory, memory_of, trees_of
-from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
+from vllm_bastion.config import BastionSpeculativeConfig, is_lagged, settings_of
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost.devices import device_name
 from vllm_bastion.policy.cost.store import ProfileError, ProfileKey, profile_path, read_profile
@@ -93,8 +93,7 @@ def _sentence(error: Exception) -> str:
 
 def report_on(config: VllmConfig) -> Report:
     """The report on a finished configuration of method "bastion"."""
-    spec = bastion_config(config)
-    assert spec is not None
+    spec = settings_of(config)
     memory = memory_of(config)
     lines = [
         ("served", f"{config.model_config.model} ({config.model_config.architecture})"),

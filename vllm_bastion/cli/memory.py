@@ -14,8 +14,8 @@ from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from vllm_bastion.checkpoints import files
 from vllm_bastion.checkpoints.rules import layers_read
 from vllm_bastion.cli.buffers import Part, Sizes, buffers, logits, size, total
-from vllm_bastion.config import bastion_config
-from vllm_bastion.engine.limits import max_bitmask_rows, max_verified_rows
+from vllm_bastion.config import settings_of
+from vllm_bastion.engine.limits import make_trees, max_bitmask_rows, max_verified_rows
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.versions import capabilities
 
@@ -57,8 +57,7 @@ class Memory:
 
 def memory_of(config: VllmConfig) -> Memory:
     """The memory of a worker of this engine."""
-    spec = bastion_config(config)
-    assert spec is not None
+    spec = settings_of(config)
     model, draft, parallel = config.model_config, spec.draft_model_config, config.parallel_config
     sizes = sizes_of(config)
     return Memory(
@@ -72,8 +71,7 @@ def memory_of(config: VllmConfig) -> Memory:
 
 def sizes_of(config: VllmConfig) -> Sizes:
     """The sizes of a worker of this engine."""
-    spec = bastion_config(config)
-    assert spec is not None
+    spec = settings_of(config)
     model, draft, scheduler = config.model_config, spec.draft_model_config, config.scheduler_config
     trees = trees_of(config)
     layers = max(1, len(layers_read(draft.hf_config)))
@@ -100,19 +98,10 @@ def sizes_of(config: VllmConfig) -> Sizes:
 
 def trees_of(config: VllmConfig) -> Trees:
     """The trees that a worker of this engine would allocate, on the CPU."""
-    spec = bastion_config(config)
-    assert spec is not None
-    scheduler, budget = config.scheduler_config, spec.bastion_budget
-    return Trees(
-        max_num_reqs=scheduler.max_num_seqs,
-        max_num_tokens=scheduler.max_num_batched_tokens,
-        num_nodes=spec.num_speculative_tokens,
-        depth=spec.bastion_gamma,
-        copy_depth=spec.tree_depth,
-        top_k=1 if config.model_config.logits_processors else spec.bastion_top_k,
-        budget=None if budget == "adaptive" else int(budget),
-        device=torch.device("cpu"),
-    )
+    trees = make_trees(config, torch.device("cpu"))
+    if config.model_config.logits_processors:
+        trees.use_chains()
+    return trees
 
 
 def tensor_bytes(owner: object) -> int:

@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import context_rows, gather_rows
-from vllm_bastion.config import bastion_config, chain_view_of
+from vllm_bastion.config import chain_view_of, settings_of
 from vllm_bastion.drafters.room import MOST_AT_ONCE, for_all_rows, parts, with_graphs, with_room
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.runtime import Runtime
@@ -65,8 +65,7 @@ class BastionSpeculator(DFlashSpeculator):
         super().__init__(with_room(chain_view_of(vllm_config)), device)
         self.runtime, self.trees = runtime, runtime.trees
         self._req_states = req_states
-        spec_config = bastion_config(vllm_config)
-        assert spec_config is not None
+        spec_config = settings_of(vllm_config)
         if spec_config.bastion_lookup:
             self.trees.look_up(req_states.all_token_ids.gpu, req_states.total_len.gpu)
         # The runner reads this from the speculator, not from the config, to create the manager
@@ -106,8 +105,7 @@ class BastionSpeculator(DFlashSpeculator):
                 f'drafter "{self.draft_model_config.model}" has a vocabulary of {len(reduced)} '
                 "tokens and no head for them (lm_head): use a complete checkpoint"
             )
-        spec_config = bastion_config(config)
-        assert spec_config is not None
+        spec_config = settings_of(config)
         current_host().prepare_drafter(model, spec_config.bastion_drafter_weights)
         return model
 

@@ -1,18 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows a step that verifies trees has at most.
+"""Sizes that follow from an engine's configuration: its trees, and the most rows of a step.
 
-The worker's buffers, its profiling run, its warm-up and the steps that it serves all follow this
-number, and so does what `vllm-bastion check` says of memory.
+The worker's buffers, its profiling run, its warm-up and the steps that it serves follow them, and
+so does what `vllm-bastion check` says of memory.
 """
 
 from __future__ import annotations
 
+import torch
 from vllm.config import VllmConfig
 
-from vllm_bastion.config import bastion_config
+from vllm_bastion.config import settings_of
+from vllm_bastion.policy.trees import Trees
 
 # 64 requests with 63 nodes each; 74 MiB with V = 151,936.
 MOST_BITMASK_ROWS = 4096
+
+
+def make_trees(vllm_config: VllmConfig, device: torch.device) -> Trees:
+    """Allocate the trees of an engine."""
+    config, scheduler = settings_of(vllm_config), vllm_config.scheduler_config
+    budget = config.bastion_budget
+    return Trees(
+        max_num_reqs=scheduler.max_num_seqs,
+        max_num_tokens=scheduler.max_num_batched_tokens,
+        num_nodes=config.num_speculative_tokens,
+        depth=config.bastion_gamma,
+        copy_depth=config.tree_depth,
+        top_k=config.bastion_top_k,
+        budget=None if budget == "adaptive" else int(budget),
+        device=device,
+    )
 
 
 def max_verified_rows(vllm_config: VllmConfig) -> int:
@@ -23,8 +41,7 @@ def max_verified_rows(vllm_config: VllmConfig) -> int:
     """
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-    scheduler, config = vllm_config.scheduler_config, bastion_config(vllm_config)
-    assert config is not None
+    scheduler, config = vllm_config.scheduler_config, settings_of(vllm_config)
     requests, model = scheduler.max_num_seqs, vllm_config.model_config
     most = get_max_chunk_logits(model.get_vocab_size())
     if model.is_hybrid:
@@ -38,7 +55,6 @@ def max_verified_rows(vllm_config: VllmConfig) -> int:
 
 def max_bitmask_rows(vllm_config: VllmConfig) -> int:
     """Rows of the device's grammar bitmask; a step with more applies it in parts."""
-    scheduler, config = vllm_config.scheduler_config, bastion_config(vllm_config)
-    assert config is not None
+    scheduler, config = vllm_config.scheduler_config, settings_of(vllm_config)
     rows = scheduler.max_num_seqs * (config.max_grammar_tokens + 1)
     return min(rows, MOST_BITMASK_ROWS)

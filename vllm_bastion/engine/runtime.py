@@ -13,8 +13,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_bastion.carriers import StepPlan
-from vllm_bastion.config import bastion_config
+from vllm_bastion.config import bastion_config, settings_of
 from vllm_bastion.engine.deferred import DeferredContext
+from vllm_bastion.engine.limits import make_trees
 from vllm_bastion.policy.controller import Controller, Decision
 from vllm_bastion.policy.cost.timing import StepTimer
 from vllm_bastion.policy.reach import DraftReach
@@ -105,21 +106,8 @@ class Runtime:
 
 def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:
     """Allocate the trees of an engine and attach its runtime to the config."""
-    config = bastion_config(vllm_config)
-    assert config is not None
-    budget = config.bastion_budget
-    max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-    trees = Trees(
-        max_num_reqs=max_num_reqs,
-        max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        num_nodes=config.num_speculative_tokens,
-        depth=config.bastion_gamma,
-        copy_depth=config.tree_depth,
-        top_k=config.bastion_top_k,
-        budget=None if budget == "adaptive" else int(budget),
-        device=device,
-    )
-    runtime = Runtime(trees)
+    config = settings_of(vllm_config)
+    runtime = Runtime(make_trees(vllm_config, device))
     runtime.announces_early = bool(vllm_config.scheduler_config.async_scheduling)
     config.worker_runtime = runtime
     return runtime

@@ -145,8 +145,6 @@ def prometheus_init(
     original: Callable[..., Any], self: Any, speculative_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Create one counter per depth; vLLM creates one per speculative token."""
-    from vllm_bastion.config import BastionSpeculativeConfig
-
     if isinstance(speculative_config, BastionSpeculativeConfig):
         speculative_config = chain_view(speculative_config, speculative_config.tree_depth)
     original(self, speculative_config, *args, **kwargs)

@@ -16,7 +16,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogge
 
 from vllm_bastion import envs
 from vllm_bastion.carriers import SchedulerState
-from vllm_bastion.config import bastion_config
+from vllm_bastion.config import bastion_config, settings_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.telemetry.collector import KEY, Collector
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
@@ -73,8 +73,7 @@ def shutdown(original: Callable[..., Any], self: Any) -> None:
 
 
 def _make_collector(vllm_config: Any) -> Collector:
-    config = bastion_config(vllm_config)
-    assert config is not None
+    config = settings_of(vllm_config)
     fit = DrafterFit(
         config.draft_model_config.model, config.target_model_config.model, config.drafter_positions
     )
