@@ -19,8 +19,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from helpers import engine_config, is_one_sentence, write_checkpoint
 from config_table import markdown_table
+from helpers import engine_config, is_one_sentence, write_checkpoint
 from vllm_bastion import config
 from vllm_bastion.checks import BastionConfigError, engine, models
 from vllm_bastion.checks import keys as user_keys

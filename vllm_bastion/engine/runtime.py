@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_bastion.carriers import StepPlan
-from vllm_bastion.config import bastion_config, settings_of
+from vllm_bastion.config import settings_of
 from vllm_bastion.engine.deferred import DeferredContext
 from vllm_bastion.engine.limits import make_trees
 from vllm_bastion.policy.controller import Controller, Decision
@@ -115,6 +115,6 @@ def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:
 
 def runtime_of(vllm_config: VllmConfig) -> Runtime:
     """The runtime that `make_runtime` attached to this engine's config."""
-    config = bastion_config(vllm_config)
-    assert config is not None and isinstance(config.worker_runtime, Runtime)
-    return config.worker_runtime
+    runtime = settings_of(vllm_config).worker_runtime
+    assert isinstance(runtime, Runtime)
+    return runtime

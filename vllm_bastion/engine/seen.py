@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_bastion.config import bastion_config
+from vllm_bastion.config import settings_of
 from vllm_bastion.engine.runtime import Runtime, runtime_of
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.telemetry.seen_trees import SeenTree, SeenTrees
@@ -28,8 +28,8 @@ def show_to_page(vllm_config: VllmConfig) -> None:
 
 
 def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
-    spec = bastion_config(vllm_config)
-    assert spec is not None and runtime.seen is not None
+    spec = settings_of(vllm_config)
+    assert runtime.seen is not None
     trees, controller = runtime.trees, runtime.controller
     most = len(trees.cost_ms_host) - 1
     rows = [n for n in (1, 2, 3, *(2**i for i in range(2, 24))) if n < most and n <= 512]

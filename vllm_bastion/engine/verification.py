@@ -58,7 +58,8 @@ class VerifiedTrees:
     promised: np.ndarray | None = None
 
 
-_NO_TREES = VerifiedTrees(*(np.zeros(0, dtype=np.int64) for _ in range(3)), np.zeros(0))
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_TREES = VerifiedTrees(_NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(eq=False)
