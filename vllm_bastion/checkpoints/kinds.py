@@ -56,7 +56,11 @@ class Kind:
     """The field of `versions.Capabilities` that says whether vLLM has it; None = every version."""
 
 
-_NO_ANCHOR = rules.without("sample_from_anchor", "samples from the anchor position")
+# What a checkpoint of any kind must not have.
+COMMON_CHECKS = (
+    rules.no_latent_attention,
+    rules.without("sample_from_anchor", "samples from the anchor position"),
+)
 _NO_SELECTOR = rules.without("selector_rank", "selects candidates with a head of its own")
 
 _DRAFTERS = "vllm_bastion.drafters"
@@ -66,7 +70,7 @@ KINDS = (
         frozenset({"DFlashDraftModel", "DFlashQwen3ForCausalLM"}),
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=rules.after_anchor,
-        checks=(rules.has_settings, rules.no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
+        checks=(rules.has_settings, _NO_SELECTOR),
     ),
     # The same model in vLLM. Its settings are not in a dflash_config.
     Kind(
@@ -74,7 +78,7 @@ KINDS = (
         frozenset({"MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"}),
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=rules.after_anchor,
-        checks=(rules.no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
+        checks=(_NO_SELECTOR,),
     ),
     Kind(
         "Domino",
@@ -82,12 +86,7 @@ KINDS = (
         f"{_DRAFTERS}.domino:BastionDomino",
         gamma=rules.domino_gamma,
         candidates=rules.domino_candidates,
-        checks=(
-            rules.has_settings,
-            rules.has_recurrent_head,
-            rules.no_latent_attention,
-            _NO_ANCHOR,
-        ),
+        checks=(rules.has_settings, rules.has_recurrent_head),
         named_as=frozenset({"DFlashDraftModel", "DominoDraftModel"}),
         recognised=rules.is_domino,
         models=frozenset({_DOMINO, "DominoDraftModel"}),
@@ -104,8 +103,6 @@ KINDS = (
         checks=(
             rules.has_settings,
             rules.has_candidates("selector_top_k"),
-            rules.no_latent_attention,
-            _NO_ANCHOR,
             rules.whole_vocabulary,
         ),
     ),
@@ -118,8 +115,6 @@ KINDS = (
         checks=(
             rules.has_settings,
             rules.has_candidates("lilicorr_candidate_topk"),
-            rules.no_latent_attention,
-            _NO_ANCHOR,
             rules.whole_vocabulary,
         ),
     ),
@@ -129,7 +124,7 @@ KINDS = (
         f"{_DRAFTERS}.dspark:BastionDSpark",
         gamma=rules.dspark_gamma,
         candidates=rules.dspark_candidates,
-        checks=(rules.has_markov_rank, rules.no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
+        checks=(rules.has_markov_rank, _NO_SELECTOR),
         named_as=frozenset({"DSparkDraftModel"}),
         recognised=rules.is_qwen3,
         method="dspark",
@@ -140,7 +135,7 @@ KINDS = (
         f"{_DRAFTERS}.xpress:BastionXPress",
         gamma=rules.xpress_gamma,
         candidates=rules.xpress_candidates,
-        checks=(rules.no_latent_attention, _NO_ANCHOR, _NO_SELECTOR),
+        checks=(_NO_SELECTOR,),
         needs="has_xpress_drafter",
     ),
 )

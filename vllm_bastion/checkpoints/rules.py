@@ -25,10 +25,14 @@ def _dflash(config: Any) -> dict[str, Any]:
     return getattr(config, "dflash_config", None) or {}
 
 
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _block(config: Any) -> int | None:
     """The block size; LiLiCorr writes it beside the settings of its head."""
     block = _dflash(config).get("block_size", getattr(config, "block_size", None))
-    return block if isinstance(block, int) and not isinstance(block, bool) else None
+    return block if _is_whole(block, 0) else None
 
 
 def after_anchor(config: Any) -> int | None:
@@ -46,7 +50,7 @@ def dspark_gamma(config: Any) -> int | None:
 def xpress_gamma(config: Any) -> int | None:
     if _block(config) is None:
         block = getattr(config, "xpress_block_size", None)
-        return block - 1 if isinstance(block, int) and not isinstance(block, bool) else None
+        return int(block) - 1 if _is_whole(block, 0) else None
     return after_anchor(config)
 
 
@@ -87,15 +91,23 @@ def from_dflash_config(key: str) -> Rule:
 # ---- checks -----------------------------------------------------------------------------
 
 
+def _wrong(name: str, key: str, value: Any, where: str, wanted: str) -> str:
+    return (
+        f'the config of drafter "{name}" has "{key}": {value!r}{where}, where {wanted}: use a '
+        "complete checkpoint"
+    )
+
+
+_IN_DFLASH = " (in dflash_config)"
+
+
 def has_candidates(key: str) -> Check:
     def check(config: Any, name: str, vocab: int) -> str | None:
         count = _dflash(config).get(key)
-        if not isinstance(count, bool) and count in range(1, MOST_CANDIDATES + 1):
+        if _is_whole(count, 1) and count <= MOST_CANDIDATES:
             return None
-        return (
-            f'the config of drafter "{name}" has "{key}": {count!r} (in dflash_config), where its '
-            f"head has a whole number of 1 to {MOST_CANDIDATES}: use a complete checkpoint"
-        )
+        wanted = f"its head has a whole number of 1 to {MOST_CANDIDATES}"
+        return _wrong(name, key, count, _IN_DFLASH, wanted)
 
     return check
 
@@ -111,31 +123,18 @@ def has_settings(config: Any, name: str, vocab: int) -> str | None:
 
 def has_markov_rank(config: Any, name: str, vocab: int) -> str | None:
     rank = getattr(config, "markov_rank", None)
-    if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1:
-        return None
-    return (
-        f'the config of drafter "{name}" has "markov_rank": {rank!r}, where a DSpark checkpoint '
-        "has a whole number of at least 1: use a complete checkpoint"
-    )
+    wanted = "a DSpark checkpoint has a whole number of at least 1"
+    return None if _is_whole(rank, 1) else _wrong(name, "markov_rank", rank, "", wanted)
 
 
 def has_recurrent_head(config: Any, name: str, vocab: int) -> str | None:
-    settings = _dflash(config)
-    least = {"emb_dim": 1, "gru_hidden_dim": 1, "pure_draft_prefix_len": 0}
-    for key, low in least.items():
-        value = settings.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            return (
-                f'the config of drafter "{name}" has "{key}": {value!r} (in dflash_config), where '
-                f"a Domino checkpoint has a whole number of at least {low}: use a complete "
-                "checkpoint"
-            )
-    if not isinstance(settings.get("shift_label"), bool):
-        return (
-            f'the config of drafter "{name}" has "shift_label": {settings.get("shift_label")!r} '
-            "(in dflash_config), where a Domino checkpoint has true or false: use a complete "
-            "checkpoint"
-        )
+    settings, domino = _dflash(config), "a Domino checkpoint has"
+    for key, low in {"emb_dim": 1, "gru_hidden_dim": 1, "pure_draft_prefix_len": 0}.items():
+        if not _is_whole(value := settings.get(key), low):
+            wanted = f"{domino} a whole number of at least {low}"
+            return _wrong(name, key, value, _IN_DFLASH, wanted)
+    if not isinstance(shift := settings.get("shift_label"), bool):
+        return _wrong(name, "shift_label", shift, _IN_DFLASH, f"{domino} true or false")
     return None
 
 

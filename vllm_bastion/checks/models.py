@@ -14,7 +14,13 @@ from typing import Any
 
 from vllm_bastion import compat
 from vllm_bastion.checkpoints import files
-from vllm_bastion.checkpoints.kinds import KINDS, architectures_of, kind_of, other_family
+from vllm_bastion.checkpoints.kinds import (
+    COMMON_CHECKS,
+    KINDS,
+    architectures_of,
+    kind_of,
+    other_family,
+)
 from vllm_bastion.checkpoints.rules import layers_read
 from vllm_bastion.checkpoints.weights import misfit
 from vllm_bastion.checks import BastionConfigError
@@ -62,7 +68,7 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
             "checkpoint has a whole number of at least 2: use a complete checkpoint"
         )
     vocab = target.get_vocab_size()
-    for check in kind.checks:
+    for check in (*kind.checks, *COMMON_CHECKS):
         refusal = check(drafter, name, vocab)
         if refusal is not None:
             raise BastionConfigError(refusal)

@@ -9,6 +9,7 @@ are NumPy's, as in Triton's interpreter: another library's may differ in the las
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -54,15 +55,7 @@ def _finish(prefix, token):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _murmur3(seed, pos, domain, out):  # type: ignore[no-untyped-def]
-    """Hash the tokens 0, 1, ... for a seed and a position into out [V] uint32."""
-    prefix = _prefix(seed, pos, domain)
-    for token in range(out.shape[0]):
-        out[token] = _finish(prefix, token)
-
-
-@njit
-def _murmur3_at(seed, pos, domain, tokens, out):  # type: ignore[no-untyped-def]
+def _murmur3(seed, pos, domain, tokens, out):  # type: ignore[no-untyped-def]
     """Hash tokens [K] for a seed and a position into out [K] uint32."""
     prefix = _prefix(seed, pos, domain)
     for i in range(out.shape[0]):
@@ -152,15 +145,9 @@ def _may_win(logits, seed, pos, random, out):  # type: ignore[no-untyped-def]
     return count
 
 
-def _hash(seed: int, pos: int, vocab_size: int, domain: int = 0) -> np.ndarray:
-    out = np.empty(vocab_size, dtype=_U32)
-    _murmur3(np.int64(seed), np.int64(pos), _U32(domain), out)
-    return out
-
-
-def _hash_at(seed: int, pos: int, tokens: np.ndarray, domain: int = 0) -> np.ndarray:
+def _hash(seed: int, pos: int, tokens: np.ndarray, domain: int = 0) -> np.ndarray:
     out = np.empty(len(tokens), dtype=_U32)
-    _murmur3_at(np.int64(seed), np.int64(pos), _U32(domain), tokens, out)
+    _murmur3(np.int64(seed), np.int64(pos), _U32(domain), tokens, out)
     return out
 
 
@@ -174,14 +161,22 @@ def _noise(random: np.ndarray) -> np.ndarray:
     return noise
 
 
-def gumbel_row(seed: int, pos: int, vocab_size: int) -> np.ndarray:
-    """The noise of one draw, [V] fp32."""
-    return _noise(_hash(seed, pos, vocab_size))
+def gumbel_at(seed: int, pos: int, tokens: np.ndarray, *, fp64: bool = False) -> np.ndarray:
+    """The noise of the given tokens [K] int64 in a draw, [K] fp32; in vLLM's fp64 mode, fp64."""
+    hashed = _hash(seed, pos, tokens)
+    if fp64:
+        return _noise_fp64(hashed, _hash(seed, pos, tokens, _FP64_DOMAIN))
+    return _noise(hashed)
 
 
-def gumbel_at(seed: int, pos: int, tokens: np.ndarray) -> np.ndarray:
-    """The noise of the given tokens [K] int64 in a draw, [K] fp32."""
-    return _noise(_hash_at(seed, pos, tokens))
+def gumbel_row(seed: int, pos: int, vocab_size: int, *, fp64: bool = False) -> np.ndarray:
+    """The noise of all tokens in a draw, [V]; see `gumbel_at`."""
+    return gumbel_at(seed, pos, _vocabulary(vocab_size), fp64=fp64)
+
+
+@lru_cache(4)
+def _vocabulary(size: int) -> np.ndarray:
+    return np.arange(size)
 
 
 def gumbel_argmax(logits: np.ndarray, seed: int, pos: int) -> int:
@@ -198,16 +193,6 @@ def gumbel_argmax(logits: np.ndarray, seed: int, pos: int) -> int:
 
 def _random(size: int) -> np.ndarray:
     return scratch(torch.int64, size).numpy().view(np.uint32)[:size]
-
-
-def gumbel_row_fp64(seed: int, pos: int, vocab_size: int) -> np.ndarray:
-    """The noise of one draw in vLLM's fp64 mode, [V] fp64."""
-    return _noise_fp64(_hash(seed, pos, vocab_size), _hash(seed, pos, vocab_size, _FP64_DOMAIN))
-
-
-def gumbel_at_fp64(seed: int, pos: int, tokens: np.ndarray) -> np.ndarray:
-    """The noise of the given tokens [K] int64 in a draw in vLLM's fp64 mode, [K] fp64."""
-    return _noise_fp64(_hash_at(seed, pos, tokens), _hash_at(seed, pos, tokens, _FP64_DOMAIN))
 
 
 def _noise_fp64(low: np.ndarray, high: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_row, gumbel_row_fp64
+from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_row
 from vllm_bastion.cpu.twins.launch import twin
 from vllm_bastion.versions import capabilities
 
@@ -51,7 +51,7 @@ def noised(row, temperature, seed, pos, fp64):
         row = row.astype(np.float64)
     if temperature == 0.0:
         return row
-    return row + (gumbel_row_fp64 if fp64 else gumbel_row)(seed, pos, row.shape[0])
+    return row + gumbel_row(seed, pos, row.shape[0], fp64=fp64)
 
 
 @twin(

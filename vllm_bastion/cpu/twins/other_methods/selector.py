@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_at, gumbel_at_fp64
+from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_at
 from vllm_bastion.cpu.twins.launch import twin
 from vllm_bastion.versions import capabilities
 
@@ -44,8 +44,8 @@ def _selector_walk(
                 seed, pos = int(seeds_ptr[slot]), int(sample_pos_ptr[flat]) - 1 + DRAFT_SALT
                 if capabilities().seeds_draft_steps:
                     seed ^= step << 32
-                noise = gumbel_at_fp64 if USE_FP64 else gumbel_at
-                noised = noised / temperature + noise(seed, pos, candidate_ptr[part])
+                noise = gumbel_at(seed, pos, candidate_ptr[part], fp64=USE_FP64)
+                noised = noised / temperature + noise
             previous = int(noised.argmax())
             realized_scores_ptr[part] = scores
             tokens_ptr[flat] = candidate_ptr[part][previous]
