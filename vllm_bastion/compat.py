@@ -54,13 +54,13 @@ def version_problem(found: str | None) -> str | None:
 
 
 def disable(reason: str) -> None:
-    """Remember why method "bastion" cannot work in this process; said once it is asked for."""
+    """Remember why method "bastion" cannot work in this process, for `require`."""
     if reason not in _reasons:
         _reasons.append(reason)
 
 
 def enabled() -> bool:
-    """Whether nothing speaks against method "bastion" in this process."""
+    """Whether method "bastion" can work in this process."""
     return not _reasons
 
 

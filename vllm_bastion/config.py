@@ -86,7 +86,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         self.bastion_gamma = gamma
         self.bastion_top_k = min(self.bastion_top_k, candidates_of(drafter) or self.bastion_top_k)
         if self.bastion_lookup is None:
-            # Who asks for a chain gets the drafter's.
+            # With K = 1 the user wants the drafter's chain.
             self.bastion_lookup = current_host().looks_up and self.bastion_top_k > 1
         if self.rope_only_sizes_cache():
             # The drafter gets the target's positions, and reading past its rotary cache is not
@@ -114,7 +114,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         vLLM's drafter shares buffers of one step's tokens. Ours are sized for `max_num_seqs`
         requests that draft.
         """
-        # vLLM asks just before it warns of a limit below 8192, which no reservation of ours causes.
+        # vLLM reads it just before it warns of a limit below 8192, which is not our doing.
         leave_out("vllm.config.vllm", "max_num_scheduled_tokens is set to")
         return 0
 
@@ -123,7 +123,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
         A drafter's keys and values follow from the target's hidden state at their own position.
         """
-        # The scheduler asks just before it warns that this costs acceptance, which it does not.
+        # The scheduler calls it just before it warns that this costs acceptance, which is not so.
         leave_out("vllm.v1.core.sched.scheduler", "EAGLE trailing prefix-cache block dropping")
         return False
 

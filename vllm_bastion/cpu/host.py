@@ -126,7 +126,7 @@ class CpuHost(Host):
         keep_processed: bool,
         is_argmax: Callable[[], bool],
     ) -> Tensor:
-        """A token is drawn only where the walk comes by: each row costs time here."""
+        """Draw tokens only at the rows on the walk: each draw costs time here."""
         from bastion_kernels import accept_path
         from bastion_kernels.cpu.walk import GREEDY_DTYPES, accept_greedily, accept_lazily
 

@@ -4,8 +4,8 @@
 A drafter reads the keys and values that it computes from the target's hidden states. A plain step
 only keeps the hidden states of its rows, a prompt's too where there is room. They are turned into
 keys and values when drafting resumes, when a request leaves, because its blocks may then be cached
-or belong to another request, and after a limited number of steps, before a sliding window lets go
-of a block. Rows of requests that have all left are dropped where nobody can find their blocks.
+or belong to another request, and after a limited number of steps, before a sliding window frees a
+block. Rows of requests that have all left are dropped where nobody can find their blocks.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class DeferredContext:
 def may_defer(spec: KVCacheSpec, prompts: bool = False) -> bool:
     """Whether a row may wait: whether its block stays the request's until it is stored.
 
-    prompts: whether a prompt's rows may, of which a sliding window may let go at once.
+    prompts: whether a prompt's rows may, whose blocks a sliding window may free at once.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return all(may_defer(inner, prompts) for inner in spec.kv_cache_specs.values())

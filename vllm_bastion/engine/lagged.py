@@ -2,9 +2,9 @@
 """Lagged timing: the last step's scores size a step, and its own scores choose the nodes.
 
 The host must know a step's rows before it launches the step, and waiting for the scores would leave
-the device idle between two steps. So the host sizes the step by what the previous step's scores
-asked for (`policy.step_size`), and the device fills that number with the best nodes of the current
-trees. The device runs a whole step while the host reads the older scores.
+the device idle between two steps. So the host sizes the step by N* of the previous step
+(`policy.step_size`), and the device takes as many of the best nodes of the current trees. The
+device runs a whole step while the host reads the older scores.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _TOGETHER = 4
 
 
 class DraftPlanner(Protocol):
-    """What the other adapters ask the verification manager."""
+    """What the other adapters need of the verification manager."""
 
     @property
     def drafts(self) -> np.ndarray:
@@ -97,7 +97,7 @@ class Runtime:
             controller.observe(self.completed_steps(at_once=controller.is_probing))
 
     def completed_steps(self, *, at_once: bool = False) -> list[StepTimes]:
-        """Times that were not asked for yet; unless `at_once`, of a few steps together."""
+        """Times that were not returned before; unless `at_once`, of a few steps together."""
         timer = self.timer
         if timer is None or not (at_once or timer.num_pending >= _TOGETHER):
             return []

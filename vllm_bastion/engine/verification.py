@@ -52,7 +52,7 @@ class VerifiedTrees:
     max_nodes: np.ndarray
     # [T] kappa of each, which its scores contain.
     kappa: np.ndarray
-    # Whether they are copies alone, which say nothing of the drafter.
+    # Whether they are copies alone, from which nothing is learned about the drafter.
     only_copies: bool = False
     # [T] accepted draft tokens expected of each; None until known.
     promised: np.ndarray | None = None
@@ -99,7 +99,7 @@ class CountedOutput(AsyncModelRunnerOutput):
         return output
 
     def get_kv_connector_output(self) -> Any:
-        """What vLLM 0.33 asks an output for that failed."""
+        """vLLM 0.33 calls it on an output that failed."""
         return self.output.get_kv_connector_output()
 
 
@@ -229,7 +229,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         return int(room[0]) if len(room) and room[0] >= 0 else NO_LIMIT
 
     def _max_nodes(self, drafts: np.ndarray) -> np.ndarray:
-        """[R] int32, most nodes of each row's tree that the host knows of.
+        """[R] int32, the most nodes that each row's tree can have.
 
         A tree can be smaller, if candidates have probability 0. Rows past its end are verified and
         never accepted.

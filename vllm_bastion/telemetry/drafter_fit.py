@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a drafter that does not fit its target, or is asked beyond its training.
+"""Warnings about a drafter that does not fit its target, or is used beyond its training.
 
-A wrong drafter never makes tokens wrong, only slow, so nothing else tells of it.
+A wrong drafter makes decoding slow, but never wrong, so it goes unnoticed otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 # Trees that are judged together, and how many are enough if next to none has ever yielded anything:
-# the gate soon closes on such a drafter, and 1,000 trees would take hours.
+# such a drafter is soon used for probes only, and 1,000 trees would take hours.
 TREES, BARREN_TREES = 1000, 64
 # Accepted tokens per tree that a wrong drafter gets by chance.
 _BY_CHANCE = 0.02

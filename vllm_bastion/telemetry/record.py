@@ -56,8 +56,8 @@ class StepRecord:
     # [T] nodes verified and draft tokens accepted of each request that verified any.
     nodes: Sequence[int] = ()
     accepted: Sequence[int] = ()
-    # Draft tokens that the path scores of some earlier steps' trees promised, and that these same
-    # trees yielded. Only with an adaptive budget.
+    # Of some earlier steps' trees: draft tokens expected to be accepted (the sum of their path
+    # scores), and accepted ones. Only with an adaptive budget.
     promised: float = 0.0
     yielded: float = 0.0
     # Milliseconds that plain decoding is estimated to need for the step's tokens, and that the step

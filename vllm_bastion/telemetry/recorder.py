@@ -25,8 +25,7 @@ class Recorder:
     Args:
         kind: "tree" or "chain", what steps with drafts verify.
         always: why there are drafts in an engine without a gate.
-        latest: values of what goes up and down, by the names of their gauges; asked for when the
-            next sum is due.
+        latest: returns the values of gauges by name; called when the next sum is due.
         clock: seconds; for tests.
     """
 
@@ -44,7 +43,7 @@ class Recorder:
         # Finished records that are not in the totals yet, and who may move them there.
         self._pending: deque[StepRecord] = deque()
         self._adding = Lock()
-        # What a snapshot shows besides the totals; called only when one is asked for.
+        # Further parts of a snapshot; called only when one is made.
         self.details: dict[str, Callable[[], Any]] = {}
         # Why the current step has drafts, if it has, and why it has none; the same of the next.
         self._reason, self._plain_reason = self._next_reasons = always, NO_TREE
@@ -101,7 +100,7 @@ class Recorder:
             step.plain_ms, step.step_ms = plain_ms, tree_ms if nodes else plain_ms
 
     def yielded(self, promised: float, accepted: float) -> None:
-        """Trees of an earlier step promised and yielded so many draft tokens."""
+        """Of trees of an earlier step: expected and accepted draft tokens."""
         self._step.promised += promised
         self._step.yielded += accepted
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last verified trees with their tokens, for whoever looks at them.
+"""The last verified trees with their tokens, for the page.
 
-Reading a tree from the device makes the host wait. So trees are kept only after somebody has asked
-for them: a few for each time, and none once nobody has asked for some seconds.
+Reading a tree from the device makes the host wait. So trees are kept only after somebody has looked
+at them: a few for each look, and none after some seconds without a look.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ForwardTimes:
             for cached, _ in by_rows.values()
             if cached[-1]
         }
-        # A batch size that was measured without context only says nothing about D.
+        # Samples without context contain nothing about D.
         self._reqs = sorted(with_context) or sorted(self._added)
 
     def ms(self, num_reqs: int, cached: float) -> FloatArray:

@@ -124,7 +124,7 @@ class Profile:
         )
 
     def age_s(self) -> float:
-        """Seconds since it was measured; infinite if it does not say when."""
+        """Seconds since it was measured; infinite if that is unknown."""
         then = unix_time(self.created)
         return math.inf if then is None else datetime.now(UTC).timestamp() - then
 
@@ -273,7 +273,7 @@ def load_or_measure(
 
 
 def open_profile(setting: str, key: ProfileKey, measure: Callable[[], Profile]) -> Profile | None:
-    """The profile that `bastion_calibration` asks for.
+    """The profile by the setting `bastion_calibration`.
 
     Args:
         setting: `auto` (the cached profile, else measured and stored), `off` (None), `write:` and a
