@@ -19,8 +19,8 @@ Once the trees exist, their own scores kappa_r rho choose how many nodes are ver
 costs: `bastion_kernels.choose_budget` on the device, which reads both from buffers that `plan`
 writes, and `StepSize` on the host where a step is sized before its scores are known.
 
-Neither kind of step shows what the other one brings: `Probes` tries it now and then. The very first
-trees are grown whatever they promise, unless even trees that are accepted as a whole could not pay.
+Steps of one kind yield no data on the other kind: `Probes` tries it now and then. Without data on
+trees, draft unless even full acceptance could not pay.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from vllm_bastion.step_times import StepTimes
 _FIRST_DOUBT, _DOUBT = 2.5, 1.5
 # Trees after which it is known what trees bring.
 _KNOWN_TREES = 16
-# Weight of a new copy's promise, least promise of one that is verified, and the change of a plain
-# step's time after which costs are installed again.
+# Weight of a new copy's expected tokens, the fewest that make a copy worth verifying, and the
+# change of a plain step's time after which costs are installed again.
 _NEW_COPY, _MIN_COPY, _COST_STEP = 0.25, 0.3, 0.05
 # kappa is installed again when its logarithm has changed by this much: it is copied to the device.
 _KAPPA_STEP = 0.05
@@ -122,7 +122,7 @@ class Controller:
         self.latency, self.looks_up, self._sees_copies = latency, looks_up, sees_copies
         # [S] mean tokens that the latest copies of each request promised.
         self._copied = np.zeros(num_slots)
-        # Whether the copies that arrived last asked for nodes.
+        # Whether nodes of the copies that arrived last are worth verifying.
         self.copies_pay = False
         self.gains, self.remaining = Gains(), RemainingTokens(num_slots)
         # Of trees that were copies alone; only its kappa is used.
@@ -345,6 +345,6 @@ class Controller:
 
 
 def _same_plain(step: StepTimes, following: StepTimes) -> bool:
-    """Whether both are plain steps of as many requests: the later one tells the same."""
+    """Whether both are plain steps of equally many requests: the later one is enough."""
     drafts = step.verified or step.drafted or following.verified or following.drafted
     return not drafts and step.num_reqs == following.num_reqs
