@@ -197,8 +197,8 @@ def test_a_bad_profile_is_an_error_not_a_traceback(cache, tmp_path, capsys):
 def test_calibrate_hands_vllms_options_on(tmp_path, monkeypatch, capsys):
     calls = []
 
-    def main(target, drafter, *, output, engine_args):
-        calls.append((target, drafter, output, engine_args))
+    def calibrate(target, drafter, output, options):
+        calls.append((target, drafter, output, options))
         return _profile(), tmp_path / "p.json"
 
     refused = []
@@ -206,12 +206,9 @@ def test_calibrate_hands_vllms_options_on(tmp_path, monkeypatch, capsys):
     checking = types.ModuleType("vllm_bastion.cli.check")
     checking.check = lambda *_: refused[0] if refused else report
     monkeypatch.setitem(sys.modules, "vllm_bastion.cli.check", checking)
-    module = types.ModuleType("vllm_bastion.calibration.engine")
-    module.main = main
-    package = types.ModuleType("vllm_bastion.engine")
-    package.calibrate = module
-    monkeypatch.setitem(sys.modules, "vllm_bastion.engine", package)
-    monkeypatch.setitem(sys.modules, "vllm_bastion.calibration.engine", module)
+    module = types.ModuleType("vllm_bastion.cli.calibrate")
+    module.calibrate = calibrate
+    monkeypatch.setitem(sys.modules, "vllm_bastion.cli.calibrate", module)
     assert cli.main(["calibrate", "T", "D", "--max-num-seqs", "4"]) == 0
     assert calls == [("T", "D", None, ["--max-num-seqs", "4"])]
     text = capsys.readouterr().out

@@ -6,10 +6,7 @@ Runs once, after vLLM's warm-up and before the first request.
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,15 +27,7 @@ from vllm_bastion.policy.controller import Controller
 from vllm_bastion.policy.cost.devices import device_name, device_spec
 from vllm_bastion.policy.cost.models import make_latency
 from vllm_bastion.policy.cost.paper import ModelShape, Roofline
-from vllm_bastion.policy.cost.store import (
-    WRITE,
-    Profile,
-    ProfileKey,
-    profile_path,
-    read_profile,
-    unix_time,
-    write_profile,
-)
+from vllm_bastion.policy.cost.store import Profile, ProfileKey, unix_time
 from vllm_bastion.policy.cost.table import StepCostTable
 from vllm_bastion.policy.cost.timing import StepTimer
 from vllm_bastion.policy.reach import DraftReach
@@ -167,43 +156,6 @@ def _summary(runner: Any, config: BastionSpeculativeConfig, costs: str) -> summa
         costs=costs,
         choices=host_choices(runner.vllm_config),
     )
-
-
-def main(
-    target: str, drafter: str, *, output: Path | None, engine_args: Sequence[str]
-) -> tuple[Profile, Path]:
-    """`vllm-bastion calibrate`: start an engine, which measures itself, and store the profile.
-
-    Args:
-        target: model name or folder.
-        drafter: likewise.
-        output: file to write; None for the cache.
-        engine_args: vLLM's own options.
-
-    Returns:
-        The profile, and the file that it was written to.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-bastion calibrate"))
-    args = EngineArgs.from_cli_args(parser.parse_args(["--model", target, *engine_args]))
-    with tempfile.TemporaryDirectory() as folder:
-        fresh = Path(folder) / "profile.json"
-        given = dict(args.speculative_config or {})
-        args.speculative_config = {
-            **given,
-            "method": "bastion",
-            "model": drafter,
-            "bastion_calibration": f"{WRITE}{fresh}",
-        }
-        engine = LLMEngine.from_engine_args(args)
-        profile = read_profile(fresh)
-        engine.engine_core.shutdown()
-    path = output or profile_path(profile.key)
-    write_profile(profile, path)
-    return profile, path
 
 
 def _prior(runner: Any, roofline: Roofline | None) -> StepCostTable:

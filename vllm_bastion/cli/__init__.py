@@ -108,11 +108,9 @@ def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
         _check_file("--out", arguments.out)
     if not _would_start(arguments, engine_args):
         return 1
-    from vllm_bastion.calibration.engine import main as calibrate
+    from vllm_bastion.cli.calibrate import calibrate
 
-    profile, path = calibrate(
-        arguments.target, arguments.drafter, output=arguments.out, engine_args=engine_args
-    )
+    profile, path = calibrate(arguments.target, arguments.drafter, arguments.out, engine_args)
     print(f"\n{conclusion(profile)}\n\nProfile: {path}")
     return 0
 

@@ -26,7 +26,7 @@ def engine_arguments(
         target: model name or folder.
         drafter: likewise.
         options: vLLM's own; `--speculative-config` may hold further keys.
-        keys: defaults of the speculative configuration.
+        keys: of the speculative configuration, in place of the user's.
     """
     prog = f"vllm-bastion {command}"
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=prog))
@@ -44,5 +44,5 @@ def engine_arguments(
         files.check_readable("target", target)
         raise
     given = dict(args.speculative_config or {})
-    args.speculative_config = {**keys, **given, "method": "bastion", "model": drafter}
+    args.speculative_config = {**given, **keys, "method": "bastion", "model": drafter}
     return args
