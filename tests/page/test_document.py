@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_bastion import cli
-from vllm_bastion.hooks.page import load_endpoint_plugins
+from vllm_bastion.hooks.server import load_endpoint_plugins
 from vllm_bastion.page.document import content_security_policy, decoded, html, with_data
 from vllm_bastion.page.endpoint import BastionPage
 from vllm_bastion.telemetry.record import StepRecord, Totals

@@ -186,7 +186,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         target="vllm.plugins:load_endpoint_plugins",
-        wrapper="page:load_endpoint_plugins",
+        wrapper="server:load_endpoint_plugins",
         expects="(supported_tasks=)",
         why="an endpoint plugin must be named in VLLM_PLUGINS, with all other plugins, and vLLM "
         "warns at every start of a server where it is not",

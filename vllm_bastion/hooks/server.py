@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server of method "bastion" does differently: it tells users of their mistakes.
+"""What a server of method "bastion" does differently: it names users' mistakes, and has a page.
 
-The hooks are installed when a server makes its configuration, so that no other process imports the
-server's modules.
+`SERVER_HOOKS` are installed when a server makes its configuration, so that no other process imports
+the server's modules.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from vllm.exceptions import VLLMValidationError
 
+from vllm_bastion import envs
 from vllm_bastion.config import PREFIX, REQUEST_BUDGET
 from vllm_bastion.hooks.ledger import Hook
 
@@ -59,3 +60,13 @@ def to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kw
 def end(refusal: Exception) -> NoReturn:
     """End the server with status 1 and its refusal, without the traceback of an exception."""
     raise SystemExit(f"vllm serve: {refusal}") from None
+
+
+def load_endpoint_plugins(original: Callable[..., Any], supported_tasks: Any = None) -> Any:
+    """vLLM's endpoint plugins, and ours if the user asks for it."""
+    plugins = original(supported_tasks)
+    if not envs.page_enabled() or "generate" not in (supported_tasks or ()):
+        return plugins
+    from vllm_bastion.page.endpoint import BastionPage
+
+    return [*plugins, BastionPage()]
