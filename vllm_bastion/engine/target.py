@@ -1,18 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's forward pass over trees: positions by depth, the mask, the KV cache.
 
-``BastionModelState`` is vLLM's ``DefaultModelState`` with six of its methods extended:
-
-* ``prepare_inputs`` / ``prepare_dummy_inputs``: rotary positions are root + depth, in a buffer of
-  their own. ``input_batch.positions`` stays linear, because slot mappings, the drafter's context
-  and vLLM's bookkeeping read cache positions from it.
-* ``prepare_attn``: makes the step's record, builds the attention metadata of the target's layers
-  only, and adds both. The drafter builds its own.
-* ``dummy_inputs_embeds``: a timed step's tokens reach a target that takes embeddings.
-* ``add_request``: a request's own limit on its tree.
-* ``custom_sampler``: the acceptance walk.
-* ``postprocess_state``: compaction. It runs after sampling and before ``propose`` overwrites the
-  slot mappings.
+Rotary positions are root + depth, in a buffer of their own. ``input_batch.positions`` stays linear,
+because slot mappings, the drafter's context and vLLM's bookkeeping read cache positions from it.
 """
 
 from __future__ import annotations
@@ -43,7 +33,7 @@ from vllm_bastion.engine.sampler import TreeRejectionSampler
 
 
 class BastionModelState(DefaultModelState):
-    """See the module docstring. Built by the hook on ``init_model_state``."""
+    """vLLM's ``DefaultModelState`` for trees. Built by the hook on ``init_model_state``."""
 
     # Whether other layers than attention read the request slots of every step.
     _always_binds = False
@@ -120,6 +110,7 @@ class BastionModelState(DefaultModelState):
         for_capture: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
+        """Make the step's record, and metadata of the target's layers; the drafter has its own."""
         metadata = super().prepare_attn(
             input_batch,
             cudagraph_mode,
@@ -164,6 +155,7 @@ class BastionModelState(DefaultModelState):
         batch.is_padding[rows] = False
 
     def dummy_inputs_embeds(self, num_tokens: int) -> torch.Tensor:
+        """A timed step's tokens, for a target that takes embeddings."""
         embeddings = super().dummy_inputs_embeds(num_tokens)
         batch = self.runtime.step.batch
         if self.runtime.timed_spares is not None and batch is not None:
@@ -234,6 +226,7 @@ class BastionModelState(DefaultModelState):
         num_sampled: torch.Tensor,
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
+        """Move accepted rows: after sampling, before ``propose`` overwrites the slot mappings."""
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
         batch = self.runtime.step.batch
         if not self.runtime.step.walks or self.trees.chains or batch is None:
