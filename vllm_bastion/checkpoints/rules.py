@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 # Most candidates of a position that the tree's op takes.
 MOST_CANDIDATES = 255
@@ -25,7 +25,7 @@ def _dflash(config: Any) -> dict[str, Any]:
     return getattr(config, "dflash_config", None) or {}
 
 
-def _is_whole(value: Any, least: int) -> bool:
+def _is_whole(value: Any, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -50,7 +50,7 @@ def dspark_gamma(config: Any) -> int | None:
 def xpress_gamma(config: Any) -> int | None:
     if _block(config) is None:
         block = getattr(config, "xpress_block_size", None)
-        return int(block) - 1 if _is_whole(block, 0) else None
+        return block - 1 if _is_whole(block, 0) else None
     return after_anchor(config)
 
 
