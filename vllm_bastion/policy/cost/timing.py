@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,25 +45,20 @@ def new_mark(device: torch.device) -> Any:
     return HostMark() if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
 
 
-@dataclass(slots=True)
 class _Step:
-    marks: tuple[Any, Any, Any]  # forward start, logits ready, end of the step
-    rows: int = 0
-    num_reqs: int = 0
-    context_len: float = 0.0
-    verified: bool = True
-    drafted: bool = True
-    spared: int = 0
-    follows: bool = False  # whether the step before it was timed too
+    """A step that is timed. marks: forward start, logits ready, end of the step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.marks = new_mark(device), new_mark(device), new_mark(device)
+        self.follows = False  # whether the step before it was timed too
+        self.times: StepTimes
 
 
 class StepTimer:
     """Marks three points of every decode step, and returns the times once they are complete."""
 
     def __init__(self, device: torch.device) -> None:
-        self._free = [
-            _Step((new_mark(device), new_mark(device), new_mark(device))) for _ in range(_RING)
-        ]
+        self._free = [_Step(device) for _ in range(_RING)]
         self._running: _Step | None = None
         self._drafting: _Step | None = None
         self._pending: deque[_Step] = deque()
@@ -78,7 +72,8 @@ class StepTimer:
             self.interrupted()
         if self._free:
             step = self._running = self._free.pop()
-            step.rows, step.num_reqs, step.context_len = rows, num_reqs, context_len
+            # What the step does and its times follow in `step_done` and `completed`.
+            step.times = StepTimes(rows, num_reqs, context_len, True, True, 0.0, None)
             step.follows = self._last_step_timed
             step.marks[0].record()
 
@@ -92,7 +87,6 @@ class StepTimer:
         """At the entry of the rejection sampler."""
         if self._running is not None:
             self._running.marks[1].record()
-            self._running.verified = True
             self._drafting, self._running = self._running, None
 
     def step_done(self, drafted: bool, spared: int = 0) -> None:
@@ -103,9 +97,9 @@ class StepTimer:
         if self._running is not None:
             self.logits_ready()
             assert self._drafting is not None
-            self._drafting.verified = False
+            self._drafting.times.verified = False
         if self._drafting is not None:
-            self._drafting.drafted, self._drafting.spared = drafted, spared
+            self._drafting.times.drafted, self._drafting.times.spared = drafted, spared
             self._drafting.marks[2].record()
             self._pending.append(self._drafting)
             self._drafting = None
@@ -122,15 +116,9 @@ class StepTimer:
             step = self._pending.popleft()
             start, logits, end = step.marks
             before, self._before = self._before, step
-            yield StepTimes(
-                step.rows,
-                step.num_reqs,
-                step.context_len,
-                step.verified,
-                step.drafted,
-                start.elapsed_time(logits),
-                before.marks[2].elapsed_time(end) if before is not None and step.follows else None,
-                step.spared,
-            )
+            step.times.forward_ms = start.elapsed_time(logits)
+            if before is not None and step.follows:
+                step.times.total_ms = before.marks[2].elapsed_time(end)
+            yield step.times
             if before is not None:
                 self._free.append(before)
