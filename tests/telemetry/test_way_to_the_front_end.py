@@ -24,7 +24,7 @@ def test_nothing_is_lost_on_the_way(monkeypatch: pytest.MonkeyPatch, requests: i
     config = SimpleNamespace(
         draft_model_config=model, target_model_config=model, drafter_positions=100
     )
-    monkeypatch.setattr(telemetry, "bastion_config", lambda vllm_config: config)
+    monkeypatch.setattr(telemetry, "settings_of", lambda vllm_config: config)
     warnings: list[str] = []
     monkeypatch.setattr(telemetry.logger, "warning", warnings.append)
     registry, metrics = registered({0: ["m", "0"]})
