@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device ops of a tree-verified decoding step: plain tensors in, plain tensors out, no vLLM.
 
-Every op runs a Triton kernel on CUDA tensors and Numba or C++ on a CPU's, see `op`. It writes into
-the outputs it is given and keeps fixed shapes, so that a CUDA graph can hold it. Sizes:
+Every op runs a Triton kernel on CUDA tensors, and Numba or C++ on CPU tensors; see `op`. It writes
+into preallocated outputs of fixed shape, so a CUDA graph can capture it. Sizes:
 
-    R  requests of the batch, in batch order        N  node budget, root not counted
+    R  requests of the batch, in batch order        N  node budget, without the root
     S  persistent request slots; slots[r] = -1      D  drafted depth (gamma)
        marks an inert row                           K  candidates per depth
     T  rows (tokens) of the step                    V  vocabulary
     L  logits rows of the step                      W  ceil((N + 1) / 32) mask words
 
 Node 0 is the root, the last sampled token; draft node j of a row of [.., N] is node j + 1. Nodes
-are stored in non-increasing path score, parents first, so any prefix of the columns is a tree.
+are stored by non-increasing path score, parents first, so any prefix of the columns is a tree.
 """
 
 from bastion_kernels.accept.gather import gather_rows

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, dtype
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(
@@ -16,7 +19,7 @@ def check(
 ) -> None:
     """Raise unless `tensor` has this shape (None = any size) and one of the dtypes.
 
-    The last dimension must be contiguous unless `strided`; the others may have any stride.
+    The last dimension must be contiguous unless `strided`. Other dimensions may have any stride.
 
     Raises:
         ValueError: wrong number of dimensions, a wrong size or stride.
@@ -38,5 +41,5 @@ def check(
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether the Triton kernel runs."""
+    """Whether to run the Triton kernel."""
     return tensor.device.type == "cuda"

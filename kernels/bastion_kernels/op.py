@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An op: its arguments, declared once, and the versions that take them.
+"""An op: its arguments, declared once, and its versions.
 
     @dataclass(slots=True)
     class Double(Op):
         x: Tensor                        # fields are the arguments
         def check(self): ...             # raises if they do not fit together
-        def reference(self): ...         # plain PyTorch: the definition, what tests compare with
+        def reference(self): ...         # plain PyTorch: the definition, used by the tests
         def triton(self): ...            # on a GPU
 
     double = public(Double, cpu="package.module")
 
-`double(x)` checks its arguments and runs the version for their device. `double.reference(x)`,
+`double(x)` checks its arguments and runs the version for the device. `double.reference(x)`,
 `double.triton(x)` and `double.cpu(x)` run one version, unchecked.
 """
 
@@ -30,7 +30,11 @@ _P = ParamSpec("_P")
 
 
 class Op:
-    """The arguments of one call. Subclasses are dataclasses with slots."""
+    """The arguments of one call. Subclasses are dataclasses with slots.
+
+    A call raises ValueError (shapes, sizes, strides) or TypeError (dtypes) if its arguments do not
+    fit together.
+    """
 
     __slots__ = ()
     name: ClassVar[str]
@@ -59,12 +63,12 @@ class Op:
 
 
 def load(module: str, name: str) -> Any:
-    """A name of a module that a GPU process must not import."""
+    """Import a name on demand; GPU processes must not import the CPU modules."""
     return getattr(import_module(module), name)
 
 
 class PublicOp(Generic[_P]):
-    """An op as its callers see it; see `public`."""
+    """The callable of an op; see `public`."""
 
     def __init__(
         self, arguments: Callable[_P, Op], name: str, cpu: str | None, device_of: str
@@ -109,9 +113,9 @@ def public(
 
     Args:
         arguments: the op's class.
-        cpu: module with a function of that name that takes the arguments on a CPU. It is imported
-            by the op's first call there. None: the reference runs.
-        device_of: the argument whose device decides; None: the first.
+        cpu: module of the CPU version, a function of that name whose argument is the op. Imported
+            by the first call on a CPU. None: run the reference.
+        device_of: the argument whose device selects the version; None: the first.
     """
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", arguments.__name__).lower()
     arguments.name = name  # type: ignore[attr-defined]

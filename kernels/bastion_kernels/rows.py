@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small index arithmetic between the big ops, one launch each instead of several in PyTorch.
+"""Index arithmetic between the large ops: one launch each, instead of several in PyTorch.
 
-`bind_slots` and `bind_tails` name the request slot of every batch row, for the drafter and for the
-target. `context_rows` lays out the rows of a verified batch that the drafter reads as its context:
-of request r the rows in front of its root, then its accepted path, with d = i - rows_before[r],
+`bind_slots` and `bind_tails` store the request slot of every batch row, for the drafter and for the
+target. `context_rows` lists the rows of a verified batch that become the drafter's context: for
+request r the rows before its root, then its accepted path. With d = i - rows_before[r],
 
     source[context_start[r] + i] = root + d             for d < 0
     source[context_start[r] + i] = root + path[r, d]    for d >= 0
 
-and padding up to the number of rows that the host scheduled: the host does not know how many nodes
-were accepted.
+followed by padding up to the scheduled number of rows, because the host does not know how many
+nodes were accepted.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _BLOCK = 128
 
 @triton.jit(
     do_not_specialize=["reqs"],
-    # slices of longer buffers, which may start anywhere: one variant for all of them
-    do_not_specialize_on_alignment=["idx_mapping_ptr", "cu_num_logits_ptr", "num_sampled_ptr"],
+    # slices that start anywhere in longer buffers: one variant for all alignments
+    do_not_specialize_on_alignment=["idx_mapping", "cu_num_logits", "num_sampled"],
 )
 def _bind_kernel(
-    idx_mapping_ptr,
-    cu_num_logits_ptr,
-    num_sampled_ptr,
-    slots_ptr,
-    tail_lens_ptr,
-    base_rows_ptr,
-    emitted_ptr,
+    idx_mapping,
+    cu_num_logits,
+    num_sampled,
+    slots,
+    tail_lens,
+    base_rows,
+    emitted,
     reqs,
     total,
     WITH_TAILS: tl.constexpr,
@@ -45,77 +45,79 @@ def _bind_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid: (S / BLOCK,)."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < reqs
-    slot = tl.load(idx_mapping_ptr + row, mask=live, other=-1).to(tl.int64)
-    tl.store(slots_ptr + row, slot, mask=row < total)
+    i_b = tl.program_id(0)
+    o_r = i_b * BLOCK + tl.arange(0, BLOCK)
+    m_r = o_r < reqs
+    b_slot = tl.load(idx_mapping + o_r, mask=m_r, other=-1).to(tl.int64)
+    tl.store(slots + o_r, b_slot, mask=o_r < total)
     if WITH_TAILS:
-        tail = tl.zeros([BLOCK], tl.int32)
+        b_tail = tl.zeros([BLOCK], tl.int32)
         if WITH_TREES:
-            end = tl.load(cu_num_logits_ptr + row + 1, mask=live, other=0)
-            start = tl.load(cu_num_logits_ptr + row, mask=live, other=0)
-            tail = tl.where(live & (end - start > 1), end - start, 0)
-        tl.store(tail_lens_ptr + row, tail, mask=row < total)
+            b_end = tl.load(cu_num_logits + o_r + 1, mask=m_r, other=0)
+            b_start = tl.load(cu_num_logits + o_r, mask=m_r, other=0)
+            b_tail = tl.where(m_r & (b_end - b_start > 1), b_end - b_start, 0)
+        tl.store(tail_lens + o_r, b_tail, mask=o_r < total)
     else:
-        sampled = tl.load(num_sampled_ptr + row, mask=live, other=0)
-        tl.store(emitted_ptr + slot, sampled, mask=live)
-        if tl.program_id(0) == 0:
-            tl.store(base_rows_ptr, tl.maximum(reqs, 1))
+        b_sampled = tl.load(num_sampled + o_r, mask=m_r, other=0)
+        tl.store(emitted + b_slot, b_sampled, mask=m_r)
+        if i_b == 0:
+            tl.store(base_rows, tl.maximum(reqs, 1))
 
 
 @triton.jit(
     do_not_specialize=["stride_path"],
     do_not_specialize_on_alignment=[
-        "context_start_ptr",
-        "rows_before_ptr",
-        "query_start_loc_ptr",
-        "cu_num_logits_ptr",
-        "path_ptr",
-        "num_sampled_ptr",
-        "num_rejected_ptr",
-        "context_rejected_ptr",
+        "context_start",
+        "rows_before",
+        "query_start_loc",
+        "cu_num_logits",
+        "path",
+        "num_sampled",
+        "num_rejected",
+        "context_rejected",
     ],
 )
 def _context_rows_kernel(
-    context_start_ptr,
-    rows_before_ptr,
-    query_start_loc_ptr,
-    cu_num_logits_ptr,
-    path_ptr,
-    positions_ptr,
-    num_sampled_ptr,
-    num_rejected_ptr,
-    source_ptr,
-    context_positions_ptr,
-    context_rejected_ptr,
+    context_start,
+    rows_before,
+    query_start_loc,
+    cu_num_logits,
+    path,
+    positions,
+    num_sampled,
+    num_rejected,
+    source,
+    context_positions,
+    context_rejected,
     stride_path,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: (R, row blocks of the longest request)."""
-    request = tl.program_id(0)
-    start = tl.load(context_start_ptr + request)
-    end = tl.load(context_start_ptr + request + 1)
-    rows_before = tl.load(rows_before_ptr + request)
-    tail = tl.load(cu_num_logits_ptr + request + 1) - tl.load(cu_num_logits_ptr + request)
-    root = (tl.load(query_start_loc_ptr + request + 1) - tail).to(tl.int64)
-    row = start + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    depth = row - start - rows_before
-    path_row_ptr = path_ptr + request.to(tl.int64) * stride_path
-    node = tl.load(path_row_ptr + depth, mask=(depth >= 0) & (depth < WIDTH), other=-1)
-    source = root + tl.where(node >= 0, node, tl.minimum(depth, 0))
-    tl.store(source_ptr + row, source, mask=row < end)
-    tl.store(context_positions_ptr + row, tl.load(positions_ptr + root) + depth, mask=row < end)
-    if tl.program_id(1) == 0:
-        sampled = tl.load(num_sampled_ptr + request)
-        rejected = tl.load(num_rejected_ptr + request)
-        unaccepted = end - start - rows_before - sampled
-        tl.store(context_rejected_ptr + request, tl.where(sampled > 0, unaccepted, rejected))
+    i_r = tl.program_id(0)
+    start = tl.load(context_start + i_r)
+    end = tl.load(context_start + i_r + 1)
+    before = tl.load(rows_before + i_r)
+    tail = tl.load(cu_num_logits + i_r + 1) - tl.load(cu_num_logits + i_r)
+    root = (tl.load(query_start_loc + i_r + 1) - tail).to(tl.int64)
+    i_b = tl.program_id(1)
+    o_r = start + i_b * BLOCK + tl.arange(0, BLOCK)
+    o_d = o_r - start - before
+    p_path = path + i_r.to(tl.int64) * stride_path
+    b_node = tl.load(p_path + o_d, mask=(o_d >= 0) & (o_d < WIDTH), other=-1)
+    b_source = root + tl.where(b_node >= 0, b_node, tl.minimum(o_d, 0))
+    tl.store(source + o_r, b_source, mask=o_r < end)
+    tl.store(context_positions + o_r, tl.load(positions + root) + o_d, mask=o_r < end)
+    if i_b == 0:
+        sampled = tl.load(num_sampled + i_r)
+        rejected = tl.load(num_rejected + i_r)
+        unaccepted = end - start - before - sampled
+        tl.store(context_rejected + i_r, tl.where(sampled > 0, unaccepted, rejected))
 
 
 @dataclass(slots=True)
 class BindSlots(Op):
-    """Name the slots of the drafter's batch, and store how many tokens each has just emitted."""
+    """Store the slots of the drafter's batch, and how many tokens each request just emitted."""
 
     idx_mapping: Tensor
     """`[R]` int64 or int32, slot of every row; R may be 0."""
@@ -144,15 +146,15 @@ class BindSlots(Op):
 
     def triton(self) -> None:
         _bind_kernel[(triton.cdiv(self.slots.shape[0], _BLOCK),)](
-            self.idx_mapping,
-            self.idx_mapping,
-            self.num_sampled,
-            self.slots,
-            self.slots,
-            self.base_rows,
-            self.emitted,
-            self.idx_mapping.shape[0],
-            self.slots.shape[0],
+            idx_mapping=self.idx_mapping,
+            cu_num_logits=self.idx_mapping,
+            num_sampled=self.num_sampled,
+            slots=self.slots,
+            tail_lens=self.slots,
+            base_rows=self.base_rows,
+            emitted=self.emitted,
+            reqs=self.idx_mapping.shape[0],
+            total=self.slots.shape[0],
             WITH_TAILS=False,
             WITH_TREES=False,
             BLOCK=_BLOCK,
@@ -164,18 +166,18 @@ bind_slots = public(BindSlots, cpu="bastion_kernels.cpu.rows")
 
 @dataclass(slots=True)
 class BindTails(Op):
-    """Name the slots of the target's batch, and how many rows of each request are a tree."""
+    """Store the slots of the target's batch, and how many rows of each request are a tree."""
 
     idx_mapping: Tensor
     """`[R]` int64 or int32, slot of every row; R may be 0."""
     cu_num_logits: Tensor | None
-    """`[>= R + 1]` int32, first logits row of each request; None: no tree at all, or chains, which
+    """`[>= R + 1]` int32, first logits row of each request; None: no trees, or only chains, which
     need no mask."""
     slots: Tensor
     """`[S]` int64, written: the R slots, then -1."""
     tail_lens: Tensor
-    """`[S]` int32, written: rows of the tail, root included; 0 for a lone root (its slot may never
-    have had a tree) and past the batch."""
+    """`[S]` int32, written: rows of the tail, root included; 0 past the batch, and for a root
+    without nodes (its slot may never have had a tree)."""
 
     def check(self) -> None:
         total = self.slots.shape[0]
@@ -196,15 +198,15 @@ class BindTails(Op):
 
     def triton(self) -> None:
         _bind_kernel[(triton.cdiv(self.slots.shape[0], _BLOCK),)](
-            self.idx_mapping,
-            self.idx_mapping if self.cu_num_logits is None else self.cu_num_logits,
-            self.idx_mapping,
-            self.slots,
-            self.tail_lens,
-            self.slots,
-            self.slots,
-            self.idx_mapping.shape[0],
-            self.slots.shape[0],
+            idx_mapping=self.idx_mapping,
+            cu_num_logits=self.idx_mapping if self.cu_num_logits is None else self.cu_num_logits,
+            num_sampled=self.idx_mapping,
+            slots=self.slots,
+            tail_lens=self.tail_lens,
+            base_rows=self.slots,
+            emitted=self.slots,
+            reqs=self.idx_mapping.shape[0],
+            total=self.slots.shape[0],
             WITH_TAILS=True,
             WITH_TREES=self.cu_num_logits is not None,
             BLOCK=_BLOCK,
@@ -216,20 +218,21 @@ bind_tails = public(BindTails, cpu="bastion_kernels.cpu.rows")
 
 @dataclass(slots=True)
 class ContextRows(Op):
-    """Lay out the rows that the drafter reads as its context; see the module.
+    """List the rows of the drafter's context; see the module.
 
-    Rows past the path's end repeat the root's row at the position they would have. They count as
+    Rows past the end of the path repeat the root's row, with linear positions. They count as
     rejected.
     """
 
     context_start: Tensor
     """`[R + 1]` int32, first context row of each request."""
     rows_before: Tensor
-    """`[R]` int32, context rows in front of the root."""
+    """`[R]` int32, context rows before the root."""
     query_start_loc: Tensor
     """`[R + 1]` int32, first row of each request in the target's batch."""
     cu_num_logits: Tensor
-    """`[R + 1]` int32; the last `cu[r+1] - cu[r]` rows of a request are its tail."""
+    """`[R + 1]` int32, first logits row of each request; its last `cu[r+1] - cu[r]` rows are its
+    tail."""
     path: Tensor
     """`[>= R, D + 1]` int32, nodes of the accepted path, -1 past its end."""
     positions: Tensor
@@ -243,7 +246,7 @@ class ContextRows(Op):
     context_positions: Tensor
     """`[>= M]` int64, written."""
     context_rejected: Tensor
-    """`[R]` int32, written: context rows from the root on that were not accepted."""
+    """`[R]` int32, written: context rows from the root on that were rejected."""
     max_rows: int
     """Most context rows of any request."""
 
@@ -259,7 +262,6 @@ class ContextRows(Op):
             self.expect(name, (None,), torch.int64)
 
     def reference(self) -> None:
-        """One row after the other."""
         for r, sampled in enumerate(self.num_sampled.tolist()):
             start, end = self.context_start[r : r + 2].tolist()
             tail = int(self.cu_num_logits[r + 1] - self.cu_num_logits[r])
@@ -274,18 +276,18 @@ class ContextRows(Op):
 
     def triton(self) -> None:
         _context_rows_kernel[(self.num_sampled.shape[0], triton.cdiv(self.max_rows, _BLOCK))](
-            self.context_start,
-            self.rows_before,
-            self.query_start_loc,
-            self.cu_num_logits,
-            self.path,
-            self.positions,
-            self.num_sampled,
-            self.num_rejected,
-            self.source,
-            self.context_positions,
-            self.context_rejected,
-            self.path.stride(0),
+            context_start=self.context_start,
+            rows_before=self.rows_before,
+            query_start_loc=self.query_start_loc,
+            cu_num_logits=self.cu_num_logits,
+            path=self.path,
+            positions=self.positions,
+            num_sampled=self.num_sampled,
+            num_rejected=self.num_rejected,
+            source=self.source,
+            context_positions=self.context_positions,
+            context_rejected=self.context_rejected,
+            stride_path=self.path.stride(0),
             WIDTH=self.path.shape[1],
             BLOCK=_BLOCK,
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton, or a stand-in with which kernels are defined and never launched.
+"""Triton, or a stand-in that lets the package be imported without it.
 
-A CPU host needs no Triton: every op has another version. With the stand-in the package imports, and
-launching a kernel raises ImportError.
+A CPU host needs no Triton, because every op has a CPU version. With the stand-in, a launch raises
+ImportError.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["tl", "triton"]
 
 
 class _NoTriton:
-    """Any attribute, any decorator; no launch."""
+    """Accepts any attribute and any decorator; refuses to launch."""
 
     def __getattr__(self, name: str) -> _NoTriton:
         if name.startswith("__"):

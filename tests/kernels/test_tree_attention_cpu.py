@@ -9,6 +9,7 @@ from attention_batch import Batch, Request, chain, mixed, random_parents, star
 from torch import Tensor
 
 import bastion_kernels.cpu.attention as cpu_module
+from bastion_kernels import AttentionLayer, AttentionStep
 from bastion_kernels.attention.kv_layout import (
     AMX,
     OTHER,
@@ -143,8 +144,8 @@ def test_layers_share_a_step_and_serve_the_next() -> None:
             got, alone = torch.zeros(2, *batch.query[rows].shape)
             layer(step, batch.query[rows], got)
             cpu_module.tree_attention_cpu(
-                batch.query[rows], cache, *tables, batch.scale, alone, depths=batch.depths,
-                layout=batch.layout, **kind,
+                AttentionLayer(cache, batch.scale, layout=batch.layout, **kind),
+                AttentionStep(*tables, batch.depths), batch.query[rows], alone,
             )  # fmt: skip
             assert torch.equal(got, alone)
             batch.window, batch.sinks = kind.get("window", 0), kind.get("sinks")

@@ -3,9 +3,9 @@
 
     outs[i][m] = sources[i][rows[m]]      for every source i and every m with rows[m] >= 0
 
-After acceptance the drafter reads the target's hidden states along the accepted path, not the first
-rows of the tail: row d of its context is the node at depth d. The hidden states of several layers
-share the same rows, so one launch moves them all. Every row is read once and written once.
+After acceptance the drafter needs the target's hidden states along the accepted path: row d of its
+context is the node at depth d. One launch gathers the same rows of several layers. Every row is
+read and written once.
 """
 
 from __future__ import annotations
@@ -29,31 +29,28 @@ def _gather_kernel(
     sources,
     outs,
     # [M] int64
-    rows_ptr,
-    source_strides,
-    out_strides,
+    rows,
+    stride_sources,
+    stride_outs,
     widths,
     BLOCK: tl.constexpr,
 ):
     """Copy BLOCK columns of one row of one matrix. Grid: (M, column blocks, matrices)."""
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + place)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i_m = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i_m)
+    i_c = tl.program_id(1)
+    o_c = i_c * BLOCK + tl.arange(0, BLOCK)
+    i_s = tl.program_id(2)
     for i in tl.static_range(len(sources)):
-        if (tl.program_id(2) == i) & (row >= 0):
-            mask = column < widths[i]
-            values = tl.load(sources[i] + row * source_strides[i] + column, mask=mask, other=0)
-            tl.store(outs[i] + place * out_strides[i] + column, values, mask=mask)
+        if (i_s == i) & (row >= 0):
+            m_c = o_c < widths[i]
+            b_values = tl.load(sources[i] + row * stride_sources[i] + o_c, mask=m_c, other=0)
+            tl.store(outs[i] + i_m * stride_outs[i] + o_c, b_values, mask=m_c)
 
 
 @dataclass(slots=True)
 class GatherRows(Op):
-    """Write `outs[i][m] = sources[i][rows[m]]`; a row of -1 leaves its output row as it is.
-
-    Raises:
-        ValueError: shapes or strides do not fit together.
-        TypeError: dtypes do not fit together.
-    """
+    """Write `outs[i][m] = sources[i][rows[m]]`; a row of -1 leaves its output row as it is."""
 
     sources: Sequence[Tensor]
     """Matrices `[T, H_i]`, any dtype, contiguous rows."""
@@ -77,7 +74,6 @@ class GatherRows(Op):
                 )
 
     def reference(self) -> None:
-        """One index per matrix."""
         live = self.rows >= 0
         index = self.rows[live]
         for source, out in zip(self.sources, self.outs, strict=True):
@@ -88,12 +84,12 @@ class GatherRows(Op):
         if not widths or self.rows.shape[0] == 0:
             return
         _gather_kernel[(self.rows.shape[0], triton.cdiv(max(widths), _BLOCK), len(widths))](
-            tuple(self.sources),
-            tuple(self.outs),
-            self.rows,
-            tuple(source.stride(0) for source in self.sources),
-            tuple(out.stride(0) for out in self.outs),
-            widths,
+            sources=tuple(self.sources),
+            outs=tuple(self.outs),
+            rows=self.rows,
+            stride_sources=tuple(source.stride(0) for source in self.sources),
+            stride_outs=tuple(out.stride(0) for out in self.outs),
+            widths=widths,
             BLOCK=_BLOCK,
         )
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's history, for the logits processors that read it.
+"""Logits processors that depend on a node's history.
 
-Penalties and bad words look at the tokens before a position. For a node these are the emitted
-tokens, then those of its ancestors and its own. `ancestor_tokens` lists the latter for every logits
-row; the other two ops do for them what vLLM's processors do for emitted tokens:
+Penalties and bad words depend on the tokens before a position. For a node these are the emitted
+tokens, the tokens of its ancestors and its own. `ancestor_tokens` lists the last two for every
+logits row. The other two ops treat them as vLLM's processors treat emitted tokens:
 
-    penalise_ancestors   corrects the logits of the ancestors, at most D: no other count changes
+    penalise_ancestors   corrects the logits of at most D tokens: all other counts are unchanged
     mask_bad_words       masks a word's last token where the history ends in the rest of the word
 """
 
@@ -22,65 +22,63 @@ from bastion_kernels.triton_or_none import tl, triton
 _BLOCK = 64
 
 
-# Slices of a batch that start at any row (chunked verification): no variant by alignment.
+# With chunked verification slices start at any row of a batch: no variants by alignment.
 @triton.jit(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
-        "fed_ptr",
-        "slots_ptr",
-        "nodes_ptr",
-        "tokens_ptr",
-        "depths_ptr",
+        "node_ids",
+        "slots",
+        "nodes",
+        "out_tokens",
+        "out_depths",
     ],
 )
 def _ancestors_kernel(
-    fed_ptr,
-    parents_ptr,
-    slots_ptr,
-    nodes_ptr,
-    tokens_ptr,
-    depths_ptr,
+    node_ids,
+    parents,
+    slots,
+    nodes,
+    out_tokens,
+    out_depths,
     rows,
-    parents_s,
+    stride_parents_s,
     N: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: (L / BLOCK,)."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < rows
-    slot = tl.load(slots_ptr + row, mask=live, other=0).to(tl.int64)
-    first = tl.load(nodes_ptr + row, mask=live, other=0).to(tl.int32)
-    parents_row_ptr = parents_ptr + slot * parents_s - 1
-    node = first
-    depth = tl.zeros([BLOCK], tl.int32)
+    i_b = tl.program_id(0)
+    o_r = i_b * BLOCK + tl.arange(0, BLOCK)
+    m_r = o_r < rows
+    b_slot = tl.load(slots + o_r, mask=m_r, other=0).to(tl.int64)
+    b_first = tl.load(nodes + o_r, mask=m_r, other=0).to(tl.int32)
+    p_parents = parents + b_slot * stride_parents_s - 1
+    b_node = b_first
+    b_depth = tl.zeros([BLOCK], tl.int32)
     for _ in range(D):
-        inside = (node > 0) & (node <= N)
-        depth += inside.to(tl.int32)
-        node = tl.load(parents_row_ptr + node, mask=inside, other=0)
-    tl.store(depths_ptr + row, depth, mask=live)
-    root, node, left = row - first, first, depth
+        m_node = (b_node > 0) & (b_node <= N)
+        b_depth += m_node.to(tl.int32)
+        b_node = tl.load(p_parents + b_node, mask=m_node, other=0)
+    tl.store(out_depths + o_r, b_depth, mask=m_r)
+    b_root, b_node, b_left = o_r - b_first, b_first, b_depth
     for i in range(D):
-        inside = (node > 0) & (node <= N)
-        left -= inside.to(tl.int32)
-        token = tl.load(fed_ptr + root + node, mask=inside, other=0)
-        tl.store(tokens_ptr + row * D + left, token, mask=live & inside)
-        tl.store(tokens_ptr + row * D + i, -1, mask=live & (i >= depth))
-        node = tl.load(parents_row_ptr + node, mask=inside, other=0)
+        m_node = (b_node > 0) & (b_node <= N)
+        b_left -= m_node.to(tl.int32)
+        b_token = tl.load(node_ids + b_root + b_node, mask=m_node, other=0)
+        tl.store(out_tokens + o_r * D + b_left, b_token, mask=m_r & m_node)
+        tl.store(out_tokens + o_r * D + i, -1, mask=m_r & (i >= b_depth))
+        b_node = tl.load(p_parents + b_node, mask=m_node, other=0)
 
 
 @dataclass(slots=True)
 class AncestorTokens(Op):
-    """List the tokens between the root of each logits row and itself.
+    """List the tokens on each logits row's path, without the root.
 
     The rows of a request are consecutive, its root first.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
     """
 
     node_ids: Tensor
-    """`[L]` integer, token that every logits row feeds."""
+    """`[L]` integer, input token of every logits row."""
     parents: Tensor
     """`[S, N]` int32, node number of each column's parent."""
     slots: Tensor
@@ -88,10 +86,10 @@ class AncestorTokens(Op):
     nodes: Tensor
     """`[L]` integer, node number of each row, 0 = root."""
     out_tokens: Tensor
-    """`[L, D]` int64 contiguous, written: tokens at depth 1, 2, .., the row's own last; -1 past
-    it."""
+    """`[L, D]` int64 contiguous, written: tokens at depth 1, 2, .., ending with the row's own; then
+    -1."""
     out_depths: Tensor
-    """`[L]` int32, written: how many."""
+    """`[L]` int32, written: the number of those tokens."""
 
     def check(self) -> None:
         integers, rows = (torch.int32, torch.int64), self.out_tokens.shape[0]
@@ -103,7 +101,6 @@ class AncestorTokens(Op):
         self.expect("out_depths", (rows,), torch.int32)
 
     def reference(self) -> None:
-        """Row by row."""
         fed, width = self.node_ids.tolist(), self.out_tokens.shape[1]
         self.out_tokens.fill_(-1)
         for row, (slot, node) in enumerate(
@@ -117,12 +114,12 @@ class AncestorTokens(Op):
             self.out_depths[row] = len(path)
 
     def triton(self) -> None:
-        """A thread a row."""
         rows, width = self.out_tokens.shape
         if rows:
             _ancestors_kernel[(triton.cdiv(rows, _BLOCK),)](
-                self.node_ids, self.parents, self.slots, self.nodes, self.out_tokens,
-                self.out_depths, rows, self.parents.stride(0), N=self.parents.shape[1], D=width,
+                node_ids=self.node_ids, parents=self.parents, slots=self.slots, nodes=self.nodes,
+                out_tokens=self.out_tokens, out_depths=self.out_depths, rows=rows,
+                stride_parents_s=self.parents.stride(0), N=self.parents.shape[1], D=width,
                 BLOCK=_BLOCK, num_warps=2,
             )  # fmt: skip
 
@@ -130,57 +127,54 @@ class AncestorTokens(Op):
 ancestor_tokens = public(AncestorTokens, cpu="bastion_kernels.cpu.history")
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "slots_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["tokens", "slots"])
 def _penalise_kernel(
-    logits_ptr,
-    before_ptr,
-    tokens_ptr,
-    slots_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    counts_ptr,
-    logits_s,
-    counts_s,
+    logits,
+    before,
+    tokens,
+    slots,
+    repetition,
+    frequency,
+    presence,
+    counts,
+    stride_logits_s,
+    stride_counts_s,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: (L,)."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    repetition = tl.load(repetition_ptr + slot)
-    frequency = tl.load(frequency_ptr + slot)
-    presence = tl.load(presence_ptr + slot)
-    if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
-        depth = tl.arange(0, BLOCK)
-        token = tl.load(tokens_ptr + row * D + depth, mask=depth < D, other=-1)
-        live = token >= 0
-        here = tl.sum((token[:, None] == token[None, :]).to(tl.int32), 1)
-        count = tl.load(counts_ptr + slot * counts_s + token, mask=live, other=0) + here
-        # In the order and the types of vLLM's kernel: the same roundings.
-        value = tl.load(before_ptr + row * D + depth, mask=live, other=0.0)
-        value *= tl.where(value > 0, 1.0 / repetition, repetition)
-        value -= frequency * count
-        value -= presence * (count > 0)
-        tl.store(logits_ptr + row * logits_s + token, value, mask=live)
+    i_r = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i_r).to(tl.int64)
+    b_repetition = tl.load(repetition + slot)
+    b_frequency = tl.load(frequency + slot)
+    b_presence = tl.load(presence + slot)
+    if (b_repetition != 1.0) | (b_frequency != 0.0) | (b_presence != 0.0):
+        o_d = tl.arange(0, BLOCK)
+        b_token = tl.load(tokens + i_r * D + o_d, mask=o_d < D, other=-1)
+        m_token = b_token >= 0
+        b_here = tl.sum((b_token[:, None] == b_token[None, :]).to(tl.int32), 1)
+        b_count = tl.load(counts + slot * stride_counts_s + b_token, mask=m_token, other=0) + b_here
+        # the order and the types of vLLM's kernel, for equal rounding
+        b_value = tl.load(before + i_r * D + o_d, mask=m_token, other=0.0)
+        b_value *= tl.where(b_value > 0, 1.0 / b_repetition, b_repetition)
+        b_value -= b_frequency * b_count
+        b_value -= b_presence * (b_count > 0)
+        tl.store(logits + i_r * stride_logits_s + b_token, b_value, mask=m_token)
 
 
 @dataclass(slots=True)
 class PenaliseAncestors(Op):
-    """Count the ancestors of each row as output: correct their logits, and no others.
+    """Correct the logits of each row's ancestors, which count as output tokens.
 
-    Everything else about penalties is vLLM's kernel's, which must have run on these rows without
-    their drafts. Rows of slots without a penalty are left alone.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
+    vLLM's kernel applies all other penalties; it must have run on these rows without their drafts.
+    Rows of slots without a penalty are unchanged.
     """
 
     logits: Tensor
     """`[L, V]` fp32, written at `tokens`."""
     before: Tensor
-    """`[L, D]` fp32 contiguous, the logits of `tokens` before any penalty; anything where there is
-    none."""
+    """`[L, D]` fp32 contiguous, the logits of `tokens` before any penalty; arbitrary where `tokens`
+    is -1."""
     tokens: Tensor
     """`[L, D]` int64 contiguous, see `ancestor_tokens`."""
     slots: Tensor
@@ -192,7 +186,7 @@ class PenaliseAncestors(Op):
     presence: Tensor
     """`[S]` fp32."""
     counts: Tensor
-    """`[S, V]` int32, how often each token was emitted."""
+    """`[S, V]` int32, number of times each token was emitted."""
 
     def check(self) -> None:
         (rows, width) = self.tokens.shape
@@ -205,7 +199,6 @@ class PenaliseAncestors(Op):
         self.expect("counts", (None, self.logits.shape[1]), torch.int32)
 
     def reference(self) -> None:
-        """All rows at once."""
         row_slots, live, safe = (
             self.slots.long()[:, None],
             self.tokens >= 0,
@@ -224,67 +217,64 @@ class PenaliseAncestors(Op):
         self.logits[rows[live], self.tokens[live]] = value[live]
 
     def triton(self) -> None:
-        """One warp a row."""
         rows, width = self.tokens.shape
         if rows:
             _penalise_kernel[(rows,)](
-                self.logits, self.before, self.tokens, self.slots, self.repetition, self.frequency,
-                self.presence, self.counts, self.logits.stride(0), self.counts.stride(0), D=width,
-                BLOCK=triton.next_power_of_2(width), num_warps=1,
+                logits=self.logits, before=self.before, tokens=self.tokens, slots=self.slots,
+                repetition=self.repetition, frequency=self.frequency, presence=self.presence,
+                counts=self.counts, stride_logits_s=self.logits.stride(0),
+                stride_counts_s=self.counts.stride(0), D=width, BLOCK=triton.next_power_of_2(width),
+                num_warps=1,
             )  # fmt: skip
 
 
 penalise_ancestors = public(PenaliseAncestors, cpu="bastion_kernels.cpu.history")
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "depths_ptr", "slots_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["tokens", "depths", "slots"])
 def _bad_words_kernel(
-    logits_ptr,
-    tokens_ptr,
-    depths_ptr,
-    slots_ptr,
-    word_tokens_ptr,
-    word_offsets_ptr,
-    num_words_ptr,
-    emitted_ptr,
-    prompt_len_ptr,
-    total_len_ptr,
-    logits_s,
-    word_tokens_s,
-    word_offsets_s,
-    emitted_s,
+    logits,
+    tokens,
+    depths,
+    slots,
+    word_tokens,
+    word_offsets,
+    num_words,
+    emitted,
+    prompt_len,
+    total_len,
+    stride_logits_s,
+    stride_word_tokens_s,
+    stride_word_offsets_s,
+    stride_emitted_s,
     D: tl.constexpr,
 ):
     """Grid: (L, most words of a request)."""
-    row, word = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    if word < tl.load(num_words_ptr + slot):
-        total = tl.load(total_len_ptr + slot)
-        length = total + tl.load(depths_ptr + row)
-        start = tl.load(word_offsets_ptr + slot * word_offsets_s + word)
-        last = tl.load(word_offsets_ptr + slot * word_offsets_s + word + 1) - 1
-        word_ptr = word_tokens_ptr + slot * word_tokens_s
+    i_r, i_w = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + i_r).to(tl.int64)
+    if i_w < tl.load(num_words + slot):
+        total = tl.load(total_len + slot)
+        length = total + tl.load(depths + i_r)
+        start = tl.load(word_offsets + slot * stride_word_offsets_s + i_w)
+        last = tl.load(word_offsets + slot * stride_word_offsets_s + i_w + 1) - 1
+        p_word = word_tokens + slot * stride_word_tokens_s
         place = length - (last - start)
-        match = place >= tl.load(prompt_len_ptr + slot)
+        match = place >= tl.load(prompt_len + slot)
         while match & (start < last):
             if place < total:
-                actual = tl.load(emitted_ptr + slot * emitted_s + place).to(tl.int64)
+                actual = tl.load(emitted + slot * stride_emitted_s + place).to(tl.int64)
             else:
-                actual = tl.load(tokens_ptr + row * D + place - total)
-            match = actual == tl.load(word_ptr + start)
+                actual = tl.load(tokens + i_r * D + place - total)
+            match = actual == tl.load(p_word + start)
             start += 1
             place += 1
         if match:
-            tl.store(logits_ptr + row * logits_s + tl.load(word_ptr + last), -float("inf"))
+            tl.store(logits + i_r * stride_logits_s + tl.load(p_word + last), -float("inf"))
 
 
 @dataclass(slots=True)
 class MaskBadWords(Op):
-    """Set a bad word's last token to -inf where output and ancestors end in its other tokens.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
-    """
+    """Set a bad word's last token to -inf where output plus ancestors end in its other tokens."""
 
     logits: Tensor
     """`[L, V]` fp32, written."""
@@ -295,19 +285,19 @@ class MaskBadWords(Op):
     slots: Tensor
     """`[L]` integer, request slot of each row."""
     word_tokens: Tensor
-    """`[S, X]` int32, the words of a slot strung together."""
+    """`[S, X]` int32, the concatenated words of a slot."""
     word_offsets: Tensor
-    """`[S, Y + 1]` int32, where each begins and the last one ends."""
+    """`[S, Y + 1]` int32, start of each word, and end of the last."""
     num_words: Tensor
     """`[S]` int32."""
     emitted: Tensor
     """`[S, M]` int32, prompt and output."""
     prompt_len: Tensor
-    """`[S]` int32, where the output begins and ends."""
+    """`[S]` int32, start of the output."""
     total_len: Tensor
-    """`[S]` int32, where the output begins and ends."""
+    """`[S]` int32, end of the output."""
     max_words: int
-    """Most words of any slot here."""
+    """Upper bound of `num_words` over the slots of these rows."""
 
     def check(self) -> None:
         (rows, width) = self.tokens.shape
@@ -321,7 +311,6 @@ class MaskBadWords(Op):
             self.expect(name, (None,), torch.int32)
 
     def reference(self) -> None:
-        """Row by row."""
         for row, slot in enumerate(self.slots.tolist()):
             output = self.emitted[
                 slot, int(self.prompt_len[slot]) : int(self.total_len[slot])
@@ -334,14 +323,16 @@ class MaskBadWords(Op):
                     self.logits[row, last] = -torch.inf
 
     def triton(self) -> None:
-        """One warp a row and word."""
         rows, width = self.tokens.shape
         if rows and self.max_words:
             _bad_words_kernel[(rows, self.max_words)](
-                self.logits, self.tokens, self.depths, self.slots, self.word_tokens,
-                self.word_offsets, self.num_words, self.emitted, self.prompt_len, self.total_len,
-                self.logits.stride(0), self.word_tokens.stride(0), self.word_offsets.stride(0),
-                self.emitted.stride(0), D=width, num_warps=1,
+                logits=self.logits, tokens=self.tokens, depths=self.depths, slots=self.slots,
+                word_tokens=self.word_tokens, word_offsets=self.word_offsets,
+                num_words=self.num_words, emitted=self.emitted, prompt_len=self.prompt_len,
+                total_len=self.total_len, stride_logits_s=self.logits.stride(0),
+                stride_word_tokens_s=self.word_tokens.stride(0),
+                stride_word_offsets_s=self.word_offsets.stride(0),
+                stride_emitted_s=self.emitted.stride(0), D=width, num_warps=1,
             )  # fmt: skip
 
 

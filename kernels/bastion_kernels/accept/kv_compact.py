@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move the accepted rows of every KV cache to where plain decoding would have put them.
+"""Move the accepted rows of every KV cache to where plain decoding would have stored them.
 
 With root row t0 = query_start_loc[r+1] - (cu[r+1] - cu[r]) and slots m_g of KV-cache group g,
 
     cache[m_g[t0 + i]] = cache[m_g[t0 + path[r, i]]]     for i >= 1 while path[r, i] >= 0
 
-in one launch for all caches of one layout, in whatever groups: a table in device memory says where
-each cache is. A model has one layout, or a few if its layers differ. Layouts are compile-time
-constants: index arithmetic is cheap, and the compiler sees where 16 bytes can move at once. Nodes
-are numbered parents first, so path[i] >= i. A destination can be the source of another entry, so a
-program loads all source rows of its columns before it stores any. Entries with path[i] = i are
-already in place and cost no memory traffic.
+One launch moves all caches of a layout, of any group; a table in device memory has their addresses.
+A model has one layout, or a few if its layers differ. Layouts are compile-time constants: index
+arithmetic is cheap, and the compiler can use 16-byte accesses. Nodes are numbered parents first, so
+path[i] >= i. A destination can be the source of another entry, so a program loads all source rows
+of its columns before it stores any. Entries with path[i] = i are in place and cause no traffic.
 
-Caches of any dtype are moved as the widest integers that their layout allows. Bytes
-moved: 2 * rows * heads * C * itemsize for each cache.
+Caches of any dtype are moved as the widest integers that their layout allows. Bytes moved:
+2 * rows * heads * C * itemsize for each cache.
 """
 
 from __future__ import annotations
@@ -32,44 +31,45 @@ from bastion_kernels.triton_or_none import tl, triton
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TRITON_INTEGERS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-_UNITS = 256  # largest number of integers of a row in one program
-_TILE = 4096  # integers in one program: 32 of each thread, or registers run out
+_UNITS = 256  # most integers of a row in one program
+_TILE = 4096  # integers in one program: 32 per thread; more would spill
 
 
 @triton.jit
 def _second(first, second):
-    """As a scan's operator this returns the input unchanged; `_compact_kernel` says why."""
+    """The operator of a scan that changes nothing; see `_compact_kernel`."""
     return second
 
 
 @triton.jit
-def _row_offset(slot, PAGE: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_ROW: tl.constexpr):
-    """Where the row of a uint32 slot begins; unlike a slot, this need not fit 32 bits."""
+def _row_offset(b_slot, PAGE: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_ROW: tl.constexpr):
+    """Offset of the row of a uint32 slot; may exceed 32 bits, unlike the slot."""
     if STRIDE_BLOCK == PAGE * STRIDE_ROW:
-        offset = slot.to(tl.int64) * STRIDE_ROW
+        o_row = b_slot.to(tl.int64) * STRIDE_ROW
     else:
-        offset = (slot // PAGE).to(tl.int64) * STRIDE_BLOCK + (slot % PAGE) * STRIDE_ROW
-    return offset
+        o_row = (b_slot // PAGE).to(tl.int64) * STRIDE_BLOCK + (b_slot % PAGE) * STRIDE_ROW
+    return o_row
 
 
-# Slices of longer buffers, at any address: a variant by alignment would be compiled while serving.
-_SLICES = ["slots_ptr", "query_start_loc_ptr", "cu_num_logits_ptr", "path_ptr"]
+# Slices of longer buffers: variants by alignment would be compiled while serving.
+_SLICES = ["slot_mappings", "query_start_loc", "cu_num_logits", "path"]
 
 
 @triton.jit(
-    do_not_specialize=["stride_slots", "stride_path"], do_not_specialize_on_alignment=_SLICES
+    do_not_specialize=["stride_slot_mappings", "stride_path"],
+    do_not_specialize_on_alignment=_SLICES,
 )
 def _compact_kernel(
     # [caches, 2] int64: address and group of each
-    table_ptr,
+    table,
     # [G, T] int64
-    slots_ptr,
+    slot_mappings,
     # [R+1] int32 each
-    query_start_loc_ptr,
-    cu_num_logits_ptr,
+    query_start_loc,
+    cu_num_logits,
     # [R, D+1] int32
-    path_ptr,
-    stride_slots,
+    path,
+    stride_slot_mappings,
     stride_path,
     WIDTH: tl.constexpr,
     DEPTHS: tl.constexpr,
@@ -86,46 +86,48 @@ def _compact_kernel(
 ):
     """Move UNITS integers of all accepted rows of one request. Grid: (R, caches, unit blocks).
 
-    ALIGNMENT is that of the caches' addresses, in bytes. HEAD_UNITS are contiguous, and STRIDE_HEAD
-    leads to the next as many; a row has ROW_UNITS in all.
+    ALIGNMENT is that of the caches' addresses, in bytes. A row consists of ROW_UNITS integers, in
+    contiguous runs of HEAD_UNITS that lie STRIDE_HEAD apart.
     """
-    request = tl.program_id(0)
-    depth = tl.arange(0, DEPTHS)
-    end = tl.load(cu_num_logits_ptr + request + 1)
-    tail = end - tl.load(cu_num_logits_ptr + request)
-    root = tl.load(query_start_loc_ptr + request + 1) - tail
-    path_row_ptr = path_ptr + request.to(tl.int64) * stride_path
-    node = tl.load(path_row_ptr + depth, mask=depth < WIDTH, other=-1)
-    # an entry counts only while all before it do; entries beyond the tail are stale
-    stop = tl.min(tl.where((node >= 0) & (node < tail), DEPTHS, depth), 0)
-    live = (depth < stop) & (node != depth)
-    if tl.max(live.to(tl.int32), 0) > 0:
-        entry_ptr = table_ptr + tl.program_id(1) * 2
-        cache_ptr = tl.load(entry_ptr).to(tl.pointer_type(INTEGER))
-        cache_ptr = tl.multiple_of(cache_ptr, ALIGNMENT)
-        group_slots_ptr = slots_ptr + tl.load(entry_ptr + 1) * stride_slots + root
-        source = tl.load(group_slots_ptr + node, mask=live, other=-1)
-        target = tl.load(group_slots_ptr + depth, mask=live, other=-1)
-        live &= (source >= 0) & (target >= 0)
-        # A slot fits in 31 bits (checked). The scan changes nothing, but the compiler cannot
-        # recompute it: without it every thread loads all slots itself, some 500 instructions.
-        move = tl.where(live, (source << 32) | target, -1)
-        move = tl.associative_scan(move, 0, _second)
-        live = move >= 0
-        source, target = (move >> 32).to(tl.uint32), move.to(tl.uint32)
-        unit = tl.program_id(2) * UNITS + tl.arange(0, UNITS)
-        column = (unit // HEAD_UNITS).to(tl.int64) * STRIDE_HEAD + unit % HEAD_UNITS
-        moved = live[:, None] & (unit < ROW_UNITS)[None, :]
-        source_row = _row_offset(source, PAGE, STRIDE_BLOCK, STRIDE_ROW)
-        target_row = _row_offset(target, PAGE, STRIDE_BLOCK, STRIDE_ROW)
-        stored = tl.load(cache_ptr + source_row[:, None] + column[None, :], mask=moved, other=0)
-        # every thread's reads come before any thread's writes
+    i_r = tl.program_id(0)
+    o_d = tl.arange(0, DEPTHS)
+    end = tl.load(cu_num_logits + i_r + 1)
+    tail = end - tl.load(cu_num_logits + i_r)
+    root = tl.load(query_start_loc + i_r + 1) - tail
+    p_path = path + i_r.to(tl.int64) * stride_path
+    b_node = tl.load(p_path + o_d, mask=o_d < WIDTH, other=-1)
+    # the path ends at the first entry outside the tail; later entries are stale
+    stop = tl.min(tl.where((b_node >= 0) & (b_node < tail), DEPTHS, o_d), 0)
+    m_d = (o_d < stop) & (b_node != o_d)
+    if tl.max(m_d.to(tl.int32), 0) > 0:
+        i_c = tl.program_id(1)
+        p_entry = table + i_c * 2
+        p_cache = tl.load(p_entry).to(tl.pointer_type(INTEGER))
+        p_cache = tl.multiple_of(p_cache, ALIGNMENT)
+        p_slots = slot_mappings + tl.load(p_entry + 1) * stride_slot_mappings + root
+        b_source = tl.load(p_slots + b_node, mask=m_d, other=-1)
+        b_target = tl.load(p_slots + o_d, mask=m_d, other=-1)
+        m_d &= (b_source >= 0) & (b_target >= 0)
+        # A slot fits 31 bits (checked). The scan changes nothing but keeps the compiler from
+        # rematerialising the loads: else every thread loads all slots, some 500 instructions.
+        b_move = tl.where(m_d, (b_source << 32) | b_target, -1)
+        b_move = tl.associative_scan(b_move, 0, _second)
+        m_d = b_move >= 0
+        b_source, b_target = (b_move >> 32).to(tl.uint32), b_move.to(tl.uint32)
+        i_u = tl.program_id(2)
+        o_u = i_u * UNITS + tl.arange(0, UNITS)
+        o_c = (o_u // HEAD_UNITS).to(tl.int64) * STRIDE_HEAD + o_u % HEAD_UNITS
+        m_move = m_d[:, None] & (o_u < ROW_UNITS)[None, :]
+        o_source = _row_offset(b_source, PAGE, STRIDE_BLOCK, STRIDE_ROW)
+        o_target = _row_offset(b_target, PAGE, STRIDE_BLOCK, STRIDE_ROW)
+        b_stored = tl.load(p_cache + o_source[:, None] + o_c[None, :], mask=m_move, other=0)
+        # all threads must read before any thread writes
         tl.debug_barrier()
-        tl.store(cache_ptr + target_row[:, None] + column[None, :], stored, mask=moved)
+        tl.store(p_cache + o_target[:, None] + o_c[None, :], b_stored, mask=m_move)
 
 
 class _Layout(NamedTuple):
-    """How a cache is laid out, in integers of `unit` bytes."""
+    """Layout of a cache, in integers of `unit` bytes."""
 
     unit: int
     page: int
@@ -159,13 +161,13 @@ class KVCompactor:
         caches: vLLM's logical views `[blocks, heads, block_size, C]` (`layer.kv_cache`), any
             strides with a contiguous last dimension, any dtype, all on one device.
         groups: KV-cache group of each cache, i.e. its row of `slot_mappings`.
-        layouts: how the blocks of each cache are packed, on a CPU; None = in rows of C.
+        layouts: packing of each cache's blocks, on a CPU; None = in rows of C.
 
-    A cache that appears twice (layers that share their KV) is moved once; two groups that alias
-    one buffer are both moved, each by its own slots.
+    A cache that appears twice (layers that share their KV) is moved once. Groups that alias one
+    buffer are all moved, each by its own slots.
 
     Raises:
-        ValueError: no cache, or one that is not laid out like that.
+        ValueError: no cache, or a different layout.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class KVCompactor:
         tail = (cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs]).long()[:, None]
         root = query_start_loc[1 : num_reqs + 1].long()[:, None] - tail
         depth = torch.arange(width, device=path.device)
-        # an entry counts only while all before it do; entries beyond the tail are stale
+        # the path ends at the first entry outside the tail; later entries are stale
         live = ((path >= 0) & (path < tail)).long().cumprod(1).bool() & (path != depth)
         source_rows = (root + path)[live]
         target_rows = (root + depth)[live]
@@ -245,13 +247,13 @@ class KVCompactor:
         for table, layout, alignment in self._launches:
             units = min(_UNITS, max(_TILE // depths, 32), triton.next_power_of_2(layout.row_units))
             _compact_kernel[(num_reqs, len(table), triton.cdiv(layout.row_units, units))](
-                table,
-                slot_mappings,
-                query_start_loc,
-                cu_num_logits,
-                path,
-                slot_mappings.stride(0),
-                path.stride(0),
+                table=table,
+                slot_mappings=slot_mappings,
+                query_start_loc=query_start_loc,
+                cu_num_logits=cu_num_logits,
+                path=path,
+                stride_slot_mappings=slot_mappings.stride(0),
+                stride_path=path.stride(0),
                 WIDTH=width,
                 DEPTHS=depths,
                 INTEGER=_TRITON_INTEGERS[layout.unit],
@@ -277,7 +279,7 @@ class KVCompactor:
             cu_num_logits: `[R+1]` int32, first logits row of each request; the last
                 `cu[r+1] - cu[r]` rows of a request are its tail (root and nodes).
             path: `[R, D+1]` int32, node numbers of the accepted path, path[r, 0] = 0, -1 past
-                its end. A request without a tail is left alone whatever its path says.
+                its end. Ignored for a request without a tail.
         """
         op, num_reqs = "KVCompactor.compact", path.shape[0]
         check(op, "slot_mappings", slot_mappings, (None, None), torch.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step's verified nodes and accepted tokens came from: the drafter, a copy, or both."""
+"""Count verified nodes and accepted tokens by their source: the drafter, a copy, or both."""
 
 from __future__ import annotations
 
@@ -12,45 +12,41 @@ from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "path_ptr", "counts_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "cu_num_logits", "path", "counts"])
 def _sources_kernel(
-    sources_ptr,
-    slots_ptr,
-    starts_ptr,
-    path_ptr,
-    counts_ptr,
-    sources_s,
-    path_r,
+    sources,
+    slots,
+    cu_num_logits,
+    path,
+    counts,
+    stride_sources_s,
+    stride_path_r,
     N: tl.constexpr,
     LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
     LENGTH_PAD: tl.constexpr,
 ):
     """Grid: (R,)."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
+    i_r = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i_r)
     if slot >= 0:
-        nodes = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row) - 1
-        sources_ptr += slot * sources_s
-        column = tl.arange(0, BLOCK)
-        source = tl.load(sources_ptr + column, mask=column < tl.minimum(nodes, N), other=0)
-        depth = tl.arange(0, LENGTH_PAD)
-        node = tl.load(path_ptr + row * path_r + depth, mask=depth < LENGTH, other=-1)
-        taken = tl.load(sources_ptr + node - 1, mask=(node > 0) & (node <= nodes), other=0)
+        nodes = tl.load(cu_num_logits + i_r + 1) - tl.load(cu_num_logits + i_r) - 1
+        sources += slot * stride_sources_s
+        o_n = tl.arange(0, BLOCK)
+        b_source = tl.load(sources + o_n, mask=o_n < tl.minimum(nodes, N), other=0)
+        o_d = tl.arange(0, LENGTH_PAD)
+        b_node = tl.load(path + i_r * stride_path_r + o_d, mask=o_d < LENGTH, other=-1)
+        b_taken = tl.load(sources + b_node - 1, mask=(b_node > 0) & (b_node <= nodes), other=0)
         for kind in tl.static_range(1, 4):
-            verified = tl.sum((source == kind).to(tl.int32), 0)
-            accepted = tl.sum((taken == kind).to(tl.int32), 0)
-            tl.atomic_add(counts_ptr + kind - 1, verified, mask=verified > 0)
-            tl.atomic_add(counts_ptr + 2 + kind, accepted, mask=accepted > 0)
+            verified = tl.sum((b_source == kind).to(tl.int32), 0)
+            accepted = tl.sum((b_taken == kind).to(tl.int32), 0)
+            tl.atomic_add(counts + kind - 1, verified, mask=verified > 0)
+            tl.atomic_add(counts + 2 + kind, accepted, mask=accepted > 0)
 
 
 @dataclass(slots=True)
 class CountSources(Op):
-    """Add a step's verified nodes and accepted tokens to the counts of their sources.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
-    """
+    """Add a step's verified nodes and accepted tokens to the counts of their sources."""
 
     sources: Tensor
     """`[S, N]` int32 of `expand_best_first`: 1 the drafter, 2 a copy, 3 both, 0 unused."""
@@ -59,7 +55,7 @@ class CountSources(Op):
     cu_num_logits: Tensor
     """`[>= R + 1]` int32, first logits row of each request: its root, then its nodes."""
     path: Tensor
-    """`[R, L + 1]` int32, accepted node numbers from the root, 0, down; then -1."""
+    """`[R, L + 1]` int32, accepted node numbers from the root (0) down; then -1."""
     counts: Tensor
     """`[2, 3]` int32, added to: nodes, then accepted tokens, of the drafter, a copy, both."""
 
@@ -71,7 +67,6 @@ class CountSources(Op):
         self.expect("counts", (2, 3), torch.int32)
 
     def reference(self) -> None:
-        """Node by node."""
         for row, slot in enumerate(self.slots.tolist()):
             if slot < 0:
                 continue
@@ -84,17 +79,16 @@ class CountSources(Op):
                         self.counts[which, kind - 1] += 1
 
     def triton(self) -> None:
-        """One launch."""
         reqs, limit = self.slots.shape[0], self.sources.shape[1]
         if reqs:
             _sources_kernel[(reqs,)](
-                self.sources,
-                self.slots,
-                self.cu_num_logits,
-                self.path,
-                self.counts,
-                self.sources.stride(0),
-                self.path.stride(0),
+                sources=self.sources,
+                slots=self.slots,
+                cu_num_logits=self.cu_num_logits,
+                path=self.path,
+                counts=self.counts,
+                stride_sources_s=self.sources.stride(0),
+                stride_path_r=self.path.stride(0),
                 N=limit,
                 LENGTH=self.path.shape[1],
                 BLOCK=triton.next_power_of_2(limit),

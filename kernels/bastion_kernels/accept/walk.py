@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance walk: a token was sampled at every node, follow it down the tree.
+"""The acceptance walk: follow the tokens sampled at the nodes down the tree.
 
     node <- root
     repeat: emit sampled[node]; if a child of node carries that token, node <- child, else stop
 
-Each node's token was drawn from the target's own distribution after the node's prefix, so what the
-walk emits is what plain decoding would have emitted, whatever the tree: exact, at any temperature.
+Each token is drawn from the target's distribution given the node's prefix. The emitted tokens are
+therefore those of plain decoding, for any tree and temperature.
 
-The kernel holds a request's parents and tokens in registers; a step down is one load (the token
-drawn at the node) and one minimum over the columns (the first child that carries it).
+The kernel keeps a request's parents and tokens in registers. A step down is one load (the token
+drawn at the node) and one minimum over the columns (the first child with that token).
 """
 
 from __future__ import annotations
@@ -21,64 +21,64 @@ from torch import Tensor
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
-# All of these may be slices that start at any row of a batch (chunked verification): a variant by
-# alignment would be compiled while serving.
+# With chunked verification these are slices that start at any row of a batch; variants by alignment
+# would be compiled while serving.
 _SLICES = [
-    "sampled_ptr",
-    "fed_ptr",
-    "slots_ptr",
-    "starts_ptr",
-    "out_path_ptr",
-    "out_tokens_ptr",
-    "num_sampled_ptr",
+    "sampled",
+    "node_ids",
+    "slots",
+    "cu_num_logits",
+    "out_path",
+    "out_tokens",
+    "num_sampled",
 ]
 
 
 @triton.jit(do_not_specialize_on_alignment=_SLICES)
 def _accept_kernel(
-    sampled_ptr,
-    fed_ptr,
-    parents_ptr,
-    slots_ptr,
-    starts_ptr,
-    out_path_ptr,
-    out_tokens_ptr,
-    num_sampled_ptr,
-    parents_s,
-    out_path_r,
-    out_tokens_r,
+    sampled,
+    node_ids,
+    parents,
+    slots,
+    cu_num_logits,
+    out_path,
+    out_tokens,
+    num_sampled,
+    stride_parents_s,
+    stride_out_path_r,
+    stride_out_tokens_r,
     N: tl.constexpr,
     LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
     LENGTH_PAD: tl.constexpr,
 ):
     """Grid: (R,)."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    start = tl.load(starts_ptr + row).to(tl.int64)
-    logits = tl.load(starts_ptr + row + 1) - start
-    logits = tl.where(slot >= 0, logits, 0)
-    column, step = tl.arange(0, BLOCK), tl.arange(0, LENGTH_PAD)
-    in_tail = (column < N) & (column + 1 < logits)
-    parent = tl.load(parents_ptr + slot * parents_s + column, mask=in_tail, other=-1)
-    token = tl.load(fed_ptr + start + 1 + column, mask=in_tail, other=-1)
+    i_r = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i_r)
+    start = tl.load(cu_num_logits + i_r).to(tl.int64)
+    rows = tl.load(cu_num_logits + i_r + 1) - start
+    rows = tl.where(slot >= 0, rows, 0)
+    o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, LENGTH_PAD)
+    m_tail = (o_n < N) & (o_n + 1 < rows)
+    b_parent = tl.load(parents + slot * stride_parents_s + o_n, mask=m_tail, other=-1)
+    b_token = tl.load(node_ids + start + 1 + o_n, mask=m_tail, other=-1)
 
-    path = tl.full([LENGTH_PAD], -1, tl.int32)
-    emitted = tl.zeros([LENGTH_PAD], tl.int64)
-    node = tl.where(logits > 0, 0, -1)
+    b_path = tl.full([LENGTH_PAD], -1, tl.int32)
+    b_emitted = tl.zeros([LENGTH_PAD], tl.int64)
+    node = tl.where(rows > 0, 0, -1)
     count = tl.full([], 0, tl.int32)
     while (node >= 0) & (count < LENGTH):
-        drawn = tl.load(sampled_ptr + start + node)
-        path = tl.where(step == count, node, path)
-        emitted = tl.where(step == count, drawn, emitted)
+        drawn = tl.load(sampled + start + node)
+        b_path = tl.where(o_d == count, node, b_path)
+        b_emitted = tl.where(o_d == count, drawn, b_emitted)
         count += 1
-        child = tl.where(in_tail & (parent == node) & (token == drawn), column + 1, 0x7FFFFFFF)
+        child = tl.where(m_tail & (b_parent == node) & (b_token == drawn), o_n + 1, 0x7FFFFFFF)
         child = tl.min(child, 0)
         node = tl.where(child == 0x7FFFFFFF, -1, child)
 
-    tl.store(out_path_ptr + row * out_path_r + step, path, mask=step < LENGTH)
-    tl.store(out_tokens_ptr + row * out_tokens_r + step, emitted, mask=step < LENGTH)
-    tl.store(num_sampled_ptr + row, count)
+    tl.store(out_path + i_r * stride_out_path_r + o_d, b_path, mask=o_d < LENGTH)
+    tl.store(out_tokens + i_r * stride_out_tokens_r + o_d, b_emitted, mask=o_d < LENGTH)
+    tl.store(num_sampled + i_r, count)
 
 
 @dataclass(slots=True)
@@ -86,18 +86,15 @@ class AcceptPath(Op):
     """Write the accepted path of every request and the tokens it emits.
 
     The logits rows cu_num_logits[r] .. cu_num_logits[r+1] - 1 of request r are its root and nodes
-    1, 2, ...; only those can be accepted. Siblings should carry distinct tokens; if they do not,
-    the lower column is taken. An inert request (slot -1) or one without logits rows emits nothing:
-    path -1, tokens 0, count 0.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
+    1, 2, ...; only those can be accepted. Siblings should have distinct tokens; of equal ones the
+    lower column is taken. An inert request (slot -1) or one without logits rows emits nothing: path
+    -1, tokens 0, count 0.
     """
 
     sampled: Tensor
     """`[L]` int64, token drawn at every logits row."""
     node_ids: Tensor
-    """`[L]` int64, token that every logits row feeds."""
+    """`[L]` int64, input token of every logits row."""
     parents: Tensor
     """`[S, N]` int32, node number of each column's parent; -1 unused."""
     slots: Tensor
@@ -123,7 +120,6 @@ class AcceptPath(Op):
         self.expect("num_sampled", (reqs,), torch.int32)
 
     def reference(self) -> None:
-        """The walk, request by request."""
         drawn, fed, starts = (
             self.sampled.tolist(),
             self.node_ids.tolist(),
@@ -149,23 +145,22 @@ class AcceptPath(Op):
             self.num_sampled[r] = len(path)
 
     def triton(self) -> None:
-        """One warp per request."""
         reqs, length = self.out_path.shape
         limit = self.parents.shape[1]
         if reqs == 0:
             return
         _accept_kernel[(reqs,)](
-            self.sampled,
-            self.node_ids,
-            self.parents,
-            self.slots,
-            self.cu_num_logits,
-            self.out_path,
-            self.out_tokens,
-            self.num_sampled,
-            self.parents.stride(0),
-            self.out_path.stride(0),
-            self.out_tokens.stride(0),
+            sampled=self.sampled,
+            node_ids=self.node_ids,
+            parents=self.parents,
+            slots=self.slots,
+            cu_num_logits=self.cu_num_logits,
+            out_path=self.out_path,
+            out_tokens=self.out_tokens,
+            num_sampled=self.num_sampled,
+            stride_parents_s=self.parents.stride(0),
+            stride_out_path_r=self.out_path.stride(0),
+            stride_out_tokens_r=self.out_tokens.stride(0),
             N=limit,
             LENGTH=length,
             BLOCK=max(32, triton.next_power_of_2(limit)),

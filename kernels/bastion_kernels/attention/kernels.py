@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernel of tree attention: one launch per layer, divided as `plan_kernel` says.
 
-A q-block is BLOCK_Q query rows of one request, packed with the GROUP heads that share a key head
-into BLOCK_M >= BLOCK_Q * GROUP rows of one matrix product. A program walks its run of the line of
-bundles (`tree_attention_plan`), in each of which it has one q-block. So one request with a long
-context fills the GPU exactly as many short ones do, the grid never changes, and everything that
-changes from step to step is read from device memory: the launch can be captured in a graph.
+A q-block is BLOCK_Q query rows of one request. Packed with the GROUP heads of one key head, it
+fills BLOCK_M >= BLOCK_Q * GROUP rows of a matrix product. A program processes one run of the plan
+(see `plan`): one q-block in each bundle of the run. One long request therefore fills the GPU as
+well as many short ones. The grid is constant, and all that changes between steps is read from
+device memory, so a CUDA graph can capture the launch.
 
-A q-block that lies in one run is written at once. One that was cut is left by every program as
-unnormalised (output, maximum, sum) in fp32, and merged by the program that arrives last, found by a
-counter. A second kernel would cost every layer a launch and its latency, needed or not; the
-merge in place costs nothing when no q-block was cut. Partial results are merged in the order of
-their tiles whoever arrives last, so that a repeat is bit-equal. The last one's own is taken from
-its registers.
+A q-block inside one run is written directly. If a run boundary cuts a q-block, every program stores
+its partial result (output, maximum, sum; unnormalised, fp32), and a counter tells the last program
+to merge them. A separate merge kernel would add a launch to every layer; merging in place costs
+nothing when no q-block is cut. The merge follows the order of the tiles, whichever program comes
+last, so repeated runs are bit-equal. The last program keeps its own part in registers.
 """
 
 from __future__ import annotations
@@ -26,100 +25,101 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def bits_from(bits_row_ptr, stride_word, start, words, tail_row):
+def bits_from(p_bits, stride_word, start, words, b_tail_row):
     """Bits start .. start + 31 of every row's ancestors, [BLOCK_M] int32; start may be negative."""
-    word = tl.zeros_like(tail_row) + (start >> 5)
-    low_ok = (tail_row >= 0) & (word >= 0) & (word < words)
-    high_ok = (tail_row >= 0) & (word >= -1) & (word < words - 1)
-    low_ptr = bits_row_ptr + word * stride_word
-    low_word = tl.load(low_ptr, mask=low_ok, other=0).to(tl.uint32, bitcast=True)
-    high_word = tl.load(low_ptr + stride_word, mask=high_ok, other=0)
-    pair = (high_word.to(tl.int64) << 32) | low_word.to(tl.int64)
-    return (pair >> (start & 31)).to(tl.int32)
+    o_w = tl.zeros_like(b_tail_row) + (start >> 5)
+    m_low = (b_tail_row >= 0) & (o_w >= 0) & (o_w < words)
+    m_high = (b_tail_row >= 0) & (o_w >= -1) & (o_w < words - 1)
+    p_low = p_bits + o_w * stride_word
+    b_low = tl.load(p_low, mask=m_low, other=0).to(tl.uint32, bitcast=True)
+    b_high = tl.load(p_low + stride_word, mask=m_high, other=0)
+    b_pair = (b_high.to(tl.int64) << 32) | b_low.to(tl.int64)
+    return (b_pair >> (start & 31)).to(tl.int32)
 
 
 @triton.jit
-def _bundle(entry_ptr, KV_HEADS: tl.constexpr):
-    """A bundle's values as `plan_kernel` writes them, its start counted over all heads."""
-    request = tl.load(entry_ptr)
-    row = tl.load(entry_ptr + 1)
-    start = tl.load(entry_ptr + 2) * KV_HEADS
-    tiles = tl.load(entry_ptr + 3)
-    first = tl.load(entry_ptr + 4)
-    rows = tl.load(entry_ptr + 5)
-    context = tl.load(entry_ptr + 6)
+def _bundle(p_entry, KV_HEADS: tl.constexpr):
+    """The fields of a bundle as `plan_kernel` writes them; the start is scaled to all heads."""
+    request = tl.load(p_entry)
+    row = tl.load(p_entry + 1)
+    start = tl.load(p_entry + 2) * KV_HEADS
+    tiles = tl.load(p_entry + 3)
+    first = tl.load(p_entry + 4)
+    rows = tl.load(p_entry + 5)
+    context = tl.load(p_entry + 6)
     return request, row, start, tiles, first, rows, context
 
 
 @triton.jit
 def _hide(
-    scores, column, start, end, position, tail_row, bits_row_ptr, stride_word, words, depths_ptr,
+    b_s, o_n, start, end, b_position, b_tail_row, p_bits, stride_word, words, p_depths,
     tail, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Set the scores of columns that a row may not see to -inf.
+    """Mask the scores of invisible columns with -inf.
 
     Args:
         start: the tile's first column, counted from the first column of the tail.
-        end: first column that no row of the block sees.
-        position, tail_row: `[BLOCK_M]`, cached row of the query row; its number in the tail or < 0.
-        depths_ptr: depth of the request's node 1, 2, ...; read where there is a window.
+        end: one past the last column visible to the block.
+        b_position, b_tail_row: `[BLOCK_M]`, cached row of the query row; its number in the tail,
+            negative outside it.
+        p_depths: depth of the request's nodes 1, 2, ...; read only with a window.
         tail: rows of the tail.
     """
-    visible = column[None, :] <= position[:, None]
-    # tail rows look tail columns up, 32 at a time
+    m_visible = o_n[None, :] <= b_position[:, None]
+    # tail rows look up tail columns in the bits, 32 at a time
     for k in tl.static_range((BLOCK_N + 31) // 32):
-        bits = bits_from(bits_row_ptr, stride_word, start + 32 * k, words, tail_row)
-        lane = tl.arange(0, BLOCK_N) - 32 * k
-        mine = (lane >= 0) & (lane < 32) & (start + tl.arange(0, BLOCK_N) >= 0)
-        ancestor = ((bits[:, None] >> (lane & 31)[None, :]) & 1) != 0
-        visible = tl.where(mine[None, :] & (tail_row >= 0)[:, None], ancestor, visible)
+        b_bits = bits_from(p_bits, stride_word, start + 32 * k, words, b_tail_row)
+        o_lane = tl.arange(0, BLOCK_N) - 32 * k
+        m_word = (o_lane >= 0) & (o_lane < 32) & (start + tl.arange(0, BLOCK_N) >= 0)
+        m_ancestor = ((b_bits[:, None] >> (o_lane & 31)[None, :]) & 1) != 0
+        m_visible = tl.where(m_word[None, :] & (b_tail_row >= 0)[:, None], m_ancestor, m_visible)
     if WINDOW:
-        # positions: a node's is its root's and its depth
-        place = start + tl.arange(0, BLOCK_N)
-        node = (place > 0) & (place < tail)
-        depth = tl.load(depths_ptr + place - 1, mask=node, other=0)
-        column_at = tl.where(node, column - place + depth, column)
-        below = tail_row > 0
-        depth = tl.load(depths_ptr + tail_row - 1, mask=below, other=0)
-        row_at = tl.where(below, position - tail_row + depth, position)
-        visible &= row_at[:, None] - column_at[None, :] < WINDOW
-    # a row always sees itself, so that a batch with empty bits stays finite
-    visible |= column[None, :] == position[:, None]
-    visible &= (column < end)[None, :]
-    return tl.where(visible, scores, float("-inf"))
+        # a node's position is its root's plus its depth
+        o_place = start + tl.arange(0, BLOCK_N)
+        m_node = (o_place > 0) & (o_place < tail)
+        b_depth = tl.load(p_depths + o_place - 1, mask=m_node, other=0)
+        b_column_at = tl.where(m_node, o_n - o_place + b_depth, o_n)
+        m_node_row = b_tail_row > 0
+        b_depth = tl.load(p_depths + b_tail_row - 1, mask=m_node_row, other=0)
+        b_row_at = tl.where(m_node_row, b_position - b_tail_row + b_depth, b_position)
+        m_visible &= b_row_at[:, None] - b_column_at[None, :] < WINDOW
+    # a row always sees itself, so results stay finite even if all bits are 0
+    m_visible |= o_n[None, :] == b_position[:, None]
+    m_visible &= (o_n < end)[None, :]
+    return tl.where(m_visible, b_s, float("-inf"))
 
 
 @triton.jit
 def tree_attention_kernel(
     # [T, Hq, d]
-    query_ptr,
+    query,
     # [blocks, Hkv, PAGE, 2d]
-    kv_ptr,
+    kv_cache,
     # [R, *] int32
-    table_ptr,
+    block_table,
     # [R] int32, [R] int64
-    tail_lens_ptr,
-    slots_ptr,
+    tail_lens,
+    slots,
     # [S, N+1, W] int32
-    bits_ptr,
+    ancestor_bits,
     # [S, N] int32, [Hq] float32, or None
-    depths_ptr,
-    sinks_ptr,
+    depths,
+    sinks,
     # [1] float32 each, or None
-    q_scale_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
+    q_scale,
+    k_scale,
+    v_scale,
     # [T, Hq, d] (written)
-    out_ptr,
+    out,
     # the plan
-    header_ptr,
-    bundles_ptr,
-    runs_ptr,
+    header,
+    bundles,
+    runs,
     # [programs, 2, BLOCK_M, BLOCK_D] and [programs, 2, 2, BLOCK_M] float32 (written)
-    partial_ptr,
-    partial_stats_ptr,
+    partial,
+    partial_stats,
     # [programs] int32, zero before and after
-    arrived_ptr,
+    arrived,
     score_scale,
     softcap,
     stride_query_row,
@@ -134,7 +134,7 @@ def tree_attention_kernel(
     stride_bits_word,
     words,
     stride_depths,
-    # of the cache, constant so that a page's address is one instruction
+    # of the cache; constants make a page's address one instruction
     STRIDE_KV_BLOCK: tl.constexpr,
     STRIDE_KV_HEAD: tl.constexpr,
     STRIDE_KV_ROW: tl.constexpr,
@@ -155,189 +155,188 @@ def tree_attention_kernel(
     BUNDLE_FIELDS: tl.constexpr,
     RUN_FIELDS: tl.constexpr,
 ):
-    """Attention of one run of the plan. Grid: (programs,)."""
-    program = tl.program_id(0)
-    chunk = tl.load(header_ptr)
-    run_ptr = runs_ptr + program * RUN_FIELDS
-    bundle = tl.load(run_ptr)
-    member = tl.load(run_ptr + 1)
-    members = tl.load(run_ptr + 2)
-    line = tl.load(run_ptr + 3)
-    stop = tl.load(run_ptr + 4)
+    """Attend for one run of the plan. Grid: (programs,)."""
+    i_p = tl.program_id(0)
+    chunk = tl.load(header)
+    p_run = runs + i_p * RUN_FIELDS
+    bundle = tl.load(p_run)
+    member = tl.load(p_run + 1)
+    members = tl.load(p_run + 2)
+    line = tl.load(p_run + 3)
+    stop = tl.load(p_run + 4)
     request, bundle_row, bundle_start, bundle_tiles, first, rows, context = _bundle(
-        run_ptr + RUN_FIELDS - BUNDLE_FIELDS, KV_HEADS
+        p_run + RUN_FIELDS - BUNDLE_FIELDS, KV_HEADS
     )
     team = line // chunk
 
-    packed = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
-    if q_scale_ptr is not None:
-        score_scale *= tl.load(q_scale_ptr)
-    if k_scale_ptr is not None:
-        score_scale *= tl.load(k_scale_ptr)
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    if q_scale is not None:
+        score_scale *= tl.load(q_scale)
+    if k_scale is not None:
+        score_scale *= tl.load(k_scale)
     # capped scores have the scale already
     exponent_scale = 1.0 if SOFTCAP else score_scale
     while line < stop:
         block_row = bundle_row + member * BLOCK_Q
         head = (line - bundle_start) // bundle_tiles
-        # where this head's part of the line starts
+        # first position of this head in the line
         start = bundle_start + head * bundle_tiles
         begin = line - start
 
-        slot = tl.load(slots_ptr + request)
-        tail = tl.where(slot >= 0, tl.load(tail_lens_ptr + request), 0)
-        row = block_row + packed // GROUP
-        live = (packed < BLOCK_Q * GROUP) & (row < rows)
-        query_head = head * GROUP + packed % GROUP
-        token = (first + row).to(tl.int64)
-        inside = live[:, None] & (dim < DIM)[None, :]
-        queries = tl.load(
-            query_ptr
-            + (token * stride_query_row + query_head * stride_query_head)[:, None]
-            + dim[None, :] * stride_query_col,
-            mask=inside,
+        slot = tl.load(slots + request)
+        tail = tl.where(slot >= 0, tl.load(tail_lens + request), 0)
+        o_row = block_row + o_m // GROUP
+        m_m = (o_m < BLOCK_Q * GROUP) & (o_row < rows)
+        o_h = head * GROUP + o_m % GROUP
+        o_t = (first + o_row).to(tl.int64)
+        m_q = m_m[:, None] & (o_d < DIM)[None, :]
+        b_q = tl.load(
+            query
+            + (o_t * stride_query_row + o_h * stride_query_head)[:, None]
+            + o_d[None, :] * stride_query_col,
+            mask=m_q,
             other=0.0,
-        ).to(out_ptr.dtype.element_ty)
-        position = context + row
-        tail_row = tl.where(live, row - (rows - tail), -1)
-        bits_row_ptr = bits_ptr + slot * stride_bits_slot + tail_row * stride_bits_node
+        ).to(out.dtype.element_ty)
+        b_position = context + o_row
+        b_tail_row = tl.where(m_m, o_row - (rows - tail), -1)
+        p_bits = ancestor_bits + slot * stride_bits_slot + b_tail_row * stride_bits_node
         context_end = context + rows - tail
         end = context + tl.minimum(block_row + BLOCK_Q, rows)
         skipped = first_tile(context, bundle_row, rows, WINDOW, MAX_TAIL, BLOCK_N)
-        # earlier q-blocks of a bundle may see a few tiles less than its last
+        # earlier q-blocks of a bundle may need fewer tiles than its last
         tiles = (end + BLOCK_N - 1) // BLOCK_N - skipped
         finish = tl.minimum(stop - start, tiles)
-        # the teams that have the first and the last tile
+        # teams of the first and the last tile
         first_team = start // chunk
         last_team = (start + tiles - 1) // chunk
         cut = (first_team != last_team) & (begin < finish)
-        # Only one q-block can begin in a run and end after it: its counter is that program's.
-        counter_ptr = arrived_ptr + program - (team - first_team) * members
-        # every row of the block sees all of the tiles before this one
+        # At most one q-block begins in a run and ends after it: it uses that program's counter.
+        p_counter = arrived + i_p - (team - first_team) * members
+        # all rows of the block see all tiles before this one
         unmasked = tl.minimum(context + block_row + 1, context_end) // BLOCK_N
-        # and the windows of all begin before this one
+        # and all windows begin before this one
         inner = (tl.maximum(end - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
-        depths_row_ptr = depths_ptr + slot * stride_depths if WINDOW else depths_ptr
+        p_depths = depths + slot * stride_depths if WINDOW else depths
 
-        accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        norm = tl.zeros([BLOCK_M], tl.float32)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        request_table_ptr = table_ptr + request.to(tl.int64) * stride_table
-        kv_head_ptr = kv_ptr + head.to(tl.int64) * STRIDE_KV_HEAD
-        # The pages of a tile are read one tile ahead, so that the addresses are there in time.
-        # Columns are unsigned, so that dividing by a power of two is one instruction. The addresses
-        # stand between two products, which wait for them.
-        column = ((skipped + begin) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
-        page = tl.load(request_table_ptr + column // PAGE, mask=column < end, other=0)
+        b_o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        p_table = block_table + request.to(tl.int64) * stride_table
+        p_kv = kv_cache + head.to(tl.int64) * STRIDE_KV_HEAD
+        # Page numbers are loaded one tile ahead: the loads of keys and values depend on them.
+        # Columns are unsigned, so that dividing by a power of two is one instruction.
+        o_n = ((skipped + begin) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
+        b_page = tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0)
         for t in tl.range(skipped + begin, skipped + finish, num_stages=STAGES):
-            column = (t * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
-            row_offset = page.to(tl.uint32).to(tl.uint64) * STRIDE_KV_BLOCK
-            row_offset += (column % PAGE) * STRIDE_KV_ROW
-            key_ptr = kv_head_ptr + row_offset[:, None] + dim[None, :] * STRIDE_KV_COL
-            # Past the end lies anything, even what is no number. Scores there are hidden, so keys
-            # may be; but it must not be added to the result, not even with the weight 0.
-            present = (column < end)[:, None]
+            o_n = (t * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
+            o_kv = b_page.to(tl.uint32).to(tl.uint64) * STRIDE_KV_BLOCK
+            o_kv += (o_n % PAGE) * STRIDE_KV_ROW
+            p_k = p_kv + o_kv[:, None] + o_d[None, :] * STRIDE_KV_COL
+            # Memory past the end may hold NaN. Scores there are masked, so keys may be loaded
+            # anyway; values must be masked, because 0 * NaN is NaN.
+            m_v = (o_n < end)[:, None]
             if DIM == BLOCK_D:
-                keys = tl.load(key_ptr)
+                b_k = tl.load(p_k)
             else:
-                keys = tl.load(key_ptr, mask=(dim < DIM)[None, :], other=0.0)
-                present &= (dim < DIM)[None, :]
-            values = tl.load(key_ptr + DIM * STRIDE_KV_COL, mask=present, other=0.0)
-            following = column + BLOCK_N
-            page = tl.load(request_table_ptr + following // PAGE, mask=following < end, other=0)
-            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+                b_k = tl.load(p_k, mask=(o_d < DIM)[None, :], other=0.0)
+                m_v &= (o_d < DIM)[None, :]
+            b_v = tl.load(p_k + DIM * STRIDE_KV_COL, mask=m_v, other=0.0)
+            o_next = o_n + BLOCK_N
+            b_page = tl.load(p_table + o_next // PAGE, mask=o_next < end, other=0)
+            b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
             if SOFTCAP:
                 # tanh(x) = 1 - 2 / (1 + exp(2x)); here score_scale has a factor 2 / softcap, and
                 # softcap one of log2(e)
-                scores = softcap - 2 * softcap / (1 + tl.exp2(scores * score_scale))
+                b_s = softcap - 2 * softcap / (1 + tl.exp2(b_s * score_scale))
             hide = t >= unmasked
             if WINDOW:
                 hide |= t < inner
             if hide:
-                scores = _hide(
-                    scores, column.to(tl.int32), t * BLOCK_N - context_end, end, position, tail_row,
-                    bits_row_ptr, stride_bits_word, words, depths_row_ptr, tail, BLOCK_N, WINDOW,
+                b_s = _hide(
+                    b_s, o_n.to(tl.int32), t * BLOCK_N - context_end, end, b_position, b_tail_row,
+                    p_bits, stride_bits_word, words, p_depths, tail, BLOCK_N, WINDOW,
                 )  # fmt: skip
-            # the scale is applied within the exponent, where a fused multiply-add does it for free
-            new_top = tl.maximum(top, tl.max(scores, 1) * exponent_scale)
-            # a row that has seen no column yet has no finite maximum
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores * exponent_scale - base[:, None])
-            rescale = tl.exp2(top - base)
-            norm = norm * rescale + tl.sum(weights, 1)
-            accumulator = tl.dot(
-                weights.to(queries.dtype),
-                values.to(queries.dtype),
-                accumulator * rescale[:, None],
+            # scaling inside the exponent is free: a fused multiply-add
+            b_new_max = tl.maximum(b_max, tl.max(b_s, 1) * exponent_scale)
+            # the maximum is -inf while a row has seen no column
+            b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+            b_p = tl.exp2(b_s * exponent_scale - b_base[:, None])
+            b_rescale = tl.exp2(b_max - b_base)
+            b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
+            b_o = tl.dot(
+                b_p.to(b_q.dtype),
+                b_v.to(b_q.dtype),
+                b_o * b_rescale[:, None],
                 input_precision="ieee",
             )
-            top = new_top
+            b_max = b_new_max
 
         complete = (first_team == last_team) & (begin < finish)
         if cut:
-            # A run cuts at most two q-blocks: one that began before it, one that ends after it.
-            # Left by the last one too: who that is only the atomic below may say, since a counter
-            # that others still write may look different to each warp, and warps must not part.
-            place = (program * 2 + (begin == 0).to(tl.int32)).to(tl.int64)
-            stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
-            tl.store(stats_ptr, top, mask=live)
-            tl.store(stats_ptr + BLOCK_M, norm, mask=live)
-            into_ptr = partial_ptr + place * BLOCK_M * BLOCK_D + packed[:, None] * BLOCK_D
-            tl.store(into_ptr + dim[None, :], accumulator, mask=live[:, None])
-            # all threads' stores come before the one thread's release
+            # A run cuts at most two q-blocks: the one that began before it and the one that ends
+            # after it. The last program stores its part, too: only the atomic below tells which
+            # one is last. Warps reading the counter could see different values and diverge.
+            place = (i_p * 2 + (begin == 0).to(tl.int32)).to(tl.int64)
+            p_stats = partial_stats + place * 2 * BLOCK_M + o_m
+            tl.store(p_stats, b_max, mask=m_m)
+            tl.store(p_stats + BLOCK_M, b_sum, mask=m_m)
+            p_into = partial + place * BLOCK_M * BLOCK_D + o_m[:, None] * BLOCK_D
+            tl.store(p_into + o_d[None, :], b_o, mask=m_m[:, None])
+            # the stores of all threads must precede the release by one thread
             tl.debug_barrier()
-            before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+            before = tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu")
             complete = before == last_team - first_team
             if complete:
-                tl.store(counter_ptr, 0)
-                own, own_norm, own_top = accumulator, norm, top
-                accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                norm = tl.zeros([BLOCK_M], tl.float32)
-                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                tl.store(p_counter, 0)
+                b_own, b_own_sum, b_own_max = b_o, b_sum, b_max
+                b_o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                b_sum = tl.zeros([BLOCK_M], tl.float32)
+                b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 for p in tl.range(first_team, last_team + 1, num_stages=MERGE_STAGES):
-                    place = (program - (team - p) * members) * 2 + (p == first_team).to(tl.int32)
+                    place = (i_p - (team - p) * members) * 2 + (p == first_team).to(tl.int32)
                     place = place.to(tl.int64)
-                    other = tl.where(p == team, False, live)
-                    stats_ptr = partial_stats_ptr + place * 2 * BLOCK_M + packed
-                    part_top = tl.load(stats_ptr, mask=other, other=0.0, cache_modifier=".cg")
-                    part_norm = tl.load(
-                        stats_ptr + BLOCK_M, mask=other, other=0.0, cache_modifier=".cg"
+                    m_other = tl.where(p == team, False, m_m)
+                    p_stats = partial_stats + place * 2 * BLOCK_M + o_m
+                    b_part_max = tl.load(p_stats, mask=m_other, other=0.0, cache_modifier=".cg")
+                    b_part_sum = tl.load(
+                        p_stats + BLOCK_M, mask=m_other, other=0.0, cache_modifier=".cg"
                     )
-                    from_ptr = partial_ptr + place * BLOCK_M * BLOCK_D + packed[:, None] * BLOCK_D
-                    part = tl.load(
-                        from_ptr + dim[None, :], mask=other[:, None], other=0.0,
+                    p_from = partial + place * BLOCK_M * BLOCK_D + o_m[:, None] * BLOCK_D
+                    b_part = tl.load(
+                        p_from + o_d[None, :], mask=m_other[:, None], other=0.0,
                         cache_modifier=".cg",
                     )  # fmt: skip
-                    part_top = tl.where(p == team, own_top, part_top)
-                    part_norm = tl.where(p == team, own_norm, part_norm)
-                    part = tl.where(p == team, own, part)
-                    new_top = tl.maximum(top, part_top)
-                    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-                    old_weight = tl.exp2(top - base)
-                    part_weight = tl.exp2(part_top - base)
-                    accumulator = accumulator * old_weight[:, None] + part * part_weight[:, None]
-                    norm = norm * old_weight + part_norm * part_weight
-                    top = new_top
+                    b_part_max = tl.where(p == team, b_own_max, b_part_max)
+                    b_part_sum = tl.where(p == team, b_own_sum, b_part_sum)
+                    b_part = tl.where(p == team, b_own, b_part)
+                    b_new_max = tl.maximum(b_max, b_part_max)
+                    b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+                    b_weight = tl.exp2(b_max - b_base)
+                    b_part_weight = tl.exp2(b_part_max - b_base)
+                    b_o = b_o * b_weight[:, None] + b_part * b_part_weight[:, None]
+                    b_sum = b_sum * b_weight + b_part_sum * b_part_weight
+                    b_max = b_new_max
         if complete:
-            if sinks_ptr is not None:
-                # the row has seen itself, so that its maximum is finite
-                sink = tl.load(sinks_ptr + query_head, mask=live, other=0.0) * LOG2_E
-                new_top = tl.maximum(top, sink)
-                accumulator *= tl.exp2(top - new_top)[:, None]
-                norm = norm * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
-            result = accumulator / tl.where(live, norm, 1.0)[:, None]
-            if v_scale_ptr is not None:
-                result *= tl.load(v_scale_ptr)
+            if sinks is not None:
+                # a row always sees itself, so its maximum is finite
+                b_sink = tl.load(sinks + o_h, mask=m_m, other=0.0) * LOG2_E
+                b_new_max = tl.maximum(b_max, b_sink)
+                b_o *= tl.exp2(b_max - b_new_max)[:, None]
+                b_sum = b_sum * tl.exp2(b_max - b_new_max) + tl.exp2(b_sink - b_new_max)
+            b_out = b_o / tl.where(m_m, b_sum, 1.0)[:, None]
+            if v_scale is not None:
+                b_out *= tl.load(v_scale)
             tl.store(
-                out_ptr
-                + (token * stride_out_row + query_head * stride_out_head)[:, None]
-                + dim[None, :] * stride_out_col,
-                result.to(out_ptr.dtype.element_ty),
-                mask=inside,
+                out
+                + (o_t * stride_out_row + o_h * stride_out_head)[:, None]
+                + o_d[None, :] * stride_out_col,
+                b_out.to(out.dtype.element_ty),
+                mask=m_q,
             )
         line = tl.minimum(start + bundle_tiles, stop)
         if line == bundle_start + bundle_tiles * KV_HEADS and line < stop:
             bundle += 1
             request, bundle_row, bundle_start, bundle_tiles, first, rows, context = _bundle(
-                bundles_ptr + bundle * BUNDLE_FIELDS, KV_HEADS
+                bundles + bundle * BUNDLE_FIELDS, KV_HEADS
             )

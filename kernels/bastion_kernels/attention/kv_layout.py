@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a token's key and value lie in a block of a KV cache on a CPU.
+"""Layout of keys and values in a block of a CPU's KV cache.
 
-vLLM's C++ kernel packs the tokens of a block for the vector or matrix unit at hand, differently for
-every instruction set. Nothing here knows those formats by heart: the op that writes them is asked
-to write numbered elements, and where each came to lie is the layout. The formats that the attention
-reads fast are then recognised; any other is read element by element.
+vLLM's C++ kernel packs the tokens of a block for the CPU's vector or matrix unit, differently for
+every instruction set. The formats are not hard-coded here: vLLM's op writes numbered elements, and
+the layout is read off the result. Attention has fast paths for the formats it recognises; any other
+is read element by element.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["AMX", "OTHER", "VECTOR", "KVLayout", "learn_layout"]
 
 OTHER, VECTOR, AMX = range(3)
 
-# bits of a number that any element of so many bytes holds: the wider ones as they are, a float8 as
-# a number of its own, since what writes it rounds
+# bits of a number that fit an element of so many bytes. Wider elements store them as raw bits; a
+# float8 stores a small exact value, because vLLM's op rounds.
 _DIGITS = {1: 3, 2: 15, 4: 15}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -49,8 +49,8 @@ def _by_tiles(page: int, dim: int) -> Tensor:
 class KVLayout:
     """How one head's part of a block is arranged.
 
-    offsets: `[block_size, 2d]` int32: where, counted in elements from the part's beginning, a token
-    has its key's (first d columns) and its value's channels.
+    offsets: `[block_size, 2d]` int32, element offsets within the part of a token's key channels
+    (first d columns) and value channels.
     """
 
     offsets: Tensor
@@ -65,7 +65,7 @@ class KVLayout:
 
     @cached_property
     def kind(self) -> int:
-        """Which fast way of reading there is: AMX, VECTOR or OTHER."""
+        """AMX or VECTOR, which have fast paths, or OTHER."""
         page, dim = self.page, self.head_dim
         if page % 32 or dim % 32:
             return OTHER
@@ -94,7 +94,7 @@ class KVLayout:
 def learn_layout(
     write: Callable[[Tensor, Tensor, Tensor, Tensor], None], page: int, dim: int, dtype: torch.dtype
 ) -> KVLayout:
-    """The layout of an op that writes keys and values to a cache.
+    """The layout that an op writes to a cache.
 
     Args:
         write: called with key and value `[page, 1, d]`, a cache `[1, 1, page, 2d]` of zeros, and
@@ -102,12 +102,12 @@ def learn_layout(
         dtype: of keys, values and cache.
 
     Raises:
-        ValueError: it does not put every element in a place of its own, unchanged.
+        ValueError: it does not store every element once and unchanged.
     """
     rows, bits = _rows(page, dim) + 1, _DIGITS[dtype.itemsize]
     kind = _INTEGERS.get(dtype.itemsize)
     found = torch.zeros(page * 2 * dim, dtype=torch.int64)
-    # digit by digit, as a short element cannot hold all numbers
+    # digit by digit, because a short element cannot hold every number
     for shift in range(0, int(rows.max()).bit_length(), bits):
         number = rows >> shift & 2**bits - 1
         digits = (number.to(dtype) if kind is None else number.to(kind).view(dtype))[:, None]

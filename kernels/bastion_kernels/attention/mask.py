@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the target reads of a tree: ancestor bits for attention, depths as positions.
+"""Ancestor bits for attention over a tree, and positions by depth.
 
     out[s, i] bit j  =  node j is an ancestor of node i, or i itself       (root included: bit 0)
     position(node i) =  position(root) + depth(i)
 
-The bits say which rows of its own tail a node may attend to; the rows of the committed context are
-visible to all. Positions grow by depth, not by row, so that every branch is encoded as the sequence
-it stands for.
+The bits tell which rows of its own tail a node may attend to. The committed context is visible to
+all nodes. Positions grow with depth, not with the row, so every branch has the positions of a
+sequence.
 """
 
 from __future__ import annotations
@@ -23,88 +23,116 @@ _NODES = 32  # per program of the mask kernel
 _ROWS = 256  # per program of the position kernel
 
 
+def visible_rows(
+    q: int, length: int, tail: int, bits: Tensor, window: int = 0, depths: Tensor | None = None
+) -> Tensor:
+    """`[q, length]` bool: the cached rows that each of a request's last q rows sees.
+
+    Args:
+        length: cached rows of the request.
+        tail: the last rows, a root and its nodes; at most 1 = causal only.
+        bits: `[>= tail, W]` int32, ancestor bits of the request.
+        window: a row sees only rows less than this many positions before its own; 0 = all.
+        depths: `[N]` int32, depth of each draft node; needed with a window.
+    """
+    columns = torch.arange(length, device=bits.device)
+    seen = columns <= columns[length - q :, None]
+    if tail > 1:
+        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+        ancestors = ((bits[:tail, :, None] >> shifts) & 1).flatten(1)[:, :tail].bool()
+        itself = torch.eye(tail, dtype=torch.bool, device=bits.device)
+        seen[q - tail :, length - tail :] = ancestors | itself
+    if window:
+        positions = columns.clone()
+        if tail > 1:
+            assert depths is not None
+            positions[length - tail + 1 :] = length - tail + depths[: tail - 1]
+        seen &= positions[length - q :, None] - positions < window
+    return seen
+
+
 @triton.jit
 def _bits_kernel(
-    parents_ptr,
-    slots_ptr,
-    out_ptr,
-    parents_s,
-    out_s,
-    out_n,
+    parents,
+    slots,
+    out,
+    stride_parents_s,
+    stride_out_s,
+    stride_out_n,
     N: tl.constexpr,
     WORDS: tl.constexpr,
     WORDS_PAD: tl.constexpr,
     NODES: tl.constexpr,
 ):
     """Grid: (R, ceil((N + 1) / NODES)). Every node climbs to the root, setting bits on its way."""
-    slot = tl.load(slots_ptr + tl.program_id(0))
+    i_r = tl.program_id(0)
+    slot = tl.load(slots + i_r)
     if slot >= 0:
-        parents_ptr += slot * parents_s - 1  # indexed by node number, from 1
-        node = tl.program_id(1) * NODES + tl.arange(0, NODES)
-        word = tl.arange(0, WORDS_PAD)
-        parent = tl.load(parents_ptr + node, mask=(node > 0) & (node <= N), other=-1)
-        used = (node == 0) | ((parent >= 0) & (parent < node))
-        ancestor = tl.where(used, node, -1)
-        bits = tl.zeros([NODES, WORDS_PAD], tl.int32)
-        highest = tl.max(ancestor, 0)
+        parents += slot * stride_parents_s - 1  # indexed by node number, from 1
+        i_b = tl.program_id(1)
+        o_n = i_b * NODES + tl.arange(0, NODES)
+        o_w = tl.arange(0, WORDS_PAD)
+        b_parent = tl.load(parents + o_n, mask=(o_n > 0) & (o_n <= N), other=-1)
+        m_used = (o_n == 0) | ((b_parent >= 0) & (b_parent < o_n))
+        b_ancestor = tl.where(m_used, o_n, -1)
+        b_bits = tl.zeros([NODES, WORDS_PAD], tl.int32)
+        highest = tl.max(b_ancestor, 0)
         while highest >= 0:
-            here = (ancestor[:, None] >= 0) & (word[None, :] == ancestor[:, None] // 32)
-            bits |= tl.where(here, 1 << (ancestor[:, None] & 31), 0)
-            up = tl.load(parents_ptr + ancestor, mask=ancestor > 0, other=-1)
-            # to lower numbers only: ends whatever the memory holds
-            ancestor = tl.where(up < ancestor, up, -1)
-            highest = tl.max(ancestor, 0)
-        offset = slot * out_s + node[:, None].to(tl.int64) * out_n + word[None, :]
-        tl.store(out_ptr + offset, bits, mask=(node[:, None] <= N) & (word[None, :] < WORDS))
+            m_here = (b_ancestor[:, None] >= 0) & (o_w[None, :] == b_ancestor[:, None] // 32)
+            b_bits |= tl.where(m_here, 1 << (b_ancestor[:, None] & 31), 0)
+            b_up = tl.load(parents + b_ancestor, mask=b_ancestor > 0, other=-1)
+            # only to lower numbers, so the loop ends even if the memory is garbage
+            b_ancestor = tl.where(b_up < b_ancestor, b_up, -1)
+            highest = tl.max(b_ancestor, 0)
+        o_out = slot * stride_out_s + o_n[:, None].to(tl.int64) * stride_out_n + o_w[None, :]
+        tl.store(out + o_out, b_bits, mask=(o_n[:, None] <= N) & (o_w[None, :] < WORDS))
 
 
 @triton.jit(do_not_specialize=["rows", "reqs", "steps"])
 def _positions_kernel(
-    positions_ptr,
-    depths_ptr,
-    slots_ptr,
-    starts_ptr,
-    logits_ptr,
-    out_ptr,
+    positions,
+    depths,
+    slots,
+    query_start_loc,
+    cu_num_logits,
+    out,
     rows,
     reqs,
     steps,
-    depths_s,
+    stride_depths_s,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: (ceil(T / BLOCK),). Each row finds its request by binary search in query_start_loc."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = row < rows
-    inside = real & (row < tl.load(starts_ptr + reqs))
-    low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + reqs
+    i_b = tl.program_id(0)
+    o_r = i_b * BLOCK + tl.arange(0, BLOCK)
+    m_r = o_r < rows
+    m_inside = m_r & (o_r < tl.load(query_start_loc + reqs))
+    b_low, b_high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + reqs
     for _ in range(steps):  # the last request that starts at or before the row
-        middle = (low + high) // 2
-        later = tl.load(starts_ptr + middle, mask=inside, other=0) > row
-        high = tl.where(later, middle, high)
-        low = tl.where(later, low, middle)
-    end = tl.load(starts_ptr + low + 1, mask=inside, other=0)
-    last = tl.load(logits_ptr + low + 1, mask=inside, other=0)
-    root = end - (last - tl.load(logits_ptr + low, mask=inside, other=0))
-    slot = tl.load(slots_ptr + low, mask=inside, other=-1)
-    column = row - root - 1
-    drafted = inside & (slot >= 0) & (column >= 0) & (column < N)
-    depth = tl.load(depths_ptr + slot * depths_s + column, mask=drafted, other=0)
-    origin = tl.load(positions_ptr + root, mask=drafted, other=0)
-    # a root keeps its position, so `out` may be `positions`: what others read does not change
-    linear = tl.load(positions_ptr + row, mask=real & (drafted == 0), other=0)
-    tl.store(out_ptr + row, tl.where(drafted, origin + depth, linear), mask=real)
+        b_middle = (b_low + b_high) // 2
+        m_later = tl.load(query_start_loc + b_middle, mask=m_inside, other=0) > o_r
+        b_high = tl.where(m_later, b_middle, b_high)
+        b_low = tl.where(m_later, b_low, b_middle)
+    b_end = tl.load(query_start_loc + b_low + 1, mask=m_inside, other=0)
+    b_last = tl.load(cu_num_logits + b_low + 1, mask=m_inside, other=0)
+    b_root = b_end - (b_last - tl.load(cu_num_logits + b_low, mask=m_inside, other=0))
+    b_slot = tl.load(slots + b_low, mask=m_inside, other=-1)
+    o_n = o_r - b_root - 1
+    m_node = m_inside & (b_slot >= 0) & (o_n >= 0) & (o_n < N)
+    b_depth = tl.load(depths + b_slot * stride_depths_s + o_n, mask=m_node, other=0)
+    b_origin = tl.load(positions + b_root, mask=m_node, other=0)
+    # roots keep their position, so `out` may be `positions` although other programs read roots
+    b_linear = tl.load(positions + o_r, mask=m_r & (m_node == 0), other=0)
+    tl.store(out + o_r, tl.where(m_node, b_origin + b_depth, b_linear), mask=m_r)
 
 
 @dataclass(slots=True)
 class AncestorBits(Op):
     """Write the ancestor mask of every request's tree.
 
-    Bit j of a node is bit j % 32 of its word j // 32. Nodes without a parent (-1) get no bits, not
-    even their own: such a row is padding.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
+    Bit j of a node is bit j % 32 of its word j // 32. Nodes without a parent (-1) are padding: they
+    get no bits at all, not even their own.
     """
 
     parents: Tensor
@@ -133,17 +161,16 @@ class AncestorBits(Op):
             self.out[slot] = torch.frombuffer(bytearray(raw), dtype=torch.int32).view(-1, words)
 
     def triton(self) -> None:
-        """Nodes in parallel, bits in registers."""
         reqs, limit, words = self.slots.shape[0], self.parents.shape[1], self.out.shape[2]
         if reqs == 0:
             return
         _bits_kernel[(reqs, triton.cdiv(limit + 1, _NODES))](
-            self.parents,
-            self.slots,
-            self.out,
-            self.parents.stride(0),
-            self.out.stride(0),
-            self.out.stride(1),
+            parents=self.parents,
+            slots=self.slots,
+            out=self.out,
+            stride_parents_s=self.parents.stride(0),
+            stride_out_s=self.out.stride(0),
+            stride_out_n=self.out.stride(1),
             N=limit,
             WORDS=words,
             WORDS_PAD=triton.next_power_of_2(words),
@@ -157,13 +184,10 @@ ancestor_bits = public(AncestorBits, cpu="bastion_kernels.cpu.mask")
 
 @dataclass(slots=True)
 class TreePositions(Op):
-    """Write every row's position: by depth in the tails, as it was elsewhere.
+    """Write every row's position: by depth within tails, unchanged elsewhere.
 
     The last `cu_num_logits[r+1] - cu_num_logits[r]` rows of request r are its tail: the root, then
     nodes 1, 2, ... Rows of inert requests and rows past the last request are copied.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
     """
 
     positions: Tensor
@@ -189,7 +213,7 @@ class TreePositions(Op):
         self.expect("out", (self.positions.shape[0],), torch.int64)
 
     def reference(self) -> None:
-        """Linear positions, then the tails on top."""
+        """Copy the linear positions, then overwrite the tails."""
         if self.out.data_ptr() != self.positions.data_ptr():
             self.out.copy_(self.positions)
         starts, logits = self.query_start_loc.tolist(), self.cu_num_logits.tolist()
@@ -202,21 +226,20 @@ class TreePositions(Op):
                 )
 
     def triton(self) -> None:
-        """Rows in parallel."""
         rows, reqs = self.positions.shape[0], self.slots.shape[0]
         if rows == 0:
             return
         _positions_kernel[(triton.cdiv(rows, _ROWS),)](
-            self.positions,
-            self.depths,
-            self.slots,
-            self.query_start_loc,
-            self.cu_num_logits,
-            self.out,
-            rows,
-            reqs,
-            reqs.bit_length(),
-            self.depths.stride(0),
+            positions=self.positions,
+            depths=self.depths,
+            slots=self.slots,
+            query_start_loc=self.query_start_loc,
+            cu_num_logits=self.cu_num_logits,
+            out=self.out,
+            rows=rows,
+            reqs=reqs,
+            steps=reqs.bit_length(),
+            stride_depths_s=self.depths.stride(0),
             N=self.depths.shape[1],
             BLOCK=_ROWS,
         )

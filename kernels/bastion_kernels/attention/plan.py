@@ -2,28 +2,28 @@
 """Triton kernel that divides a step's attention among programs, once for all layers.
 
 A q-block is BLOCK_Q query rows of one request; it has ceil(visible rows / BLOCK_N) tiles of cached
-rows. All q-blocks of a request read nearly the same tiles. Were they to do so at different times,
-a long context would come from memory once for each of them: the L2 cache forgets it in between. So
-up to WIDTH neighbouring q-blocks of a request form a bundle, and the programs that work on a bundle
-form a team of as many members, one to a q-block, which walk the same tiles at the same time.
+rows. All q-blocks of a request read nearly the same tiles. Read at different times, a long context
+would be loaded from memory once per q-block, because it exceeds the L2 cache. Therefore up to WIDTH
+neighbouring q-blocks of a request form a bundle. A bundle is processed by a team of programs, one
+for each q-block, that read the same tiles at the same time.
 
-Bundles of one width are laid end to end, once for each key head, and this line is cut into equal
-runs of `chunk` tiles, one for each team:
+Bundles of one width are laid end to end, once for each key head. This line is cut into equal runs
+of `chunk` tiles, one for each team:
 
     width 3    |- bundle 0, head 0 -|- bundle 0, head 1 -|- bundle 1, head 0 -|- ...
     teams      |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|- ...
                  x 3 programs
 
-With a window the tiles before that of the bundle's first row are left out. The plan does not know
-which rows are a tail, so it takes the smallest position that the row could have.
+With a window, tiles before the window of the bundle's first row are skipped. The plan does not know
+which rows belong to a tail, so it assumes the smallest position the row could have.
 
-A run that ends with one q-block and begins the next has two to begin and to merge. So where there
-is a team for each head of each bundle, a bundle's part of the line is rounded up to whole runs,
-unless the runs become longer by more than a second q-block costs.
+A run that contains parts of two q-blocks has to set up and merge both. If there is a team for each
+head of each bundle, a bundle's part of the line is therefore rounded up to whole runs, unless that
+lengthens the runs by more than a second q-block costs.
 
-There are as many lines as there are widths in the step. `chunk` is the smallest for which all teams
-together have no more members than there are programs: nobody walks further than that, and what is
-lost to rounding is less than one team for each width in use.
+Each width in the step has its own line. `chunk` is the smallest length for which the teams have no
+more members than there are programs. It bounds every program's work; rounding wastes less than one
+team per width in use.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["BUNDLE_FIELDS", "RUN_FIELDS", "first_tile", "plan_kernel"]
 
-# int32 values kept for a bundle, the last one unused, and for a program, which has those of its
-# first bundle too: what it begins with then comes from memory at once
+# int32 values of a bundle (the last is unused) and of a program. A program's include those of its
+# first bundle, which saves a dependent load.
 BUNDLE_FIELDS = 8
 RUN_FIELDS = 16
 
 
 @triton.jit
-def _last_not_above(table_ptr, stride, factor, low, high, limit, STEPS: tl.constexpr):
+def _last_not_above(table, stride, factor, b_low, b_high, b_limit, STEPS: tl.constexpr):
     """Last place in low .. high - 1 of an ascending table with value * factor <= limit."""
     for _ in range(STEPS):
-        open_ = low < high
-        middle = (low + high) // 2
-        value = tl.load(table_ptr + middle * stride, mask=open_, other=0)
-        right = value * factor <= limit
-        low = tl.where(open_ & right, middle + 1, low)
-        high = tl.where(open_ & ~right, middle, high)
-    return low - 1
+        m_open = b_low < b_high
+        b_middle = (b_low + b_high) // 2
+        b_value = tl.load(table + b_middle * stride, mask=m_open, other=0)
+        m_right = b_value * factor <= b_limit
+        b_low = tl.where(m_open & m_right, b_middle + 1, b_low)
+        b_high = tl.where(m_open & ~m_right, b_middle, b_high)
+    return b_low - 1
 
 
 @triton.jit
@@ -56,8 +56,8 @@ def first_tile(
     context, row, rows,
     WINDOW: tl.constexpr, MAX_TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The tile that the window of a bundle's first row begins in, at the earliest."""
-    # a node is at its root's position or behind it
+    """The first tile that the window of a bundle's first row can reach."""
+    # a node's position is never before its root's
     tile = context + tl.minimum(row, tl.maximum(rows - MAX_TAIL, 0))
     tile = tl.maximum(tile - WINDOW + 1, 0) // BLOCK_N
     return tile if WINDOW else tile * 0
@@ -66,17 +66,17 @@ def first_tile(
 @triton.jit(do_not_specialize=["num_reqs"])
 def plan_kernel(
     # [R+1] int32, [R] int32
-    query_start_loc_ptr,
-    seq_lens_ptr,
+    query_start_loc,
+    seq_lens,
     # [2] int32: tiles in a run, programs with work (written)
-    header_ptr,
+    header,
     # [capacity, BUNDLE_FIELDS] int32, by width: request, first row within it, first tile in the
     # line of one head, tiles; of the request its first row in the batch, its rows, and the cached
     # rows before them (written)
-    bundles_ptr,
+    bundles,
     # [programs, RUN_FIELDS] int32: first bundle, member, members of the team, first position in the
     # line, end position; the last BUNDLE_FIELDS are those of the first bundle (written)
-    runs_ptr,
+    runs,
     num_reqs,
     programs,
     KV_HEADS: tl.constexpr,
@@ -101,122 +101,122 @@ def plan_kernel(
         CLASSES, PROGRAMS: powers of two >= WIDTH and >= programs.
         CAPACITY: power of two >= rows // (BLOCK_Q * WIDTH) + requests of any step.
         SEARCH_STEPS: >= log2(CAPACITY) + 1.
-        SECOND: tiles that take as long as a second q-block in a run does, besides its own.
+        SECOND: extra cost of a second q-block in a run, in tiles.
     """
-    # Candidate i belongs to the last request r with query_start_loc[r] // span + r <= i: no prefix
-    # sum over requests is needed, at the price of some candidates without rows.
+    # Candidate i belongs to the last request r with query_start_loc[r] // span + r <= i. This
+    # avoids a prefix sum over requests; some candidates have no rows.
     span: tl.constexpr = BLOCK_Q * WIDTH
-    candidate = tl.arange(0, CAPACITY)
-    low = tl.zeros([CAPACITY], tl.int32)
-    high = low + num_reqs
+    o_c = tl.arange(0, CAPACITY)
+    b_low = tl.zeros([CAPACITY], tl.int32)
+    b_high = b_low + num_reqs
     for _ in range(SEARCH_STEPS):
-        open_ = low < high
-        middle = (low + high) // 2
-        start = tl.load(query_start_loc_ptr + middle, mask=open_, other=0)
-        right = start // span + middle <= candidate
-        low = tl.where(open_ & right, middle + 1, low)
-        high = tl.where(open_ & ~right, middle, high)
-    request = low - 1
-    owned = request >= 0
-    first = tl.load(query_start_loc_ptr + request, mask=owned, other=0)
-    last = tl.load(query_start_loc_ptr + request + 1, mask=owned, other=0)
-    length = tl.load(seq_lens_ptr + request, mask=owned, other=0)
-    rows = last - first
-    nth = candidate - first // span - request
-    used = owned & (nth * span < rows)
-    # the request's q-blocks shared out evenly over its bundles
-    blocks = (rows + BLOCK_Q - 1) // BLOCK_Q
-    number = tl.maximum((blocks + WIDTH - 1) // WIDTH, 1)
-    block = nth * blocks // number
-    width = tl.where(used, (nth + 1) * blocks // number - block, 0)
-    row = block * BLOCK_Q
-    # the last row of the bundle sees the context and the request's rows up to itself
-    context = tl.maximum(length - rows, 0)
-    seen = context + tl.minimum(row + width * BLOCK_Q, rows)
-    skipped = first_tile(context, row, rows, WINDOW, MAX_TAIL, BLOCK_N)
-    tiles = tl.where(used, (seen + BLOCK_N - 1) // BLOCK_N - skipped, 0)
+        m_open = b_low < b_high
+        middle = (b_low + b_high) // 2
+        b_start = tl.load(query_start_loc + middle, mask=m_open, other=0)
+        m_right = b_start // span + middle <= o_c
+        b_low = tl.where(m_open & m_right, middle + 1, b_low)
+        b_high = tl.where(m_open & ~m_right, middle, b_high)
+    b_request = b_low - 1
+    m_owned = b_request >= 0
+    b_first = tl.load(query_start_loc + b_request, mask=m_owned, other=0)
+    b_last = tl.load(query_start_loc + b_request + 1, mask=m_owned, other=0)
+    b_length = tl.load(seq_lens + b_request, mask=m_owned, other=0)
+    b_rows = b_last - b_first
+    b_nth = o_c - b_first // span - b_request
+    m_used = m_owned & (b_nth * span < b_rows)
+    # divide the request's q-blocks evenly among its bundles
+    b_blocks = (b_rows + BLOCK_Q - 1) // BLOCK_Q
+    b_number = tl.maximum((b_blocks + WIDTH - 1) // WIDTH, 1)
+    b_block = b_nth * b_blocks // b_number
+    b_width = tl.where(m_used, (b_nth + 1) * b_blocks // b_number - b_block, 0)
+    b_row = b_block * BLOCK_Q
+    # the bundle's last row sees the context and the request's rows up to itself
+    b_context = tl.maximum(b_length - b_rows, 0)
+    b_seen = b_context + tl.minimum(b_row + b_width * BLOCK_Q, b_rows)
+    b_skipped = first_tile(b_context, b_row, b_rows, WINDOW, MAX_TAIL, BLOCK_N)
+    b_tiles = tl.where(m_used, (b_seen + BLOCK_N - 1) // BLOCK_N - b_skipped, 0)
 
-    kind = tl.arange(0, CLASSES)
-    members = kind + 1
-    mine = width[None, :] == kind[:, None] + 1
-    bundles = tl.sum(mine.to(tl.int32), 1)
-    ends = tl.sum(tl.where(mine, tiles[None, :], 0), 1) * KV_HEADS
-    area = tl.sum(ends * members, 0)
-    most = tl.max(tiles, 0)
-    # Merging a cut costs about what a tile does, so the time of a q-block of n tiles cut into s is
-    # near n/s + s: runs shorter than sqrt(n) would be slower.
+    o_k = tl.arange(0, CLASSES)
+    b_members = o_k + 1
+    m_kind = b_width[None, :] == o_k[:, None] + 1
+    b_bundles = tl.sum(m_kind.to(tl.int32), 1)
+    b_ends = tl.sum(tl.where(m_kind, b_tiles[None, :], 0), 1) * KV_HEADS
+    area = tl.sum(b_ends * b_members, 0)
+    most = tl.max(b_tiles, 0)
+    # Merging a part costs about as much as a tile. A q-block of n tiles in s parts takes about
+    # n/s + s, so runs shorter than sqrt(n) would be slower.
     shortest = tl.maximum(tl.ceil(tl.sqrt(most.to(tl.float32))).to(tl.int32), 1)
     chunk = tl.maximum((area + programs - 1) // programs, shortest)
-    # Rounding adds less than one team to each line, so this many tiles are certainly enough; so
-    # is one team for each line.
-    spare = tl.maximum(programs - tl.sum(tl.where(bundles > 0, members, 0), 0), 0)
-    longest = tl.max(ends, 0)
+    # Upper bounds of `chunk`: rounding adds less than one team to each line; one team per line is
+    # always enough.
+    spare = tl.maximum(programs - tl.sum(tl.where(b_bundles > 0, b_members, 0), 0), 0)
+    longest = tl.max(b_ends, 0)
     enough = tl.where(spare > 0, (area + spare - 1) // tl.maximum(spare, 1), longest)
     enough = tl.maximum(tl.minimum(enough, longest), chunk)
     while chunk < enough:
         middle = (chunk + enough) // 2
-        needed = tl.sum((ends + middle - 1) // middle * members, 0)
+        needed = tl.sum((b_ends + middle - 1) // middle * b_members, 0)
         chunk = tl.where(needed <= programs, chunk, middle + 1)
         enough = tl.where(needed <= programs, middle, enough)
 
-    # The shortest runs of which whole ones make up every bundle's part of the line. Runs of `most`
-    # tiles are enough where there is a team for each head of each bundle.
-    fits = tl.sum(bundles * members, 0) * KV_HEADS <= programs
+    # The shortest run length for which every bundle's part can be rounded up to whole runs. `most`
+    # tiles suffice if there is a team for each head of each bundle.
+    fits = tl.sum(b_bundles * b_members, 0) * KV_HEADS <= programs
     whole = chunk
     enough = tl.where(fits, tl.minimum(most, chunk + SECOND + 1), chunk)
     while whole < enough:
         middle = (whole + enough) // 2
-        needed = tl.sum((tiles + middle - 1) // middle * width, 0) * KV_HEADS
+        needed = tl.sum((b_tiles + middle - 1) // middle * b_width, 0) * KV_HEADS
         whole = tl.where(needed <= programs, whole, middle + 1)
         enough = tl.where(needed <= programs, middle, enough)
     if fits & (whole <= chunk + SECOND):
         chunk = whole
-        tiles = (tiles + chunk - 1) // chunk * chunk
+        b_tiles = (b_tiles + chunk - 1) // chunk * chunk
 
-    # Bundles and tiles before each bundle in the line of its width: one scan over the pair.
-    pair = tl.where(mine, (tiles.to(tl.int64) + (1 << 32))[None, :], 0)
-    before = tl.sum(tl.where(mine, tl.cumsum(pair, 1) - pair, 0), 0)
-    ends = (tl.sum(pair, 1) & 0xFFFFFFFF).to(tl.int32) * KV_HEADS
-    offsets = tl.cumsum(bundles, 0) - bundles
-    place = (before >> 32).to(tl.int32) + tl.sum(tl.where(mine, offsets[:, None], 0), 0)
+    # one scan gives both the bundles and the tiles before each bundle in its line
+    b_pair = tl.where(m_kind, (b_tiles.to(tl.int64) + (1 << 32))[None, :], 0)
+    b_before = tl.sum(tl.where(m_kind, tl.cumsum(b_pair, 1) - b_pair, 0), 0)
+    b_ends = (tl.sum(b_pair, 1) & 0xFFFFFFFF).to(tl.int32) * KV_HEADS
+    b_offsets = tl.cumsum(b_bundles, 0) - b_bundles
+    o_place = (b_before >> 32).to(tl.int32) + tl.sum(tl.where(m_kind, b_offsets[:, None], 0), 0)
 
-    entry_ptr = bundles_ptr + place * BUNDLE_FIELDS
-    tl.store(entry_ptr, request, mask=used)
-    tl.store(entry_ptr + 1, row, mask=used)
-    tl.store(entry_ptr + 2, (before & 0xFFFFFFFF).to(tl.int32), mask=used)
-    tl.store(entry_ptr + 3, tiles, mask=used)
-    tl.store(entry_ptr + 4, first, mask=used)
-    tl.store(entry_ptr + 5, rows, mask=used)
-    tl.store(entry_ptr + 6, context, mask=used)
+    p_entry = bundles + o_place * BUNDLE_FIELDS
+    tl.store(p_entry, b_request, mask=m_used)
+    tl.store(p_entry + 1, b_row, mask=m_used)
+    tl.store(p_entry + 2, (b_before & 0xFFFFFFFF).to(tl.int32), mask=m_used)
+    tl.store(p_entry + 3, b_tiles, mask=m_used)
+    tl.store(p_entry + 4, b_first, mask=m_used)
+    tl.store(p_entry + 5, b_rows, mask=m_used)
+    tl.store(p_entry + 6, b_context, mask=m_used)
 
-    needs = (ends + chunk - 1) // chunk * members
-    bases = tl.cumsum(needs, 0) - needs
-    busy = tl.sum(needs, 0)
-    tl.store(header_ptr, chunk)
-    tl.store(header_ptr + 1, busy)
+    b_needs = (b_ends + chunk - 1) // chunk * b_members
+    b_bases = tl.cumsum(b_needs, 0) - b_needs
+    busy = tl.sum(b_needs, 0)
+    tl.store(header, chunk)
+    tl.store(header + 1, busy)
 
     # program -> width, team, member
-    program = tl.arange(0, PROGRAMS)
-    which = tl.sum((bases[:, None] <= program[None, :]).to(tl.int32), 0) - 1
-    chosen = kind[:, None] == which[None, :]
-    within = program - tl.sum(tl.where(chosen, bases[:, None], 0), 0)
-    line = within // (which + 1) * chunk
-    end = tl.minimum(line + chunk, tl.sum(tl.where(chosen, ends[:, None], 0), 0))
-    low = tl.sum(tl.where(chosen, offsets[:, None], 0), 0)
-    high = low + tl.sum(tl.where(chosen, bundles[:, None], 0), 0)
-    # the table of bundles must be complete before it is searched
+    o_p = tl.arange(0, PROGRAMS)
+    b_kind = tl.sum((b_bases[:, None] <= o_p[None, :]).to(tl.int32), 0) - 1
+    m_chosen = o_k[:, None] == b_kind[None, :]
+    b_within = o_p - tl.sum(tl.where(m_chosen, b_bases[:, None], 0), 0)
+    b_line = b_within // (b_kind + 1) * chunk
+    b_end = tl.minimum(b_line + chunk, tl.sum(tl.where(m_chosen, b_ends[:, None], 0), 0))
+    b_low = tl.sum(tl.where(m_chosen, b_offsets[:, None], 0), 0)
+    b_high = b_low + tl.sum(tl.where(m_chosen, b_bundles[:, None], 0), 0)
+    # all bundles must be stored before the search
     tl.debug_barrier()
-    first_bundle = _last_not_above(
-        bundles_ptr + 2, BUNDLE_FIELDS, KV_HEADS, low, high, line, SEARCH_STEPS
+    b_first_bundle = _last_not_above(
+        bundles + 2, BUNDLE_FIELDS, KV_HEADS, b_low, b_high, b_line, SEARCH_STEPS
     )
-    run_ptr = runs_ptr + program * RUN_FIELDS
-    exists = program < programs
-    tl.store(run_ptr, first_bundle, mask=exists)
-    tl.store(run_ptr + 1, within % (which + 1), mask=exists)
-    tl.store(run_ptr + 2, which + 1, mask=exists)
-    tl.store(run_ptr + 3, line, mask=exists)
-    tl.store(run_ptr + 4, tl.where(program < busy, end, 0), mask=exists)
-    has_work = exists & (program < busy)
+    p_run = runs + o_p * RUN_FIELDS
+    m_exists = o_p < programs
+    tl.store(p_run, b_first_bundle, mask=m_exists)
+    tl.store(p_run + 1, b_within % (b_kind + 1), mask=m_exists)
+    tl.store(p_run + 2, b_kind + 1, mask=m_exists)
+    tl.store(p_run + 3, b_line, mask=m_exists)
+    tl.store(p_run + 4, tl.where(o_p < busy, b_end, 0), mask=m_exists)
+    m_work = m_exists & (o_p < busy)
     for field in tl.static_range(BUNDLE_FIELDS - 1):
-        value = tl.load(bundles_ptr + first_bundle * BUNDLE_FIELDS + field, mask=has_work)
-        tl.store(run_ptr + RUN_FIELDS - BUNDLE_FIELDS + field, value, mask=has_work)
+        b_value = tl.load(bundles + b_first_bundle * BUNDLE_FIELDS + field, mask=m_work)
+        tl.store(p_run + RUN_FIELDS - BUNDLE_FIELDS + field, b_value, mask=m_work)

@@ -9,13 +9,13 @@ this step's, the last n of these a tail of root and draft nodes):
     visible = { rows < L - n } + { tail row j : bit j of p's node }   inside it
     cap(s) = softcap * tanh(s / softcap)                           when softcap > 0
 
-`ancestor_bits` has the bits of a node's ancestors and of itself. A chain's bits are causal, so a
-chain and a tree take the same path. With a window, a row sees only rows less than `window`
-positions before its own; a node's position is its root's plus its depth. A sink is one more score
-of a head, uncapped, whose value is zero.
+`ancestor_bits` has the bits of a node's ancestors and its own. A chain's bits are causal, so chains
+and trees need no distinction. With a window, a row sees only rows less than `window` positions
+before its own; a node's position is its root's plus its depth. A sink is an additional, uncapped
+score of a head; its value is zero.
 
-`AttentionStep` is what all layers share in a step, `AttentionLayer` what a layer keeps in all
-steps. `cpu.attention` has a pair of the same shape that prepares both once for many calls.
+`AttentionStep` has the arguments common to all layers of a step, `AttentionLayer` those common to
+all steps of a layer. `cpu.attention` has an equivalent pair that is prepared once for many calls.
 """
 
 from __future__ import annotations
@@ -29,45 +29,26 @@ from torch import Tensor
 
 from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.kv_layout import KVLayout
+from bastion_kernels.attention.mask import visible_rows
 from bastion_kernels.attention.plan import BUNDLE_FIELDS, RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.checks import check, on_gpu
 from bastion_kernels.op import load
 
-# Accumulating one precision above the input makes the rounded result independent of where a node's
-# ancestors lie among the tail's rows: a tree row gives what the same path gives as a chain.
+# Accumulating one precision above the input makes the rounded result independent of the order of a
+# node's ancestors in the tail: a tree row equals the same path as a chain.
 _MATH = {torch.float32: torch.float64, torch.float64: torch.float64}
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# rows of one request that are scored at once, to bound the memory of a long prefill chunk
+# rows of a request scored at once; bounds the memory of a long prefill chunk
 _ROW_CHUNK = 256
 # partial results in flight while they are merged, plus one
 _MERGE_STAGES = 3
 _CPU = "bastion_kernels.cpu.attention"
 
 
-def _visible(
-    q: int, length: int, tail: int, bits: Tensor, window: int, depths: Tensor | None
-) -> Tensor:
-    """`[q, length]` bool: which cached rows each of a request's last q rows sees."""
-    columns = torch.arange(length, device=bits.device)
-    seen = columns <= columns[length - q :, None]
-    if tail > 1:
-        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-        ancestors = ((bits[:tail, :, None] >> shifts) & 1).flatten(1)[:, :tail].bool()
-        itself = torch.eye(tail, dtype=torch.bool, device=bits.device)
-        seen[q - tail :, length - tail :] = ancestors | itself
-    if window:
-        positions = columns.clone()
-        if tail > 1:
-            assert depths is not None
-            positions[length - tail + 1 :] = length - tail + depths[: tail - 1]
-        seen &= positions[length - q :, None] - positions < window
-    return seen
-
-
 @dataclass(slots=True)
 class AttentionStep:
-    """The requests of a step. Their tensors are read whenever a layer is called."""
+    """The requests of a step. Every call of a layer reads the tensors."""
 
     block_table: Tensor
     """`[>= R, *]` int32; entries past a request's length are not read."""
@@ -85,14 +66,14 @@ class AttentionStep:
     """`[S, N]` int32, depth of each draft node; needed by layers with a window."""
     workspaces: Mapping[int, TreeAttentionWorkspace] | None = None
     """Buffers already planned for this step (`TreeAttentionWorkspace.plan`), by the layers' window.
-    A CUDA graph needs them. None: every call on a GPU allocates and plans. A CPU reads none."""
+    Required in a CUDA graph. None: every call on a GPU allocates and plans. Unused on a CPU."""
 
 
 @dataclass(slots=True)
 class AttentionLayer:
-    """An attention layer and its cache. Calling it attends from every row of a step.
+    """An attention layer and its cache. Calling it computes attention for every row of a step.
 
-    A row always sees itself, whatever its bits.
+    A row always sees itself, even if its bit is 0.
     """
 
     kv_cache: Tensor
@@ -115,7 +96,7 @@ class AttentionLayer:
     """How the blocks of a CPU's cache are packed; None = in rows, as above."""
 
     def __call__(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
-        """Attend from the rows of `query` over their requests' cached rows.
+        """Attention of the rows of `query` over the cached rows of their requests.
 
         Args:
             step: its rows are already in the cache.
@@ -210,7 +191,7 @@ class AttentionLayer:
             )
             tail = tails[r] if slot >= 0 else 0
             depths = None if step.depths is None else step.depths[slot]
-            seen = _visible(q, length, tail, step.ancestor_bits[slot], self.window, depths)
+            seen = visible_rows(q, length, tail, step.ancestor_bits[slot], self.window, depths)
             for low in range(0, q, _ROW_CHUNK):
                 high = min(low + _ROW_CHUNK, q)
                 # [Hkv, rows * group, d]: the heads that share a key head are extra rows
@@ -229,7 +210,7 @@ class AttentionLayer:
                 out[first + low : first + high] = mixed.reshape(-1, heads, dim).to(out.dtype)
 
     def triton(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
-        """Launch the Triton kernel, planned anew if the step has no workspaces."""
+        """Launch the Triton kernel; plan first if the step has no workspaces."""
         kv_cache, softcap, depths = self.kv_cache, self.softcap, step.depths
         if step.workspaces is not None:
             workspace = step.workspaces[self.window]
@@ -242,33 +223,42 @@ class AttentionLayer:
             workspace.plan(step.query_start_loc, step.seq_lens)
         log2_e = 1.4426950408889634
         tree_attention_kernel[(workspace.programs,)](
-            query,
-            kv_cache,
-            step.block_table,
-            step.tail_lens,
-            step.slots,
-            step.ancestor_bits,
-            depths,
-            self.sinks,
-            self.q_scale,
-            self.k_scale,
-            self.v_scale,
-            out,
-            workspace.header,
-            workspace.bundles,
-            workspace.runs,
-            workspace.partial,
-            workspace.partial_stats,
-            workspace.arrived,
-            self.scale * log2_e * (2 / softcap if softcap else 1),
-            softcap * log2_e,
-            *query.stride(),
-            *out.stride(),
-            step.block_table.stride(0),
-            *step.ancestor_bits.stride(),
-            step.ancestor_bits.shape[2],
-            0 if depths is None else depths.stride(0),
-            *kv_cache.stride(),
+            query=query,
+            kv_cache=kv_cache,
+            block_table=step.block_table,
+            tail_lens=step.tail_lens,
+            slots=step.slots,
+            ancestor_bits=step.ancestor_bits,
+            depths=depths,
+            sinks=self.sinks,
+            q_scale=self.q_scale,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            out=out,
+            header=workspace.header,
+            bundles=workspace.bundles,
+            runs=workspace.runs,
+            partial=workspace.partial,
+            partial_stats=workspace.partial_stats,
+            arrived=workspace.arrived,
+            score_scale=self.scale * log2_e * (2 / softcap if softcap else 1),
+            softcap=softcap * log2_e,
+            stride_query_row=query.stride(0),
+            stride_query_head=query.stride(1),
+            stride_query_col=query.stride(2),
+            stride_out_row=out.stride(0),
+            stride_out_head=out.stride(1),
+            stride_out_col=out.stride(2),
+            stride_table=step.block_table.stride(0),
+            stride_bits_slot=step.ancestor_bits.stride(0),
+            stride_bits_node=step.ancestor_bits.stride(1),
+            stride_bits_word=step.ancestor_bits.stride(2),
+            words=step.ancestor_bits.shape[2],
+            stride_depths=0 if depths is None else depths.stride(0),
+            STRIDE_KV_BLOCK=kv_cache.stride(0),
+            STRIDE_KV_HEAD=kv_cache.stride(1),
+            STRIDE_KV_ROW=kv_cache.stride(2),
+            STRIDE_KV_COL=kv_cache.stride(3),
             KV_HEADS=workspace.kv_heads,
             GROUP=workspace.group,
             DIM=workspace.head_dim,
@@ -290,10 +280,5 @@ class AttentionLayer:
         )
 
     def cpu(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
-        """The loops of `cpu.attention`, for the dtypes that it serves."""
-        load(_CPU, "tree_attention_cpu")(
-            query, self.kv_cache, step.block_table, step.query_start_loc, step.seq_lens,
-            step.tail_lens, step.slots, step.ancestor_bits, self.scale, out, softcap=self.softcap,
-            window=self.window, sinks=self.sinks, depths=step.depths, k_scale=self.k_scale,
-            v_scale=self.v_scale, layout=self.layout,
-        )  # fmt: skip
+        """Run `cpu.attention`, for the dtypes it supports."""
+        load(_CPU, "tree_attention_cpu")(self, step, query, out)

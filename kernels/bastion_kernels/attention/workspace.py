@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers of the tree-attention kernel, allocated once, and the plan of a step held in them."""
+"""Buffers of the tree-attention kernel, allocated once. They also hold the plan of a step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from bastion_kernels.triton_or_none import triton
 
 __all__ = ["Tiles", "TreeAttentionWorkspace"]
 
-# programs on a device whose size is unknown (the interpreter's)
+# programs where the number of multiprocessors is unknown (the interpreter)
 _DEFAULT_PROGRAMS = 4
-# bytes of shared memory that a program may have on such a device: Hopper's
+# shared memory assumed there, in bytes per program: Hopper's
 _DEFAULT_SHARED = 227 * 1024
-# tiles that beginning and merging a second q-block costs: about 3 to 4 on an H100
+# cost of starting and merging a second q-block, in tiles; 3 to 4 on an H100
 _SECOND = 4
-# q-blocks that walk the same tiles together: more would save no time, as eight do more arithmetic
-# on a tile than its way from memory takes
+# most q-blocks that read the same tiles together. With eight, arithmetic already takes longer than
+# loading the tile.
 _MAX_WIDTH = 8
-# Places of bundles that the smallest variant of the plan's kernel has. Registers of a thread and
-# instructions for sm_90 by Triton 3.9, 32 query heads over 8: 95 and 1,856 with 64 places, 126 and
-# 2,912 with 256, 128 and 2,864 with 512, 198 and 4,672 with 1,024, 255 and 8,448 with 2,048.
+# Places for bundles in the smallest variant of the plan's kernel. Registers per thread and
+# instructions for sm_90 by Triton 3.9, 32 query heads over 8: 95 and 1,792 with 64 places, 110 and
+# 2,632 with 512, 187 and 4,360 with 1,024, 255 and 8,128 with 2,048 (16 bytes spill).
 _FEWEST = 64
 
 
@@ -37,14 +37,15 @@ class Tiles:
     # cached rows in a tile, a power of two >= 16
     block_n: int
     num_warps: int
-    # tiles in shared memory, one fewer where matrix instructions take their inputs from registers
+    # pipeline stages; the number of tiles in shared memory, or one more where matrix instructions
+    # read their inputs from registers
     stages: int
     # programs that share a multiprocessor
     occupancy: int
 
 
-# Tiles of bf16 and fp16 kernels by padded head dimension (64 stands for less, too), for GPUs that
-# let a program have at least so many bytes of shared memory. The first that fits counts.
+# Tiles of bf16 and fp16 kernels by padded head dimension (64: 64 or less), for GPUs with at least
+# that many bytes of shared memory per program. The first match is used.
 _TILES = (
     # H100, H200, B200
     (
@@ -53,7 +54,7 @@ _TILES = (
             64: Tiles(64, 64, num_warps=4, stages=4, occupancy=2),
             128: Tiles(64, 64, num_warps=4, stages=3, occupancy=2),
             256: Tiles(64, 32, num_warps=8, stages=3, occupancy=1),
-            # Gemma 4's global layers, which FlashAttention serves on these GPUs only. 64 rows
+            # Gemma 4's global layers, which FlashAttention supports on these GPUs only. 64 rows
             # would spill, and their partial results would not fit.
             512: Tiles(32, 32, num_warps=8, stages=2, occupancy=1),
         },
@@ -84,20 +85,19 @@ def default_tiles(
 ) -> Tiles:
     """Tile sizes for a data type, padded head dimension and number of heads per key head.
 
-    A warpgroup's matrix instruction has 64 rows on Hopper. Two programs of one warpgroup each share
-    a multiprocessor, so that the softmax of one runs under the products of the other. Two
-    warpgroups in one program wait for each other at every tile: on an H100, with heads of 128
-    numbers and trees of 64 nodes, that takes 1.1 to 1.3 times as long (`benchmarks/README.md`).
+    On Hopper a warpgroup's matrix instruction has 64 rows. Two programs of one warpgroup each share
+    a multiprocessor, so the softmax of one overlaps the products of the other. Two warpgroups in
+    one program synchronise at every tile, which is 1.1 to 1.3 times slower on an H100 (head
+    dimension 128, trees of 64 nodes; `benchmarks/README.md`).
 
-    Other GPUs have less shared memory, and a warp's matrix instruction takes its inputs from
-    registers, so that 128 rows of 128 numbers would spill. They get half as many rows, or less, and
-    as many tiles in flight as their shared memory holds besides.
+    Other GPUs have less shared memory, and their matrix instructions read from registers: 128 rows
+    of 128 columns would spill. They get fewer rows, and as many stages as fit in shared memory.
 
-    fp32 products are exact (no TF32): they use the ordinary units, and tiles that fit the registers
-    of every GPU.
+    fp32 products are exact (no TF32). They use the ordinary units, with tiles that fit the
+    registers of every GPU.
 
     Args:
-        shared: bytes of shared memory that a program may have.
+        shared: shared memory per program, in bytes.
 
     Raises:
         ValueError: too little shared memory, too large a head, or too many heads share a key head.
@@ -114,7 +114,7 @@ def default_tiles(
             )
         tiles = fitting[0][max(64, block_d)]
     block_m = max(tiles.block_m, triton.next_power_of_2(group))
-    # two fp32 partial results lie in shared memory while they are merged
+    # the merge holds two fp32 partial results in shared memory
     if group > 64 or 2 * 4 * block_m * block_d > shared:
         most = 64 if group > 64 else block_m // 2
         raise ValueError(
@@ -127,9 +127,9 @@ def default_tiles(
 class TreeAttentionWorkspace:
     """Buffers for batches of up to `max_rows` rows in up to `max_requests` requests.
 
-    `plan` must run once for every step before that step's `tree_attention` calls; it reads device
-    buffers only and may be captured or not. All layers with the same heads share a workspace,
-    which one stream may use at a time.
+    Call `plan` once per step, before that step's attention. It reads device buffers only, so it may
+    be captured in a graph. Layers with the same heads share a workspace; only one stream may use it
+    at a time.
 
     Args:
         num_heads, num_kv_heads, head_dim: of the attention layers.
@@ -139,7 +139,7 @@ class TreeAttentionWorkspace:
         tiles: tile sizes, for tuning and tests.
         window: of the layers, in positions; 0 = none.
         max_tail: most rows of a tail, root included; read where there is a window.
-        processors: multiprocessors of a GPU that is not here; None = those of `device`.
+        processors: number of multiprocessors, for a GPU that is absent; None = `device`'s.
     """
 
     def __init__(
@@ -168,18 +168,18 @@ class TreeAttentionWorkspace:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             processors = properties.multi_processor_count
-            # which PyTorch has for NVIDIA's GPUs only
+            # PyTorch has this for NVIDIA's GPUs only
             shared = getattr(
                 properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
             )
         self.tiles = tiles or default_tiles(dtype, self.block_d, self.group, shared)
         self.block_q = self.tiles.block_m // self.group
         self.programs = processors * self.tiles.occupancy if processors else _DEFAULT_PROGRAMS
-        # a step may have a team of every width
+        # one step may need a team of every width
         self.width = max(w for w in range(1, _MAX_WIDTH + 1) if w * (w + 1) // 2 <= self.programs)
         bundles = max_rows // (self.block_q * self.width) + max_requests
         self.capacity = triton.next_power_of_2(bundles)
-        # The plan of a few requests does not pay for those of the largest step.
+        # smaller variants of the plan, for steps with few requests
         self.capacities = [self.capacity]
         while self.capacities[0] > _FEWEST:
             self.capacities.insert(0, self.capacities[0] // 2)
@@ -188,13 +188,13 @@ class TreeAttentionWorkspace:
         self.bundles = torch.zeros(self.capacity, BUNDLE_FIELDS, dtype=torch.int32, device=device)
         self.runs = torch.zeros(self.programs, RUN_FIELDS, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(self.programs, dtype=torch.int32, device=device)
-        # a run cuts at most two q-blocks: the one it begins in and the one it ends in
+        # a run cuts at most two q-blocks: its first and its last
         cut, rows = (self.programs, 2), self.tiles.block_m
         self.partial = torch.empty(*cut, rows, self.block_d, dtype=torch.float32, device=device)
         self.partial_stats = torch.empty(*cut, 2, rows, dtype=torch.float32, device=device)
 
     def warm_up(self) -> None:
-        """Compile every variant of the plan: the first step of a size must not wait for it."""
+        """Compile every variant of the plan, so that no step has to wait for the compiler."""
         none = torch.zeros(2, dtype=torch.int32, device=self.header.device)
         for capacity in self.capacities:
             self._plan(none, none[:1], capacity)
@@ -205,7 +205,7 @@ class TreeAttentionWorkspace:
         Args:
             query_start_loc: `[R+1]` int32.
             seq_lens: `[R]` int32, cached rows of each request, this step's included.
-            rows: at least the step's; None = the most.
+            rows: upper bound of the step's rows; None = `max_rows`.
 
         Raises:
             ValueError: more requests than the workspace was made for.
@@ -221,13 +221,13 @@ class TreeAttentionWorkspace:
     def _plan(self, query_start_loc: Tensor, seq_lens: Tensor, capacity: int) -> None:
         num_reqs = seq_lens.shape[0]
         plan_kernel[(1,)](
-            query_start_loc,
-            seq_lens,
-            self.header,
-            self.bundles,
-            self.runs,
-            num_reqs,
-            self.programs,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            header=self.header,
+            bundles=self.bundles,
+            runs=self.runs,
+            num_reqs=num_reqs,
+            programs=self.programs,
             KV_HEADS=self.kv_heads,
             BLOCK_Q=self.block_q,
             BLOCK_N=self.tiles.block_n,

@@ -15,7 +15,6 @@ from bastion_kernels.cpu.cache import njit
 
 
 def gather_rows(op: GatherRows) -> None:
-    """One index per matrix."""
     count = op.rows.shape[0]
     if count == 0:
         return
@@ -29,63 +28,64 @@ def gather_rows(op: GatherRows) -> None:
 
 
 @njit
-def _compact(caches, groups, slot_mappings, query_start_loc, cu_num_logits, path):
-    """Caches: equal views [blocks, heads, page, columns]; the rest as in `compact`."""
+def _moves(query_start_loc, cu_num_logits, path):
+    """[n, 2] int64: rows of the step to copy from and to, in this order.
+
+    Nodes are numbered parents first, so no row is overwritten before it is copied.
+    """
+    moves = np.empty((path.size, 2), np.int64)
+    count = 0
     for r in range(path.shape[0]):
         tail = cu_num_logits[r + 1] - cu_num_logits[r]
         root = query_start_loc[r + 1] - tail
-        # Nodes are numbered parents first, so a source lies behind all targets before it.
         for depth in range(path.shape[1]):
             node = path[r, depth]
             if node < 0 or node >= tail:
                 break
-            if node == depth:
-                continue
-            for i, cache in enumerate(caches):
-                source = slot_mappings[groups[i], root + node]
-                target = slot_mappings[groups[i], root + depth]
-                if source >= 0 and target >= 0:
-                    page = cache.shape[2]
-                    from_block, from_row = divmod(source, page)
-                    to_block, to_row = divmod(target, page)
-                    for head in range(cache.shape[1]):
-                        for column in range(cache.shape[3]):
-                            cache[to_block, head, to_row, column] = cache[
-                                from_block, head, from_row, column
-                            ]
+            if node != depth:
+                moves[count, 0], moves[count, 1] = root + node, root + depth
+                count += 1
+    return moves[:count]
 
 
 @njit
-def _compact_packed(caches, groups, offsets, slot_mappings, query_start_loc, cu_num_logits, path):
+def _compact(caches, groups, slot_mappings, moves):
+    """Caches: equal views [blocks, heads, page, columns]."""
+    for from_row, to_row in moves:
+        for i, cache in enumerate(caches):
+            source, target = slot_mappings[groups[i], from_row], slot_mappings[groups[i], to_row]
+            if source >= 0 and target >= 0:
+                from_block, from_token = divmod(source, cache.shape[2])
+                to_block, to_token = divmod(target, cache.shape[2])
+                for head in range(cache.shape[1]):
+                    for column in range(cache.shape[3]):
+                        cache[to_block, head, to_token, column] = cache[
+                            from_block, head, from_token, column
+                        ]
+
+
+@njit
+def _compact_packed(caches, groups, offsets, slot_mappings, moves):
     """Caches: equal views [blocks, heads, page * columns]; offsets: [page, columns]."""
     page, columns = offsets.shape
-    for r in range(path.shape[0]):
-        tail = cu_num_logits[r + 1] - cu_num_logits[r]
-        root = query_start_loc[r + 1] - tail
-        for depth in range(path.shape[1]):
-            node = path[r, depth]
-            if node < 0 or node >= tail:
-                break
-            if node == depth:
-                continue
-            for i, cache in enumerate(caches):
-                source = slot_mappings[groups[i], root + node]
-                target = slot_mappings[groups[i], root + depth]
-                if source >= 0 and target >= 0:
-                    from_block, from_row = divmod(source, page)
-                    to_block, to_row = divmod(target, page)
-                    for head in range(cache.shape[1]):
-                        source_head, target_head = cache[from_block, head], cache[to_block, head]
-                        for column in range(columns):
-                            target_head[offsets[to_row, column]] = source_head[
-                                offsets[from_row, column]
-                            ]
+    for from_row, to_row in moves:
+        for i, cache in enumerate(caches):
+            source, target = slot_mappings[groups[i], from_row], slot_mappings[groups[i], to_row]
+            if source >= 0 and target >= 0:
+                from_block, from_token = divmod(source, page)
+                to_block, to_token = divmod(target, page)
+                for head in range(cache.shape[1]):
+                    source_head, target_head = cache[from_block, head], cache[to_block, head]
+                    for column in range(columns):
+                        target_head[offsets[to_token, column]] = source_head[
+                            offsets[from_token, column]
+                        ]
 
 
 class CompactPlan:
     """NumPy views of the caches, by dtype and layout: Numba iterates over equal types only.
 
-    layouts: how each cache is packed, None for rows.
+    layouts: packing of each cache, None for rows.
     """
 
     def __init__(
@@ -106,9 +106,10 @@ class CompactPlan:
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
     ) -> None:
         """Row by row; see `KVCompactor.compact`."""
-        step = [x.numpy() for x in (slot_mappings, query_start_loc, cu_num_logits, path)]
+        moves = _moves(query_start_loc.numpy(), cu_num_logits.numpy(), path.numpy())
         for caches, groups, layout in self.kinds:
             if layout is None:
-                _compact(caches, groups, *step)
+                _compact(caches, groups, slot_mappings.numpy(), moves)
             else:
-                _compact_packed(caches, groups, layout.offsets.numpy(), *step)
+                offsets = layout.offsets.numpy()
+                _compact_packed(caches, groups, offsets, slot_mappings.numpy(), moves)

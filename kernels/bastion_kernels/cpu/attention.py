@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention on a CPU, over a cache in the layout of vLLM's own CPU kernels.
 
-A model calls it once per layer and step. What belongs to the layer and what belongs to the step is
-put together once each, so a call only fills in where its rows are. The kernel is
-`csrc/attention.cpp`.
+A model calls it once per layer and step. The arguments of a layer and those of a step are prepared
+once each, so a call only fills in the addresses of its rows. The kernel is `csrc/attention.cpp`.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,50 +17,34 @@ from torch import Tensor
 from bastion_kernels.attention.kv_layout import AMX, KVLayout
 from bastion_kernels.cpu import library
 
+if TYPE_CHECKING:
+    from bastion_kernels.attention import tree_attention as attention
+
 __all__ = ["FORMATS", "AttentionLayer", "AttentionStep", "serves", "tree_attention_cpu"]
 
-# Dtypes of queries, then of caches besides, as `Format` of csrc/attention.h numbers them. The
-# kernel reads a float8 as a float16, 1/factor of its value.
+# `Format` of csrc/vectors.h: first the dtypes of queries and caches, then those of caches only. The
+# kernel reads a float8 as a float16 of 1/factor of its value.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOAT8 = {torch.float8_e4m3fn: (3, 256.0), torch.float8_e5m2: (4, 1.0)}
 
-_int, _address, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+LayerArgs = library.struct(
+    "LayerArgs",
+    "heads kv_heads dim query_format *cache cache_format blocks page cache_block "
+    "cache_head layout tiles *offsets window *sinks scale:float softcap:float "
+    "value_scale:float",
+)
 
+StepArgs = library.struct(
+    "StepArgs",
+    "requests *table table_row *starts *lengths *tails *slots *bits bits_slots bits_slot "
+    "bits_row nodes *depths depths_slot",
+)
 
-class LayerArgs(ctypes.Structure):
-    """`LayerArgs` of csrc/attention.h."""
-
-    _fields_ = (
-        ("heads", _int), ("kv_heads", _int), ("dim", _int), ("query_format", _int),
-        ("cache", _address), ("cache_format", _int), ("blocks", _int), ("page", _int),
-        ("cache_block", _int), ("cache_head", _int), ("layout", _int), ("tiles", _int),
-        ("offsets", _address), ("window", _int), ("sinks", _address), ("scale", _float),
-        ("softcap", _float), ("value_scale", _float),
-    )  # fmt: skip
-
-
-class StepArgs(ctypes.Structure):
-    """`StepArgs` of csrc/attention.h."""
-
-    _fields_ = (
-        ("requests", _int), ("table", _address), ("table_row", _int), ("starts", _address),
-        ("lengths", _address), ("tails", _address), ("slots", _address), ("bits", _address),
-        ("bits_slots", _int), ("bits_slot", _int), ("bits_row", _int), ("nodes", _int),
-        ("depths", _address), ("depths_slot", _int),
-    )  # fmt: skip
-
-
-class RowsArgs(ctypes.Structure):
-    """`RowsArgs` of csrc/attention.h."""
-
-    _fields_ = (
-        ("threads", _int), ("query", _address), ("query_row", _int), ("query_head", _int),
-        ("out", _address), ("out_row", _int), ("out_head", _int),
-    )  # fmt: skip
+RowsArgs = library.struct("RowsArgs", "threads *query query_row query_head *out out_row out_head")
 
 
 def serves(query: torch.dtype, cache: torch.dtype) -> bool:
-    """Whether the kernel takes queries and a cache of these dtypes, and can be compiled here."""
+    """Whether the kernel supports queries and a cache of these dtypes and can be compiled here."""
     return query in FORMATS and (cache == query or cache in _FLOAT8) and library.problem() is None
 
 
@@ -72,7 +56,7 @@ def _rows(page: int, dim: int, stride: int) -> KVLayout:
 class AttentionStep:
     """The requests of a step, for every layer; the arguments are as in `tree_attention`.
 
-    The tensors are read at each call.
+    Every call reads the tensors.
     """
 
     def __init__(
@@ -157,34 +141,18 @@ class AttentionLayer:
 
 
 def tree_attention_cpu(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    tail_lens: Tensor,
-    slots: Tensor,
-    ancestor_bits: Tensor,
-    scale: float,
-    out: Tensor,
-    *,
-    softcap: float = 0.0,
-    window: int = 0,
-    sinks: Tensor | None = None,
-    depths: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    layout: KVLayout | None = None,
+    layer: attention.AttentionLayer, step: attention.AttentionStep, query: Tensor, out: Tensor
 ) -> None:
-    """See `tree_attention`. Dtypes as in `serves`; a cache of rows if `layout` is None.
+    """See `bastion_kernels.AttentionLayer`. Dtypes as in `serves`.
 
-    Rows of a tail, and those of a causal run of at most 64 rows, get the same bits as on the same
-    path in any other tree or chain.
+    The result of a row in a tail, or in a causal run of at most 64 rows, depends only on its path,
+    bit for bit, not on the rest of the tree.
     """
-    layer = AttentionLayer(
-        kv_cache, query.shape[1], scale, dtype=query.dtype, softcap=softcap, window=window,
-        sinks=sinks, k_scale=1.0 if k_scale is None else float(k_scale),
-        v_scale=1.0 if v_scale is None else float(v_scale), layout=layout,
+    k_scale, v_scale = (1.0 if x is None else float(x) for x in (layer.k_scale, layer.v_scale))
+    prepared = AttentionLayer(
+        layer.kv_cache, query.shape[1], layer.scale, dtype=query.dtype, softcap=layer.softcap,
+        window=layer.window, sinks=layer.sinks, k_scale=k_scale, v_scale=v_scale,
+        layout=layer.layout,
     )  # fmt: skip
-    tables = block_table, query_start_loc, seq_lens, tail_lens, slots, ancestor_bits, depths
-    layer(AttentionStep(*tables), query, out)
+    tables = step.block_table, step.query_start_loc, step.seq_lens, step.tail_lens, step.slots
+    prepared(AttentionStep(*tables, step.ancestor_bits, step.depths), query, out)

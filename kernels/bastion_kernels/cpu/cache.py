@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile with Numba, and keep the machine code between processes.
 
-The machine code of a package lies in `<cache>/numba/<package>-<digest>`. The digest covers the
-package's compiled sources, the versions of Python and Numba and the CPU, so nothing that is found
-there is stale. Nothing is hashed and no folder is made before the first function is compiled.
+The machine code of a package is in `<cache>/numba/<package>-<digest>`. The digest covers the
+package's compiled sources, the versions of Python and Numba, and the CPU, so the files are never
+stale. Hashing and creating the folder wait until the first function is compiled.
 
-Numba's own cache is not used: it writes beside the sources, it raises where a file is damaged or
-the disk is full, and it trusts a file as long as one source is unchanged. Here:
+Numba's own cache is not used: it writes beside the sources, raises if a file is damaged or the disk
+is full, and checks one source file only. Here:
 
-- Whatever goes wrong while loading means "not found"; a file's checksum is verified first.
-- Whatever goes wrong while saving is logged once.
-- A loaded file runs as code, so a folder that other users can write is not used.
+- An error while loading means "not found"; a file's checksum is verified first.
+- An error while saving is logged once.
+- Loaded files run as code, so a folder writable by other users is not used.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _IN_USE_S = 14 * 24 * 3600  # an older folder is kept anyway if it was used with
 _LOADED = time.time()
 _warned = False
 _COMPILES = re.compile(rb"\b(njit|inner|intrinsic|cfunc|twin)\b")
-# As on a device: a division by zero gives what IEEE 754 says. No fastmath: results equal the
-# references bit for bit. The GIL is released.
+# Division by zero follows IEEE 754, as on a GPU. No fastmath: results equal the references bit for
+# bit. The GIL is released.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
@@ -59,8 +59,8 @@ def njit(function: Callable[..., Any]) -> Callable[..., Any]:
 def root() -> Path:
     """The cache folder of both packages; not created here. `vllm_bastion.envs.cache_dir` agrees.
 
-    `VLLM_BASTION_CACHE`, else `vllm-bastion` in `XDG_CACHE_HOME` or `~/.cache`, else, for a user
-    without a home, a folder of its own for temporary files.
+    `VLLM_BASTION_CACHE`, else `vllm-bastion` in `XDG_CACHE_HOME` or `~/.cache`, else (for a user
+    without a home) a per-user folder for temporary files.
     """
     try:
         if own := os.environ.get("VLLM_BASTION_CACHE"):
@@ -73,7 +73,7 @@ def root() -> Path:
 
 @functools.cache
 def _cache_class() -> type:
-    """A Numba cache with this module's policy; made here, because a GPU process has no Numba."""
+    """A Numba cache with this module's policy. Defined lazily: a GPU process has no Numba."""
     from numba.core import caching
     from numba.core.serialize import dumps
 
@@ -98,7 +98,7 @@ def _cache_class() -> type:
             return None if folder is None else str(folder)
 
         def flush(self) -> None:
-            """Nothing is stale, so nothing needs to be removed."""
+            """Files are never stale, so there is nothing to remove."""
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             target_context.refresh()
@@ -138,7 +138,7 @@ def _cache_class() -> type:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write atomically: another process sees the whole file or none."""
+    """Write atomically: other processes see the whole file or none."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -152,16 +152,16 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _package(function: Callable[..., Any]) -> str:
-    """The package `cpu` whose compiled functions may call each other, or the function's module."""
+    """The function's `cpu` package, whose functions may call each other, or its module."""
     package, cpu, _ = function.__module__.partition(".cpu.")
     return f"{package}.cpu" if cpu else function.__module__
 
 
 def _digest(package: str) -> str:
-    """Of everything that the package's machine code depends on.
+    """A digest of everything that the package's machine code depends on.
 
     Raises:
-        OSError: a source changed since it was loaded, so its text says nothing about the code.
+        OSError: a source changed after it was loaded.
     """
     import llvmlite
     import numba
@@ -186,7 +186,7 @@ def _digest(package: str) -> str:
 
 @functools.cache
 def _folder(package: str, cache: Path) -> Path | None:
-    """Where the package's machine code is kept; None where it cannot be, which is logged once."""
+    """The folder of the package's machine code; None if it cannot be used (logged once)."""
     name = package.removesuffix(".cpu").rpartition(".")[2]
     try:
         folder = cache / "numba" / f"{name}-{_digest(package)}"
@@ -204,9 +204,9 @@ def _folder(package: str, cache: Path) -> Path | None:
 
 
 def trusted_folder(name: str) -> Path | None:
-    """The folder `name` in the cache folder, created; None where code in it cannot be trusted.
+    """The folder `name` in the cache folder, created; None if it cannot be created or trusted.
 
-    It is also None where it cannot be created. The reason is logged once.
+    The reason is logged once.
     """
     cache = root()
     try:
@@ -217,8 +217,8 @@ def trusted_folder(name: str) -> Path | None:
 
 
 def _make(cache: Path, *folders: Path) -> bool:
-    """Create the cache folder and folders in it; whether what is in them can be trusted."""
-    # Not as the umask says: a folder that a group can write would be refused.
+    """Create the cache folder and folders in it; return whether their content can be trusted."""
+    # An explicit mode, because a group-writable folder would be refused.
     for path in (cache, *folders):
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
         if problem := _problem(path, shared=path == cache):
@@ -230,8 +230,8 @@ def _make(cache: Path, *folders: Path) -> bool:
 def _problem(path: Path, shared: bool) -> str | None:
     """Why the content of a folder cannot be trusted, or None.
 
-    shared: a group may write to it. That is safe for the cache folder, where the profiles are too:
-        whatever the group puts in the place of `numba` has to pass this check itself.
+    shared: whether a group may write to it. That is safe for the cache folder, which also holds the
+        profiles: a folder `numba` created by the group must pass this check itself.
     """
     status = path.stat()
     if status.st_uid not in (0, os.geteuid()):
@@ -245,7 +245,7 @@ def _problem(path: Path, shared: bool) -> str | None:
 
 
 def _prune(numba_folder: Path, name: str) -> None:
-    """Remove the machine code of a package's older sources, but none that is in use."""
+    """Remove the machine code of a package's older sources, unless it is in use."""
     with suppress(OSError):
         folders = sorted(numba_folder.glob(f"{name}-*"), key=lambda path: -path.stat().st_mtime)
         for folder in folders[1 + _KEPT :]:
@@ -254,7 +254,7 @@ def _prune(numba_folder: Path, name: str) -> None:
 
 
 def _warn(reason: str) -> None:
-    """Log the first reason why machine code is not kept."""
+    """Log the first reason why machine code is not cached."""
     global _warned
     if not _warned:
         _warned = True

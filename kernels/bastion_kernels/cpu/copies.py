@@ -13,12 +13,12 @@ from bastion_kernels.draft.find_copy import LONGEST, SHORTEST, FindCopy
 from bastion_kernels.draft.mix_copy import _MOST_TRIALS, _PRIOR_TRIALS, MixCopy
 
 _LONGEST, _SHORTEST, _TRIALS, _MOST = LONGEST, SHORTEST, _PRIOR_TRIALS, _MOST_TRIALS
-_BLOCK = 256  # tokens between two looks at whether any equals the last one
+_BLOCK = 256  # tokens compared with the last one at a time
 
 
 @njit
 def _any_equal(text, begin, end, token):
-    """Without a branch in the loop, so that it is vectorised."""
+    """Whether a token occurs in text[begin:end]; branch-free, so that it is vectorised."""
     count = np.int32(0)
     for i in range(begin, end):
         count += np.int32(text[i] == token)
@@ -35,7 +35,7 @@ def _find_in(text, size):
         begin = max(end - _BLOCK, 0)
         if _any_equal(text, begin, end, last):
             for i in range(end - 1, begin - 1, -1):
-                # a longer match than the best one has its first token too
+                # a match longer than the best one also matches at its first token
                 if text[i] != last or i < longest or text[i - longest] != text[size - 1 - longest]:
                     continue
                 match = 1
@@ -128,7 +128,7 @@ _NO_ROWS = np.empty((0, 0, 0, 0), np.int32)
 
 
 def find_copy(op: FindCopy) -> None:
-    """From the end of the history to its beginning, until nothing can be longer."""
+    """Search backwards from the end, until no match can be longer."""
     _find(
         op.history.numpy(), op.lengths.numpy(), op.slots.numpy(), op.last.numpy(),
         op.counts.numpy(), op.found.numpy(),
@@ -136,7 +136,6 @@ def find_copy(op: FindCopy) -> None:
 
 
 def mix_copy(op: MixCopy) -> None:
-    """One request after the other."""
     _mix(
         op.history.numpy(), op.lengths.numpy(), op.slots.numpy(), op.found.numpy(),
         op.last.numpy(), op.counts.numpy(), op.priors.numpy(), op.candidates.numpy(),
@@ -162,7 +161,6 @@ def _count(sources, slots, starts, path, counts):
 
 
 def count_sources(op: CountSources) -> None:
-    """One request after the other."""
     _count(
         op.sources.numpy(), op.slots.numpy(), op.cu_num_logits.numpy(), op.path.numpy(),
         op.counts.numpy(),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafting ops on a CPU: the same trees, counts and tokens as the references, bit for bit.
 
-Candidates of a heap are packed in one int64 each: the score as an integer that sorts like it, and
-what breaks ties below it.
+Heap entries are packed into one int64 each: the score as an integer that sorts like it, and the
+tie-breaker below it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _expand(
             continue
         size, count = 0, 0
         on_copy[0], own_rows[0] = copy_limit > 0 and places[r, 0] >= 0, 0
-        # what is offered to the heap: up to two children a round, the root's first one first
+        # children offered to the heap, up to two per round; first the root's first child
         offers, parent_a, rank_a, before_a, depth_a, parent_b, rank_b, before_b, depth_b = (
             1, 0, 0, -1, 0, 0, 0, -1, 0
         )  # fmt: skip
@@ -201,9 +201,9 @@ def _key_of(score, row):
 
 @njit
 def _merge(log_rho, slots, limits, floor, cost_ms, base, total, num_verify, promised):
-    """Walk down the list of all requests' nodes of at least `floor`, the best first.
+    """Go through all requests' nodes with scores of at least `floor`, best first.
 
-    With `total` < 0 the best n is searched by cost, else the `total` best are taken.
+    With `total` < 0 search for the best n by cost, else take the `total` best.
     """
     reqs, columns = slots.shape[0], log_rho.shape[1]
     heap = np.empty(reqs + 1, np.int64)
@@ -226,7 +226,7 @@ def _merge(log_rho, slots, limits, floor, cost_ms, base, total, num_verify, prom
     mass, best, n, best_n = active * _UNIT, 0.0, 0, 0
     if searching and most >= 0:
         best = mass / np.float64(cost_ms[base])
-    # rows in the order in which their nodes were taken, to hand out the best n of them
+    # rows in the order in which their nodes were taken; the first best_n count
     order = np.empty(reqs * columns if searching else 0, np.int32)
     while size > 0 and n < most:
         row = heap[0] & 0xFFFFFFFF
@@ -263,7 +263,7 @@ _NO_COST, _NO_PROMISE = np.ones(1, np.float32), np.empty(0, np.float32)
 
 
 def choose_budget(op: ChooseBudget) -> None:
-    """Merge the sorted lists, keep the best S."""
+    """Merge the sorted lists; keep the n of the best S."""
     promise = _NO_PROMISE if op.promised is None else op.promised.numpy()
     _merge(
         op.log_rho.numpy(), op.slots.numpy(), op.limits.numpy(), np.finfo(np.float32).min,
@@ -272,7 +272,7 @@ def choose_budget(op: ChooseBudget) -> None:
 
 
 def take_best(op: TakeBest) -> None:
-    """Merge the sorted lists as far as needed."""
+    """Merge the sorted lists up to `total` nodes."""
     slots, reqs = op.slots.numpy(), op.slots.shape[0]
     counts = np.zeros(op.log_rho.shape[0], np.int32)
     _merge(
@@ -287,5 +287,5 @@ def take_best(op: TakeBest) -> None:
 
 
 def topk_logprobs(op: TopkLogprobs) -> None:
-    """A row at a time on all threads."""
+    """Rows in parallel on all threads."""
     topk_logprobs_cpu(op.logits, op.k, op.out_tokens, op.out_logprobs)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated delta layers over trees on a CPU.
 
-`GatedDeltaLayer` runs a layer's convolution, normalisation and recurrence in one call, which is
-what `short_conv_tree` and `gated_delta_tree` do on a GPU with a kernel of vLLM's in between. As in
-`cpu.attention`, what belongs to the layer and what belongs to the step is put together once each.
-The kernels are `csrc/gated_delta.cpp` and `csrc/gated_delta_commit.cpp`.
+`GatedDeltaLayer` runs a layer's convolution, normalisation and recurrence in one call. On a GPU
+these are `short_conv_tree`, a kernel of vLLM and `gated_delta_tree`. As in `cpu.attention`, the
+arguments of a layer and those of a step are prepared once each. The kernels are
+`csrc/gated_delta.cpp` and `csrc/gated_delta_commit.cpp`.
 """
 
 from __future__ import annotations
@@ -25,97 +25,65 @@ __all__ = [
     "GatedDeltaLayer", "GatedDeltaStep", "gated_delta_commit", "serves", "short_conv_commit",
 ]  # fmt: skip
 
-_int, _address, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+_Numbers = library.struct("Numbers", "*data format")
+
+_LayerArgs = library.struct(
+    "DeltaLayerArgs",
+    "heads key_heads dim width taps format weight:numbers weight_channel weight_tap "
+    "inputs:numbers inputs_place inputs_channel inputs_column state:numbers state_place "
+    "state_head state_key state_value decay_log:numbers decay_bias:numbers max_rows "
+    "*saved_inputs *saved_keys *updates *decays scale:float",
+    numbers=_Numbers,
+)
+
+_StepArgs = library.struct(
+    "DeltaStepArgs", "requests *places *starts *tails *slots *parents parents_slot *rows"
+)
+
+_RowsArgs = library.struct(
+    "DeltaRowsArgs", "threads *mixed mixed_row *b b_row *a a_row *out out_row out_head"
+)
+
+_CommitArgs = library.struct(
+    "CommitArgs",
+    "threads layers requests *table *places places_group *into into_group *starts *logits "
+    "*path path_row depths",
+)
+
+_DeltaCommitArgs = library.struct(
+    "DeltaCommitArgs",
+    "paths:paths heads key_heads dim width keys:numbers keys_layer keys_row keys_head "
+    "*updates updates_layer *decays decays_layer state_format state_place state_head "
+    "state_key state_value",
+    paths=_CommitArgs,
+    numbers=_Numbers,
+)
+
+_ConvCommitArgs = library.struct(
+    "ConvCommitArgs",
+    "paths:paths channels kept inputs:numbers inputs_layer inputs_row state_format "
+    "state_place state_channel state_column",
+    paths=_CommitArgs,
+    numbers=_Numbers,
+)
 
 
-class _Numbers(ctypes.Structure):
-    """`Numbers` of csrc/gated_delta.h."""
-
-    _fields_ = (("data", _address), ("format", _int))
-
-
-class _LayerArgs(ctypes.Structure):
-    """`DeltaLayerArgs` of csrc/gated_delta.h."""
-
-    _fields_ = (
-        ("heads", _int), ("key_heads", _int), ("dim", _int), ("width", _int), ("taps", _int),
-        ("format", _int), ("weight", _Numbers), ("weight_channel", _int), ("weight_tap", _int),
-        ("inputs", _Numbers), ("inputs_place", _int), ("inputs_channel", _int),
-        ("inputs_column", _int), ("state", _Numbers), ("state_place", _int), ("state_head", _int),
-        ("state_key", _int), ("state_value", _int), ("decay_log", _Numbers),
-        ("decay_bias", _Numbers), ("max_rows", _int), ("saved_inputs", _address),
-        ("saved_keys", _address), ("updates", _address), ("decays", _address), ("scale", _float),
-    )  # fmt: skip
-
-
-class _StepArgs(ctypes.Structure):
-    """`DeltaStepArgs` of csrc/gated_delta.h."""
-
-    _fields_ = (
-        ("requests", _int), ("places", _address), ("starts", _address), ("tails", _address),
-        ("slots", _address), ("parents", _address), ("parents_slot", _int), ("rows", _address),
-    )  # fmt: skip
-
-
-class _RowsArgs(ctypes.Structure):
-    """`DeltaRowsArgs` of csrc/gated_delta.h."""
-
-    _fields_ = (
-        ("threads", _int), ("mixed", _address), ("mixed_row", _int), ("b", _address),
-        ("b_row", _int), ("a", _address), ("a_row", _int), ("out", _address), ("out_row", _int),
-        ("out_head", _int),
-    )  # fmt: skip
-
-
-class _CommitArgs(ctypes.Structure):
-    """`CommitArgs` of csrc/gated_delta.h."""
-
-    _fields_ = (
-        ("threads", _int), ("layers", _int), ("requests", _int), ("table", _address),
-        ("places", _address), ("places_group", _int), ("into", _address), ("into_group", _int),
-        ("starts", _address), ("logits", _address), ("path", _address), ("path_row", _int),
-        ("depths", _int),
-    )  # fmt: skip
-
-
-class _DeltaCommitArgs(ctypes.Structure):
-    """`DeltaCommitArgs` of csrc/gated_delta.h."""
-
-    _fields_ = (
-        ("paths", _CommitArgs), ("heads", _int), ("key_heads", _int), ("dim", _int),
-        ("width", _int), ("keys", _Numbers), ("keys_layer", _int), ("keys_row", _int),
-        ("keys_head", _int), ("updates", _address), ("updates_layer", _int), ("decays", _address),
-        ("decays_layer", _int), ("state_format", _int), ("state_place", _int),
-        ("state_head", _int), ("state_key", _int), ("state_value", _int),
-    )  # fmt: skip
-
-
-class _ConvCommitArgs(ctypes.Structure):
-    """`ConvCommitArgs` of csrc/gated_delta.h."""
-
-    _fields_ = (
-        ("paths", _CommitArgs), ("channels", _int), ("kept", _int), ("inputs", _Numbers),
-        ("inputs_layer", _int), ("inputs_row", _int), ("state_format", _int),
-        ("state_place", _int), ("state_channel", _int), ("state_column", _int),
-    )  # fmt: skip
-
-
-def _numbers(tensor: Tensor) -> _Numbers:
+def _numbers(tensor: Tensor) -> ctypes.Structure:
     return _Numbers(tensor.data_ptr(), FORMATS[tensor.dtype])
 
 
 @lru_cache
 def serves(*dtypes: torch.dtype) -> bool:
-    """Whether the kernels take numbers of these dtypes, and can be compiled here."""
+    """Whether the kernels support these dtypes and can be compiled here."""
     return all(dtype in FORMATS for dtype in dtypes) and library.problem() is None
 
 
 class GatedDeltaStep:
-    """The requests of a step, for every layer; as in `gated_delta_tree`, and besides:
+    """The requests of a step, for every layer; as in `gated_delta_tree`, plus:
 
     Args:
         parents: `[S, N]` int32, node number of each column's parent.
-        rows: `[n]` int64, where the n tree rows are among the step's; None where all are.
+        rows: `[n]` int64, indices of the n tree rows among the step's; None = all rows.
     """
 
     def __init__(
@@ -137,7 +105,7 @@ class GatedDeltaStep:
 
 
 class GatedDeltaLayer:
-    """A layer with its states, and what its steps save for the commit.
+    """A layer with its states, and the buffers that its steps write for the commit.
 
     Args:
         weight: `[C, W]`; channels are of queries, keys and values.
@@ -145,8 +113,8 @@ class GatedDeltaLayer:
         decay_bias: `[H]`, its dt_bias.
         conv_state: `[B, C, W - 1]`, oldest input first.
         state: `[B, H, K, V]`.
-        conv_input: `[M, C]`, what `short_conv_commit` takes of this layer; written.
-        key: `[M, Hk, K]`, as `gated_delta_commit` takes it; written, as the next two.
+        conv_input: `[M, C]`, this layer's input of `short_conv_commit`; written.
+        key: `[M, Hk, K]`, input of `gated_delta_commit`; written, like the next two.
         updates: `[M, H, V]` float32.
         decays: `[M, H]` float64.
         scale: factor of the output.
@@ -181,7 +149,7 @@ class GatedDeltaLayer:
         self._run = library.load().bastion_gated_delta
 
     def has(self, *tensors: Tensor) -> bool:
-        """Whether the first five tensors are where these are: a model may get other memory."""
+        """Whether the first five tensors still have these addresses."""
         return self._addresses == [tensor.data_ptr() for tensor in tensors]
 
     def __call__(
@@ -199,8 +167,10 @@ class GatedDeltaLayer:
         self._run(ctypes.byref(self._args), ctypes.byref(step.args), ctypes.byref(rows))
 
 
-def _commit_args(op: GatedDeltaCommit | ShortConvCommit) -> tuple[_CommitArgs, tuple[Tensor, ...]]:
-    """The arguments of both commits, and tensors that must live until the call returns."""
+def _commit_args(
+    op: GatedDeltaCommit | ShortConvCommit,
+) -> tuple[ctypes.Structure, tuple[Tensor, ...]]:
+    """Common arguments of both commits, and tensors to keep alive until the call returns."""
     path, states = op.path, op.states
     rows = [x.to(torch.int32) for x in (op.state_rows, op.into_rows)]
     args = _CommitArgs(
@@ -217,7 +187,7 @@ def _has(states: LayerStates, *tensors: Tensor) -> bool:
 
 
 def gated_delta_commit(op: GatedDeltaCommit) -> None:
-    """A head of a layer's states at a time."""
+    """One unit of work per request, layer and head."""
     if not _has(op.states, op.key):
         op.reference()
         return
@@ -232,7 +202,7 @@ def gated_delta_commit(op: GatedDeltaCommit) -> None:
 
 
 def short_conv_commit(op: ShortConvCommit) -> None:
-    """A request of a layer at a time."""
+    """One unit of work per request and layer."""
     if not _has(op.states, op.x):
         op.reference()
         return

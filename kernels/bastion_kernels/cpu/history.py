@@ -27,7 +27,6 @@ def _ancestors(fed, parents, slots, nodes, out_tokens, out_depths):
 
 
 def ancestor_tokens(op: AncestorTokens) -> None:
-    """Row by row."""
     _ancestors(
         *(
             x.numpy()
@@ -58,7 +57,6 @@ def _penalise(logits, before, tokens, slots, repetition, frequency, presence, co
 
 
 def penalise_ancestors(op: PenaliseAncestors) -> None:
-    """Row by row."""
     arguments = (
         op.logits,
         op.before,
@@ -95,7 +93,6 @@ def _bad_words(
 
 
 def mask_bad_words(op: MaskBadWords) -> None:
-    """Row by row."""
     arguments = (
         op.logits, op.tokens, op.depths, op.slots, op.word_tokens, op.word_offsets, op.num_words,
         op.emitted, op.prompt_len, op.total_len,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ kernels in `csrc`, compiled for this CPU on first use and kept in the cache folder.
 
-A library's name is a digest of the sources, the flags, the compiler and the CPU, so a stale one is
-never loaded. It is written under a temporary name and renamed, so processes may race. Its last
-bytes are a digest of the others: a damaged file is built again.
+A library's name is a digest of the sources, flags, compiler and CPU, so it is never stale. It is
+written under a temporary name and renamed, so processes may race. It ends with a digest of its
+content: a damaged file is built again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bastion_kernels.cpu.cache import trusted_folder
 
-__all__ = ["CompileError", "add_flags", "has_tiles", "load", "problem", "threads_problem"]
+__all__ = [
+    "CompileError", "add_flags", "has_tiles", "load", "problem", "struct", "threads_problem",
+]  # fmt: skip
 
 # Below vLLM's logger, whose handler shows it.
 logger = logging.getLogger("vllm.bastion.cpu.library")
@@ -42,11 +45,25 @@ _extra_flags: tuple[str, ...] = ()
 
 
 class CompileError(RuntimeError):
-    """The kernels cannot be compiled here; the text says why and what helps."""
+    """The kernels cannot be compiled here; the message has the reason and the remedy."""
+
+
+def struct(name: str, members: str, **structs: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """A struct of `csrc`, from its members' names in order.
+
+    A name is a 64-bit integer, `*name` a pointer, `name:float` a float, and `name:kind` one of
+    `structs`.
+    """
+    kinds = {"": ctypes.c_int64, "float": ctypes.c_float, **structs}
+    fields: list[tuple[str, Any]] = []
+    for word in members.split():
+        member, _, kind = word.removeprefix("*").partition(":")
+        fields.append((member, ctypes.c_void_p if word.startswith("*") else kinds[kind]))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def add_flags(*flags: str) -> None:
-    """Compile with more flags from now on: for the tests' checked builds."""
+    """Use more flags from now on, for the tests' checked builds."""
     global _extra_flags
     _extra_flags = flags
     _load.cache_clear()
@@ -85,7 +102,7 @@ def load() -> ctypes.CDLL:
 
 @lru_cache
 def has_tiles() -> bool:
-    """Whether there are AMX tile registers; this process may use them from now on."""
+    """Whether there are AMX tile registers. Enables them for this process."""
     has = load().bastion_has_tiles()
     if has == _EMULATED:
         return True
@@ -96,17 +113,17 @@ def has_tiles() -> bool:
 def _load() -> tuple[ctypes.CDLL, bool]:
     """The library, and whether it runs on several threads.
 
-    It is not linked against any OpenMP library. Its calls resolve to the one that PyTorch loaded,
-    whose threads it shares: a second pool would compete with the first for every core.
+    It is not linked against an OpenMP library. Its calls resolve to the one that PyTorch loaded: a
+    second thread pool would compete with PyTorch's for the cores.
     """
     try:
         return _build(*_FLAGS, "-fopenmp", *_extra_flags), True
-    except OSError:  # symbols of an OpenMP library that this process does not have
+    except OSError:  # this process has no matching OpenMP library
         return _build(*_FLAGS, *_extra_flags), False
 
 
 def _compiler() -> list[str]:
-    """The command of the C++ compiler, as torch.compile finds it."""
+    """The C++ compiler that torch.compile would use."""
     return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
@@ -156,7 +173,7 @@ def _cpu() -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there and ends with the digest of its content."""
+    """Whether the file exists and ends with the digest of its content."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -165,7 +182,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compile(folder: Path, flags: tuple[str, ...]) -> Path:
-    """Compile every source at the same time, then link; gives a library in `folder`."""
+    """Compile all sources in parallel, then link; returns a library in `folder`."""
     jobs = [
         (*_compiler(), *flags, "-c", str(path), "-o", str(folder / f"{path.stem}.o"))
         for path in _sources()
@@ -182,10 +199,10 @@ def _compile(folder: Path, flags: tuple[str, ...]) -> Path:
 
 
 def _run(*commands: tuple[str, ...]) -> None:
-    """Run the commands side by side.
+    """Run the commands in parallel.
 
     Raises:
-        CompileError: one fails; with the last lines of what it says.
+        CompileError: one fails; with the last lines of its output.
     """
     started = [
         (command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))

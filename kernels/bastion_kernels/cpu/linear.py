@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""x @ weight.T in bfloat16 or int8, over a weight that is packed once for vector registers."""
+"""x @ weight.T in bfloat16 or int8, with a weight packed once for vector registers."""
 
 from __future__ import annotations
 
@@ -12,44 +12,30 @@ from torch import Tensor
 from bastion_kernels.cpu import library
 
 _COLUMNS = 16  # of a packed block
-_PART = 4096  # rows of a weight that are rounded at once, in fp32
+_PART = 4096  # rows of a weight rounded at once, in fp32
 
 __all__ = [
     "Int8Weight", "can_multiply", "linear_cpu", "linear_int8_cpu", "pack_weight", "round_rows",
 ]  # fmt: skip
 
-
-class LinearArgs(ctypes.Structure):
-    """`LinearArgs` of csrc/linear.cpp."""
-
-    _fields_ = (
-        ("threads", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("words", ctypes.c_int64),
-        ("blocks", ctypes.c_int64),
-        ("x", ctypes.c_void_p),
-        ("x_row", ctypes.c_int64),
-        ("packed", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("start", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-    )
+LinearArgs = library.struct(
+    "LinearArgs", "threads rows words blocks *x x_row *packed *bias *start *scales *out"
+)
 
 
 @lru_cache
 def can_multiply() -> bool:
-    """Whether this CPU has AVX-512 BF16 and no AMX, for which oneDNN is faster."""
+    """Whether this CPU has AVX-512 BF16 but no AMX (oneDNN is faster with AMX)."""
     if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return False
-    # A compiler may be too old to know the instructions.
+    # An old compiler may lack the instructions.
     return library.problem() is None and hasattr(library.load(), "bastion_linear")
 
 
 def pack_weight(weight: Tensor) -> Tensor | None:
-    """weight: [N, K] of w bytes -> [N / 16, w K / 4, 64 / w], or None if they do not divide.
+    """weight: [N, K] of w bytes -> [N / 16, w K / 4, 64 / w], or None if N or K does not divide.
 
-    Words of 4 bytes of K for 16 columns at a time, as one instruction multiplies them.
+    Words of 4 bytes of K, interleaved for 16 columns, as one instruction multiplies them.
     """
     outer, inner = weight.shape
     word = 4 // weight.element_size()
@@ -60,7 +46,7 @@ def pack_weight(weight: Tensor) -> Tensor | None:
 
 
 class Int8Weight:
-    """weight: [N, K] bf16, not kept: what `linear_int8_cpu` takes.
+    """A weight [N, K] bf16 (not kept), rounded and packed for `linear_int8_cpu`.
 
     Raises:
         ValueError: N is not a multiple of 16, or K not of 4.
@@ -72,12 +58,12 @@ class Int8Weight:
         if values is None:
             raise ValueError(f"a weight of {tuple(weight.shape)} cannot be packed")
         self.values = values
-        # x comes unsigned, 128 too large.
+        # corrects x, which is stored unsigned, 128 too large
         self.start = -128 * rounded.sum(1, dtype=torch.int32)
 
 
 def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight: [N, K] -> the nearest [N, K] int8, and [N] float32 that rows were divided by."""
+    """weight: [N, K] -> rounded [N, K] int8, and the scales [N] float32 of its rows."""
     scales = weight.abs().amax(1).float().clamp_(min=1e-12).div_(127)
     rounded = torch.empty(weight.shape, dtype=torch.int8)
     for first in range(0, len(weight), _PART):
@@ -89,7 +75,7 @@ def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 def linear_cpu(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Products of rows with a weight, summed in float32 in the order of K.
 
-    A row gets the same bits whatever rows are beside it.
+    A row's result does not depend on the other rows, bit for bit.
 
     Args:
         x: [M, K] bf16, of unit stride in K.

@@ -42,7 +42,7 @@ def _positions(depths, slots, query_start_loc, cu_num_logits, out):
 
 
 def tree_positions(op: TreePositions) -> None:
-    """Linear positions, then the tails on top."""
+    """Copy the linear positions, then overwrite the tails."""
     if op.out.data_ptr() != op.positions.data_ptr():
         op.out.copy_(op.positions)
     _positions(

@@ -20,20 +20,12 @@ _COLUMNS = 16  # of a packed block
 
 __all__ = ["pack_head", "recurrent_lattice"]
 
-
-class PrefixArgs(ctypes.Structure):
-    """`PrefixArgs` of csrc/prefixes.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in (
-            "threads", "half", "tiles", "reqs", "depth", "width", "candidates", "hidden_words",
-            "state", "rank_columns", "last_words", "top_k", "corrected_from",
-        )),
-        *((name, ctypes.c_void_p) for name in (
-            "tokens", "embedded", "of_input", "of_state", "projection", "positions", "last", "ids",
-            "base", "logprobs", "rows",
-        )),
-    )  # fmt: skip
+PrefixArgs = library.struct(
+    "PrefixArgs",
+    "threads half tiles reqs depth width candidates hidden_words state rank_columns "
+    "last_words top_k corrected_from *tokens *embedded *of_input *of_state *projection "
+    "*positions *last *ids *base *logprobs *rows",
+)
 
 
 def _pad(weight: Tensor, rows: int, columns: int) -> Tensor:
@@ -42,7 +34,7 @@ def _pad(weight: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _packed(weight: Tensor) -> Tensor:
-    """A weight [N, K] as `pack_weight` does it, of any sizes."""
+    """A weight [N, K] of any size, padded and packed by `pack_weight`."""
     packed = pack_weight(_pad(weight, _COLUMNS, 4 // weight.element_size()))
     assert packed is not None
     return packed.contiguous()
@@ -65,7 +57,7 @@ def pack_head(head: PrefixHead) -> tuple[Tensor, ...]:
 
 
 def recurrent_lattice(op: RecurrentLattice) -> None:
-    """Products, states, scores and choice of all depths in one call."""
+    """All depths in one call."""
     reqs, depth, width, candidates = op.out.rows.shape
     of_hidden, of_input, of_state, projection = op.prepared
     kind, word = of_input.dtype, 4 // of_input.element_size()

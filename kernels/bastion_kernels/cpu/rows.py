@@ -53,7 +53,6 @@ def _context_rows(
 
 
 def context_rows(op: ContextRows) -> None:
-    """One row after the other."""
     _context_rows(
         op.context_start.numpy(), op.rows_before.numpy(), op.query_start_loc.numpy(),
         op.cu_num_logits.numpy(), op.path.numpy(), op.positions.numpy(), op.num_sampled.numpy(),

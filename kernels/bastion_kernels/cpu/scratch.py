@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a thread reuses from call to call."""
+"""Memory that a thread reuses between calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _local = threading.local()
 def scratch(dtype: torch.dtype, *shape: int) -> Tensor:
     """Uninitialised memory of this thread, valid until its next call with the same dtype.
 
-    Fresh memory of this size costs a page fault every 4 KiB, which can take longer than the work.
+    Fresh memory costs a page fault every 4 KiB, which can take longer than the work.
     """
     buffers: dict[torch.dtype, Tensor] = _local.__dict__.setdefault("buffers", {})
     size = math.prod(shape)

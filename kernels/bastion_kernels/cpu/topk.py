@@ -12,27 +12,14 @@ from bastion_kernels.cpu import library
 
 __all__ = ["topk_logprobs_cpu"]
 
-
-class TopKArgs(ctypes.Structure):
-    """`TopKArgs` of csrc/topk.cpp."""
-
-    _fields_ = (
-        ("threads", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("vocab", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("half", ctypes.c_int64),
-        ("logits", ctypes.c_void_p),
-        ("logits_row", ctypes.c_int64),
-        ("tokens", ctypes.c_void_p),
-        ("tokens_row", ctypes.c_int64),
-        ("logprobs", ctypes.c_void_p),
-        ("logprobs_row", ctypes.c_int64),
-    )
+TopKArgs = library.struct(
+    "TopKArgs",
+    "threads rows vocab k half *logits logits_row *tokens tokens_row *logprobs logprobs_row",
+)
 
 
 def topk_logprobs_cpu(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """See `topk_logprobs`. Rows are shared out to PyTorch's threads."""
+    """See `topk_logprobs`. Rows are distributed over PyTorch's threads."""
     rows, vocab = logits.shape
     if logits.dtype == torch.float16 or logits.stride(1) != 1:
         logits = logits.to(torch.float32).contiguous()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance walk on a CPU: over tokens drawn beforehand, or drawn where the walk comes by.
+"""The acceptance walk on a CPU, over tokens drawn in advance or on demand.
 
-On a GPU all rows are drawn in one launch and then walked. A CPU pays for every row of a large
-vocabulary, and the walk visits one row a depth. `accept_greedily` takes the argmax of a row when it
-gets there; `accept_lazily` draws a depth of all requests at a time. The noise of a draw is keyed by
-(seed, position), not by what else is drawn, so the tokens are the same.
+On a GPU all rows are drawn in one launch before the walk. On a CPU every row of a large vocabulary
+is expensive, and the walk visits only one row per depth. `accept_greedily` computes the argmax of
+each visited row; `accept_lazily` draws one depth of all requests at a time. The noise of a draw
+depends only on (seed, position), so the tokens are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from bastion_kernels.accept.walk import AcceptPath
 from bastion_kernels.cpu.cache import njit
 
-_BLOCK = 512  # logits whose largest is found before it is located
+_BLOCK = 512  # logits reduced to their maximum before it is located
 
 
 @njit
@@ -30,10 +30,10 @@ def _order(bits, magnitude):
 
 @njit
 def _argmax(row, magnitude, infinity):
-    """The first of the largest; a NaN is larger than any.
+    """The first index of the maximum; NaN is the largest.
 
     row: [V] floats as signed integers of their size; magnitude: all bits but the sign; infinity:
-    the bits of +inf, beyond which there are NaNs only.
+    the bits of +inf (larger magnitudes are NaN).
     """
     integer = row.dtype.type
     best, found = ~magnitude, 0
@@ -62,7 +62,7 @@ def _child(parents, fed, start, rows, node, token):
 
     parents: [N] of the request's slot; its root is row `start` of `fed`, and it has `rows` rows.
     """
-    # A child comes after its parent, so the columns before need no look.
+    # a child comes after its parent, so start there
     for column in range(node, min(rows - 1, parents.shape[0])):
         if parents[column] == node and fed[start + 1 + column] == token:
             return column + 1
@@ -80,7 +80,7 @@ def _walk(
         slot, start, rows = slots[r], starts[r], starts[r + 1] - starts[r]
         count, node = 0, 0 if slot >= 0 and rows > 0 else -1
         while node >= 0 and count < out_path.shape[1]:
-            if source.ndim == 1:  # settled when Numba compiles
+            if source.ndim == 1:  # decided at compile time
                 token = source[start + node]
             else:
                 token = _argmax(source[start + node], magnitude, infinity)
@@ -91,7 +91,7 @@ def _walk(
 
 
 def accept_path(op: AcceptPath) -> None:
-    """The walk over tokens that were drawn at every row."""
+    """The walk over tokens drawn at every row."""
     nothing = np.int32(0)
     _walk(
         op.sampled.numpy(), nothing, nothing, op.node_ids.numpy(), op.parents.numpy(),
@@ -106,7 +106,7 @@ _BITS = {
     torch.bfloat16: (torch.int16, np.int16(0x7FFF), np.int16(0x7F80)),
 }
 GREEDY_DTYPES = tuple(_BITS)
-"""dtypes of logits that `accept_greedily` reads"""
+"""dtypes of logits supported by `accept_greedily`"""
 
 
 def accept_greedily(
@@ -153,7 +153,8 @@ def accept_lazily(
     out_tokens: Tensor,
     num_sampled: Tensor,
 ) -> None:
-    """`bastion_kernels.accept_path` with tokens drawn on demand, all requests a depth at a time.
+    """`bastion_kernels.accept_path` with tokens drawn on demand, one depth of all requests at a
+    time.
 
     Args:
         draw: rows `[A]` int64 of the step's logits, ascending, at most one a request -> their

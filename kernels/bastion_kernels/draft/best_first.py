@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best-first expansion of the drafter's lattice into the N best nodes of every request.
+"""Best-first expansion of the drafter's lattice: the N best nodes of every request.
 
 A node is a prefix of candidates, one per depth; its path score is
 
     log rho = sum_{i <= d} log q_i(x_i | state)            (paper, section 3.1)
 
-and best-first expansion adds the open node of largest rho, N times (Algorithm 1). A child never
-beats its parent, so the nodes come out in non-increasing rho and every prefix of them is the
-optimal prefix-closed tree of its size (paper, optimality of best-first expansion).
+and best-first expansion adds the open node of largest rho, N times (Algorithm 1). A child's score
+never exceeds its parent's, so nodes are added by non-increasing rho, and every prefix of them is
+the optimal prefix-closed tree of its size (paper, optimality of best-first expansion).
 
-Drafters differ in what the scores of a node's children depend on, the state of the node:
+The scores of a node's children depend on the node's state, which differs between drafters:
 
     nothing              DFlash: a depth has one row of scores for all nodes
     the last token       DFlash2, LiLiCorr, DSpark, XPress: a row for each candidate of the depth
                          above
-    the whole path       Domino: a row for each prefix that `prefix_lattice` kept, and the row of
+    the whole path       Domino: a row for each prefix kept by `prefix_lattice`, and the row of
                          every child
 
-A copy of text that stands in the context may be a branch of the same tree, see `mix_copy`: nodes on
-it have rows of their own.
+Text copied from the context may be a branch of the same tree, see `mix_copy`. Nodes on the copy
+have their own rows.
 
-The frontier needs one entry per node of the tree: the best child of that node that is not taken
-yet. Taking it adds a node (with an entry of its own) and advances the entry to the next sibling.
-Ties go to the lower parent number, and the sums are rounded to fp32 from the root down, so that
-every implementation computes the same tree. Without a state a row is in order, so the next sibling
-is one load. Other rows are not sorted in advance: a tree of N nodes reads at most N + 1 of the
-D * P rows, so the next sibling is searched among the M candidates.
+The frontier has one entry per node of the tree: the node's best child that has not been taken.
+Taking it adds a node, with its own entry, and advances the entry to the next sibling. Ties go to
+the lower parent number, and sums are rounded to fp32 from the root down, so all implementations
+compute the same tree. Rows of a stateless lattice are sorted: the next sibling is one load. Other
+rows are not, because a tree of N nodes reads at most N + 1 of the D * P rows; the next sibling is
+searched among the M candidates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from torch import Tensor
 
 from bastion_kernels.checks import check
 from bastion_kernels.draft.best_first_kernel import expand_kernel
-from bastion_kernels.op import Op, public
+from bastion_kernels.draft.lattice import ReadsLattice
+from bastion_kernels.op import public
 from bastion_kernels.triton_or_none import triton
 
 _Child = tuple[float, int, int]  # log q, token, row of its own children
@@ -106,7 +107,7 @@ def _children(levels: list[list[list[_Child]]], top_k: int, depth: int, row: int
 
 @dataclass(frozen=True)
 class CopyRows:
-    """What `mix_copy` writes, and where each node comes from. L depths, at least D."""
+    """Output of `mix_copy`, and the source of each node. L depths, at least D."""
 
     tokens: Tensor
     """`[R, L]` int32, the copy."""
@@ -120,19 +121,19 @@ class CopyRows:
 
 
 @dataclass(slots=True)
-class ExpandBestFirst(Op):
+class ExpandBestFirst(ReadsLattice):
     """Write the first N nodes of every request's best-first tree, in non-increasing rho.
 
     Draft node j is column j and node number j + 1; number 0 is the root. Row r's tokens go to row r
     of `out_tokens`, the rest to row `slots[r]`; a row with `slots[r] == -1` writes nothing. Unused
     columns get token 0, parent -1, depth 0, log rho -inf. A node's children are the candidates of
     the next depth by their log-probability in the node's row, at most `top_k` of them, ties to the
-    lower candidate. Those of -inf or NaN are left out, in a lattice without states also those
+    lower candidate. Candidates of -inf or NaN are excluded; in a stateless lattice, so are those
     ranked after them.
 
     Raises:
-        ValueError, TypeError: shapes, strides or dtypes do not fit together, or sizes beyond what
-            an entry of the frontier can hold (N 4096, D, P and M 255).
+        ValueError, TypeError: shapes, strides or dtypes do not fit together, or sizes exceed the
+            fields of a frontier entry (N 4096; D, P and M 255).
     """
 
     candidates: Tensor
@@ -158,26 +159,18 @@ class ExpandBestFirst(Op):
     """`[S]` int32, columns in use, written."""
     rows: Tensor | None = None
     """`[R, D, P, M]` int32, for other states: at the next depth, the row of the children of
-    candidate [.., m] after row [.., p, ..]; -1 for a candidate whose children are not known."""
+    candidate [.., m] after row [.., p, ..]; -1 if its children are unknown."""
     log_kappa: Tensor | None = None
-    """`[S]` fp32, added to every path score of the slot as it is written; None: nothing."""
+    """`[S]` fp32, added to every path score of the slot on writing; None: 0."""
     copies: CopyRows | None = None
-    """Copies that may be branches of these trees; None: none."""
-
-    @property
-    def stateless(self) -> bool:
-        """Whether all nodes of a depth off the copy share one row, which is in order."""
-        return self.rows is None and self.logprobs.shape[2] == 1
+    """Copies that may become branches of these trees; None: none."""
 
     def check(self) -> None:
         reqs, depth, width = self.candidates.shape
         num_slots, limit = self.parents.shape
-        self.expect("candidates", (reqs, depth, width), torch.int32, strided=True)
-        self.expect("logprobs", (reqs, depth, None, width), torch.float32, strided=True)
+        self.check_lattice()
         prefixes = self.logprobs.shape[2]
-        if self.rows is not None:
-            self.expect("rows", (reqs, depth, prefixes, width), torch.int32, strided=True)
-        elif prefixes not in (1, width):
+        if self.rows is None and prefixes not in (1, width):
             raise ValueError(f"{self.name}: without rows, P is 1 or M = {width}, got {prefixes}")
         self.expect("slots", (reqs,), torch.int64)
         self.expect("out_tokens", (reqs, limit), torch.int64)
@@ -275,50 +268,34 @@ class ExpandBestFirst(Op):
 
     def triton(self) -> None:
         """One warp per request, one node per round."""
-        reqs, depth, width = self.candidates.shape
+        reqs, _, width = self.candidates.shape
         limit = self.out_tokens.shape[1]
         if reqs == 0:
             return
-        rows = self.candidates if self.rows is None else self.rows
         copies = self.copies
-        copy_strides: tuple[int, ...] = (0, 0, 0)
-        if copies is not None:
-            copy_strides = tuple(t.stride(0) for t in (copies.tokens, copies.rows, copies.sources))
-        reqs_stride, depth_stride, row_stride, candidate_stride = self.logprobs.stride()
-        if self.stateless:
-            row_stride = 0  # any row is the one
         expand_kernel[(reqs,)](
-            self.candidates,
-            self.logprobs,
-            rows,
-            self.slots,
-            self.out_tokens,
-            self.parents,
-            self.depths,
-            self.log_rho,
-            self.num_nodes,
-            self.log_kappa,
-            None if copies is None else copies.tokens,
-            None if copies is None else copies.places,
-            None if copies is None else copies.rows,
-            None if copies is None else copies.sources,
-            *self.candidates.stride(),
-            reqs_stride,
-            depth_stride,
-            row_stride,
-            candidate_stride,
-            *((0, 0, 0, 0) if self.rows is None else rows.stride()),
-            *copy_strides,
-            self.out_tokens.stride(0),
-            self.parents.stride(0),
-            self.depths.stride(0),
-            self.log_rho.stride(0),
-            D=depth,
-            M=width,
+            **self.lattice(),
+            slots=self.slots,
+            out_tokens=self.out_tokens,
+            parents=self.parents,
+            depths=self.depths,
+            log_rho=self.log_rho,
+            num_nodes=self.num_nodes,
+            log_kappa=self.log_kappa,
+            copied=None if copies is None else copies.tokens,
+            places=None if copies is None else copies.places,
+            copy_rows=None if copies is None else copies.rows,
+            sources=None if copies is None else copies.sources,
+            stride_copied_r=0 if copies is None else copies.tokens.stride(0),
+            stride_copy_rows_r=0 if copies is None else copies.rows.stride(0),
+            stride_sources_s=0 if copies is None else copies.sources.stride(0),
+            stride_out_tokens_r=self.out_tokens.stride(0),
+            stride_parents_s=self.parents.stride(0),
+            stride_depths_s=self.depths.stride(0),
+            stride_log_rho_s=self.log_rho.stride(0),
             N=limit,
             TOP_K=min(self.top_k, width if copies is None else width + 1),
             IN_ORDER=self.stateless and copies is None,
-            HAS_ROWS=self.rows is not None,
             L=0 if copies is None else copies.tokens.shape[1],
             BLOCK=max(32, triton.next_power_of_2(limit)),
             BLOCK_M=triton.next_power_of_2(width if copies is None else width + 1),

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernel of `best_first`.
 
-Why the kernel takes one node per round. Rounds can be saved by going depth by depth (the N best
-prefixes of a depth are among the N best of the depth above, times K), but each of those D rounds
-selects N out of some N ln N candidates: about 60 compare-exchange stages over 2,048 keys for
-N = 256, shared-memory traffic in most of them, times D = 15. Here the frontier stays in the
-registers of one warp and a round is two integer minima (one `redux.sync` each), two cached loads
-and a few selects per 32 entries: compiled for sm_90, 65 / 138 / 230 instructions for N = 64 / 256 /
-512, without a barrier or a store, and independent of K. N rounds of that are some 10,000 cycles at
-N = 64 and 60,000 at N = 256 (latencies included, by count and not by measurement); the sorts would
-be no faster, and far more code. Requests run side by side, one warp each.
+The kernel takes one node per round. The alternative, depth by depth (the N best prefixes of a depth
+are among the children of the N best of the depth above), needs D rounds that each select N of about
+N ln N candidates: some 60 compare-exchange stages over 2,048 keys for N = 256, most of them through
+shared memory, times D = 15. Here the frontier stays in the registers of one warp. A round is two
+integer minima (one `redux.sync` each), two cached loads and a few selects per 32 entries: 65 / 138
+/ 230 instructions on sm_90 for N = 64 / 256 / 512, independent of K, without barriers or stores. By
+instruction count (not measured) N rounds take 10,000 cycles at N = 64 and 60,000 at N = 256;
+sorting would be no faster and need far more code. Requests run in parallel, one warp each.
 
-Two things make the round short. Scores are stored as costs -log rho >= 0, whose fp32 bits sort like
-integers, so the minimum is an integer one. Parent number, depth and rank of the winner are packed
-into one integer, whose minimum among equal costs also breaks ties.
+Two encodings keep the round short. Scores are stored as costs -log rho >= 0, whose fp32 bits sort
+like integers. Parent number, depth and rank of the winner are packed into one integer, whose
+minimum among equal costs breaks ties.
 """
 
 from __future__ import annotations
@@ -22,68 +21,68 @@ from bastion_kernels.triton_or_none import tl, triton
 
 
 @triton.jit
-def cost_of(logprob):
-    """-logprob, at least +0.0; NaN becomes +inf, as if the candidate were impossible."""
-    cost = tl.where(logprob < 0.0, 0.0 - logprob, 0.0)
-    return tl.where(logprob == logprob, cost, float("inf"))
+def cost_of(b_logprob):
+    """-logprob, at least +0.0. NaN becomes +inf, like an impossible candidate."""
+    b_cost = tl.where(b_logprob < 0.0, 0.0 - b_logprob, 0.0)
+    return tl.where(b_logprob == b_logprob, b_cost, float("inf"))
 
 
 @triton.jit
-def _next(row_ptr, stride, size, copy_ptr, copy_size, after_cost, after, BLOCK_M: tl.constexpr):
-    """Cost and candidate that follow (after_cost, after) in a row, +inf if none is left.
+def _next(p_row, stride, size, p_copy, copy_size, after_cost, after, BLOCK_M: tl.constexpr):
+    """The next cost and candidate of a row after (after_cost, after); +inf if none is left.
 
-    size: candidates of the row, 0 for none. copy_size: the same of the row at `copy_ptr`, of which
-    only one is read. after_cost: int32, bits of a cost, which sort like it; -1 for the first of the
-    row.
+    size: candidates of the row, or 0. copy_size: candidates of the row at `p_copy`, or 0; at most
+    one of the two rows is read. after_cost: int32 bits of a cost, which sort like it; -1 for the
+    first.
     """
-    candidate = tl.arange(0, BLOCK_M)
-    logprob = tl.load(row_ptr + candidate * stride, mask=candidate < size, other=float("-inf"))
-    if copy_ptr is not None:
-        on_copy = tl.load(copy_ptr + candidate, mask=candidate < copy_size, other=float("-inf"))
-        logprob = tl.where(copy_size > 0, on_copy, logprob)
-    bits = cost_of(logprob).to(tl.int32, bitcast=True)
-    later = (bits > after_cost) | ((bits == after_cost) & (candidate > after))
+    o_m = tl.arange(0, BLOCK_M)
+    b_logprob = tl.load(p_row + o_m * stride, mask=o_m < size, other=float("-inf"))
+    if p_copy is not None:
+        b_copy = tl.load(p_copy + o_m, mask=o_m < copy_size, other=float("-inf"))
+        b_logprob = tl.where(copy_size > 0, b_copy, b_logprob)
+    b_bits = cost_of(b_logprob).to(tl.int32, bitcast=True)
+    m_later = (b_bits > after_cost) | ((b_bits == after_cost) & (o_m > after))
     none = tl.full([], float("inf"), tl.float32).to(tl.int32, bitcast=True)
-    bits = tl.where(later, bits, none)
-    least = tl.min(bits, 0)
-    found = tl.min(tl.where(bits == least, candidate, BLOCK_M), 0)
+    b_bits = tl.where(m_later, b_bits, none)
+    least = tl.min(b_bits, 0)
+    found = tl.min(tl.where(b_bits == least, o_m, BLOCK_M), 0)
     return least.to(tl.float32, bitcast=True), found
 
 
 @triton.jit
 def expand_kernel(
-    candidates_ptr,
-    logprobs_ptr,
-    rows_ptr,
-    slots_ptr,
-    out_tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    log_rho_ptr,
-    num_nodes_ptr,
-    log_kappa_ptr,
-    copied_ptr,
-    places_ptr,
-    copy_rows_ptr,
-    sources_ptr,
-    candidates_r,
-    candidates_d,
-    candidates_m,
-    logprobs_r,
-    logprobs_d,
-    logprobs_p,
-    logprobs_m,
-    rows_r,
-    rows_d,
-    rows_p,
-    rows_m,
-    copied_r,
-    copy_rows_r,
-    sources_s,
-    out_tokens_r,
-    parents_s,
-    depths_s,
-    log_rho_s,
+    candidates,
+    logprobs,
+    rows,
+    slots,
+    out_tokens,
+    parents,
+    depths,
+    log_rho,
+    num_nodes,
+    log_kappa,
+    copied,
+    places,
+    copy_rows,
+    sources,
+    stride_candidates_r,
+    stride_candidates_d,
+    stride_candidates_m,
+    stride_logprobs_r,
+    stride_logprobs_d,
+    stride_logprobs_p,
+    stride_logprobs_m,
+    stride_rows_r,
+    stride_rows_d,
+    stride_rows_p,
+    stride_rows_m,
+    stride_copied_r,
+    stride_copy_rows_r,
+    stride_sources_s,
+    stride_out_tokens_r,
+    stride_parents_s,
+    stride_depths_s,
+    stride_log_rho_s,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -94,130 +93,134 @@ def expand_kernel(
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Grid: (R,). The frontier, in registers. Column i belongs to node i + 1, the last column also
-    to the root: node BLOCK may overwrite it because the loop ends with that node.
+    """Grid: (R,). The frontier is in registers. Column i belongs to node i + 1. The last column
+    also belongs to the root; node BLOCK may overwrite it, because the loop ends with that node.
 
-    cost  [BLOCK] int32, bits of -log rho (fp32) of the node's next child; +inf if it has none left
-    entry [BLOCK] int32, node number << 16 | middle << 8 | rank of that child; the middle is the
-          child's candidate, with IN_ORDER, where that is the rank, the node's depth
-    score [BLOCK] fp32, -log rho of the node itself
-    own   [BLOCK] int32, 1 << 24 on the copy | depth of the node << 16 | row of its children, 255
-          for none << 8 | its candidate; with IN_ORDER the entry by which the node was added
-    above [BLOCK] int32, parent of the node; not with IN_ORDER, where `own` has it
+    b_cost  [BLOCK] int32, bits of -log rho (fp32) of the node's next child; +inf if none is left
+    b_entry [BLOCK] int32, node number << 16 | middle << 8 | rank of that child. The middle is the
+            child's candidate; with IN_ORDER (candidate = rank) it is the node's depth
+    b_score [BLOCK] fp32, -log rho of the node itself
+    b_own   [BLOCK] int32, 1 << 24 on the copy | depth of the node << 16 | row of its children, 255
+            for none << 8 | its candidate; with IN_ORDER the entry by which the node was added
+    b_above [BLOCK] int32, parent of the node; unused with IN_ORDER, as `b_own` has it
     """
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
+    i_r = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i_r)
     if slot >= 0:
-        candidates_ptr += row * candidates_r
-        logprobs_ptr += row * logprobs_r
-        rows_ptr += row * rows_r
+        candidates += i_r * stride_candidates_r
+        logprobs += i_r * stride_logprobs_r
+        rows += i_r * stride_rows_r
         none = tl.full([], float("inf"), tl.float32).to(tl.int32, bitcast=True)
 
-        column = tl.arange(0, BLOCK)
-        owner = (column + 1) % BLOCK
+        o_n = tl.arange(0, BLOCK)
+        b_owner = (o_n + 1) % BLOCK
         on_copy = tl.full([], 0, tl.int32)
         if L > 0:
-            copied_ptr += row * copied_r
-            places_ptr += row * copied_r
-            copy_rows_ptr += row * copy_rows_r
-            on_copy = (tl.load(places_ptr) >= 0).to(tl.int32)
+            copied += i_r * stride_copied_r
+            places += i_r * stride_copied_r
+            copy_rows += i_r * stride_copy_rows_r
+            on_copy = (tl.load(places) >= 0).to(tl.int32)
         if IN_ORDER:
-            first, middle = cost_of(tl.load(logprobs_ptr)), 0
+            first, middle = cost_of(tl.load(logprobs)), 0
         else:
             size = tl.where((on_copy == 0) & (D > 0), M, 0)
             first, middle = _next(
-                logprobs_ptr, logprobs_m, size, copy_rows_ptr, on_copy * (M + 1), -1, -1, BLOCK_M
+                logprobs, stride_logprobs_m, size, copy_rows, on_copy * (M + 1), -1, -1, BLOCK_M
             )
-        cost = tl.where(owner == 0, first, float("inf")).to(tl.int32, bitcast=True)
-        entry = tl.where(owner == 0, middle << 8, 0)
-        score = tl.zeros([BLOCK], tl.float32)
-        above = tl.zeros([BLOCK], tl.int32)
-        own = tl.where(owner == 0, on_copy << 24, 0)
+        b_cost = tl.where(b_owner == 0, first, float("inf")).to(tl.int32, bitcast=True)
+        b_entry = tl.where(b_owner == 0, middle << 8, 0)
+        b_score = tl.zeros([BLOCK], tl.float32)
+        b_above = tl.zeros([BLOCK], tl.int32)
+        b_own = tl.where(b_owner == 0, on_copy << 24, 0)
         count = tl.full([], 0, tl.int32)
-        best = tl.min(cost, 0)
+        best = tl.min(b_cost, 0)
         while (count < N) & (best < none):
-            winner = tl.min(tl.where(cost == best, entry, 0x7FFFFFFF), 0)
+            winner = tl.min(tl.where(b_cost == best, b_entry, 0x7FFFFFFF), 0)
             parent, middle, rank = winner >> 16, (winner >> 8) & 0xFF, winner & 0xFF
-            moved, opened = owner == parent, column == count
+            m_moved, m_opened = b_owner == parent, o_n == count
             new = best.to(tl.float32, bitcast=True)
             count += 1
-            # the winner's entry moves on to the next sibling, the new node opens its own
+            # advance the winner's entry to the next sibling; open an entry for the new node
             if IN_ORDER:
                 depth = middle
-                ptr = logprobs_ptr + depth * logprobs_d + (rank + 1) * logprobs_m
-                sibling_cost = cost_of(tl.load(ptr, mask=rank + 1 < TOP_K, other=float("-inf")))
-                ptr = logprobs_ptr + (depth + 1) * logprobs_d
-                child_cost = cost_of(tl.load(ptr, mask=depth + 1 < D, other=float("-inf")))
-                entry = tl.where(moved, entry + 1, entry)
-                entry = tl.where(opened, (count << 16) | ((depth + 1) << 8), entry)
-                own = tl.where(opened, winner, own)
+                p_value = logprobs + depth * stride_logprobs_d + (rank + 1) * stride_logprobs_m
+                sibling_cost = cost_of(tl.load(p_value, mask=rank + 1 < TOP_K, other=float("-inf")))
+                p_value = logprobs + (depth + 1) * stride_logprobs_d
+                child_cost = cost_of(tl.load(p_value, mask=depth + 1 < D, other=float("-inf")))
+                b_entry = tl.where(m_moved, b_entry + 1, b_entry)
+                b_entry = tl.where(m_opened, (count << 16) | ((depth + 1) << 8), b_entry)
+                b_own = tl.where(m_opened, winner, b_own)
             else:
                 candidate = middle
-                parent_own = tl.sum(tl.where(moved, own, 0), 0)
+                parent_own = tl.sum(tl.where(m_moved, b_own, 0), 0)
                 on_copy = parent_own >> 24
                 depth, parent_row = (parent_own >> 16) & 0xFF, (parent_own >> 8) & 0xFF
-                row_ptr = logprobs_ptr + depth * logprobs_d + parent_row * logprobs_p
-                ptr = row_ptr + candidate * logprobs_m
-                taken = tl.load(ptr, mask=on_copy == 0, other=float("-inf"))
+                p_row = logprobs + depth * stride_logprobs_d + parent_row * stride_logprobs_p
+                p_value = p_row + candidate * stride_logprobs_m
+                taken = tl.load(p_value, mask=on_copy == 0, other=float("-inf"))
                 more = rank + 1 < TOP_K
-                copy_ptr, copy_size, is_copy = copy_rows_ptr, 0, on_copy
+                p_copy, copy_size, is_copy = copy_rows, 0, on_copy
                 if L > 0:
-                    copy_ptr += depth * (M + 1)
+                    p_copy += depth * (M + 1)
                     copy_size = tl.where((on_copy != 0) & more, M + 1, 0)
-                    ptr = copy_ptr + candidate
+                    p_value = p_copy + candidate
                     taken = tl.where(
-                        on_copy == 0, taken, tl.load(ptr, mask=on_copy != 0, other=float("-inf"))
+                        on_copy == 0,
+                        taken,
+                        tl.load(p_value, mask=on_copy != 0, other=float("-inf")),
                     )
-                    place = tl.load(places_ptr + depth, mask=on_copy != 0, other=-1)
+                    place = tl.load(places + depth, mask=on_copy != 0, other=-1)
                     is_copy = (candidate == place).to(tl.int32)
                 taken = cost_of(taken).to(tl.int32, bitcast=True)
                 size = tl.where(more & (on_copy == 0), M, 0)
                 sibling_cost, sibling = _next(
-                    row_ptr, logprobs_m, size, copy_ptr, copy_size, taken, candidate, BLOCK_M
+                    p_row, stride_logprobs_m, size, p_copy, copy_size, taken, candidate, BLOCK_M
                 )
                 own_row = candidate
                 if HAS_ROWS:
-                    ptr = rows_ptr + depth * rows_d + parent_row * rows_p + candidate * rows_m
+                    p_value = rows + depth * stride_rows_d + parent_row * stride_rows_p
+                    p_value += candidate * stride_rows_m
                     known = (candidate < M) & (parent_row < 255)
-                    own_row = tl.load(ptr, mask=known, other=-1) & 0xFF  # -1 becomes 255
-                row_ptr = logprobs_ptr + (depth + 1) * logprobs_d + own_row * logprobs_p
+                    own_row = tl.load(p_value, mask=known, other=-1) & 0xFF  # -1 becomes 255
+                p_row = logprobs + (depth + 1) * stride_logprobs_d + own_row * stride_logprobs_p
                 size = tl.where((depth + 1 < D) & (own_row < 255) & (is_copy == 0), M, 0)
                 if L > 0:
-                    copy_ptr += M + 1
+                    p_copy += M + 1
                     copy_size = tl.where((is_copy != 0) & (depth + 1 < L), M + 1, 0)
                 child_cost, child = _next(
-                    row_ptr, logprobs_m, size, copy_ptr, copy_size, -1, -1, BLOCK_M
+                    p_row, stride_logprobs_m, size, p_copy, copy_size, -1, -1, BLOCK_M
                 )
-                entry = tl.where(moved, (parent << 16) | (sibling << 8) | (rank + 1), entry)
-                entry = tl.where(opened, (count << 16) | (child << 8), entry)
-                above = tl.where(opened, parent, above)
+                b_entry = tl.where(m_moved, (parent << 16) | (sibling << 8) | (rank + 1), b_entry)
+                b_entry = tl.where(m_opened, (count << 16) | (child << 8), b_entry)
+                b_above = tl.where(m_opened, parent, b_above)
                 new_own = (is_copy << 24) | ((depth + 1) << 16) | (own_row << 8) | candidate
-                own = tl.where(opened, new_own, own)
-            cost = tl.where(moved, (score + sibling_cost).to(tl.int32, bitcast=True), cost)
-            cost = tl.where(opened, (new + child_cost).to(tl.int32, bitcast=True), cost)
-            score = tl.where(opened, new, score)
-            best = tl.min(cost, 0)
+                b_own = tl.where(m_opened, new_own, b_own)
+            b_cost = tl.where(m_moved, (b_score + sibling_cost).to(tl.int32, bitcast=True), b_cost)
+            b_cost = tl.where(m_opened, (new + child_cost).to(tl.int32, bitcast=True), b_cost)
+            b_score = tl.where(m_opened, new, b_score)
+            best = tl.min(b_cost, 0)
 
-        used, real = column < count, column < N
+        m_used, m_n = o_n < count, o_n < N
         if IN_ORDER:
-            above, depth, candidate = own >> 16, ((own >> 8) & 0xFF) + 1, own & 0xFF
+            b_above, b_depth, b_candidate = b_own >> 16, ((b_own >> 8) & 0xFF) + 1, b_own & 0xFF
         else:
-            depth, candidate = (own >> 16) & 0xFF, own & 0xFF
-        token_ptr = candidates_ptr + (depth - 1) * candidates_d + candidate * candidates_m
-        token = tl.load(token_ptr, mask=used & (candidate < M), other=0).to(tl.int64)
+            b_depth, b_candidate = (b_own >> 16) & 0xFF, b_own & 0xFF
+        p_token = candidates + (b_depth - 1) * stride_candidates_d
+        p_token += b_candidate * stride_candidates_m
+        b_token = tl.load(p_token, mask=m_used & (b_candidate < M), other=0).to(tl.int64)
         if L > 0:
-            alone = used & (candidate == M)
-            copied = tl.load(copied_ptr + depth - 1, mask=alone, other=0).to(tl.int64)
-            token = tl.where(alone, copied, token)
-            source = tl.where(own >> 24 == 0, 1, tl.where(candidate < M, 3, 2))
-            source = tl.where(used, source, 0)
-            tl.store(sources_ptr + slot * sources_s + column, source, mask=real)
-        tl.store(out_tokens_ptr + row * out_tokens_r + column, token, mask=real)
-        tl.store(parents_ptr + slot * parents_s + column, tl.where(used, above, -1), mask=real)
-        tl.store(depths_ptr + slot * depths_s + column, tl.where(used, depth, 0), mask=real)
+            m_alone = m_used & (b_candidate == M)
+            b_copied = tl.load(copied + b_depth - 1, mask=m_alone, other=0).to(tl.int64)
+            b_token = tl.where(m_alone, b_copied, b_token)
+            b_source = tl.where(b_own >> 24 == 0, 1, tl.where(b_candidate < M, 3, 2))
+            b_source = tl.where(m_used, b_source, 0)
+            tl.store(sources + slot * stride_sources_s + o_n, b_source, mask=m_n)
+        tl.store(out_tokens + i_r * stride_out_tokens_r + o_n, b_token, mask=m_n)
+        tl.store(parents + slot * stride_parents_s + o_n, tl.where(m_used, b_above, -1), mask=m_n)
+        tl.store(depths + slot * stride_depths_s + o_n, tl.where(m_used, b_depth, 0), mask=m_n)
         shift = 0.0
-        if log_kappa_ptr is not None:
-            shift = tl.load(log_kappa_ptr + slot)
-        score = tl.where(used, shift - score, float("-inf"))
-        tl.store(log_rho_ptr + slot * log_rho_s + column, score, mask=real)
-        tl.store(num_nodes_ptr + slot, count)
+        if log_kappa is not None:
+            shift = tl.load(log_kappa + slot)
+        b_score = tl.where(m_used, shift - b_score, float("-inf"))
+        tl.store(log_rho + slot * stride_log_rho_s + o_n, b_score, mask=m_n)
+        tl.store(num_nodes + slot, count)

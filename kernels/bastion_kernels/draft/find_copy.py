@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup: where the end of a request's text occurs earlier in it.
+"""Lookup: find an earlier occurrence of the end of a request's text.
 
-Of the history h of n tokens, prompt and reply, take the place p < n for which
+In the history h of n tokens (prompt and reply), find the position p < n with the largest
 
     m = tokens before p that equal the last tokens of h        (at least 2, counted up to 32)
 
-is largest, and of several the latest. The copy c_1, c_2, ... is what follows there, h[p], h[p + 1],
-...; where it reaches the end of the history it goes on with itself, so that a repetition of any
-period continues. m and p are packed into one integer whose maximum is the answer, in whatever order
-blocks of the history are searched: every rank finds the same.
+Ties go to the latest p. The copy c_1, c_2, ... is the text that follows: h[p], h[p + 1], ... At the
+end of the history it continues with itself, so repetitions of any period continue. m and p are
+packed into one integer. Its maximum does not depend on the order in which blocks of the history are
+searched, so all ranks find the same copy.
 
-How often a copy is right is learned from what was emitted, whether or not anything was verified.
-When the history has grown from n to n' tokens, the copy that was found at n has been tried at
-match lengths m, m + 1, ... up to its first wrong token or to n'. `counts` has trials and successes
-by match length, in integers, whose sum does not depend on an order either.
+The success rate of copies is learned from the emitted tokens, whether or not a copy was verified.
+When the history has grown from n to n' tokens, the copy found at n has been tried at match lengths
+m, m + 1, ..., up to its first wrong token or to n'. `counts` has trials and successes by match
+length; integer sums do not depend on the order either.
 """
 
 from __future__ import annotations
@@ -26,77 +26,75 @@ from torch import Tensor
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
-# Shortest match, and the length from which matches are alike.
+# shortest match, and the length from which all matches are treated alike
 SHORTEST, LONGEST = 2, 32
 _BLOCK = 2048
 
 
 @triton.jit
 def _find_kernel(
-    history_ptr,
-    lengths_ptr,
-    slots_ptr,
-    last_ptr,
-    counts_ptr,
-    found_ptr,
-    history_s,
+    history,
+    lengths,
+    slots,
+    last,
+    counts,
+    found,
+    stride_history_s,
     BLOCK: tl.constexpr,
     SHORTEST: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
     """Grid: (R, blocks of the longest history). The first block's program also counts."""
-    slot = tl.load(slots_ptr + tl.program_id(0))
+    i_r = tl.program_id(0)
+    slot = tl.load(slots + i_r)
     if slot >= 0:
-        history_ptr += slot * history_s
-        length = tl.load(lengths_ptr + slot)
-        if tl.program_id(1) == 0:
-            start = tl.load(last_ptr + 3 * slot)
-            match = tl.load(last_ptr + 3 * slot + 1)
-            then = tl.load(last_ptr + 3 * slot + 2)
-            ahead = tl.arange(0, LONGEST)
-            tried = (match > 0) & (ahead < length - then)
-            copied = tl.load(history_ptr + start + ahead, mask=tried, other=0)
-            emitted = tl.load(history_ptr + then + ahead, mask=tried, other=0)
-            wrong = tl.min(tl.where(tried & (copied != emitted), ahead, LONGEST), 0)
-            count_ptr = counts_ptr + tl.minimum(match + ahead, LONGEST)
-            tl.atomic_add(count_ptr, 1, mask=tried & (ahead <= wrong))
-            tl.atomic_add(count_ptr + LONGEST + 1, 1, mask=tried & (ahead < wrong))
-        first = tl.program_id(1) * BLOCK
+        history += slot * stride_history_s
+        length = tl.load(lengths + slot)
+        i_b = tl.program_id(1)
+        if i_b == 0:
+            start = tl.load(last + 3 * slot)
+            match = tl.load(last + 3 * slot + 1)
+            then = tl.load(last + 3 * slot + 2)
+            o_a = tl.arange(0, LONGEST)
+            m_tried = (match > 0) & (o_a < length - then)
+            b_copied = tl.load(history + start + o_a, mask=m_tried, other=0)
+            b_emitted = tl.load(history + then + o_a, mask=m_tried, other=0)
+            wrong = tl.min(tl.where(m_tried & (b_copied != b_emitted), o_a, LONGEST), 0)
+            p_count = counts + tl.minimum(match + o_a, LONGEST)
+            tl.atomic_add(p_count, 1, mask=m_tried & (o_a <= wrong))
+            tl.atomic_add(p_count + LONGEST + 1, 1, mask=m_tried & (o_a < wrong))
+        first = i_b * BLOCK
         if first < length:
-            place = first + tl.arange(0, BLOCK)
-            # the token at `place` is the last of the match
-            alive = place < length - 1
-            match = tl.zeros([BLOCK], tl.int32)
+            o_n = first + tl.arange(0, BLOCK)
+            # o_n is the position of the match's last token
+            m_alive = o_n < length - 1
+            b_match = tl.zeros([BLOCK], tl.int32)
             back = tl.full([], 0, tl.int32)
-            while (back < LONGEST) & (tl.max(alive.to(tl.int32), 0) > 0):
-                wanted = tl.load(history_ptr + length - 1 - back)
-                alive = alive & (place >= back)
-                token = tl.load(history_ptr + place - back, mask=alive, other=0)
-                alive = alive & (token == wanted)
-                match += alive.to(tl.int32)
+            while (back < LONGEST) & (tl.max(m_alive.to(tl.int32), 0) > 0):
+                wanted = tl.load(history + length - 1 - back)
+                m_alive = m_alive & (o_n >= back)
+                b_token = tl.load(history + o_n - back, mask=m_alive, other=0)
+                m_alive = m_alive & (b_token == wanted)
+                b_match += m_alive.to(tl.int32)
                 back += 1
-            key = (match.to(tl.int64) << 32) | (place + 1).to(tl.int64)
-            key = tl.max(tl.where(match >= SHORTEST, key, 0), 0)
+            b_key = (b_match.to(tl.int64) << 32) | (o_n + 1).to(tl.int64)
+            key = tl.max(tl.where(b_match >= SHORTEST, b_key, 0), 0)
             if key > 0:
-                tl.atomic_max(found_ptr + slot, key)
+                tl.atomic_max(found + slot, key)
 
 
 @dataclass(slots=True)
 class FindCopy(Op):
-    """Find every request's copy, and count how the last one fared; see the module.
-
-    Raises:
-        ValueError, TypeError: shapes, strides or dtypes do not fit together.
-    """
+    """Find every request's copy, and count trials and successes of the last one; see the module."""
 
     history: Tensor
     """`[S, most tokens]` int32, the tokens of each slot's request."""
     lengths: Tensor
-    """`[S]` int32, how many of them there are."""
+    """`[S]` int32, number of tokens."""
     slots: Tensor
     """`[R]` int64, request slot of each row, or -1."""
     last: Tensor
-    """`[S, 3]` int32: p, m and n of the copy that was found last; m is 0 for none."""
+    """`[S, 3]` int32: p, m and n of the last copy; m is 0 without one."""
     counts: Tensor
     """`[2, 33]` int32, trials and successes by match length; added to."""
     found: Tensor
@@ -114,7 +112,7 @@ class FindCopy(Op):
             raise ValueError(f"{self.name}: the tokens of a request must be consecutive")
 
     def reference(self) -> None:
-        """Compare every place with the end."""
+        """Compare every position with the end."""
         for slot in self.slots.tolist():
             if slot < 0:
                 continue
@@ -139,17 +137,16 @@ class FindCopy(Op):
             self.found[slot] = best
 
     def triton(self) -> None:
-        """One launch over requests and blocks of their history."""
         reqs, most = self.slots.shape[0], self.history.shape[1]
         if reqs:
             _find_kernel[(reqs, triton.cdiv(most, _BLOCK))](
-                self.history,
-                self.lengths,
-                self.slots,
-                self.last,
-                self.counts,
-                self.found,
-                self.history.stride(0),
+                history=self.history,
+                lengths=self.lengths,
+                slots=self.slots,
+                last=self.last,
+                counts=self.counts,
+                found=self.found,
+                stride_history_s=self.history.stride(0),
                 BLOCK=_BLOCK,
                 SHORTEST=SHORTEST,
                 LONGEST=LONGEST,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One depth of a lattice of prefixes: score its candidates, and keep the best new prefixes.
+"""One depth of a lattice of prefixes: score its candidates and keep the B best new prefixes.
 
-The B prefixes that are kept at a depth are its frontier. See `prefix_lattice` for the whole.
+Those are the frontier of the depth; see `prefix_lattice`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bastion_kernels.checks import FLOATS
 from bastion_kernels.draft.frontier_kernel import extend_kernel
 from bastion_kernels.op import Op, public
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_SCORES = 8192  # prefixes times candidates, in the registers of one program
 
 
@@ -30,36 +30,36 @@ class ExtendFrontier(Op):
 
     The score of a candidate is its base score plus its row of the last projection times
     `silu(position + latent)` of the prefix; the softmax over the M candidates gives log q. A path's
-    cost is -log rho, summed in fp32 from the root down as in `best_first`. The new prefixes are in
-    the order of their parents and candidates; of equal costs the first in that order are kept.
-    Places without a prefix have parent 0, child 0 and cost +inf.
+    cost is -log rho, summed in fp32 from the root down as in `best_first`. New prefixes are ordered
+    by parent and candidate; ties in cost go to the first in that order. Unused places get parent 0,
+    child 0 and cost +inf.
 
     Raises:
-        ValueError, TypeError: shapes, strides or dtypes do not fit together, or more prefixes,
-            candidates or scores than the kernel holds (255, 255 and 8192).
+        ValueError, TypeError: shapes, strides or dtypes do not fit together, or too many prefixes,
+            candidates or scores for the kernel (255, 255 and 8192).
     """
 
     base: Tensor
     """`[R, M]` fp32, rows at any stride, scores without the head's correction."""
     position: Tensor
-    """`[R, E]`, rows at any stride, what the depth itself adds to every prefix's `latent`."""
+    """`[R, E]`, rows at any stride, the depth's own term, added to every prefix's `latent`."""
     latent: Tensor
     """`[R, P, E]`, the first projection of each prefix's state; a slice of longer rows."""
     weight: Tensor
     """`[R, M, E]`, requests at any stride, rows of the last projection."""
     costs: Tensor
-    """`[R, P]` fp32, -log rho of each prefix; +inf for none."""
+    """`[R, P]` fp32, -log rho of each prefix; +inf for an unused place."""
     top_k: int
     """Most children of a prefix."""
     corrected: bool
-    """Whether the head corrects this depth; else `base` alone counts."""
+    """Whether the head corrects this depth; otherwise the score is `base`."""
     logprobs: Tensor
     """`[R, P, M]` fp32, requests at any stride, log q, written."""
     rows: Tensor
-    """`[R, P, M]` int32, requests at any stride, each child's place among the new prefixes, or -1;
+    """`[R, P, M]` int32, requests at any stride, each child's index among the new prefixes, or -1;
     written."""
     parents: Tensor
-    """`[R, B]` int32, prefix that each new prefix continues, written."""
+    """`[R, B]` int32, the prefix that each new prefix extends, written."""
     children: Tensor
     """`[R, B]` int32, its candidate, written."""
     out_costs: Tensor
@@ -69,7 +69,7 @@ class ExtendFrontier(Op):
         reqs, prefixes, candidates = self.logprobs.shape
         width, kept = self.latent.shape[2], self.parents.shape[1]
         self.expect("base", (reqs, candidates), torch.float32)
-        self.expect("position", (reqs, width), *_FLOATS)
+        self.expect("position", (reqs, width), *FLOATS)
         self.expect("latent", (reqs, prefixes, width), self.position.dtype)
         self.expect("weight", (reqs, candidates, width), self.position.dtype)
         self.expect("costs", (reqs, prefixes), torch.float32)
@@ -125,29 +125,28 @@ class ExtendFrontier(Op):
             self.out_costs[req, :number] = costs[req].flatten()[chosen]
 
     def triton(self) -> None:
-        """One launch, one program per request."""
         reqs, prefixes, candidates = self.logprobs.shape
         if reqs == 0:
             return
         width, kept = self.latent.shape[2], self.parents.shape[1]
         extend_kernel[(reqs,)](
-            self.base,
-            self.position,
-            self.latent,
-            self.weight,
-            self.costs,
-            self.logprobs,
-            self.rows,
-            self.parents,
-            self.children,
-            self.out_costs,
-            self.base.stride(0),
-            self.position.stride(0),
-            self.latent.stride(0),
-            self.latent.stride(1),
-            self.weight.stride(0),
-            self.logprobs.stride(0),
-            self.rows.stride(0),
+            base=self.base,
+            position=self.position,
+            latent=self.latent,
+            weight=self.weight,
+            costs=self.costs,
+            logprobs=self.logprobs,
+            rows=self.rows,
+            parents=self.parents,
+            children=self.children,
+            out_costs=self.out_costs,
+            stride_base_r=self.base.stride(0),
+            stride_position_r=self.position.stride(0),
+            stride_latent_r=self.latent.stride(0),
+            stride_latent_p=self.latent.stride(1),
+            stride_weight_r=self.weight.stride(0),
+            stride_logprobs_r=self.logprobs.stride(0),
+            stride_rows_r=self.rows.stride(0),
             P=prefixes,
             M=candidates,
             E=width,

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advance the states of a GRU by one token each: its gates, after both products.
+"""The gates of a GRU, after both matrix products: advance each state by one token.
 
-A head with a state along the branch reads the tokens of a path one by one. PyTorch multiplies the
-weights; what is left is one launch over all prefixes of a depth, which also picks each prefix's
-state by its parent.
+A recurrent head reads the tokens of a path one by one. PyTorch multiplies the weights; this kernel
+does the rest for all prefixes of a depth, and selects each prefix's old state by its parent.
 """
 
 from __future__ import annotations
@@ -13,70 +12,65 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bastion_kernels.checks import FLOATS
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
 def _advance_kernel(
-    inputs_ptr,
-    gates_ptr,
-    states_ptr,
-    parents_ptr,
-    out_ptr,
-    gates_row,
+    inputs,
+    gates,
+    states,
+    parents,
+    out_states,
+    stride_gates,
     G: tl.constexpr,
     OLD: tl.constexpr,
     NEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: (R * NEW, blocks of G)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = column < G
-    above = row // NEW * OLD + tl.load(parents_ptr + row)
-    inputs_ptr += row * 3 * G + column
-    gates_ptr += above * gates_row + column
-    old = tl.load(states_ptr + above * G + column, mask=real, other=0.0).to(tl.float32)
-    reset = tl.load(inputs_ptr, mask=real, other=0.0).to(tl.float32)
-    reset += tl.load(gates_ptr, mask=real, other=0.0).to(tl.float32)
-    update = tl.load(inputs_ptr + G, mask=real, other=0.0).to(tl.float32)
-    update += tl.load(gates_ptr + G, mask=real, other=0.0).to(tl.float32)
-    new = tl.load(inputs_ptr + 2 * G, mask=real, other=0.0).to(tl.float32)
-    hidden = tl.load(gates_ptr + 2 * G, mask=real, other=0.0).to(tl.float32)
-    new += hidden / (1.0 + tl.exp(-reset))
-    new = 2.0 / (1.0 + tl.exp(-2.0 * new)) - 1.0  # tanh
-    weight = 1.0 / (1.0 + tl.exp(-update))
-    state = (1.0 - weight) * new + weight * old
-    tl.store(out_ptr + row * G + column, state.to(out_ptr.dtype.element_ty), mask=real)
+    i_r, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_g = i_g * BLOCK + tl.arange(0, BLOCK)
+    m_g = o_g < G
+    above = i_r // NEW * OLD + tl.load(parents + i_r)
+    inputs += i_r * 3 * G + o_g
+    gates += above * stride_gates + o_g
+    b_old = tl.load(states + above * G + o_g, mask=m_g, other=0.0).to(tl.float32)
+    b_reset = tl.load(inputs, mask=m_g, other=0.0).to(tl.float32)
+    b_reset += tl.load(gates, mask=m_g, other=0.0).to(tl.float32)
+    b_update = tl.load(inputs + G, mask=m_g, other=0.0).to(tl.float32)
+    b_update += tl.load(gates + G, mask=m_g, other=0.0).to(tl.float32)
+    b_new = tl.load(inputs + 2 * G, mask=m_g, other=0.0).to(tl.float32)
+    b_hidden = tl.load(gates + 2 * G, mask=m_g, other=0.0).to(tl.float32)
+    b_new += b_hidden / (1.0 + tl.exp(-b_reset))
+    b_new = 2.0 / (1.0 + tl.exp(-2.0 * b_new)) - 1.0  # tanh
+    b_weight = 1.0 / (1.0 + tl.exp(-b_update))
+    b_state = (1.0 - b_weight) * b_new + b_weight * b_old
+    tl.store(out_states + i_r * G + o_g, b_state.to(out_states.dtype.element_ty), mask=m_g)
 
 
 @dataclass(slots=True)
 class AdvanceStates(Op):
-    """Advance GRU states (without biases) by the last token of each prefix, as `torch.nn.GRU`.
-
-    Raises:
-        ValueError, TypeError: shapes, strides or dtypes do not fit together.
-    """
+    """Advance GRU states (without biases) by the last token of each prefix, as `torch.nn.GRU`."""
 
     inputs: Tensor
-    """`[R, P, 3G]`, the input weights' product with each prefix's last token."""
+    """`[R, P, 3G]`, product of the input weights with each prefix's last token."""
     gates: Tensor
-    """`[R, O, 3G or more]`, the state weights' product with the O old states; further columns are
-    not read."""
+    """`[R, O, >= 3G]`, product of the state weights with the O old states; further columns are
+    ignored."""
     states: Tensor
     """`[R, O, G]`, the old states."""
     parents: Tensor
-    """`[R, P]` int32, the old state that each prefix continues."""
+    """`[R, P]` int32, index of each prefix's old state."""
     out_states: Tensor
     """`[R, P, G]`, written."""
 
     def check(self) -> None:
         reqs, width, size = self.out_states.shape
         old, columns = self.gates.shape[1:]
-        self.expect("inputs", (reqs, width, 3 * size), *_FLOATS)
+        self.expect("inputs", (reqs, width, 3 * size), *FLOATS)
         self.expect("gates", (reqs, old, columns), self.inputs.dtype)
         self.expect("states", (reqs, old, size), self.inputs.dtype)
         self.expect("parents", (reqs, width), torch.int32)
@@ -100,18 +94,17 @@ class AdvanceStates(Op):
         self.out_states.copy_((1 - update) * new + update * old)
 
     def triton(self) -> None:
-        """One launch."""
         reqs, width, size = self.out_states.shape
         if reqs == 0:
             return
         block = min(1024, triton.next_power_of_2(size))
         _advance_kernel[(reqs * width, triton.cdiv(size, block))](
-            self.inputs,
-            self.gates,
-            self.states,
-            self.parents,
-            self.out_states,
-            self.gates.shape[2],
+            inputs=self.inputs,
+            gates=self.gates,
+            states=self.states,
+            parents=self.parents,
+            out_states=self.out_states,
+            stride_gates=self.gates.shape[2],
             G=size,
             OLD=self.gates.shape[1],
             NEW=width,

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's lattice with a copy in it.
+"""Add a copy to the drafter's lattice.
 
-With w(m) the probability that the next token of a copy is right after a match of m tokens, a node
+Let w(m) be the probability that the next token of a copy is right after a match of m tokens. A node
 on the copy has the children
 
     q'(x) = (1 - w) q(x) + w [x = c]            c: the copy's next token, w = w(m + depth)
 
-and a node off it has q(x), the drafter's own row. Beyond the lattice q is 0 and the copy goes on
-alone. So one more row a depth says it all, and the lattice stays as it is: `copy_rows` are read by
-nodes on the copy (the root is one), and a copied token that the lattice does not have is a further
-candidate. What the lattice's row of a node on the copy is depends on the kind of drafter, as in
-`best_first`; where it has none, q is 0.
+and a node off it has the drafter's own row q(x). Beyond the lattice q is 0 and only the copy
+continues. One additional row per depth, `copy_rows`, therefore suffices, for the nodes on the copy
+(the root is one); the lattice is unchanged. A copied token outside the lattice is an additional
+candidate. The lattice's row of a node on the copy depends on the kind of drafter, see `best_first`;
+without one, q is 0.
 
-w is (successes + 16 prior) / (trials + 16) of `find_copy`'s counts. They are halved where the
-trials pass 1,024, so that w follows the traffic.
+w = (successes + 16 prior) / (trials + 16), by `find_copy`'s counts. Counts are halved when trials
+exceed 1,024, so w adapts to the traffic.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.draft.find_copy import LONGEST
-from bastion_kernels.op import Op, public
+from bastion_kernels.draft.lattice import ReadsLattice
+from bastion_kernels.op import public
 from bastion_kernels.triton_or_none import tl, triton
 
-# By match length; measured with SmolLM2-135M on Spec-Bench, GSM8K and HumanEval, smoothed.
+# by match length; measured with SmolLM2-135M on Spec-Bench, GSM8K and HumanEval, smoothed
 _PRIOR = (0.0, 0.0, 0.51, 0.58, 0.62, 0.66, 0.72, 0.8, 0.88, 0.9, 0.92, 0.93, 0.94, 0.95, 0.955,
           0.96)  # fmt: skip
 _PRIOR_TRIALS = 16.0
@@ -35,7 +36,7 @@ _MOST_TRIALS = 1024
 
 
 def copy_priors(device: torch.device | None = None) -> Tensor:
-    """`[33]` fp32: w by match length before anything was tried."""
+    """`[33]` fp32: w by match length before any trial."""
     rest = [0.97] * (LONGEST + 1 - len(_PRIOR))
     return torch.tensor([*_PRIOR, *rest], dtype=torch.float32, device=device)
 
@@ -48,37 +49,37 @@ def copy_chances(counts: Tensor, priors: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["reqs"])
 def _mix_kernel(
-    history_ptr,
-    lengths_ptr,
-    slots_ptr,
-    found_ptr,
-    last_ptr,
-    counts_ptr,
-    priors_ptr,
-    arrived_ptr,
-    candidates_ptr,
-    logprobs_ptr,
-    rows_ptr,
-    tokens_ptr,
-    places_ptr,
-    copy_rows_ptr,
-    promised_ptr,
+    history,
+    lengths,
+    slots,
+    found,
+    last,
+    counts,
+    priors,
+    arrived,
+    candidates,
+    logprobs,
+    rows,
+    tokens,
+    places,
+    copy_rows,
+    promised,
     reqs,
-    history_s,
-    candidates_r,
-    candidates_d,
-    candidates_m,
-    logprobs_r,
-    logprobs_d,
-    logprobs_p,
-    logprobs_m,
-    rows_r,
-    rows_d,
-    rows_p,
-    rows_m,
-    tokens_r,
-    places_r,
-    copy_rows_r,
+    stride_history_s,
+    stride_candidates_r,
+    stride_candidates_d,
+    stride_candidates_m,
+    stride_logprobs_r,
+    stride_logprobs_d,
+    stride_logprobs_p,
+    stride_logprobs_m,
+    stride_rows_r,
+    stride_rows_d,
+    stride_rows_p,
+    stride_rows_m,
+    stride_tokens_r,
+    stride_places_r,
+    stride_copy_rows_r,
     D: tl.constexpr,
     M: tl.constexpr,
     L: tl.constexpr,
@@ -92,107 +93,105 @@ def _mix_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Grid: (R,). The last program to finish halves counts."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
+    i_r = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i_r)
     if slot >= 0:
-        key = tl.load(found_ptr + slot)
-        tl.store(found_ptr + slot, 0)
+        key = tl.load(found + slot)
+        tl.store(found + slot, 0)
         start, match = (key & 0xFFFFFFFF).to(tl.int32), (key >> 32).to(tl.int32)
-        length = tl.load(lengths_ptr + slot)
-        tl.store(last_ptr + 3 * slot, start)
-        tl.store(last_ptr + 3 * slot + 1, match)
-        tl.store(last_ptr + 3 * slot + 2, length)
-        ahead = tl.arange(0, BLOCK_L)
+        length = tl.load(lengths + slot)
+        tl.store(last + 3 * slot, start)
+        tl.store(last + 3 * slot + 1, match)
+        tl.store(last + 3 * slot + 2, length)
+        o_l = tl.arange(0, BLOCK_L)
         period = tl.where(match > 0, length - start, 1)
-        history_ptr += slot * history_s + start
-        tokens_ptr += row * tokens_r
-        places_ptr += row * places_r
-        copy_rows_ptr += row * copy_rows_r
-        token = tl.load(history_ptr + ahead % period, mask=(ahead < L) & (match > 0), other=-1)
-        tl.store(tokens_ptr + ahead, token, mask=ahead < L)
+        history += slot * stride_history_s + start
+        tokens += i_r * stride_tokens_r
+        places += i_r * stride_places_r
+        copy_rows += i_r * stride_copy_rows_r
+        b_token = tl.load(history + o_l % period, mask=(o_l < L) & (match > 0), other=-1)
+        tl.store(tokens + o_l, b_token, mask=o_l < L)
         place = tl.where(match > 0, M, -1)
-        tl.store(places_ptr + ahead, place, mask=(ahead < L) & ((match == 0) | (ahead >= D)))
-        promised, path = 0.0, 1.0
+        tl.store(places + o_l, place, mask=(o_l < L) & ((match == 0) | (o_l >= D)))
+        expected, path = 0.0, 1.0
         if match > 0:
-            candidate = tl.arange(0, BLOCK_M)
+            o_m = tl.arange(0, BLOCK_M)
             state = tl.full([], 0, tl.int32)
             for depth in range(L):
                 at = tl.minimum(match + depth, LONGEST)
-                trials = tl.load(counts_ptr + at).to(tl.float32)
-                right = tl.load(counts_ptr + LONGEST + 1 + at).to(tl.float32)
-                w = (right + TRIALS * tl.load(priors_ptr + at)) / (trials + TRIALS)
+                trials = tl.load(counts + at).to(tl.float32)
+                right = tl.load(counts + LONGEST + 1 + at).to(tl.float32)
+                w = (right + TRIALS * tl.load(priors + at)) / (trials + TRIALS)
                 path *= w
-                promised += path
-                copied = tl.load(history_ptr + depth % period)
-                in_lattice = (candidate < M) & (depth < D)
-                found = tl.load(
-                    candidates_ptr + row * candidates_r + depth * candidates_d
-                    + candidate * candidates_m,
-                    mask=in_lattice,
+                expected += path
+                copied = tl.load(history + depth % period)
+                m_m = (o_m < M) & (depth < D)
+                b_found = tl.load(
+                    candidates + i_r * stride_candidates_r + depth * stride_candidates_d
+                    + o_m * stride_candidates_m,
+                    mask=m_m,
                     other=-1,
                 )  # fmt: skip
-                here = tl.min(tl.where(in_lattice & (found == copied), candidate, M), 0)
-                logprob = tl.load(
-                    logprobs_ptr + row * logprobs_r + depth * logprobs_d + state * logprobs_p
-                    + candidate * logprobs_m,
-                    mask=in_lattice & (state >= 0),
+                here = tl.min(tl.where(m_m & (b_found == copied), o_m, M), 0)
+                b_logprob = tl.load(
+                    logprobs + i_r * stride_logprobs_r + depth * stride_logprobs_d
+                    + state * stride_logprobs_p + o_m * stride_logprobs_m,
+                    mask=m_m & (state >= 0),
                     other=float("-inf"),
                 )  # fmt: skip
-                logprob = tl.where(logprob == logprob, tl.minimum(logprob, 0.0), float("-inf"))
-                mixed = (1.0 - w) * tl.exp(logprob) + tl.where(candidate == here, w, 0.0)
-                mixed = tl.where(candidate == here, tl.log(mixed), logprob + tl.log(1.0 - w))
-                mixed = tl.where(mixed == mixed, mixed, float("-inf"))
-                tl.store(copy_rows_ptr + depth * (M + 1) + candidate, mixed, mask=candidate <= M)
+                b_logprob = tl.where(
+                    b_logprob == b_logprob, tl.minimum(b_logprob, 0.0), float("-inf")
+                )
+                b_mixed = (1.0 - w) * tl.exp(b_logprob) + tl.where(o_m == here, w, 0.0)
+                b_mixed = tl.where(o_m == here, tl.log(b_mixed), b_logprob + tl.log(1.0 - w))
+                b_mixed = tl.where(b_mixed == b_mixed, b_mixed, float("-inf"))
+                tl.store(copy_rows + depth * (M + 1) + o_m, b_mixed, mask=o_m <= M)
                 if depth < D:
-                    tl.store(places_ptr + depth, here)
+                    tl.store(places + depth, here)
                 if not STATELESS:
                     if HAS_ROWS:
                         state = tl.load(
-                            rows_ptr + row * rows_r + depth * rows_d + state * rows_p
-                            + here * rows_m,
+                            rows + i_r * stride_rows_r + depth * stride_rows_d
+                            + state * stride_rows_p + here * stride_rows_m,
                             mask=(here < M) & (state >= 0) & (depth < D),
                             other=-1,
                         )  # fmt: skip
                     else:
                         state = tl.where(here < M, here, -1)
-        tl.store(promised_ptr + slot, promised)
-    # every count of this program has been read before it counts as finished
+        tl.store(promised + slot, expected)
+    # this program must have read all counts before it reports completion
     tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == reqs - 1:
-        tl.store(arrived_ptr, 0)
-        at = tl.arange(0, BLOCK_C)
-        real = at <= LONGEST
-        trials = tl.load(counts_ptr + at, mask=real, other=0)
-        right = tl.load(counts_ptr + LONGEST + 1 + at, mask=real, other=0)
-        full = real & (trials > MOST)
-        tl.store(counts_ptr + at, trials >> 1, mask=full)
-        tl.store(counts_ptr + LONGEST + 1 + at, right >> 1, mask=full)
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == reqs - 1:
+        tl.store(arrived, 0)
+        o_c = tl.arange(0, BLOCK_C)
+        m_c = o_c <= LONGEST
+        b_trials = tl.load(counts + o_c, mask=m_c, other=0)
+        b_right = tl.load(counts + LONGEST + 1 + o_c, mask=m_c, other=0)
+        m_full = m_c & (b_trials > MOST)
+        tl.store(counts + o_c, b_trials >> 1, mask=m_full)
+        tl.store(counts + LONGEST + 1 + o_c, b_right >> 1, mask=m_full)
 
 
 @dataclass(slots=True)
-class MixCopy(Op):
-    """Write what the copies of `find_copy` add to a lattice; see the module.
-
-    Raises:
-        ValueError, TypeError: shapes, strides or dtypes do not fit together.
-    """
+class MixCopy(ReadsLattice):
+    """Write the additional rows of a lattice for the copies of `find_copy`; see the module."""
 
     history: Tensor
     """`[S, most tokens]` int32, the tokens of each slot's request."""
     lengths: Tensor
-    """`[S]` int32, how many of them there are."""
+    """`[S]` int32, number of tokens."""
     slots: Tensor
     """`[R]` int64, request slot of each row, or -1."""
     found: Tensor
-    """`[S]` int64 of `find_copy`; set to 0 again."""
+    """`[S]` int64 of `find_copy`; reset to 0."""
     last: Tensor
-    """`[S, 3]` int32, written: the copy as `find_copy` reads it next time."""
+    """`[S, 3]` int32, written: the copy, for the next `find_copy`."""
     counts: Tensor
-    """`[2, 33]` int32, trials and successes by match length; halved where they are many."""
+    """`[2, 33]` int32, trials and successes by match length; large counts are halved."""
     priors: Tensor
     """`[33]` fp32, see `copy_priors`."""
     arrived: Tensor
-    """`[1]` int32, 0 and left so."""
+    """`[1]` int32, 0 before and after."""
     candidates: Tensor
     """`[R, D, M]` int32 of the lattice, D may be 0."""
     logprobs: Tensor
@@ -208,7 +207,7 @@ class MixCopy(Op):
     """`[R, L, M + 1]` fp32, written for rows with a copy: log q' of each candidate, then of the
     copied token if it is not one of them."""
     promised: Tensor
-    """`[S]` fp32, written: how many of the copy's L tokens are expected to be right."""
+    """`[S]` fp32, written: expected number of right tokens among the copy's L."""
 
     def check(self) -> None:
         total, _ = self.history.shape
@@ -222,21 +221,13 @@ class MixCopy(Op):
         self.expect("counts", (2, LONGEST + 1), torch.int32)
         self.expect("priors", (LONGEST + 1,), torch.float32)
         self.expect("arrived", (1,), torch.int32)
-        self.expect("candidates", (reqs, depth, width), torch.int32, strided=True)
-        self.expect("logprobs", (reqs, depth, None, width), torch.float32, strided=True)
-        if self.rows is not None:
-            self.expect("rows", tuple(self.logprobs.shape), torch.int32, strided=True)
+        self.check_lattice()
         self.expect("tokens", (reqs, length), torch.int32)
         self.expect("places", (reqs, length), torch.int32)
         self.expect("copy_rows", (reqs, length, width + 1), torch.float32)
         self.expect("promised", (total,), torch.float32)
         if length < depth:
             raise ValueError(f"{self.name}: L must be at least D = {depth}, got {length}")
-
-    @property
-    def stateless(self) -> bool:
-        """Whether all nodes of a depth share one row."""
-        return self.rows is None and self.logprobs.shape[2] == 1
 
     def reference(self) -> None:
         """Depth by depth, in double precision."""
@@ -277,41 +268,31 @@ class MixCopy(Op):
         self.counts[:, full] = self.counts[:, full] // 2
 
     def triton(self) -> None:
-        """One launch, a program for each request."""
-        reqs, depth, width = self.candidates.shape
+        reqs, _, width = self.candidates.shape
         if reqs == 0:
             return
         length = self.tokens.shape[1]
-        rows = self.candidates if self.rows is None else self.rows
         _mix_kernel[(reqs,)](
-            self.history,
-            self.lengths,
-            self.slots,
-            self.found,
-            self.last,
-            self.counts,
-            self.priors,
-            self.arrived,
-            self.candidates,
-            self.logprobs,
-            rows,
-            self.tokens,
-            self.places,
-            self.copy_rows,
-            self.promised,
-            reqs,
-            self.history.stride(0),
-            *self.candidates.stride(),
-            *self.logprobs.stride(),
-            *((0, 0, 0, 0) if self.rows is None else rows.stride()),
-            self.tokens.stride(0),
-            self.places.stride(0),
-            self.copy_rows.stride(0),
-            D=depth,
-            M=width,
+            history=self.history,
+            lengths=self.lengths,
+            slots=self.slots,
+            found=self.found,
+            last=self.last,
+            counts=self.counts,
+            priors=self.priors,
+            arrived=self.arrived,
+            **self.lattice(),
+            tokens=self.tokens,
+            places=self.places,
+            copy_rows=self.copy_rows,
+            promised=self.promised,
+            reqs=reqs,
+            stride_history_s=self.history.stride(0),
+            stride_tokens_r=self.tokens.stride(0),
+            stride_places_r=self.places.stride(0),
+            stride_copy_rows_r=self.copy_rows.stride(0),
             L=length,
             STATELESS=self.stateless,
-            HAS_ROWS=self.rows is not None,
             LONGEST=LONGEST,
             TRIALS=_PRIOR_TRIALS,
             MOST=_MOST_TRIALS,

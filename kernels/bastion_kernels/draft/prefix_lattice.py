@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lattice of prefixes for a drafter whose head carries a state along the branch.
+"""A lattice of prefixes for a drafter with a recurrent head.
 
-Such a head (Domino's GRU) scores a candidate given all tokens of the block before it, so each
-prefix has scores of its own, and the prefixes are too many to score them all. They are scored depth
-by depth. Of every depth the B best prefixes by path score are kept, the frontier, each with its
-state, and all M candidates of the next depth are scored after each of them. The result is a
-lattice for `best_first`, with a row for each kept prefix, and the row of every child that was kept.
+Such a head (Domino's GRU) scores a candidate given all preceding tokens of the block, so each
+prefix has its own scores, and there are too many prefixes to score all of them. They are scored
+depth by depth: the B best prefixes by path score (the frontier) are kept with their states, and all
+M candidates of the next depth are scored after each of them. The result is a lattice for
+`best_first`, with a row for each kept prefix, and the row of every kept child.
 
-With B at least the nodes of the tree nothing is lost: the N best prefixes of all have at most N at
-a depth, and each of these is among the N best of its depth. With a smaller B a prefix may be a leaf
-of the tree although its children deserve a place.
+If B is at least the number of nodes of the tree, the tree is exact: a depth has at most N of the N
+best prefixes, and each of them is among the N best of its depth. With a smaller B a prefix may
+become a leaf although its children belong in the tree.
 
-On a CPU all rounds are one call, which multiplies a token or a state once however many prefixes
-share it. On a GPU a round is eight launches, whatever B, M and the batch are: the embeddings of the
+On a CPU all rounds are one call, which multiplies a token or state once even if several prefixes
+share it. On a GPU a round is eight launches for any B, M and batch: the embeddings of the
 frontier's tokens, their product with the GRU's input weights, the GRU's gates (`advance_states`),
-the products of the new states with the GRU's state weights and the first projection's, scores and
-choice (`extend_frontier`), and three to look up the chosen tokens. The last projection is read at
-the M candidates alone. A GPU's products are PyTorch's.
+the products of the new states with the GRU's state weights and the first projection, scores and
+choice (`extend_frontier`), and three to look up the chosen tokens. The last projection is read only
+at the M candidates. PyTorch computes the products.
 
 Shapes: P prefixes of a depth (1 at the root, then B), M candidates, E the projection's width, G the
 state's, H the hidden size, V the drafter's vocabulary.
@@ -44,7 +44,7 @@ class PrefixHead:
     weight_ih `[3G, H]` and weight_hh `[3G, G]` are `torch.nn.GRU`'s, without biases. `first`
     `[E, H + G]` and `last` `[V, E]` are the projections, with SiLU between them; the first one
     takes a position's hidden state and the GRU's state side by side. `corrected_from` is the first
-    depth that is corrected, 0 for all.
+    corrected depth, 0 for all.
     """
 
     weight_ih: Tensor
@@ -54,7 +54,7 @@ class PrefixHead:
     corrected_from: int = 0
 
     def prepared(self) -> tuple[Tensor, ...]:
-        """The weights as `recurrent_lattice` multiplies them on their device."""
+        """The weights in the layout for their device."""
         if on_gpu(self.first):
             return self.joined()
         packed: tuple[Tensor, ...] = load("bastion_kernels.cpu.prefix_lattice", "pack_head")(self)
@@ -69,10 +69,10 @@ class PrefixHead:
 
 @dataclass(frozen=True)
 class PrefixLattice:
-    """What `recurrent_lattice` writes; see `expand_best_first`.
+    """Output of `recurrent_lattice`; see `expand_best_first`.
 
-    Rows that no prefix has are not written. Per request of a published drafter (D 15, B 16, M 32)
-    it takes 60 KiB.
+    Unused rows are not written. With the sizes of a published drafter (D 15, B 16, M 32) it takes
+    60 KiB per request.
     """
 
     logprobs: Tensor
@@ -84,7 +84,7 @@ class PrefixLattice:
     def empty(
         cls, reqs: int, depth: int, width: int, candidates: int, device: torch.device
     ) -> PrefixLattice:
-        """A lattice of R requests, D depths, B prefixes and M candidates, to be written."""
+        """An uninitialised lattice of R requests, D depths, B prefixes and M candidates."""
         shape = (reqs, depth, width, candidates)
         rows = torch.empty(shape, dtype=torch.int32, device=device)
         return cls(torch.empty(shape, dtype=torch.float32, device=device), rows)
@@ -96,7 +96,7 @@ class PrefixLattice:
 
 @dataclass(slots=True)
 class RecurrentLattice(Op):
-    """Score the best prefixes of every depth with a head that carries a state.
+    """Score the best prefixes of every depth with a recurrent head.
 
     Raises:
         ValueError, TypeError: shapes, strides or dtypes do not fit together, or more prefixes or
@@ -114,7 +114,7 @@ class RecurrentLattice(Op):
     tokens: Tensor
     """`[R, D, M]` int32, candidates by the target's ids."""
     ids: Tensor
-    """`[R, D, M]` integers, the same by the drafter's ids, the rows of `head.last`."""
+    """`[R, D, M]` integers, the candidates by the drafter's ids (rows of `head.last`)."""
     base: Tensor
     """`[R, D, M]` fp32, their scores before the correction."""
     hidden: Tensor
@@ -122,7 +122,7 @@ class RecurrentLattice(Op):
     top_k: int
     """Most children of a prefix."""
     out: PrefixLattice
-    """R requests, written; its B is the most prefixes kept at a depth."""
+    """R requests, written; B is the number of prefixes kept at a depth."""
 
     def check(self) -> None:
         reqs, depth, width, candidates = self.out.rows.shape
@@ -140,11 +140,11 @@ class RecurrentLattice(Op):
             )
 
     def reference(self) -> None:
-        """Round by round with the references of both ops."""
+        """All rounds with the references of both ops."""
         self._rounds(self.head.joined(), advance_states.reference, extend_frontier.reference)
 
     def triton(self) -> None:
-        """Round by round, PyTorch's products and the kernels of both ops."""
+        """All rounds with PyTorch's products and the kernels of both ops."""
         self._rounds(self.prepared, advance_states.triton, extend_frontier.triton)
 
     def _rounds(

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The K likeliest tokens of every drafted position, with their log-probabilities.
+"""The K most likely tokens of every drafted position, with their log-probabilities.
 
     out_logprobs[m, i] = logits[m, out_tokens[m, i]] - log sum_v exp(logits[m, v])
 
-sorted by logit, descending; equal logits in order of token id. Under tensor parallelism each rank
-holds a slice of the vocabulary: `topk_partial` gives its K best as sortable 64-bit keys and its
-mass, log sum exp(logit - largest logit of the slice); the ranks exchange these (M * (8 K + 4)
-bytes), and `merge_topk` gives what one rank with the whole vocabulary would have.
+sorted by descending logit, then by token id. Under tensor parallelism each rank holds a slice of
+the vocabulary. `topk_partial` gives the slice's K best as sortable 64-bit keys, and its mass, log
+sum exp(logit - largest logit of the slice). The ranks exchange these (M * (8 K + 4) bytes), and
+`merge_topk` computes the result for the whole vocabulary.
 
-NaN counts as -inf in the choice; a row with a NaN has NaN for all its log-probabilities.
+NaN ranks as -inf; a row with a NaN gets NaN for all its log-probabilities.
 
 Two launches, one warp per program, no sort. `_maxima_kernel` streams the logits once, in chunks of
-2,048 (the 15 rows of one request make 1,125 programs at V = 151,936). It keeps the maximum of every
-segment of 64, and of every chunk the mass and the best segment. `_pop_kernel`, a warp to a row,
-takes the best of the row K times. It holds the best of every chunk, 4 each thread at that V, so the
-best of all is a reduction within the warp. The segment it comes from is read again, for the token
-and for what is left in it, and beside it the maxima of the other segments of its chunk, for the
-next best of the chunk. What was taken before needs no record but in these maxima: it is what
-precedes the last token taken in the total order.
+2,048 (the 15 rows of one request are 1,125 programs at V = 151,936). It stores the maximum of every
+segment of 64, and the mass and the best segment of every chunk. `_pop_kernel`, one warp per row,
+takes the row's best logit K times. It holds the best of every chunk in registers (4 per thread at
+that V), so the overall best is a reduction within the warp. It reads the best segment again, for
+the token and for the remaining maximum, and the maxima of the chunk's other segments, for the
+chunk's next best. Tokens already taken need no record: they precede the last one in the total
+order.
 
-A round is two loads side by side and seven integer reductions (`redux.sync`), 123 instructions for
-sm_90. Memory traffic is that of the logits, M * V * itemsize bytes, and some 2% for the maxima.
+A round is two independent loads and seven integer reductions (`redux.sync`), 123 instructions on
+sm_90. Memory traffic is that of the logits, M * V * itemsize bytes, plus 2% for the maxima.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bastion_kernels.checks import FLOATS
 from bastion_kernels.draft.topk_merge import (
     MAX_TOKEN,
     NO_KEY,
@@ -41,70 +42,69 @@ from bastion_kernels.draft.topk_merge import (
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SEGMENTS, _SEGMENT = 32, 64  # segments of a chunk, logits of a segment
 
 
 @triton.jit
-def _order(value):
-    """int32 above -2^31 that sorts like the fp32 `value`."""
-    value = tl.where(value == value, value, float("-inf")) + 0.0  # -0.0 becomes 0.0
-    bits = value.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _order(b_value):
+    """int32 above -2^31 that sorts like the fp32 value."""
+    b_value = tl.where(b_value == b_value, b_value, float("-inf")) + 0.0  # -0.0 becomes 0.0
+    b_bits = b_value.to(tl.int32, bitcast=True)
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _maxima_kernel(
-    logits_ptr,
-    maxima_ptr,
-    heads_ptr,
-    mass_ptr,
+    logits,
+    maxima,
+    heads,
+    mass,
     vocab,
     chunks,
-    logits_m,
-    logits_v,
+    stride_logits_m,
+    stride_logits_v,
     SEGMENTS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
     """Grid: (M, chunks). Writes maxima [M, chunks * SEGMENTS], heads and mass [M, chunks].
 
-    A head is the order of a chunk's best logit << 32 | the segment it is in.
+    A head is the order of a chunk's best logit << 32 | its segment.
     """
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    segment = chunk * SEGMENTS + tl.arange(0, SEGMENTS)
-    token = segment[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
-    logits_ptr += row * logits_m + token.to(tl.int64) * logits_v
-    value = tl.load(logits_ptr, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    maxima = tl.max(value, 1)  # of what is not NaN
-    maxima = tl.where(maxima > float("-inf"), maxima, float("-inf"))
-    maxima_ptr += row * (chunks * SEGMENTS) + segment
-    tl.store(maxima_ptr, maxima.to(maxima_ptr.dtype.element_ty))
-    top = tl.max(maxima, 0)
-    first = tl.min(tl.where(maxima == top, segment, 0x7FFFFFFF), 0)
-    tl.store(heads_ptr + row * chunks + chunk, (_order(top).to(tl.int64) << 32) | first)
-    power = (value - shift_of(top)) * 1.4426950408889634  # of 2
-    total = tl.sum(tl.sum(tl.exp2(power), 1), 0)
-    tl.store(mass_ptr + row * chunks + chunk, tl.log(total))
+    i_r, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_s = i_c * SEGMENTS + tl.arange(0, SEGMENTS)
+    o_v = o_s[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
+    logits += i_r * stride_logits_m + o_v.to(tl.int64) * stride_logits_v
+    b_value = tl.load(logits, mask=o_v < vocab, other=float("-inf")).to(tl.float32)
+    b_maxima = tl.max(b_value, 1)  # ignores NaN
+    b_maxima = tl.where(b_maxima > float("-inf"), b_maxima, float("-inf"))
+    maxima += i_r * (chunks * SEGMENTS) + o_s
+    tl.store(maxima, b_maxima.to(maxima.dtype.element_ty))
+    top = tl.max(b_maxima, 0)
+    first = tl.min(tl.where(b_maxima == top, o_s, 0x7FFFFFFF), 0)
+    tl.store(heads + i_r * chunks + i_c, (_order(top).to(tl.int64) << 32) | first)
+    b_power = (b_value - shift_of(top)) * 1.4426950408889634  # of 2
+    total = tl.sum(tl.sum(tl.exp2(b_power), 1), 0)
+    tl.store(mass + i_r * chunks + i_c, tl.log(total))
 
 
 @triton.jit
 def _pop_kernel(
-    logits_ptr,
-    maxima_ptr,
-    heads_ptr,
-    mass_ptr,
-    out_keys_ptr,
-    out_mass_ptr,
-    out_tokens_ptr,
-    out_logprobs_ptr,
+    logits,
+    maxima,
+    heads,
+    mass,
+    out_keys,
+    out_mass,
+    out_tokens,
+    out_logprobs,
     vocab,
     vocab_start,
     chunks,
-    logits_m,
-    logits_v,
-    out_keys_m,
-    out_tokens_m,
-    out_logprobs_m,
+    stride_logits_m,
+    stride_logits_v,
+    stride_out_keys_m,
+    stride_out_tokens_m,
+    stride_out_logprobs_m,
     K: tl.constexpr,
     NO_KEY: tl.constexpr,
     FINAL: tl.constexpr,
@@ -114,62 +114,64 @@ def _pop_kernel(
 ):
     """Grid: (M,). The K best of a row: keys and mass, or if FINAL tokens and log-probabilities.
 
-    Of every segment, the order of the best logit left is in `maxima`, kept up to date.
+    `maxima` has the largest remaining logit of every segment, kept up to date.
     """
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * logits_m
-    maxima_ptr += row * (chunks * SEGMENTS)
-    chunk = tl.arange(0, CHUNKS_PAD)
-    real = chunk < chunks
-    heads = tl.load(heads_ptr + row * chunks + chunk, mask=real, other=NO_KEY)
-    head, home = (heads >> 32).to(tl.int32), heads.to(tl.int32)
+    i_r = tl.program_id(0).to(tl.int64)
+    logits += i_r * stride_logits_m
+    maxima += i_r * (chunks * SEGMENTS)
+    o_c = tl.arange(0, CHUNKS_PAD)
+    m_c = o_c < chunks
+    b_heads = tl.load(heads + i_r * chunks + o_c, mask=m_c, other=NO_KEY)
+    b_head, b_home = (b_heads >> 32).to(tl.int32), b_heads.to(tl.int32)
 
-    top = tl.where(real, unorder(head), float("-inf"))
-    largest = shift_of(tl.max(top, 0))
-    mass = tl.load(mass_ptr + row * chunks + chunk, mask=real, other=float("-inf"))
-    total = tl.log(tl.sum(tl.exp(shift_of(top) - largest + mass), 0))
+    b_top = tl.where(m_c, unorder(b_head), float("-inf"))
+    largest = shift_of(tl.max(b_top, 0))
+    b_mass = tl.load(mass + i_r * chunks + o_c, mask=m_c, other=float("-inf"))
+    total = tl.log(tl.sum(tl.exp(shift_of(b_top) - largest + b_mass), 0))
     if not FINAL:
-        tl.store(out_mass_ptr + row, total)
+        tl.store(out_mass + i_r, total)
 
-    member, sibling = tl.arange(0, SEGMENT), tl.arange(0, SEGMENTS)
+    o_v, o_s = tl.arange(0, SEGMENT), tl.arange(0, SEGMENTS)
     last, last_token = tl.full([], 0x7FFFFFFF, tl.int32), tl.full([], -1, tl.int32)
     for rank in range(K):
-        best = tl.max(head, 0)
-        segment = tl.min(tl.where(head == best, home, 0x7FFFFFFF), 0)
-        token = segment * SEGMENT + member
-        value_ptr = logits_ptr + token.to(tl.int64) * logits_v
-        # beyond the vocabulary there is -inf, which comes after every token of the vocabulary
-        value = tl.load(value_ptr, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        other = segment // SEGMENTS * SEGMENTS + sibling
-        rest = tl.load(maxima_ptr + other).to(tl.float32)
-        rest = tl.where((rest == rest) & (other != segment), _order(rest), -0x80000000)
+        best = tl.max(b_head, 0)
+        segment = tl.min(tl.where(b_head == best, b_home, 0x7FFFFFFF), 0)
+        b_token = segment * SEGMENT + o_v
+        p_value = logits + b_token.to(tl.int64) * stride_logits_v
+        # -inf beyond the vocabulary sorts after every token of the vocabulary
+        b_value = tl.load(p_value, mask=b_token < vocab, other=float("-inf")).to(tl.float32)
+        o_other = segment // SEGMENTS * SEGMENTS + o_s
+        b_rest = tl.load(maxima + o_other).to(tl.float32)
+        b_rest = tl.where((b_rest == b_rest) & (o_other != segment), _order(b_rest), -0x80000000)
 
-        # equals are taken by token, so those of an earlier round are the ones up to the last
-        order = _order(value)
-        equal = (order == best) & (token > tl.where(best < last, -1, last_token))
-        winner = tl.min(tl.where(equal, token, 0x7FFFFFFF), 0)
-        more = tl.max(tl.where(equal, token, -1), 0) > winner
-        lower = tl.max(tl.where(order < best, order, -0x80000000), 0)
+        # ties are taken by token id, so earlier rounds took the ones up to `last_token`
+        b_order = _order(b_value)
+        m_equal = (b_order == best) & (b_token > tl.where(best < last, -1, last_token))
+        winner = tl.min(tl.where(m_equal, b_token, 0x7FFFFFFF), 0)
+        more = tl.max(tl.where(m_equal, b_token, -1), 0) > winner
+        lower = tl.max(tl.where(b_order < best, b_order, -0x80000000), 0)
         left = tl.where(more, best, lower)
         last, last_token = best, winner
 
-        rest_best = tl.max(rest, 0)
-        rest_home = tl.min(tl.where(rest == rest_best, other, 0x7FFFFFFF), 0)
+        rest_best = tl.max(b_rest, 0)
+        rest_home = tl.min(tl.where(b_rest == rest_best, o_other, 0x7FFFFFFF), 0)
         stays = (left > rest_best) | ((left == rest_best) & (segment < rest_home))
-        here = chunk == segment // SEGMENTS
-        head = tl.where(here, tl.where(stays, left, rest_best), head)
-        home = tl.where(here, tl.where(stays, segment, rest_home), home)
+        m_here = o_c == segment // SEGMENTS
+        b_head = tl.where(m_here, tl.where(stays, left, rest_best), b_head)
+        b_home = tl.where(m_here, tl.where(stays, segment, rest_home), b_home)
         left = tl.where(left == -0x80000000, float("nan"), unorder(left))
-        tl.store(maxima_ptr + segment, left.to(maxima_ptr.dtype.element_ty))
+        tl.store(maxima + segment, left.to(maxima.dtype.element_ty))
         tl.debug_barrier()  # before any thread reads it
 
         if FINAL:
-            tl.store(out_tokens_ptr + row * out_tokens_m + rank, winner)
+            tl.store(out_tokens + i_r * stride_out_tokens_m + rank, winner)
             logprob = unorder(best) - largest - total
-            tl.store(out_logprobs_ptr + row * out_logprobs_m + rank, logprob)
+            tl.store(out_logprobs + i_r * stride_out_logprobs_m + rank, logprob)
         else:
             key = (best.to(tl.int64) << 32) | (0x7FFFFFFF - winner - vocab_start).to(tl.int64)
-            tl.store(out_keys_ptr + row * out_keys_m + rank, tl.where(winner < vocab, key, NO_KEY))
+            tl.store(
+                out_keys + i_r * stride_out_keys_m + rank, tl.where(winner < vocab, key, NO_KEY)
+            )
 
 
 def _pop(
@@ -189,33 +191,35 @@ def _pop(
     out_keys, out_mass = partial or (heads, mass)
     out_tokens, out_logprobs = final or (heads, mass)
     _maxima_kernel[(rows, chunks)](
-        logits,
-        maxima,
-        heads,
-        mass,
-        vocab,
-        chunks,
-        *logits.stride(),
+        logits=logits,
+        maxima=maxima,
+        heads=heads,
+        mass=mass,
+        vocab=vocab,
+        chunks=chunks,
+        stride_logits_m=logits.stride(0),
+        stride_logits_v=logits.stride(1),
         SEGMENTS=_SEGMENTS,
         SEGMENT=_SEGMENT,
         num_warps=1,
     )
     _pop_kernel[(rows,)](
-        logits,
-        maxima,
-        heads,
-        mass,
-        out_keys,
-        out_mass,
-        out_tokens,
-        out_logprobs,
-        vocab,
-        vocab_start,
-        chunks,
-        *logits.stride(),
-        out_keys.stride(0),
-        out_tokens.stride(0),
-        out_logprobs.stride(0),
+        logits=logits,
+        maxima=maxima,
+        heads=heads,
+        mass=mass,
+        out_keys=out_keys,
+        out_mass=out_mass,
+        out_tokens=out_tokens,
+        out_logprobs=out_logprobs,
+        vocab=vocab,
+        vocab_start=vocab_start,
+        chunks=chunks,
+        stride_logits_m=logits.stride(0),
+        stride_logits_v=logits.stride(1),
+        stride_out_keys_m=out_keys.stride(0),
+        stride_out_tokens_m=out_tokens.stride(0),
+        stride_out_logprobs_m=out_logprobs.stride(0),
         K=k,
         NO_KEY=NO_KEY,
         FINAL=final is not None,
@@ -228,17 +232,13 @@ def _pop(
 
 @dataclass(slots=True)
 class TopkPartial(Op):
-    """Reduce one slice of the vocabulary to what `merge_topk` needs of it.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
-    """
+    """Reduce one slice of the vocabulary to the input of `merge_topk`."""
 
     logits: Tensor
     """`[M, V]` fp32, bf16 or fp16, any strides: tokens vocab_start .. vocab_start + V - 1. A slice
-    padded for even sharding must be cut to its real tokens."""
+    padded for even sharding must be truncated to its real tokens."""
     k: int
-    """Candidates to keep; a slice of fewer tokens fills up with keys that never win."""
+    """Candidates to keep; a slice of fewer tokens is padded with keys that never win."""
     vocab_start: int
     """Global id of the slice's first token."""
     out_keys: Tensor
@@ -247,7 +247,7 @@ class TopkPartial(Op):
     """`[M]` fp32, log sum exp(logit - largest logit) over the slice, written."""
 
     def check(self) -> None:
-        self.expect("logits", (None, None), *_FLOATS, strided=True)
+        self.expect("logits", (None, None), *FLOATS, strided=True)
         self.expect("out_keys", (self.logits.shape[0], self.k), torch.int64)
         self.expect("out_mass", (self.logits.shape[0],), torch.float32)
         check_k(self.name, self.k)
@@ -268,7 +268,6 @@ class TopkPartial(Op):
         self.out_mass.copy_((values - largest).logsumexp(1))
 
     def triton(self) -> None:
-        """Two launches."""
         _pop(self.logits, self.k, self.vocab_start, partial=(self.out_keys, self.out_mass))
 
 
@@ -277,7 +276,7 @@ topk_partial = public(TopkPartial)
 
 @dataclass(slots=True)
 class TopkLogprobs(Op):
-    """Write the K likeliest tokens of every row and their log-probabilities.
+    """Write the K most likely tokens of every row and their log-probabilities.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together, or k > V.
@@ -286,14 +285,14 @@ class TopkLogprobs(Op):
     logits: Tensor
     """`[M, V]` fp32, bf16 or fp16, any strides; sums are taken in fp32."""
     k: int
-    """How many to keep, at most V."""
+    """Number of tokens, at most V."""
     out_tokens: Tensor
     """`[M, K]` int32, by descending logit, then ascending id, written."""
     out_logprobs: Tensor
     """`[M, K]` fp32, their log-softmax over V, written."""
 
     def check(self) -> None:
-        self.expect("logits", (None, None), *_FLOATS, strided=True)
+        self.expect("logits", (None, None), *FLOATS, strided=True)
         check_k(self.name, self.k)
         rows, vocab = self.logits.shape
         if self.k > vocab:
@@ -304,7 +303,7 @@ class TopkLogprobs(Op):
         self.expect("out_logprobs", (rows, self.k), torch.float32)
 
     def reference(self) -> None:
-        """One slice that is the whole vocabulary."""
+        """The whole vocabulary as one slice."""
         rows, device = self.logits.shape[0], self.logits.device
         keys = torch.empty((rows, 1, self.k), dtype=torch.int64, device=device)
         mass = torch.empty((rows, 1), dtype=torch.float32, device=device)
@@ -312,7 +311,6 @@ class TopkLogprobs(Op):
         merge_topk.reference(keys, mass, self.out_tokens, self.out_logprobs)
 
     def triton(self) -> None:
-        """Two launches."""
         _pop(self.logits, self.k, 0, final=(self.out_tokens, self.out_logprobs))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The K best of several slices of the vocabulary, from the keys and masses of `topk_partial`.
 
-A key is (logit as an order-preserving int32) << 32 | (2^31 - 1 - token), so that larger is better
-and no two keys are equal: the order is total, and any grouping of the work gives the same tokens.
-A slice's mass is log sum exp(logit - its largest logit).
+A key is (logit as an order-preserving int32) << 32 | (2^31 - 1 - token). Larger is better and no
+two keys are equal: the order is total, so any partition of the work gives the same tokens. A
+slice's mass is log sum exp(logit - its largest logit).
 """
 
 from __future__ import annotations
@@ -28,75 +28,71 @@ def _value(keys: Tensor) -> Tensor:
 
 
 @triton.jit
-def unorder(order):
-    """The fp32 value that `_order` made this int32 of."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def unorder(b_order):
+    """The inverse of `_order`."""
+    return (b_order ^ ((b_order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def shift_of(largest):
-    """What to subtract before exp; 0 where there is nothing but -inf, for log 0 and not NaN."""
+    """The shift before exp; 0 if all logits are -inf, which gives log 0 instead of NaN."""
     return tl.where(largest > float("-inf"), largest, 0.0)
 
 
 @triton.jit
 def _merge_kernel(
-    keys_ptr,
-    mass_ptr,
-    out_tokens_ptr,
-    out_logprobs_ptr,
+    keys,
+    mass,
+    out_tokens,
+    out_logprobs,
     parts,
-    keys_m,
-    keys_p,
-    mass_m,
-    out_tokens_m,
-    out_logprobs_m,
+    stride_keys_m,
+    stride_keys_p,
+    stride_mass_m,
+    stride_out_tokens_m,
+    stride_out_logprobs_m,
     K: tl.constexpr,
     NO_KEY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (M,). Of keys [M, parts, K], each part's sorted, the K best; parts side by side."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, BLOCK)
-    keys_ptr += row * keys_m + part * keys_p
-    head = tl.zeros([BLOCK], tl.int32)
-    key = tl.load(keys_ptr, mask=part < parts, other=NO_KEY)
+    """Grid: (M,). The K best of keys [M, parts, K], sorted within each part."""
+    i_r = tl.program_id(0).to(tl.int64)
+    o_p = tl.arange(0, BLOCK)
+    keys += i_r * stride_keys_m + o_p * stride_keys_p
+    b_head = tl.zeros([BLOCK], tl.int32)
+    b_key = tl.load(keys, mask=o_p < parts, other=NO_KEY)
 
-    largest = shift_of(unorder((tl.max(key, 0) >> 32).to(tl.int32)))
-    mass = tl.load(mass_ptr + row * mass_m + part, mask=part < parts, other=float("-inf"))
-    mass = tl.exp(unorder((key >> 32).to(tl.int32)) - largest + mass)
-    total = tl.log(tl.sum(tl.where(part < parts, mass, 0.0), 0))
+    largest = shift_of(unorder((tl.max(b_key, 0) >> 32).to(tl.int32)))
+    b_mass = tl.load(mass + i_r * stride_mass_m + o_p, mask=o_p < parts, other=float("-inf"))
+    b_mass = tl.exp(unorder((b_key >> 32).to(tl.int32)) - largest + b_mass)
+    total = tl.log(tl.sum(tl.where(o_p < parts, b_mass, 0.0), 0))
 
     for rank in range(K):
-        best = tl.max(key, 0)
+        best = tl.max(b_key, 0)
         token = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
         logprob = unorder((best >> 32).to(tl.int32)) - largest - total
-        tl.store(out_tokens_ptr + row * out_tokens_m + rank, token)
-        tl.store(out_logprobs_ptr + row * out_logprobs_m + rank, logprob)
-        won = key == best
-        head = tl.where(won, head + 1, head)
-        left = won & (part < parts) & (head < K)
-        key = tl.where(won, tl.load(keys_ptr + head, mask=left, other=NO_KEY), key)
+        tl.store(out_tokens + i_r * stride_out_tokens_m + rank, token)
+        tl.store(out_logprobs + i_r * stride_out_logprobs_m + rank, logprob)
+        m_won = b_key == best
+        b_head = tl.where(m_won, b_head + 1, b_head)
+        m_left = m_won & (o_p < parts) & (b_head < K)
+        b_key = tl.where(m_won, tl.load(keys + b_head, mask=m_left, other=NO_KEY), b_key)
 
 
 def check_k(op: str, k: int) -> None:
-    """Raise unless `k` tokens can be taken, one in each round of the kernel."""
+    """Raise unless the kernel can take `k` tokens, one in each round."""
     if not 1 <= k <= _MAX_K:
         raise ValueError(f"{op}: k must be in 1..{_MAX_K}, got {k}")
 
 
 @dataclass(slots=True)
 class MergeTopk(Op):
-    """Merge the slices' keys into the K best tokens of the whole vocabulary.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
-    """
+    """Merge the slices' keys into the K best tokens of the whole vocabulary."""
 
     keys: Tensor
     """`[M, P, K]` int64, from `topk_partial` of P slices, with one K at least the number wanted."""
     mass: Tensor
-    """`[M, P]` fp32, theirs."""
+    """`[M, P]` fp32, from `topk_partial`."""
     out_tokens: Tensor
     """`[M, K]` int32, global token ids, written."""
     out_logprobs: Tensor
@@ -119,19 +115,18 @@ class MergeTopk(Op):
         self.out_logprobs.copy_(_value(best) - largest - total)
 
     def triton(self) -> None:
-        """One program per row."""
         rows, parts, _ = self.keys.shape
         _merge_kernel[(rows,)](
-            self.keys,
-            self.mass,
-            self.out_tokens,
-            self.out_logprobs,
-            parts,
-            self.keys.stride(0),
-            self.keys.stride(1),
-            self.mass.stride(0),
-            self.out_tokens.stride(0),
-            self.out_logprobs.stride(0),
+            keys=self.keys,
+            mass=self.mass,
+            out_tokens=self.out_tokens,
+            out_logprobs=self.out_logprobs,
+            parts=parts,
+            stride_keys_m=self.keys.stride(0),
+            stride_keys_p=self.keys.stride(1),
+            stride_mass_m=self.mass.stride(0),
+            stride_out_tokens_m=self.out_tokens.stride(0),
+            stride_out_logprobs_m=self.out_logprobs.stride(0),
             K=self.out_tokens.shape[1],
             NO_KEY=NO_KEY,
             BLOCK=max(32, triton.next_power_of_2(parts)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of the gated delta rule over trees; the formulas are in `gated_delta`."""
+"""Triton kernels of the gated delta rule over trees; the formulas are in `recurrence`."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ __all__ = ["gated_delta_commit_kernel", "gated_delta_tree_kernel"]
 
 
 @triton.jit
-def _seen(row, begin, rows, tail, tail_row, bits_row_ptr, stride_word, words, BLOCK: tl.constexpr):
-    """`[BLOCK, BLOCK]` bool: which of the rows begin .. begin + BLOCK - 1 each row sees."""
-    lane = tl.arange(0, BLOCK)
-    column = begin + lane
-    seen = column[None, :] <= row[:, None]
+def _seen(o_r, begin, rows, tail, b_tail_row, p_bits, stride_word, words, BLOCK: tl.constexpr):
+    """`[BLOCK, BLOCK]` bool: the rows begin .. begin + BLOCK - 1 that each row sees."""
+    o_lane = tl.arange(0, BLOCK)
+    o_c = begin + o_lane
+    m_seen = o_c[None, :] <= o_r[:, None]
     start = begin - (rows - tail)
-    bits = bits_from(bits_row_ptr, stride_word, start, words, tail_row)
-    ancestor = ((bits[:, None] >> lane[None, :]) & 1) != 0
-    of_tail = (start + lane >= 0)[None, :] & (tail_row >= 0)[:, None]
-    seen = tl.where(of_tail, ancestor, seen) | (column[None, :] == row[:, None])
-    return seen & (column < rows)[None, :]
+    b_bits = bits_from(p_bits, stride_word, start, words, b_tail_row)
+    m_ancestor = ((b_bits[:, None] >> o_lane[None, :]) & 1) != 0
+    m_tail = (start + o_lane >= 0)[None, :] & (b_tail_row >= 0)[:, None]
+    m_seen = tl.where(m_tail, m_ancestor, m_seen) | (o_c[None, :] == o_r[:, None])
+    return m_seen & (o_c < rows)[None, :]
 
 
 @triton.jit
-def _rows(pointer, row, stride, live, begin, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`[BLOCK, BLOCK_D]` fp32: numbers begin .. of some rows."""
-    dim = begin + tl.arange(0, BLOCK_D)
-    at = pointer + (row * stride)[:, None] + dim[None, :]
-    return tl.load(at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0).to(tl.float32)
+def _rows(p_base, o_r, stride, m_r, begin, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load `[BLOCK, BLOCK_D]` columns of some rows, from column `begin` on, as fp32."""
+    o_d = begin + tl.arange(0, BLOCK_D)
+    p_at = p_base + (o_r * stride)[:, None] + o_d[None, :]
+    return tl.load(p_at, mask=m_r[:, None] & (o_d < DIM)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def gated_delta_tree_kernel(
     # [T, Hk, DIM] each
-    query_ptr,
-    key_ptr,
+    query,
+    key,
     # [T, HEADS, WIDTH]
-    value_ptr,
+    value,
     # [T, HEADS] float32 each
-    gate_ptr,
-    beta_ptr,
+    gate,
+    beta,
     # [B, HEADS, DIM, WIDTH]
-    state_ptr,
+    state,
     # [R], [R+1] int32, [R] int32, [R] int64
-    state_rows_ptr,
-    query_start_loc_ptr,
-    tail_lens_ptr,
-    slots_ptr,
+    state_rows,
+    query_start_loc,
+    tail_lens,
+    slots,
     # [S, N+1, W] int32
-    bits_ptr,
+    ancestor_bits,
     # [T, HEADS, WIDTH] (written)
-    out_ptr,
+    out,
     # [T, HEADS, WIDTH] float32 and [T, HEADS] float64, contiguous (written)
-    updates_ptr,
-    decays_ptr,
+    updates,
+    decays,
     scale,
     stride_query_row,
     stride_query_head,
@@ -84,137 +84,144 @@ def gated_delta_tree_kernel(
 ):
     """BLOCK_V columns of one head of one request. Grid: (R, HEADS, ceil(WIDTH / BLOCK_V)).
 
-    Rows are solved BLOCK at a time; earlier blocks' u come back from memory. Every program writes
-    the same G, as each needs those of the rows before.
+    Rows are solved BLOCK at a time; u of earlier blocks is read back from memory. All programs of a
+    head write the same G, because each needs that of the earlier rows.
     """
-    request, head = tl.program_id(0), tl.program_id(1)
-    place = tl.load(state_rows_ptr + request).to(tl.int64)
+    i_r, i_h = tl.program_id(0), tl.program_id(1)
+    place = tl.load(state_rows + i_r).to(tl.int64)
     if place >= 0:
-        first = tl.load(query_start_loc_ptr + request).to(tl.int64)
-        rows = (tl.load(query_start_loc_ptr + request + 1) - first).to(tl.int32)
-        slot = tl.load(slots_ptr + request)
-        tail = tl.where(slot >= 0, tl.load(tail_lens_ptr + request), 0)
-        lane = tl.arange(0, BLOCK)
-        column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-        state_ptr += place * stride_state + head * stride_state_head
-        query_ptr += first * stride_query_row + head // GROUP * stride_query_head
-        key_ptr += first * stride_key_row + head // GROUP * stride_key_head
-        value_ptr += first * stride_value_row + head * stride_value_head
-        out_ptr += first * stride_out_row + head * stride_out_head
-        gate_ptr += first * stride_gate + head
-        beta_ptr += first * stride_beta + head
-        updates_ptr += (first * HEADS + head) * WIDTH
-        decays_ptr += first * HEADS + head
-        bits_ptr += slot * stride_bits_slot
+        first = tl.load(query_start_loc + i_r).to(tl.int64)
+        rows = (tl.load(query_start_loc + i_r + 1) - first).to(tl.int32)
+        slot = tl.load(slots + i_r)
+        tail = tl.where(slot >= 0, tl.load(tail_lens + i_r), 0)
+        o_lane = tl.arange(0, BLOCK)
+        i_v = tl.program_id(2)
+        o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+        state += place * stride_state + i_h * stride_state_head
+        query += first * stride_query_row + i_h // GROUP * stride_query_head
+        key += first * stride_key_row + i_h // GROUP * stride_key_head
+        value += first * stride_value_row + i_h * stride_value_head
+        out += first * stride_out_row + i_h * stride_out_head
+        gate += first * stride_gate + i_h
+        beta += first * stride_beta + i_h
+        updates += (first * HEADS + i_h) * WIDTH
+        decays += first * HEADS + i_h
+        ancestor_bits += slot * stride_bits_slot
         for start in range(0, rows, BLOCK):
-            row = start + lane
-            live = row < rows
-            tail_row = tl.where(live, row - (rows - tail), -1)
-            bits_row_ptr = bits_ptr + tail_row * stride_bits_node
-            by_column = live[:, None] & (column < WIDTH)[None, :]
-            decay = tl.zeros([BLOCK], tl.float64)
+            o_r = start + o_lane
+            m_r = o_r < rows
+            b_tail_row = tl.where(m_r, o_r - (rows - tail), -1)
+            p_bits = ancestor_bits + b_tail_row * stride_bits_node
+            m_rv = m_r[:, None] & (o_v < WIDTH)[None, :]
+            b_decay = tl.zeros([BLOCK], tl.float64)
             for begin in range(0, start + BLOCK, BLOCK):
-                seen = _seen(
-                    row, begin, rows, tail, tail_row, bits_row_ptr, stride_bits_word, words, BLOCK
+                m_seen = _seen(
+                    o_r, begin, rows, tail, b_tail_row, p_bits, stride_bits_word, words, BLOCK
                 )
-                other = begin + lane
-                gate = tl.load(gate_ptr + other * stride_gate, mask=other < rows, other=0.0)
-                decay += tl.sum(tl.where(seen, gate[None, :], 0.0).to(tl.float64), 1)
-            tl.store(decays_ptr + row * HEADS, decay, mask=live)
-            value = tl.load(
-                value_ptr + (row * stride_value_row)[:, None] + column[None, :],
-                mask=by_column,
+                o_other = begin + o_lane
+                b_gate = tl.load(gate + o_other * stride_gate, mask=o_other < rows, other=0.0)
+                b_decay += tl.sum(tl.where(m_seen, b_gate[None, :], 0.0).to(tl.float64), 1)
+            tl.store(decays + o_r * HEADS, b_decay, mask=m_r)
+            b_v = tl.load(
+                value + (o_r * stride_value_row)[:, None] + o_v[None, :],
+                mask=m_rv,
                 other=0.0,
             ).to(tl.float32)
-            beta = tl.load(beta_ptr + row * stride_beta, mask=live, other=0.0)
-            # In parts of the dimension, because all of it would not fit the registers.
-            retrieved = tl.zeros([BLOCK, BLOCK_V], tl.float32)
-            mixed = tl.zeros([BLOCK, BLOCK_V], tl.float32)
-            key_key = tl.zeros([BLOCK, BLOCK], tl.float32)
-            query_key = tl.zeros([BLOCK, BLOCK], tl.float32)
+            b_beta = tl.load(beta + o_r * stride_beta, mask=m_r, other=0.0)
+            # in parts, because the whole dimension would not fit the registers
+            b_retrieved = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+            b_o = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+            b_kk = tl.zeros([BLOCK, BLOCK], tl.float32)
+            b_qk = tl.zeros([BLOCK, BLOCK], tl.float32)
             for part in range(0, DIM, BLOCK_D):
-                query = _rows(query_ptr, row, stride_query_row, live, part, DIM, BLOCK_D)
-                key = _rows(key_ptr, row, stride_key_row, live, part, DIM, BLOCK_D)
-                dim = part + tl.arange(0, BLOCK_D)
-                state = tl.load(
-                    state_ptr
-                    + dim[:, None] * stride_state_dim
-                    + column[None, :] * stride_state_col,
-                    mask=(dim < DIM)[:, None] & (column < WIDTH)[None, :],
+                b_q = _rows(query, o_r, stride_query_row, m_r, part, DIM, BLOCK_D)
+                b_k = _rows(key, o_r, stride_key_row, m_r, part, DIM, BLOCK_D)
+                o_d = part + tl.arange(0, BLOCK_D)
+                b_state = tl.load(
+                    state + o_d[:, None] * stride_state_dim + o_v[None, :] * stride_state_col,
+                    mask=(o_d < DIM)[:, None] & (o_v < WIDTH)[None, :],
                     other=0.0,
                 ).to(tl.float32)
-                mixed = tl.dot(query, state, mixed, input_precision="ieee")
-                retrieved = tl.dot(key, state, retrieved, input_precision="ieee")
-                key_key = tl.dot(key, tl.trans(key), key_key, input_precision="ieee")
-                query_key = tl.dot(query, tl.trans(key), query_key, input_precision="ieee")
-            own = tl.exp(decay.to(tl.float32))[:, None]
-            mixed *= own
-            update = beta[:, None] * (value - own * retrieved)
+                b_o = tl.dot(b_q, b_state, b_o, input_precision="ieee")
+                b_retrieved = tl.dot(b_k, b_state, b_retrieved, input_precision="ieee")
+                b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision="ieee")
+                b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision="ieee")
+            b_own = tl.exp(b_decay.to(tl.float32))[:, None]
+            b_o *= b_own
+            b_u = b_beta[:, None] * (b_v - b_own * b_retrieved)
             for begin in range(0, start, BLOCK):
-                seen = _seen(
-                    row, begin, rows, tail, tail_row, bits_row_ptr, stride_bits_word, words, BLOCK
+                m_seen = _seen(
+                    o_r, begin, rows, tail, b_tail_row, p_bits, stride_bits_word, words, BLOCK
                 )
-                other = begin + lane
-                by_key = tl.zeros([BLOCK, BLOCK], tl.float32)
-                by_query = tl.zeros([BLOCK, BLOCK], tl.float32)
+                o_other = begin + o_lane
+                b_other_kk = tl.zeros([BLOCK, BLOCK], tl.float32)
+                b_other_qk = tl.zeros([BLOCK, BLOCK], tl.float32)
                 for part in range(0, DIM, BLOCK_D):
-                    query = _rows(query_ptr, row, stride_query_row, live, part, DIM, BLOCK_D)
-                    key = _rows(key_ptr, row, stride_key_row, live, part, DIM, BLOCK_D)
-                    above = _rows(key_ptr, other, stride_key_row, other < rows, part, DIM, BLOCK_D)
-                    by_key = tl.dot(key, tl.trans(above), by_key, input_precision="ieee")
-                    by_query = tl.dot(query, tl.trans(above), by_query, input_precision="ieee")
-                other_update = tl.load(
-                    updates_ptr + (other * HEADS * WIDTH)[:, None] + column[None, :],
-                    mask=(column < WIDTH)[None, :],
+                    b_q = _rows(query, o_r, stride_query_row, m_r, part, DIM, BLOCK_D)
+                    b_k = _rows(key, o_r, stride_key_row, m_r, part, DIM, BLOCK_D)
+                    b_other_k = _rows(
+                        key, o_other, stride_key_row, o_other < rows, part, DIM, BLOCK_D
+                    )
+                    b_other_kk = tl.dot(
+                        b_k, tl.trans(b_other_k), b_other_kk, input_precision="ieee"
+                    )
+                    b_other_qk = tl.dot(
+                        b_q, tl.trans(b_other_k), b_other_qk, input_precision="ieee"
+                    )
+                b_other_u = tl.load(
+                    updates + (o_other * HEADS * WIDTH)[:, None] + o_v[None, :],
+                    mask=(o_v < WIDTH)[None, :],
                     other=0.0,
                 )
-                other_decay = tl.load(decays_ptr + other * HEADS)
-                between = tl.where(seen, decay[:, None] - other_decay[None, :], float("-inf"))
-                between = tl.exp(between.to(tl.float32))
-                by_key *= between * beta[:, None]
-                update -= tl.dot(by_key, other_update, input_precision="ieee")
-                mixed = tl.dot(by_query * between, other_update, mixed, input_precision="ieee")
-            seen = _seen(
-                row, start, rows, tail, tail_row, bits_row_ptr, stride_bits_word, words, BLOCK
+                b_other_decay = tl.load(decays + o_other * HEADS)
+                b_between = tl.where(
+                    m_seen, b_decay[:, None] - b_other_decay[None, :], float("-inf")
+                )
+                b_between = tl.exp(b_between.to(tl.float32))
+                b_other_kk *= b_between * b_beta[:, None]
+                b_u -= tl.dot(b_other_kk, b_other_u, input_precision="ieee")
+                b_o = tl.dot(b_other_qk * b_between, b_other_u, b_o, input_precision="ieee")
+            m_seen = _seen(
+                o_r, start, rows, tail, b_tail_row, p_bits, stride_bits_word, words, BLOCK
             )
-            between = tl.where(seen, decay[:, None] - decay[None, :], float("-inf"))
-            between = tl.exp(between.to(tl.float32))
-            key_key *= between * beta[:, None]
-            key_key = tl.where(lane[None, :] < lane[:, None], key_key, 0.0)
-            # forward: row i has all terms once the rows before it are done
+            b_between = tl.where(m_seen, b_decay[:, None] - b_decay[None, :], float("-inf"))
+            b_between = tl.exp(b_between.to(tl.float32))
+            b_kk *= b_between * b_beta[:, None]
+            b_kk = tl.where(o_lane[None, :] < o_lane[:, None], b_kk, 0.0)
+            # forward substitution
             for i in range(1, BLOCK):
-                terms = tl.sum(tl.where((lane == i)[:, None], key_key, 0.0), 0)
-                known = tl.sum(terms[:, None] * update, 0)
-                update -= tl.where((lane == i)[:, None], known[None, :], 0.0)
-            mixed = tl.dot(query_key * between, update, mixed, input_precision="ieee")
+                b_terms = tl.sum(tl.where((o_lane == i)[:, None], b_kk, 0.0), 0)
+                b_known = tl.sum(b_terms[:, None] * b_u, 0)
+                b_u -= tl.where((o_lane == i)[:, None], b_known[None, :], 0.0)
+            b_o = tl.dot(b_qk * b_between, b_u, b_o, input_precision="ieee")
             tl.store(
-                updates_ptr + (row * HEADS * WIDTH)[:, None] + column[None, :],
-                update,
-                mask=by_column,
+                updates + (o_r * HEADS * WIDTH)[:, None] + o_v[None, :],
+                b_u,
+                mask=m_rv,
             )
             tl.store(
-                out_ptr + (row * stride_out_row)[:, None] + column[None, :],
-                (mixed * scale).to(out_ptr.dtype.element_ty),
-                mask=by_column,
+                out + (o_r * stride_out_row)[:, None] + o_v[None, :],
+                (b_o * scale).to(out.dtype.element_ty),
+                mask=m_rv,
             )
-            # the next blocks read what other threads wrote
+            # the next blocks read what other threads stored
             tl.debug_barrier()
 
 
 @triton.jit
 def gated_delta_commit_kernel(
     # [L, T, Hk, DIM], [L, T, HEADS, WIDTH] float32, [L, T, HEADS] float64
-    key_ptr,
-    updates_ptr,
-    decays_ptr,
+    key,
+    updates,
+    decays,
     # [L, 2] int64: address of each layer's [B, HEADS, DIM, WIDTH] (written), and its group
-    table_ptr,
+    table,
     # [G, R] each, [R+1] int32 each, [R, PATH] int32
-    state_rows_ptr,
-    into_rows_ptr,
-    query_start_loc_ptr,
-    cu_num_logits_ptr,
-    path_ptr,
+    state_rows,
+    into_rows,
+    query_start_loc,
+    cu_num_logits,
+    path,
     stride_key_layer,
     stride_key_row,
     stride_key_head,
@@ -240,53 +247,52 @@ def gated_delta_commit_kernel(
     BLOCK: tl.constexpr,
 ):
     """BLOCK_V columns of one head's state. Grid: (R, L * HEADS, ceil(WIDTH / BLOCK_V))."""
-    request, head = tl.program_id(0), tl.program_id(1) % HEADS
-    layer = (tl.program_id(1) // HEADS).to(tl.int64)
-    group = tl.load(table_ptr + layer * 2 + 1)
-    place = tl.load(state_rows_ptr + group * stride_state_rows + request).to(tl.int64)
-    into = tl.load(into_rows_ptr + group * stride_into_rows + request).to(tl.int64)
-    end = tl.load(cu_num_logits_ptr + request + 1)
-    tail = end - tl.load(cu_num_logits_ptr + request)
-    first = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    i_r, i_lh = tl.program_id(0), tl.program_id(1)
+    i_l, i_h = (i_lh // HEADS).to(tl.int64), i_lh % HEADS
+    group = tl.load(table + i_l * 2 + 1)
+    place = tl.load(state_rows + group * stride_state_rows + i_r).to(tl.int64)
+    into = tl.load(into_rows + group * stride_into_rows + i_r).to(tl.int64)
+    end = tl.load(cu_num_logits + i_r + 1)
+    tail = end - tl.load(cu_num_logits + i_r)
+    first = tl.load(query_start_loc + i_r).to(tl.int64)
     # counted from the request's first row
-    root = (tl.load(query_start_loc_ptr + request + 1) - first).to(tl.int32) - tail
-    path_ptr += request.to(tl.int64) * stride_path
-    depth = tl.arange(0, PATHS)
-    node = tl.load(path_ptr + depth, mask=depth < PATH, other=-1)
-    # The path ends at the first entry that is no node.
-    length = tl.min(tl.where((node >= 0) & (node < tail), PATHS, depth), 0)
+    root = (tl.load(query_start_loc + i_r + 1) - first).to(tl.int32) - tail
+    path += i_r.to(tl.int64) * stride_path
+    o_path = tl.arange(0, PATHS)
+    b_node = tl.load(path + o_path, mask=o_path < PATH, other=-1)
+    # the path ends at the first entry outside the tail
+    length = tl.min(tl.where((b_node >= 0) & (b_node < tail), PATHS, o_path), 0)
     if (place >= 0) & (into >= 0) & (length > 0):
-        dim = tl.arange(0, BLOCK_D)
-        column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-        in_state = (dim < DIM)[:, None] & (column < WIDTH)[None, :]
-        state_ptr = tl.load(table_ptr + layer * 2).to(tl.pointer_type(ELEMENT))
-        state_ptr = tl.multiple_of(state_ptr, ALIGNMENT)
-        state_ptr += head * stride_state_head
-        state_ptr += dim[:, None] * stride_state_dim + column[None, :] * stride_state_col
-        key_ptr += (
-            layer * stride_key_layer + first * stride_key_row + head // GROUP * stride_key_head
-        )
-        updates_ptr += layer * stride_updates_layer + (first * HEADS + head) * WIDTH
-        decays_ptr += layer * stride_decays_layer + first * HEADS + head
-        final = tl.load(decays_ptr + (root + tl.load(path_ptr + length - 1)) * HEADS)
-        state = tl.load(state_ptr + place * stride_state, mask=in_state, other=0.0).to(tl.float32)
-        state *= tl.exp(final.to(tl.float32))
+        o_d = tl.arange(0, BLOCK_D)
+        i_v = tl.program_id(2)
+        o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+        m_state = (o_d < DIM)[:, None] & (o_v < WIDTH)[None, :]
+        p_state = tl.load(table + i_l * 2).to(tl.pointer_type(ELEMENT))
+        p_state = tl.multiple_of(p_state, ALIGNMENT)
+        p_state += i_h * stride_state_head
+        p_state += o_d[:, None] * stride_state_dim + o_v[None, :] * stride_state_col
+        key += i_l * stride_key_layer + first * stride_key_row + i_h // GROUP * stride_key_head
+        updates += i_l * stride_updates_layer + (first * HEADS + i_h) * WIDTH
+        decays += i_l * stride_decays_layer + first * HEADS + i_h
+        final = tl.load(decays + (root + tl.load(path + length - 1)) * HEADS)
+        b_state = tl.load(p_state + place * stride_state, mask=m_state, other=0.0).to(tl.float32)
+        b_state *= tl.exp(final.to(tl.float32))
         for start in range(0, root + length, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            live = at < root + length
-            on_path = tl.load(path_ptr + at - root, mask=live & (at >= root), other=0)
-            row = tl.where(at < root, at, root + on_path)
-            key = tl.load(
-                key_ptr + (row * stride_key_row)[:, None] + dim[None, :],
-                mask=live[:, None] & (dim < DIM)[None, :],
+            o_r = start + tl.arange(0, BLOCK)
+            m_r = o_r < root + length
+            b_on_path = tl.load(path + o_r - root, mask=m_r & (o_r >= root), other=0)
+            b_row = tl.where(o_r < root, o_r, root + b_on_path)
+            b_k = tl.load(
+                key + (b_row * stride_key_row)[:, None] + o_d[None, :],
+                mask=m_r[:, None] & (o_d < DIM)[None, :],
                 other=0.0,
             ).to(tl.float32)
-            update = tl.load(
-                updates_ptr + (row * HEADS * WIDTH)[:, None] + column[None, :],
-                mask=live[:, None] & (column < WIDTH)[None, :],
+            b_u = tl.load(
+                updates + (b_row * HEADS * WIDTH)[:, None] + o_v[None, :],
+                mask=m_r[:, None] & (o_v < WIDTH)[None, :],
                 other=0.0,
             )
-            decay = tl.load(decays_ptr + row * HEADS, mask=live, other=0.0)
-            weight = tl.where(live, tl.exp((final - decay).to(tl.float32)), 0.0)
-            state += tl.dot(tl.trans(key), update * weight[:, None], input_precision="ieee")
-        tl.store(state_ptr + into * stride_state, state.to(ELEMENT), mask=in_state)
+            b_decay = tl.load(decays + b_row * HEADS, mask=m_r, other=0.0)
+            b_weight = tl.where(m_r, tl.exp((final - b_decay).to(tl.float32)), 0.0)
+            b_state += tl.dot(tl.trans(b_k), b_u * b_weight[:, None], input_precision="ieee")
+        tl.store(p_state + into * stride_state, b_state.to(ELEMENT), mask=m_state)

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule over trees: one chunk a request, no state per node.
+"""The gated delta rule over trees: one chunk per request, no state per node.
 
 A node's state follows from its parent's p, with g = log of the gate:
 
     u_i = beta_i (v_i - e^{g_i} S_p^T k_i)      S_i = e^{g_i} S_p + k_i u_i^T      o_i = S_i^T q_i
 
-Unrolled to the state S before the step, with G_i the sum of g over i and its ancestors in the step:
+Unrolled back to the state S before the step, with G_i the sum of g over i and its ancestors:
 
     u_i = beta_i (v_i - e^{G_i} S^T k_i - sum_{j above i} e^{G_i - G_j} (k_j . k_i) u_j)
     o_i = e^{G_i} S^T q_i + sum_{j above i, and i} e^{G_i - G_j} (k_j . q_i) u_j
 
-which is one unit lower-triangular solve per head, masked by the ancestor bits; g <= 0, so along a
-path no exponential exceeds 1. G is summed in float64: a gate that forgets nearly all is in G_i and
-in G_j of all rows behind it, and their difference would lose its last digits. What a row sees of
-its step is what it sees in `tree_attention`: chains, a chain in front of a tree and trees take the
-same path. `gated_delta_commit` moves the state along the accepted rows, the last of them a:
+This is one unit lower-triangular solve per head, masked by the ancestor bits. g <= 0, so no
+exponential along a path exceeds 1. G is summed in float64: after a gate that forgets nearly
+everything, G_i - G_j would cancel in fp32. Rows are visible to each other as in `tree_attention`;
+chains, a chain before a tree, and trees need no distinction. `gated_delta_commit` advances the
+state along the accepted rows, the last of which is a:
 
     S <- e^{G_a} S + sum_{j accepted} e^{G_a - G_j} k_j u_j^T
 
-For any part of the path from its root this gives the state after that part, so a step can commit
-twice: to a block's end inside the path, and to the path's end.
+This holds for any prefix of the path, so a step can commit twice: to the end of a block inside the
+path, and to the end of the path.
 """
 
 from __future__ import annotations
@@ -30,36 +30,22 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from bastion_kernels.attention.mask import visible_rows
 from bastion_kernels.gated_delta.kernels import gated_delta_commit_kernel, gated_delta_tree_kernel
 from bastion_kernels.gated_delta.states import LayerStates, accepted_rows
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import triton
 
-# rows that are solved at once, columns of values of one program, and of keys in one product
+# rows solved at once, value columns of a program, key columns of a product
 _BLOCK, _BLOCK_V, _BLOCK_D = 16, 16, 32
-
-
-def _seen(rows: int, tail: int, bits: Tensor) -> Tensor:
-    """`[rows, rows]` bool: which of a request's rows of the step each sees, itself included."""
-    at = torch.arange(rows, device=bits.device)
-    seen = at <= at[:, None]
-    if tail > 1:
-        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-        ancestors = ((bits[:tail, :, None] >> shifts) & 1).flatten(1)[:, :tail].bool()
-        seen[rows - tail :, rows - tail :] = ancestors
-        seen.fill_diagonal_(True)
-    return seen
 
 
 @dataclass(slots=True)
 class GatedDeltaTree(Op):
-    """Output of every row of the step after its request's state and its ancestors.
+    """Compute the output of every row from its request's state and its ancestors.
 
-    The state is only read. Value head h has key head h // (H / Hk). The last dimension of every
+    The state is not changed. Value head h has key head h // (H / Hk). The last dimension of every
     tensor but `state` is contiguous.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
     """
 
     query: Tensor
@@ -75,7 +61,7 @@ class GatedDeltaTree(Op):
     state: Tensor
     """`[B, H, K, V]`, any strides and floating type."""
     state_rows: Tensor
-    """`[R]`, the request's row of `state`; -1 = this request is left alone."""
+    """`[R]`, the request's row of `state`; -1 = skip this request."""
     query_start_loc: Tensor
     """`[R+1]` int32."""
     tail_lens: Tensor
@@ -112,7 +98,7 @@ class GatedDeltaTree(Op):
                 )
 
     def reference(self) -> None:
-        """One triangular solve a request, in fp32."""
+        """One triangular solve per request, in fp32."""
         group = self.value.shape[1] // self.key.shape[1]
         state_rows, tails = self.state_rows.tolist(), self.tail_lens.tolist()
         slots = self.slots.tolist()
@@ -120,7 +106,7 @@ class GatedDeltaTree(Op):
             if first == last or state_rows[r] < 0:
                 continue
             tail = tails[r] if slots[r] >= 0 else 0
-            seen = _seen(last - first, tail, self.ancestor_bits[slots[r]])
+            seen = visible_rows(last - first, last - first, tail, self.ancestor_bits[slots[r]])
             step = slice(first, last)
             # [H, n, K] of every value head
             q, k = (
@@ -141,34 +127,43 @@ class GatedDeltaTree(Op):
             self.updates[step], self.decays[step] = update.transpose(0, 1), decay.T
 
     def triton(self) -> None:
-        """Blocks of rows one after the other, heads and values in parallel."""
+        """Blocks of rows in order; heads and value columns in parallel."""
         reqs, heads = self.state_rows.shape[0], self.value.shape[1]
         dim, width = self.state.shape[2:]
         gated_delta_tree_kernel[(reqs, heads, triton.cdiv(width, _BLOCK_V))](
-            self.query,
-            self.key,
-            self.value,
-            self.gate,
-            self.beta,
-            self.state,
-            self.state_rows,
-            self.query_start_loc,
-            self.tail_lens,
-            self.slots,
-            self.ancestor_bits,
-            self.out,
-            self.updates,
-            self.decays,
-            self.scale,
-            *self.query.stride()[:2],
-            *self.key.stride()[:2],
-            *self.value.stride()[:2],
-            self.gate.stride(0),
-            self.beta.stride(0),
-            *self.state.stride(),
-            *self.ancestor_bits.stride(),
-            self.ancestor_bits.shape[2],
-            *self.out.stride()[:2],
+            query=self.query,
+            key=self.key,
+            value=self.value,
+            gate=self.gate,
+            beta=self.beta,
+            state=self.state,
+            state_rows=self.state_rows,
+            query_start_loc=self.query_start_loc,
+            tail_lens=self.tail_lens,
+            slots=self.slots,
+            ancestor_bits=self.ancestor_bits,
+            out=self.out,
+            updates=self.updates,
+            decays=self.decays,
+            scale=self.scale,
+            stride_query_row=self.query.stride(0),
+            stride_query_head=self.query.stride(1),
+            stride_key_row=self.key.stride(0),
+            stride_key_head=self.key.stride(1),
+            stride_value_row=self.value.stride(0),
+            stride_value_head=self.value.stride(1),
+            stride_gate=self.gate.stride(0),
+            stride_beta=self.beta.stride(0),
+            stride_state=self.state.stride(0),
+            stride_state_head=self.state.stride(1),
+            stride_state_dim=self.state.stride(2),
+            stride_state_col=self.state.stride(3),
+            stride_bits_slot=self.ancestor_bits.stride(0),
+            stride_bits_node=self.ancestor_bits.stride(1),
+            stride_bits_word=self.ancestor_bits.stride(2),
+            words=self.ancestor_bits.shape[2],
+            stride_out_row=self.out.stride(0),
+            stride_out_head=self.out.stride(1),
             HEADS=heads,
             GROUP=heads // self.key.shape[1],
             DIM=dim,
@@ -185,18 +180,14 @@ gated_delta_tree = public(GatedDeltaTree)
 
 @dataclass(slots=True)
 class GatedDeltaCommit(Op):
-    """Move the states of all layers along the accepted rows.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
-    """
+    """Advance the states of all layers along the accepted rows."""
 
     key: Tensor
     """`[L, T, Hk, K]`, the keys of `gated_delta_tree` in the same step, by layer."""
     updates: Tensor
-    """`[L, >= T, H, V]` float32, what `gated_delta_tree` wrote for each layer."""
+    """`[L, >= T, H, V]` float32, written by `gated_delta_tree`, by layer."""
     decays: Tensor
-    """`[L, >= T, H]` float64, what `gated_delta_tree` wrote for each layer."""
+    """`[L, >= T, H]` float64, written by `gated_delta_tree`, by layer."""
     states: LayerStates
     """The states `[B, H, K, V]` of the L layers, written."""
     state_rows: Tensor
@@ -237,28 +228,33 @@ class GatedDeltaCommit(Op):
             into.copy_(carried + moved)
 
     def triton(self) -> None:
-        """Accepted rows in blocks, as one product."""
+        """One matrix product per block of accepted rows."""
         (layers, _, heads, width), dim = self.updates.shape, self.key.shape[3]
         reqs = self.path.shape[0]
         if reqs == 0:
             return
         gated_delta_commit_kernel[(reqs, layers * heads, triton.cdiv(width, _BLOCK_V))](
-            self.key,
-            self.updates,
-            self.decays,
-            self.states.table,
-            self.state_rows,
-            self.into_rows,
-            self.query_start_loc,
-            self.cu_num_logits,
-            self.path,
-            *self.key.stride()[:3],
-            self.updates.stride(0),
-            self.decays.stride(0),
-            *self.states.first.stride(),
-            self.state_rows.stride(0),
-            self.into_rows.stride(0),
-            self.path.stride(0),
+            key=self.key,
+            updates=self.updates,
+            decays=self.decays,
+            table=self.states.table,
+            state_rows=self.state_rows,
+            into_rows=self.into_rows,
+            query_start_loc=self.query_start_loc,
+            cu_num_logits=self.cu_num_logits,
+            path=self.path,
+            stride_key_layer=self.key.stride(0),
+            stride_key_row=self.key.stride(1),
+            stride_key_head=self.key.stride(2),
+            stride_updates_layer=self.updates.stride(0),
+            stride_decays_layer=self.decays.stride(0),
+            stride_state=self.states.first.stride(0),
+            stride_state_head=self.states.first.stride(1),
+            stride_state_dim=self.states.first.stride(2),
+            stride_state_col=self.states.first.stride(3),
+            stride_state_rows=self.state_rows.stride(0),
+            stride_into_rows=self.into_rows.stride(0),
+            stride_path=self.path.stride(0),
             **self.states.arguments(),
             PATH=self.path.shape[1],
             PATHS=triton.next_power_of_2(self.path.shape[1]),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal convolution over a few tokens, along the branches of a tree.
 
-With weights w of W taps (the last one the row's own) and x(-1), x(-2), .. the inputs before the
-step, kept as a request's state, oldest first:
+With weights w of W taps (the last is for the row itself) and the inputs x(-1), x(-2), .. before the
+step, which are the request's state, oldest first:
 
     out[i] = silu(sum_t w[W - 1 - t] * x(t-th row above i)) for t = 0 .. W - 1
 
-Above a node is its parent, above any other row the row before it. `short_conv_commit` keeps the
-last W - 1 inputs of the accepted text.
+The row above a node is its parent; above any other row it is the row before. `short_conv_commit`
+keeps the last W - 1 inputs of the accepted text.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _BLOCK, _BLOCK_C = 16, 128
 
 
 @triton.jit
-def _above(row, root, tail, parents_ptr):
-    """The row above each, counted from the request's first; negative = in the state."""
-    node = row - root
-    of_tail = (node > 0) & (node < tail)
-    parent = tl.load(parents_ptr + node - 1, mask=of_tail, other=0)
-    return tl.where(of_tail, root + tl.maximum(parent, 0), row - 1)
+def _above(b_row, root, tail, p_parents):
+    """The row above each row, counted from the request's first; negative = in the state."""
+    b_node = b_row - root
+    m_tail = (b_node > 0) & (b_node < tail)
+    b_parent = tl.load(p_parents + b_node - 1, mask=m_tail, other=0)
+    return tl.where(m_tail, root + tl.maximum(b_parent, 0), b_row - 1)
 
 
 @triton.jit
 def _conv_kernel(
     # [T, C], [C, TAPS], [B, C, TAPS - 1]
-    x_ptr,
-    weight_ptr,
-    state_ptr,
+    x,
+    weight,
+    state,
     # [R], [R+1] int32, [R] int32, [R] int64, [S, N] int32
-    state_rows_ptr,
-    query_start_loc_ptr,
-    tail_lens_ptr,
-    slots_ptr,
-    parents_ptr,
+    state_rows,
+    query_start_loc,
+    tail_lens,
+    slots,
+    parents,
     # [T, C] (written)
-    out_ptr,
+    out,
     channels,
     stride_x,
     stride_weight,
@@ -61,55 +61,50 @@ def _conv_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """BLOCK_C channels of one request. Grid: (R, ceil(C / BLOCK_C))."""
-    request = tl.program_id(0)
-    place = tl.load(state_rows_ptr + request).to(tl.int64)
+    i_r = tl.program_id(0)
+    place = tl.load(state_rows + i_r).to(tl.int64)
     if place >= 0:
-        first = tl.load(query_start_loc_ptr + request).to(tl.int64)
-        rows = (tl.load(query_start_loc_ptr + request + 1) - first).to(tl.int32)
-        slot = tl.load(slots_ptr + request)
-        tail = tl.where(slot >= 0, tl.load(tail_lens_ptr + request), 0)
-        channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        mine = channel < channels
-        x_ptr += first * stride_x
-        out_ptr += first * stride_out
-        from_ptr = state_ptr + place * stride_state + channel * stride_state_channel
-        parents_ptr += slot * stride_parents
+        first = tl.load(query_start_loc + i_r).to(tl.int64)
+        rows = (tl.load(query_start_loc + i_r + 1) - first).to(tl.int32)
+        slot = tl.load(slots + i_r)
+        tail = tl.where(slot >= 0, tl.load(tail_lens + i_r), 0)
+        i_c = tl.program_id(1)
+        o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
+        m_c = o_c < channels
+        x += first * stride_x
+        out += first * stride_out
+        p_state = state + place * stride_state + o_c * stride_state_channel
+        parents += slot * stride_parents
         for start in range(0, rows, BLOCK):
-            row = start + tl.arange(0, BLOCK)
-            live = (row < rows)[:, None] & mine[None, :]
-            at = row
-            total = tl.zeros([BLOCK, BLOCK_C], tl.float32)
+            o_r = start + tl.arange(0, BLOCK)
+            m_rc = (o_r < rows)[:, None] & m_c[None, :]
+            b_row = o_r
+            b_total = tl.zeros([BLOCK, BLOCK_C], tl.float32)
             for t in tl.static_range(TAPS):
-                inside = live & (at >= 0)[:, None]
-                here = tl.load(
-                    x_ptr + (at * stride_x)[:, None] + channel[None, :], mask=inside, other=0.0
+                m_inside = m_rc & (b_row >= 0)[:, None]
+                b_here = tl.load(
+                    x + (b_row * stride_x)[:, None] + o_c[None, :], mask=m_inside, other=0.0
                 )
-                before = tl.load(
-                    from_ptr[None, :] + ((TAPS - 1 + at) * stride_state_col)[:, None],
-                    mask=live & (at < 0)[:, None],
+                b_before = tl.load(
+                    p_state[None, :] + ((TAPS - 1 + b_row) * stride_state_col)[:, None],
+                    mask=m_rc & (b_row < 0)[:, None],
                     other=0.0,
                 )
-                weight = tl.load(
-                    weight_ptr + channel * stride_weight + TAPS - 1 - t, mask=mine, other=0.0
-                )
-                value = here.to(tl.float32) + before.to(tl.float32)
-                total += value * weight.to(tl.float32)[None, :]
-                at = tl.where(at >= 0, _above(at, rows - tail, tail, parents_ptr), at - 1)
-            total = total / (1 + tl.exp(-total))
+                b_weight = tl.load(weight + o_c * stride_weight + TAPS - 1 - t, mask=m_c, other=0.0)
+                b_value = b_here.to(tl.float32) + b_before.to(tl.float32)
+                b_total += b_value * b_weight.to(tl.float32)[None, :]
+                b_row = tl.where(b_row >= 0, _above(b_row, rows - tail, tail, parents), b_row - 1)
+            b_total = b_total / (1 + tl.exp(-b_total))
             tl.store(
-                out_ptr + (row * stride_out)[:, None] + channel[None, :],
-                total.to(out_ptr.dtype.element_ty),
-                mask=live,
+                out + (o_r * stride_out)[:, None] + o_c[None, :],
+                b_total.to(out.dtype.element_ty),
+                mask=m_rc,
             )
 
 
 @dataclass(slots=True)
 class ShortConvTree(Op):
-    """Convolve every row of the step with the rows above it. The state is only read.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
-    """
+    """Convolve every row of the step with the rows above it. The state is not changed."""
 
     x: Tensor
     """`[T, C]`, contiguous in its last dimension."""
@@ -118,7 +113,7 @@ class ShortConvTree(Op):
     state: Tensor
     """`[B, C, W - 1]`, any strides, the last inputs of each request, oldest first."""
     state_rows: Tensor
-    """`[R]`, the request's row of `state`; -1 = this request is left alone."""
+    """`[R]`, the request's row of `state`; -1 = skip this request."""
     query_start_loc: Tensor
     """`[R+1]` int32, first row of each request."""
     tail_lens: Tensor
@@ -148,7 +143,7 @@ class ShortConvTree(Op):
         for r, (first, last) in enumerate(pairwise(self.query_start_loc.tolist())):
             if first == last or state_rows[r] < 0:
                 continue
-            # the state's columns come first: row i of the step is at taps - 1 + i
+            # inputs are the state's columns, then the step: its row i is at taps - 1 + i
             above = torch.arange(taps - 2, taps - 2 + last - first, device=self.x.device)
             tail = tails[r] if slots[r] >= 0 else 0
             if tail > 1:
@@ -166,12 +161,14 @@ class ShortConvTree(Op):
             self.out[first:last] = torch.nn.functional.silu(total).to(self.out.dtype)
 
     def triton(self) -> None:
-        """Requests and channels in parallel."""
         channels, taps = self.weight.shape
         _conv_kernel[(self.state_rows.shape[0], triton.cdiv(channels, _BLOCK_C))](
-            self.x, self.weight, self.state, self.state_rows, self.query_start_loc, self.tail_lens,
-            self.slots, self.parents, self.out, channels, self.x.stride(0), self.weight.stride(0),
-            *self.state.stride(), self.parents.stride(0), self.out.stride(0), TAPS=taps,
+            x=self.x, weight=self.weight, state=self.state, state_rows=self.state_rows,
+            query_start_loc=self.query_start_loc, tail_lens=self.tail_lens, slots=self.slots,
+            parents=self.parents, out=self.out, channels=channels, stride_x=self.x.stride(0),
+            stride_weight=self.weight.stride(0), stride_state=self.state.stride(0),
+            stride_state_channel=self.state.stride(1), stride_state_col=self.state.stride(2),
+            stride_parents=self.parents.stride(0), stride_out=self.out.stride(0), TAPS=taps,
             BLOCK=_BLOCK, BLOCK_C=_BLOCK_C,
         )  # fmt: skip
 
@@ -182,15 +179,15 @@ short_conv_tree = public(ShortConvTree)
 @triton.jit
 def _commit_kernel(
     # [L, T, C]
-    x_ptr,
+    x,
     # [L, 2] int64: address of each layer's [B, C, KEPT] (written), and its group
-    table_ptr,
+    table,
     # [G, R] each, [R+1] int32 each, [R, PATH] int32
-    state_rows_ptr,
-    into_rows_ptr,
-    query_start_loc_ptr,
-    cu_num_logits_ptr,
-    path_ptr,
+    state_rows,
+    into_rows,
+    query_start_loc,
+    cu_num_logits,
+    path,
     channels,
     stride_x_layer,
     stride_x,
@@ -209,53 +206,49 @@ def _commit_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """BLOCK_C channels of one request. Grid: (R, L, ceil(C / BLOCK_C))."""
-    request, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    group = tl.load(table_ptr + layer * 2 + 1)
-    place = tl.load(state_rows_ptr + group * stride_state_rows + request).to(tl.int64)
-    into = tl.load(into_rows_ptr + group * stride_into_rows + request).to(tl.int64)
-    tail = tl.load(cu_num_logits_ptr + request + 1) - tl.load(cu_num_logits_ptr + request)
-    first = tl.load(query_start_loc_ptr + request).to(tl.int64)
-    root = (tl.load(query_start_loc_ptr + request + 1) - first).to(tl.int32) - tail
-    path_ptr += request.to(tl.int64) * stride_path
-    depth = tl.arange(0, PATHS)
-    node = tl.load(path_ptr + depth, mask=depth < PATH, other=-1)
-    length = tl.min(tl.where((node >= 0) & (node < tail), PATHS, depth), 0)
+    i_r, i_l, i_c = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    group = tl.load(table + i_l * 2 + 1)
+    place = tl.load(state_rows + group * stride_state_rows + i_r).to(tl.int64)
+    into = tl.load(into_rows + group * stride_into_rows + i_r).to(tl.int64)
+    tail = tl.load(cu_num_logits + i_r + 1) - tl.load(cu_num_logits + i_r)
+    first = tl.load(query_start_loc + i_r).to(tl.int64)
+    root = (tl.load(query_start_loc + i_r + 1) - first).to(tl.int32) - tail
+    path += i_r.to(tl.int64) * stride_path
+    o_path = tl.arange(0, PATHS)
+    b_node = tl.load(path + o_path, mask=o_path < PATH, other=-1)
+    length = tl.min(tl.where((b_node >= 0) & (b_node < tail), PATHS, o_path), 0)
     if (place >= 0) & (into >= 0) & (length > 0):
-        channel = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
-        column = tl.arange(0, KEPT_PAD)
-        live = (column < KEPT)[None, :] & (channel < channels)[:, None]
-        # of the accepted rows; negative = of what the state has
-        at = root + length - KEPT + column
-        on_path = tl.load(path_ptr + at - root, mask=(at >= root) & (column < KEPT), other=0)
-        row = tl.where(at < root, at, root + on_path)
-        state_ptr = tl.load(table_ptr + layer * 2).to(tl.pointer_type(ELEMENT))
-        state_ptr = tl.multiple_of(state_ptr, ALIGNMENT)
-        x_ptr += layer * stride_x_layer
-        state_ptr += channel[:, None] * stride_state_channel
-        x = tl.load(
-            x_ptr + first * stride_x + (row * stride_x)[None, :] + channel[:, None],
-            mask=live & (at >= 0)[None, :],
+        o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
+        o_k = tl.arange(0, KEPT_PAD)
+        m_ck = (o_k < KEPT)[None, :] & (o_c < channels)[:, None]
+        # index among the accepted rows; negative = in the state
+        b_at = root + length - KEPT + o_k
+        b_on_path = tl.load(path + b_at - root, mask=(b_at >= root) & (o_k < KEPT), other=0)
+        b_row = tl.where(b_at < root, b_at, root + b_on_path)
+        p_state = tl.load(table + i_l * 2).to(tl.pointer_type(ELEMENT))
+        p_state = tl.multiple_of(p_state, ALIGNMENT)
+        x += i_l * stride_x_layer
+        p_state += o_c[:, None] * stride_state_channel
+        b_x = tl.load(
+            x + first * stride_x + (b_row * stride_x)[None, :] + o_c[:, None],
+            mask=m_ck & (b_at >= 0)[None, :],
             other=0.0,
         ).to(ELEMENT)
-        old = tl.load(
-            state_ptr + place * stride_state + ((KEPT + at) * stride_state_col)[None, :],
-            mask=live & (at < 0)[None, :],
+        b_old = tl.load(
+            p_state + place * stride_state + ((KEPT + b_at) * stride_state_col)[None, :],
+            mask=m_ck & (b_at < 0)[None, :],
             other=0.0,
         )
-        # every thread's reads come before any thread's writes
+        # all threads must read before any thread writes
         tl.debug_barrier()
-        kept = tl.where((at >= 0)[None, :], x, old)
-        into_ptr = state_ptr + into * stride_state
-        tl.store(into_ptr + (column * stride_state_col)[None, :], kept, mask=live)
+        b_kept = tl.where((b_at >= 0)[None, :], b_x, b_old)
+        p_into = p_state + into * stride_state
+        tl.store(p_into + (o_k * stride_state_col)[None, :], b_kept, mask=m_ck)
 
 
 @dataclass(slots=True)
 class ShortConvCommit(Op):
-    """Keep the last inputs of the accepted text in all layers.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit together.
-    """
+    """Keep the last inputs of the accepted text in all layers."""
 
     x: Tensor
     """`[L, T, C]`, the inputs of `short_conv_tree` in the same step, by layer."""
@@ -284,24 +277,26 @@ class ShortConvCommit(Op):
         self.expect("path", (reqs, None), torch.int32)
 
     def reference(self) -> None:
-        """Request by request."""
         where = (self.into_rows, self.query_start_loc, self.cu_num_logits, self.path)
         for layer, state, into, rows in accepted_rows(self.states, self.state_rows, *where):
             inputs = torch.cat([state.T, self.x[layer, rows].to(state.dtype)])
             into.copy_(inputs[-state.shape[1] :].T)
 
     def triton(self) -> None:
-        """Requests and channels in parallel."""
         _, channels, kept = self.states.first.shape
         reqs, layers = self.path.shape[0], len(self.states.states)
         if reqs == 0:
             return
         _commit_kernel[(reqs, layers, triton.cdiv(channels, _BLOCK_C))](
-            self.x, self.states.table, self.state_rows, self.into_rows, self.query_start_loc,
-            self.cu_num_logits, self.path, channels, *self.x.stride()[:2],
-            *self.states.first.stride(), self.state_rows.stride(0), self.into_rows.stride(0),
-            self.path.stride(0), **self.states.arguments(),
-            PATH=self.path.shape[1], PATHS=triton.next_power_of_2(self.path.shape[1]), KEPT=kept,
+            x=self.x, table=self.states.table, state_rows=self.state_rows, into_rows=self.into_rows,
+            query_start_loc=self.query_start_loc, cu_num_logits=self.cu_num_logits, path=self.path,
+            channels=channels, stride_x_layer=self.x.stride(0), stride_x=self.x.stride(1),
+            stride_state=self.states.first.stride(0),
+            stride_state_channel=self.states.first.stride(1),
+            stride_state_col=self.states.first.stride(2),
+            stride_state_rows=self.state_rows.stride(0), stride_into_rows=self.into_rows.stride(0),
+            stride_path=self.path.stride(0), **self.states.arguments(), PATH=self.path.shape[1],
+            PATHS=triton.next_power_of_2(self.path.shape[1]), KEPT=kept,
             KEPT_PAD=triton.next_power_of_2(kept), BLOCK_C=_BLOCK_C,
         )  # fmt: skip
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of all layers of a model, so that one launch moves them."""
+"""The states of all layers of a model, for ops that move all of them in one launch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 
 class LayerStates:
-    """Where the states of L layers are that are laid out alike.
+    """Addresses of the states of L layers with equal layouts.
 
     Args:
         states: `[B, ..]` of each layer, of one shape, dtype and device, and of the same strides.
-        groups: of each layer, the row of `state_rows` that says where a request's state is.
+        groups: row of `state_rows` for each layer.
 
     Raises:
         ValueError: no layer, or layers that differ.
@@ -45,7 +45,7 @@ class LayerStates:
         self._alignment = math.gcd(16, *addresses)
 
     def arguments(self) -> dict[str, Any]:
-        """Compile-time arguments of the kernels that read them."""
+        """Compile-time arguments of the kernels."""
         return {"ELEMENT": _ELEMENTS[self.first.dtype], "ALIGNMENT": self._alignment}
 
 
@@ -57,16 +57,16 @@ def accepted_rows(
     cu_num_logits: Tensor,
     path: Tensor,
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Of every layer and request: the layer's number, the state, where it moves, accepted rows.
+    """For every layer and request: layer number, state read, state written, accepted rows.
 
-    These are the rows in front of the root, the root and the path's nodes, as many as it has.
+    Accepted rows are those before the root, the root and the nodes of the path.
     """
     starts, logits = query_start_loc.tolist(), cu_num_logits.tolist()
     rows: list[Tensor] = []
     for r, (first, last) in enumerate(pairwise(starts)):
         tail = logits[r + 1] - logits[r]
         live = ((path[r] >= 0) & (path[r] < tail)).long().cumprod(0).bool()
-        # a request without a state has no rows here, whatever its tail
+        # a request without a state may have a tail but no rows
         root = max(first, last - tail)
         before = torch.arange(first, root if live.any() else first, device=path.device)
         rows.append(torch.cat([before, root + path[r][live].long()]))

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of a step's rows, some of which are nodes of draft trees, over vLLM's packed CPU cache.
 //
-// A unit of work is a KV head of a request and up to kRows of the rows that read it. The heads of a
-// query that share a KV head are rows of their own here. A unit goes over the cached tokens in
-// tiles: scores, exponentials relative to the largest score so far, weighted sums of values.
-// A row sees a range [low, high) of cached tokens: a causal row's ends with itself, a node's where
-// the tree begins.
+// A unit of work is a KV head of a request and up to kRows of the rows that read it. Query heads
+// that share a KV head count as separate rows. A unit processes the cached tokens in tiles: scores,
+// exponentials relative to the largest score so far, weighted sums of values. A row sees a range
+// [low, high) of cached tokens. It ends with the row itself for a causal row, and where the tree
+// begins for a node.
 //
-// A tree's own rows come last, ancestors in the order of their depth, in float32. So a row's result
-// depends on its path only, not on the rest of the tree: a path has the same bits in any tree and
-// as a chain.
+// The tree's own rows come last, ancestors in the order of their depth, in float32. A row's result
+// therefore depends only on its path, bit for bit, not on the rest of the tree.
 #include <cmath>
 
 #include "attention_tiles.h"
@@ -67,7 +66,7 @@ void write_row(int64_t format, Span<float> from, void* base, int64_t offset) {
   return write_row<Fp16>(from, base, offset);
 }
 
-// How a step is cut into units, numbered by request, KV head and block of rows.
+// The units of a step, numbered by request, KV head and block of rows.
 struct Plan {
   const LayerArgs& layer;
   const StepArgs& step;
@@ -132,7 +131,7 @@ class Worker {
   // Its node in the tree; < 0: a causal row before the tree.
   int64_t node_of(int64_t i) const { return row_of(i) - (count_ - tail_); }
 
-  // Take up a unit: `packed` is its first row.
+  // Start a unit; `packed` is its first row.
   void begin(int64_t request, int64_t head, int64_t packed) {
     request_ = request;
     head_ = head;
@@ -182,7 +181,8 @@ class Worker {
     const Blocks<T> blocks(layer_, step_, request_, head_);
     Tokens tokens{start / kGroup * kGroup, 0};
     for (; tokens.first < end; tokens.first += tokens.count) {
-      // Tiles begin at the same tokens in every unit: the order of a sum shows in its last bits.
+      // Tiles begin at the same tokens in every unit, because rounding depends on the order of a
+      // sum.
       tokens.count = min(kTile - tokens.first % kTile, end - tokens.first);
       reader_.find(blocks, tokens, true);
       for (int64_t first = 0; first < rows_; first += kGroup) {
@@ -193,7 +193,7 @@ class Worker {
     }
   }
 
-  // Row i's scores of a tile, the scratch memory's line `line`, become weights.
+  // Turn row i's scores of a tile, line `line` of the scratch memory, into weights.
   void soften(int64_t i, int64_t line, Tokens tokens) {
     Row& row = row_[i];
     const int64_t width = tokens.groups() * kGroup;
@@ -218,7 +218,7 @@ class Worker {
     row.mass += weigh(line, begin, end, width, scale, row.top);
   }
 
-  // The largest of scores[begin:end], in reach of `width`.
+  // The largest of scores[begin:end]; `width` is their padded number.
   static float largest_of(const float* scores, int64_t begin, int64_t end, int64_t width) {
     Floats top = splat(kLowest);
     for (int64_t at = 0; at < width; at += kLanes) {
@@ -228,7 +228,7 @@ class Worker {
     return largest(top);
   }
 
-  // exp(scale * score - top) inside [begin, end) of a line, 0 elsewhere; gives their sum.
+  // exp(scale * score - top) inside [begin, end) of a line, 0 elsewhere; returns the sum.
   float weigh(int64_t line, int64_t begin, int64_t end, int64_t width, float scale, float top) {
     float* scores = work_.scores.at(line * kTile, width);
     Floats total{};
@@ -265,7 +265,7 @@ class Worker {
     }
   }
 
-  // Note the nodes of a tile that row i sees, and their scores.
+  // Record the nodes of a tile that row i sees, and their scores.
   void see(int64_t i, int64_t line, Tokens tokens) {
     const int64_t node = node_of(i);
     for (int64_t word = 0; 32 * word <= node; ++word) {
@@ -282,7 +282,8 @@ class Worker {
     }
   }
 
-  // 32 nodes from 32 * word on: those on the path to a node, itself included. A chain has no bits.
+  // Of 32 nodes from 32 * word on, those on the path to a node, itself included. A chain has no
+  // bits.
   uint32_t ancestors(int64_t node, int64_t word) const {
     const bool own = word == node / 32;
     const uint32_t mask = own ? 0xFFFFFFFFu >> (31 - node % 32) : 0xFFFFFFFFu;
@@ -292,7 +293,7 @@ class Worker {
     return mask & (path | (own ? 1u << node % 32 : 0));
   }
 
-  // Row i's average: its nodes and its sink added to the sums, and the division.
+  // Row i's result: add its nodes and its sink to the sums, then divide.
   void finish(int64_t i, int64_t line) {
     const Row& row = row_[i];
     const Span<float> kept = work_.kept.part(line * limit_, row.seen);

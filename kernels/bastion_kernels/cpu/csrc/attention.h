@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arguments of tree attention, and the constants that its parts share.
+// Arguments and constants of tree attention.
 #pragma once
 
 #include "vectors.h"
 
 namespace bastion {
 
-constexpr int64_t kTile = 256;     // cached tokens that are scored at once
-constexpr int64_t kGroup = 32;     // tokens whose keys lie together; rows that are scored at once
+constexpr int64_t kTile = 256;     // cached tokens scored at once
+constexpr int64_t kGroup = 32;     // tokens with adjacent keys; rows scored at once
 constexpr int64_t kRows = 128;     // rows of a unit of work, which share each tile of the cache
-constexpr int64_t kChain = 64;     // a causal run of at most so many rows gets a chain's bits
+constexpr int64_t kChain = 64;     // a causal run of at most so many rows is computed as a chain
 constexpr float kLowest = -1e30f;  // of a score
 
 enum Layout : int64_t { kOther, kVector, kAmx };
 
-// What a layer is in every step. Strides are in elements.
+// Arguments of a layer, the same in every step. Strides are in elements.
 struct LayerArgs {
   int64_t heads;     // of queries: Hq
   int64_t kv_heads;  // Hkv
@@ -27,8 +27,8 @@ struct LayerArgs {
   int64_t cache_block;
   int64_t cache_head;
   int64_t layout;
-  int64_t tiles;          // layout AMX is read by tile registers
-  const int32_t* offsets;  // [page, 2d]: where a token's key and value lie in a head's block
+  int64_t tiles;          // whether to read layout AMX with tile registers
+  const int32_t* offsets;  // [page, 2d]: offsets of a token's key and value in a head's block
   int64_t window;         // depths that a row sees, itself included; 0 = all
   const float* sinks;     // [Hq] or null
   float scale;            // of scores
@@ -36,7 +36,7 @@ struct LayerArgs {
   float value_scale;
 };
 
-// What a step says to every layer. A slot is a request slot.
+// Arguments of a step, the same for every layer. A slot is a request slot.
 struct StepArgs {
   int64_t requests;
   const int32_t* table;  // [requests, table_row]
@@ -85,7 +85,7 @@ struct Tokens {
   int64_t groups() const { return ceil_div(count, kGroup); }
 };
 
-// Where a head's part of a request's blocks lies in the cache.
+// A head's part of a request's blocks in the cache.
 template <class T>
 struct Blocks {
   Span<T> cache;

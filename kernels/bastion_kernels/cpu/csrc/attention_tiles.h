@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores and weighted sums over a tile of cached tokens, in AMX tile registers.
+// Scores and weighted sums over a tile of cached tokens, with AMX tile registers.
 //
 // Layout AMX of a bf16 cache has keys as [page / 16, d / 2, 16 tokens, 2] and values as
-// [d / 16, page / 2, 16 channels, 2 tokens], so that both are loaded as they lie.
+// [d / 16, page / 2, 16 channels, 2 tokens], so both are loaded without rearranging.
 #pragma once
 
 #include "attention.h"
@@ -86,8 +86,8 @@ class TileReader {
   }
 
  private:
-  // Values of the last group, with zeros where nobody's tokens are: those may be NaN, which a
-  // weight of 0 does not remove.
+  // Values of the last group, zero past the request's tokens: memory there may hold NaN, and
+  // 0 * NaN is NaN.
   void copy_last(const Bf16* values, Tokens tokens) {
     const int64_t count = tokens.count % kGroup, step = 16 * layer_.page;
     for (int64_t part = 0; part < layer_.dim / 16; ++part) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores and weighted sums over a tile of cached tokens, in float32 vectors.
+// Scores and weighted sums over a tile of cached tokens, with float32 vectors.
 #pragma once
 
 #include "attention.h"
@@ -32,8 +32,8 @@ inline void multiply_8x32(const float* a, int64_t a_row, const float* b, int64_t
   }
 }
 
-// Keys are read channel by channel, [d, 32 tokens], and values token by token. A float32 cache of
-// layout VECTOR has them like that. Others are rearranged in the scratch memory.
+// Keys are read channel by channel, [d, 32 tokens], and values token by token, which is layout
+// VECTOR of a float32 cache. Other caches are rearranged in the scratch memory.
 template <class T>
 class VectorReader {
  public:
@@ -99,7 +99,7 @@ class VectorReader {
   }
 
  private:
-  // A group's keys in a cache: too far apart for the hardware's prefetcher.
+  // A group's keys in a cache are too far apart for the hardware's prefetcher.
   void prefetch(const float* keys) const {
     if (key_stride_ == kGroup) return;
     for (int64_t c = 0; c < layer_.dim; ++c) {

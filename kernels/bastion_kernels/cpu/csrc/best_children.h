@@ -13,8 +13,8 @@ namespace bastion {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int32_t kInfinite = 0x7F800000;  // the bits of kInfinity
 
-// scores [count] become their log-softmax: NaN if one of them is NaN or inf, or all are -inf.
-// They are followed by room up to whole vectors.
+// Log-softmax of scores [count], in place: NaN if one of them is NaN or inf, or all are -inf. The
+// buffer is padded to whole vectors.
 inline void log_softmax(float* scores, int64_t count) {
   const int64_t whole = ceil_div(count, kLanes) * kLanes;
   std::fill(scores + count, scores + whole, -kInfinity);
@@ -38,15 +38,15 @@ inline void log_softmax(float* scores, int64_t count) {
   for (int64_t i = 0; i < whole; i += kLanes) store(scores + i, load(scores + i) - top - mass);
 }
 
-// Keys sort by cost and then by place: the bits of a cost that is not negative sort as it does.
+// Keys sort by cost, then by place: the bits of a non-negative float sort like the float.
 inline int64_t key_of(float cost, int64_t place) {
   return int64_t(bit_cast<int32_t>(cost)) << 32 | place;
 }
 inline float cost_of(int64_t key) { return bit_cast<float>(int32_t(key >> 32)); }
 inline int64_t place_of(int64_t key) { return key & 0xFFFFFFFF; }
 
-// Keys of a prefix's best `top_k` children. logprobs: [candidates]; own: room for as many keys;
-// keys: written. Gives their number.
+// Keys of a prefix's best `top_k` children; returns their number. logprobs: [candidates]; own:
+// scratch for as many keys; keys: written.
 inline int64_t add_children(const float* logprobs, int64_t candidates, int64_t top_k, float above,
                             int64_t first, Span<int64_t> own, int64_t* keys) {
   int64_t possible = 0;
@@ -67,7 +67,7 @@ inline int64_t add_children(const float* logprobs, int64_t candidates, int64_t t
   return count;
 }
 
-// Leave the `most` smallest of keys [count] in the order of their places; gives their number.
+// Keep the `most` smallest of keys [count], ordered by place; returns their number.
 inline int64_t keep_best(int64_t* keys, int64_t count, int64_t most) {
   if (most < count) {
     std::nth_element(keys, keys + most - 1, keys + count);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every kernel here uses: views with optional bounds checks, memory per thread, units of work.
+// Common parts of all kernels: views with optional bounds checks, memory per thread, units of work.
 #pragma once
 
 #include <atomic>
@@ -56,7 +56,7 @@ struct Span {
   Span part(int64_t first, int64_t count) const { return {at(first, count), count}; }
 };
 
-// Memory that a thread keeps between calls: fresh pages can cost more than the work done in them.
+// Memory that a thread keeps between calls: page faults can cost more than the work.
 template <class T>
 class Buffer {
  public:
@@ -65,7 +65,7 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { std::free(data_); }
 
-  // At least `size` elements, aligned to a cache line; those of an earlier call, or zeros.
+  // At least `size` elements, aligned to a cache line; zeros, or the content of an earlier call.
   Span<T> get(int64_t size) {
     if (size > size_) {
       std::free(data_);
@@ -86,7 +86,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Numbers of work units, handed out to whichever thread asks next.
+// Numbers of work units, distributed to threads on demand.
 class Units {
  public:
   explicit Units(int64_t count) : count_(count) {}

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A gated delta layer over trees: convolution, normalisation and recurrence of a step in one call.
 //
-// A unit of work is one value head of one request. Products of the state with all rows' keys and
-// queries come first, so the state is read once. Rows then follow in order: a row walks up its path
-// and takes what each row above it added. So it gets the same bits on the same path in any tree.
+// A unit of work is one value head of one request. The products of the state with all rows' keys
+// and queries are computed first, so the state is read once. Rows are then processed in order: a
+// row adds the update of each row on its path. Its result depends only on the path, bit for bit.
 #include <algorithm>
 #include <cmath>
 
@@ -12,7 +12,7 @@
 namespace bastion {
 namespace {
 
-constexpr int64_t kTogether = 12;  // rows that are multiplied with the state at once
+constexpr int64_t kTogether = 12;  // rows multiplied with the state at once
 
 struct Scratch {
   Buffer<float> rows, taps, state, products, sums;
@@ -45,7 +45,7 @@ float dot(const float* x, const float* y, int64_t size) {
   return sum(total);
 }
 
-// The nearest numbers of the rows' format.
+// Rounded to the rows' format.
 template <class T>
 Floats rounded(Floats x) {
   T numbers[kLanes];
@@ -247,7 +247,7 @@ class Unit {
   const DeltaRowsArgs& r_;
   Scratch& m_;
   const int64_t head_, key_head_;
-  const bool is_first_;  // of its key head's value heads: it saves what they share
+  const bool is_first_;  // of its key head's value heads: it saves their common keys and inputs
   const int64_t place_, first_, count_;
   int64_t channels_, dim_, width_;
   int32_t* above_;

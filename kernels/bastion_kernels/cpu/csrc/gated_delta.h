@@ -6,10 +6,10 @@
 
 namespace bastion {
 
-// A row's numbers, filled up to whole vectors.
+// The size of a row, rounded up to whole vectors.
 inline int64_t whole_vectors(int64_t size) { return ceil_div(size, kLanes) * kLanes; }
 
-// Numbers of a format known at run time. Strides are in elements.
+// Numbers whose format is known at run time. Strides are in elements.
 struct Numbers {
   const void* data;
   int64_t format;
@@ -28,7 +28,7 @@ struct Numbers {
   }
 };
 
-// What a layer is in every step. C = 2 Hk K + H V channels: queries, keys, values.
+// Arguments of a layer, the same in every step. C = 2 Hk K + H V channels: queries, keys, values.
 struct DeltaLayerArgs {
   int64_t heads;      // of values: H
   int64_t key_heads;  // Hk
@@ -45,17 +45,17 @@ struct DeltaLayerArgs {
   Numbers decay_log;  // [H]: A_log
   Numbers decay_bias; // [H]: dt_bias
   int64_t max_rows;   // M
-  void* saved_inputs; // [M, C]; written, as what follows
+  void* saved_inputs; // [M, C]; written, like the next three
   void* saved_keys;   // [M, Hk, K]
   float* updates;     // [M, H, V]
   double* decays;     // [M, H]
   float scale;
 };
 
-// What a step says to every layer.
+// Arguments of a step, the same for every layer.
 struct DeltaStepArgs {
   int64_t requests;
-  const int32_t* places;   // [requests]: rows of the states; < 0: left alone
+  const int32_t* places;   // [requests]: rows of the states; < 0: skipped
   const int32_t* starts;   // [requests + 1]: the requests' first tree rows
   const int32_t* tails;    // [requests]: rows of the tree, its root included
   const int64_t* slots;    // [requests]; < 0: causal

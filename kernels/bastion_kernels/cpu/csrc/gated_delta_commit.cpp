@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The states of all gated delta layers, moved along the accepted paths.
+// Advance the states of all gated delta layers along the accepted paths.
 #include <algorithm>
 
 #include "gated_delta.h"
@@ -12,14 +12,14 @@ struct Scratch {
   Buffer<float> weights, updates, line;
 };
 
-// The accepted rows of a request: those in front of the root, the root and the path's nodes.
+// The accepted rows of a request: those before the root, the root and the nodes of the path.
 Span<int64_t> accepted(const CommitArgs& a, int64_t request, Scratch& scratch) {
   const int64_t first = a.starts[request], last = a.starts[request + 1];
   const int64_t tail = a.logits[request + 1] - a.logits[request];
   const int32_t* path = a.path + request * a.path_row;
   int64_t length = 0;
   while (length < a.depths && path[length] >= 0 && path[length] < tail) ++length;
-  // A request without a state has no rows here, whatever its tail.
+  // A request without a state may have a tail but no rows.
   const int64_t root = max(first, last - tail);
   if (length == 0 || first == last) return {};
   const Span<int64_t> rows = scratch.rows.get(root - first + length);
@@ -29,8 +29,8 @@ Span<int64_t> accepted(const CommitArgs& a, int64_t request, Scratch& scratch) {
   return rows.part(0, count);
 }
 
-// Calls work(layer, part, rows, from, to, scratch) for whatever moves, in any order. rows: accepted
-// ones; from, to: rows of the layer's states.
+// Calls work(layer, part, rows, from, to, scratch) for every state to write, in any order. rows:
+// the accepted rows; from, to: rows of the layer's states.
 template <class Work>
 void for_each(const CommitArgs& a, int64_t parts, Work work) {
   const int64_t total = a.layers * a.requests * parts;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // x @ weight.T for few rows of x, in bfloat16 or int8, on CPUs with AVX-512 BF16 and VNNI.
 //
-// With few rows a product waits for its weights, so each weight is read from memory once. Weights
-// are packed in blocks of 16 columns [words, 16]. A word is 4 bytes of K, which one instruction
-// multiplies: two bfloat16 or four int8.
+// With few rows the product is bound by the bandwidth of the weights, so each weight is read from
+// memory once. Weights are packed in blocks of 16 columns [words, 16]. A word is 4 bytes of K,
+// which one instruction multiplies: two bfloat16 or four int8.
 //
 // A unit of work is a few blocks of columns for a block of rows. Up to 24 rows are summed in
-// registers together. More rows read the block again, from the cache.
+// registers at once. With more rows the block is read again, from the cache.
 #include "common.h"
 
 namespace bastion {
@@ -20,7 +20,7 @@ struct LinearArgs {
   int64_t x_row;      // elements between two rows
   const uint32_t* packed;  // [blocks, words, 16]
   const uint16_t* bias;    // bf16 product: [N] bf16 or null
-  const int32_t* start;    // int8 product: [N], what the sums begin with
+  const int32_t* start;    // int8 product: [N], initial values of the sums
   const float* scales;     // int8 product: [N]
   uint16_t* out;           // [rows, N] bf16
 };
@@ -40,9 +40,9 @@ namespace {
 constexpr int64_t kColumns = 16;  // of a block: lanes of a vector of 32-bit sums
 constexpr int kMaxRows = 24;      // summed together; sums, weights and x share 32 registers
 constexpr int64_t kDepth = 2048;  // words per pass, so that a block's part stays in the L2 cache
-constexpr int64_t kAhead = 8192;  // bytes; the hardware prefetcher alone does not keep up
+constexpr int64_t kAhead = 8192;  // bytes to prefetch; the hardware prefetcher is too slow alone
 constexpr int64_t kBlockBytes = 1 << 19;  // rows of x that share a core's cache
-constexpr int64_t kUnitsPerThread = 4;    // a slow thread then delays the others less
+constexpr int64_t kUnitsPerThread = 4;    // so that a slow thread delays the others less
 constexpr int kZeroPoint = 128;           // int8 rows are stored unsigned
 
 // Rows of x in the weights' dtype, and their scales if that is int8.
@@ -108,7 +108,7 @@ struct Int8Product {
     for (int64_t row = 0; row < count; ++row) {
       const uint16_t* source = args.x + (first + row) * args.x_row;
       auto line = reinterpret_cast<uint8_t*>(into.words.at(row * into.stride, args.words));
-      // Without their signs, the bits of floating-point numbers sort as the numbers do.
+      // The bits of non-negative floats sort like the floats.
       int32_t largest = 0;
       for (int64_t i = 0; i < length; ++i) {
         const int32_t bits = source[i] & 0x7FFF;
@@ -165,7 +165,7 @@ void multiply(const Tile& tile, int64_t rows, std::integer_sequence<int, kRows..
   functions[rows - 1](tile);
 }
 
-// One block of columns for `count` rows: passes over K, and in a pass groups of rows of like size.
+// One block of columns for `count` rows: passes over K, each in groups of rows of about equal size.
 template <class Product>
 void multiply_block(const LinearArgs& args, int64_t block, int64_t first, int64_t count,
                     const Rows& rows, Span<uint32_t> sums) {

@@ -81,7 +81,7 @@ void multiply_panel(const Panel& panel, int64_t rows, std::integer_sequence<int,
   functions[rows - 1](panel);
 }
 
-// Any number of rows: in groups of like size whose sums fit the registers.
+// Any number of rows, in groups of about equal size whose sums fit the registers.
 template <class T, int kBlocks>
 void multiply_rows(Panel panel, int64_t rows) {
   constexpr int kMost = kBlocks == 1 ? 16 : 8;
@@ -98,7 +98,7 @@ void multiply_rows(Panel panel, int64_t rows) {
 #ifdef BASTION_TILES
 constexpr int64_t kTileWords = 16;
 
-// As multiply_rows for bf16, on tile registers. K is whole tiles, and kBlocks 1 or 3.
+// multiply_rows for bf16 with tile registers. K is a multiple of a tile; kBlocks is 1 or 3.
 template <int kBlocks>
 void multiply_tiles(const Panel& panel, int64_t rows) {
   const int64_t groups = ceil_div(rows, kTileRows);

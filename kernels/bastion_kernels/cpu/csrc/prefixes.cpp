@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A lattice of prefixes for a head with a GRU, all depths in one call; see draft/prefix_lattice.py.
 //
-// A round has four phases, each shared out to the threads: gather the rows that have to be
-// multiplied, advance the states, project them, and score and choose per request. A token that
-// several prefixes end in is multiplied once, and so is a state that several prefixes continue.
-// A state's product with the GRU's weights is taken only when one of its children is kept.
+// A round has four phases, each distributed over the threads: gather the rows to multiply, advance
+// the states, project them, and score and choose per request. A token or state shared by several
+// prefixes is multiplied once. A state is multiplied with the GRU's weights only if one of its
+// children is kept.
 #include "prefixes.h"
 
 namespace bastion {
@@ -55,7 +55,7 @@ class Rounds {
  private:
   int64_t block() const { return 1 + a_.depth * a_.candidates; }
 
-  // All threads take units of a phase, and leave it together.
+  // Threads take units of a phase; all finish it before the next one.
   template <class Work>
   void share(int64_t depth, int64_t phase, int64_t units, Work work) {
     int64_t* next = &next_[kPhases * depth + phase];
@@ -63,7 +63,7 @@ class Rounds {
 #pragma omp barrier
   }
 
-  // List the prefixes that were found, and copy the rows that they need, each once.
+  // List the new prefixes, and copy the rows that they need, each once.
   void gather(int64_t depth) {
     std::swap(states_, old_);
     count_ = input_rows_ = gate_rows_ = 0;
@@ -87,7 +87,7 @@ class Rounds {
     }
   }
 
-  // The row of a token's embedding among those to be multiplied, copied if it is new.
+  // The index of a token's embedding among the rows to multiply; copied if it is new.
   int32_t input_row(int32_t token, int64_t count) {
     const int64_t mask = (int64_t(1) << table_bits_) - 1, id = a_.tokens[token];
     int64_t slot = (uint64_t(id) * 0x9E3779B97F4A7C15u) >> (64 - table_bits_);
@@ -146,7 +146,7 @@ class Rounds {
     return reinterpret_cast<T*>(rows.at(row * stride, stride)) + kLanes * block;
   }
 
-  // 16 columns of what the last projection is multiplied with.
+  // 16 columns of the input of the last projection.
   void project(int64_t depth, int64_t block, Scratch& scratch) {
     const Span<float> sums = scratch.products.get(kLanes * count_);
     multiply<1>({states_.data, state_stride_,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rounds of prefixes.cpp take, keep and compute with.
+// Arguments and memory of prefixes.cpp.
 #pragma once
 
 #include "best_children.h"
@@ -9,7 +9,7 @@ namespace bastion {
 
 struct PrefixArgs {
   int64_t threads, half;  // half: weights, embeddings and states are bf16, else float32
-  int64_t tiles;          // whether to multiply bf16 on tile registers
+  int64_t tiles;          // whether to multiply bf16 with tile registers
   int64_t reqs, depth, width, candidates;      // R, D, B, M
   int64_t hidden_words, state, rank_columns;   // words of H, G, and E up to a multiple of 16
   int64_t last_words, top_k, corrected_from;   // last_words: in a row of `last`
@@ -29,7 +29,7 @@ struct PrefixArgs {
 constexpr int64_t kPhases = 4;
 constexpr int64_t kFewestTileRows = 4;  // fewer are faster without tiles
 
-// `to` is read as words later, which the compiler allows for copied bytes only.
+// `to` is read as words later; strict aliasing allows that for copied bytes only.
 template <class T>
 void round_to(T* to, Floats x) {
   T rounded[kLanes];
@@ -42,8 +42,8 @@ inline int64_t padded(int64_t words) { return ceil_div(words, kLanes) * kLanes +
 
 // One kept prefix of the current depth.
 struct Prefix {
-  int32_t req, parent;        // its place in the list of the depth above
-  int32_t token;              // its last token's place in [R, 1 + D M]
+  int32_t req, parent;        // parent: index in the list of the depth above
+  int32_t token;              // index of its last token in [R, 1 + D M]
   int32_t input_row, gate_row;  // its rows of the two products
   float cost;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// AMX tile registers: 16 rows of 64 bytes each. With BASTION_EMULATE_TILES in software, so that the
-// code above it is tested on machines without AMX.
+// AMX tile registers: 16 rows of 64 bytes each. BASTION_EMULATE_TILES emulates them, for tests on
+// machines without AMX.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,11 @@ constexpr int64_t kTileRows = 16;
 
 #ifndef BASTION_EMULATE_TILES
 
-// Eight tiles, for as long as this lives. Tiles 2 and 3, for B, are of the full size; the others, for
-// A and C, have `rows` rows.
+// Eight tiles during this object's lifetime. Tiles 2 and 3, for B, are full size; the others, for A
+// and C, have `rows` rows.
 //
-// The instructions are written out: GCC's intrinsics are macros that paste the tile's number into
-// the text, so they take no template parameter. Their operands do not name the rows that they read,
-// hence "memory".
+// Inline assembly, because GCC's intrinsics are macros that take no template parameter as the
+// tile's number. The operands do not cover the rows read, hence "memory".
 class Tiles {
  public:
   explicit Tiles(int64_t rows = kTileRows) {

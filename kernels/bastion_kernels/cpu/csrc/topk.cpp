@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The K largest logits of each row and their log-probabilities.
 //
-// A row is read in parts that fit the L1 cache. A part is widened to float32 and reduced to the
-// maximum of every 64 logits and to a sum of exponentials. Only segments whose maximum can still
-// be among the K largest are read a second time.
+// A row is read in parts that fit the L1 cache. A part is converted to float32 and reduced to the
+// maximum of every segment of 64 logits and to a sum of exponentials. Only segments whose maximum
+// may be among the K largest are read again.
 #include <cmath>
 #include <limits>
 
@@ -27,8 +27,8 @@ struct TopKArgs {
 
 namespace {
 
-constexpr int64_t kSegment = 64;  // logits behind one maximum
-constexpr int64_t kPart = 2048;   // logits that are summed together
+constexpr int64_t kSegment = 64;  // logits per maximum
+constexpr int64_t kPart = 2048;   // logits per sum of exponentials
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // A logit and its token as one integer: larger for a larger logit, then for a lower token.
@@ -51,7 +51,7 @@ class Row {
   Row(const Logit* logits, int64_t vocab, Span<float> part, Span<float> maxima)
       : logits_{const_cast<Logit*>(logits), vocab}, part_(part), maxima_(maxima) {}
 
-  // log sum exp(logit - largest), NaN if a logit is, and the largest. Fills the maxima.
+  // log sum exp(logit - largest logit), or NaN if a logit is NaN. Fills the maxima.
   float reduce(float* largest_logit) {
     float top = -kInfinity, total = 0;
     bool undefined = false;
@@ -80,14 +80,14 @@ class Row {
     int64_t size = 0;
     float threshold = -kInfinity;
     for (int64_t segment = 0; segment < maxima_.size; ++segment) {
-      // A later token must be larger: it loses a tie.
+      // A later token loses ties, so it must be larger.
       if (size == best.size && maxima_[segment] <= threshold) continue;
       const int64_t first = segment * kSegment, count = min(kSegment, logits_.size - first);
       read(first, count);
       for (int64_t i = 0; i < count; ++i) {
         const float logit = part_[i];
         if (size == best.size && !(logit > threshold)) continue;
-        // NaN counts as -inf, and -0.0 as 0.0.
+        // NaN ranks as -inf, and -0.0 as 0.0.
         insert(best, &size, key_of(logit == logit ? logit + 0.0f : -kInfinity, first + i));
         if (size == best.size) threshold = logit_of(best[size - 1]);
       }
@@ -95,7 +95,7 @@ class Row {
   }
 
  private:
-  // part = logits from `first` on, -inf up to a whole segment.
+  // part = logits from `first` on, padded with -inf to a whole segment.
   void read(int64_t first, int64_t count) {
     const Logit* from = logits_.at(first, count);
     float* to = part_.at(0, ceil_div(count, kSegment) * kSegment);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of 16 float32, and numbers of other formats read as such.
+// Vectors of 16 float32, and conversions from other formats.
 //
-// GCC's and Clang's vector extensions: one 512-bit register on AVX-512, several registers elsewhere.
+// GCC's and Clang's vector extensions: one 512-bit register on AVX-512, several registers
+// elsewhere.
 #pragma once
 
 #include <cstdint>
