@@ -173,17 +173,19 @@ def plan_kernel(
         chunk = whole
         b_tiles = (b_tiles + chunk - 1) // chunk * chunk
 
-    # one scan gives both the bundles and the tiles before each bundle in its line
-    b_pair = tl.where(m_kind, (b_tiles.to(tl.int64) + (1 << 32))[None, :], 0)
-    b_before = tl.sum(tl.where(m_kind, tl.cumsum(b_pair, 1) - b_pair, 0), 0)
-    b_ends = (tl.sum(b_pair, 1) & 0xFFFFFFFF).to(tl.int32) * KV_HEADS
+    # Tiles and bundles before each bundle in the line of its width. Two int32 scans need fewer
+    # registers than one int64 scan of pairs.
+    b_line_tiles = tl.where(m_kind, b_tiles[None, :], 0)
+    b_before = tl.sum(tl.where(m_kind, tl.cumsum(b_line_tiles, 1) - b_line_tiles, 0), 0)
+    b_ends = tl.sum(b_line_tiles, 1) * KV_HEADS
     b_offsets = tl.cumsum(b_bundles, 0) - b_bundles
-    o_place = (b_before >> 32).to(tl.int32) + tl.sum(tl.where(m_kind, b_offsets[:, None], 0), 0)
+    b_index = b_offsets[:, None] + tl.cumsum(m_kind.to(tl.int32), 1) - 1
+    o_place = tl.sum(tl.where(m_kind, b_index, 0), 0)
 
     p_entry = bundles + o_place * BUNDLE_FIELDS
     tl.store(p_entry, b_request, mask=m_used)
     tl.store(p_entry + 1, b_row, mask=m_used)
-    tl.store(p_entry + 2, (b_before & 0xFFFFFFFF).to(tl.int32), mask=m_used)
+    tl.store(p_entry + 2, b_before, mask=m_used)
     tl.store(p_entry + 3, b_tiles, mask=m_used)
     tl.store(p_entry + 4, b_first, mask=m_used)
     tl.store(p_entry + 5, b_rows, mask=m_used)
