@@ -134,13 +134,12 @@ def attend(
     layer.triton(step, fused[:, : heads[0]], torch.zeros(rows, heads[0], dim, dtype=dtype))
 
 
-if __name__ == "__main__":
-    capability = int(sys.argv[1])
-    compile_instead(capability, lambda *built: print(json.dumps(asdict(inspect(*built)))))
+def launch_all(capability: int, every: bool) -> None:
+    """Launch attention in its usual shape, or in every one, and the other two kernels."""
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
     # the shapes that are measured against FlashAttention
     attend(bf16, 128, (32, 8), bf16, 0.0)
-    if "all" in sys.argv:
+    if every:
         attend(bf16, 64, (14, 2), bf16, 0.0)
         attend(fp16, 80, (8, 8), fp16, 0.0)
         attend(bf16, 256, (8, 4), bf16, 50.0)
@@ -174,3 +173,9 @@ if __name__ == "__main__":
     KVCompactor(odd, [0]).compact_triton(int64, int32, int32, path)
     hidden = [torch.zeros(70, 4096, dtype=bf16) for _ in range(5)]
     gather_rows.triton(hidden, int64[0], [h[:16].clone() for h in hidden])
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+    compile_instead(capability, lambda *built: print(json.dumps(asdict(inspect(*built)))))
+    launch_all(capability, "all" in sys.argv)
