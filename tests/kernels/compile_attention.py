@@ -134,12 +134,25 @@ def attend(
     layer.triton(step, fused[:, : heads[0]], torch.zeros(rows, heads[0], dim, dtype=dtype))
 
 
-def launch_all(capability: int, every: bool) -> None:
-    """Launch attention in its usual shape, or in every one, and the other two kernels."""
+def move_rows() -> None:
+    """Launch compaction and gathering."""
+    caches = [torch.zeros(4, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2)]
+    int32, int64 = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int64)
+    path = torch.zeros(1, 16, dtype=torch.int32)
+    KVCompactor(caches, [0]).compact_triton(int64, int32, int32, path)
+    odd = [torch.zeros(4, 2, 16, 5, dtype=torch.uint8)]
+    KVCompactor(odd, [0]).compact_triton(int64, int32, int32, path)
+    hidden = [torch.zeros(70, 4096, dtype=torch.bfloat16) for _ in range(5)]
+    gather_rows.triton(hidden, int64[0], [h[:16].clone() for h in hidden])
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+    compile_instead(capability, lambda *built: print(json.dumps(asdict(inspect(*built)))))
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
     # the shapes that are measured against FlashAttention
     attend(bf16, 128, (32, 8), bf16, 0.0)
-    if every:
+    if "all" in sys.argv:
         attend(bf16, 64, (14, 2), bf16, 0.0)
         attend(fp16, 80, (8, 8), fp16, 0.0)
         attend(bf16, 256, (8, 4), bf16, 50.0)
@@ -165,17 +178,4 @@ def launch_all(capability: int, every: bool) -> None:
             attend(bf16, 64, (64, 8), fp8, 0.0, window=128, sinks=True, query_dtype=fp8)
             attend(bf16, 128, (32, 8), fp8, 0.0, query_dtype=fp8)
             attend(bf16, 256, (8, 4), fp8, 50.0, query_dtype=fp8)
-    caches = [torch.zeros(4, 16, 8, 256, dtype=bf16).transpose(1, 2)]
-    int32, int64 = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int64)
-    path = torch.zeros(1, 16, dtype=torch.int32)
-    KVCompactor(caches, [0]).compact_triton(int64, int32, int32, path)
-    odd = [torch.zeros(4, 2, 16, 5, dtype=torch.uint8)]
-    KVCompactor(odd, [0]).compact_triton(int64, int32, int32, path)
-    hidden = [torch.zeros(70, 4096, dtype=bf16) for _ in range(5)]
-    gather_rows.triton(hidden, int64[0], [h[:16].clone() for h in hidden])
-
-
-if __name__ == "__main__":
-    capability = int(sys.argv[1])
-    compile_instead(capability, lambda *built: print(json.dumps(asdict(inspect(*built)))))
-    launch_all(capability, "all" in sys.argv)
+    move_rows()

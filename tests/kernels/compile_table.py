@@ -27,16 +27,17 @@ INTRODUCTION = """# What the kernels need, compiled without a GPU
 A cell has a thread's registers, its bytes of stack, and a program's KiB of shared memory, each the
 largest of all variants that the row stands for. Stack holds spilled registers; 8 bytes are the call
 of a float64 division. Trees have 255 nodes, depth 15 and 16 candidates; models have the sizes of
-Qwen3-8B and Qwen3.5. `plan_kernel` has variants by its places, one for each request and q-block
-bundle: 64 for 16 requests, up to 2,048 for 1,024 requests and 8,192 rows.
+Qwen3-8B and Qwen3.5 unless the row says otherwise. Some kernels depend on the request slots S;
+`plan_kernel` is the variant for steps of S requests and 8,192 rows. The slow tests compile more
+shapes of attention (`test_compile_attention.py`).
 """
 
 
 def compile_all(capability: int) -> None:
     """Print a line of JSON for every kernel: row of the table, registers, stack, shared bytes."""
-    import compile_attention
     import compile_kernels
     import torch
+    from compile_attention import attend, move_rows
     from cross_compile import compile_instead, usage
 
     from bastion_kernels import choose_budget, take_best
@@ -47,39 +48,37 @@ def compile_all(capability: int) -> None:
     def built(name: str, kernel: Any) -> None:
         print(json.dumps([f"`{name}`{label}", *usage(kernel), kernel.metadata.shared]))
 
-    def attend(
-        dtype: torch.dtype, dim: int, heads: tuple[int, int], *rest: Any, **more: Any
-    ) -> None:
-        nonlocal label
-        kv_dtype, softcap = rest
-        kinds = [f"{dtype}"[6:], f"{dim}", f"{heads[0]} over {heads[1]}"]
-        kinds += ["cap"] * (softcap > 0) + ["window"] * ("window" in more)
-        kinds += ["fp8 cache"] * (kv_dtype != dtype) + ["fp8 queries"] * ("query_dtype" in more)
-        label = " " + ", ".join(kinds)
-        original(dtype, dim, heads, *rest, **more)
-        label = ""
-
     compile_instead(capability, built)
     bf16 = torch.bfloat16
     compile_kernels.launch_all(reqs=1, limit=255, width=16, dtype=bf16)
     compile_kernels.launch_recurrent(bf16)
     for slots in SLOTS:
-        label = f" {slots} slots"
+        label = f" S = {slots}"
         log_rho, ends = torch.zeros(slots, 255), torch.zeros(slots + 1, dtype=torch.int32)
         rows, counts = torch.zeros(slots, dtype=torch.int64), ends[:slots]
         cost, base = torch.ones(8192), torch.zeros((), dtype=torch.int32)
         choose_budget.triton(log_rho, rows, counts, cost, base, counts, promised=cost)
         take_best.triton(log_rho, rows, counts, counts, 100, ends, ends, ends)
-    workspace = TreeAttentionWorkspace(32, 8, 128, bf16, 8192, max(SLOTS), "cpu", processors=132)
-    for capacity in workspace.capacities:
-        label = f" {capacity} places"
-        workspace._plan(ends, ends[:1], capacity)
-    label, original = "", compile_attention.attend
-    with (
-        mock.patch.object(compile_attention, "attend", attend),
-        mock.patch.object(TreeAttentionWorkspace, "plan"),
-    ):
-        compile_attention.launch_all(capability, every=True)
+        workspace = TreeAttentionWorkspace(32, 8, 128, bf16, 8192, slots, "cpu", processors=132)
+        workspace._plan(ends, ends[:1], workspace.capacity)
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    with mock.patch.object(TreeAttentionWorkspace, "plan"):
+        label = " Qwen3-8B"
+        attend(bf16, 128, (32, 8), bf16, 0.0)
+        label = " gpt-oss, layers with a window"
+        attend(bf16, 64, (64, 8), bf16, 0.0, window=128, sinks=True)
+        label = " Gemma 2, layers with a window"
+        attend(bf16, 256, (8, 4), bf16, 50.0, window=4096)
+        if capability in (90, 100):
+            label = " Gemma 4, global layers"
+            attend(bf16, 512, (32, 4), bf16, 0.0)
+        if capability >= 89:
+            label = " Qwen3-8B, float8 cache and queries"
+            attend(bf16, 128, (32, 8), fp8, 0.0, query_dtype=fp8)
+        label = " float32, heads of 128"
+        attend(fp32, 128, (6, 2), fp32, 0.0)
+    label = ""
+    move_rows()
 
 
 def ask(python: str, *arguments: str) -> list[Any]:

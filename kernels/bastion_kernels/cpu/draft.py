@@ -12,10 +12,8 @@ import math
 import numpy as np
 
 from bastion_kernels.cpu.cache import njit
-from bastion_kernels.cpu.topk import topk_logprobs_cpu
 from bastion_kernels.draft.best_first import ExpandBestFirst
 from bastion_kernels.draft.budget import ChooseBudget, TakeBest
-from bastion_kernels.draft.topk_logprobs import TopkLogprobs
 
 _UNIT = 2**40  # units of rho = 1, as in `budget`
 _INFINITE = 0x7F800000  # bits of the fp32 +inf
@@ -284,8 +282,3 @@ def take_best(op: TakeBest) -> None:
         ends = start.numpy()[: reqs + 1]
         ends[0] = 0
         np.cumsum(np.where(active, (counts + others)[slots], 0), out=ends[1:])
-
-
-def topk_logprobs(op: TopkLogprobs) -> None:
-    """Rows in parallel on all threads."""
-    topk_logprobs_cpu(op.logits, op.k, op.out_tokens, op.out_logprobs)

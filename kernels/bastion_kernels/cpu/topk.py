@@ -6,11 +6,11 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import Tensor
 
 from bastion_kernels.cpu import library
+from bastion_kernels.draft.topk_logprobs import TopkLogprobs
 
-__all__ = ["topk_logprobs_cpu"]
+__all__ = ["topk_logprobs"]
 
 TopKArgs = library.struct(
     "TopKArgs",
@@ -18,14 +18,15 @@ TopKArgs = library.struct(
 )
 
 
-def topk_logprobs_cpu(logits: Tensor, k: int, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """See `topk_logprobs`. Rows are distributed over PyTorch's threads."""
+def topk_logprobs(op: TopkLogprobs) -> None:
+    """Distribute the rows over PyTorch's threads."""
+    logits, tokens, logprobs = op.logits, op.out_tokens, op.out_logprobs
     rows, vocab = logits.shape
     if logits.dtype == torch.float16 or logits.stride(1) != 1:
         logits = logits.to(torch.float32).contiguous()
     args = TopKArgs(
-        torch.get_num_threads(), rows, vocab, k, logits.dtype == torch.bfloat16, logits.data_ptr(),
-        logits.stride(0), out_tokens.data_ptr(), out_tokens.stride(0), out_logprobs.data_ptr(),
-        out_logprobs.stride(0),
+        torch.get_num_threads(), rows, vocab, op.k, logits.dtype == torch.bfloat16,
+        logits.data_ptr(), logits.stride(0), tokens.data_ptr(), tokens.stride(0),
+        logprobs.data_ptr(), logprobs.stride(0),
     )  # fmt: skip
     library.load().bastion_top_k(ctypes.byref(args))

@@ -314,4 +314,4 @@ class TopkLogprobs(Op):
         _pop(self.logits, self.k, 0, final=(self.out_tokens, self.out_logprobs))
 
 
-topk_logprobs = public(TopkLogprobs, cpu="bastion_kernels.cpu.draft")
+topk_logprobs = public(TopkLogprobs, cpu="bastion_kernels.cpu.topk")
