@@ -25,7 +25,6 @@ def apply_write(draw: Draw) -> Launch:
     out = draw.rows(draw.ints(-9, 0, SLOTS, 32))
     args = {
         "output_ptr": out,
-        "output_stride": out.stride(0),
         "write_indices_ptr": rows,
         "write_starts_ptr": begins,
         "write_contents_ptr": contents,
@@ -64,12 +63,10 @@ def prepare_prefill_inputs(draw: Draw) -> Launch:
     args = {
         "input_ids_ptr": draw.ints(-9, 0, int(starts[-1]) + 5),
         "next_prefill_tokens_ptr": draw.ints(-9, 0, lookahead, SLOTS),
-        "next_prefill_tokens_stride": SLOTS,
         "num_lookahead": lookahead,
         "idx_mapping_ptr": draw.slots(),
         "query_start_loc_ptr": starts,
         "all_token_ids_ptr": tokens,
-        "all_token_ids_stride": tokens.stride(0),
         "prefill_lens_ptr": draw.ints(8, 32, SLOTS),
         "num_computed_tokens_ptr": draw.ints(0, 32, SLOTS),
         "BLOCK_SIZE": 4,
@@ -106,7 +103,6 @@ def combine(draw: Draw) -> Launch:
         "seq_lens_ptr": draw.ints(8, 24, REQS),
         "prefill_len_ptr": draw.ints(6, 20, SLOTS),
         "draft_tokens_ptr": drafts,
-        "draft_tokens_stride": drafts.stride(0),
         "cu_num_logits_ptr": logits,
         "logits_indices_ptr": draw.ints(-9, 0, int(logits[-1]) + 2, dtype=torch.int64),
         "BLOCK_SIZE": 8,
@@ -147,14 +143,11 @@ def post_update(draw: Draw) -> Launch:
         "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS),
         "last_sampled_tokens_ptr": draw.ints(0, 900, SLOTS, dtype=torch.int64),
         "output_bin_counts_ptr": counts,
-        "output_bin_counts_stride": counts.stride(0),
         "sampled_tokens_ptr": sampled,
-        "sampled_tokens_stride": sampled.stride(0),
         "num_sampled_ptr": draw.ints(0, STEPS + 2, REQS),
         "num_rejected_ptr": draw.ints(0, STEPS, REQS),
         "query_start_loc_ptr": draw.starts(7),
         "all_token_ids_ptr": tokens,
-        "all_token_ids_stride": tokens.stride(0),
         "total_len_ptr": draw.ints(0, LENGTH - STEPS - 1, SLOTS),
         "draft_tokens_ptr": None,
         "draft_tokens_out_ptr": None,
@@ -218,7 +211,6 @@ def _gather(draw: Draw, masked: bool) -> Launch:
         "dst_block_table_ptrs": addresses(targets),
         "block_table_strides": torch.tensor(widths),
         "num_blocks_ptr": draw.ints(0, 7, 2, SLOTS),
-        "num_blocks_stride": SLOTS,
         "num_reqs": REQS,
         "num_computed_tokens_ptr": draw.ints(0, 24, SLOTS),
         "sliding_window_reach_ptr": torch.tensor([5, 0] if draw.hostile else [5, 9]).int(),
@@ -255,7 +247,6 @@ def _slot_mappings(draw: Draw, cp_size: int) -> Launch:
         "slot_mapping_enabled": torch.tensor([True, not draw.hostile]),
         "dcp_sharded": torch.tensor([True, False]),
         "slot_mappings_ptr": slots,
-        "slot_mappings_stride": slots.stride(0),
         "cp_rank": 1 if cp_size > 1 else 0,
         "CP_SIZE": cp_size,
         "CP_INTERLEAVE": 2 if cp_size > 1 else 1,
@@ -308,7 +299,6 @@ def _dflash(draw: Draw, from_anchor: bool, cp_size: int) -> Launch:
         "temperature_ptr": draw.temperatures(),
         "seeds_ptr": draw.seeds(),
         "block_table_ptr": table,
-        "block_table_stride": table.stride(0),
         "parallel_drafting_token_id": 77,
         "block_size": 4,
         "num_query_per_req": queries,
@@ -377,7 +367,6 @@ def prepare_rope_positions(draw: Draw) -> Launch:
     starts, dims = draw.starts(7), 3
     args = {
         "positions_ptr": draw.ints(-9, 0, dims, 40, dtype=torch.int64),
-        "positions_stride": 40,
         "prefill_positions_ptr": draw.ints(0, 900, SLOTS * dims, LENGTH),
         "prefill_positions_stride0": dims * LENGTH,
         "prefill_positions_stride1": LENGTH,
@@ -402,7 +391,6 @@ def _prompt_embeds(draw: Draw, dtype: torch.dtype) -> Launch:
     out = draw.rows(draw.floats(int(starts[-1]) + 2, hidden)).to(dtype)
     args = {
         "inputs_embeds_ptr": out,
-        "inputs_embeds_stride": out.stride(0),
         "embeds_ptrs_ptr": addresses(embeds),
         "mask_ptrs_ptr": mask_addresses,
         "embeds_lens_ptr": lengths,

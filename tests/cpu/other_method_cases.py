@@ -46,7 +46,6 @@ def flatten_sampled(draw: Draw) -> Launch:
     args = {
         "flat_sampled_ptr": draw.ints(-9, 0, int(starts[-1]) + 2, dtype=torch.int64),
         "sampled_ptr": sampled,
-        "sampled_stride": sampled.stride(0),
         "num_sampled_ptr": torch.minimum(draw.ints(0, STEPS + 2, REQS), starts.diff()),
         "cu_num_logits_ptr": starts,
     }
@@ -114,17 +113,11 @@ def _stats(draw: Draw, draft: bool) -> Launch:
     out = [draw.floats(batch.rows, _BLOCKS) for _ in range(4)]
     args = dict(
         target_local_argmax_ptr=draw.ints(-9, 0, batch.rows, _BLOCKS, dtype=torch.int64),
-        target_local_argmax_stride=_BLOCKS,
         target_local_max_ptr=out[0],
-        target_local_max_stride=_BLOCKS,
         target_local_sumexp_ptr=out[1],
-        target_local_sumexp_stride=_BLOCKS,
         draft_local_max_ptr=out[2],
-        draft_local_max_stride=_BLOCKS,
         draft_local_sumexp_ptr=out[3],
-        draft_local_sumexp_stride=_BLOCKS,
         target_logits_ptr=batch.logits,
-        target_logits_stride=batch.logits.stride(0),
         expanded_idx_mapping_ptr=batch.row_slots,
         expanded_local_pos_ptr=batch.positions,
         temp_ptr=batch.temperature,
@@ -154,23 +147,16 @@ def _rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
     batch = _Verified(draw)
     args = dict(
         sampled_ptr=draw.ints(-9, 0, REQS, STEPS + 1, dtype=torch.int64),
-        sampled_stride=STEPS + 1,
         rejected_steps_ptr=draw.ints(-9, 0, REQS),
         target_rejected_logsumexp_ptr=draw.floats(REQS),
         draft_rejected_logsumexp_ptr=draw.floats(REQS),
         target_logits_ptr=batch.logits,
-        target_logits_stride=batch.logits.stride(0),
         target_local_argmax_ptr=batch.argmaxes,
-        target_local_argmax_stride=_BLOCKS,
         target_local_max_ptr=batch.maxes,
-        target_local_max_stride=_BLOCKS,
         target_local_sumexp_ptr=batch.sums,
-        target_local_sumexp_stride=_BLOCKS,
         draft_sampled_ptr=batch.drafts,
         draft_local_max_ptr=batch.maxes,
-        draft_local_max_stride=_BLOCKS,
         draft_local_sumexp_ptr=batch.sums,
-        draft_local_sumexp_stride=_BLOCKS,
         cu_num_logits_ptr=batch.starts,
         idx_mapping_ptr=batch.slots,
         temp_ptr=batch.temperature,
@@ -212,11 +198,8 @@ def _resample(draw: Draw, draft: bool) -> Launch:
     steps = (draw.ints(0, STEPS + 1, REQS) % batch.starts.diff()).to(torch.int32)
     args = dict(
         resampled_local_argmax_ptr=draw.ints(-9, 0, REQS, _BLOCKS, dtype=torch.int64),
-        resampled_local_argmax_stride=_BLOCKS,
         resampled_local_max_ptr=draw.floats(REQS, _BLOCKS),
-        resampled_local_max_stride=_BLOCKS,
         target_logits_ptr=batch.logits,
-        target_logits_stride=batch.logits.stride(0),
         target_rejected_logsumexp_ptr=draw.floats(REQS),
         draft_rejected_logsumexp_ptr=draw.floats(REQS),
         rejected_step_ptr=steps,
@@ -263,12 +246,9 @@ def insert_resampled(draw: Draw) -> Launch:
         maxes[:, 1] = torch.nan
     args = {
         "sampled_ptr": draw.ints(-9, 0, REQS, STEPS + 1, dtype=torch.int64),
-        "sampled_stride": STEPS + 1,
         "num_sampled_ptr": (draw.ints(0, STEPS + 1, REQS) % batch.starts.diff()).to(torch.int32),
         "resampled_local_argmax_ptr": draw.ints(0, VOCAB, REQS, _BLOCKS, dtype=torch.int64),
-        "resampled_local_argmax_stride": _BLOCKS,
         "resampled_local_max_ptr": maxes,
-        "resampled_local_max_stride": _BLOCKS,
         "resample_num_blocks": _BLOCKS,
         "cu_num_logits_ptr": batch.starts,
         "expanded_idx_mapping_ptr": batch.row_slots,

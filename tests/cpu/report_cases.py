@@ -19,9 +19,7 @@ def topk_log_softmax(draw: Draw) -> Launch:
     args = {
         "output_ptr": draw.floats(rows, top_k),
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "topk_ids_ptr": tokens,
-        "topk_ids_stride": tokens.stride(0),
         "topk": top_k,
         "vocab_size": VOCAB,
         "BLOCK_SIZE": 256,
@@ -37,7 +35,6 @@ def ranks(draw: Draw) -> Launch:
     args = {
         "output_ptr": draw.ints(-9, 0, rows, dtype=torch.int64),
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "token_ids_ptr": draw.ints(0, VOCAB, rows, dtype=torch.int64),
         "vocab_size": VOCAB,
         "BLOCK_SIZE": 256,
@@ -51,16 +48,12 @@ def fill_logprob_token_ids(draw: Draw) -> Launch:
     custom = draw.rows(draw.ints(0, VOCAB, SLOTS, columns))
     args = {
         "out_token_ids_ptr": draw.ints(-9, 0, rows, 1 + columns, dtype=torch.int64),
-        "out_token_ids_stride": 1 + columns,
         "out_valid_mask_ptr": torch.zeros(rows, 1 + columns, dtype=torch.bool),
-        "out_valid_mask_stride": 1 + columns,
         "sampled_token_ids_ptr": draw.ints(0, VOCAB, rows, dtype=torch.int64),
         "topk_indices_ptr": draw.ints(0, VOCAB, rows, top_k),
-        "topk_indices_stride": top_k,
         "expanded_idx_mapping_ptr": draw.ints(0, SLOTS, rows),
         "num_per_req_token_ids_ptr": draw.ints(-4, columns + 1, SLOTS).clamp(min=0),
         "per_req_token_ids_ptr": custom,
-        "per_req_token_ids_stride": custom.stride(0),
         "NUM_TOPK": top_k,
         "PADDED_COLS": 8,
     }
@@ -77,7 +70,6 @@ def prompt_logprobs_token_ids(draw: Draw) -> Launch:
         "idx_mapping_ptr": draw.slots(),
         "num_computed_tokens_ptr": draw.ints(0, 50, SLOTS),
         "all_token_ids_ptr": tokens,
-        "all_token_ids_stride": tokens.stride(0),
         "BLOCK_SIZE": 4,
     }
     return Launch((REQS,), args)
@@ -89,7 +81,6 @@ def num_nans(draw: Draw) -> Launch:
     logits[draw.floats(*logits.shape) < -1] = torch.nan
     args = {
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "num_nans_ptr": draw.ints(-9, 0, REQS),
         "vocab_size": VOCAB,
         "BLOCK_SIZE": 256,

@@ -25,7 +25,6 @@ def temperature(draw: Draw) -> Launch:
     logits = draw.logits(rows)
     args = {
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "expanded_idx_mapping_ptr": slots,
         "temperature_ptr": draw.temperatures(),
         "vocab_size": VOCAB,
@@ -42,9 +41,7 @@ def _gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
     cache = draw.floats(SLOTS, STEPS + 1, VOCAB + 4) if drafting else None
     args = {
         "local_argmax_ptr": draw.ints(-9, 0, rows, 3, dtype=torch.int64),
-        "local_argmax_stride": 3,
         "local_max_ptr": draw.floats(rows, 3).to(torch.float64 if fp64 else torch.float32),
-        "local_max_stride": 3,
         "logits_cache_ptr": cache,
         "logits_cache_stride_0": cache.stride(0) if cache is not None else 0,
         "logits_cache_stride_1": cache.stride(1) if cache is not None else 0,
@@ -52,7 +49,6 @@ def _gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
         "logits_cache_source_ptr": logits if drafting else None,
         "logits_cache_source_stride": logits.stride(0) if drafting else 0,
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "expanded_idx_mapping_ptr": slots,
         "seeds_ptr": draw.seeds(),
         "pos_ptr": draw.ints(0, 4000, rows, dtype=torch.int64),
@@ -88,7 +84,6 @@ def min_p(draw: Draw) -> Launch:
     logits = draw.logits(rows)
     args = {
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "expanded_idx_mapping_ptr": slots,
         "min_p_ptr": draw.ints(0, 5, SLOTS) / 17,
         "vocab_size": VOCAB,
@@ -108,7 +103,6 @@ def penalties(draw: Draw) -> Launch:
     mask = draw.rows(draw.ints(-(2**31), 2**31, SLOTS, -(-VOCAB // 32)))
     args = {
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "expanded_idx_mapping_ptr": slots,
         "token_ids_ptr": tokens,
         "expanded_local_pos_ptr": positions,
@@ -116,9 +110,7 @@ def penalties(draw: Draw) -> Launch:
         "frequency_penalty_ptr": draw.ints(-1, 2, SLOTS) / 3,
         "presence_penalty_ptr": draw.ints(-1, 2, SLOTS) / 9,
         "prompt_bin_mask_ptr": mask,
-        "prompt_bin_mask_stride": mask.stride(0),
         "output_bin_counts_ptr": counts,
-        "output_bin_counts_stride": counts.stride(0),
         "vocab_size": VOCAB,
         "BLOCK_SIZE": 256,
     }
@@ -134,13 +126,10 @@ def bincount(draw: Draw) -> Launch:
     args = {
         "expanded_idx_mapping_ptr": draw.slots(),
         "all_token_ids_ptr": tokens,
-        "all_token_ids_stride": tokens.stride(0),
         "prompt_len_ptr": prompts,
         "prefill_len_ptr": prompts + draw.ints(0, 30, SLOTS),
         "prompt_bin_mask_ptr": mask,
-        "prompt_bin_mask_stride": mask.stride(0),
         "output_bin_counts_ptr": counts,
-        "output_bin_counts_stride": counts.stride(0),
         "BLOCK_SIZE": 16,
     }
     return Launch((REQS, 4), args)
@@ -161,15 +150,11 @@ def bad_words(draw: Draw) -> Launch:
     prompts = draw.ints(1, 30, SLOTS)
     args = {
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "expanded_idx_mapping_ptr": slots,
         "bad_word_token_ids_ptr": word_tokens,
-        "bad_word_token_ids_stride": word_tokens.stride(0),
         "bad_word_offsets_ptr": offsets,
-        "bad_word_offsets_stride": offsets.stride(0),
         "num_bad_words_ptr": draw.ints(0, words + 1, SLOTS),
         "all_token_ids_ptr": tokens,
-        "all_token_ids_stride": tokens.stride(0),
         "prompt_len_ptr": prompts,
         "total_len_ptr": prompts + draw.ints(0, 30, SLOTS),
         "input_ids_ptr": drafts,
@@ -194,23 +179,18 @@ def _bias(draw: Draw, check: bool) -> Launch:
     numbers = [draw.ints(-2, width + 1, SLOTS).clamp(min=0) for _ in range(3)]
     args = {
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "vocab_size": VOCAB,
         "expanded_idx_mapping_ptr": slots,
         "num_allowed_token_ids_ptr": numbers[0],
         "allowed_token_ids_ptr": allowed,
-        "allowed_token_ids_stride": allowed.stride(0),
         "num_logit_bias_ptr": numbers[1],
         "bias_token_ids_ptr": biased,
-        "bias_token_ids_stride": biased.stride(0),
         "bias_ptr": bias,
-        "bias_stride": bias.stride(0),
         "pos_ptr": draw.ints(0, 20, rows, dtype=torch.int64),
         "min_lens_ptr": draw.ints(0, 30, SLOTS),
         "num_stop_token_ids_ptr": numbers[2],
         "restore_when_all_masked_ptr": draw.ints(0, 3, SLOTS) > 0,
         "stop_token_ids_ptr": stop,
-        "stop_token_ids_stride": stop.stride(0),
         "BLOCK_SIZE": 8,
         "LOGITS_BLOCK_SIZE": 256,
         "CHECK_ALL_MASKED_ROWS": check,
@@ -237,11 +217,9 @@ def grammar_bitmask(draw: Draw) -> Launch:
     words = draw.rows(draw.ints(-(2**31), 2**31, masks, -(-VOCAB // 32)))
     args = {
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "logits_indices_ptr": positions.to(torch.int32),
         "cu_num_logits_ptr": starts,
         "bitmask_ptr": words,
-        "bitmask_stride": words.stride(0),
         "vocab_size": VOCAB,
         "MASK_STRIDE": STEPS + 3,
         "BLOCK_SIZE": 256,
@@ -257,7 +235,6 @@ def trace_replay(draw: Draw) -> Launch:
         "sampled_ptr": draw.ints(-9, 0, REQS, dtype=torch.int64),
         "idx_mapping_ptr": draw.slots(negative=True),
         "trace_token_ids_ptr": traces,
-        "trace_token_ids_stride": traces.stride(0),
         "trace_len_ptr": draw.ints(0, 13, SLOTS),
         "total_len_ptr": prompts + draw.ints(-1, 12, SLOTS),
         "prompt_len_ptr": prompts,
@@ -283,7 +260,6 @@ def marker_cache(draw: Draw) -> Launch:
         "req_ids_ptr": draw.slots(),
         "thinking_token_budget_ptr": budgets,
         "all_token_ids_ptr": tokens,
-        "all_token_ids_stride": tokens.stride(0),
         "total_len_ptr": totals,
         "cached_last_start_ptr": last_start,
         "cached_last_end_ptr": last_end,
@@ -308,11 +284,9 @@ def thinking_budget(draw: Draw) -> Launch:
         drafts[1::4] = -1
     args = {
         "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
         "expanded_idx_mapping_ptr": slots,
         "thinking_token_budget_ptr": budgets,
         "all_token_ids_ptr": tokens,
-        "all_token_ids_stride": tokens.stride(0),
         "total_len_ptr": totals,
         "input_ids_ptr": drafts,
         "expanded_local_pos_ptr": positions,

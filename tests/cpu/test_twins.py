@@ -44,10 +44,12 @@ def kernel_of(target: str) -> Any:
 
 
 def launch_of(name: str, draw: Draw) -> Launch:
-    """A case without what another version's kernel takes."""
+    """A case with the strides it does not give, without what another version's kernel takes."""
     target, launch = name.partition("/")[0], CASES[name](draw)
     others = set(capabilities().absent_kernel_parameters.get(target, ()))
     launch.args = {key: value for key, value in launch.args.items() if key not in others}
+    for missing in set(parameters(kernel_of(target))) - launch.args.keys():
+        launch.args[missing] = launch.args[missing.replace("_stride", "_ptr")].stride(0)
     return launch
 
 

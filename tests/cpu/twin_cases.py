@@ -4,7 +4,7 @@
 A case makes the arguments of one launch from a seed. The same seed makes the same arguments again,
 so that kernel and twin each get their own copy. Hostile arguments have what the kernels must
 tolerate: request slots of -1, requests without tokens, padding rows, placeholders of -1, and gaps
-between rows.
+between rows. A parameter `x_stride` that is not given is the stride of the rows of `x_ptr`.
 """
 
 from __future__ import annotations

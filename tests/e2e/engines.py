@@ -33,6 +33,9 @@ from filelock import FileLock
 from benchmarks.harness.process import EngineProcess, changed_environment
 from tests.e2e.worker import work
 from vllm_bastion import envs
+from vllm_bastion.policy.cost.fit import CalibratedRoofline
+from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
+from vllm_bastion.policy.cost.table import StepCostTable
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = Path(os.environ.get("VLLM_BASTION_TEST_PAIR", ROOT / "benchmarks" / "tiny"))
@@ -81,6 +84,14 @@ def caches(folder: Path) -> dict[str, str]:
     return own | {"TORCHINDUCTOR_CACHE_DIR": str(envs.cache_dir() / "tests" / "inductor")}
 
 
+def given_costs(
+    table: StepCostTable, path: Path, calibrated: CalibratedRoofline | None = None
+) -> dict[str, str]:
+    """Keys of an engine whose step costs are those of `table`, which is written to `path`."""
+    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table, calibrated), path)
+    return {"calibration": str(path), "latency_model": "table"}
+
+
 @dataclass(frozen=True)
 class Engine:
     """Settings of an engine; the defaults suit two cores and four requests."""
@@ -97,7 +108,11 @@ class Engine:
     extra: tuple[tuple[str, Any], ...] = ()
 
     def with_bastion(self, nodes: int, budget: int | str = "adaptive", **keys: Any) -> Engine:
-        """The same engine with method "bastion"; `keys` are given without their `bastion_`."""
+        """The same engine with method "bastion"; `keys` are given without their `bastion_`.
+
+        On a CPU an adaptive budget has the costs of `Runner`, unless `calibration` is given:
+        measuring them takes longer than all else in these tests.
+        """
         own = {key if key == "model" else f"bastion_{key}": value for key, value in keys.items()}
         return self.with_method("bastion", nodes, bastion_budget=budget, **own)
 
@@ -185,6 +200,8 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         self.caches = caches(folder)
         share_machine_code(Path(self.caches["VLLM_BASTION_CACHE"]))
+        table = StepCostTable.linear(10.0, 0.2, max_rows=512)
+        self._costs = given_costs(table, folder / "costs.json")["calibration"]
         environment = {**ENVIRONMENT, **self.caches}
         self._environment = environment
         if ON_GPU:
@@ -210,8 +227,12 @@ class Runner:
                 runs vLLM's Triton kernels in the interpreter; with `images=True` requests may have
                 images.
         """
+        arguments = engine.arguments()
+        speculative = arguments.get("speculative_config", {})
+        if speculative.get("bastion_budget") == "adaptive" and not ON_GPU:
+            speculative.setdefault("bastion_calibration", self._costs)
         spec = {
-            "engine": engine.arguments(),
+            "engine": arguments,
             "batches": [batch.spec() for batch in batches],
             **spec_keys,
         }

@@ -11,8 +11,7 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers
-from tests.e2e.engines import GAMMA, Batch, Engine, Runner
-from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
+from tests.e2e.engines import GAMMA, Batch, Engine, Runner, given_costs
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
@@ -52,15 +51,12 @@ def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine
 
 def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
     """Lagged timing, as on a GPU: the previous scores size a step, and the device shares it out."""
-    profile = tmp_path / "profile.json"
     # Rows cost enough to make the shares unequal, but not so much that nothing is drafted.
-    table = StepCostTable.linear(10.0, 0.4, max_rows=128)
-    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
+    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), tmp_path / "costs.json")
     batches = [cases.greedy(2, tokens=48), cases.sampled(3, tokens=48), cases.stops()]
-    costs = {"calibration": str(profile), "latency_model": "table", "budget_timing": "lagged"}
     engine = Engine(eager=True).with_async()
     plain = runner.submit(engine, batches)
-    run = runner.run(engine.with_bastion(16, **costs), batches)
+    run = runner.run(engine.with_bastion(16, budget_timing="lagged", **costs), batches)
     compare.same("lagged, batch 4, async", batches, plain.result(), run)
     for outcome in run["batches"]:
         # The counts are per request and step, not the even split that the host planned.
@@ -79,9 +75,7 @@ def test_requests_with_their_own_budgets(
     runner: Runner, compare: Comparison, tmp_path: Path, timing: str
 ) -> None:
     """Plain decoding, small trees and full ones in the same steps."""
-    profile = tmp_path / "profile.json"
-    table = StepCostTable.linear(10.0, 0.05, max_rows=128)
-    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
+    costs = given_costs(StepCostTable.linear(10.0, 0.05, max_rows=128), tmp_path / "costs.json")
     limits, bare = [0, 3, None, 0, 16], Batch("requests with their own budgets")
     mixed, most = Batch(bare.case), {}
     for at, (name, text) in enumerate(cases.some(4)):
@@ -92,9 +86,8 @@ def test_requests_with_their_own_budgets(
         mixed.add(name, text, **params, **own)
         most[name] = 16 if limit is None else limit
     engine = Engine(eager=True).with_async() if timing == "lagged" else Engine(eager=True)
-    costs = {"calibration": str(profile), "latency_model": "table", "budget_timing": timing}
     expected = runner.run(engine, [bare])
-    run = runner.run(engine.with_bastion(16, **costs), [mixed])
+    run = runner.run(engine.with_bastion(16, budget_timing=timing, **costs), [mixed])
     compare.same(f"own budgets, {timing}", [bare], expected, run)
     outcome = run["batches"][0]
     assert outcome["reported"] == outcome["counted"]
@@ -110,15 +103,13 @@ def test_nothing_is_drafted_that_no_reply_can_use(
     runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:
     """Drafts are free, so every other step has one."""
-    profile = tmp_path / "profile.json"
-    free = StepCostTable.flat(10.0, max_rows=512)
-    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), free), profile)
+    free = given_costs(StepCostTable.flat(10.0, max_rows=512), tmp_path / "costs.json")
     batch = Batch("short replies")
     for (name, text), tokens in zip(cases.some(3), (2, 2, 1, 24, 3, 1, 17, 33, 9), strict=True):
         batch.add(name, text, temperature=0, max_tokens=tokens, ignore_eos=True)
     rows = ("max_num_batched_tokens", 512)
     plain = Engine(max_num_seqs=2, eager=True, extra=(rows,))
-    engine = plain.with_bastion(16, calibration=str(profile), latency_model="table")
+    engine = plain.with_bastion(16, **free)
     expected = runner.submit(plain, [batch])
     run = runner.run(engine, [batch], probe="tests.e2e.plain_steps:drafts")
     compare.same("drafts are free", [batch], expected.result(), run)
@@ -168,9 +159,7 @@ def test_the_budget_follows_the_cost_table(
     plain = Engine(max_num_seqs=1, eager=True)
     runs = {}
     for name, table in TABLES.items():
-        path = tmp_path / f"{name}.json"
-        write_profile(Profile(ProfileKey(name, "", "", "", "", 1, ""), table), path)
-        engine = plain.with_bastion(NODES, calibration=str(path), latency_model="table")
+        engine = plain.with_bastion(NODES, **given_costs(table, tmp_path / f"{name}.json"))
         runs[name] = runner.submit(engine, [batch])
     expected = runner.run(plain, [batch])
     for name, run in runs.items():

@@ -16,9 +16,8 @@ import torch
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers
 from tests.e2e.cuda_graphs import Tape, capture, kernel
-from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.engines import ON_GPU, Batch, Engine, Runner, given_costs
 from tests.e2e.targets import ARGUMENTS, SPEC, make_scaled, make_target
-from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="stands in for a GPU")]
@@ -55,10 +54,8 @@ def batch() -> Batch:
 
 def costs(folder: Path, timing: str) -> dict[str, str]:
     """Keys of an engine with a given cost table."""
-    profile = folder / "profile.json"
     table = StepCostTable.linear(10.0, 0.4, max_rows=128)
-    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table), profile)
-    return {"calibration": str(profile), "latency_model": "table", "budget_timing": timing}
+    return {**given_costs(table, folder / "costs.json"), "budget_timing": timing}
 
 
 @pytest.mark.parametrize("timing", ["exact", pytest.param("lagged", marks=pytest.mark.slow)])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.replay.costs import CostSource
 from tests.drafters.recording import specforge_chains
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
@@ -24,13 +23,12 @@ from tests.e2e.drafters import (
     XPRESS,
     make_drafter,
 )
-from tests.e2e.engines import GAMMA, ROOT, Batch, Engine, Runner
+from tests.e2e.engines import GAMMA, ROOT, Batch, Engine, Runner, given_costs
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 PLAIN = Engine(max_num_seqs=3, eager=True)
 PROBE = "tests.e2e.drafters:drafted"
-COSTS = CostSource("some", StepCostTable.linear(10.0, 0.4, max_rows=128), None)
 SLOW = pytest.mark.slow
 KINDS = [
     *HEADS,
@@ -83,8 +81,7 @@ def test_tokens_equal_plain_decoding(
 ) -> None:
     drafter, batches = make_drafter(kind, folder / kind), [together()]
     tree = PLAIN.with_bastion(24, 24, model=drafter)
-    # All drafters get the same costs; measuring is not tested here.
-    costs = {"calibration": write_costs(COSTS, folder / "costs.json"), "latency_model": "table"}
+    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), folder / "costs.json")
     lagged = PLAIN.with_bastion(24, model=drafter, budget_timing="lagged", **costs).with_async()
     runs = [runner.submit(engine, batches) for engine in (PLAIN, tree, lagged)]
     expected = runs[0].result()

@@ -31,7 +31,8 @@ EXPERTS, CHOSEN = 32, 2
 def _calibrated(runner: Runner, target: str, **spec: Any) -> list[dict[str, Any]]:
     """Forward passes of the calibration of an engine with this target."""
     extra = {"model": target, **spec.pop("arguments", {})}
-    engine = Engine(max_num_seqs=8, eager=True, extra=tuple(extra.items())).with_bastion(15)
+    plain = Engine(max_num_seqs=8, eager=True, extra=tuple(extra.items()))
+    engine = plain.with_bastion(15, calibration="auto")
     setup = [*spec.pop("setup", ()), "tests.e2e.experts_probe:watch"]
     probe = "tests.e2e.experts_probe:seen"
     run = runner.run(engine, [cases.greedy(1, tokens=4)], setup=setup, probe=probe, **spec)

@@ -12,8 +12,7 @@ from benchmarks import RESULTS
 from benchmarks.replay.costs import CostSource, from_profile
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.costs import write_costs
-from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+from tests.e2e.engines import GAMMA, Batch, Engine, Runner, given_costs
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
@@ -35,8 +34,8 @@ def crowd(tokens: int) -> Batch:
 
 def with_costs(engine: Engine, source: CostSource, folder: Path, **keys: Any) -> Engine:
     """The engine with trees of 63 nodes and this cost table."""
-    costs = write_costs(source, folder / "costs.json")
-    return engine.with_bastion(NODES, calibration=costs, latency_model="table", **keys)
+    costs = given_costs(source.table, folder / "costs.json", source.calibrated)
+    return engine.with_bastion(NODES, **costs, **keys)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.replay.costs import CostSource
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.costs import write_costs
-from tests.e2e.engines import Batch, Engine, Runner
+from tests.e2e.engines import Batch, Engine, Runner, given_costs
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
@@ -32,8 +30,7 @@ def repeating() -> Batch:
 
 def costs(folder: Path, drafter_ms: float) -> dict[str, Any]:
     table = StepCostTable.linear(10.0, 0.3, max_rows=128, drafter_ms=drafter_ms)
-    path = write_costs(CostSource("given", table, None), folder / f"{drafter_ms}.json")
-    return {"calibration": path, "latency_model": "table"}
+    return given_costs(table, folder / f"{drafter_ms}.json")
 
 
 def steps_because(run: dict[str, Any], reason: str) -> float:

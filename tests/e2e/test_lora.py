@@ -52,7 +52,7 @@ def test_rows_of_a_tree_get_their_requests_adapter(
     plain = with_adapters(Engine(eager=True))
     requests = [adapted(tmp_path, 3, 40, head)]
     # Trees of different sizes in one step: budgets follow from costs, given or measured.
-    tree = plain.with_bastion(24, **({} if head else costs(tmp_path, "auto")))
+    tree = plain.with_bastion(24, **({"calibration": "auto"} if head else costs(tmp_path, "auto")))
     expected, run = runner.run(plain, requests), runner.run(tree, requests)
     compare.same(f"adapters, head {head}", requests, expected, run, plain)
     outcome = run["batches"][0]

@@ -59,7 +59,8 @@ class Matrix:
         # Only the slow lane compiles plain decoding, and the oracle, which is no real drafter.
         expected = self._knowing = self._engine if everything else self._engine.with_eager()
         self._plain = self._submit(expected)
-        self._tree = self._submit(self._engine.with_bastion(16))
+        measured = {"calibration": "auto"} if everything else {}
+        self._tree = self._submit(self._engine.with_bastion(16, **measured))
         # The oracle needs plain decoding's answers first.
         self._plain.add_done_callback(lambda done: done.exception() or self._oracle())
 
