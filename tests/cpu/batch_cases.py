@@ -9,6 +9,7 @@ from tests.cpu.twin_cases import REQS, SLOTS, STEPS, Draw, Launch, addresses, ca
 
 _GPU = "vllm.v1.worker.gpu"
 _BATCH = f"{_GPU}.input_batch"
+_DFLASH = f"{_GPU}.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel"
 LENGTH = 64  # the most tokens of a request
 
 
@@ -201,7 +202,9 @@ def expand_idx_mapping(draw: Draw) -> Launch:
     return Launch((REQS,), args)
 
 
-def _gather(draw: Draw, masked: bool) -> Launch:
+@case(f"{_GPU}.block_table:_gather_block_tables_kernel", masked=False)
+@case(f"{_GPU}.block_table:_gather_block_tables_kernel/sliding_window", masked=True)
+def gather_block_tables(draw: Draw, masked: bool) -> Launch:
     widths = [6, 11]
     sources = [draw.ints(0, 90, SLOTS, width) for width in widths]
     targets = [draw.ints(-9, 0, SLOTS, width) for width in widths]
@@ -221,17 +224,9 @@ def _gather(draw: Draw, masked: bool) -> Launch:
     return Launch((2, REQS + 2), args, sources + targets)
 
 
-@case(f"{_GPU}.block_table:_gather_block_tables_kernel")
-def gather_block_tables(draw: Draw) -> Launch:
-    return _gather(draw, masked=False)
-
-
-@case(f"{_GPU}.block_table:_gather_block_tables_kernel/sliding_window")
-def gather_block_tables_in_window(draw: Draw) -> Launch:
-    return _gather(draw, masked=True)
-
-
-def _slot_mappings(draw: Draw, cp_size: int) -> Launch:
+@case(f"{_GPU}.block_table:_compute_slot_mappings_kernel", cp_size=1)
+@case(f"{_GPU}.block_table:_compute_slot_mappings_kernel/two_ranks", cp_size=2)
+def compute_slot_mappings(draw: Draw, cp_size: int) -> Launch:
     widths, sizes, starts = [16, 8], [4, 8], draw.starts(7)
     tables = [draw.ints(0, 90, SLOTS, width) for width in widths]
     tokens = int(starts[-1]) + 6
@@ -256,17 +251,9 @@ def _slot_mappings(draw: Draw, cp_size: int) -> Launch:
     return Launch((2, REQS + 1), args, tables)
 
 
-@case(f"{_GPU}.block_table:_compute_slot_mappings_kernel")
-def compute_slot_mappings(draw: Draw) -> Launch:
-    return _slot_mappings(draw, 1)
-
-
-@case(f"{_GPU}.block_table:_compute_slot_mappings_kernel/two_ranks")
-def compute_slot_mappings_of_a_rank(draw: Draw) -> Launch:
-    return _slot_mappings(draw, 2)
-
-
-def _dflash(draw: Draw, from_anchor: bool, cp_size: int) -> Launch:
+@case(_DFLASH, from_anchor=False, cp_size=1)
+@case(f"{_DFLASH}/from_anchor_of_a_rank", from_anchor=True, cp_size=2)
+def prepare_dflash_inputs(draw: Draw, from_anchor: bool, cp_size: int) -> Launch:
     starts = draw.starts(9, 1)
     lengths = starts.diff()
     tokens, queries, most = int(starts[-1]), STEPS + 1 - from_anchor, SLOTS * (STEPS + 1) + 3
@@ -314,19 +301,6 @@ def _dflash(draw: Draw, from_anchor: bool, cp_size: int) -> Launch:
         "BLOCK_SIZE": 8,
     }
     return Launch((REQS, 2), args)
-
-
-_DFLASH = f"{_GPU}.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel"
-
-
-@case(_DFLASH)
-def prepare_dflash_inputs(draw: Draw) -> Launch:
-    return _dflash(draw, False, 1)
-
-
-@case(f"{_DFLASH}/from_anchor_of_a_rank")
-def prepare_dflash_inputs_from_anchor(draw: Draw) -> Launch:
-    return _dflash(draw, True, 2)
 
 
 @case(f"{_GPU}.model_states.mamba_hybrid:_scatter_num_accepted_kernel")
@@ -381,7 +355,9 @@ def prepare_rope_positions(draw: Draw) -> Launch:
     return Launch((REQS,), args)
 
 
-def _prompt_embeds(draw: Draw, dtype: torch.dtype) -> Launch:
+@case(f"{_GPU}.model_states.prompt_embeds:_apply_prompt_embeds_kernel", dtype=torch.float32)
+@case(f"{_GPU}.model_states.prompt_embeds:_apply_prompt_embeds_kernel/bf16", dtype=torch.bfloat16)
+def apply_prompt_embeds(draw: Draw, dtype: torch.dtype) -> Launch:
     starts, hidden = draw.starts(7), 12
     lengths = draw.ints(0, 12, SLOTS)
     embeds = [draw.floats(max(int(n), 1), hidden).to(dtype) for n in lengths]
@@ -402,13 +378,3 @@ def _prompt_embeds(draw: Draw, dtype: torch.dtype) -> Launch:
         "BLOCK_SIZE": 8,
     }
     return Launch((REQS, 2), args, embeds + masks)
-
-
-@case(f"{_GPU}.model_states.prompt_embeds:_apply_prompt_embeds_kernel")
-def apply_prompt_embeds(draw: Draw) -> Launch:
-    return _prompt_embeds(draw, torch.float32)
-
-
-@case(f"{_GPU}.model_states.prompt_embeds:_apply_prompt_embeds_kernel/bf16")
-def apply_prompt_embeds_bf16(draw: Draw) -> Launch:
-    return _prompt_embeds(draw, torch.bfloat16)

@@ -9,6 +9,7 @@ from tests.cpu.twin_cases import REQS, SLOTS, STEPS, VOCAB, Draw, Launch, case, 
 
 _SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 _UTILS = f"{_SAMPLER}_utils"
+_STATS = f"{_UTILS}:_compute_local_logits_stats_kernel"
 _DFLASH2 = "vllm.v1.worker.gpu.spec_decode.dflash2.speculator"
 _BLOCKS = 3
 _K = 6
@@ -108,7 +109,9 @@ class _Verified:
         }
 
 
-def _stats(draw: Draw, draft: bool) -> Launch:
+@case(_STATS, draft=False)
+@case(f"{_STATS}/draft_logits", draft=True)
+def local_logits_stats(draw: Draw, draft: bool) -> Launch:
     batch = _Verified(draw)
     out = [draw.floats(batch.rows, _BLOCKS) for _ in range(4)]
     args = dict(
@@ -130,20 +133,10 @@ def _stats(draw: Draw, draft: bool) -> Launch:
     return Launch((batch.rows, _BLOCKS), args)
 
 
-_STATS = f"{_UTILS}:_compute_local_logits_stats_kernel"
-
-
-@case(_STATS)
-def local_logits_stats(draw: Draw) -> Launch:
-    return _stats(draw, draft=False)
-
-
-@case(f"{_STATS}/draft_logits")
-def local_logits_stats_of_drafts(draw: Draw) -> Launch:
-    return _stats(draw, draft=True)
-
-
-def _rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
+@case(f"{_UTILS}:_rejection_kernel", draft=False, synthetic=False)
+@case(f"{_UTILS}:_rejection_kernel/draft_logits", draft=True, synthetic=False)
+@case(f"{_UTILS}:_rejection_kernel/synthetic", draft=False, synthetic=True)
+def rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
     batch = _Verified(draw)
     args = dict(
         sampled_ptr=draw.ints(-9, 0, REQS, STEPS + 1, dtype=torch.int64),
@@ -178,22 +171,9 @@ def _rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
     return Launch((REQS,), args)
 
 
-@case(f"{_UTILS}:_rejection_kernel")
-def rejection(draw: Draw) -> Launch:
-    return _rejection(draw, draft=False, synthetic=False)
-
-
-@case(f"{_UTILS}:_rejection_kernel/draft_logits")
-def rejection_with_draft_logits(draw: Draw) -> Launch:
-    return _rejection(draw, draft=True, synthetic=False)
-
-
-@case(f"{_UTILS}:_rejection_kernel/synthetic")
-def rejection_at_given_rates(draw: Draw) -> Launch:
-    return _rejection(draw, draft=False, synthetic=True)
-
-
-def _resample(draw: Draw, draft: bool) -> Launch:
+@case(f"{_UTILS}:_resample_kernel", draft=False)
+@case(f"{_UTILS}:_resample_kernel/draft_logits", draft=True)
+def resample(draw: Draw, draft: bool) -> Launch:
     batch = _Verified(draw)
     steps = (draw.ints(0, STEPS + 1, REQS) % batch.starts.diff()).to(torch.int32)
     args = dict(
@@ -228,16 +208,6 @@ def _resample(draw: Draw, draft: bool) -> Launch:
     return Launch((REQS, _BLOCKS), args)
 
 
-@case(f"{_UTILS}:_resample_kernel")
-def resample(draw: Draw) -> Launch:
-    return _resample(draw, draft=False)
-
-
-@case(f"{_UTILS}:_resample_kernel/draft_logits")
-def resample_with_draft_logits(draw: Draw) -> Launch:
-    return _resample(draw, draft=True)
-
-
 @case(f"{_UTILS}:_insert_resampled_kernel")
 def insert_resampled(draw: Draw) -> Launch:
     batch = _Verified(draw)
@@ -263,7 +233,10 @@ def _candidates(draw: Draw, rows: int) -> torch.Tensor:
     return draw.floats(rows, VOCAB).argsort(-1)[:, :_K].contiguous()
 
 
-def _walk(draw: Draw, probabilistic: bool, fp64: bool) -> Launch:
+@case(f"{_DFLASH2}:_selector_walk_kernel", probabilistic=False, fp64=False)
+@case(f"{_DFLASH2}:_selector_walk_kernel/sampled", probabilistic=True, fp64=False)
+@case(f"{_DFLASH2}:_selector_walk_kernel/fp64", probabilistic=True, fp64=True)
+def walk(draw: Draw, probabilistic: bool, fp64: bool) -> Launch:
     scores = draw.floats(REQS, STEPS, _K, _K)
     if draw.hostile:
         scores = (scores * 2).round()
@@ -285,21 +258,6 @@ def _walk(draw: Draw, probabilistic: bool, fp64: bool) -> Launch:
         "USE_FP64": fp64,
     }
     return Launch((REQS,), args)
-
-
-@case(f"{_DFLASH2}:_selector_walk_kernel")
-def walk(draw: Draw) -> Launch:
-    return _walk(draw, probabilistic=False, fp64=False)
-
-
-@case(f"{_DFLASH2}:_selector_walk_kernel/sampled")
-def walk_sampled(draw: Draw) -> Launch:
-    return _walk(draw, probabilistic=True, fp64=False)
-
-
-@case(f"{_DFLASH2}:_selector_walk_kernel/fp64")
-def walk_fp64(draw: Draw) -> Launch:
-    return _walk(draw, probabilistic=True, fp64=True)
 
 
 @case(f"{_DFLASH2}:_cache_draft_logits_kernel")

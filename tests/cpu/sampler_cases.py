@@ -33,7 +33,10 @@ def temperature(draw: Draw) -> Launch:
     return Launch((rows, 3), args)
 
 
-def _gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
+@case(_GUMBEL, fp64=False, drafting=False)
+@case(f"{_GUMBEL}/fp64", fp64=True, drafting=False)
+@case(f"{_GUMBEL}/drafting", fp64=False, drafting=True)
+def gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
     _, slots, positions, rows = _rows(draw)
     if draw.hostile:
         slots[1] = -1
@@ -61,21 +64,6 @@ def _gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
         "PER_TOKEN_COL": drafting,
     }
     return Launch((rows, 3), args)
-
-
-@case(_GUMBEL)
-def gumbel(draw: Draw) -> Launch:
-    return _gumbel(draw, fp64=False, drafting=False)
-
-
-@case(f"{_GUMBEL}/fp64")
-def gumbel_fp64(draw: Draw) -> Launch:
-    return _gumbel(draw, fp64=True, drafting=False)
-
-
-@case(f"{_GUMBEL}/drafting")
-def gumbel_drafting(draw: Draw) -> Launch:
-    return _gumbel(draw, fp64=False, drafting=True)
 
 
 @case(f"{_SAMPLE}.min_p:_min_p_kernel")
@@ -163,7 +151,9 @@ def bad_words(draw: Draw) -> Launch:
     return Launch((rows, words), args)
 
 
-def _bias(draw: Draw, check: bool) -> Launch:
+@case(f"{_SAMPLE}.logit_bias:_bias_kernel", check=False)
+@case(f"{_SAMPLE}.logit_bias:_bias_kernel/all_masked", check=True)
+def bias(draw: Draw, check: bool) -> Launch:
     _, slots, _, rows = _rows(draw)
     logits = draw.logits(rows)
     if check:  # rows where only stop tokens are allowed
@@ -196,16 +186,6 @@ def _bias(draw: Draw, check: bool) -> Launch:
         "CHECK_ALL_MASKED_ROWS": check,
     }
     return Launch((rows,), args)
-
-
-@case(f"{_SAMPLE}.logit_bias:_bias_kernel")
-def bias(draw: Draw) -> Launch:
-    return _bias(draw, check=False)
-
-
-@case(f"{_SAMPLE}.logit_bias:_bias_kernel/all_masked")
-def bias_of_masked_rows(draw: Draw) -> Launch:
-    return _bias(draw, check=True)
 
 
 @case("vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel")

@@ -56,7 +56,9 @@ def _states(draw: Draw, dim_first: bool) -> tuple[dict[str, Any], list[torch.Ten
     return args, behind + tables
 
 
-def _precopy(draw: Draw, dim_first: bool) -> Launch:
+@case(f"{_MAMBA}:precopy_mamba_align_fused_kernel", dim_first=False)
+@case(f"{_MAMBA}:precopy_mamba_align_fused_kernel/dim_first", dim_first=True)
+def precopy_mamba_align(draw: Draw, dim_first: bool) -> Launch:
     args, behind = _states(draw, dim_first)
     args |= {
         "mamba_state_idx_ptr": draw.ints(0, 5, SLOTS),
@@ -68,17 +70,9 @@ def _precopy(draw: Draw, dim_first: bool) -> Launch:
     return Launch((REQS, 3, 2), args, behind)
 
 
-@case(f"{_MAMBA}:precopy_mamba_align_fused_kernel")
-def precopy_mamba_align(draw: Draw) -> Launch:
-    return _precopy(draw, False)
-
-
-@case(f"{_MAMBA}:precopy_mamba_align_fused_kernel/dim_first")
-def precopy_mamba_align_dim_first(draw: Draw) -> Launch:
-    return _precopy(draw, True)
-
-
-def _postprocess(draw: Draw, dim_first: bool) -> Launch:
+@case(f"{_MAMBA}:postprocess_mamba_fused_kernel", dim_first=False)
+@case(f"{_MAMBA}:postprocess_mamba_fused_kernel/dim_first", dim_first=True)
+def postprocess_mamba(draw: Draw, dim_first: bool) -> Launch:
     args, behind = _states(draw, dim_first)
     accepted = draw.ints(1, 5, SLOTS)
     computed = draw.ints(9, 40, SLOTS)
@@ -95,13 +89,3 @@ def _postprocess(draw: Draw, dim_first: bool) -> Launch:
         "PRECOMPUTED_NEW_COMPUTED": True,
     }
     return Launch((REQS, 3, 2), args, behind)
-
-
-@case(f"{_MAMBA}:postprocess_mamba_fused_kernel")
-def postprocess_mamba(draw: Draw) -> Launch:
-    return _postprocess(draw, False)
-
-
-@case(f"{_MAMBA}:postprocess_mamba_fused_kernel/dim_first")
-def postprocess_mamba_dim_first(draw: Draw) -> Launch:
-    return _postprocess(draw, True)

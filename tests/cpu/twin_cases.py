@@ -9,9 +9,10 @@ between rows. A parameter `x_stride` that is not given is the stride of the rows
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -105,11 +106,14 @@ CASES: dict[str, Callable[[Draw], Launch]] = {}
 """`package.module:kernel` or `package.module:kernel/variant` -> its case"""
 
 
-def case(target: str) -> Callable[[Callable[[Draw], Launch]], Callable[[Draw], Launch]]:
-    """Register a case."""
+_Case = TypeVar("_Case", bound=Callable[..., Launch])
 
-    def register(function: Callable[[Draw], Launch]) -> Callable[[Draw], Launch]:
-        CASES[target] = function
+
+def case(target: str, **variant: Any) -> Callable[[_Case], _Case]:
+    """Register a case: a function of a `Draw`, and of what makes this a variant."""
+
+    def register(function: _Case) -> _Case:
+        CASES[target] = functools.partial(function, **variant)
         return function
 
     return register

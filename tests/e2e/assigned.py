@@ -118,29 +118,20 @@ ASSIGNED: tuple[Change, ...] = (
             ("vllm.v1.structured_output:StructuredOutputManager", "GrammarLimits", _CORE),
         )
     ),
-    Change(
-        target=f"{_SAMPLE}.penalties:PenaltiesState.apply",
-        why="it takes the tokens before a row from the rows above it",
-        what="`engine.processors` makes it read a node's ancestors",
-        upstream="processors that know trees",
-        when=BASTION_WORKER,
-        on_instance=True,
-    ),
-    Change(
-        target=f"{_SAMPLE}.bad_words:BadWordsState.apply",
-        why="as for penalties",
-        what="as for penalties",
-        upstream="processors that know trees",
-        when=BASTION_WORKER,
-        on_instance=True,
-    ),
-    Change(
-        target=f"{_SAMPLE}.thinking_budget:ThinkingBudgetState.apply",
-        why="as for penalties",
-        what="as for penalties",
-        upstream="processors that know trees",
-        when=BASTION_WORKER,
-        on_instance=True,
+    *(
+        Change(
+            target=f"{_SAMPLE}.{processor}.apply",
+            why="it takes the tokens before a row from the rows above it",
+            what="`engine.processors` makes it read a node's ancestors",
+            upstream="processors that know trees",
+            when=BASTION_WORKER,
+            on_instance=True,
+        )
+        for processor in (
+            "penalties:PenaltiesState",
+            "bad_words:BadWordsState",
+            "thinking_budget:ThinkingBudgetState",
+        )
     ),
     Change(
         target=f"{_DRAFTER}:DFlashQwen3Model._normalize_context_k",
@@ -174,21 +165,16 @@ ASSIGNED: tuple[Change, ...] = (
         when=_INT8_DRAFTER,
         on_instance=True,
     ),
-    Change(
-        target="vllm.model_executor.layers.linear:LinearBase.cpu_linear",
-        why="see the hook on dispatch_cpu_unquantized_gemm, which assigns it",
-        what="`cpu.linear` and `cpu.int8` set it, and empty `weight` where they have packed it",
-        upstream="as for that hook",
-        when=_BF16_PRODUCTS,
-        on_instance=True,
-    ),
-    Change(
-        target="vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead.cpu_linear",
-        why="as for linear layers",
-        what="as for linear layers",
-        upstream="as for linear layers",
-        when=_BF16_PRODUCTS,
-        on_instance=True,
+    *(
+        Change(
+            target=f"vllm.model_executor.layers.{layer}.cpu_linear",
+            why="see the hook on dispatch_cpu_unquantized_gemm, which assigns it",
+            what="`cpu.linear` and `cpu.int8` set it, and empty `weight` where they have packed it",
+            upstream="as for that hook",
+            when=_BF16_PRODUCTS,
+            on_instance=True,
+        )
+        for layer in ("linear:LinearBase", "vocab_parallel_embedding:ParallelLMHead")
     ),
     Change(
         target="torch.nn.parameter:Parameter.bastion_packed",

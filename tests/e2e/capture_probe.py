@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks an engine which attention it captures, compiles and times: for `test_capture`."""
+"""Asks an engine what it captures, compiles and times: for `test_capture`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,49 @@ from typing import Any
 
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
+_BLOCKS: list[int] = []
+
+
+def watch() -> None:
+    """Record the block size of every launch of vLLM's input kernel for DFlash in this process."""
+    from vllm.triton_utils import triton
+    from vllm.v1.worker.gpu.spec_decode.dflash import speculator
+
+    prepare = speculator.prepare_dflash_inputs
+
+    def prepare_dflash_inputs(*args: Any, **kwargs: Any) -> None:
+        batch = next(one for one in args if hasattr(one, "num_scheduled_tokens"))
+        longest = int(batch.num_scheduled_tokens.max()) + 16
+        _BLOCKS.append(min(256, triton.next_power_of_2(longest)))
+        prepare(*args, **kwargs)
+
+    speculator.prepare_dflash_inputs = prepare_dflash_inputs
+
+
+def every(session: Any) -> list[dict[str, Any]]:
+    """Some answers in the first step, and others, which use the buffers of requests, at the end."""
+    if not session.engine.has_unfinished_requests():
+        return [{"captured": captured(session), "dummies": dummies(session)}]
+    if session.forwards > 1:
+        return []
+    blocks_of_the_start = _BLOCKS[:-1]
+    return [
+        {
+            "input blocks": blocks_of_the_start,
+            "timed trees": timed_trees(session),
+            "idle rank": idle_rank(session),
+            "warm-up": warm_up_lengths(session)[0],
+        }
+    ]
+
 
 def captured(session: Any) -> list[dict[str, Any]]:
     """Batches as vLLM prepares them before a capture, FULL and PIECEWISE.
 
     Returns:
         For each: whether it belongs to a FULL graph, whether the metadata of every target layer has
-        the engine's trees and reads their mask, and the other layers with metadata. None while
-        requests are running, whose inputs are in the same buffers.
+        the engine's trees and reads their mask, and the other layers with metadata.
     """
-    if session.engine.has_unfinished_requests():
-        return []
     runner = session.runner
     state = runner.model_state
     out = []
@@ -49,15 +81,10 @@ def captured(session: Any) -> list[dict[str, Any]]:
     return out
 
 
-def dummies(session: Any) -> list[dict[str, Any]]:
-    """Whether the target's attention reads the mask in dummy batches: in ours, and in vLLM's.
-
-    Nothing while requests are running, whose inputs are in the same buffers.
-    """
+def dummies(session: Any) -> dict[str, Any]:
+    """Whether the target's attention reads the mask in dummy batches: in ours, and in vLLM's."""
     from vllm_bastion.calibration.measure import dummy_tree_step
 
-    if session.engine.has_unfinished_requests():
-        return []
     runner, state = session.runner, session.runner.model_state
     prepare, masked = state.prepare_attn, []
 
@@ -71,9 +98,8 @@ def dummies(session: Any) -> list[dict[str, Any]]:
     ours, masked[:] = list(masked), []
     runner._dummy_run(8)
     state.prepare_attn = prepare
-    return [
-        {"tree step": ours, "vLLM's own": masked, "after": state.runtime.timed_spares is not None}
-    ]
+    after = state.runtime.timed_spares is not None
+    return {"tree step": ours, "vLLM's own": masked, "after": after}
 
 
 def timed_trees(session: Any) -> list[dict[str, Any]]:
@@ -135,3 +161,23 @@ def warm_up_lengths(session: Any) -> list[dict[str, int]]:
     warmup.warmup_kernels(runner, execute_model, runner.sample_tokens)
     runner.scheduler_config.max_num_seqs = seats
     return [{"longest": max(found), "drafts": max(drafts)}]
+
+
+def idle_rank(session: Any) -> dict[str, Any]:
+    """The batch with which an idle data-parallel rank joins the steps of the others."""
+    runner, worker = session.runner, session.core.model_executor.driver_worker.worker
+    prepare, propose, found = runner.model_state.prepare_attn, runner.speculator.propose, []
+
+    def prepare_attn(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append({"rows": batch.num_tokens, "requests": batch.num_reqs, "drafts": False})
+        return prepare(batch, *args, **kwargs)
+
+    def proposed(*args: Any, **kwargs: Any) -> Any:
+        found[-1]["drafts"] = kwargs["dummy_run"]
+        return propose(*args, **kwargs)
+
+    runner.model_state.prepare_attn, runner.speculator.propose = prepare_attn, proposed
+    worker.execute_dummy_batch()
+    runner.model_state.prepare_attn, runner.speculator.propose = prepare, propose
+    (batch,) = found
+    return batch

@@ -35,6 +35,11 @@ def answers(run: dict[str, Any]) -> dict[str, list[int]]:
     }
 
 
+def leaving_the_chain(paths: Sequence[list[int]]) -> list[list[int]]:
+    """The accepted paths that are not the first nodes one after the other."""
+    return [path for path in paths if path != list(range(len(path)))]
+
+
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

@@ -241,6 +241,13 @@ class Runner:
             self._done[key] = self._pool.submit(self._run, spec, key)
         return self._done[key]
 
+    def all(
+        self, engines: Sequence[Engine], batches: Sequence[Batch], **spec_keys: Any
+    ) -> list[dict[str, Any]]:
+        """Run several engines on the same batches and wait for them."""
+        runs = [self.submit(engine, batches, **spec_keys) for engine in engines]
+        return [run.result() for run in runs]
+
     def run(self, engine: Engine, batches: Sequence[Batch], **spec_keys: Any) -> dict[str, Any]:
         """Run one engine and wait for it."""
         return self.submit(engine, batches, **spec_keys).result()

@@ -52,22 +52,3 @@ def _forward(_: Any, args: Any, given: dict[str, Any]) -> None:
 def seen(session: Any) -> list[dict[str, Any]]:
     """The forward passes of the engine's calibration, with the experts of each layer."""
     return _FORWARDS if session.forwards == 1 else []
-
-
-def idle(session: Any) -> list[dict[str, Any]]:
-    """The batch with which an idle data-parallel rank joins the steps of the others."""
-    runner, worker = session.runner, session.core.model_executor.driver_worker.worker
-    prepare, propose, found = runner.model_state.prepare_attn, runner.speculator.propose, []
-
-    def prepare_attn(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append({"rows": batch.num_tokens, "requests": batch.num_reqs, "drafts": False})
-        return prepare(batch, *args, **kwargs)
-
-    def proposed(*args: Any, **kwargs: Any) -> Any:
-        found[-1]["drafts"] = kwargs["dummy_run"]
-        return propose(*args, **kwargs)
-
-    runner.model_state.prepare_attn, runner.speculator.propose = prepare_attn, proposed
-    worker.execute_dummy_batch()
-    runner.model_state.prepare_attn, runner.speculator.propose = prepare, propose
-    return found

@@ -27,7 +27,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `sessions` and `continued`, by id: `token_ids` of all turns, the `reasons` for which they
         ended, (reason, stop_reason) each, `error`, the text of the exception that ended it, and of
-        ordinary turns the `history`. `metrics` are vLLM's counters.
+        ordinary turns the `history`. `prompts` are those of `continued`, and `metrics` vLLM's
+        counters.
     """
     os.environ.update(ENVIRONMENT)
     fork()
@@ -46,19 +47,24 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**spec["engine"]))
     decode = _ordinary if spec.get("ordinary") else _session
     names = [one["id"] for one in spec["sessions"]]
-    continued = [
-        {"id": f"{name}, continued", "turns": [{"chunk": prompt, "params": _CONTINUED}]}
-        for name, prompt in spec.get("continued", {}).items()
-    ]
+    prompts = spec.get("continued", {})
     try:
         results = await asyncio.gather(*(decode(engine, one) for one in spec["sessions"]))
+        if isinstance(prompts, list):
+            histories = [result["history"] + prompts for result in results]
+            prompts = dict(zip(names, histories, strict=True))
+        continued = [
+            {"id": f"{name}, continued", "turns": [{"chunk": prompt, "params": _CONTINUED}]}
+            for name, prompt in prompts.items()
+        ]
         more = await asyncio.gather(*(_ordinary(engine, one) for one in continued))
         await engine.check_health()
     finally:
         engine.shutdown()
     return {
         "sessions": dict(zip(names, results, strict=True)),
-        "continued": dict(zip(spec.get("continued", {}), more, strict=True)),
+        "continued": dict(zip(prompts, more, strict=True)),
+        "prompts": prompts,
         "metrics": {m.name: m.value for m in get_metrics_snapshot() if isinstance(m, Counter)},
         "async": engine.vllm_config.scheduler_config.async_scheduling,
     }

@@ -42,11 +42,10 @@ _QUICK = [
 def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
     """Fixed budgets, few prompts."""
     batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]
-    plain = runner.submit(replace(engine, speculative=()), batches)
-    tree = runner.submit(engine, batches)
-    compare.same(label, batches, plain.result(), tree.result())
+    plain, tree = runner.all([replace(engine, speculative=()), engine], batches)
+    compare.same(label, batches, plain, tree)
     budget = dict(engine.speculative)["bastion_budget"]
-    assert max(tree.result()["batches"][0]["verified"]) == budget
+    assert max(tree["batches"][0]["verified"]) == budget
 
 
 def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
@@ -55,9 +54,9 @@ def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
     costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), tmp_path / "costs.json")
     batches = [cases.greedy(2, tokens=48), cases.sampled(3, tokens=48), cases.stops()]
     engine = Engine(eager=True).with_async()
-    plain = runner.submit(engine, batches)
-    run = runner.run(engine.with_bastion(16, budget_timing="lagged", **costs), batches)
-    compare.same("lagged, batch 4, async", batches, plain.result(), run)
+    tree = engine.with_bastion(16, budget_timing="lagged", **costs)
+    plain, run = runner.all([engine, tree], batches)
+    compare.same("lagged, batch 4, async", batches, plain, run)
     for outcome in run["batches"]:
         # The counts are per request and step, not the even split that the host planned.
         assert outcome["reported"] == outcome["counted"]
@@ -129,12 +128,10 @@ def test_nothing_is_drafted_that_no_reply_can_use(
 def test_all_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
     """Every way to choose the budget, more prompts."""
     batches = [cases.greedy(6), cases.sampled(9)]
-    plain = runner.submit(replace(engine, speculative=()), batches)
-    tree = runner.submit(engine, batches)
-    compare.same(label, batches, plain.result(), tree.result())
-    known = {"answers": answers(plain.result())}
-    oracle = runner.run(engine, batches, oracle=known)
-    compare.same(f"{label}, oracle", batches, plain.result(), oracle)
+    plain, tree = runner.all([replace(engine, speculative=()), engine], batches)
+    compare.same(label, batches, plain, tree)
+    oracle = runner.run(engine, batches, oracle={"answers": answers(plain)})
+    compare.same(f"{label}, oracle", batches, plain, oracle)
 
 
 NODES = 24

@@ -8,18 +8,31 @@ of the batch to capture runs here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.e2e import cases
 from tests.e2e.engines import Engine, Runner
 
 pytestmark = pytest.mark.e2e
+LENGTH = 128
 
 
-def test_full_graphs_capture_the_mask(runner: Runner) -> None:
-    engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
-    run = runner.run(engine, [cases.greedy(1, tokens=4)], probe="tests.e2e.capture_probe:captured")
-    seen = run["batches"][0]["probed"]
+@pytest.fixture(scope="module")
+def probed(runner: Runner) -> list[dict[str, Any]]:
+    """What one engine answers while three requests are decoding, and when they have ended."""
+    # The probe asks for two more.
+    engine = Engine(max_num_seqs=5, max_model_len=LENGTH, eager=True).with_bastion(8)
+    watched = {"setup": ["tests.e2e.capture_probe:watch"], "probe": "tests.e2e.capture_probe:every"}
+    run = runner.run(engine, [cases.greedy(1, tokens=4)], **watched)
+    found: list[dict[str, Any]] = run["batches"][0]["probed"]
+    assert len(found) == 2
+    return found
+
+
+def test_full_graphs_capture_the_mask(probed: list[dict[str, Any]]) -> None:
+    seen = probed[1]["captured"]
     full = [one for one in seen if one["full"]]
     piecewise = [one for one in seen if not one["full"]]
     assert full and piecewise
@@ -30,30 +43,21 @@ def test_full_graphs_capture_the_mask(runner: Runner) -> None:
     assert not any(one["others"] for one in seen)
 
 
-def test_warm_up_and_calibration_run_the_tree_kernel(runner: Runner) -> None:
+def test_warm_up_and_calibration_run_the_tree_kernel(probed: list[dict[str, Any]]) -> None:
     """Also without graphs: warm-up and calibration run the kernels of a tree step."""
-    engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
-    run = runner.run(engine, [cases.greedy(1, tokens=2)], probe="tests.e2e.capture_probe:dummies")
-    first = run["batches"][0]["probed"][0]
-    assert first == {"tree step": [True], "vLLM's own": [False], "after": False}
+    expected = {"tree step": [True], "vLLM's own": [False], "after": False}
+    assert probed[1]["dummies"] == expected
 
 
-def test_no_request_waits_for_the_drafters_input_kernel(runner: Runner) -> None:
+def test_no_request_waits_for_the_drafters_input_kernel(probed: list[dict[str, Any]]) -> None:
     """It is compiled once per block size; every size a batch can need is launched in advance."""
-    engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
-    watched = {"setup": ["tests.e2e.input_blocks:watch"], "probe": "tests.e2e.input_blocks:seen"}
-    run = runner.run(engine, [cases.greedy(1, tokens=4)], **watched)
     # Queries have up to 128 tokens, the drafter's block 16.
-    assert {32, 64, 128, 256} <= set(run["batches"][0]["probed"][0])
+    assert {32, 64, 128, 256} <= set(probed[0]["input blocks"])
 
 
-def test_calibration_times_trees_over_their_context(runner: Runner) -> None:
+def test_calibration_times_trees_over_their_context(probed: list[dict[str, Any]]) -> None:
     """Two requests, each a root and five nodes on 100 cached tokens, through the mask."""
-    # Three requests are decoding when the probe asks for two more.
-    engine = Engine(max_num_seqs=5, eager=True).with_bastion(8)
-    probe = "tests.e2e.capture_probe:timed_trees"
-    run = runner.run(engine, [cases.greedy(1, tokens=2)], probe=probe)
-    root, trees = run["batches"][0]["probed"][:2]
+    root, trees = probed[0]["timed trees"]
     assert root["rows"] == [1, 1] and root["seq_lens"] == [101, 101]
     assert trees["rows"] == [6, 6] and trees["query_start_loc"] == [0, 6, 12]
     assert trees["seq_lens"] == [107, 107]
@@ -62,14 +66,18 @@ def test_calibration_times_trees_over_their_context(runner: Runner) -> None:
     assert len(set(root["tokens"])) == 2 and len(set(trees["tokens"])) == 12
 
 
-@pytest.mark.parametrize(("nodes", "drafts"), [(8, 8), (63, 30)])
+def test_an_idle_rank_runs_one_row(probed: list[dict[str, Any]]) -> None:
+    """vLLM runs N + 1. The drafter's part has collectives too."""
+    assert probed[0]["idle rank"] == {"rows": 1, "requests": 1, "drafts": True}
+
+
 def test_no_request_of_the_warm_up_leaves_the_models_length(
-    runner: Runner, nodes: int, drafts: int
+    runner: Runner, probed: list[dict[str, Any]]
 ) -> None:
     """Four times N + 1 rows and three more: 128 hold trees of 30 nodes."""
-    engine = Engine(max_num_seqs=5, max_model_len=128, eager=True).with_bastion(nodes)
+    large = Engine(max_num_seqs=5, max_model_len=LENGTH, eager=True).with_bastion(63)
     probe = "tests.e2e.capture_probe:warm_up_lengths"
-    run = runner.run(engine, [cases.greedy(1, tokens=2)], probe=probe)
-    found = run["batches"][0]["probed"][0]
-    assert found["drafts"] == drafts
-    assert found["longest"] <= 128
+    run = runner.run(large, [cases.greedy(1, tokens=2)], probe=probe)
+    found = [probed[0]["warm-up"], run["batches"][0]["probed"][0]]
+    assert [one["drafts"] for one in found] == [8, 30]
+    assert max(one["longest"] for one in found) <= LENGTH

@@ -23,7 +23,8 @@ PROBE = "tests.e2e.plain_steps:context"
 
 
 @pytest.mark.parametrize(
-    ("top_k", "caching"), [(16, True), (16, False), pytest.param(1, True, marks=pytest.mark.slow)]
+    ("top_k", "caching"),
+    [(16, True), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((16, False), (1, True)))],
 )
 def test_context_waits_without_loss(
     runner: Runner, compare: Comparison, top_k: int, caching: bool

@@ -44,8 +44,7 @@ def test_a_drafter_trained_on_shorter_contexts(
     batch = long_contexts()
     short = changed_drafter(tmp_path / "short", max_position_embeddings=64)
     engines = [PLAIN, PLAIN.with_bastion(8, 8), PLAIN.with_bastion(8, 8, model=short)]
-    runs = [runner.submit(engine, [batch]) for engine in engines]
-    expected, usual, other = (run.result() for run in runs)
+    expected, usual, other = runner.all(engines, [batch])
     compare.same("a drafter of 64 positions", [batch], expected, other)
     assert other["batches"][0]["paths"] == usual["batches"][0]["paths"]
     accepted = other["batches"][0]["metrics"]["spec_decode_num_accepted_tokens"]
@@ -65,7 +64,7 @@ def test_every_drafter_layer_norms_its_keys_by_its_own_weights(
     save_file(weights, other / "model.safetensors")
     batch = long_contexts()
     engines = [PLAIN.with_bastion(8, 8), PLAIN.with_bastion(8, 8, model=str(other))]
-    usual, same = (run.result() for run in [runner.submit(e, [batch]) for e in engines])
+    usual, same = runner.all(engines, [batch])
     assert max(map(len, usual["batches"][0]["paths"])) > 4
     assert same["batches"][0]["paths"] == usual["batches"][0]["paths"]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,7 @@ import pytest
 
 from tests.drafters.recording import specforge_chains
 from tests.e2e import cases
-from tests.e2e.compare import Comparison
-from tests.e2e.costs import write_costs
+from tests.e2e.compare import Comparison, leaving_the_chain
 from tests.e2e.drafters import (
     CANDIDATES,
     CAUSAL,
@@ -30,16 +30,16 @@ pytestmark = pytest.mark.e2e
 PLAIN = Engine(max_num_seqs=3, eager=True)
 PROBE = "tests.e2e.drafters:drafted"
 SLOW = pytest.mark.slow
-KINDS = [
-    *HEADS,
-    MARKOV[0],
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in MARKOV[1:]),
-    pytest.param(MUSE, marks=pytest.mark.slow),
-    *XPRESS,
-    *CAUSAL,
-    REDUCED[0],
-    pytest.param(REDUCED[1], marks=pytest.mark.slow),
-]
+# What vLLM has chains of; it accepts two spellings of "causal", and the chains show that both took
+# effect.
+CHAINS = [*HEADS, *MARKOV, MUSE, *XPRESS, *CAUSAL, *REDUCED]
+ALL = [*CHAINS, *DOMINO]
+
+
+def kinds(names: Sequence[str], quick: Sequence[str]) -> pytest.MarkDecorator:
+    """A parameter `kind`; those that are not `quick` are slow."""
+    slow = [name if name in quick else pytest.param(name, marks=SLOW) for name in names]
+    return pytest.mark.parametrize("kind", slow)
 
 
 @pytest.fixture(scope="session")
@@ -67,36 +67,33 @@ def greedy() -> Batch:
     return batch
 
 
-# vLLM accepts two spellings of "causal"; the chains show that both took effect.
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(pytest.param(k, marks=SLOW) if k == "dflash_config.causal" else k for k in KINDS),
-        DOMINO[0],
-        *(pytest.param(k, marks=SLOW) for k in DOMINO[1:]),
-    ],
-)
+@kinds(ALL, [*HEADS, MARKOV[0], *XPRESS, "causal", REDUCED[0], DOMINO[0]])
 def test_tokens_equal_plain_decoding(
     kind: str, runner: Runner, compare: Comparison, folder: Path
 ) -> None:
     drafter, batches = make_drafter(kind, folder / kind), [together()]
     tree = PLAIN.with_bastion(24, 24, model=drafter)
-    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), folder / "costs.json")
-    lagged = PLAIN.with_bastion(24, model=drafter, budget_timing="lagged", **costs).with_async()
-    runs = [runner.submit(engine, batches) for engine in (PLAIN, tree, lagged)]
-    expected = runs[0].result()
-    compare.same(kind, batches, expected, runs[1].result())
-    compare.same(f"{kind}, lagged", batches, expected, runs[2].result())
-    paths = runs[1].result()["batches"][0]["paths"]
-    assert any(path != list(range(len(path))) for path in paths), "a path that leaves the chain"
+    expected, run = runner.all([PLAIN, tree], batches)
+    compare.same(kind, batches, expected, run)
+    paths = run["batches"][0]["paths"]
+    assert leaving_the_chain(paths)
     # The tiny backbone was not trained to predict from the anchor.
     from_anchor = kind in MARKOV[1:] or kind in DOMINO[1:]
     assert from_anchor or max(map(len, paths)) > 2, "accepted beyond the first node"
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=SLOW) if k == "dflash_config.causal" else k for k in KINDS]
-)
+@kinds(ALL, ["dflash2"])
+def test_tokens_with_lagged_timing(
+    kind: str, runner: Runner, compare: Comparison, folder: Path
+) -> None:
+    drafter, batches = make_drafter(kind, folder / f"{kind}-lagged"), [together()]
+    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), folder / "costs.json")
+    tree = PLAIN.with_bastion(24, model=drafter, budget_timing="lagged", **costs).with_async()
+    expected, run = runner.all([PLAIN, tree], batches)
+    compare.same(f"{kind}, lagged", batches, expected, run)
+
+
+@kinds(CHAINS, ["dflash2", MARKOV[0], "causal"])
 def test_a_width_1_tree_is_vllms_own_chain(kind: str, runner: Runner, folder: Path) -> None:
     drafter = make_drafter(kind, folder / f"{kind}-chain")
     method = "dspark" if "dspark" in kind else "dflash"
@@ -115,9 +112,7 @@ def test_a_width_1_tree_is_vllms_own_chain(kind: str, runner: Runner, folder: Pa
     assert len(set(drafts)) > 10 and all(len(draft) == GAMMA for draft in drafts)
 
 
-@pytest.mark.parametrize(
-    "kind", ["dflash2", *(pytest.param(k, marks=SLOW) for k in ("lilicorr", MARKOV[0]))]
-)
+@kinds(["dflash2", "lilicorr", MARKOV[0]], ["dflash2"])
 def test_top_k_is_limited_to_the_candidates_a_head_scores(
     kind: str, runner: Runner, folder: Path
 ) -> None:
@@ -134,8 +129,7 @@ def test_a_trained_head_gains_more_with_a_tree_than_with_a_chain(
     drafter, batches = str(ROOT / "benchmarks" / "tiny" / "dflash2"), [greedy()]
     chain = PLAIN.with_method("dflash", GAMMA, model=drafter)
     tree = PLAIN.with_bastion(63, 63, model=drafter)
-    runs = [runner.submit(engine, batches) for engine in (chain, tree)]
-    theirs, mine = (run.result() for run in runs)
+    theirs, mine = runner.all([chain, tree], batches)
     # vLLM's chain verifies greedily, so its tokens are plain decoding's.
     compare.same("trained DFlash2", batches, theirs, mine)
     assert mine["batches"][0]["forwards"] < theirs["batches"][0]["forwards"]
@@ -176,5 +170,5 @@ def test_a_head_in_a_compiled_engine(
 ) -> None:
     drafter, batches = make_drafter(kind, folder / f"{kind}-compiled"), [together()]
     engine = replace(PLAIN, eager=False)
-    runs = [runner.submit(e, batches) for e in (engine, engine.with_bastion(24, 24, model=drafter))]
-    compare.same(f"{kind}, compiled", batches, runs[0].result(), runs[1].result())
+    runs = runner.all([engine, engine.with_bastion(24, 24, model=drafter)], batches)
+    compare.same(f"{kind}, compiled", batches, *runs)

@@ -60,13 +60,6 @@ def test_rows_differ_where_the_target_takes_embeddings(runner: Runner, tmp_path:
     assert all(step["different"] == step["rows"] for step in steps)
 
 
-def test_an_idle_rank_runs_one_row(runner: Runner) -> None:
-    """vLLM runs N + 1. The drafter's part has collectives too."""
-    engine = Engine(max_num_seqs=2, eager=True).with_bastion(8)
-    run = runner.run(engine, [cases.greedy(1, tokens=2)], probe="tests.e2e.experts_probe:idle")
-    assert run["batches"][0]["probed"][0] == {"rows": 1, "requests": 1, "drafts": True}
-
-
 def _two_ranks(engine: Engine, folder: Path, caches: dict[str, str]) -> list[dict[str, Any]]:
     """What two ranks decode: two prompts for long, and one of them briefly."""
     folder.mkdir()

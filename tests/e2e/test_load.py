@@ -42,7 +42,7 @@ def with_costs(engine: Engine, source: CostSource, folder: Path, **keys: Any) ->
     ("costs", "most", "mode"),
     [
         ("never", 1.03, "sync"),
-        ("this CPU", 1.0, "async"),
+        pytest.param("this CPU", 1.0, "async", marks=pytest.mark.slow),
         pytest.param("never", 1.03, "async", marks=pytest.mark.slow),
         pytest.param("this CPU", 1.0, "sync", marks=pytest.mark.slow),
     ],
@@ -57,10 +57,9 @@ def test_large_batches_where_drafts_hardly_pay_take_as_many_steps_as_plain_decod
         source = from_profile(costs, RESULTS / "cpu-profile.json", TOKEN_LIMIT)
     engine, batch = Engine(max_num_seqs=REQUESTS, eager=True), crowd(30)
     engine = engine.with_async() if mode == "async" else engine
-    plain = runner.submit(engine, [batch])
-    tree = runner.submit(with_costs(engine, source, tmp_path), [batch])
-    compare.same(f"costs of {costs}, {mode}", [batch], plain.result(), tree.result())
-    left, right = plain.result()["batches"][0], tree.result()["batches"][0]
+    plain, tree = runner.all([engine, with_costs(engine, source, tmp_path)], [batch])
+    compare.same(f"costs of {costs}, {mode}", [batch], plain, tree)
+    left, right = plain["batches"][0], tree["batches"][0]
     print(f"{costs}, {mode}: {right['forwards']} forwards, plain {left['forwards']}")
     assert max(left["batch_sizes"]) == REQUESTS
     assert max(right["batch_sizes"]) >= REQUESTS - 2, "some are through before others begin"
@@ -76,12 +75,11 @@ def test_the_drafter_may_need_more_rows_than_a_step_has(
 ) -> None:
     """The drafter's R x (1 + gamma) rows are more than the token limit, and drafting pays."""
     engine, batch = Engine(max_num_seqs=REQUESTS, eager=eager), crowd(48)
-    plain = runner.submit(engine.with_eager(), [batch])
     # Every step drafts: none has copies alone.
     flat = with_costs(engine, CostSource("flat", FLAT, None), tmp_path, lookup=False)
-    tree = runner.submit(flat, [batch])
-    compare.same("costs of flat", [batch], plain.result(), tree.result())
-    left, right = plain.result()["batches"][0], tree.result()["batches"][0]
+    plain, tree = runner.all([engine.with_eager(), flat], [batch])
+    compare.same("costs of flat", [batch], plain, tree)
+    left, right = plain["batches"][0], tree["batches"][0]
     print(f"flat: {right['forwards']} forwards, plain {left['forwards']}")
     assert max(right["batch_sizes"]) * (1 + GAMMA) > TOKEN_LIMIT
     assert right["forwards"] < 0.7 * left["forwards"]
@@ -94,11 +92,9 @@ def test_several_samples_of_a_prompt(runner: Runner, compare: Comparison) -> Non
         batch.add(f"n-{name}", text, n=3, temperature=temperature, seed=11, max_tokens=24,
                   ignore_eos=True)  # fmt: skip
     plain = Engine(max_num_seqs=6, eager=True)
-    first, second = (
-        runner.submit(engine, [batch]) for engine in (plain, plain.with_bastion(NODES, 12))
-    )
-    compare.same("n = 3", [batch], first.result(), second.result())
-    left, right = (run.result()["batches"][0]["requests"] for run in (first, second))
+    first, second = runner.all([plain, plain.with_bastion(NODES, 12)], [batch])
+    compare.same("n = 3", [batch], first, second)
+    left, right = (run["batches"][0]["requests"] for run in (first, second))
     *sampled, greedy = (request["id"] for request in batch.requests)
     assert "greedy" in right[greedy]["error"]
     for name in sampled:

@@ -44,7 +44,7 @@ def by_source(run: dict[str, Any], what: str) -> dict[str, float]:
     return {name: metrics.get(f"bastion_{what}_by_source/{name}", 0) for name in sources}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "lagged"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow), "lagged"])
 def test_copies_alone_where_a_draft_is_dear(
     runner: Runner, compare: Comparison, tmp_path: Path, mode: str
 ) -> None:
@@ -54,28 +54,20 @@ def test_copies_alone_where_a_draft_is_dear(
         keys["budget_timing"] = "lagged"
     tree = PLAIN.with_bastion(32, lookup=True, **keys)
     tree = tree if mode == "sync" else tree.with_async()
-    expected, run = runner.submit(PLAIN, batches), runner.submit(tree, batches)
-    compare.same(f"copies alone, {mode}", batches, expected.result(), run.result())
-    done = run.result()
+    expected, done = runner.all([PLAIN, tree], batches)
+    compare.same(f"copies alone, {mode}", batches, expected, done)
     assert steps_because(done, "copies alone") > 0
     accepted = by_source(done, "accepted")
     assert accepted["lookup"] > 0 and not accepted["both"]
-    assert done["batches"][0]["forwards"] < expected.result()["batches"][0]["forwards"]
+    assert done["batches"][0]["forwards"] < expected["batches"][0]["forwards"]
 
 
 def test_a_fixed_budget_with_and_without_lookup(
     runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:
     batches = [repeating()]
-    runs = [
-        runner.submit(engine, batches)
-        for engine in (
-            PLAIN,
-            PLAIN.with_bastion(16, 16, lookup=True),
-            PLAIN.with_bastion(16, 16, lookup=False),
-        )
-    ]
-    expected, mixed, without = (run.result() for run in runs)
+    trees = [PLAIN.with_bastion(16, 16, lookup=lookup) for lookup in (True, False)]
+    expected, mixed, without = runner.all([PLAIN, *trees], batches)
     compare.same("lookup in trees", batches, expected, mixed)
     compare.same("without lookup", batches, expected, without)
     nodes, accepted = by_source(mixed, "nodes"), by_source(mixed, "accepted")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison, answers
+from tests.e2e.compare import Comparison, answers, leaving_the_chain
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
@@ -104,7 +104,7 @@ def test_oracle(matrix: Matrix, compare: Comparison, mode: str) -> None:
     run = matrix.oracle()
     compare.same(f"batch 4, {mode}, oracle", matrix.batches, matrix.plain(), run)
     paths = [path for batch in run["batches"] for path in batch["paths"]]
-    branchy = [path for path in paths if path != list(range(len(path)))]
+    branchy = leaving_the_chain(paths)
     assert len(branchy) > 60
     assert max(len(path) for path in branchy) > 6
 
@@ -199,5 +199,4 @@ def test_eager(runner: Runner, compare: Comparison) -> None:
     """Without torch.compile, few prompts."""
     plain = Engine(eager=True)
     batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]
-    futures = [runner.submit(engine, batches) for engine in (plain, plain.with_bastion(16))]
-    compare.same("batch 4, eager", batches, *(future.result() for future in futures))
+    compare.same("batch 4, eager", batches, *runner.all([plain, plain.with_bastion(16)], batches))

@@ -22,6 +22,7 @@ from vllm_bastion.cpu import build
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.skipif(
         torch.cuda.is_available() or not build.is_cpu_build() or interpreter.has_cpu_backend(),
         reason="for CPU hosts without a Triton back end",
@@ -100,7 +101,7 @@ def run(
     return [(looked[0], tokens) for looked, tokens in answers]
 
 
-# A fixed budget: steps are timed in `test_serving.py`, with a server's defaults.
+# A fixed budget: steps are timed in `test_serving.py`.
 TREE = {
     "speculative_config": {
         "method": "bastion",
@@ -123,7 +124,6 @@ def test_bastion_uses_native_twins_and_leaves_plain_engines_alone(
     assert tree_tokens == tokens
 
 
-@pytest.mark.slow
 def test_triton_need_not_be_installed(runner: Runner, tmp_path: Path) -> None:
     [((_, twins, _), tokens)] = run(runner, TREE, hide=tmp_path)
     assert twins

@@ -44,7 +44,7 @@ def of_every_size() -> None:
     ("weights", "eager"),
     [
         ("auto", True),
-        ("checkpoint", True),
+        pytest.param("checkpoint", True, marks=pytest.mark.slow),
         # Compiled code calls them too, with "checkpoint" also from layers that "auto" leaves alone.
         pytest.param("auto", False, marks=pytest.mark.slow),
         pytest.param("checkpoint", False, marks=pytest.mark.slow),

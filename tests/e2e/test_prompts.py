@@ -20,5 +20,5 @@ def test_all_prompts(runner: Runner, compare: Comparison, seqs: int, nodes: int,
     """T=0 on all 90 prompts, T=0.8 and T=1 on 30; batch 1, 2 and 4, either scheduler."""
     plain = Engine(max_num_seqs=seqs, async_scheduling=mode == "async")
     batches = [cases.greedy(30), cases.sampled(30)]
-    futures = [runner.submit(engine, batches) for engine in (plain, plain.with_bastion(nodes))]
-    compare.same(f"batch {seqs}, {mode}, {nodes} nodes", batches, *(f.result() for f in futures))
+    runs = runner.all([plain, plain.with_bastion(nodes)], batches)
+    compare.same(f"batch {seqs}, {mode}, {nodes} nodes", batches, *runs)

@@ -61,8 +61,7 @@ def test_tokens_equal_plain_decoding(
     name: str, runner: Runner, compare: Comparison, tmp_path: Path
 ) -> None:
     plain, batches = engine_of(name, tmp_path / "target"), [requests()]
-    runs = [runner.submit(engine, batches) for engine in (plain, plain.with_bastion(24, 24))]
-    expected, made = (run.result() for run in runs)
+    expected, made = runner.all([plain, plain.with_bastion(24, 24)], batches)
     bound = _QUANTISED_INPUTS if name in _QUANTISES_INPUTS else NEAR_TIE_BF16
     compare.same(f"{name} weights", batches, expected, made, plain, near_tie=bound)
     asked = [run["batches"][0]["requests"] for run in (expected, made)]
@@ -92,7 +91,6 @@ def test_quantised_inputs_magnify_rounding(runner: Runner, tmp_path: Path) -> No
     batches, found = [requests(logprobs=0)], []
     quantised = engine_of("w8a8", tmp_path / "target")
     for plain in (replace(quantised, extra=(("dtype", "float32"),)), quantised):
-        runs = [runner.submit(e, batches) for e in (plain, replace(plain, eager=False))]
-        found.append(disagreement(*(run.result() for run in runs)))
+        found.append(disagreement(*runner.all([plain, replace(plain, eager=False)], batches)))
     print(f"log-probabilities differ by up to {found[0]:.1e} without, {found[1]:.1e} with")
     assert found[0] < NEAR_TIE < 10 * NEAR_TIE < found[1] < _QUANTISED_INPUTS

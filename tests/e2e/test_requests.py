@@ -133,10 +133,9 @@ def test_every_kind_on_many_prompts(
             merged.requests.append({**request, "id": f"{i}-{request['id']}"})
     plain = Engine(max_num_seqs=seqs, eager=True, async_scheduling=mode == "async")
     tree = plain.with_bastion(63, NODES)
-    expected, run = (runner.submit(engine, [merged]) for engine in (plain, tree))
-    compare.same(f"batch {seqs}, {mode}", [merged], expected.result(), run.result())
+    expected, run = runner.all([plain, tree], [merged])
+    compare.same(f"batch {seqs}, {mode}", [merged], expected, run)
     free = [request for request in merged.requests if "structured" not in str(request["params"])]
-    assert_trees(run.result()["batches"][0], Batch("without a grammar", free))
-    known = {"answers": answers(expected.result())}
-    oracle = runner.run(tree, [merged], oracle=known)
-    compare.same(f"batch {seqs}, {mode}, oracle", [merged], expected.result(), oracle)
+    assert_trees(run["batches"][0], Batch("without a grammar", free))
+    oracle = runner.run(tree, [merged], oracle={"answers": answers(expected)})
+    compare.same(f"batch {seqs}, {mode}, oracle", [merged], expected, oracle)

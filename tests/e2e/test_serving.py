@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="starts a CPU s
 NODES = 32
 START_S = 600
 SPECULATIVE = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": NODES}
-# Everything else is vLLM's default: torch.compile, the limits of a step.
+# Everything else is vLLM's default.
 OPTIONS = ["--dtype", "float32", "--host", "127.0.0.1",
            "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]  # fmt: skip
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -46,7 +46,8 @@ VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 def environment(caches: dict[str, str]) -> dict[str, str]:
     """The environment of a user on a CPU host; only the cache folders are the test's own."""
     env = {**os.environ, **ENVIRONMENT, **caches, "VLLM_LOGGING_LEVEL": "INFO"}
-    del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER"):
+        env.pop(name, None)
     env.pop("TRITON_INTERPRET", None)
     return env
 
@@ -176,10 +177,20 @@ def serving(
         stop(process)
 
 
-@pytest.fixture(scope="module")
-def server(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+# Compiling for the default limits of a step and timing such steps take a minute.
+SMALL = ("--enforce-eager", "--max-num-seqs", "4", "--max-num-batched-tokens", "256")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[SMALL, pytest.param((), marks=pytest.mark.slow)],
+    ids=["small", "vLLM's defaults"],
+)
+def server(
+    runner: Runner, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("serve") / "server.log"
-    with serving(log, runner.caches) as running:
+    with serving(log, runner.caches, *request.param) as running:
         yield running
 
 

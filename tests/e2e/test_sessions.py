@@ -6,7 +6,6 @@ Where `max_tokens` or a stop cuts an accepted path, the next chunk begins behind
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,13 @@ def session(
     return {"id": f"{name}, {domain}", "ahead": ahead, "turns": turned}
 
 
-def sessions(ahead: bool) -> list[dict[str, Any]]:
-    """A session of each shape and each domain."""
+def sessions(ahead: bool, everything: bool) -> list[dict[str, Any]]:
+    """A session of each shape, with one domain after the other or with each."""
     return [
         session(name, domain, *shape[:3], ahead, **shape[3])
-        for name, shape in SHAPES.items()
-        for domain in cases.DOMAINS
+        for i, (name, shape) in enumerate(SHAPES.items())
+        for j, domain in enumerate(cases.DOMAINS)
+        if everything or i % len(cases.DOMAINS) == j
     ]
 
 
@@ -66,42 +66,40 @@ def assert_same(expected: dict[str, Any], run: dict[str, Any]) -> None:
         assert not wrong, (part, len(wrong), len(run[part]), wrong)
 
 
-def continued(runner: Runner, plain: Engine, made: list[dict[str, Any]]) -> dict[str, Any]:
-    """Prompts that go on from where sessions end, by id."""
-    ordinary = runner.run(plain, [], sessions=made, ordinary=True)["sessions"]
+def ordinary(runner: Runner, plain: Engine, made: list[dict[str, Any]]) -> dict[str, Any]:
+    """Plain requests over the sessions' histories, and others that go on from where these end."""
     more = cases.long_prompt("chat", 20)
-    return {name: result["history"] + more for name, result in ordinary.items()}
+    return runner.run(plain, [], sessions=made, ordinary=True, continued=more)
 
 
-_ALL = [
-    pytest.param(mode, timing, ahead, marks=() if quick else pytest.mark.slow)
-    for mode, timing, ahead, quick in (
-        ("sync", "exact", False, True),
-        ("sync", "lagged", True, True),
-        ("async", "lagged", False, True),
-        ("sync", "exact", True, False),
-        ("sync", "lagged", False, False),
-        ("async", "exact", False, False),
-        ("async", "exact", True, False),
-        ("async", "lagged", True, False),
-    )
+_MODES = [
+    (mode, timing, ahead)
+    for mode in ("sync", "async")
+    for timing in ("exact", "lagged")
+    for ahead in (False, True)
 ]
+_QUICK = [("sync", "exact", False), ("async", "lagged", True)]
 
 
-@pytest.mark.parametrize(("mode", "timing", "ahead"), _ALL)
+@pytest.mark.parametrize(
+    ("mode", "timing", "ahead", "everything"),
+    [
+        *((*mode, False) for mode in _QUICK),
+        *(pytest.param(*mode, True, marks=pytest.mark.slow) for mode in _MODES),
+    ],
+)
 def test_sessions_equal_ordinary_requests(
-    runner: Runner, mode: str, timing: str, ahead: bool
+    runner: Runner, mode: str, timing: str, ahead: bool, everything: bool
 ) -> None:
     """Prompts that find the sessions' blocks in the prefix cache are continued rightly, too."""
     plain = Engine(eager=True, async_scheduling=mode == "async")
-    prompts = continued(runner, plain, sessions(False))
-    asked = {"sessions": sessions(False), "ordinary": True, "continued": prompts}
-    expected = runner.submit(plain, [], **asked)
+    expected = ordinary(runner, plain, sessions(False, everything))
     tree = plain.with_bastion(16, budget_timing=timing)
     if timing == "exact":
         tree = plain.with_bastion(16, 16)
-    run = runner.run(tree, [], sessions=sessions(ahead), continued=prompts)
-    assert_same(expected.result(), run)
+    made = sessions(ahead, everything)
+    run = runner.run(tree, [], sessions=made, continued=expected["prompts"])
+    assert_same(expected, run)
 
 
 def test_the_drafter_keeps_its_context(runner: Runner) -> None:
@@ -120,7 +118,8 @@ def test_the_drafter_keeps_its_context(runner: Runner) -> None:
     assert counters[0] == counters[1] and counters[0][1] > counters[0][0]
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_preempted_sessions(runner: Runner, mode: str) -> None:
     """They lose their blocks in a turn, start over, and end with the same tokens."""
     plain = Engine(eager=True, async_scheduling=mode == "async", num_blocks=11)
@@ -132,17 +131,17 @@ def test_preempted_sessions(runner: Runner, mode: str) -> None:
     assert run["metrics"]["vllm:num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_over_a_connector(runner: Runner, tmp_path: Path, mode: str) -> None:
     """Another engine continues sessions whose blocks a connector has saved."""
     plain = Engine(eager=True, async_scheduling=mode == "async")
     made = [session("saved", domain, 25, 13, 4, False) for domain in cases.DOMAINS]
-    prompts = continued(runner, plain, made)
-    expected = runner.submit(plain, [], sessions=made, ordinary=True, continued=prompts)
+    expected = ordinary(runner, plain, made)
     tree = over(plain.with_bastion(16, 16), connector(tmp_path / "blocks"))
-    assert_same(expected.result(), runner.run(tree, [], sessions=made))
-    other = runner.run(tree, [], sessions=[], continued=prompts)
-    assert_same(expected.result(), other)
+    assert_same(expected, runner.run(tree, [], sessions=made))
+    other = runner.run(tree, [], sessions=[], continued=expected["prompts"])
+    assert_same(expected, other)
     assert other["metrics"]["vllm:external_prefix_cache_hits"] > 0
 
 
@@ -163,21 +162,30 @@ def test_a_target_with_recurrent_layers_takes_none(runner: Runner) -> None:
     ("mode", "ahead"),
     [
         ("sync", False),
-        ("async", True),
-        pytest.param("sync", True, marks=pytest.mark.slow),
+        *(pytest.param(*how, marks=pytest.mark.slow) for how in (("async", True), ("sync", True))),
         pytest.param("async", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_session_that_outgrows_the_model_ends_alone(
     runner: Runner, mode: str, ahead: bool
 ) -> None:
-    """It ends with a sentence; the sessions beside it and the engine go on."""
+    """It ends with a sentence; the sessions beside it and the engine go on.
+
+    A last chunk leaves room for one token, which is decoded; a further chunk ends the session.
+    """
     most = 128
     plain = Engine(eager=True, async_scheduling=mode == "async", max_model_len=most)
     shapes = (("grows", most // 4, 6), ("small", 9, 5), ("one", 3, 7))
     made = [session(name, "code", chunk, 6, turns, ahead) for name, chunk, turns in shapes]
-    expected = runner.submit(plain, [], sessions=made, ordinary=True)
-    run = runner.run(plain.with_bastion(16, 16), [], sessions=made)
+    text = cases.long_prompt("code", most + 8)
+    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    parts = (text[:60], text[60:122], text[122:123])
+    filled = [{"chunk": part, "params": params} for part in parts]
+    full = {"id": "full", "ahead": False}
+    asked = [*made, {**full, "turns": filled[:2]}]
+    expected = runner.submit(plain, [], sessions=asked, ordinary=True)
+    asked = [*made, {**full, "turns": filled}]
+    run = runner.run(plain.with_bastion(16, 16), [], sessions=asked)
     whole = expected.result()["sessions"]["grows, code"]
     grown = run["sessions"]["grows, code"]
     assert "length" in whole["error"], "an ordinary request of that length is refused"
@@ -186,20 +194,6 @@ def test_a_session_that_outgrows_the_model_ends_alone(
     assert f"a chunk of {most // 4} tokens after {3 * (most // 4 + 5)} " in sentence
     if not ahead:  # else vLLM joins what the client has not taken yet
         assert grown["reasons"] == whole["reasons"] == [["length", None]] * 3
-    assert_same(expected.result(), run)
-
-
-def test_a_turn_may_end_at_the_models_length(runner: Runner) -> None:
-    """The last chunk leaves room for one token; a further one ends the session."""
-    most = 128
-    plain = replace(Engine(eager=True), max_model_len=most)
-    text = cases.long_prompt("code", most + 8)
-    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
-    turned = [{"chunk": part, "params": params} for part in (text[:60], text[60:122])]
-    made = [{"id": "full", "ahead": False, "turns": turned}]
-    expected = runner.submit(plain, [], sessions=made, ordinary=True)
-    more = [{**made[0], "turns": [*turned, {"chunk": text[122:123], "params": params}]}]
-    run = runner.run(plain.with_bastion(16, 16), [], sessions=more)
     assert_same(expected.result(), run)
     assert len(expected.result()["sessions"]["full"]["token_ids"]) == 7
     assert [reason for reason, _ in run["sessions"]["full"]["reasons"]] == ["length"] * 2 + [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison
+from tests.e2e.compare import Comparison, answers, leaving_the_chain
 from tests.e2e.drafters import make_drafter
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
 from tests.e2e.targets import ARGUMENTS, SPEC, TARGETS, make_target
@@ -51,18 +51,14 @@ def test_tokens_equal_plain_decoding(
     arguments, spec_keys = ARGUMENTS.get(name, {}), SPEC.get(name, {})
     plain = Engine(eager=True, num_blocks=160, extra=(("model", target), *arguments.items()))
     expected = runner.run(plain, batches, **spec_keys)
-    answers = {
-        request: result["token_ids"]
-        for request, result in expected["batches"][0]["requests"].items()
-    }
     tree = plain.with_bastion(24, 24)
-    known = runner.submit(tree, batches, oracle={"answers": answers}, **spec_keys)
+    known = runner.submit(tree, batches, oracle={"answers": answers(expected)}, **spec_keys)
     lagged = plain.with_bastion(24, 24, budget_timing="lagged").with_async()
     unknown = runner.submit(lagged, batches, oracle={"answers": {}}, **spec_keys)
     compare.same(f"{name}, oracle", batches, expected, known.result(), plain, **spec_keys)
     compare.same(f"{name}, noise, lagged", batches, expected, unknown.result(), plain, **spec_keys)
     paths = known.result()["batches"][0]["paths"]
-    assert any(path != list(range(len(path))) for path in paths)
+    assert leaving_the_chain(paths)
     assert max(map(len, paths)) > 4
 
 
@@ -76,8 +72,7 @@ def test_a_hybrid_target_with_a_head_over_candidates(
     extra = (("model", make_target(name, folder / kind)), *ARGUMENTS[name].items())
     plain = Engine(eager=True, num_blocks=160, extra=extra)
     tree = plain.with_bastion(24, 24, model=make_drafter(kind, folder / f"{kind}-drafter"))
-    runs = [runner.submit(engine, batches, **SPEC[name]) for engine in (plain, tree)]
-    expected, made = (run.result() for run in runs)
+    expected, made = runner.all([plain, tree], batches, **SPEC[name])
     compare.same(f"{name}, {kind}", batches, expected, made, plain, **SPEC[name])
     assert sum(made["batches"][0]["verified"]) > 24
 
@@ -90,11 +85,7 @@ def test_gated_delta_states_in_a_compiled_engine(
     extra = (("model", make_target(name, folder / "compiled")), *ARGUMENTS[name].items())
     plain = Engine(eager=True, num_blocks=160, extra=extra)
     expected = runner.run(plain, batches, **SPEC[name])
-    answers = {
-        request: result["token_ids"]
-        for request, result in expected["batches"][0]["requests"].items()
-    }
     tree = replace(plain, eager=False).with_bastion(24, 24)
-    run = runner.run(tree, batches, oracle={"answers": answers}, **SPEC[name])
+    run = runner.run(tree, batches, oracle={"answers": answers(expected)}, **SPEC[name])
     compare.same(f"{name}, compiled", batches, expected, run, plain, **SPEC[name])
     assert max(map(len, run["batches"][0]["paths"])) > 4

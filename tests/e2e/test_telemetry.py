@@ -31,8 +31,8 @@ DETAILED = (("per_request_spec_decode_metrics", "detailed"),)
 @pytest.fixture(scope="module")
 def run(runner: Runner) -> dict[str, Any]:
     """One batch of an engine whose budget adapts."""
-    engine = Engine().with_bastion(nodes=NODES)
-    return runner.submit(engine, [cases.greedy(2)]).result()["batches"][0]
+    engine = Engine(eager=True).with_bastion(nodes=NODES)
+    return runner.run(engine, [cases.greedy(2)])["batches"][0]
 
 
 def test_metrics_are_what_the_engine_did(run: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ def test_nothing_drifts_in_a_thousand_steps(runner: Runner) -> None:
     for name, prompt in cases.some(20):
         batch.add(name, prompt, temperature=0.0, max_tokens=200, ignore_eos=True)
     engine = Engine(max_num_seqs=2).with_bastion(nodes=16)
-    run = runner.submit(engine, [batch]).result()["batches"][0]
+    run = runner.run(engine, [batch])["batches"][0]
     assert run["forwards"] >= 1000
     check_metrics(run)
 
@@ -90,8 +90,8 @@ def test_a_requests_own_metrics_have_its_trees(runner: Runner) -> None:
 
     The budget is fixed: a busy machine's gate may leave a request without trees.
     """
-    engine = Engine(extra=DETAILED).with_bastion(NODES, 16)
-    run = runner.submit(engine, [cases.greedy(2)]).result()["batches"][0]
+    engine = Engine(eager=True, extra=DETAILED).with_bastion(NODES, 16)
+    run = runner.run(engine, [cases.greedy(2)])["batches"][0]
     trees = list(zip(run["path_requests"], run["verified"], run["paths"], strict=True))
     for name, result in run["requests"].items():
         own = [(nodes, len(path) - 1) for request, nodes, path in trees if request == name]

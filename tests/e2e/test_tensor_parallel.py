@@ -48,10 +48,9 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
     plain = Engine(max_num_seqs=3, eager=eager)
     drafter = make_drafter(kind, tmp_path / "drafter") if kind else DRAFTER
     bastion = plain.with_bastion(16, 16, model=drafter)
-    alone = [runner.submit(engine, [batch]) for engine in (plain, bastion)]
     # Compiled engines start their workers as vLLM does.
     two = generate(runner, bastion, batch, spawn=not eager)
-    expected, tree = (run.result()["batches"][0] for run in alone)
+    expected, tree = (run["batches"][0] for run in runner.all([plain, bastion], [batch]))
     tokens = [expected["requests"][request["id"]]["token_ids"] for request in batch.requests]
     assert two["token_ids"] == tokens
     # Each worker has half of the drafter's head and grows the tree that one worker would grow.
