@@ -200,6 +200,7 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         self.caches = caches(folder)
         share_machine_code(Path(self.caches["VLLM_BASTION_CACHE"]))
+        share_model_infos(Path(self.caches["VLLM_CACHE_ROOT"]))
         table = StepCostTable.linear(10.0, 0.2, max_rows=512)
         self._costs = given_costs(table, folder / "costs.json")["calibration"]
         environment = {**ENVIRONMENT, **self.caches}
@@ -207,7 +208,6 @@ class Runner:
         if ON_GPU:
             # A process that has initialised CUDA must not be forked.
             self._context: Any = multiprocessing.get_context("spawn")
-            share_model_infos(Path(self.caches["VLLM_CACHE_ROOT"]))
             os.environ.update(environment)
             return
         self._context = multiprocessing.get_context("forkserver")
@@ -290,7 +290,7 @@ class Runner:
 def share_model_infos(cache: Path) -> None:
     """Link vLLM's own notes on its models, which are kept by the digest of a model's code.
 
-    Without them each session's engines import vLLM once more to look at a model.
+    Without them each session's servers import vLLM once more to look at a model.
     """
     users = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "modelinfos"
     users.mkdir(parents=True, exist_ok=True)

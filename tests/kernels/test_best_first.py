@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -129,12 +130,13 @@ def test_unused_columns_and_inert_rows() -> None:
     "run", versions(expand_best_first.reference, expand_best_first.triton, expand_best_first.cpu)
 )
 def test_equal_rows_give_the_tree_of_one_row(run, ties: bool, device: torch.device) -> None:
-    tokens, logprobs = without_state(3, 6, 5, torch.Generator().manual_seed(3))
+    tokens, logprobs = without_state(2, 6, 5, torch.Generator().manual_seed(3))
     if ties:
         logprobs = logprobs.round()
     rows = logprobs.expand(-1, -1, 5, -1).contiguous()
-    expected = expand(expand_best_first.reference, tokens, logprobs, 5, 70)
-    trees = expand(run, tokens, rows, 5, 70, device=device)
+    limit = 24 if run is expand_best_first.triton else 70
+    expected = expand(expand_best_first.reference, tokens, logprobs, 5, limit)
+    trees = expand(run, tokens, rows, 5, limit, device=device)
     for name, one, other in zip(vars(expected), trees, expected, strict=True):
         assert_same(one, other, name)
 
@@ -188,15 +190,22 @@ CASES = {  # R, D, M, top-K, N
     "more children than candidates": (1, 3, 3, 9, 39),
     "full depth": (1, 16, 2, 2, 70),
 }
-SLOW = pytest.mark.slow
 
 
-@STATES
-@pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
+def heap_cases() -> list[Any]:
+    """Version, lattice and scores. Many are slow, most of the interpreter's among them."""
+    kernels = versions(expand_best_first.triton, expand_best_first.cpu)
+    lattices, scores = (without_state, transitions), ("ties", "broken", "distinct", "equal")
+    quick = {*itertools.product([expand_best_first.cpu], lattices, scores[:2])}
+    quick |= {(kernels[0], without_state, "broken"), (kernels[0], transitions, "ties")}
+    return [
+        pytest.param(*case, marks=[] if case in quick else pytest.mark.slow)
+        for case in itertools.product(kernels, lattices, scores)
+    ]
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(
-    "scores", ["ties", "broken", *(pytest.param(s, marks=SLOW) for s in ("distinct", "equal"))]
-)
+@pytest.mark.parametrize(("run", "made", "scores"), heap_cases())
 def test_kernel_equals_heap(
     run, made: Made, case: tuple[int, ...], scores: str, device: torch.device
 ) -> None:
@@ -223,11 +232,23 @@ def test_kernel_equals_heap(
 
 @STATES
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
-def test_kernel_equals_heap_on_random_trees(run, made: Made, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("run", "trees"),
+    [
+        (expand_best_first.cpu, 500),
+        # Triton compiles for every shape, or interprets.
+        (expand_best_first.triton, 8),
+        pytest.param(expand_best_first.cpu, 1000, marks=pytest.mark.slow),
+        pytest.param(expand_best_first.triton, 50, marks=pytest.mark.slow),
+    ],
+)
+def test_kernel_equals_heap_on_random_trees(
+    run, trees: int, made: Made, device: torch.device
+) -> None:
+    if run is expand_best_first.cpu:
+        device = torch.device("cpu")
     generator = torch.Generator().manual_seed(5)
-    # Triton compiles for every shape, or interprets.
-    for _ in range(50 if run is expand_best_first.triton else 1000):
+    for _ in range(trees):
         depth, width, top_k, limit = torch.randint(1, 7, (4,), generator=generator).tolist()
         tokens, logprobs = made(2, depth, width, generator, spread=4.0)
         expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit)

@@ -250,9 +250,16 @@ def test_many_trials_are_halved(run, device: torch.device) -> None:
     assert torch.equal(state["counts"].cpu(), before)
 
 
-@pytest.mark.parametrize("run", EXPANDS)
+@pytest.mark.parametrize(
+    ("run", "seed"),
+    [
+        # The interpreter is slow.
+        pytest.param(run, seed, marks=[pytest.mark.slow] * (seed > 0 and run is EXPANDS[1]))
+        for run in EXPANDS
+        for seed in range(3)
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
 def test_trees_with_copies_by_brute_force(run, kind: str, seed: int, device: torch.device) -> None:
     case = Case(kind, seed)
     copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
@@ -282,9 +289,15 @@ def test_trees_with_copies_by_brute_force(run, kind: str, seed: int, device: tor
         assert on_device.sources[r, count:].eq(0).all()
 
 
-@pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
+@pytest.mark.parametrize(
+    ("run", "top_k"),
+    [
+        pytest.param(run, top_k, marks=[pytest.mark.slow] * (top_k != 2 and run is EXPANDS[1]))
+        for run in EXPANDS[1:]
+        for top_k in (1, 2, 9)
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("top_k", [1, 2, 9])
 def test_kernels_grow_the_references_trees(
     run, kind: str, top_k: int, device: torch.device
 ) -> None:

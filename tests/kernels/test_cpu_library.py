@@ -123,6 +123,7 @@ def test_processes_may_race(folder: Path) -> None:
     assert len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tile registers are x86's")
 def test_tile_registers_compile_on_every_host(tmp_path: Path) -> None:
     """Where the CPU has none, nothing else runs the compiler over their instructions."""
