@@ -45,10 +45,10 @@ def batch() -> Batch:
     """Trees, a chain and a sampling request, joined by a prompt of two chunks."""
     out = Batch("trees, chains and prompt chunks")
     code, arithmetic, chat = (text for _, text in cases.some(1))
-    out.add("code", code, temperature=0, max_tokens=12)
-    out.add("chain", arithmetic, temperature=0, max_tokens=6, repetition_penalty=1.2)
-    out.add("sampled", chat, temperature=0.8, seed=3, max_tokens=8)
-    out.add("chunked", cases.long_prompt("code", 80), arrive=2, temperature=0, max_tokens=6)
+    out.add("code", code, temperature=0, max_tokens=10)
+    out.add("chain", arithmetic, temperature=0, max_tokens=4, repetition_penalty=1.2)
+    out.add("sampled", chat, temperature=0.8, seed=3, max_tokens=6)
+    out.add("chunked", cases.long_prompt("code", 72), arrive=2, temperature=0, max_tokens=4)
     return out
 
 

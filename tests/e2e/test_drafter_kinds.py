@@ -93,7 +93,7 @@ def test_tokens_with_lagged_timing(
     compare.same(f"{kind}, lagged", batches, expected, run)
 
 
-@kinds(CHAINS, ["dflash2", MARKOV[0], "causal"])
+@kinds(CHAINS, ["dflash2", MARKOV[0]])
 def test_a_width_1_tree_is_vllms_own_chain(kind: str, runner: Runner, folder: Path) -> None:
     drafter = make_drafter(kind, folder / f"{kind}-chain")
     method = "dspark" if "dspark" in kind else "dflash"
