@@ -78,24 +78,36 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
-# The files that take longest, and that compile what others use. Each starts in another process.
+# The files that take longest, the longest first, so that no core idles at the end.
 _FIRST = (
     "test_lossless",
     "test_cuda_path",
     "test_serving",
     "test_drafter_kinds",
+    "test_budget",
+    "test_scheduling",
+    "test_sessions",
+    "test_best_first",
     "test_float8_cache",
-    "test_native_engine",
+    "test_restored",
+    "test_load",
+    "test_starts",
+    "test_cpu_library",
+    "test_copies",
+    "test_lookup",
+    "test_demo",
+    "test_twins",
+    "test_replay",
 )
 
 
-def _order(item: pytest.Item) -> tuple[bool, int]:
+def _order(item: pytest.Item) -> tuple[int, bool]:
     first = _FIRST.index(item.path.stem) if item.path.stem in _FIRST else len(_FIRST)
-    return item.get_closest_marker("e2e") is None, first
+    return first, item.get_closest_marker("e2e") is None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run long tests first, and skip those marked `gpu` without a GPU."""
+    """Run long files first, and skip those marked `gpu` without a GPU."""
     items.sort(key=_order)
     if ON_GPU:
         return

@@ -51,7 +51,7 @@ def past_the_windows() -> Batch:
 def test_tokens_equal_plain_decoding(
     name: str, drafts: str, runner: Runner, compare: Comparison, folder: Path
 ) -> None:
-    target = make_target(name, folder / f"{name}-{drafts}")
+    target = make_target(name, folder / name)
     batches = [past_the_windows()]
     arguments, spec_keys = ARGUMENTS.get(name, {}), SPEC.get(name, {})
     plain = Engine(eager=True, num_blocks=160, extra=(("model", target), *arguments.items()))
