@@ -51,8 +51,7 @@ def test_a_start_measures_a_contradictory_profile_again(runner: Runner) -> None:
     """A stored time that larger steps contradict is not loaded; what replaces it is sound."""
     nodes, length = 8, 251  # a length of its own, so that no other engine has this profile
     longest = length - GAMMA - 3 - nodes  # cached tokens of the longest steps that are timed
-    plain = Engine(max_num_seqs=1, max_model_len=length, eager=True)
-    engine = plain.with_bastion(nodes, calibration="auto")
+    engine = Engine(max_model_len=length, eager=True).with_bastion(nodes, calibration="auto")
     batches = [Batch("first start"), Batch("start with a bad profile")]
     for batch in batches:
         batch.add(batch.case, cases.some(1)[0][1], max_tokens=8)
