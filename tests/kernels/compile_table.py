@@ -25,8 +25,8 @@ INTRODUCTION = """# What the kernels need, compiled without a GPU
 
 `python tests/kernels/compile_table.py PYTHON ...` makes this page, one PYTHON for each Triton.
 A cell has a thread's registers, its bytes of stack, and a program's KiB of shared memory, each the
-largest of all variants that the row stands for. Stack holds spilled registers; 8 bytes are the call
-of a float64 division. Trees have 255 nodes, depth 15 and 16 candidates; models have the sizes of
+largest of all variants that the row stands for. Stack holds spilled registers; 8 bytes are a call
+of a float64 function. Trees have 255 nodes, depth 15 and 16 candidates; models have the sizes of
 Qwen3-8B and Qwen3.5 unless the row says otherwise. Some kernels depend on the request slots S;
 `plan_kernel` is the variant for steps of S requests and 8,192 rows (S = 1024: sm_90 only). The slow
 tests compile more shapes of attention (`test_compile_attention.py`).
