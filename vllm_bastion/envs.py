@@ -29,9 +29,9 @@ VARIABLES: dict[str, str] = {
 }
 
 
-def set_variables() -> dict[str, Callable[[], str | None]]:
-    """The variables that are set, each with a function that reads its value."""
-    return {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
+def readers() -> dict[str, Callable[[], str | None]]:
+    """Of each variable, a function that reads its value."""
+    return {name: partial(os.environ.get, name) for name in VARIABLES}
 
 
 def telemetry() -> bool:

@@ -43,8 +43,8 @@ def cpu_platform() -> None:
 
 
 def _announce_variables() -> None:
-    """Add our variables that are set to vLLM's list: it warns about names it does not know."""
+    """Add our variables to vLLM's list: it warns about names that it does not know."""
     from vllm import envs as vllm_envs
 
-    for name, value in envs.set_variables().items():
+    for name, value in envs.readers().items():
         vllm_envs.environment_variables.setdefault(name, value)

@@ -16,7 +16,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.replay.costs import paper_a100
 from benchmarks.replay.record import collect, requests_for
 from benchmarks.replay.recording import load_recording, save_recording
-from tests.e2e.costs import write_costs
+from tests.e2e.engines import given_costs
 from vllm_bastion.policy.cost.store import read_profile
 
 PROMPTS = [
@@ -107,7 +107,9 @@ def test_the_length_that_a_chain_would_have_had_accepted(path: list[int], chain:
 
 
 def test_a_gpus_costs_are_written_as_a_profile(tmp_path: Path) -> None:
-    profile = read_profile(Path(write_costs(paper_a100(128), tmp_path / "a100.json")))
+    source = paper_a100(128)
+    keys = given_costs(source.table, tmp_path / "a100.json", source.calibrated)
+    profile = read_profile(Path(keys["calibration"]))
     costs = profile.table.cost_ms(1, 100.0)
     assert len(costs) == 129
     # The paper's 22.0 ms at 32 nodes and 55.9 ms at 1024, with the drafter's 3.06 ms on top.
