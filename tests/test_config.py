@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from config_table import markdown_table
 from helpers import engine_config, is_one_sentence, write_checkpoint
 from vllm_bastion import config
 from vllm_bastion.checks import BastionConfigError, engine, models
@@ -126,14 +124,6 @@ def test_a_key_given_twice_is_refused_as_vllm_refuses_it(pair: tuple[str, str]) 
     )
     with pytest.raises(ValueError, match=r"--spec-method .* mutually exclusive"):
         args.create_engine_config()
-
-
-def test_every_setting_has_a_default_and_one_line_of_help() -> None:
-    table = markdown_table().splitlines()[2:]
-    assert [line.split("`")[1] for line in table] == list(config.user_keys())
-    assert all(len(line.split("|")[3].strip()) > 20 for line in table)
-    own = [f.name for f in fields(BastionSpeculativeConfig) if f.name.startswith(config.PREFIX)]
-    assert set(own) == {*config.user_keys(), "bastion_gamma"}
 
 
 def test_a_drafter_of_fewer_positions_than_the_target_is_resized(

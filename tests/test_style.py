@@ -120,3 +120,13 @@ def test_every_setting_is_declared_with_a_default() -> None:
     defaults = {field.name: field.default for field in fields(config.BastionSpeculativeConfig)}
     for name in config.user_keys():
         config.key_adapter(name).validate_python(defaults[name])
+
+
+def test_every_setting_has_a_default_and_one_line_of_help() -> None:
+    table = markdown_table().splitlines()[2:]
+    assert [line.split("`")[1] for line in table] == list(config.user_keys())
+    assert all(len(line.split("|")[3].strip()) > 20 for line in table)
+    own = [
+        f.name for f in fields(config.BastionSpeculativeConfig) if f.name.startswith(config.PREFIX)
+    ]
+    assert set(own) == {*config.user_keys(), "bastion_gamma"}
