@@ -45,10 +45,10 @@ def batch() -> Batch:
     """Trees, a chain and a sampling request, joined by a prompt of two chunks."""
     out = Batch("trees, chains and prompt chunks")
     code, arithmetic, chat = (text for _, text in cases.some(1))
-    out.add("code", code, temperature=0, max_tokens=10)
-    out.add("chain", arithmetic, temperature=0, max_tokens=4, repetition_penalty=1.2)
-    out.add("sampled", chat, temperature=0.8, seed=3, max_tokens=6)
-    out.add("chunked", cases.long_prompt("code", 72), arrive=2, temperature=0, max_tokens=4)
+    out.add("code", code, temperature=0, max_tokens=12)
+    out.add("chain", arithmetic, temperature=0, max_tokens=6, repetition_penalty=1.2)
+    out.add("sampled", chat, temperature=0.8, seed=3, max_tokens=8)
+    out.add("chunked", cases.long_prompt("code", 80), arrive=2, temperature=0, max_tokens=6)
     return out
 
 
@@ -58,7 +58,8 @@ def costs(folder: Path, timing: str) -> dict[str, str]:
     return {**given_costs(table, folder / "costs.json"), "budget_timing": timing}
 
 
-@pytest.mark.parametrize("timing", ["exact", pytest.param("lagged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("timing", ["exact", "lagged"])
 def test_graphs_replay_what_decoding_needs(
     runner: Runner, compare: Comparison, tmp_path: Path, timing: str
 ) -> None:
