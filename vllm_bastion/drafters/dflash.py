@@ -36,6 +36,7 @@ from bastion_kernels import context_rows, gather_rows
 from vllm_bastion.config import chain_view_of, settings_of
 from vllm_bastion.drafters.room import MOST_AT_ONCE, for_all_rows, parts, with_graphs, with_room
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
+from vllm_bastion.engine.planning import decide_again
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
 from vllm_bastion.step import Step
@@ -268,7 +269,7 @@ class BastionSpeculator(DFlashSpeculator):
             self.trees.bind_rows()
         else:
             self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
-            step = runtime.step = self._once_sampled(runtime.step, input_batch, num_sampled)
+            step = runtime.step = decide_again(runtime, input_batch, num_sampled)
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
                 if step.looks_up:
@@ -301,52 +302,6 @@ class BastionSpeculator(DFlashSpeculator):
         if not dummy_run:
             self._step_done(runtime.step)
         return tokens
-
-    def _once_sampled(self, step: Step, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
-        """Decide again where the host knows what was sampled.
-
-        Nothing is grown beyond the ends of all replies, and nothing is drafted where copies alone
-        pay more.
-        """
-        runtime = self.runtime
-        decided = step.grows and runtime.controller is not None and runtime.manager is not None
-        if not decided or current_host().runs_ahead:
-            return step
-        assert runtime.manager is not None
-        slots, remaining = runtime.manager.continuing(batch, num_sampled)
-        if not len(slots):
-            return replace(step, drafts=False, looks_up=False)
-        step = replace(step, longest_copy=int(remaining.max()) - 1)
-        if step.looks_up:
-            step = self._with_copies(step, batch.num_reqs, slots, remaining)
-        if runtime.reach is None:
-            return step
-        unused = runtime.reach.depth + 1 - int(remaining.max())
-        return replace(step, spared=max(step.spared, unused))
-
-    def _with_copies(
-        self, step: Step, num_reqs: int, slots: np.ndarray, remaining: np.ndarray
-    ) -> Step:
-        """Look for copies. They take the place of the draft, or of a plain step, if they pay more.
-
-        Args:
-            num_reqs: of the batch.
-            slots: [C] request slots that go on.
-            remaining: [C] most tokens that each may emit from the next step on.
-        """
-        controller, copies = self.runtime.controller, self.trees.copies
-        assert controller is not None and copies is not None
-        rows = self.trees.row_slots[:num_reqs]
-        copies.find(rows)
-        promised = copies.promised(slots, remaining - 1)
-        if controller.prefers_copies(slots.tolist(), remaining.tolist(), promised, step.drafts):
-            if step.drafts and self.runtime.recorder is not None:
-                self.runtime.recorder.copied()
-            return replace(step, drafts=False, announces=True)
-        if not step.drafts:
-            copies.give_up(rows)
-            controller.observe_copies(slots, promised, 0)
-        return replace(step, looks_up=False, announces=step.drafts)
 
     def _step_done(self, step: Step) -> None:
         if self.runtime.timer is not None:

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the record of a step when it is scheduled, see `vllm_bastion.step`."""
+"""Makes the record of a step when it is scheduled, and again once it was sampled.
+
+See `vllm_bastion.step`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
+import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.platform import current_host
 from vllm_bastion.step import Step
 
 
@@ -85,3 +90,53 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
     looks_up = decision.looks_up and drafts == decision.drafts
     refused = not drafts and not runtime.plan.backlog
     return replace(step, drafts=drafts, looks_up=looks_up, announces=announces, refused=refused)
+
+
+def decide_again(runtime: Runtime, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
+    """The record of the current step where the host knows what was sampled.
+
+    Nothing is grown beyond the ends of all replies, and nothing is drafted where copies alone pay
+    more.
+
+    num_sampled: [R] int32 tokens that the requests have emitted in this step.
+    """
+    step, manager = runtime.step, runtime.manager
+    decided = step.grows and runtime.controller is not None and manager is not None
+    if not decided or current_host().runs_ahead:
+        return step
+    assert manager is not None
+    slots, remaining = manager.continuing(batch, num_sampled)
+    if not len(slots):
+        return replace(step, drafts=False, looks_up=False)
+    step = replace(step, longest_copy=int(remaining.max()) - 1)
+    if step.looks_up:
+        step = _with_copies(runtime, step, batch.num_reqs, slots, remaining)
+    if runtime.reach is None:
+        return step
+    unused = runtime.reach.depth + 1 - int(remaining.max())
+    return replace(step, spared=max(step.spared, unused))
+
+
+def _with_copies(
+    runtime: Runtime, step: Step, num_reqs: int, slots: np.ndarray, remaining: np.ndarray
+) -> Step:
+    """Look for copies. They take the place of the draft, or of a plain step, if they pay more.
+
+    Args:
+        num_reqs: of the batch.
+        slots: [C] request slots that go on.
+        remaining: [C] most tokens that each may emit from the next step on.
+    """
+    controller, copies = runtime.controller, runtime.trees.copies
+    assert controller is not None and copies is not None
+    rows = runtime.trees.row_slots[:num_reqs]
+    copies.find(rows)
+    promised = copies.promised(slots, remaining - 1)
+    if controller.prefers_copies(slots.tolist(), remaining.tolist(), promised, step.drafts):
+        if step.drafts and runtime.recorder is not None:
+            runtime.recorder.copied()
+        return replace(step, drafts=False, announces=True)
+    if not step.drafts:
+        copies.give_up(rows)
+        controller.observe_copies(slots, promised, 0)
+    return replace(step, looks_up=False, announces=step.drafts)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the controller prefers copies of the context to drafts and to plain steps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.policy.test_controller import Buffers, Costs
+from vllm_bastion.policy.controller import Batch, Controller
+from vllm_bastion.policy.cost.latency import StepEstimate
+
+
+def with_copies(promised, *, tree_ms=15.0, per_row=0.1, plain_ms=10.0):
+    """A controller that knows its trees, and what copies of two requests promise."""
+    curve = (tree_ms + per_row * np.arange(129)).astype(np.float32)
+    buffers = Buffers()
+    control = Controller(15, 4, Costs(StepEstimate(curve, plain_ms)), buffers, looks_up=True)
+    for _ in range(40):
+        control.gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
+        control.gains.add_outcomes([0, 1], [2.0, 2.0], [2.0, 2.0])
+        control.observe_copies(np.array([0, 1]), np.array(promised), None)
+    return control, buffers
+
+
+def test_drafts_are_weighed_against_copies():
+    """Drafts bring 3 tokens for 15 + 1.8 ms, plain steps 1 for 10 ms."""
+    batch = Batch([0, 1], [100, 100], 2, 100.0)
+    decided = {}
+    for promised in ([0.0, 0.0], [0.5, 0.5], [2.0, 2.0], [9.0, 9.0], [9.0, 0.0]):
+        control, _ = with_copies(promised)
+        decided[tuple(promised)] = control.plan(batch)
+    assert [d.drafts for d in decided.values()] == [True, True, False, False, False]
+    assert [d.looks_up for d in decided.values()] == [False, False, True, True, True]
+    assert decided[9.0, 9.0].reason == "copies pay more"
+
+
+def test_a_draft_gives_way_to_copies_that_pay_more():
+    """Where the host sees the copies: drafts bring 3 tokens for 15.8 ms, plain steps 1 for 10."""
+    batch, buffers = Batch([0, 1], [100, 100], 2, 100.0), Buffers()
+    curve = (15.0 + 0.1 * np.arange(129)).astype(np.float32)
+    costs = Costs(StepEstimate(curve, 10.0))
+    control = Controller(15, 4, costs, buffers, looks_up=True, sees_copies=True)
+    # Nothing is known of drafts: one is made.
+    assert control.plan(batch).drafts
+    assert not control.prefers_copies([0, 1], [100, 100], np.array([9.0, 9.0]), True)
+    for _ in range(40):
+        control.gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
+        control.gains.add_outcomes([0, 1], [2.0, 2.0], [2.0, 2.0])
+        # What earlier copies promised does not matter.
+        control.observe_copies(np.array([0, 1]), np.array([9.0, 9.0]), None)
+    decision = control.plan(batch)
+    assert decision.drafts and decision.looks_up
+
+    def prefers(*promised, drafts=True, remaining=100):
+        return control.prefers_copies([0, 1], [remaining] * 2, np.array(promised), drafts)
+
+    found = [prefers(0.0, 0.0), prefers(0.5, 0.5), prefers(9.0, 0.0), prefers(5.0, 5.0)]
+    assert found == [False, False, True, True]
+    # Otherwise the step would be plain.
+    assert prefers(0.5, 0.5, drafts=False) and not prefers(0.0, 0.0, drafts=False)
+    assert not prefers(9.0, 9.0, drafts=False, remaining=1)
+
+
+def test_copies_are_calibrated_by_what_they_brought():
+    """They promise 2 tokens and bring 0.2: drafts are better, and few nodes are worth it."""
+    batch, slots = Batch([0, 1], [100, 100], 2, 100.0), np.array([0, 1])
+    control, _ = with_copies([2.0, 2.0])
+    assert control.plan(batch).looks_up
+    for _ in range(12):
+        control.copy_gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
+        control.copy_gains.add_outcomes([0, 1], [2.0, 2.0], [0.2, 0.2])
+    control.plan(batch)
+    dear, _ = with_copies([2.0, 2.0], tree_ms=500.0)
+    dear.copy_gains = control.copy_gains
+    assert control.plan(batch).drafts and dear.plan(batch).looks_up
+    of_drafts, of_copies = np.exp(dear._log_kappa[:, slots])
+    assert (of_drafts == 1.0).all() and (of_copies < 0.5).all()
+    assert dear.kappa_in_use(slots, True) == pytest.approx(of_copies)
+    # The next request in the slot starts with what copies of all requests brought.
+    control.restart(0, 100)
+    assert control.copy_gains.kappa_of(0) == pytest.approx(control.copy_gains.kappa)
+
+
+def test_steps_without_a_draft_look_up_and_cost_no_drafter():
+    batch = Batch([0, 1], [100, 100], 2, 100.0)
+    control, buffers = with_copies([0.0, 0.0], tree_ms=500.0)
+    decision = control.plan(batch)
+    assert not decision.drafts and decision.looks_up and not control.copies_pay
+    # P + C(n) - C(R)
+    np.testing.assert_allclose(buffers.copy_cost_ms[2:6], 10.0 + 0.1 * np.arange(4), rtol=1e-5)
+    assert control.copy_step_ms(7) == pytest.approx(10.5)
+    control.observe_copies(np.array([0, 1]), np.array([3.0, 0.0]), 3)
+    assert control.copies_pay
+    ending = control.plan(Batch([0], [1], 1, 100.0))
+    waiting = control.plan(replace(batch, backlog=True))
+    assert not ending.looks_up and not waiting.looks_up
+    off = Controller(15, 4, Costs(StepEstimate(control.costs.curve, 10.0)), Buffers())
+    assert not off.plan(batch).looks_up
