@@ -29,6 +29,9 @@ def main() -> int:
     parser.add_argument("--scheduling", choices=("async", "sync"), default="async")
     parser.add_argument("--pair", type=Path, default=TINY, help="folder of target and drafter")
     parser.add_argument("--server", action="store_true", help="through vllm serve")
+    parser.add_argument(
+        "--copying", type=float, default=0.2, help="server: share of prompts that repeat themselves"
+    )
     parser.add_argument("--out", type=Path, help="default: build/soak.json, build/soak-server.json")
     options = parser.parse_args()
     out = options.out or ROOT / "build" / ("soak-server.json" if options.server else "soak.json")

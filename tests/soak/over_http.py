@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                         options.pair / "prompts.jsonl")  # fmt: skip
     assert {row["domain"] for row in rows} == set(DOMAINS)
     target = str(options.pair / "target")
-    requests = Requests(target, [row["prompt"] for row in rows], options.seed)
+    prompts = [row["prompt"] for row in rows]
+    requests = Requests(target, prompts, options.seed, options.copying)
     speculative = {"method": "bastion", "model": str(options.pair / "drafter"),
                    "num_speculative_tokens": NODES}  # fmt: skip
     common = [

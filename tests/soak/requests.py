@@ -130,10 +130,14 @@ class Request:
 
 
 class Requests:
-    """The same requests for the same seed."""
+    """The same requests for the same seed.
 
-    def __init__(self, model: str, prompts: list[str], seed: int) -> None:
-        self._rng = random.Random(seed)
+    Args:
+        copying: share of the texts that end with a repetition of a piece of them, perhaps changed.
+    """
+
+    def __init__(self, model: str, prompts: list[str], seed: int, copying: float = 0.2) -> None:
+        self._rng, self._copying = random.Random(seed), copying
         self._model, self._prompts = model, prompts
         self._last = prompts[0]
         self._count = 0
@@ -176,6 +180,12 @@ class Requests:
             while rng.random() < 0.4:
                 self._last += rng.choice(self._prompts)
         text = self._last[: rng.randint(1, 700)]
+        if rng.random() < self._copying:
+            begin = rng.randrange(len(text))
+            piece = text[begin : begin + rng.randint(20, 300)]
+            if rng.random() < 0.5:
+                piece = piece.replace(rng.choice(piece), rng.choice("aeiou "))
+            text += "\n" + piece
         if path == CHAT:
             messages = [{"role": "user", "content": text}]
             if rng.random() < 0.3:
