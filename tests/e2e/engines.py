@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from vllm_bastion.policy.cost.fit import CalibratedRoofline
 
 from benchmarks.harness.process import EngineProcess, changed_environment
 from tests.e2e.worker import work
 from vllm_bastion import envs
+from vllm_bastion.policy.cost.paper import CalibratedRoofline
 from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 

@@ -134,7 +134,7 @@ def test_recorded_steps_get_algorithm_1s_nodes():
     cost = torch.tensor(exact, dtype=torch.float32)
     slots, limits = torch.tensor([0]), torch.tensor([64], dtype=torch.int32)
     below, further = 0, []
-    steps = range(0, recording.num_steps, 8)
+    steps = range(0, recording.num_steps, 3)
     for step in steps:
         rho = best_first(recording.scores[step], ranks[step], 64).rho
         counts = torch.zeros(1, dtype=torch.int32)
