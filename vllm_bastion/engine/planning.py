@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the record of a step when it is scheduled, and again once it was sampled.
+"""Makes the record of a step when it is scheduled, and again once its tokens are sampled.
 
 See `vllm_bastion.step`.
 """
@@ -93,7 +93,7 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
 
 
 def decide_again(runtime: Runtime, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
-    """The record of the current step where the host knows what was sampled.
+    """The record of the current step after sampling, where the host knows its tokens.
 
     Nothing is grown beyond the ends of all replies, and nothing is drafted where copies alone pay
     more.

@@ -273,7 +273,8 @@ class Controller:
         drafted = self.gains.expected(slots, remaining)
         if drafted.unknown:
             return False
-        # A draft brings its tokens where the copy is wrong at once, as a geometric one is.
+        # The draft's own tokens count only where the copy is wrong at once: with the probability
+        # 1 / (1 + tokens) if its length is geometric.
         count = len(slots)
         mean = drafted.tokens / count - 1.0
         both = 1.0 + (tokens.sum() + mean * (1.0 / (1.0 + tokens)).sum()) / count

@@ -85,7 +85,10 @@ class Copies:
         self._is_found = True
 
     def give_up(self, slots: torch.Tensor) -> None:
-        """What `find` has found is only judged, and not mixed into anything. For a CPU."""
+        """Mix nothing in after `find`: the copies are only compared with what is emitted.
+
+        On the host: for a CPU.
+        """
         rows, found, last = slots.numpy(), self._found.numpy(), self._last.numpy()
         last[rows, 0] = found[rows] & 0xFFFFFFFF
         last[rows, 1] = found[rows] >> 32
