@@ -268,6 +268,20 @@ def test_steps_of_copies_show_what_a_plain_step_takes():
     assert model.plain_is_known(1)
 
 
+def test_steps_of_copies_tell_costly_nodes_from_a_slow_machine():
+    """Nodes that take twice what the table says must not make plain steps look slow."""
+    model, rng = CorrectedLatency(_table()), np.random.default_rng(0)
+    curve = model.estimate(1, 0).tree_ms
+    for _ in range(200):
+        rows = int(rng.choice([1, 8, 32]))
+        total = 2.6 + 2.0 * float(curve[rows] - curve[1])
+        model.observe(StepTimes(rows, 1, 0.0, rows > 1, False, total, total))
+    after = model.estimate(1, 0)
+    assert after.plain_ms == pytest.approx(2.6, rel=0.05)
+    added = after.curve[32] - after.curve[1]
+    assert added == pytest.approx(2.0 * (curve[32] - curve[1]), rel=0.1)
+
+
 def test_a_step_that_verifies_what_was_drafted_is_not_of_copies():
     model = CorrectedLatency(_table())
     before = model.estimate(1, 0)

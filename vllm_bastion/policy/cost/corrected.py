@@ -9,7 +9,7 @@ table, a batch of R requests is estimated to take
     step with trees      e^a (C(R) + e^s (C(n) - C(R)))
 
 a, p and s are moving averages of y = ln(measured / estimated), clipped, for batches of about that
-size. With f the fraction of the estimate that e^s scales, a tree step counts by 1 - f for a and by
+size. With f the fraction of the estimate that e^s scales, a step counts by 1 - f for a or p, and by
 2 f for s. A machine that slows down slows both kinds: once a kind has been measured itself, it
 follows most of what the other one shows.
 
@@ -176,28 +176,23 @@ class CorrectedLatency:
         factors = self.factors(num_reqs)
         plain_log, tree_log = factors.plain, factors.tree
         ms, root = float(prior.curve[row]), float(prior.curve[min(num_reqs, row)])
-        added = math.exp(factors.slope) * (ms - root)
-        if undrafted:
-            if beyond:
-                return
-            nodes_ms = added if step.verified else 0.0
-            change = plain_log.add(math.log(step.total_ms / (prior.plain_ms + nodes_ms)))
-            plain_log.value += change
-            if tree_log.count >= _KNOWN and plain_log.count >= _SETTLED:
-                tree_log.value += _COMMON * change
-            return
         if beyond:
-            self._beyond.value += self._beyond.add(math.log(step.total_ms / ms) - tree_log.value)
+            if not undrafted:
+                log = math.log(step.total_ms / ms) - tree_log.value
+                self._beyond.value += self._beyond.add(log)
             return
-        fraction = added / (root + added)
-        change = tree_log.add(math.log(step.total_ms / (root + added)))
-        if tree_log.count > _FIRST:
+        own, other = (plain_log, tree_log) if undrafted else (tree_log, plain_log)
+        base = prior.plain_ms if undrafted else root
+        added = math.exp(factors.slope) * (ms - root) if step.verified else 0.0
+        fraction = added / (base + added)
+        change = own.add(math.log(step.total_ms / (base + added)))
+        if own.count > _FIRST:
             slope = factors.slope + 2.0 * fraction * change
             factors.slope = min(max(slope, -_MAX_SLOPE), _MAX_SLOPE)
             change *= 1.0 - fraction
-        tree_log.value += change
-        if plain_log.count >= _KNOWN and tree_log.count >= _SETTLED:
-            plain_log.value += _COMMON * change
+        own.value += change
+        if other.count >= _KNOWN and own.count >= _SETTLED:
+            other.value += _COMMON * change
 
     def correction(self, num_reqs: int) -> dict[str, float]:
         """See `LatencyModel`."""
