@@ -145,11 +145,11 @@ def _scores(speculator: Any) -> Callable[[int], tuple[Any, ...]]:
         head["states"] = hidden
         grow(hidden, num_reqs)
 
-    def grow_transitions_watched(candidates: Any, scores: Any) -> None:
+    def grow_transitions_watched(candidates: Any, scores: Any, *more: Any) -> None:
         logits = speculator.model.compute_logits(head["states"]).float()
         own = logits.log_softmax(-1).gather(1, candidates.flatten(0, 1).long())
         head["scores"] = candidates, own.view(candidates.shape), scores.float().log_softmax(-1)
-        grow_transitions(candidates, scores)
+        grow_transitions(candidates, scores, *more)
 
     def last(row: int) -> tuple[Any, ...]:
         arrays = head.get("scores", (trees.top_tokens, trees.top_logprobs))

@@ -34,7 +34,7 @@ class Completion:
     text: str = ""
     emitted: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
-    prompt_len: int = 0
+    prompt_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Decoder:
             for completion, output in zip(result.completions, outputs, strict=True):
                 completion.token_ids = list(output.outputs[0].token_ids)
                 completion.text = output.outputs[0].text
-                completion.prompt_len = len(output.prompt_token_ids)
+                completion.prompt_ids = list(output.prompt_token_ids)
         result.decode_s = time.perf_counter() - begin
         if self._collect is not None:
             result.probed = self._collect()

@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.replay.costs import CostSource, from_profile, mixture_of_experts, paper_a100
 from benchmarks.replay.gate_study import gate_study
+from benchmarks.replay.lookup import lookup_study
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
 from benchmarks.replay.studies import (
@@ -61,6 +62,7 @@ def _print_studies(corpus: Corpus, source: CostSource) -> None:
             gate_study(corpus, source)
         ),
         "Batches, speed-up over plain decoding at the same batch": batch_study(corpus, source),
+        "Lookup, speed-up over plain decoding at the same batch": lookup_study(corpus, source),
     }
     for title, rows in tables.items():
         print(f"\n{title}\n")

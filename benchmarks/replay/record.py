@@ -3,6 +3,7 @@
 
     python -m benchmarks.replay.record                     # results/recordings/tiny.npz
     python -m benchmarks.replay.record --drafter benchmarks/tiny/dflash2 --temperatures 0
+    python -m benchmarks.replay.record --target T --drafter D --jsonl FILE   # chats of any pair
     python -m benchmarks.replay.record --profile           # instead: results/cpu-profile.json
 
 A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) and verifies
@@ -24,6 +25,7 @@ from typing import Any
 from benchmarks import RESULTS, TINY
 from benchmarks.harness.decoder import Run, run_engine
 from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
+from benchmarks.paper.data import load_jsonl
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_prompts
 from benchmarks.provenance import provenance
@@ -55,7 +57,7 @@ def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Reco
             one.name,
             asked[one.name][1],
             asked[one.name][0].temperature,
-            one.prompt_len,
+            one.prompt_ids,
             one.token_ids,
         )
         for one in done.completions
@@ -66,6 +68,23 @@ def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Reco
         for d in done.probed
     )
     return recording_of(meta, requests, drafts)
+
+
+def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, str]]:
+    """The first turns of files that `benchmarks.paper.data.load_jsonl` reads, as a chat's prompts."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+
+    def text(turn: str) -> str:
+        chat = [{"role": "user", "content": turn}]
+        found: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return found
+
+    prompts = [prompt for file in files for prompt in load_jsonl(file, samples)]
+    return [
+        {"id": f"{p.set}/{p.id}", "domain": p.set, "prompt": text(p.turns[0])} for p in prompts
+    ]
 
 
 def record_profile(target: Path, drafter: Path, path: Path) -> None:
@@ -94,20 +113,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", type=Path, default=TINY / "target")
     parser.add_argument("--drafter", type=Path, default=TINY / "drafter")
     parser.add_argument("--data", type=Path, default=TINY / "prompts.jsonl")
+    parser.add_argument("--jsonl", type=Path, nargs="+", help="in place of it: see benchmarks.paper")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if given.profile:
-        record_profile(given.target, given.drafter, given.out / "cpu-profile.json")
+        pair = given.target.parent
+        name = "cpu-profile" if pair == TINY else f"cpu-profile-{pair.name}"
+        record_profile(given.target, given.drafter, given.out / f"{name}.json")
         return 0
-    asked = requests_for(load_prompts(given.data, given.prompts), given.temperatures, given.steps)
+    if given.jsonl:
+        rows = chats(given.target, given.jsonl, given.prompts)
+    else:
+        rows = load_prompts(given.data, given.prompts)
+    asked = requests_for(rows, given.temperatures, given.steps)
     engine = Engine(
         bastion(given.drafter, 1, 1, top_k=given.top_k, lookup=False),
         given.target,
         max_num_seqs=BATCH,
+        max_model_len=1024,
         probe="benchmarks.probes:drafts",
     )
     progress = Progress("recording")
-    meta = provenance() | {"pair": "benchmarks/tiny", "steps": given.steps}
+    meta = provenance() | {"pair": given.target.parent.name, "steps": given.steps}
     done = run_engine(engine, [request for request, _ in asked.values()], progress)
     recording = collect(done, asked, meta)
     kind = "" if given.drafter.name == "drafter" else f"-{given.drafter.name}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recording that replay uses: the drafter's and the target's output at every position.
 
-A recording holds, per request, the tokens that the target emitted, and per step the drafter's top-K
+A recording holds, per request, its prompt and the tokens that the target emitted, and per step the drafter's top-K
 at every drafted depth. Decoding is lossless and its noise is keyed by position, so the emitted
 tokens do not depend on the verified tree, and the drafter's output depends on the prefix alone.
 With a step recorded at *every* position, any policy can be replayed without a model. Therefore
@@ -16,6 +16,7 @@ One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
     domains           [Q]       str
     temperatures      [Q]       float32
     prompt_lens       [Q]       int32
+    prompts           [sum]     int32    their tokens, one request after the other
     token_offsets     [Q + 1]   int64    request q emitted tokens[offsets[q] : offsets[q + 1]]
     tokens            [sum]     int32
     step_requests     [M]       int32    which request
@@ -44,7 +45,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Recording:
     domains: list[str]
     temperatures: NDArray[np.float32]
     prompt_lens: NDArray[np.int32]
+    prompts: NDArray[np.int32]
     token_offsets: NDArray[np.int64]
     tokens: NDArray[np.int32]
     step_requests: NDArray[np.int32]
@@ -88,6 +90,14 @@ class Recording:
         end = start + (self.depth + 1 if length is None else length)
         return self.tokens[start : min(end, int(self.token_offsets[q + 1]))]
 
+    def text(self, request: int) -> NDArray[np.int32]:
+        """A request's prompt and all tokens that it emitted."""
+        end = int(self.prompt_lens[: request + 1].sum())
+        emitted = slice(*self.token_offsets[request : request + 2])
+        return np.concatenate(
+            [self.prompts[end - self.prompt_lens[request] : end], self.tokens[emitted]]
+        )
+
     def check(self) -> None:
         """Check that replay can read the recording.
 
@@ -101,6 +111,7 @@ class Recording:
             "domains": len(self.domains) == num_reqs,
             "temperatures": self.temperatures.shape == (num_reqs,),
             "prompt_lens": self.prompt_lens.shape == (num_reqs,),
+            "prompts": len(self.prompts) == self.prompt_lens.sum(),
             "token_offsets": self.token_offsets.shape == (num_reqs + 1,),
             "tokens": len(self.tokens) == self.token_offsets[-1],
             "step_positions": self.step_positions.shape == (m,),
@@ -127,12 +138,12 @@ class Recording:
 
 
 class Emitted(NamedTuple):
-    """A request and all tokens that it emitted."""
+    """A request, its prompt's tokens and all tokens that it emitted."""
 
     name: str
     domain: str
     temperature: float
-    prompt_len: int
+    prompt: ArrayLike
     tokens: ArrayLike
 
 
@@ -164,7 +175,8 @@ def recording_of(
         if q is not None and draft.position + depth + 1 <= len(outputs[q]):
             rows.append((q, draft.position, draft))
     rows.sort(key=lambda row: row[:2])
-    prompt_lens = np.array([request.prompt_len for request in requests], dtype=np.int32)
+    prompts = [np.asarray(request.prompt, dtype=np.int32) for request in requests]
+    prompt_lens = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
     owners = np.array([q for q, *_ in rows], dtype=np.int32)
     positions = np.array([position for _, position, _ in rows], dtype=np.int32)
     empty = np.zeros((0, 0, 0))
@@ -180,6 +192,7 @@ def recording_of(
         domains=[request.domain for request in requests],
         temperatures=np.array([request.temperature for request in requests], dtype=np.float32),
         prompt_lens=prompt_lens,
+        prompts=np.concatenate([np.zeros(0, dtype=np.int32), *prompts]),
         token_offsets=np.cumsum([0, *map(len, outputs)], dtype=np.int64),
         tokens=np.concatenate([np.zeros(0, dtype=np.int32), *outputs]),
         step_requests=owners,
@@ -212,6 +225,7 @@ def save_recording(recording: Recording, path: str | Path) -> None:
             domains=np.array(recording.domains, dtype=np.str_),
             temperatures=recording.temperatures,
             prompt_lens=recording.prompt_lens,
+            prompts=recording.prompts,
             token_offsets=recording.token_offsets,
             tokens=recording.tokens,
             step_requests=recording.step_requests,
@@ -239,6 +253,7 @@ def load_recording(path: str | Path) -> Recording:
             domains=[str(name) for name in file["domains"]],
             temperatures=file["temperatures"],
             prompt_lens=file["prompt_lens"],
+            prompts=file["prompts"],
             token_offsets=file["token_offsets"],
             tokens=file["tokens"],
             step_requests=file["step_requests"],

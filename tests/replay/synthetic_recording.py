@@ -43,5 +43,5 @@ def synthetic_recording(
                     if hit:
                         tokens[d, rank] = truth
                 drafts.append(Drafted(name, position, tokens, np.log(q[:, :top_k])))
-            requests.append(Emitted(name, domain, 0.0, 20 + index, output))
+            requests.append(Emitted(name, domain, 0.0, np.arange(20 + index), output))
     return recording_of({"synthetic": True, "seed": seed}, requests, drafts)

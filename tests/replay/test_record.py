@@ -47,7 +47,7 @@ def test_recording_holds_what_was_drafted_and_emitted(tmp_path: Path) -> None:
     for index, (name, (request, _)) in enumerate(asked.items()):
         assert request.max_tokens == steps + GAMMA + 1
         tokens = rng.integers(0, 1000, request.max_tokens).tolist()
-        done.completions.append(Completion(name, tokens, prompt_len=5 + index))
+        done.completions.append(Completion(name, tokens, prompt_ids=[7] * (5 + index)))
         # The drafter also drafts after the last step that can be replayed.
         for position in range(1, request.max_tokens):
             logprobs = -np.sort(rng.random((GAMMA, top_k)) * 5, axis=1).astype(np.float16)

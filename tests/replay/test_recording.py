@@ -27,7 +27,7 @@ def test_round_trip(tmp_path):
 
 
 def test_large_vocabularies_keep_their_tokens(tmp_path):
-    request = Emitted("a", "code", 0.5, 3, [1, 151935, 4])
+    request = Emitted("a", "code", 0.5, [7, 8, 9], [1, 151935, 4])
     draft = Drafted("a", 1, [[151935, 7]], [[-0.5, -1.0]])
     save_recording(recording_of({}, [request], [draft]), tmp_path / "r.npz")
     loaded = load_recording(tmp_path / "r.npz")
@@ -38,8 +38,8 @@ def test_large_vocabularies_keep_their_tokens(tmp_path):
 
 def test_drafts_come_in_any_order_and_those_that_cannot_be_replayed_are_dropped():
     requests = [
-        Emitted("a", "d", 0, 10, [9, 8, 7, 6, 5, 4]),
-        Emitted("b", "d", 0, 10, [0, 1, 2, 3, 4]),
+        Emitted("a", "d", 0, range(10), [9, 8, 7, 6, 5, 4]),
+        Emitted("b", "d", 0, range(10, 20), [0, 1, 2, 3, 4]),
     ]
     drafts = [
         Drafted(name, position, [[5], [6]], [[-0.1], [-0.2]])
@@ -56,6 +56,7 @@ def test_drafts_come_in_any_order_and_those_that_cannot_be_replayed_are_dropped(
     ]
     assert recording.continuation(1).tolist() == [6, 5, 4]
     assert recording.context_lens.tolist() == [10, 12, 11]
+    assert recording.text(1).tolist() == [*range(10, 20), 0, 1, 2, 3, 4]
 
 
 def test_an_empty_recording_is_written_and_read(tmp_path):
@@ -86,7 +87,7 @@ def test_inconsistent_recordings_are_refused(change, message, tmp_path):
 
 def test_another_format_is_refused(tmp_path):
     np.savez(tmp_path / "r.npz", version=np.int32(99))
-    with pytest.raises(ValueError, match="format 1"):
+    with pytest.raises(ValueError, match="format 2"):
         load_recording(tmp_path / "r.npz")
 
 
