@@ -3,8 +3,8 @@
 
 vLLM sees its drafter's method, `dflash` or `dspark`, which brings drafter loading, auxiliary hidden
 states and KV look-ahead. `num_speculative_tokens` is the node budget N (the most draft nodes of a
-request verified in a step, without the root). A tree's depth, gamma, is the size of the drafter's
-block and is read from its checkpoint.
+request verified in a step, without the root). The drafted depth, gamma, is read from the drafter's
+checkpoint: for DFlash one less than its block.
 
 The engine's child processes unpickle this module before they load plugins: it must import without
 any hook in place, and must not import `vllm.v1.worker.gpu`.
@@ -47,24 +47,27 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     """vLLM's speculative configuration with the settings of method "bastion"."""
 
     bastion_budget: Literal["adaptive"] | Annotated[int, Field(ge=0)] = "adaptive"
-    """Nodes verified per request and step: chosen each step from the measured cost, or a number."""
+    """Nodes verified per request and step: chosen each step from the measured cost, or a number
+    from 0, plain decoding, to N."""
     bastion_top_k: Annotated[int, Field(ge=1, le=32)] = 16
-    """Candidate tokens kept at each drafted depth, 1 to 32, or as many as the drafter's own head
+    """Candidate tokens kept at each drafted depth, 1 to 32, and no more than the drafter's own head
     scores."""
     bastion_lookup: bool | None = None
     """Whether trees get a branch that copies what followed the same words earlier in the prompt or
-    the reply. Left out: on a CPU, not on a GPU."""
+    the reply. Left out: on a CPU, not on a GPU, nor with `bastion_top_k` 1."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
     """Whether a step is sized by its own scores, for which the host waits, or by the last step's.
-    auto: lagged on CUDA, exact on a CPU."""
+    auto: lagged on CUDA, exact on a CPU or with LoRA."""
     bastion_latency_model: Literal["table", "ema_table", "static", "ema", "ema_calib"] = "ema_table"
-    """What a step costs: measured table or calibrated roofline, with ema_ corrected in service."""
+    """What a step costs. table: as measured; static: a roofline, calibrated by it. ema_table and
+    ema_calib: the same, corrected in service. ema: the bare roofline, corrected."""
     bastion_calibration: Annotated[str, Field(min_length=1)] = "auto"
     """Where the measured costs come from: auto (cached profile, else measure), off, a file that
     exists, or `write:` and a file to measure for and to write."""
     bastion_drafter_weights: Literal["auto", "checkpoint", "fp8"] = "auto"
-    """Whether the drafter's weights stay as its checkpoint has them. auto: int8 on a CPU, for a
-    bf16 model. fp8: the layers' on a GPU, as vLLM's `quantization` does."""
+    """Whether the drafter's weights stay as its checkpoint has them. auto: int8 on a CPU that
+    multiplies it (VNNI), for a bf16 model. fp8: the layers' on a GPU, as vLLM's `quantization`
+    does."""
 
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""

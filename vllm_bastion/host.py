@@ -3,7 +3,7 @@
 
 `Host` is the GPU's side and the default. `vllm_bastion.cpu.host.CpuHost` overrides what a CPU does
 differently, and `vllm_bastion.platform.current_host` picks one of them. Nothing else in the package
-asks which device it runs on.
+decides by device; `policy.host_mirror` asks only how to copy.
 
 The methods import what they need when they are called: the configuration asks this module in
 processes that must not import vLLM's model runner.

@@ -20,5 +20,5 @@ stored_graphs  models that an earlier start compiled, which vLLM cannot load on 
 timing         vLLM's CPU platform replaces CUDA events by stubs, so steps are timed on the host
 
 Elsewhere, where nothing runs beside the host: `policy/reach.py` (depth of a draft), exact budgets,
-and N = 63 by default.
+copies that are looked for before the draft (`engine/planning.py`), and by default lookup and N = 63.
 """

@@ -5,8 +5,7 @@
 ``num_speculative_tokens`` is the checkpoint's ``block_size - 1``, whatever the node budget is. Two
 things differ. ``_generate_draft``, which DFlash captures into its CUDA graph, turns the block's
 logits into trees. And after a step that verified trees, the drafter's context is the accepted path
-only: at most gamma + 1 rows a request, in order, so that rejected nodes cost it nothing and its
-graph fits.
+only, in order: a row more than a tree is deep at most, so that rejected nodes cost it nothing.
 """
 
 from __future__ import annotations
@@ -378,7 +377,7 @@ class BastionSpeculator(DFlashSpeculator):
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
     ) -> tuple[InputBatch, list[torch.Tensor], torch.Tensor]:
-        """Replace each request's tree rows by its accepted path, padded to at most D + 1 rows.
+        """Replace each request's tree rows by its accepted path, padded to at most L + 1 rows.
 
         hidden: tensors [T, H]; num_sampled, num_rejected: [R]. Returns the batch, the hidden states
         [M, H] and num_rejected [R] for the drafter: vLLM drops a request's last ``num_rejected``

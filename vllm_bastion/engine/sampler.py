@@ -68,7 +68,8 @@ class TreeRejectionSampler(RejectionSampler):
         """Sample and walk.
 
         logits: [L, V], a request's rows consecutive, root first. invalid_drafts: [L] bool, drafts
-        without a grammar row, which must not be followed. Returns tokens [R, D + 1].
+        without a grammar row, which must not be followed. Returns tokens
+        [R, a tree's depth + 1].
         """
         if self.runtime.timer is not None:
             self.runtime.timer.logits_ready()

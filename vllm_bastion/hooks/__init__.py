@@ -3,7 +3,7 @@
 
 `apply_all` wraps the functions in the table below in each vLLM process. The adapters inside the
 model runner (`hooks.runner`, `hooks.warm_up`, `hooks.gated_delta`) are installed later, by
-`worker.install_adapters` in a worker of method "bastion". tests/e2e/assigned.py lists what is
+`worker.install_adapters` in a worker of method "bastion"; a server's are in `hooks.server`. tests/e2e/assigned.py lists what is
 changed without a wrapper, and tests/e2e/test_ledger.py compares running engines with all of it.
 """
 
