@@ -50,14 +50,14 @@ _READ_KEYS = frozenset(
         "revision",
     }
 )
-# What to set instead of one that does nothing.
+# What to set instead of a key that does nothing.
 _INSTEAD = {"enforce_eager": "set the engine's enforce_eager"}
 
 _DOES_NOT_WORK = 'does not work with method "bastion"'
 
 
 def refuse_other_spelling(given: dict[str, Any]) -> None:
-    """Refuse our keys, or our name misspelt, in an engine that does not ask for the method."""
+    """Refuse our keys, or a misspelt name of the method, in an engine of another method."""
     method = given.get("method")
     word = method.strip().lower() if isinstance(method, str) else ""
     if word == METHOD or difflib.get_close_matches(word, [METHOD], cutoff=0.8):
