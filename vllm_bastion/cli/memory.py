@@ -29,7 +29,7 @@ class Memory:
         buffers: what lives as long as the engine.
         logits: what comes and goes.
         cached_token: a token's keys and values, the target's.
-        cached_draft: what the drafter adds to them.
+        cached_draft: a token's keys and values, the drafter's.
     """
 
     weights: int | None
@@ -141,7 +141,7 @@ def _attention(config: VllmConfig) -> int:
 
 
 def _recurrent_row(config: VllmConfig) -> int:
-    """Bytes of a row's `attention.gated_delta.CommitInputs` in all layers; 0 without such."""
+    """Bytes of a row's `attention.gated_delta.CommitInputs` in all layers; 0 if there are none."""
     if not config.model_config.is_hybrid:
         return 0
     text, ranks = config.model_config.hf_text_config, config.parallel_config.tensor_parallel_size
