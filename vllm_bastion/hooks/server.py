@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server of method "bastion" does differently: it names users' mistakes, and has a page.
+"""Hooks on a server of method "bastion": it reports users' mistakes, and has a page.
 
 `SERVER_HOOKS` are installed when a server makes its configuration, so that no other process imports
 the server's modules.
@@ -50,7 +50,7 @@ def to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kw
     for field in self.model_extra or ():
         if field.startswith(PREFIX.rstrip("_")):
             raise VLLMValidationError(
-                f'"{field}" is no field of a request: a request\'s own budget is '
+                f'"{field}" is not a field of a request: a request\'s own budget is '
                 f'"vllm_xargs": {{"{REQUEST_BUDGET}": ...}}',
                 parameter=field,
             )
