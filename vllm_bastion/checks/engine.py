@@ -28,7 +28,7 @@ _OPTIONS_OFF: dict[str, Any] = {
     "return_sampling_mask": False,  # assumes that row i of a request is its token i
     "enable_return_routed_experts": False,
 }
-# Why, where a user may ask.
+# The reason, for options whose refusal needs one.
 _REASONS = {
     "pipeline_parallel_size": "only the last stage knows how many nodes a step verifies, and which "
     "of them it accepts",
@@ -213,7 +213,7 @@ def check_backend(vllm_config: Any) -> None:
         reasons = "; ".join(dict.fromkeys(found))
         way_out = 'set kv_cache_dtype to "auto", or ' if "kv_cache_dtype" in reasons else ""
         raise BastionConfigError(
-            f"vLLM's attention backend {named.name}, which tree attention works beside, does not "
+            f"vLLM's attention backend {named.name}, on which tree attention relies, does not "
             f"serve this target on a GPU of compute capability {capability.as_version_str()} "
             f"({reasons}): {way_out}use another GPU, or drop speculative_config"
         )

@@ -22,7 +22,7 @@ from vllm_bastion.platform import current_host
 
 METHOD = "bastion"
 
-# vLLM's own keys of which trees support one value: key -> (that value, why).
+# vLLM's own keys for which trees support only one value: key -> (that value, why).
 _FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "draft_sample_method": ("greedy", "a tree holds the drafter's best candidates, not samples"),
     "rejection_sample_method": ("standard", "bastion follows the target's own samples"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a worker's buffers and of its largest logits, beside those of vLLM's own DFlash.
+"""Bytes of a worker's buffers and of its largest logits, compared with vLLM's own DFlash.
 
 Everything follows from a handful of sizes (`Sizes`), so that the tables in the documents, what
 `vllm-bastion check` prints and the tests come from one calculation. Weights, the KV cache and the

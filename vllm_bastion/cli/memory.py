@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine of method "bastion" takes beside plain decoding, from its configuration."""
+"""The memory that an engine of method "bastion" needs beyond plain decoding, by configuration."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def tensor_bytes(owner: object) -> int:
 def attention_bytes(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, processors: int, rows: int, reqs: int
 ) -> int:
-    """What tree attention keeps on a GPU with so many multiprocessors."""
+    """Bytes that tree attention keeps on a GPU with `processors` multiprocessors."""
     workspace = TreeAttentionWorkspace(
         heads, kv_heads, dim, dtype, rows, reqs, "cpu", processors=processors
     )

@@ -19,6 +19,6 @@ renew          the packed copies of weights, after new weights were loaded
 stored_graphs  loads models that an earlier start compiled, which vLLM alone cannot on a CPU
 timing         vLLM's CPU platform replaces CUDA events by stubs, so steps are timed on the host
 
-Elsewhere, where nothing runs beside the host: `policy/reach.py` (depth of a draft), exact budgets,
-and N = 63 by default.
+In other places, because no device runs in parallel with the host: `policy/reach.py` (depth of a
+draft), exact budgets, and N = 63 by default.
 """

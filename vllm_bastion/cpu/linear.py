@@ -93,8 +93,8 @@ _packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 class Room:
     """Memory for the logits of a head, which its next product overwrites.
 
-    Logits are the largest tensors of a step. The C library maps more than 32 MiB anew each time it
-    allocates them: 240 rows of 151,936 in bf16 then take 57 ms instead of 35 (two-core Xeon with
+    Logits are the largest tensors of a step. The C library maps allocations of more than 32 MiB
+    afresh each time: 240 rows of 151,936 in bf16 then take 57 ms instead of 35 (two-core Xeon with
     AMX).
     """
 

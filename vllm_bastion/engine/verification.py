@@ -401,7 +401,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         """[T] bool, whether the slots still belong to the trees' requests."""
         return self._generations[trees.slots] == trees.generations
 
-    # ---- what other adapters ask about the step ----------------------------------------
+    # ---- the step's data for other adapters --------------------------------------------
 
     @property
     def drafts(self) -> np.ndarray:

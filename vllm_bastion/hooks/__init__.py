@@ -62,7 +62,7 @@ HOOKS: tuple[Hook, ...] = (
         expects="(self)",
         why="vLLM reserves N + 1 KV slots per request for a drafter that writes gamma + 1",
         what="returns gamma + 1",
-        upstream="the property asks the speculative configuration",
+        upstream="the property reads the speculative configuration",
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig.use_v2_model_runner",
@@ -152,7 +152,7 @@ HOOKS: tuple[Hook, ...] = (
             "num_invalid_spec_tokens, request_id)"
         ),
         why="its lists have N positions, walked for every request, and trees raise an index error; "
-        "a request of which nothing was verified counts as a draft",
+        "a request without a verified node counts as a draft",
         what="makes positions depths, and counts trees that were verified",
         upstream="statistics that know trees",
     ),

@@ -210,7 +210,7 @@ def _checked_config(
 
 
 def _choose_nodes_for_adapters(engine_args: Any, error: Exception) -> bool:
-    """Where N was left to us, take as many nodes as vLLM allows beside adapters.
+    """If the user did not set N, take as many nodes as vLLM allows with adapters.
 
     vLLM requires a step to hold N + 1 rows of every request. It checks this once its own defaults
     are known. By then N has been chosen, so only its refusal shows that N is too large.

@@ -58,7 +58,7 @@ def make_spec_decoding_stats(
 ) -> Any:
     """Start a step's statistics with one entry per depth in place of one per node.
 
-    A request of which nothing was verified had no draft, whatever was scheduled for it.
+    A request without a verified node had no draft, whatever was scheduled for it.
     """
     spec_config = bastion_config(self.vllm_config)
     unverified = (num_invalid_spec_tokens or {}).get(request_id, 0)

@@ -25,7 +25,8 @@ def _row(target: str, parameters: str) -> Hook:
         wrapper="server:to_sampling_params",
         expects=f"(self, {parameters}, default_sampling_params"
         + ("=)" if "chat" not in target else ")"),
-        why="vLLM accepts fields that it does not know, so a budget beside vllm_xargs does nothing",
+        why="vLLM ignores fields that it does not know, so a budget outside of vllm_xargs has no "
+        "effect",
         what="refuses the request, and says where the budget belongs",
         upstream="a per-request number of speculative tokens",
         when='every API server of an engine with method "bastion"',
@@ -46,7 +47,7 @@ def install() -> None:
 
 
 def to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a field of our name beside those of vLLM."""
+    """Refuse a field of our name among those of vLLM."""
     for field in self.model_extra or ():
         if field.startswith(PREFIX.rstrip("_")):
             raise VLLMValidationError(

@@ -3,7 +3,7 @@
 
 Between the two processes, msgpack keeps the fields that `SchedulerStats` declares and drops all
 others, those of subclasses included. One of them is a dictionary of anything:
-`kv_connector_stats`. Our entry lies there beside a KV connector's, and the front end takes it out
+`kv_connector_stats`. Our entry is stored there next to a KV connector's; the front end takes it out
 before another logger sees it.
 """
 

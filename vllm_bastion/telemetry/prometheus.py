@@ -13,7 +13,7 @@ import prometheus_client
 
 from vllm_bastion.telemetry.record import NODE_BUCKETS, SOURCES, Totals
 
-# Name -> what it counts, and its labels beside those of vLLM's own metrics.
+# Name -> what it counts, and its labels in addition to those of vLLM's own metrics.
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "steps": ("Steps by kind and reason.", "kind", "reason"),
     "accepted_by_depth": ("Trees whose accepted path reaches this depth.", "depth"),
@@ -108,7 +108,7 @@ class TreeMetrics:
 
     @staticmethod
     def _observe_nodes(histogram: Any, delta: Totals) -> None:
-        """Add trees to the histogram; it observes one value at a time, many of which are equal."""
+        """Add trees to the histogram, which only takes one value at a time; many are equal."""
         if isinstance(histogram, prometheus_client.Histogram):
             for bucket, count in zip(histogram._buckets, delta.trees_by_nodes):
                 if count:

@@ -82,7 +82,7 @@ class Recorder:
             requests: requests that decode.
             nodes: nodes that the step verifies.
             rows: target rows, those of prompts included.
-            tree_ms: cost of a step with so many rows that drafts; used only if it has nodes.
+            tree_ms: cost of a step with trees and `rows` rows; used only if it has nodes.
         """
         step = self._step
         step.requests, step.rows = requests, rows
