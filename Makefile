@@ -77,7 +77,7 @@ $(REHEARSAL)/.driver: $(REHEARSAL)/.vllm-0.32 tests/rehearsal/setup.sh $(wildcar
 # ARGS: names of cases, --verbose, --interpret; see docs/rehearsal.md.
 ARGS ?=
 
-rehearse: $(REHEARSAL)/.driver  ## Run vLLM's CUDA build on a pretended GPU (first use: 9 GB; ARGS="fixed hybrid")
+rehearse: $(REHEARSAL)/.driver  ## Run vLLM's CUDA build on a simulated GPU (first use: 9 GB; ARGS="fixed hybrid")
 	@$(REHEARSAL)/bin/python -m tests.rehearsal $(ARGS)
 
 # Needs a Python with PyTorch for CUDA, which .venv does not have, and none of the CPU settings above.

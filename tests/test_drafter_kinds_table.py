@@ -269,7 +269,7 @@ def test_the_speculators_librarys_format(
 
 # --- refused ----------------------------------------------------------------------------------
 
-NO_DRAFTER = "no drafter that trees are grown from"
+NO_DRAFTER = "not a drafter that trees are grown from"
 DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "another model": ({"architectures": ["Qwen3ForCausalLM"]}, (NO_DRAFTER, "Qwen3For")),
     "DFlash2 and plain": (

@@ -193,7 +193,7 @@ def test_exchanged_models_are_told(pair: tuple[str, str]) -> None:
     assert "is a drafter (DFlash)" in said and "exchange the two" in said
     assert "exchange the two" in _refusal(TINY / "domino", TINY / "target")
     said = _refusal(TINY / "target", TINY / "target")
-    assert "no drafter that trees are grown from (architecture: Qwen3ForCausalLM)" in said
+    assert "not a drafter that trees are grown from (architecture: Qwen3ForCausalLM)" in said
     assert "DFlash, Muse Glimmer's assistant, Domino" in said and "DraftModel" not in said
 
 
@@ -249,7 +249,7 @@ def _broken(folder: Path) -> str:
 NO_MODELS: dict[str, tuple[Callable[[Path], str], str]] = {
     "a file": (_file, "is a file: give the folder"),
     "no config": (_without_config, "has no config.json"),
-    "broken": (_broken, "is no readable JSON"),
+    "broken": (_broken, "is not valid JSON"),
     "nothing": (str, "there is no folder"),
     "a name": (lambda folder: "no-such/model", "HF_HUB_OFFLINE forbids its download"),
     "no name": (lambda folder: "no such model", "neither a folder here nor a name"),

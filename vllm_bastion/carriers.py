@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this plugin attaches to objects of vLLM, each as one typed record.
+"""Records that this plugin attaches to objects of vLLM that have no field for them.
 
-vLLM has no field for it. An attribute may get lost where such an object is copied or sent to
-another process, so the reader of a record that must be there uses `of`, which raises.
+An attribute may get lost where such an object is copied or sent to another process, so the reader
+of a record that must be there uses `of`, which raises.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class MissingCarrierError(RuntimeError):
 
 
 class Carrier:
-    """A record that lies on an object of vLLM as its attribute `bastion`."""
+    """A record that is stored on an object of vLLM as its attribute `bastion`."""
 
     def attach(self, owner: Any) -> None:
-        """Put this record on `owner`, in place of an earlier one."""
+        """Store this record on `owner`, in place of an earlier one."""
         setattr(owner, _ATTRIBUTE, self)
 
     @classmethod
@@ -43,7 +43,7 @@ class Carrier:
         """The record on `owner`.
 
         Raises:
-            MissingCarrierError: it is not there.
+            MissingCarrierError: there is none.
         """
         found = cls.find(owner)
         if found is None:
@@ -69,8 +69,8 @@ class StepPlan(Carrier):
     """On a SchedulerOutput, from the scheduler to the workers."""
 
     grammar_columns: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    """Request id -> columns of its tree to verify, ascending, and the node numbers that their
-    parents have then. Only requests whose tree a grammar has pruned."""
+    """Request id -> columns of its tree to verify, ascending, and their parents' new node numbers.
+    Only requests whose tree a grammar has pruned."""
     backlog: bool = False
     """Whether prompts can fill the step after this one, so that it has no room for drafts."""
     times: Sequence[StepTimes] = ()
@@ -84,11 +84,11 @@ class StepReport(Carrier):
     num_verified: dict[str, int]
     """Request id -> nodes verified in the step, root not counted."""
     drafting: bool = True
-    """Whether the step that is scheduled next has a use for placeholders."""
+    """Whether the step that is scheduled next can use placeholders."""
     step: StepRecord | None = None
     """What the worker recorded about the step."""
     times: Sequence[StepTimes] = ()
-    """Times of completed steps, where several ranks must learn the same."""
+    """Times of completed steps, where several ranks must learn from the same times."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class SchedulerState(Carrier):
     ended: dict[str, None] = field(default_factory=dict)
     """Ids of streaming-input sessions that were ended here; chunks may be on their way."""
     endings: list[tuple[int, str, str]] = field(default_factory=list)
-    """Client, request id and sentence of those whose client has not been told."""
+    """Client, request id and reason of ended sessions whose client has not been told yet."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ class RequestState(Carrier):
     """On a Request, in the engine core."""
 
     wanted_placeholders: int | None = None
-    """Placeholders that it can use; None before its first tree was verified."""
+    """Placeholders that the request can use; None before its first tree was verified."""
     grammar_tree: GrammarTree | None = None
     """Its latest drafts, if it has a grammar."""
     trees: int = 0
@@ -133,18 +133,18 @@ class GrammarLimits(Carrier):
 
 @dataclass
 class GrammarTree:
-    """A request's drafts as its grammar leaves them, n nodes in the order of their columns."""
+    """A request's drafts after its grammar has pruned them: n nodes in the order of columns."""
 
     tokens: list[int]
     parents: list[int]
     columns: list[int]
-    """Where the nodes were in the tree that was walked."""
+    """The nodes' columns in the tree before pruning."""
     rows: np.ndarray
-    """[1 + n, words] int32, what may follow the root and every node."""
+    """[1 + n, words] int32, bitmask of the tokens that may follow the root and every node."""
     num_tokens: int
-    """Of the request, when its grammar was asked."""
+    """Tokens of the request when its grammar was walked."""
     refused: int
-    """Nodes left out, or never followed."""
+    """Nodes removed, or never followed."""
 
     @property
     def pruned(self) -> bool:
@@ -152,7 +152,7 @@ class GrammarTree:
         return self.columns != list(range(len(self.columns)))
 
     def rows_of(self, scheduled: Sequence[int], num_tokens: int) -> np.ndarray | None:
-        """[1 + n, words] for n scheduled drafts, -1 behind the last; None if they are others."""
+        """[1 + n, words] for n scheduled drafts, -1 past the known ones; None if tokens differ."""
         known = [token for token in scheduled if token >= 0]
         if num_tokens != self.num_tokens or known != self.tokens[: len(known)]:
             return None

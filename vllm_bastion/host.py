@@ -28,7 +28,7 @@ TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class HostChoices:
-    """What measured times depend on besides the models. The defaults are a GPU's."""
+    """Choices of the host on which measured times depend. The defaults are a GPU's."""
 
     # Whether the drafter's matrix products run in int8.
     int8_drafter: bool = False
@@ -57,7 +57,7 @@ class Host:
     # on average on an A100.
     default_nodes = 255
     # Whether trees copy from their context unless the user says otherwise. Not on a GPU: the only
-    # model that has run there with it, a toy, lost half of its speed with 16 requests.
+    # model that has run there with lookup, a toy, lost half of its speed with 16 requests.
     looks_up = False
 
     # ---- what the host can serve --------------------------------------------------------
@@ -160,7 +160,7 @@ class Host:
     def top_k(self, scores: Tensor, k: int, by: TopK = torch.topk) -> tuple[Tensor, Tensor]:
         """The k largest scores of each row [M, V], in order, and their indices (int64).
 
-        by: what finds them unless the host has something better.
+        by: the function to use unless the host has a better one.
         """
         values, indices = by(scores, k)
         return values, indices
@@ -237,5 +237,5 @@ class Host:
         return HostChoices()
 
     def warning(self) -> str | None:
-        """Why steps are slower than this host could run them, for the log; None if they are not."""
+        """Why steps are slower than they could be on this host, for the log; else None."""
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers that vLLM shows.
+"""Loggers whose records vLLM shows.
 
 vLLM attaches its handler to the logger named `vllm`. Records of other loggers are not formatted,
 and their INFO records are dropped. So all loggers of this package are children of `vllm`.
@@ -24,8 +24,8 @@ def leave_out(name: str, beginning: str) -> None:
     """Drop messages of one of vLLM's loggers that are wrong for method "bastion".
 
     Args:
-        name: of the logger.
-        beginning: of the message.
+        name: the logger's name.
+        beginning: how the messages begin.
     """
     filter_ = _Beginning(beginning)
     logger = logging.getLogger(name)

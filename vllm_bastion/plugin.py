@@ -11,8 +11,7 @@ from vllm_bastion import compat, envs
 
 
 def register() -> None:
-    """`vllm.general_plugins`: teach vLLM the method "bastion"; nothing changes until it is asked
-    for.
+    """`vllm.general_plugins`: add method "bastion" to vLLM; other methods are unchanged.
 
     On an unsupported vLLM only the place that reads the user's configuration is touched, so that a
     request for method "bastion" gets the reason instead of a schema error.
@@ -32,7 +31,7 @@ def register() -> None:
 def cpu_platform() -> None:
     """`vllm.platform_plugins`: let vLLM's command line find the version of a CPU build.
 
-    vLLM calls this before its command line asks. It is no platform: the answer is always None.
+    vLLM calls this before its command line asks. It provides no platform: it always returns None.
     """
     try:
         from vllm_bastion.cpu import build as cpu_build

@@ -2,8 +2,8 @@
 """The record of a step: what it verifies, and whether it ends with a draft.
 
 `engine.planning` makes one for each batch, before the target's forward pass. The target's layers,
-the drafter and the manager read it. It never changes; where the host sees the sampled tokens, the
-drafter replaces it by one with a shorter draft, or without any, if replies end or copies pay more.
+the drafter and the manager read it. It is immutable; where the host sees the sampled tokens, the
+drafter replaces it by one with a shorter draft, or none, if replies end or copies pay more.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Step:
     """One step with R requests."""
 
     batch: InputBatch | None = None
-    # [R] most nodes of each request on the device, and its rows that are no nodes: its root, or the
-    # tokens of its prompt.
+    # [R] most nodes of each request on the device, and its rows that are not nodes: its root, or
+    # the tokens of its prompt.
     nodes: np.ndarray = field(default_factory=_none)
     base_rows: np.ndarray = field(default_factory=_none)
     # Mean cached tokens of its requests.
@@ -34,14 +34,14 @@ class Step:
     masked: bool = False
     # Whether an acceptance walk follows.
     walks: bool = False
-    # Whether it ends with trees of copies alone. With `drafts`: if they turn out to pay more.
+    # Whether it ends with trees of copies alone; with `drafts`, only if these turn out to pay more.
     looks_up: bool = False
     # Whether it ends with a draft, and how many positions at the end of each block are left out.
     drafts: bool = True
     spared: int = 0
     # Most tokens of a copy that its replies can still use; None where the host does not know.
     longest_copy: int | None = None
-    # Whether the controller preferred a plain step to a draft.
+    # Whether the controller decided against a draft.
     refused: bool = False
     # Whether steps that are scheduled from now on get placeholders.
     announces: bool = True

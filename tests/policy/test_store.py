@@ -337,7 +337,7 @@ def test_setting_off_auto_and_file(tmp_path, monkeypatch, warnings):
     named.write_text("notes")
     with pytest.raises(ProfileError, match='delete it or give "auto"'):
         open_profile(str(named), KEY, measure)
-    with pytest.raises(ProfileError, match="is no latency profile"):
+    with pytest.raises(ProfileError, match="is not a latency profile"):
         open_profile(f"write:{named}", KEY, measure)
     assert named.read_text() == "notes"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearse on a pretended GPU: `make rehearse`, see docs/rehearsal.md."""
+"""Rehearse on a simulated GPU: `make rehearse`, see docs/rehearsal.md."""
 
 from __future__ import annotations
 

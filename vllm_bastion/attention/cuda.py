@@ -32,14 +32,14 @@ from vllm_bastion.attention.metadata import TreeMetadata
 
 @dataclass(kw_only=True)
 class TreeFlashAttentionMetadata(TreeMetadata, FlashAttentionMetadata):
-    """vLLM's metadata, and what a step with trees needs besides."""
+    """vLLM's metadata, and what a step with trees needs in addition."""
 
     workspaces: dict[int, TreeAttentionWorkspace]
     """By sliding window of the layers; 0 = full attention."""
     _step: AttentionStep | None = None
 
     def step(self) -> AttentionStep:
-        """The step as the tree kernel takes it, built by the first layer that asks."""
+        """The tree kernel's view of the step, built when the first layer needs it."""
         if self._step is None:
             trees, num_reqs = self.trees, self.seq_lens.shape[0]
             assert trees is not None
@@ -73,8 +73,8 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         self.max_num_splits = 0
         scheduler, spec_config = vllm_config.scheduler_config, vllm_config.speculative_config
         assert spec_config is not None
-        # A KV-cache group may hold layers of several windows: vLLM has an option that gives all
-        # layers the blocks of full attention.
+        # A KV-cache group may hold layers with different windows: a vLLM option gives all layers
+        # the blocks of full attention.
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         self.workspaces = {
             window: TreeAttentionWorkspace(

@@ -4,7 +4,7 @@
 vLLM's layer projects and normalises. Its core has a short convolution and the recurrence; we run
 both for trees and chains, and vLLM runs both for prompts. A FULL graph holds the launches of one
 step and is replayed for all, so every tensor that a launch reads or writes is a buffer that lives
-as long as the engine. On a CPU one call runs both, and what lies between.
+as long as the engine. On a CPU one call runs both, and the steps between them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CommitInputs:
     key: torch.Tensor  # [M, Hk, K]
     updates: torch.Tensor  # [M, H, V] fp32
     decays: torch.Tensor  # [M, H] fp64
-    # What the host made for one layer.
+    # The host's own object for one layer.
     of_host: Any = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -82,7 +82,7 @@ class TreeRows:
     step_rows: torch.Tensor | None
     # by layer name
     commit_inputs: Mapping[str, CommitInputs]
-    # The host's own kernel, see `Host.run_gated_delta`, and what it made of these rows.
+    # The host's own kernel, see `Host.run_gated_delta`, and its object for these rows.
     native: Callable[..., bool]
     of_host: Any = field(default=None, init=False)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention metadata of the target's layers has besides vLLM's own fields."""
+"""Additional fields of the attention metadata of the target's layers."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
         table, calibrated = _prior(runner, roofline), None
         costs = summary.FLAT if roofline is None else summary.ROOFLINE
     else:
-        # A profile does not depend on the most rows that a step may have; the table's length does.
+        # The table's length depends on the most rows of a step; the profile does not.
         table = profile.table.with_max_rows(runner.max_num_tokens)
         calibrated = profile.calibrated
         roofline = calibrated.roofline if calibrated else None
@@ -106,8 +106,8 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
     )
     # `table` and `static` are used as they are, T_aux included.
     if config.bastion_latency_model.startswith("ema"):
-        # Data-parallel ranks decide alone: a drafter has no collective of theirs, and the time of a
-        # rank's step is that of the slowest rank.
+        # Data-parallel ranks decide independently: drafters share no collective across them, and
+        # each rank's step takes as long as the slowest rank's.
         ranks = get_tp_group()
         runtime.learns_with_others = ranks.world_size > 1
         if ranks.rank_in_group == 0:
@@ -128,7 +128,7 @@ def _log_doubts(profile: Profile) -> None:
 
 
 def _start_recording(runner: Any) -> None:
-    """Record the steps from here on: those of warm-up and calibration are over."""
+    """Record steps from now on, after warm-up and calibration."""
     if not envs.telemetry():
         return
     runtime = runtime_of(runner.vllm_config)

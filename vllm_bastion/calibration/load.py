@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of this machine's CPUs others use while a calibration runs."""
+"""The share of this machine's CPUs that other processes use during a calibration."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-# Of a CPU's times in /proc/stat: what counts as idle.
+# Columns of a CPU's times in /proc/stat that count as idle.
 _IDLE = (3, 4)
-_LEAST_IDLE = 0.1  # with more, others did not get in the way
+_LEAST_IDLE = 0.1  # above this idle share, other processes did not slow the calibration
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class CpuTimes:
     """Seconds since the machine's start, over the CPUs that this process may use.
 
     Attributes:
-        busy: of all processes.
-        idle: of none.
-        own: of this process.
+        busy: used by all processes.
+        idle: unused.
+        own: used by this process.
     """
 
     busy: float
@@ -29,7 +29,7 @@ class CpuTimes:
 
     @classmethod
     def now(cls) -> CpuTimes | None:
-        """The times so far; None if the system does not have them."""
+        """The times so far; None if the system does not report them."""
         try:
             allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
             tick = os.sysconf("SC_CLK_TCK")
@@ -46,9 +46,9 @@ class CpuTimes:
         return cls(sum(map(sum, times)) - idle, idle, sum(os.times()[:4]))
 
     def others_until(self, end: CpuTimes, processes: int = 1) -> float:
-        """The share of the CPUs that others used, 0 if the CPUs were not all busy.
+        """The share of the CPUs that other processes used; 0 if the CPUs were partly idle.
 
-        processes: how many like this one belong to the engine.
+        processes: number of processes like this one in the engine.
         """
         busy, idle = end.busy - self.busy, end.idle - self.idle
         others = busy - processes * (end.own - self.own)

@@ -6,13 +6,13 @@ there are any: vLLM's dummy runs, one row for each of as many requests as fit (p
 trees of a few requests (`TreeSteps`). The output head, which each verified node passes too, is
 added to the forward pass.
 
-Decisions depend on how sizes compare, and a host's memory can be slow for seconds at a time. So
-every size is timed once before any is timed again: a slow period then affects all sizes. Points
-whose times contradict others' are timed again, see `policy.cost.doubts`.
+Decisions depend on how the times of sizes compare, and a host's memory can be slow for seconds at a
+time. So every size is timed once before any is timed again: a slow period then affects all sizes.
+Points whose times contradict others' are timed again, see `policy.cost.doubts`.
 
 Beyond the captured graphs the host launches kernels one by one, and may be slower than the device.
 The device must be idle when such a step is timed: earlier work would hide the host's time, which
-shows when such steps follow each other.
+counts when such steps follow each other.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ logger = init_logger(__name__)
 
 # Trees whose step takes longer are timed with the shortest context only.
 _SLOW_S = 0.3
-# Times that contradict each other are measured at most this often more, for about so many seconds.
+# Contradictory times are measured at most this many more times, for about this many seconds.
 _AGAIN, _AGAIN_S = 3 * REPEATS, 10.0
-# What `warm_up` may take, beyond the largest tree.
+# Seconds that `warm_up` may take, beyond the largest tree.
 _WARM_UP_S = 2.0
 
 
@@ -217,7 +217,7 @@ def warm_up(runner: Any, group: Any) -> None:
 
 
 def may_stop_early(runner: Any) -> bool:
-    """Whether drafts may differ in depth. A GPU's do not: a captured graph has all rows."""
+    """Whether drafts may differ in depth. On a GPU they cannot: the captured graph has all rows."""
     return runner.speculator.may_stop_early and not current_host().runs_ahead
 
 
@@ -267,7 +267,7 @@ def _rounds_of(
 def _tree_rounds(
     runner: Any, shapes: list[tuple[int, int]], contexts: list[int], group: Any
 ) -> list[list[tuple[int, ...]]]:
-    """(requests, nodes of each, context) of each round."""
+    """The (requests, nodes of each, context) points of each round."""
     if not shapes:
         return [[] for _ in range(REPEATS)]
     near = [(*shape, contexts[0]) for shape in shapes]
@@ -329,7 +329,7 @@ def _tree_steps(
 
 
 def head_input(runner: Any, rows: int) -> torch.Tensor:
-    """Hidden states [rows, H] for the target's output head, which are zero."""
+    """All-zero hidden states [rows, H] for the target's output head."""
     if runner.lora_config is not None:
         # The head may have adapters. vLLM's CPU ops need an entry for each row.
         runner._set_active_loras((0,) * rows, (0,) * rows, set())

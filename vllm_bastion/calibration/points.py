@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A point is timed this often, or as often as fits into `_POINT_S` seconds, but at least once.
-# Longer contexts are timed less often, because what they add changes few decisions.
+# Longer contexts are timed less often, because their added time changes few decisions.
 REPEATS, REPEATS_FAR = 5, 2
 _POINT_S = 0.4
 # Rows to time if there are no captured sizes. A matrix unit's tile has 16 rows, and
@@ -28,7 +28,7 @@ def sizes_to_measure(captured: Sequence[int], max_rows: int) -> list[int]:
     """Rows to time: every captured size, and some beyond the last, where steps run without graphs.
 
     The cost jumps where graphs end. Costs are interpolated between measured sizes, so the first
-    size beyond the graphs is one row more than the last: else the jump would look like a slope.
+    size beyond the graphs has one row more than the last: otherwise the jump would become a slope.
     """
     if not captured:
         return [n for n in _EAGER_ROWS if n <= max_rows]

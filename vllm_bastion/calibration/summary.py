@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line that a worker logs once its step costs are known: what this engine decodes with.
+"""The line that a worker logs once its step costs are known: the settings that were chosen.
 
-Imports no vLLM, so that the sentence is tested by itself.
+Imports no vLLM, so that the line can be tested alone.
 """
 
 from __future__ import annotations

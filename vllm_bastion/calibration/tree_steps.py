@@ -24,8 +24,8 @@ from vllm_bastion.engine.runtime import runtime_of
 from vllm_bastion.policy.cost.timing import new_mark
 
 # vLLM stages a request's blocks, tokens and parameters in host memory that the device reads, and
-# takes the same memory again two steps later (`buffer_utils.UvaBufferPool`). Its engine never has
-# more steps in flight; a third one would make the device write wherever the new numbers say.
+# reuses that memory two steps later (`buffer_utils.UvaBufferPool`). Its engine has at most two
+# steps in flight; with a third, the device would write to blocks of the wrong step.
 _IN_FLIGHT = 2
 
 
@@ -44,7 +44,7 @@ class TreeSteps:
     def untrimmed(self) -> Iterator[TreeSteps]:
         """Verify all scheduled nodes, as in vLLM's warm-up. No request is left at the end.
 
-        A KV connector sees nothing of it: only the scheduler can tell one what to save.
+        KV connectors are disabled meanwhile: only the scheduler can tell one what to save.
         """
         runner, runtime = self._runner, runtime_of(self._runner.vllm_config)
         manager, sampler = runner.adaptive_verification, runner.rejection_sampler
@@ -117,7 +117,7 @@ class TreeSteps:
         return step
 
     def _wait(self, most: int) -> None:
-        """Until at most so many steps are in flight."""
+        """Wait until at most `most` steps are in flight."""
         while len(self._running) > most:
             self._running.popleft().synchronize()
 

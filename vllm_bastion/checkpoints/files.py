@@ -17,7 +17,7 @@ from vllm_bastion import envs
 
 _HEADERS = "*.safetensors"
 _FORMATS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-# In a name: whose files are read elsewhere.
+# Prefixes of names whose files only vLLM reads.
 _REMOTE = ("s3://", "gs://", "az://", "hf://")
 
 
@@ -34,11 +34,11 @@ class UnreadableError(ValueError):
 
 
 class UnreachableError(UnreadableError):
-    """It would have to be downloaded, and cannot be."""
+    """A model that would have to be downloaded, and cannot be."""
 
 
 def written_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
-    """What a model's config.json holds; None for a model in another format, or kept elsewhere.
+    """The content of a model's config.json; None for a model in another format or on another host.
 
     Raises:
         UnreadableError: in one sentence, without a model's role.
@@ -70,10 +70,10 @@ def written_config(model: str, revision: str | None = None) -> dict[str, Any] | 
         written = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UnreadableError(
-            f"{file} is no readable JSON ({str(error).splitlines()[0]}): use a complete checkpoint"
+            f"{file} is not valid JSON ({str(error).splitlines()[0]}): use a complete checkpoint"
         ) from error
     if not isinstance(written, dict):
-        raise UnreadableError(f"{file} holds no settings of a model: use a complete checkpoint")
+        raise UnreadableError(f"{file} is not a model's config: use a complete checkpoint")
     return written
 
 
@@ -104,7 +104,7 @@ def check_readable(role: str, model: str) -> None:
 
 
 def is_name(model: str) -> bool:
-    """Whether a model can only be meant as a name on Hugging Face, or of another host."""
+    """Whether a model can only be a name, on Hugging Face or another host."""
     folder = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
     remote = model.startswith(_REMOTE)
     return remote or not (folder or Path(model).expanduser().exists())
@@ -112,7 +112,7 @@ def is_name(model: str) -> bool:
 
 @cache
 def _downloaded(model: str, revision: str | None) -> Path | UnreadableError:
-    """The config.json of a name, or why there is none. Kept: without a network it takes long."""
+    """The config.json of a name, or why there is none. Cached: it is slow without a network."""
     from huggingface_hub import constants, errors, hf_hub_download
 
     try:
@@ -122,14 +122,14 @@ def _downloaded(model: str, revision: str | None) -> Path | UnreadableError:
             why = "HF_HUB_OFFLINE forbids its download: unset that variable, or give a folder"
         else:
             why = "Hugging Face cannot be reached: connect to the network, or give a folder"
-        return UnreachableError(f"{model} is in no folder and no cache of this machine, and {why}")
+        return UnreachableError(f"{model} is neither a folder nor cached here, and {why}")
     except errors.HFValidationError:
         why = "is neither a folder here nor a name on Hugging Face: check the spelling"
     except errors.GatedRepoError:
-        why = "asks for its licence to be accepted: do so on its page, and set HF_TOKEN"
+        why = "requires its licence to be accepted: do so on its page, and set HF_TOKEN"
     except errors.RepositoryNotFoundError:
         why = (
-            "is no model on Hugging Face that you can read: check the spelling, or set HF_TOKEN "
+            "is not a model that you can read on Hugging Face: check the spelling, or set HF_TOKEN "
             "for a private one"
         )
     except errors.RevisionNotFoundError:
@@ -147,7 +147,7 @@ def tensors(model: str, revision: str | None = None) -> dict[str, Tensor] | None
     None if there are no such files, or they cannot be read from here.
 
     Raises:
-        UnreadableError: a file in a folder is no safetensors file.
+        UnreadableError: a file in a folder is not a safetensors file.
     """
     folder = _folder(model, revision)
     files = sorted(folder.glob(_HEADERS)) if folder is not None else []

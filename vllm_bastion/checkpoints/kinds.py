@@ -27,7 +27,7 @@ class Kind:
     """A kind of drafter."""
 
     name: str
-    """As users know it."""
+    """The name that users know."""
     architectures: frozenset[str]
     """Names in a checkpoint's config; all of a checkpoint's names must be among them."""
     speculator: str
@@ -41,7 +41,7 @@ class Kind:
     method: str = "dflash"
     """vLLM's speculative method that loads it."""
     named_as: frozenset[str] = frozenset()
-    """Names that libraries write into its checkpoints and that others have too."""
+    """Names that libraries write into its checkpoints, but that other kinds share."""
     recognised: Callable[[Any], bool] = lambda config: False
     """Whether a config with such a name is of this kind."""
     models: frozenset[str] = frozenset()
@@ -154,7 +154,7 @@ def architectures_of(config: Any) -> list[str]:
 def kind_of(architectures: Sequence[str] | None) -> Kind | None:
     """The one kind that all of a checkpoint's architectures belong to.
 
-    vLLM loads a checkpoint by any of its architectures that it knows, so a mix is no kind.
+    vLLM loads a checkpoint by any of its architectures that it knows, so a mix of kinds is refused.
     """
     for kind in KINDS:
         if architectures and kind.architectures.issuperset(architectures):
@@ -196,8 +196,8 @@ def restore_settings(config: Any, model: str, revision: str | None) -> None:
             config.dflash_config |= settings
 
 
-# Pattern in the name of a checkpoint's architecture or format, in small letters -> why it is
-# refused, and the nearest that works.
+# Pattern in the lower-case name of a checkpoint's architecture or format -> why it is refused, and
+# the nearest kind that works.
 _PLAIN_DFLASH = "use a DFlash drafter (DFlashDraftModel) of this target"
 _OTHERS: dict[str, str] = {
     "jetspec": "is a JetSpec drafter, which vLLM does not have: if it was exported in DFlash's "
@@ -215,28 +215,28 @@ _OTHERS: dict[str, str] = {
     'method "dspark"',
     "dflashlaguna": "is a DFlash drafter of Laguna, whose layers differ from the ones that trees "
     'were tested with: use vLLM\'s method "dflash"',
-    "dsparkdraft": "is a DSpark drafter of DeepSeek, which has latent attention and lies in the "
+    "dsparkdraft": "is a DSpark drafter of DeepSeek, which has latent attention and is part of the "
     "target's checkpoint: use a target with a Qwen3DSparkModel",
-    "dsparkv41": "is a DSpark drafter of DeepSeek, which has latent attention and lies in the "
+    "dsparkv41": "is a DSpark drafter of DeepSeek, which has latent attention and is part of the "
     "target's checkpoint: use a target with a Qwen3DSparkModel",
     "musespark": "is a DSpark drafter of Muse Spark, whose layers differ from the ones that trees "
     'were tested with: use vLLM\'s method "dspark"',
     "dflash2beam": "is Beam's DFlash2 drafter, whose layers differ from the ones that trees were "
     'tested with: use vLLM\'s method "dflash"',
     "k3dspark": "is a DSpark drafter with latent attention: use a target with a Qwen3DSparkModel",
-    "eagle": "is an EAGLE drafter, which drafts one token after the other: "
+    "eagle": "is an EAGLE drafter, which drafts token by token: "
     f'{_PLAIN_DFLASH}, or vLLM\'s method "eagle3"',
-    "medusa": f"is a Medusa drafter, whose heads ignore each other: {_PLAIN_DFLASH}, or vLLM's "
+    "medusa": f"is a Medusa drafter, whose heads are independent: {_PLAIN_DFLASH}, or vLLM's "
     'method "medusa"',
-    "mtp": "is a target's own multi-token prediction (MTP), which drafts one token after the "
-    f'other: {_PLAIN_DFLASH}, or vLLM\'s method "mtp"',
-    "mlpspeculator": "is an MLP speculator, which drafts one token after the other: "
+    "mtp": "is a target's own multi-token prediction (MTP), which drafts token by token: "
+    f'{_PLAIN_DFLASH}, or vLLM\'s method "mtp"',
+    "mlpspeculator": "is an MLP speculator, which drafts token by token: "
     f'{_PLAIN_DFLASH}, or vLLM\'s method "mlp_speculator"',
 }
 
 
 def other_family(config: Any) -> str | None:
-    """Why a drafter of another family is refused, and the nearest that works; None: not known.
+    """Why a drafter of another family is refused, and the nearest that works; None if unknown.
 
     Args:
         config: the checkpoint's Hugging Face config, or the speculators library's as a dictionary.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
-# Most candidates of a position that the tree's op takes.
+# Most candidates per position that the tree op accepts.
 MOST_CANDIDATES = 255
 # Candidates that a head scores if its checkpoint does not name a number.
 _DEFAULT_CANDIDATES = 32
@@ -116,7 +116,7 @@ def has_settings(config: Any, name: str, vocab: int) -> str | None:
     if isinstance(getattr(config, "dflash_config", None), dict):
         return None
     return (
-        f'"model": "{name}" is no drafter that trees are grown from, because its config has no '
+        f'"model": "{name}" is not a drafter that trees are grown from, because its config has no '
         '"dflash_config": use a complete checkpoint'
     )
 

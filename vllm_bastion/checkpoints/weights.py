@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter's tensors must be, by its config and its target's: shapes, and which are there.
+"""Checks a drafter's tensors, their names and shapes, against its config and its target's.
 
 All kinds of drafters share DFlash's backbone, whose tensors are named here; those of a kind's own
-head are left to its model.
+head are checked by its model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def misfit(
 def _from_target(
     config: Any, name: str, hidden_size: int, vocab: int, found: Mapping[str, Shape]
 ) -> str | None:
-    """What a drafter without its own embedding, head or mapping of tokens must share."""
+    """Why a drafter without its own embedding, head or token mapping cannot use the target's."""
     shared = [part for part in ("embed_tokens", "lm_head") if not _has(found, part)]
     if shared and config.hidden_size != hidden_size:
         return (

@@ -17,7 +17,7 @@ _DOES_NOT_WORK = 'does not work with method "bastion"'
 
 # Options of EngineArgs that a tree cannot serve -> the value that switches them off.
 _OPTIONS_OFF: dict[str, Any] = {
-    "pipeline_parallel_size": 1,  # early stages know neither path nor budget
+    "pipeline_parallel_size": 1,  # early stages know neither the path nor the budget
     "decode_context_parallel_size": 1,  # an accepted path's KV is spread over ranks
     "prefill_context_parallel_size": 1,
     "enable_elastic_ep": False,  # a rank that joins later has no part in measuring the step costs
@@ -28,7 +28,7 @@ _OPTIONS_OFF: dict[str, Any] = {
     "return_sampling_mask": False,  # assumes that row i of a request is its token i
     "enable_return_routed_experts": False,
 }
-# Why, where a user may ask.
+# The reason, for options whose refusal needs one.
 _REASONS = {
     "pipeline_parallel_size": "only the last stage knows how many nodes a step verifies, and which "
     "of them it accepts",
@@ -117,7 +117,7 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def _check_calibration(setting: str) -> None:
-    """Refuse a file that is missing or no profile before the weights are loaded."""
+    """Refuse a file that is missing or not a profile before the weights are loaded."""
     try:
         check_setting(setting)
     except ProfileError as error:
@@ -151,9 +151,9 @@ def saving_too_early(config: Any) -> str | None:
     when a request has finished finds accepted rows where they belong. A connector that saves layer
     by layer inside the forward pass would store rejected rows.
 
-    config: vLLM's KVTransferConfig. A method that names nothing does nothing; any other may save. A
-    MultiConnector is as sound as its parts. A connector whose package is missing is left to vLLM,
-    which cannot start it.
+    config: vLLM's KVTransferConfig. A method whose code names nothing does nothing; any other may
+    save. A MultiConnector is refused if one of its parts is. A connector whose package is missing
+    is left to vLLM, which cannot start it.
     """
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -213,7 +213,7 @@ def check_backend(vllm_config: Any) -> None:
         reasons = "; ".join(dict.fromkeys(found))
         way_out = 'set kv_cache_dtype to "auto", or ' if "kv_cache_dtype" in reasons else ""
         raise BastionConfigError(
-            f"vLLM's attention backend {named.name}, which tree attention works beside, does not "
+            f"vLLM's attention backend {named.name}, on which tree attention relies, does not "
             f"serve this target on a GPU of compute capability {capability.as_version_str()} "
             f"({reasons}): {way_out}use another GPU, or drop speculative_config"
         )
@@ -243,7 +243,7 @@ def check_token_limit(nodes: int, gamma: int, limit: int | None) -> None:
 
 
 def check_length(nodes: int, max_model_len: int) -> None:
-    """A tree and its root must fit into a context: a warm-up step would write behind its blocks."""
+    """A tree and its root must fit into a context: otherwise warm-up writes past its blocks."""
     if nodes + 1 > max_model_len:
         raise BastionConfigError(
             f'"num_speculative_tokens": {nodes} does not fit into max_model_len {max_model_len}: '
@@ -252,7 +252,7 @@ def check_length(nodes: int, max_model_len: int) -> None:
 
 
 def too_few_rows_for_adapters(engine_args: Any) -> BastionConfigError:
-    """Our words where vLLM refuses adapters, because a step cannot hold every request's nodes.
+    """Our error where vLLM refuses adapters, because a step cannot hold every request's nodes.
 
     engine_args: vLLM's EngineArgs, with its defaults filled in.
     """

@@ -22,7 +22,7 @@ from vllm_bastion.platform import current_host
 
 METHOD = "bastion"
 
-# vLLM's own keys of which trees support one value: key -> (that value, why).
+# vLLM's own keys for which trees support only one value: key -> (that value, why).
 _FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "draft_sample_method": ("greedy", "a tree holds the drafter's best candidates, not samples"),
     "rejection_sample_method": ("standard", "bastion follows the target's own samples"),
@@ -50,14 +50,14 @@ _READ_KEYS = frozenset(
         "revision",
     }
 )
-# What to set instead of one that does nothing.
+# What to set instead of a key that does nothing.
 _INSTEAD = {"enforce_eager": "set the engine's enforce_eager"}
 
 _DOES_NOT_WORK = 'does not work with method "bastion"'
 
 
 def refuse_other_spelling(given: dict[str, Any]) -> None:
-    """Refuse our keys, or our name misspelt, in an engine that does not ask for the method."""
+    """Refuse our keys, or a misspelt name of the method, in an engine of another method."""
     method = given.get("method")
     word = method.strip().lower() if isinstance(method, str) else ""
     if word == METHOD or difflib.get_close_matches(word, [METHOD], cutoff=0.8):

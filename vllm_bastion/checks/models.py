@@ -51,8 +51,8 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
         refuse_other_family(drafter, name)
         shown = ", ".join(architectures) or "none named"
         raise BastionConfigError(
-            f'"model": "{name}" is no drafter that trees are grown from (architecture: {shown}): '
-            f"give one that was trained for the target, of the kinds {DRAFTER_NAMES}"
+            f'"model": "{name}" is not a drafter that trees are grown from (architecture: {shown})'
+            f": give one that was trained for the target, of the kinds {DRAFTER_NAMES}"
         )
     if kind.needs is not None and not getattr(capabilities(), kind.needs):
         raise BastionConfigError(
@@ -115,7 +115,7 @@ def check_drafter_weights(
 
 
 def refuse_other_family(drafter: Any, name: str) -> None:
-    """Refuse a drafter of a family that is known to be none of ours, with what works instead.
+    """Refuse a drafter of a known family that is not served, with what works instead.
 
     drafter: its config, or what is written in it.
     """
@@ -186,7 +186,7 @@ def check_target_file(name: str, written: dict[str, Any]) -> None:
 
 
 def unknown_target(name: str, written: dict[str, Any]) -> BastionConfigError | None:
-    """Our words for a target that vLLM failed on, if vLLM does not have its type."""
+    """Our error for a target that vLLM failed on, if vLLM does not have its type."""
     from vllm.model_executor.models import ModelRegistry
 
     architectures = written.get("architectures") or []
@@ -199,7 +199,7 @@ def unknown_target(name: str, written: dict[str, Any]) -> BastionConfigError | N
 
 
 def unknown_drafter(name: str, written: dict[str, Any] | None) -> BastionConfigError:
-    """Our words for a drafter whose config vLLM cannot read."""
+    """Our error for a drafter whose config vLLM cannot read."""
     return BastionConfigError(
         f'"model": "{name}" is {_shown(written or {})}, which vLLM {compat.vllm_version()} cannot '
         f"read: give a drafter that was trained for the target, of the kinds {DRAFTER_NAMES}"

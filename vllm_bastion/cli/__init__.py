@@ -154,7 +154,7 @@ def _would_start(arguments: argparse.Namespace, engine_args: list[str]) -> bool:
 
 
 def _check_file(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before minutes have passed. Makes no folder."""
+    """Refuse a file that cannot be written, before minutes of work. Creates no folder."""
     folder = path.parent
     if path.is_dir():
         raise IsADirectoryError(f"{option}: {path} is a folder; name a file")
@@ -165,10 +165,10 @@ def _check_file(option: str, path: Path) -> None:
 
 
 def _check_models(arguments: argparse.Namespace) -> None:
-    """Refuse what is no model's folder or name, and a vLLM that is not supported."""
+    """Refuse anything but a model's folder or name, and a vLLM that is not supported."""
     for role in ("target", "drafter"):
         name = getattr(arguments, role)
-        if not files.is_name(name):  # which its configuration tells of
+        if not files.is_name(name):  # names are checked with the configuration
             files.check_readable(role, name)
     problem = compat.version_problem(compat.vllm_version())
     if problem is not None:

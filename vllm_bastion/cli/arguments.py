@@ -18,15 +18,15 @@ def engine_arguments(
 ) -> EngineArgs:
     """Parse vLLM's options.
 
-    Wrong ones end the process with status 2, as argparse does, but with one sentence: vLLM's usage
-    has hundreds of lines.
+    Invalid ones end the process with status 2, as in argparse, but with one sentence: vLLM's usage
+    text has hundreds of lines.
 
     Args:
         command: name of ours, for argparse's messages.
         target: model name or folder.
         drafter: likewise.
         options: vLLM's own; `--speculative-config` may hold further keys.
-        keys: of the speculative configuration, in place of the user's.
+        keys: of the speculative configuration; they override the user's.
     """
     prog = f"vllm-bastion {command}"
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=prog))

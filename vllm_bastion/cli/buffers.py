@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a worker's buffers and of its largest logits, beside those of vLLM's own DFlash.
+"""Bytes of a worker's buffers and of its largest logits, compared with vLLM's own DFlash.
 
 Everything follows from a handful of sizes (`Sizes`), so that the tables in the documents, what
 `vllm-bastion check` prints and the tests come from one calculation. Weights, the KV cache and the
@@ -18,7 +18,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the buffers of an engine follow from."""
+    """The sizes that determine an engine's buffers."""
 
     requests: int
     """`max_num_seqs`"""
@@ -30,10 +30,10 @@ class Sizes:
     """gamma"""
     vocab: int
     hidden: int
-    """Width of a hidden state of the target that the drafter reads, all of its layers together."""
+    """Width of the target's hidden states that the drafter reads, all layers together."""
     draft_hidden: int
     item: int
-    """Bytes of a number of the models."""
+    """Bytes per element of the models' dtype."""
     verified_rows: int
     """`engine.limits.max_verified_rows`"""
     bitmask_rows: int
@@ -62,7 +62,7 @@ class Part:
 
 
 def buffers(sizes: Sizes) -> list[Part]:
-    """What lives as long as the engine."""
+    """The buffers that live as long as the engine."""
     s = sizes
     room = max(s.step_rows, s.requests * (1 + s.depth))
     kept = 2 * s.draft_groups * 8 * s.step_rows + 16 * s.step_rows + 12 * s.requests
@@ -117,7 +117,7 @@ def total(parts: list[Part]) -> Part:
 
 
 def size(count: float) -> str:
-    """Bytes for a reader."""
+    """Bytes in a readable unit."""
     if count >= 2**30:
         return f"{count / 2**30:.2f} GiB"
     return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"

@@ -39,7 +39,7 @@ class Report:
     Attributes:
         refusal: why the engine would not start, in vLLM's or our words; None if it would.
         lines: (heading, text) in the order to print.
-        memory: what it takes beside plain decoding; None for a refused engine.
+        memory: what it needs beyond plain decoding; None for a refused engine.
         profile: key of its latency profile; None for a refused engine, or with a fixed budget.
         exact: whether the profile's file name is certain before the engine has started.
     """

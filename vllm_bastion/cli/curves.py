@@ -65,7 +65,7 @@ def curves(table: StepCostTable, context: float | None = None) -> Curves:
     if context is None:
         context = min((sample[1] for sample in table.samples if sample[1] > 0), default=0.0)
     largest = min(table.max_rows, max(sample[0] for sample in table.samples))
-    # Batch sizes of which a step with a node for each was measured.
+    # Batch sizes whose steps with one node per request are within the measured rows.
     sizes = sorted({sample[3] for sample in table.samples if 2 * sample[3] <= largest} | {1})
     return Curves(
         context, tuple(_curve(table, reqs, context, largest) for reqs in sizes[:_MOST_CURVES])

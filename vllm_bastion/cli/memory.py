@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine of method "bastion" takes beside plain decoding, from its configuration."""
+"""The memory that an engine of method "bastion" needs beyond plain decoding, by configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Memory:
         buffers: what lives as long as the engine.
         logits: what comes and goes.
         cached_token: a token's keys and values, the target's.
-        cached_draft: what the drafter adds to them.
+        cached_draft: a token's keys and values, the drafter's.
     """
 
     weights: int | None
@@ -116,7 +116,7 @@ def tensor_bytes(owner: object) -> int:
 def attention_bytes(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, processors: int, rows: int, reqs: int
 ) -> int:
-    """What tree attention keeps on a GPU with so many multiprocessors."""
+    """Bytes that tree attention keeps on a GPU with `processors` multiprocessors."""
     workspace = TreeAttentionWorkspace(
         heads, kv_heads, dim, dtype, rows, reqs, "cpu", processors=processors
     )
@@ -141,7 +141,7 @@ def _attention(config: VllmConfig) -> int:
 
 
 def _recurrent_row(config: VllmConfig) -> int:
-    """Bytes of a row's `attention.gated_delta.CommitInputs` in all layers; 0 without such."""
+    """Bytes of a row's `attention.gated_delta.CommitInputs` in all layers; 0 if there are none."""
     if not config.model_config.is_hybrid:
         return 0
     text, ranks = config.model_config.hf_text_config, config.parallel_config.tensor_parallel_size

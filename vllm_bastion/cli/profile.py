@@ -11,7 +11,7 @@ from vllm_bastion.envs import cache_dir
 from vllm_bastion.policy.cost.doubts import doubts
 from vllm_bastion.policy.cost.store import Profile
 
-_CHEAP = 1.1  # a step may take so many times as long as one without nodes
+_CHEAP = 1.1  # nodes are cheap while a step takes less than this many times one without nodes
 
 
 def newest_profile() -> Path:
@@ -52,14 +52,14 @@ def conclusion(profile: Profile, context: float | None = None) -> str:
 
 
 def _cheap_nodes(curve: Curve) -> str:
-    """How many nodes add little to a step of one request, and what such a tree must gain."""
+    """How many nodes are cheap in a step of one request, and what such a tree must gain."""
     *_, (nodes, needed) = (
         (n, accepted)
         for n, ms, accepted in zip(curve.nodes, curve.cost_ms, curve.break_even, strict=True)
         if ms <= _CHEAP * curve.cost_ms[0]
     )
     if nodes == 0:
-        return "Nodes are dear here: the first ones make a step more than 10% longer"
+        return "Nodes are expensive here: the first ones make a step more than 10% longer"
     words = "nodes cost" if nodes > 1 else "node costs"
     which = "At least" if nodes == curve.nodes[-1] else "Up to about"
     return (

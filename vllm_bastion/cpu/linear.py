@@ -3,9 +3,9 @@
 
 On a CPU with bf16 and int8 vectors but no matrix registers, vLLM's own product (oneDNN) takes 1.7
 times as long for 17 rows as for one, because it loads weights and multiplies in turn. Ours overlaps
-the two. The order of the sums differs, as it does between any two libraries. Small weights stay in
-the CPU's caches, where nothing waits for memory: they keep vLLM's product. On other CPUs all
-weights do; where there are matrix registers, a head reuses the memory of its result.
+the two. The order of the sums differs, as it does between any two libraries. Small weights fit the
+CPU's caches and keep vLLM's product. So do all weights on other CPUs; with matrix registers, a head
+reuses the memory of its result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bastion_kernels.cpu.linear import (
 
 # A smaller weight keeps vLLM's product. The limit separates the tiny pairs from real models.
 MIN_WEIGHT_BYTES = 1 << 20
-# Rows of logits that there is always room for.
+# Rows of logits for which memory is always reserved.
 _KEPT_ROWS = 256
 PRIMITIVES = 32  # shapes whose compiled code oneDNN caches, as in vLLM's own layers
 
@@ -91,10 +91,10 @@ _packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 class Room:
-    """Room for the logits of a head, which its next product overwrites.
+    """Memory for the logits of a head, which its next product overwrites.
 
-    Logits are the largest tensors of a step. The C library maps more than 32 MiB anew each time it
-    allocates them: 240 rows of 151,936 in bf16 then take 57 ms instead of 35 (two-core Xeon with
+    Logits are the largest tensors of a step. The C library maps allocations of more than 32 MiB
+    afresh each time: 240 rows of 151,936 in bf16 then take 57 ms instead of 35 (two-core Xeon with
     AMX).
     """
 

@@ -93,8 +93,8 @@ def _may_win(logits, seed, pos, random, out):  # type: ignore[no-untyped-def]
     their hashes and is scratch beyond them. Returns how many there are, or -1 if the largest logit
     is not finite.
 
-    Almost all tokens are ruled out cheaply: either the largest possible noise does not lift them
-    to the best score so far, or a bound on their own noise, -log(-log(1 - u)) < -log(u), does not.
+    Almost all tokens are ruled out cheaply: they stay below the best score so far even with the
+    largest possible noise, or with the bound -log(-log(1 - u)) < -log(u) on their own noise.
     The others are compared by their noise in fp64, with a margin for fp32's rounding, which is at
     most 0.03 near u = 1.
     """

@@ -2,8 +2,8 @@
 """Packed copies of weights on a CPU, after the weights have been updated in place.
 
 vLLM packs a layer again when it loads its weight, and `install_linear` then writes to the packed
-weight that the layer has. What is left are heads: they keep the weight that they share with the
-embeddings, and vLLM loads it there only.
+weight that the layer has. Heads remain: they share their weight with the embeddings, and vLLM loads
+it there only.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 The head scores every candidate of a position given every candidate of the position before. vLLM's
 own speculator follows one candidate at each position, from the anchor. A tree uses all scores: the
-softmax over a row gives each child's probability after its parent.
+softmax over a row gives each child's probability given its parent.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class BastionSpeculator(DFlashSpeculator):
 
     _speculator_name = "BASTION"
     vllm_config: VllmConfig
-    # Whether the drafter's blocks stay the request's while its rows wait, those of a prompt too;
-    # false before `set_attn`.
+    # Whether a request keeps its drafter blocks while rows wait to be stored, and while a prompt's
+    # rows wait; false before `set_attn`.
     _may_defer = _may_defer_prompts = False
     # Whether this kind of drafter can grow trees from the first positions of a block.
     may_stop_early = True
@@ -85,7 +85,7 @@ class BastionSpeculator(DFlashSpeculator):
         # A layer of each of the drafter's KV cache groups.
         self._context_layers: list[str] = []
 
-    # ---- buffers for more rows than a step has ------------------------------------------
+    # ---- buffers, larger than a step of the target needs --------------------------------
 
     def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Load the drafter, and compile it for as many rows as its buffers have."""
@@ -134,7 +134,7 @@ class BastionSpeculator(DFlashSpeculator):
         self.runtime.deferred = None
 
     def _deferred(self) -> DeferredContext | None:
-        """Rows of plain steps, in the buffers that accepted paths use too; None: none may wait."""
+        """Rows of plain steps, in the buffers of accepted paths; None if no row may wait."""
         if self.runtime.deferred is None and self._may_defer and self._context_hidden:
             rows = min(len(self._context_source), self.max_num_tokens)
             self._deferred_slots = torch.zeros(
@@ -173,7 +173,7 @@ class BastionSpeculator(DFlashSpeculator):
         self._precompute_context_kv(0, count)
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
-        # vLLM 0.33 also sizes a buffer by it, for all requests; no graph has so many.
+        # vLLM 0.33 also sizes a buffer by it, for all requests; no graph has as many.
         return int(super()._num_graph_context_tokens(min(num_reqs, MOST_AT_ONCE)))
 
     # ---- the drafter's forward and the trees --------------------------------------------
@@ -230,7 +230,7 @@ class BastionSpeculator(DFlashSpeculator):
             slice_ = head.shard_indices
             logits = logits[:, : slice_.num_org_elements]
             self.trees.rank(logits, first, slice_.org_vocab_start_index, _all_gather)
-            del logits  # before those of the next part exist
+            del logits  # before the next part's logits are computed
         depth = len(hidden_states) // num_reqs
         offsets, longest = self.model.draft_id_to_target_id, self.runtime.step.longest_copy
         self.trees.grow_ranked(num_reqs, depth, offsets, longest)
@@ -319,8 +319,8 @@ class BastionSpeculator(DFlashSpeculator):
     ) -> None:
         """End a step without a draft: its rows wait if none may be rejected, or are stored.
 
-        A prompt's rows wait only if drafting was refused at its end: a longer prompt, or one that
-        waits, would fill the buffer in the next step.
+        A prompt's rows wait only if the controller refused to draft at its end: otherwise the next
+        chunk or prompt would fill the buffer in the next step.
 
         hidden: the target's hidden states that the drafter reads, [T, H] each.
         """
@@ -352,7 +352,7 @@ class BastionSpeculator(DFlashSpeculator):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Positions and cache slots, [M], of a batch whose last `num_rejected` rows are dropped.
 
-        Accepted row i of a request is in the slot of its row i of the step.
+        Accepted row i of a request is in the slot of the request's row i in the step.
 
         Args:
             source_start: [R + 1 or more] first row of each request in the step.

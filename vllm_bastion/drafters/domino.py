@@ -57,7 +57,7 @@ class BastionDomino(BastionSpeculator):
             count = self._kept[0].shape[2]
             best = (part.view(-1, count)[first : first + len(rows)] for part in self._kept[:2])
             topk_logprobs(logits, count, *best)
-            del logits  # before those of the next part exist
+            del logits  # before the next part's logits are computed
         assert self._kept is not None
         ids, base, lattice = self._kept
         ids, base, lattice = ids[:num_reqs], base[:num_reqs], lattice.of(num_reqs)

@@ -63,7 +63,7 @@ class DominoQwen3ForCausalLM(DFlashQwen3ForCausalLM):
     """A Domino drafter in SpecForge's format or in the speculators library's."""
 
     model_cls = DominoQwen3Model
-    # What `recurrent_lattice` multiplies; None until it was asked for.
+    # The weights that `recurrent_lattice` multiplies; None until first used.
     _prepared: tuple[Tensor, ...] | None = None
 
     def prepared_head(self) -> tuple[Tensor, ...]:

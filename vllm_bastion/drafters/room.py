@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's room: for more rows than a step of the target has, and for logits of some of them."""
+"""Sizes of a drafter's buffers: more rows than a step of the target, and logits in parts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CompilationConfig
 
-# The logits of 64 requests take 0.27 GiB with gamma = 15 and V = 151,936; those of the 1024 that
-# vLLM serves at a time by default would take 4.4. No graph of a drafter has more requests.
+# The logits of 64 requests take 0.27 GiB with gamma = 15 and V = 151,936; those of 1024, which vLLM
+# serves at a time by default, would take 4.4. No graph of a drafter has more requests than 64.
 MOST_AT_ONCE = 64
-# Requests by which a drafter's graphs grow beyond the target's largest one.
+# Step, in requests, between a drafter's graph sizes beyond the target's largest one.
 _GRAPH_STEP = 4
 
 
 def parts(hidden: torch.Tensor, num_reqs: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The rows of at most `MOST_AT_ONCE` requests at a time, and which is the first.
+    """The rows of at most `MOST_AT_ONCE` requests at a time, each with its first row's index.
 
     hidden: [num_reqs * D, H], or [num_reqs, D, H].
     """
@@ -30,7 +30,7 @@ def parts(hidden: torch.Tensor, num_reqs: int) -> Iterator[tuple[int, torch.Tens
 def by_parts(
     of: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], hidden: torch.Tensor, num_reqs: int
 ) -> tuple[torch.Tensor, ...]:
-    """What `of` makes of the rows, computed for at most `MOST_AT_ONCE` requests at a time."""
+    """`of(rows)`, computed for at most `MOST_AT_ONCE` requests at a time."""
     if num_reqs <= MOST_AT_ONCE:
         return of(hidden)
     found = [of(rows) for _, rows in parts(hidden, num_reqs)]
@@ -60,7 +60,7 @@ def for_all_rows(compilation: CompilationConfig, step_rows: int) -> CompilationC
     """
     compilation = copy.copy(compilation)
     if compilation.compile_ranges_endpoints:
-        # One range up to the drafter's limit: no second one at the target's.
+        # One range up to the drafter's limit, without a split at the target's.
         compilation.compile_ranges_endpoints = [
             end for end in compilation.compile_ranges_endpoints if end != step_rows
         ]

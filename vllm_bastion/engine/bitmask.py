@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A grammar's bitmask on the device, a part of a step's rows at a time.
+"""A grammar's bitmask on the device, for a part of a step's rows at a time.
 
-vLLM allocates a row of V / 8 bytes for each logit that each request could have, whether or not any
-request has a grammar. Here a buffer of `limits.max_bitmask_rows` takes one part of a step after the
-other.
+vLLM allocates a row of V / 8 bytes for every possible logits row of every request, whether or not
+any request has a grammar. Here a buffer of `limits.max_bitmask_rows` rows is reused for one part of
+a step after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SharedBitmask(StructuredOutputsWorker):
         while first < len(ends):
             last = int(np.searchsorted(ends, above + room, side="right"))
             end = int(ends[last - 1])
-            # vLLM's copy waits until the device has used the rows before.
+            # vLLM's copy waits until the device has used the previous rows.
             super().apply_grammar_bitmask(
                 logits, input_batch, grammar_req_ids[first:last], grammar_bitmask[above:end]
             )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's context while nothing is drafted: kept, and stored in one go.
+"""The drafter's context while nothing is drafted: rows are kept, and stored many at a time.
 
-A drafter reads the keys and values that it computes from the target's hidden states. A plain step
-only keeps the hidden states of its rows, a prompt's too where there is room. They are turned into
-keys and values when drafting resumes, when a request leaves, because its blocks may then be cached
-or belong to another request, and after a limited number of steps, before a sliding window frees a
-block. Rows of requests that have all left are dropped where nobody can find their blocks.
+A drafter attends to keys and values that it computes from the target's hidden states. A plain step
+only keeps the hidden states of its rows, and of prompts where there is room. They become keys and
+values when drafting resumes; when a request leaves, because its blocks may then be cached or belong
+to another request; and after a limited number of steps, before a sliding window frees a block. If
+all rows belong to a request that leaves, and nothing can reuse its blocks, they are dropped.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class DeferredContext:
     ) -> None:
         self._hidden, self._positions, self._slots = hidden, positions, slots
         self._max_rows, self._store = len(positions), store
-        # A plain step always fits if so many rows are kept.
+        # With at most this many rows kept, a plain step always fits.
         self._full = self._max_rows - max_num_reqs
         self._num_rows = self._num_steps = 0
-        self._requests: set[str] = set()  # those that the rows belong to
-        # [begin, end) of rows -> these rows of every buffer: the same ones are written again.
+        self._requests: set[str] = set()  # owners of the rows
+        # [begin, end) of rows -> views of these rows in every buffer; most steps reuse them.
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def add(
@@ -82,11 +82,11 @@ class DeferredContext:
             self.flush()
 
     def has_room(self, count: int) -> bool:
-        """Whether so many rows can be added. There is always room for a row of each request."""
+        """Whether `count` rows can be added. There is always room for one row of each request."""
         return self._num_rows + count <= self._max_rows
 
     def leave(self, request: str, needed: bool) -> None:
-        """A request gives up its blocks. `needed`: whether someone may find them again."""
+        """A request gives up its blocks. `needed`: whether their content may be used again."""
         if request not in self._requests:
             return
         if not needed and len(self._requests) == 1:
@@ -102,9 +102,9 @@ class DeferredContext:
 
 
 def may_defer(spec: KVCacheSpec, prompts: bool = False) -> bool:
-    """Whether a row may wait: whether its block stays the request's until it is stored.
+    """Whether a row may wait: whether the request keeps the row's block until it is stored.
 
-    prompts: whether a prompt's rows may, whose blocks a sliding window may free at once.
+    prompts: for a prompt's rows, whose blocks a sliding window may free at once.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return all(may_defer(inner, prompts) for inner in spec.kv_cache_specs.values())

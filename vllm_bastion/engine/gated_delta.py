@@ -124,7 +124,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         self._check_block_size()
 
     def _check_block_size(self) -> None:
-        """Refuse trees that may end beyond the next block: vLLM allocates one a step."""
+        """Refuse trees that could cross two block ends: vLLM allocates one block per step."""
         spec_config = self.vllm_config.speculative_config
         assert spec_config is not None
         nodes = spec_config.num_speculative_tokens
@@ -174,7 +174,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         table = self._tables[group][: len(tokens)]
         if not self._align_mode:
             return table[:, 0]  # the request's one state
-        # A dummy batch has any number of tokens.
+        # A dummy batch can have any number of tokens.
         columns = self._column(tokens).clamp(0, table.shape[1] - 1)
         return table.gather(1, columns.long()[:, None])[:, 0]
 
@@ -278,7 +278,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         end = computed + (path >= 0).sum(1, dtype=torch.int32)
         for group in by_group:
             into_rows[group] = self._blocks(group, end)
-        # The end comes first: the block's end may be written where the state is read.
+        # The path's end first: the block's end may overwrite the state that both read.
         self._commit(state_rows, into_rows, starts, batch.cu_num_logits, path)
         boundary = end // self._block_size * self._block_size
         inside = (boundary > computed) & (boundary < end)

@@ -2,7 +2,7 @@
 """Checks draft trees against grammars, in the engine core, where the grammars live.
 
 The worker sends a tree over vLLM's channel for draft tokens, with each token's parent encoded into
-it (`encode`). `walk` asks the grammar about every node: whether it may follow its parent, and which
+it (`encode`). `walk` checks each node with the grammar: whether it may follow its parent, and which
 tokens may follow it. Refused nodes are removed with their subtrees, and the next best nodes are
 verified instead. With async scheduling the step has been launched by then, so refused nodes stay;
 they are never accepted, because their parent's bitmask row does not allow their token.
@@ -51,7 +51,7 @@ def walk(
     parents: list[int],
     prune: bool,
 ) -> GrammarTree:
-    """Ask a request's grammar about a tree of n nodes; leaves the grammar's state unchanged.
+    """Walk a request's grammar along a tree of n nodes; leaves the grammar's state unchanged.
 
     parents: node numbers, 0 = root, parents before their children. prune: remove refused nodes.
     """
@@ -94,7 +94,7 @@ def _traverse(
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
         allowed = bool(rows[parent, token // 32] >> (token % 32) & 1)
         alive.append(alive[parent] and not ended[parent] and allowed)
-        # A terminated grammar allows nothing, and vLLM no longer asks it.
+        # A terminated grammar allows nothing, and vLLM no longer consults it.
         ended.append(alive[node] and not rows[node].any())
     rows[ended] = _ANYTHING
     return alive

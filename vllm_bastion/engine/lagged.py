@@ -3,7 +3,7 @@
 
 The host must know a step's rows before it launches the step, and waiting for the scores would leave
 the device idle between two steps. So the host sizes the step by N* of the previous step
-(`policy.step_size`), and the device takes as many of the best nodes of the current trees. The
+(`policy.step_size`), and the device takes that many of the best nodes of the current trees. The
 device runs a whole step while the host reads the older scores.
 """
 
@@ -31,7 +31,7 @@ class LaggedVerificationManager(BastionVerificationManager):
     def __init__(self, runtime: Runtime, *args: Any) -> None:
         super().__init__(runtime, *args)
         num_slots = len(self.trees.num_verify)
-        # By request slot: most nodes, and rows that are no nodes.
+        # By request slot: most nodes, and rows that are not nodes.
         self._layout_np = np.zeros((2, num_slots), dtype=np.int32)
         self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
         self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes that follow from an engine's configuration: its trees, and the most rows of a step.
 
-The worker's buffers, its profiling run, its warm-up and the steps that it serves follow them, and
-so does what `vllm-bastion check` says of memory.
+They determine the worker's buffers, its profiling run, its warm-up, the steps that it serves, and
+the memory that `vllm-bastion check` prints.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def make_trees(vllm_config: VllmConfig, device: torch.device) -> Trees:
 def max_verified_rows(vllm_config: VllmConfig) -> int:
     """Most roots and nodes of a step. Each has logits, which vLLM limits to 1 GiB in float32.
 
-    A target with recurrent layers keeps the inputs of each row for its commit. There a step with
-    nodes stays within the largest CUDA graph: no draft pays for a step without one.
+    A target with recurrent layers keeps the inputs of each row for its commit. Its steps with nodes
+    stay within the largest CUDA graph, because no draft makes up for a step without one.
     """
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 

@@ -92,7 +92,7 @@ class PathLogprobs:
             )
 
     def tensors(self) -> LogprobsTensors | None:
-        """Log-probabilities of the whole step, requests in batch order; None if none asked."""
+        """Log-probabilities of the whole step, requests in batch order; None if none wants them."""
         if not self._parts:
             return None
         starts = np.cumsum([0, *np.concatenate(self._counts)]).tolist()

@@ -80,12 +80,12 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
     decision = runtime.manager.plan(batch, context, spared)
     if decision.replies_end:
         return replace(step, drafts=decision.drafts)
-    # With async scheduling the next step is scheduled before this one's output arrives: a draft is
-    # announced a step early, or its tree meets a step without placeholders.
+    # With async scheduling the next step is scheduled before this one's output arrives. So a draft
+    # must be announced a step early; otherwise there are no placeholders for its tree.
     announces = decision.drafts or (decision.looks_up and controller.copies_pay)
     drafts = decision.drafts
     if runtime.announces_early:
-        # Placeholders that were announced for a draft get copies if these pay more by now.
+        # Placeholders that were announced for a draft get copies if copies now pay more.
         drafts = step.announces and (drafts or not decision.looks_up)
     looks_up = decision.looks_up and drafts == decision.drafts
     refused = not drafts and not runtime.plan.backlog
@@ -95,8 +95,7 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
 def decide_again(runtime: Runtime, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
     """The record of the current step after sampling, where the host knows its tokens.
 
-    Nothing is grown beyond the ends of all replies, and nothing is drafted where copies alone pay
-    more.
+    The draft is cut where all replies end, and dropped where copies alone pay more.
 
     num_sampled: [R] int32 tokens that the requests have emitted in this step.
     """
@@ -124,7 +123,7 @@ def _with_copies(
 
     Args:
         num_reqs: of the batch.
-        slots: [C] request slots that go on.
+        slots: [C] slots of requests that continue.
         remaining: [C] most tokens that each may emit from the next step on.
     """
     controller, copies = runtime.controller, runtime.trees.copies

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's logits processors that read earlier tokens, on the nodes of a tree.
 
-Penalties, bad words and thinking budgets read the drafts before a row from the rows before it,
-which is right for a chain. `follow_ancestors` makes them read a node's ancestors instead. Their
-state and everything else stay vLLM's.
+Penalties, bad words and thinking budgets take the rows before a row as the drafts before it, which
+is right for a chain. `follow_ancestors` makes them read a node's ancestors instead. Their state and
+everything else stay vLLM's.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def has_unknown(sampler: Sampler) -> bool:
 class Ancestors:
     """The ancestors of the rows that are being processed.
 
-    tokens: [L, D] int64 and depths: [L] int32, see `ancestor_tokens`. None while rows are no nodes,
-    or if no request of the step needs them.
+    tokens: [L, D] int64 and depths: [L] int32, see `ancestor_tokens`. None while the rows are not
+    nodes, or if no request of the step needs them.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -186,7 +186,7 @@ def _end_thinking(
         state.natural_reasoning_end_token_ids,
         state.reasoning_end_token_ids,
     )
-    # The last emitted tokens, then the ancestors: enough text for every marker that ends here.
+    # The last emitted tokens, then the ancestors: enough text for any marker that ends at the row.
     back = max(len(start), len(natural_end), len(end)) - 1
     total = state.req_states.total_len.gpu[slots].long()
     positions = total[:, None] + torch.arange(-back, 0, device=logits.device)

@@ -25,13 +25,13 @@ from vllm_bastion.step_times import StepTimes
 from vllm_bastion.telemetry.recorder import Recorder
 from vllm_bastion.telemetry.seen_trees import SeenTrees
 
-# Steps that are learned from together. A forward pass evicts this code from a CPU's caches: on the
-# tiny pair, learning from every step took 17 us a step with four together and 30 us alone.
+# Steps that the controller learns from at once. A forward pass evicts this code from a CPU's
+# caches: on the tiny pair, learning took 17 us a step with four at once, and 30 us one by one.
 _TOGETHER = 4
 
 
 class DraftPlanner(Protocol):
-    """What the other adapters need of the verification manager."""
+    """The part of the verification manager that other adapters use."""
 
     @property
     def drafts(self) -> np.ndarray:
@@ -53,16 +53,16 @@ class Runtime:
     trees: Trees
     # None before calibration, and with a fixed budget.
     controller: Controller | None = None
-    # Times the engine's steps; None if nothing learns from the times, or another rank has it.
+    # Times the engine's steps; None if nothing learns from the times, or another rank measures.
     timer: StepTimer | None = None
-    # Whether several ranks must decide alike. Then what the timer shows goes out with a step's
-    # output, and all ranks learn from it when it comes back with a later step.
+    # Whether several ranks must decide alike. Then step times leave with a step's output, and all
+    # ranks learn from them when they come back with a later step.
     learns_with_others: bool = False
     # Ascending sizes of the target's CUDA graphs; empty without graphs.
     graph_sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     # None if every draft has the drafter's whole depth.
     reach: DraftReach | None = None
-    # None until the first step, and if the drafter's context cannot wait.
+    # None until the first step, and if no row of the drafter's context may wait.
     deferred: DeferredContext | None = None
     # None until the KV cache exists.
     manager: DraftPlanner | None = None
@@ -70,24 +70,24 @@ class Runtime:
     profile_time: float | None = None
     # None during warm-up and calibration.
     recorder: Recorder | None = None
-    # [2, 3] of the step that was sampled last, see `Copies.count_sources`; a copy from the device
-    # may still fill it. None without.
+    # [2, 3] of the step that was sampled last, see `Copies.count_sources`; its copy from the device
+    # may be in flight. None without lookup.
     sources: np.ndarray | None = None
     # Trees that the page shows; None without it.
     seen: SeenTrees | None = None
     # Whether a draft is announced a step early: with async scheduling.
     announces_early: bool = False
-    # The step that is being prepared, as the scheduler sent it; None outside `execute_model`, and
-    # in a dummy run. And the record that is made of it.
+    # The step that is being prepared, as the scheduler sent it (None outside `execute_model`, and
+    # in a dummy run), and its record.
     scheduled: SchedulerOutput | None = None
     step: Step = field(default_factory=Step)
-    # None but while steps are timed before the first request: positions of each block that they
-    # leave out. Their rows get tokens of their own, and their attention reads the mask.
+    # Positions of each block that a timed step leaves out; None except while steps are timed before
+    # the first request. Each of their rows gets a distinct token, and attention reads the mask.
     timed_spares: int | None = None
 
     @property
     def plan(self) -> StepPlan:
-        """What came from our scheduler with the step; steps before the first request have none."""
+        """Our scheduler's plan of the step; an empty one for steps before the first request."""
         return StepPlan.find(self.scheduled) or StepPlan()
 
     def learn(self) -> None:
@@ -97,7 +97,7 @@ class Runtime:
             controller.observe(self.completed_steps(at_once=controller.is_probing))
 
     def completed_steps(self, *, at_once: bool = False) -> list[StepTimes]:
-        """Times that were not returned before; unless `at_once`, of a few steps together."""
+        """Times not returned before; unless `at_once`, only once a few steps are pending."""
         timer = self.timer
         if timer is None or not (at_once or timer.num_pending >= _TOGETHER):
             return []

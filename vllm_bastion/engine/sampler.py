@@ -100,7 +100,7 @@ class TreeRejectionSampler(RejectionSampler):
         )
         copies = self.trees.copies
         if copies is not None and self.runtime.recorder is not None:
-            # Queued before the output's own copy, with which it arrives.
+            # Queued before the output's own copy, so it has arrived when the output has.
             self.runtime.sources = async_copy_to_np(
                 copies.count_sources(
                     input_batch.idx_mapping,

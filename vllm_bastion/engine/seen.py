@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker shows to the page: its settings and costs, and trees while somebody looks."""
+"""A worker's data for the page: settings and costs, and trees while the page is open."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _details(vllm_config: VllmConfig, runtime: Runtime) -> dict[str, Any]:
 
 
 def _served_name(model: Any) -> str:
-    """What the server's users call the target, if it has a name of its own."""
+    """The target's served name if it has one, else its model name."""
     served = model.served_model_name
     return served if served and served != model.model else _name(model.model)
 
 
 def _name(model: str) -> str:
-    """A model's name; of a folder only the last parts, because the page is no place for paths."""
+    """A model's name; of a folder only the last parts, because the page must not show paths."""
     path = Path(model)
     if not path.is_dir():
         return model

@@ -141,14 +141,14 @@ class BastionModelState(DefaultModelState):
         return metadata
 
     def _fill_rows(self, batch: InputBatch) -> None:
-        """Give each row of a timed step a token of its own, spread over the vocabulary.
+        """Give each row of a timed step a distinct token, spread over the vocabulary.
 
-        A row's experts follow mostly from its token, so equal rows would share them. vLLM marks the
-        rows of a dummy batch as padding, which no expert processes.
+        A row's experts depend mostly on its token, so rows with equal tokens would share them. vLLM
+        marks the rows of a dummy batch as padding, which no expert processes.
         """
         rows, vocab = slice(batch.num_tokens), self.model_config.get_vocab_size()
-        # The golden section spreads any number of multiples evenly; without a common divisor they
-        # differ until the vocabulary is used up.
+        # Multiples of the golden section are spread evenly, however many there are. Coprime with
+        # the vocabulary's size, they are distinct until all tokens are used.
         stride = next(n for n in range(int(0.618 * vocab) or 1, 0, -1) if gcd(n, vocab) == 1)
         order = torch.arange(1, batch.num_tokens + 1, device=self.device)
         batch.input_ids[rows] = order * stride % vocab
@@ -169,7 +169,7 @@ class BastionModelState(DefaultModelState):
     def remove_request(self, req_id: str) -> None:
         """The request ends, is preempted or gets a longer prompt; vLLM calls it for new ones too.
 
-        From here on its blocks may belong to another request.
+        From now on its blocks may belong to another request.
         """
         if self.runtime.deferred is not None:
             scheduled = self.runtime.scheduled

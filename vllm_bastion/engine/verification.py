@@ -3,10 +3,10 @@
 
 vLLM's scheduler schedules ``1 + num_speculative_tokens`` tokens for a decoding request and knows
 nothing of trees. ``AdaptiveVerificationManager`` is vLLM's seam for verifying fewer; this subclass
-cuts every request to its share of the budget.
+cuts every request to its share of the budget, always a tree's first nodes.
 
-How many that is follows from what the controller has installed (`policy.controller`); this file and
-``lagged`` carry it out. They are always a tree's first nodes.
+The budget follows from the costs and scores that the controller has installed
+(`policy.controller`); this file and ``lagged`` carry it out.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class VerifiedTrees:
 
     # [T] request slots
     slots: np.ndarray
-    # [T] each slot's generation in that step; another generation is another request.
+    # [T] each slot's generation in that step; a different one means a different request.
     generations: np.ndarray
     # [T] nodes that are verified, or their limit if only the device knows them.
     max_nodes: np.ndarray
-    # [T] kappa of each, which its scores contain.
+    # [T] kappa of each, a factor of its scores.
     kappa: np.ndarray
     # Whether they are copies alone, from which nothing is learned about the drafter.
     only_copies: bool = False
@@ -64,20 +64,20 @@ _NO_TREES = VerifiedTrees(_NONE, _NONE, _NONE, _NONE)
 
 @dataclass(eq=False)
 class CountedOutput(AsyncModelRunnerOutput):
-    """A step's output with what the scheduler must know, see `hooks.scheduler`."""
+    """A step's output with counts for the scheduler, see `hooks.scheduler`."""
 
     output: AsyncModelRunnerOutput
-    # Whether the step that is scheduled next has a use for placeholders.
+    # Whether the step that is scheduled next can use placeholders.
     drafting: bool
     req_ids: list[str]
-    # [R + 1] running sum of each request's root and nodes. A copy from the device may still fill
-    # it, one that was queued before the output's own; and `sources` (`Copies.count_sources`).
+    # [R + 1] running sum of each request's root and nodes, and `Copies.count_sources`. Their copies
+    # from the device were queued before the output's own, and may be in flight until that arrives.
     num_logits: np.ndarray
     sources: np.ndarray | None
     # Completes the step's record; None if steps are not recorded.
     recorder: Recorder | None
     step: StepRecord | None
-    # Of completed steps, for all ranks.
+    # Times of completed steps, for all ranks.
     times: Sequence[StepTimes] = ()
 
     def get_output(self) -> ModelRunnerOutput:
@@ -108,10 +108,10 @@ class BastionVerificationManager(AdaptiveVerificationManager):
 
     With a fixed budget the host never waits. Built by the hook on
     ``maybe_create_adaptive_verification_manager``. The base class's constructor is not run: it only
-    allocates buffers for per-position confidences, our largest allocation if it ran at N = 512.
+    allocates buffers for per-position confidences, which are unused here and large with a large N.
     """
 
-    # Steps by which the scores that size a step are older than the step's own trees.
+    # A step is sized by the scores of its own trees (0) or of those `lag` steps earlier.
     lag = 0
 
     def __init__(
@@ -132,18 +132,18 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         # Request slots whose scheduled draft tokens are placeholders without a tree.
         self._treeless: set[int] = set()
         # The current step's requests in batch order, [R]: scheduled draft tokens, nodes to verify,
-        # and rows that are no nodes (roots and prompt tokens).
+        # and rows that are not nodes (roots and prompt tokens).
         self._drafts = np.zeros(0, dtype=np.int32)
         self._num_verify = np.zeros(0, dtype=np.int32)
         self._plain_rows = np.zeros(0, dtype=np.int32)
         self._req_ids: list[str] = []
         self._num_logits_np = np.zeros(1, dtype=np.int32)
-        # The current step, and the steps before it that were not observed; newest last.
+        # The current step's number, and the trees of it and of unobserved steps; newest last.
         self._step = 0
         self._history = deque([_NO_TREES] * (2 + self.lag), 2 + self.lag)
         self._has_observed = False
-        self._only_copies = False  # whether the trees that were grown last are copies alone
-        # [S] requests that each slot has had.
+        self._only_copies = False  # whether the latest trees are copies alone
+        # [S] number of requests that have used each slot.
         self._generations = np.zeros(len(self.trees.row_slots), dtype=np.int64)
 
     # ---- the calls of a step, in order --------------------------------------------------
@@ -221,7 +221,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         return num_verify
 
     def _room_in_graphs(self) -> int:
-        """Nodes with which the step still fits into a CUDA graph; no limit where none would.
+        """Most nodes with which the step fits a CUDA graph; no limit if it fits none.
 
         A step without a graph takes several times as long on an H100.
         """
@@ -268,11 +268,11 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         """The requests that emit in this step and in the next one.
 
         Args:
-            num_sampled: [R] tokens that the step has emitted, on the host; before, None.
+            num_sampled: [R] tokens that the step has emitted, on the host; None before sampling.
 
         Returns:
             Their request slots, [C], and the most tokens that each may emit from the next step on.
-            Both are empty if each of them may emit one token at most.
+            Both are empty if none may emit more than one token.
         """
         self._observe_past_step()
         rows = _emitting(batch)
@@ -353,7 +353,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
     def _observe_past_step(self) -> None:
         """Once a step, read what the step `lag` + 1 before this one published.
 
-        The distance is fixed, whatever has arrived since: tensor-parallel ranks must agree.
+        The distance is fixed, whatever has arrived: tensor-parallel ranks must decide alike.
         """
         if self._has_observed:
             return
@@ -372,7 +372,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         before, trees = self._history[0], self._history[1]
         live = self._is_live(before)
         slots = before.slots[live]
-        # One token of each step has been counted at its end.
+        # One token of each step was counted at the step's end.
         controller.remaining.emit(slots, published.emitted[slots] - 1)
         if before.promised is not None:
             promised = before.promised[live]
@@ -401,7 +401,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         """[T] bool, whether the slots still belong to the trees' requests."""
         return self._generations[trees.slots] == trees.generations
 
-    # ---- what other adapters ask about the step ----------------------------------------
+    # ---- the step's data for other adapters --------------------------------------------
 
     @property
     def drafts(self) -> np.ndarray:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change while the engine lives: reloaded, or sent by a trainer.
+"""Weights that change while the engine runs: reloaded, or sent by a trainer.
 
-vLLM loads new values into the tensors that a model has, so whatever reads those tensors needs
-nothing. What was made of weights at the start is made anew here: a host's packed copies, the
-tensors in which a drafter has joined the keys' and values' weights of its layers, and what the head
-of a model of ours multiplies. They are written in place, because CUDA graphs and compiled code read
-them at their addresses.
+vLLM loads new values into a model's own tensors, so code that reads those needs no update. What was
+derived from weights at the start is derived again here: a host's packed copies, the tensors in
+which a drafter has joined the keys' and values' weights of its layers, and the prepared head of a
+model of ours. All are written in place, because CUDA graphs and compiled code hold their addresses.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from vllm_bastion.platform import current_host
 
 @contextmanager
 def loading_drafter(drafter: Any, method: str) -> Iterator[None]:
-    """Load weights into a drafter as at the start, with the products that it has there.
+    """Load weights into a drafter as at the start, with the drafter's own products.
 
-    vLLM joins the layers' weights whenever some have been loaded. At that time the rest may be
-    missing, and on a CPU the loaded ones are packed; `weights_changed` does it in the end.
+    vLLM joins the layers' weights whenever some have been loaded. That is too early: others may be
+    missing, and on a CPU the loaded ones are packed. `weights_changed` does it at the end.
     """
     drafter.model._build_fused_kv_buffers = _nothing
     try:
@@ -41,7 +40,7 @@ def _nothing() -> None:
 
 @torch.no_grad()
 def weights_changed(target: Any, drafter: Any) -> None:
-    """Renew what was made of the weights of the two models."""
+    """Renew what was derived from the weights of the two models."""
     _join(drafter.model)
     if hasattr(drafter, "renew_head"):
         drafter.renew_head()

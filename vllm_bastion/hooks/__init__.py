@@ -34,7 +34,7 @@ ENTRY = Hook(
     wrapper="engine_args:create_speculative_config",
     expects="(self, target_model_config, target_parallel_config)",
     why='the schema of SpeculativeConfig has neither method "bastion" nor its keys',
-    what="builds a BastionSpeculativeConfig, which vLLM takes for its drafter's method",
+    what="builds a BastionSpeculativeConfig, which vLLM treats as its drafter's method",
     upstream="a registry of speculative methods",
 )
 
@@ -62,7 +62,7 @@ HOOKS: tuple[Hook, ...] = (
         expects="(self)",
         why="vLLM reserves N + 1 KV slots per request for a drafter that writes gamma + 1",
         what="returns gamma + 1",
-        upstream="the property asks the speculative configuration",
+        upstream="the property reads the speculative configuration",
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig.use_v2_model_runner",
@@ -86,7 +86,7 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="requests:verify",
         expects="(self, model_config, speculative_config, structured_outputs_config, tokenizer)",
         why="vLLM does not look into `extra_args`",
-        what='refuses a "bastion_budget" that is no number from 0 to N',
+        what='refuses a "bastion_budget" that is not a whole number from 0 to N',
         upstream="a per-request number of speculative tokens",
     ),
     Hook(
@@ -122,7 +122,7 @@ HOOKS: tuple[Hook, ...] = (
         target=f"{_SCHEDULER}._update_request_with_output",
         wrapper="scheduler:update_request_with_output",
         expects="(self, request, new_token_ids, is_stale=)",
-        why="a path may cross a block's end, and vLLM frees that block's recurrent state unseen",
+        why="a path may cross a block's end, and vLLM frees that block's state before caching it",
         what="caches blocks once their tokens are known",
         upstream="the synchronous scheduler caches emitted tokens as the asynchronous one does",
     ),
@@ -140,8 +140,8 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="sessions:process_outputs",
         expects="(self, engine_core_outputs, engine_core_timestamp=, iteration_stats=, "
         "weight_version=)",
-        why="an error of the engine core ends a session's turn, and the session waits for ever",
-        what="ends the session with the sentence",
+        why="an error of the engine core ends a session's turn only, and the session hangs",
+        what="ends the session with the error's sentence",
         upstream="an error ends a session",
     ),
     Hook(
@@ -152,7 +152,7 @@ HOOKS: tuple[Hook, ...] = (
             "num_invalid_spec_tokens, request_id)"
         ),
         why="its lists have N positions, walked for every request, and trees raise an index error; "
-        "a request of which nothing was verified counts as a draft",
+        "a request without a verified node counts as a draft",
         what="makes positions depths, and counts trees that were verified",
         upstream="statistics that know trees",
     ),
@@ -180,7 +180,7 @@ HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.engine.core:EngineCore.shutdown",
         wrapper="telemetry:shutdown",
         expects="(self)",
-        why="an offline run ends without a word on what was drafted, and why not",
+        why="an offline run logs nothing about what was drafted, or why nothing was",
         what="logs one line on the whole run",
         upstream="statistics at the end of an offline run",
     ),
@@ -188,8 +188,8 @@ HOOKS: tuple[Hook, ...] = (
         target="vllm.plugins:load_endpoint_plugins",
         wrapper="server:load_endpoint_plugins",
         expects="(supported_tasks=)",
-        why="an endpoint plugin must be named in VLLM_PLUGINS, with all other plugins, and vLLM "
-        "warns at every start of a server where it is not",
+        why="an endpoint plugin must be named in VLLM_PLUGINS, with all other plugins; otherwise "
+        "vLLM warns at every start of a server",
         what="adds the page with VLLM_BASTION_PAGE=1",
         upstream="a switch for a single endpoint plugin",
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and formats of drafters that vLLM does not have, registered with it from outside."""
+"""Registers models and formats of drafters that vLLM does not have."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def _read_as_dflash(
     config_dict: dict[str, Any],
     pre_trained_config: dict[str, Any],
 ) -> None:
-    """Without `sample_from_anchor`, which vLLM's DFlash refuses and a kind reads itself."""
+    """Without `sample_from_anchor`, which vLLM's DFlash refuses and our kinds read themselves."""
     read_dflash(config_dict | {"sample_from_anchor": False}, pre_trained_config)

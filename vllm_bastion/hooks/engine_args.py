@@ -29,7 +29,7 @@ _SHORT_FLAGS = (
 )
 
 
-# Of vLLM's message when a step cannot hold all drafts of an engine with adapters.
+# Part of vLLM's message when a step cannot hold all drafts of an engine with adapters.
 _LORA_REFUSAL = "decreasing num_speculative_tokens"
 
 
@@ -157,7 +157,7 @@ def create_engine_config(
     try:
         config = _checked_config(original, self, usage_context, headless)
     except (ValueError, compat.UnsupportedVllmError) as error:
-        # A refusal of ours; of another method only where our keys or our name stand beside it.
+        # Our own refusal, or another method's where our keys or our name are given, too.
         if in_server and _is_refusal(error):
             from vllm_bastion.hooks import server
 
@@ -210,10 +210,10 @@ def _checked_config(
 
 
 def _choose_nodes_for_adapters(engine_args: Any, error: Exception) -> bool:
-    """Where N was left to us, take as many nodes as vLLM allows beside adapters.
+    """If the user did not set N, take as many nodes as vLLM allows with adapters.
 
-    vLLM wants a step to hold N + 1 rows of every request. It checks this when it knows its own
-    defaults, after N is needed, so its refusal is the first to say that N is too large.
+    vLLM requires a step to hold N + 1 rows of every request. It checks this once its own defaults
+    are known. By then N has been chosen, so only its refusal shows that N is too large.
     """
     keys = _merged(engine_args)
     left_out = keys.get("num_speculative_tokens") is None
@@ -246,7 +246,7 @@ def _warn_of_thinking(vllm_config: Any) -> None:
 
 
 def _check_target_file(engine_args: Any) -> None:
-    """Refuse a target in a folder that holds no readable config.json."""
+    """Refuse a target in a folder without a readable config.json."""
     from vllm_bastion.checkpoints.files import is_name
     from vllm_bastion.checks import models
 
@@ -259,7 +259,7 @@ def _check_target_file(engine_args: Any) -> None:
 
 
 def _explain(engine_args: Any, error: Exception) -> None:
-    """Raise our own sentence where vLLM's or another library's is no help."""
+    """Raise our own error where vLLM's or another library's does not help."""
     from vllm_bastion.checks import BastionConfigError, engine, models
 
     if isinstance(error, BastionConfigError):

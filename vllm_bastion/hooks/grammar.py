@@ -2,9 +2,9 @@
 """Hooks in the engine core that let requests with a grammar have trees; see `engine.grammar`.
 
 Without async scheduling the core knows a tree before it schedules the step that verifies it: it
-schedules what the grammar allows, and names the columns with the step. With async scheduling the
-step has been launched by the time that the core learns of the tree; it says what may follow each
-node while the target runs.
+schedules what the grammar allows, and sends the columns with the step. With async scheduling the
+step has been launched by the time the core receives the tree; while the target runs, the core
+determines what may follow each node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_bastion.versions import capabilities
 
 
 def update_draft_token_ids(original: Callable[..., Any], self: Any, draft_token_ids: Any) -> None:
-    """Schedule the nodes that a grammar allows; vLLM takes drafts for one linear run."""
+    """Schedule the nodes that a grammar allows; vLLM treats drafts as one linear sequence."""
     spec_config = bastion_config(self.vllm_config)
     if spec_config is None:
         original(self, draft_token_ids)
@@ -64,7 +64,7 @@ def _tree_of(request: Any) -> GrammarTree | None:
 
 
 def attach_plan(scheduler: Any, output: Any, plan: StepPlan) -> None:
-    """Tell the worker which nodes of a tree were scheduled, where they are not its first ones."""
+    """Tell the worker which nodes of a tree were scheduled, unless they are its first ones."""
     for request_id, tokens in output.scheduled_spec_decode_tokens.items():
         tree = _tree_of(scheduler.requests.get(request_id))
         if tree is not None and tree.pruned and tree.tokens[: len(tokens)] == tokens:
@@ -76,7 +76,7 @@ def attach_plan(scheduler: Any, output: Any, plan: StepPlan) -> None:
 def update_draft_token_ids_in_output(
     original: Callable[..., Any], self: Any, draft_token_ids: Any, scheduler_output: Any
 ) -> None:
-    """Name the drafts of a step that was launched already; all of its nodes stay."""
+    """Set the drafts of a step that was launched already; all of its nodes stay."""
     if bastion_config(self.vllm_config) is None:
         original(self, draft_token_ids, scheduler_output)
         return
@@ -111,7 +111,7 @@ def grammar_bitmask(
     structured_output_request_ids: list[str],
     scheduled_spec_decode_tokens: dict[str, list[int]],
 ) -> Any:
-    """A row for the root and for every node of a tree, where vLLM walks one linear run."""
+    """A row for the root and every node of a tree; vLLM walks one linear sequence."""
     if bastion_config(self.vllm_config) is None or not structured_output_request_ids:
         return original(self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
     max_drafts = GrammarLimits.of(self).max_drafts

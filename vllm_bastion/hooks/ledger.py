@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row of the ledger is: one thing outside of this package that it changes, and why."""
+"""A row of the ledger: one thing outside of this package that it changes, and why."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Hook(Change):
-    """A function that `wrap` puts one of ours in front of."""
+    """A function that `wrap` wraps in one of ours."""
 
     wrapper: str
     """`module:function` below vllm_bastion.hooks"""

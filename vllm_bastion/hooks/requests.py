@@ -33,8 +33,8 @@ def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     if bastion and kwargs.get("resumable") and self.model_config.is_hybrid:
         raise VLLMValidationError(
             "Streaming-input sessions are not served with draft trees for a target with recurrent "
-            "layers: where a turn ends inside a step, their state cannot go back. Send each turn "
-            "as a request of its own."
+            "layers: where a turn ends inside a step, their state cannot be rolled back. Send each "
+            "turn as a request of its own."
         )
     request = original(self, *args, **kwargs)
     params = request.sampling_params
@@ -111,7 +111,7 @@ def verify(
 
 
 def check_budget(extra_args: dict[str, Any], most: int) -> None:
-    """Refuse a budget that is no whole number from 0 to `most`, and other spellings of its key.
+    """Refuse a budget that is not a whole number from 0 to `most`, and other spellings of its key.
 
     Raises:
         VLLMValidationError: naming the key and the range; the server answers with status 400.

@@ -44,8 +44,8 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         wrapper="runner:cpu_product",
         expects="(layer, remove_weight)",
         why=(
-            "on a CPU a drafter mostly waits for its weights, which it may round; without matrix "
-            "registers, 17 rows take oneDNN 1.7 times as long as one"
+            "on a CPU drafting is bound by the bandwidth of weights; without matrix registers, "
+            "17 rows take oneDNN 1.7 times as long as one"
         ),
         what=(
             "the drafter's layers multiply in int8 (`bastion_drafter_weights`); without matrix "
@@ -67,7 +67,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         target="vllm.compilation.decorators:_try_load_aot_compiled_fn",
         wrapper="runner:load_compiled",
         expects="(model, aot_compilation_path)",
-        why="on a CPU the stored function has no `finalize_loading`, and every start compiles anew",
+        why="on a CPU the stored function has no `finalize_loading`, so every start compiles",
         what="loads such a function, which is complete without it",
         upstream="vLLM checks whether the function has it",
         when=BASTION_WORKER,
@@ -137,7 +137,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         target=f"{_RUNNER}:DraftTokensHandler",
         wrapper="runner:draft_tokens_handler",
         expects="(device=)",
-        why="the engine core asks grammars about drafts, but does not know the drafts' parents",
+        why="the engine core checks drafts against grammars, but does not know the drafts' parents",
         what="sends parents with the tokens",
         upstream="draft tokens with parents",
         when=BASTION_WORKER,
@@ -405,7 +405,7 @@ def set_active_loras(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Map the rows and logits that a trimmed step has, and not those that were scheduled."""
+    """Map a trimmed step's own rows and logits instead of the scheduled ones."""
     if bastion_config(self.vllm_config) is not None:
         from vllm_bastion.engine.runtime import runtime_of
 
@@ -419,7 +419,7 @@ def set_active_loras(
 
 
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
-    """Attach what the scheduler must know to the step's output, see `hooks.scheduler`."""
+    """Attach counts for the scheduler to the step's output, see `hooks.scheduler`."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
     manager, computed = self.adaptive_verification, self.execute_model_state is not None
@@ -431,9 +431,9 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
 
 
 def _rows_in_use(runner: Any, grammar_output: Any) -> Any:
-    """As many bitmask rows as a request's largest tree has, where each came with N + 1 rows.
+    """As many bitmask rows per request as its largest tree needs, if each came with N + 1.
 
-    vLLM's warm-up on 0.33 brings these, all alike, and fewer where `warm_up_kernels` spares drafts.
+    vLLM 0.33's warm-up sends N + 1 equal rows, or fewer where `warm_up_kernels` drafts less.
     """
     config = bastion_config(runner.vllm_config)
     if config is None or grammar_output is None:

@@ -3,8 +3,8 @@
 
 vLLM schedules N placeholders for every request. The worker verifies fewer nodes, and reports how
 many with the step's output. Placeholders count against the step's token limit: with N for each of
-many requests, some requests and all prompts would have to wait. So every request gets a share of
-what roots and prompts leave, and none while nothing is drafted. While prompts can fill the next
+many requests, some requests and all prompts would have to wait. So requests share the tokens that
+roots and prompts leave, and get none while nothing is drafted. While prompts can fill the next
 step, the worker is told not to draft. Grammars are in `hooks.grammar`.
 """
 
@@ -58,7 +58,7 @@ def make_spec_decoding_stats(
 ) -> Any:
     """Start a step's statistics with one entry per depth in place of one per node.
 
-    A request of which nothing was verified had no draft, whatever was scheduled for it.
+    A request without a verified node had no draft, whatever was scheduled for it.
     """
     spec_config = bastion_config(self.vllm_config)
     unverified = (num_invalid_spec_tokens or {}).get(request_id, 0)
@@ -175,7 +175,7 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     state = SchedulerState.ensure(self)
     if waited and not output.scheduled_new_reqs:
         if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
-            # Tokens were left, so the KV cache keeps them waiting until a request leaves.
+            # Tokens were left, so the requests wait for the KV cache until another one leaves.
             state.blocked_at = len(self.running)
     elif output.scheduled_new_reqs:
         state.blocked_at = None
@@ -222,8 +222,8 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
 def _leave_blocks(scheduler: Any) -> None:
     """Cut placeholders whose KV blocks another running request needs for its own next tokens.
 
-    vLLM would preempt a request for them. A request keeps the placeholders that fit into the blocks
-    it has.
+    vLLM would preempt a request for such placeholders. Those that fit into a request's own blocks
+    stay.
     """
     if not any(request.spec_token_ids for request in scheduler.running):
         return
@@ -236,7 +236,7 @@ def _leave_blocks(scheduler: Any) -> None:
         return
 
     def missing(request: Any, drafts: int) -> int:
-        """Blocks that the request's next step lacks with so many placeholders."""
+        """Blocks that the request's next step with `drafts` placeholders lacks."""
         tokens = request.num_tokens + request.num_output_placeholders
         tokens = min(tokens, request.num_computed_tokens + limit) + drafts + lookahead
         tokens, name = min(tokens, scheduler.max_model_len), request.request_id
@@ -270,7 +270,7 @@ def _prompt_tokens(scheduler: Any, limit: int) -> int:
         for request in scheduler.running
         if not request.spec_token_ids
     )
-    # Below zero for a step that is on its way with drafts.
+    # Negative while a step with drafts is in flight.
     tokens = sum(min(max(tokens, 0), most) for tokens in left)
     free = scheduler.max_num_active_reqs - len(scheduler.running)
     blocked_at = SchedulerState.ensure(scheduler).blocked_at

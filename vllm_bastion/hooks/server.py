@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server of method "bastion" does differently: it names users' mistakes, and has a page.
+"""Hooks on a server of method "bastion": it reports users' mistakes, and has a page.
 
 `SERVER_HOOKS` are installed when a server makes its configuration, so that no other process imports
 the server's modules.
@@ -25,7 +25,8 @@ def _row(target: str, parameters: str) -> Hook:
         wrapper="server:to_sampling_params",
         expects=f"(self, {parameters}, default_sampling_params"
         + ("=)" if "chat" not in target else ")"),
-        why="vLLM accepts fields that it does not know, so a budget beside vllm_xargs does nothing",
+        why="vLLM ignores fields that it does not know, so a budget outside of vllm_xargs has no "
+        "effect",
         what="refuses the request, and says where the budget belongs",
         upstream="a per-request number of speculative tokens",
         when='every API server of an engine with method "bastion"',
@@ -46,11 +47,11 @@ def install() -> None:
 
 
 def to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a field of our name beside those of vLLM."""
+    """Refuse a field of our name among those of vLLM."""
     for field in self.model_extra or ():
         if field.startswith(PREFIX.rstrip("_")):
             raise VLLMValidationError(
-                f'"{field}" is no field of a request: a request\'s own budget is '
+                f'"{field}" is not a field of a request: a request\'s own budget is '
                 f'"vllm_xargs": {{"{REQUEST_BUDGET}": ...}}',
                 parameter=field,
             )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks for streaming-input sessions: requests that continue with another chunk of input.
 
-A turn may end inside an accepted path. vLLM drops the tokens behind the cut, but goes on counting
-their positions as computed: the next chunk's first tokens, and what a connector hands to another
-engine, would be other tokens' keys and values.
+A turn may end inside an accepted path. vLLM drops the tokens after the cut, but still counts their
+positions as computed: the next chunk's first tokens, and those that a connector sends to another
+engine, would get the keys and values of the dropped tokens.
 
-A session may also outgrow `max_model_len`, which vLLM checks for each chunk by itself. Its tokens
-would be written past their row in the worker. Such a session ends with a sentence instead.
+A session may also outgrow `max_model_len`, which vLLM checks for each chunk alone. Its tokens would
+be written past the end of their row in the worker. Such a session ends with an error instead.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ENDED = "Streaming-input session ended: "
 
 
 def handle_stopped_request(original: Callable[..., bool], self: Any, request: Any) -> bool:
-    """Count no token behind the cut as computed; end a session whose next chunk does not fit."""
+    """Count no token after the cut as computed; end a session whose next chunk does not fit."""
     if bastion_config(self.vllm_config) is None:
         return original(self, request)
-    if not self.has_mamba_layers:  # a recurrent state cannot go back, so its tokens stay counted
+    if not self.has_mamba_layers:  # a recurrent state cannot be rolled back: all tokens count
         computed = request.num_computed_tokens - request.num_output_placeholders
         # The last token is computed in the next step.
         request.num_computed_tokens = min(computed, request.num_tokens - 1)
@@ -43,7 +43,7 @@ def handle_stopped_request(original: Callable[..., bool], self: Any, request: An
 
 
 def takes_chunk(scheduler: Any, request: Any) -> bool:
-    """Whether the scheduler should be given a request: not a chunk of a session that has ended.
+    """Whether the scheduler should get this request: not if it is a chunk of an ended session.
 
     A session that waits for this chunk is ended here if the two together do not fit.
     """
@@ -62,8 +62,8 @@ def takes_chunk(scheduler: Any, request: Any) -> bool:
 
 
 def _does_not_fit(scheduler: Any, session: Any, chunk: list[int] | None) -> bool:
-    """Whether a chunk leaves no room for a token. Notes the sentence for the session, if so."""
-    # Of each turn, all tokens but the last are kept.
+    """Whether a chunk leaves no room for a token. If so, stores the session's error."""
+    # All tokens but the last are kept.
     kept, added, most = session.num_tokens - 1, len(chunk or ()), scheduler.max_model_len
     if kept + added < most:
         return False
@@ -79,7 +79,7 @@ def _does_not_fit(scheduler: Any, session: Any, chunk: list[int] | None) -> bool
 
 
 def send_endings(scheduler: Any, outputs: dict[int, Any]) -> None:
-    """Add the sentence of each session that has ended to a step's outputs."""
+    """Add the error of each session that has ended to a step's outputs."""
     state = SchedulerState.ensure(scheduler)
     if not state.endings:
         return
@@ -96,12 +96,12 @@ def send_endings(scheduler: Any, outputs: dict[int, Any]) -> None:
 def process_outputs(
     original: Callable[..., Any], self: Any, engine_core_outputs: list[Any], *args: Any, **kw: Any
 ) -> Any:
-    """In the front end: let such a sentence end the session. Otherwise only the turn would end."""
+    """In the front end: end the session on such an error, which would only end the turn."""
     begin, results = 0, []
     for at, output in enumerate(engine_core_outputs):
         if not str(output.stop_reason).startswith(_ENDED):
             continue
-        # The turn before may end in the same step.
+        # The previous turn may end in the same step.
         results.append(original(self, engine_core_outputs[begin:at], *args, **kw))
         begin = at
         session = self.request_states.get(output.request_id)

@@ -3,7 +3,7 @@
 
 Between the two processes, msgpack keeps the fields that `SchedulerStats` declares and drops all
 others, those of subclasses included. One of them is a dictionary of anything:
-`kv_connector_stats`. Our entry lies there beside a KV connector's, and the front end takes it out
+`kv_connector_stats`. Our entry is stored there next to a KV connector's; the front end takes it out
 before another logger sees it.
 """
 
@@ -34,7 +34,7 @@ def collect(
     longest: int,
     outputs: dict[int, Any],
 ) -> None:
-    """In the engine core: add a step, and put a due sum on the statistics of its outputs.
+    """In the engine core: add a step, and attach a due sum to the statistics of its outputs.
 
     Args:
         scheduler: vLLM's Scheduler.
@@ -51,7 +51,7 @@ def collect(
         collector.context(longest)
     if not collector.due(idle=not scheduler.running):
         return
-    # Without statistics nobody asks: the sums wait, and stay as small.
+    # Without statistics the sums wait for the next ones; they do not grow.
     stats = next((o.scheduler_stats for o in outputs.values() if o.scheduler_stats), None)
     if stats is not None and (sums := collector.take()) is not None:
         stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: sums}
@@ -125,7 +125,7 @@ class BastionStatLogger(AggregateStatLoggerBase):
                 logger.info("Engine %03d: %s", engine, line)
 
     def log_engine_initialized(self) -> None:
-        """Nothing: the worker has logged what it decodes with."""
+        """Nothing: the worker has logged its settings."""
 
 
 def stat_logger_manager_init(

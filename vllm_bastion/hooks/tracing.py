@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that tell about one request: vLLM's own metrics of a request, and its span.
+"""Hooks that report on one request: vLLM's own metrics of a request, and its span.
 
 A request's trees are counted in the engine core, and its span is made in the front end. What
 travels with each of a traced request's outputs is its `trace_headers`.
@@ -18,7 +18,7 @@ from vllm_bastion.carriers import RequestState
 from vllm_bastion.config import bastion_config
 from vllm_bastion.hooks.sessions import takes_chunk
 
-# Not a name of the W3C's trace context, so whoever reads that ignores it.
+# Not a name of the W3C's trace context, so readers of that ignore it.
 _HEADER = "vllm-bastion"
 _SPAN: ContextVar[dict[str, int] | None] = ContextVar("bastion_span", default=None)
 
@@ -27,7 +27,7 @@ class TreeRequestMetrics(RequestSpecDecodeMetrics):
     """vLLM's metrics of one request: drafted tokens are nodes, and the histogram is over depths."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        """Count a step of the request; one that verified none of its nodes is no draft."""
+        """Count a step of the request, unless it verified none of its nodes."""
         if num_draft_tokens > 0:
             super().observe(num_draft_tokens, num_accepted, detailed)
 
@@ -70,7 +70,7 @@ def count_for_span(scheduler: Any, request: Any, nodes: int, output: Any) -> Non
 def do_tracing(
     original: Callable[..., Any], self: Any, engine_core_output: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """In a front end: hand what the engine core has counted to the request's span."""
+    """In a front end: pass the engine core's counts to the request's span."""
     counts = (engine_core_output.trace_headers or {}).get(_HEADER)
     if counts is None:
         return original(self, engine_core_output, *args, **kwargs)

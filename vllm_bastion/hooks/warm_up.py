@@ -32,8 +32,8 @@ WARM_UP_HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.worker.gpu.warmup:_warmup_kernels",
         wrapper="warm_up:warm_up_kernels",
         expects="(model_runner, worker_execute_model, worker_sample_tokens, greedy=)",
-        why="its requests grow by four times N + 1 rows, so with a large N they leave the model's "
-        "length: their blocks are written into another request's row or behind the table. All of "
+        why="its requests grow by four times N + 1 rows, so with a large N they exceed the model's "
+        "length: their blocks are written into another request's row or past the table. All of "
         "them verify N drafts at once, whose logits take more memory than any step served",
         what="warms up with as many drafts as fit the length, of as many requests as one step can "
         "verify",
@@ -70,7 +70,8 @@ def warm_up_kernels(original: Callable[..., Any], model_runner: Any, *args: Any,
     from vllm_bastion.engine.limits import max_verified_rows
 
     most, scheduler = max_verified_rows(config), model_runner.scheduler_config
-    # The first request has a prompt of one row more, three steps with drafts and two without.
+    # The first request takes 4 rows + 3 tokens: a prompt of rows + 1, three steps with drafts, and
+    # two without.
     fitting = min((model_runner.max_model_len - 3) // 4, most)
     spared = min(max(0, rows - fitting), steps - 1)
     few = copy.copy(scheduler)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hook in the worker process: where the runner adapters and what a CPU host needs come in.
 
-It runs when the worker class has been imported (with the platform's own patches) and before the
-model runner is built, which is the only moment that suits both.
+It runs after the worker class was imported (with the platform's own patches) and before the model
+runner is built, the only moment that suits both.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def execute_dummy_batch(original: Callable[..., None], self: Any) -> None:
 def rebind_kernels(original: Callable[..., None], overrides: Any) -> None:
     """Let vLLM's scan of all modules get past llvmlite.
 
-    llvmlite's library object has no `__dict__`. Asked for one, it looks for a C function of that
-    name, and its table of functions answers before it does.
+    llvmlite's library object has no `__dict__`. A look-up of `__dict__` on it searches for a C
+    function of that name; an entry in its table of functions is found first.
     """
     if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
         functions = getattr(ffi.lib, "_fntab", None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrap a function of vLLM once, and only if it still looks as expected.
 
-A wrapper is called as `wrapper(original, *args, **kwargs)`. It must hand on to the original unless
-the engine at hand uses method "bastion", so that other methods behave as without this package.
+A wrapper is called as `wrapper(original, *args, **kwargs)`. It must call the original unless the
+engine uses method "bastion", so that other methods behave as without this package.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def signature(function: Callable[..., Any]) -> str:
 
 
 def is_wrapped(target: str) -> bool:
-    """Whether `wrap` has been here."""
+    """Whether `wrap` has wrapped `target`."""
     return hasattr(_function(resolve(target)[2]), _MARK)
 
 
 def wrap(target: str, wrapper: Callable[..., Any], expects: str | None = None) -> None:
-    """Put `wrapper` in front of `target`; a second call with the same wrapper does nothing.
+    """Replace `target` by `wrapper` around it; a second call with the same wrapper does nothing.
 
     Args:
         target: `package.module:Class.attribute` or `package.module:name`; a function, static method

@@ -38,7 +38,7 @@ def with_data(snapshots: Sequence[Snapshot]) -> str:
         snapshots: of one run, oldest first, as `decoded` returns them.
     """
     text = json.dumps(list(snapshots), ensure_ascii=True, allow_nan=False)
-    # Inside a script element HTML knows no escapes, but JSON does: "<" can end the element.
+    # "<" could end the script element. HTML has no escapes there, but JSON has.
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
     page = html()

@@ -3,21 +3,21 @@
 
 With R requests, g_r the draft tokens that a tree of request r is expected to have accepted
 (`Gains`), n_r its nodes, and the costs P of a plain step and C(n) of a step with trees and n target
-rows (`LatencyModel`), trees emit
+rows (`LatencyModel`), the speed-up of trees over plain steps, in tokens per time, is e^x with
 
     x = ln( sum_r (1 + g_r) / R ) - ln( C(R + sum_r n_r) / P )
 
-more tokens per time than plain steps (a logarithm). The next step drafts if x >= 0.
+The next step drafts if x >= 0.
 
 With lookup, a step without a draft ends with trees of copies alone, which cost no drafter pass: a
-step with n rows takes P + C(n) - C(R). The tokens e_r that the copy of request r promises are known
-whatever was drafted, and have a kappa_r of their own. So drafts are weighed against the copies that
-could be verified without one: in `plan` against what the latest copies promised, or, where the host
-sees the copies before it drafts, in `prefers_copies`.
+step with n rows takes P + C(n) - C(R). The promised tokens e_r of request r's copy are known with
+or without a draft, and have a kappa_r of their own. So a draft must beat the copies that could be
+verified without one: `plan` uses the promised tokens of the latest copies, and `prefers_copies`
+those of the current ones, where the host knows them before it drafts.
 
-Once the trees exist, their own scores kappa_r rho choose how many nodes are verified, by the same
-costs: `bastion_kernels.choose_budget` on the device, which reads both from buffers that `plan`
-writes, and `StepSize` on the host where a step is sized before its scores are known.
+Once the trees exist, the number of verified nodes follows from their scores kappa_r rho and the
+same costs. `bastion_kernels.choose_budget` chooses it on the device, from buffers that `plan`
+writes; `StepSize` on the host, where a step is sized before its scores are known.
 
 Steps of one kind yield no data on the other kind: `Probes` tries it now and then. Without data on
 trees, draft unless even full acceptance could not pay.
@@ -40,12 +40,12 @@ from vllm_bastion.policy.remaining import RemainingTokens
 from vllm_bastion.policy.step_size import StepSize
 from vllm_bastion.step_times import StepTimes
 
-# Factor by which calibrated costs may be wrong of the very first trees, and once trees are timed.
+# Factor by which calibrated costs may be wrong: for the very first trees, and once trees are timed.
 _FIRST_DOUBT, _DOUBT = 2.5, 1.5
-# Trees after which it is known what trees bring.
+# Trees after which their mean gain is trusted.
 _KNOWN_TREES = 16
-# Weight of a new copy's expected tokens, the fewest that make a copy worth verifying, and the
-# change of a plain step's time after which costs are installed again.
+# Weight of a new copy's expected tokens in their mean; fewest expected tokens of a copy worth
+# verifying; change of a plain step's time after which costs are installed again.
 _NEW_COPY, _MIN_COPY, _COST_STEP = 0.25, 0.3, 0.05
 # kappa is installed again when its logarithm has changed by this much: it is copied to the device.
 _KAPPA_STEP = 0.05
@@ -66,9 +66,9 @@ class CostBuffers(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """What is known of the next step when the current one has been computed."""
+    """The next step, as far as it is known before the current one runs."""
 
-    # [R] request slots that go on, and the most tokens that each may emit from the next step on.
+    # [R] slots of requests that continue, and the most tokens each may emit from the next step on.
     slots: Sequence[int]
     remaining: Sequence[int]
     # Requests of the current step, and their mean cached tokens.
@@ -76,7 +76,7 @@ class Batch:
     context_len: float
     # Positions of its block that the drafter does not predict.
     spared: int = 0
-    # Whether prompts can fill the step, and whether any request may have nodes.
+    # Whether prompts can fill the next step, and whether any request may have nodes.
     backlog: bool = False
     wants_nodes: bool = True
 
@@ -89,9 +89,9 @@ class Decision:
     reason: str
     # Cost of a plain step; infinite if it does not matter.
     plain_ms: float = math.inf
-    # Whether the step ends with trees of copies alone. With `drafts`: if `prefers_copies` says so.
+    # Whether the step ends with trees of copies alone; with `drafts`, only if `prefers_copies`.
     looks_up: bool = False
-    # Whether no request of the batch has a use for a draft: each may emit one token at most.
+    # Whether no request of the batch can use a draft: each may emit one token at most.
     replies_end: bool = False
 
 
@@ -122,22 +122,22 @@ class Controller:
         self.latency, self.looks_up, self._sees_copies = latency, looks_up, sees_copies
         # [S] mean tokens that the latest copies of each request promised.
         self._copied = np.zeros(num_slots)
-        # Whether nodes of the copies that arrived last are worth verifying.
+        # Whether the latest copies are worth verifying.
         self.copies_pay = False
         self.gains, self.remaining = Gains(), RemainingTokens(num_slots)
-        # Of trees that were copies alone; only its kappa is used.
+        # For trees of copies alone; only its kappa is used.
         self.copy_gains = Gains()
         self.size = StepSize()
         self._depth, self._buffers = depth, buffers
         self._probes = Probes()
         self._log_kappa = np.zeros((2, num_slots), dtype=np.float32)
         self._installed: CostArray | None = None
-        # The cost of steps without a draft, and what it was made of.
+        # The cost of steps without a draft, and what it was computed from.
         self.copy_cost_ms: CostArray = np.ones(1, np.float32)
         self._copy_cost_of: tuple[CostArray | None, int, float] = (None, 0, 0.0)
-        # What `costs` is of, and whether nothing was learned since.
+        # The batch that `costs` is for, and whether nothing was learned since.
         self._priced, self._is_current = (1, -1, 0), False
-        # Told of each whole step that was timed: whether it verified drafts, its rows, and its
+        # Called for each whole step that was timed: whether it verified drafts, its rows, and its
         # predicted and measured milliseconds.
         self.on_step: Callable[[bool, int, float, float], None] | None = None
         self.costs = self.price(1, 1.0)
@@ -145,7 +145,7 @@ class Controller:
     # ---- requests ------------------------------------------------------------------------
 
     def restart(self, slot: int, tokens: int) -> None:
-        """A new request takes the slot, and may emit so many tokens."""
+        """A new request takes the slot, and may emit `tokens` tokens."""
         self.gains.forget(slot)
         self.copy_gains.forget(slot)
         self._copied[slot] = 0.0
@@ -161,7 +161,7 @@ class Controller:
     def observe(self, steps: Sequence[StepTimes]) -> None:
         """Learn from the times of completed steps, oldest first.
 
-        Consecutive plain steps of as many requests collapse into the last.
+        Consecutive plain steps with the same number of requests collapse into the last.
         """
         passed = 0
         for i, step in enumerate(steps, 1):
@@ -187,11 +187,11 @@ class Controller:
 
     @property
     def is_probing(self) -> bool:
-        """Whether the times of the last steps may decide at once."""
+        """Whether the next decision may depend on the latest times, so they cannot wait."""
         return self._probes.active
 
     def _report(self, step: StepTimes, on_step: Callable[[bool, int, float, float], None]) -> None:
-        # A step that only verifies or only drafts is of neither kind.
+        # A step that only verifies or only drafts is neither a plain nor a tree step.
         if step.total_ms is None or step.verified != step.drafted:
             return
         costs = self.latency.estimate(step.num_reqs, step.context_len, step.spared)
@@ -232,7 +232,7 @@ class Controller:
             self._buffers.set_copy_cost_ms(self.copy_cost_ms)
 
     def copy_step_ms(self, rows: int) -> float:
-        """ms of a step with so many rows that ends without a draft."""
+        """ms of a step with `rows` rows that ends without a draft."""
         cost = self.copy_cost_ms
         return self.costs.factor * float(cost[min(rows, len(cost) - 1)])
 
@@ -244,8 +244,8 @@ class Controller:
         promised: [R] tokens of each copy that are expected to be right.
 
         Returns:
-            How much faster than plain steps they emit tokens, their ms, and [R] the tokens of each
-            copy that is worth verifying.
+            Their speed-up over plain steps, their ms, and [R] the expected tokens of each copy, 0
+            where it is not worth verifying.
         """
         kappa = np.array([self.copy_gains.kappa_of(slot) for slot in slots])
         tokens = np.minimum(kappa * promised, np.array(remaining) - 1)
@@ -259,7 +259,7 @@ class Controller:
     def prefers_copies(
         self, slots: Sequence[int], remaining: Sequence[int], promised: np.ndarray, drafts: bool
     ) -> bool:
-        """Whether copies alone pay more than a plain step, or than a draft that has them too.
+        """Whether copies alone pay more than a plain step, or than a draft together with copies.
 
         Args:
             slots: [R] request slots.
@@ -346,6 +346,6 @@ class Controller:
 
 
 def _same_plain(step: StepTimes, following: StepTimes) -> bool:
-    """Whether both are plain steps of equally many requests: the later one is enough."""
+    """Whether both are plain steps with the same number of requests."""
     drafts = step.verified or step.drafted or following.verified or following.drafted
     return not drafts and step.num_reqs == following.num_reqs

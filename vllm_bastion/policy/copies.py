@@ -3,7 +3,7 @@
 
 The longest suffix of a request's text that occurs earlier in it is looked up
 (`bastion_kernels.draft.find_copy`). What follows the latest occurrence, the copy, becomes a branch
-of the request's tree. Trees still depend on the drafter and the emitted text alone, so the walk
+of the request's tree. A tree still depends only on the drafter and the emitted text, so the walk
 stays exact.
 """
 
@@ -27,7 +27,7 @@ class Copies:
 
     Args:
         history: [S, most tokens] int32, tokens of each slot's request: prompt and reply.
-        lengths: [S] int32, how many they are.
+        lengths: [S] int32, number of these tokens.
         depth: most tokens of a copy.
         num_nodes: N.
     """
@@ -74,7 +74,7 @@ class Copies:
             cu_num_logits: [R + 1] int32 first logits row of each request.
             path: [R, L + 1] int32 accepted nodes.
         """
-        # Made in each step: the copy to the host may outlive the step.
+        # Allocated in each step: the copy to the host may outlive the step.
         counts = torch.zeros(2, 3, dtype=torch.int32, device=self.counts.device)
         count_sources(self.sources, slots, cu_num_logits, path, counts)
         return counts
@@ -85,7 +85,7 @@ class Copies:
         self._is_found = True
 
     def give_up(self, slots: torch.Tensor) -> None:
-        """Mix nothing in after `find`: the copies are only compared with what is emitted.
+        """Do not verify the copies that `find` found; only learn whether they were right.
 
         On the host: for a CPU.
         """
@@ -97,7 +97,7 @@ class Copies:
         self._is_found = False
 
     def promised(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """[R] how many of the first `most` [R] tokens of each copy found are expected to be right.
+        """[R] expected number of right tokens among the first `most` [R] of each copy found.
 
         On the host: for a CPU.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trees bring: the path scores of each request, calibrated by what was accepted.
+"""The gain of trees: each request's path scores, calibrated by what was accepted.
 
 The sum of a tree's path scores rho, its "promised" tokens, is the drafter's own estimate of the
 accepted ones, and it is biased. With A_r and P_r the accepted and the promised draft tokens of
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 # Trees that a mean covers: long enough to smooth single trees, short enough to follow a change of
 # topic within an answer.
 _RECENT = 16
-# The same of the first trees of all requests.
+# The same for the first trees of all requests.
 _RECENT_OF_ALL = 256
 # Steps without trees in which the weight of a request's own trees falls to 1/e.
 _FADING = 32
@@ -72,7 +72,7 @@ class Expected:
     # Tokens that it emits, roots included, and nodes that it verifies.
     tokens: float
     nodes: float
-    # [U] most tokens of each request of which nothing is known, not counted in `tokens`.
+    # [U] most tokens of each request without data; not counted in `tokens`.
     unknown: list[int]
 
 
@@ -94,7 +94,7 @@ class Gains:
 
     @property
     def num_trees(self) -> int:
-        """Trees that stand in for those of new requests."""
+        """Trees, of all requests, from which a new request's gain is estimated."""
         return self._all.count
 
     def kappa_of(self, request: int) -> float:
@@ -110,7 +110,7 @@ class Gains:
         self._excluded.discard(request)
 
     def exclude(self, request: int) -> None:
-        """`request` never has a tree: it is a root in every step, and gains nothing."""
+        """`request` never gets a tree: it adds one row and one token to every step."""
         self._excluded.add(request)
 
     def is_new(self, request: int) -> bool:
@@ -182,6 +182,6 @@ class Gains:
 def tokens_until(end: int, tokens: float) -> float:
     """Mean of min(n, `end`) for a geometric n >= 0 with the mean `tokens`.
 
-    So many draft tokens are accepted of a request that can only use `end` more of them.
+    The draft tokens that a request near its end gets: it can use only `end` more.
     """
     return tokens * (1.0 - (tokens / (1.0 + tokens)) ** end)

@@ -21,14 +21,14 @@ class RemainingTokens:
         self._remaining = np.full(num_slots, NO_LIMIT, dtype=np.int64)
 
     def restart(self, slot: int, tokens: int) -> None:
-        """A new request takes the slot, and may emit so many tokens."""
+        """A new request takes the slot, and may emit `tokens` tokens; 0 or less: no limit."""
         self._remaining[slot] = tokens if tokens > 0 else NO_LIMIT
 
     def emit(self, slots: np.ndarray, tokens: np.ndarray | int = 1) -> None:
-        """The requests in `slots`, [R], have emitted so many more tokens each, [R]."""
+        """The requests in `slots`, [R], have emitted `tokens`, [R], more."""
         self._remaining[slots] -= tokens
 
     def after(self, slots: np.ndarray, tokens: np.ndarray | int = 1) -> np.ndarray:
-        """[R] int64, what remains to the requests in `slots`, [R], after so many more tokens."""
+        """[R] int64, what the requests in `slots`, [R], may emit after `tokens` more."""
         remaining: np.ndarray = self._remaining[slots] - tokens
         return remaining

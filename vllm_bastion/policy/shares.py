@@ -3,8 +3,8 @@
 
 A step has a token limit. Each decoding request needs one token, its root. Prompts come next, and
 draft nodes get the rest. While prompts fill every step, a step takes C(limit) whatever its rows
-are, so each row costs C(limit) / limit. A node saves the root of a later step with its path score
-as probability: it is worth at most one row, and it takes one. So no node is worth a prompt's token.
+are, so each row costs C(limit) / limit. A node takes one row, and saves a later step's root with
+its path score as probability: it is worth at most that row. So prompt tokens come first.
 Unused placeholders go to requests that can use them.
 """
 
@@ -46,8 +46,8 @@ def share_placeholders(
         prompt_tokens: prompt tokens that the step could compute. They come first.
 
     Returns:
-        [R] integers, shared out evenly. A request gets more than it wanted only of tokens that are
-        left over.
+        [R] integers, shared out evenly. A request gets more than it wanted only from tokens that
+        are left over.
     """
     first = np.minimum(wanted, limits)
     for_trees = max(tokens - prompt_tokens, 0)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lagged timing: the nodes of a step whose scores the host has not seen.
 
-By an earlier step's scores, N nodes of T trees were best, beside T roots. A step with T trees and
-no other rows verifies N nodes again. For any other step, n nodes of t trees are estimated to yield
+By an earlier step's scores, N nodes of T trees were best in a step of T roots and nothing else.
+Such a step verifies N nodes again. For any other step, n nodes of t trees are estimated to yield
 
     G(n) = G t/T (n T / (N t))^0.2
 
-draft tokens. G is the estimate for the N nodes; the exponent was fitted to tau of fixed budgets of
-8 to 256 nodes (tiny pair). n maximises
+accepted draft tokens. G is the estimate for the N nodes; the exponent was fitted to tau of fixed
+budgets of 8 to 256 nodes (tiny pair). n maximises
 
     (R + G(n)) / (C(R) + C(base + n) - C(base))
 
 where base is the number of rows that are not nodes. Candidates are N and the CUDA graph sizes next
-to it, and with prompts also fractions of N. Prompt rows must be computed in any case, so nodes are
-not chosen to make up for their time.
+to it, and with prompts also fractions of N. Prompt rows must be computed in any case, so their time
+does not influence the number of nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from vllm_bastion.policy.cost.table import CostArray
 
 _POWER = 0.2
-# Of the number of nodes, beside prompts.
+# Of the number of nodes, tried in a step with prompts.
 _FRACTIONS = np.arange(1, 9) / 8
 
 
@@ -35,9 +35,9 @@ class StepSize:
         self._trees, self._tokens = 1, 0.0
 
     def observe(self, nodes: int, trees: int, tokens: float) -> None:
-        """By the scores of a batch, so many nodes of `trees` >= 1 trees are best.
+        """By the scores of a batch, `nodes` nodes of its `trees` >= 1 trees are best.
 
-        tokens: draft tokens of them that are expected to be accepted.
+        tokens: expected accepted draft tokens among these nodes.
         """
         self._nodes, self._trees, self._tokens = nodes, trees, tokens
 
@@ -56,7 +56,7 @@ class StepSize:
             trees: requests that may have nodes.
             num_reqs: R.
             base_rows: rows that are not nodes, at least R.
-            most: nodes that the requests and buffers have room for.
+            most: nodes that the requests and the buffers allow.
             cost: C, see `StepEstimate.curve`.
             graphs: [G] ascending sizes of CUDA graphs; may be empty.
         """
@@ -68,11 +68,11 @@ class StepSize:
             return min(most, -(-most // trees), *room[-1:].tolist())
         if trees == self._trees and base_rows == num_reqs:
             return min(self._nodes, most)
-        # A batch that grew keeps its number of nodes until its own scores arrive: N* of a few
-        # requests is so large for each that a large batch would compute for a long time.
+        # A batch that grew keeps its number of nodes until its own scores arrive: a few requests
+        # have many nodes each, and with as many for each request a large batch's step takes long.
         scaled = self._nodes * min(1.0, trees / self._trees)
         sizes = scaled * (_FRACTIONS if base_rows > num_reqs else _FRACTIONS[-1:])
-        if len(room):  # the graphs next to these sizes are filled
+        if len(room):  # also the sizes that fill the next graph above and below
             above = np.searchsorted(room, sizes)
             sizes = np.concatenate([sizes, room[np.minimum(above, len(room) - 1)]])
             sizes = np.concatenate([sizes, room[np.maximum(above - 1, 0)]])

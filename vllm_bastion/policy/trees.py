@@ -83,14 +83,14 @@ class Trees:
         self.depths = zeros(slots, num_nodes)
         self.log_rho = torch.full((slots, num_nodes), -torch.inf, device=device)
         self.size = zeros(slots)  # nodes of the tree
-        # Most nodes of each request, as the request itself has asked; a copy on the host.
+        # Each request's own limit on its nodes; a copy on the host.
         self.node_limits = torch.full((slots,), num_nodes, dtype=torch.int32, device=device)
         self.node_limits_host = np.full(slots, num_nodes, dtype=np.int32)
         self._unlimited = True  # whether all of them are N
         self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
         # N* of the next step, the accepted tokens expected of that many nodes (the sum of their
-        # path scores), and the tokens that the last step emitted. They share a buffer, so that one
-        # copy takes them to the host.
+        # path scores), the tokens that the last step emitted, and those expected of the copies.
+        # They share a buffer, so that one copy takes them to the host.
         self._results = zeros(4, slots)
         self.num_verify = self._results[0]
         self.promised = self._results[1].view(torch.float32)
@@ -108,15 +108,14 @@ class Trees:
         # largest tree the best one.
         self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
         self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
-        # The same of a step that ends without a draft.
+        # The same for a step that ends without a draft.
         self.copy_cost_ms = torch.ones_like(self.cost_ms)
         self._node_cost_ms = torch.ones_like(self.cost_ms)  # of `choose_again`
-        # ln kappa_r by slot, which path scores of trees grown from now on contain: of drafts, and
-        # of copies alone.
+        # ln kappa_r by slot, added to the path scores of new trees: of drafts, and of copies alone.
         self.log_kappa = torch.zeros(2, slots, device=device)
         self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
         self._mirror = HostMirror(self._results)
-        # Of its two steps.
+        # Of the two steps that `_mirror` holds.
         self._grown_for: list[np.ndarray | None] = [None, None]
         self._only_copies = [False, False]
         self._set_top_k(top_k)
@@ -206,7 +205,7 @@ class Trees:
         draft_id_to_target_id: torch.Tensor | None = None,
         longest_copy: int | None = None,
     ) -> None:
-        """Build the trees of a batch of which `rank` has seen `depth` rows of each request.
+        """Build the trees of a batch after `rank` has ranked `depth` rows of each request.
 
         Args:
             draft_id_to_target_id: [drafter's V] int64, if the drafter's vocabulary is a subset of
@@ -244,15 +243,15 @@ class Trees:
     ) -> None:
         """Build the trees of a batch from a lattice's log-probabilities, in the drafter's graph.
 
-        Every kind of drafter ends here. What the scores of a node's children depend on, the state
-        of the node, decides about P; see `expand_best_first`.
+        Every kind of drafter ends here. P depends on the state of a node, which determines the
+        scores of its children; see `expand_best_first`.
 
         Args:
             tokens: [R, D, M] int32 candidates of each depth.
             logprobs: [R, D, P, M] fp32 of each candidate in row p of its depth.
             child_rows: [R, D, P, M] int32 row of each candidate's children; None without a state
                 (P = 1), and where it is the last token (P = M).
-            longest_copy: most tokens of a copy that its reply can use; None: all.
+            longest_copy: most tokens of a copy that a reply can still use; None: all.
         """
         reqs = len(tokens)
         slots = self.row_slots[:reqs]
@@ -389,7 +388,7 @@ class Trees:
         Args:
             slots: [G] int64 request slots.
             sizes: [G] int64 columns that remain.
-            columns: [G, N] int64 those columns, in the order they shall have.
+            columns: [G, N] int64 those columns, in their new order.
             parents: [G, N] int64 parents in the new numbering, -1 past the end.
         """
         self.parents[slots] = parents.to(torch.int32)
@@ -407,8 +406,8 @@ class Trees:
     ) -> None:
         """Choose N* again, for a step with other rows than roots, or for trees that were pruned.
 
-        Prompt tokens have to be computed in any case, so nodes are not chosen to make up for their
-        time: the cost of n nodes is C(R) + C(base_rows + n) - C(base_rows).
+        Prompt tokens have to be computed in any case, so their time does not influence N*: the cost
+        of n nodes is C(R) + C(base_rows + n) - C(base_rows).
 
         Args:
             slots: [R] request slots.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator is told: counts of steps and trees, from the worker to every front end.
+"""Telemetry for operators: counts of steps and trees, from the worker to every front end.
 
 A worker's `Recorder` makes one `StepRecord` per step and adds it to its own `Totals`. The record
 travels with the step's output to the engine core, whose `Collector` adds records up and hands their

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core's side: adds up the records of steps, and hands on sums now and then.
+"""The engine core's side: adds up the records of steps, and sends sums to a front end.
 
 A front end needs several microseconds per metric, so it gets a sum once a second and not a record
 per step. With several front ends, each sum goes to one of them, as vLLM's statistics do.
@@ -68,7 +68,7 @@ class Collector:
         """Whether it is time for the next sum.
 
         Args:
-            idle: whether no request is left, so that no further step may come for long.
+            idle: whether no request is left, so that the next step may be far off.
         """
         return idle or self._clock() >= self._next
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warnings about a drafter that does not fit its target, or is used beyond its training.
 
-A wrong drafter makes decoding slow, but never wrong, so it goes unnoticed otherwise.
+A wrong drafter makes decoding slow, but not wrong, so without a warning it goes unnoticed.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Trees that are judged together, and how many are enough if next to none has ever yielded anything:
-# such a drafter is soon used for probes only, and 1,000 trees would take hours.
+# Trees that are judged together, and fewer if almost none has ever had a token accepted: such a
+# drafter is soon used for probes only, and 1,000 trees would take hours.
 TREES, BARREN_TREES = 1000, 64
 # Accepted tokens per tree that a wrong drafter gets by chance.
 _BY_CHANCE = 0.02
-# Fewer accepted tokens per tree than this is next to nothing: a fitting drafter gives several.
+# A drafter with fewer accepted tokens per tree does not fit; one that fits has several.
 FEWEST_ACCEPTED = 0.1
 # Seconds between two warnings of one kind.
 _PAUSE = 3600.0
 
 
 class DrafterFit:
-    """Judges the trees of one engine, TREES at a time, or BARREN_TREES if none yields anything.
+    """Judges the trees of one engine, TREES at a time, or BARREN_TREES if almost none is accepted.
 
     Args:
         drafter: name or folder of the drafter, as the user gave it.

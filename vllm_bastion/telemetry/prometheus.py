@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics `vllm:bastion_*`. `docs/metrics.md` says what each is good for.
+"""The metrics `vllm:bastion_*`, explained in `docs/metrics.md`.
 
 Sums are in milliseconds, not in seconds: `llm.get_metrics()` truncates counters to integers.
 """
@@ -13,21 +13,21 @@ import prometheus_client
 
 from vllm_bastion.telemetry.record import NODE_BUCKETS, SOURCES, Totals
 
-# Name -> what it counts, and its labels beside those of vLLM's own metrics.
+# Name -> what it counts, and its labels in addition to those of vLLM's own metrics.
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "steps": ("Steps by kind and reason.", "kind", "reason"),
     "accepted_by_depth": ("Trees whose accepted path reaches this depth.", "depth"),
     "nodes_by_source": ("Nodes verified, by who proposed them.", "source"),
     "accepted_by_source": ("Draft tokens accepted, by who proposed them.", "source"),
     "promised_tokens": ("Draft tokens expected to be accepted, the sum of path scores.",),
-    "yielded_tokens": ("Draft tokens accepted of these same trees.",),
+    "yielded_tokens": ("Draft tokens accepted from the same trees.",),
     "timed_steps": ("Whole steps that were timed.", "kind", "rows"),
     "predicted_step_ms": ("Predicted milliseconds of the timed steps.", "kind", "rows"),
     "measured_step_ms": ("Measured milliseconds of the timed steps.", "kind", "rows"),
     "plain_equivalent_ms": (
         "Milliseconds that plain decoding is estimated to need for the decoded tokens.",
     ),
-    "decode_ms": ("Milliseconds that the steps which decoded them are estimated to take.",),
+    "decode_ms": ("Estimated milliseconds of the steps that decoded these tokens.",),
 }
 _GAUGES: dict[str, tuple[str, ...]] = {
     "estimated_gain": ("Estimated speed-up over plain decoding in the last minute.",),
@@ -41,7 +41,7 @@ _GAUGE_OF = {"gain": ("estimated_gain",), "profile_time": ("profile_timestamp_se
 class TreeMetrics:
     """Prometheus metrics of the engines that a front end talks to.
 
-    With several front end processes each has these metrics, and Prometheus' multiprocess mode adds
+    Each of several front-end processes has these metrics, and Prometheus' multiprocess mode adds
     the counters up.
 
     Args:
@@ -108,14 +108,14 @@ class TreeMetrics:
 
     @staticmethod
     def _observe_nodes(histogram: Any, delta: Totals) -> None:
-        """Add trees to the histogram; it observes one value at a time, many of which are equal."""
+        """Add trees to the histogram, which only takes one value at a time; many are equal."""
         if isinstance(histogram, prometheus_client.Histogram):
             for bucket, count in zip(histogram._buckets, delta.trees_by_nodes):
                 if count:
                     bucket.inc(count)
             histogram._sum.inc(delta.nodes)
             return
-        # Ray's wrapper. The sum is then that of the buckets' bounds.
+        # Ray's wrapper. The histogram's sum is then that of the buckets' bounds.
         for i, count in enumerate(delta.trees_by_nodes):
             for _ in range(count):
                 histogram.observe(1 << i)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of one step, and the sums over steps that are shown.
+"""The record of one step, and the published sums over steps.
 
 Kinds of steps:
 
@@ -8,8 +8,7 @@ Kinds of steps:
     plain    decodes, and verifies nothing
     prompt   has prompt rows only
 
-The reason of a step with drafts is why the gate made them, that of a plain step why there were
-none; see `docs/metrics.md` for the list.
+A step's reason is why it has drafts, or why it has none; see `docs/metrics.md` for the list.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 # Seconds between two sums while requests run.
 PERIOD = 1.0
-# Records that may wait to be added up. Many at once take less time than one by one.
+# Records that may wait to be added up: many at once take less time than one by one.
 MOST_PENDING = 128
 # Bucket i of the histogram of nodes holds trees of at most 2**i nodes, and more than 2**(i - 1).
 NODE_BUCKETS = 11
@@ -56,7 +55,7 @@ class StepRecord:
     # [T] nodes verified and draft tokens accepted of each request that verified any.
     nodes: Sequence[int] = ()
     accepted: Sequence[int] = ()
-    # Of some earlier steps' trees: draft tokens expected to be accepted (the sum of their path
+    # For trees of earlier steps: draft tokens expected to be accepted (the sum of their path
     # scores), and accepted ones. Only with an adaptive budget.
     promised: float = 0.0
     yielded: float = 0.0
@@ -65,7 +64,7 @@ class StepRecord:
     plain_ms: float = 0.0
     step_ms: float = 0.0
     times: Sequence[StepTime] = ()
-    # Latest values of what goes up and down, by the names of their gauges; None in most steps.
+    # Latest values of the gauges by name; None in most steps.
     now: dict[str, float] | None = None
     # Nodes verified, then draft tokens accepted, of each of SOURCES; empty without lookup.
     sources: Sequence[int] = ()
@@ -83,7 +82,7 @@ class Totals:
     accepted: int = 0
     # [NODE_BUCKETS] trees by verified nodes, see `bucket_of`.
     trees_by_nodes: list[int] = field(default_factory=lambda: [0] * NODE_BUCKETS)
-    # [depth + 1] trees by the depth that was accepted; entry 0 counts trees that yielded nothing.
+    # [depth + 1] trees by accepted depth; entry 0 counts trees without an accepted token.
     trees_by_depth: list[int] = field(default_factory=list)
     # [6] as in a record.
     sources: list[int] = field(default_factory=lambda: [0] * 2 * len(SOURCES))
@@ -91,7 +90,7 @@ class Totals:
     yielded: float = 0.0
     plain_ms: float = 0.0
     step_ms: float = 0.0
-    # Tokens of steps that decode, as vLLM counts them before `max_tokens` cuts any.
+    # Tokens that decoding steps emit, before `max_tokens` cuts any.
     tokens: int = 0
     # (kind, power of two not below the rows) -> steps, predicted and measured milliseconds
     times: dict[tuple[str, int], tuple[int, float, float]] = field(default_factory=dict)
@@ -171,7 +170,7 @@ class Totals:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Totals:
-        """What `to_plain` was made from."""
+        """The inverse of `to_plain`."""
         steps = {(kind, reason): count for kind, reason, count in plain["steps"]}
         times = {
             (kind, rows): (count, predicted, measured)

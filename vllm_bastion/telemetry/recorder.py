@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side: one `StepRecord` per step, from numbers that the host has anyway."""
+"""The worker's side: one `StepRecord` per step, from numbers that the host already has."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from vllm_bastion.telemetry.record import MOST_PENDING, PERIOD, StepRecord, StepTime, Totals
 
-# Why a plain step has no drafts, where the gate did not refuse them: a new request, or one that was
-# preempted; vLLM had no room for drafts; or the step was scheduled before the gate decided.
+# Why a plain step has no drafts although the gate allowed them: a new or preempted request; no room
+# for drafts in vLLM's schedule; or the step was scheduled before the gate decided.
 NO_TREE = "no tree yet"
 # Why a step has nodes although the gate refused a draft.
 ONLY_COPIES = "copies alone"
@@ -40,15 +40,15 @@ class Recorder:
         self._latest, self._clock = latest, clock
         self._next_latest = -math.inf
         self._totals = Totals()
-        # Finished records that are not in the totals yet, and who may move them there.
+        # Finished records that are not in the totals yet; `_adding` guards the totals.
         self._pending: deque[StepRecord] = deque()
         self._adding = Lock()
         # Further parts of a snapshot; called only when one is made.
         self.details: dict[str, Callable[[], Any]] = {}
-        # Why the current step has drafts, if it has, and why it has none; the same of the next.
+        # Two reasons each for the current and the next step: for drafts, and for a plain step.
         self._reason, self._plain_reason = self._next_reasons = always, NO_TREE
-        # The decision about the current step, and about the next one: requests that it was made
-        # for, and a plain step's cost.
+        # The decisions about the current and the next step: number of requests, and a plain step's
+        # cost.
         self._decided = self._next = (0, math.inf)
         self._step = StepRecord()
         self._requests = 0  # of the step that ended last
@@ -66,7 +66,7 @@ class Recorder:
             looks_up: whether it may get trees of copies alone.
         """
         self._next = num_reqs, plain_ms
-        # An undrafted step has no reason in a decision to draft, and the other way round.
+        # A decision to draft gives no reason for a plain step, and vice versa.
         last = self._next_reasons[0]
         of_trees = ONLY_COPIES if looks_up else last
         self._next_reasons = (reason, NO_TREE) if drafts else (of_trees, reason)
@@ -76,13 +76,13 @@ class Recorder:
         self._next_reasons = ONLY_COPIES, self._next_reasons[1]
 
     def ended(self, requests: int, nodes: int, rows: int, tree_ms: float) -> None:
-        """A step has ended, for the host: called after the decision about the next one.
+        """The host's part of a step has ended. Called after the decision about the next step.
 
         Args:
             requests: requests that decode.
             nodes: nodes that the step verifies.
             rows: target rows, those of prompts included.
-            tree_ms: cost of a step with so many rows that drafts; used only if it has nodes.
+            tree_ms: cost of a step with trees and `rows` rows; used only if it has nodes.
         """
         step = self._step
         step.requests, step.rows = requests, rows
@@ -96,11 +96,11 @@ class Recorder:
         # A step with prompts has no plain counterpart of known cost.
         known = requests == decided_for and math.isfinite(plain_ms)
         if known and requests and rows == requests + nodes:
-            # `finish` scales it to the tokens that the step emitted.
+            # `finish` scales `plain_ms` to the tokens that the step emitted.
             step.plain_ms, step.step_ms = plain_ms, tree_ms if nodes else plain_ms
 
     def yielded(self, promised: float, accepted: float) -> None:
-        """Of trees of an earlier step: expected and accepted draft tokens."""
+        """Expected and accepted draft tokens of an earlier step's trees are known."""
         self._step.promised += promised
         self._step.yielded += accepted
 

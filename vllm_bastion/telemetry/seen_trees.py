@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last verified trees with their tokens, for the page.
 
-Reading a tree from the device makes the host wait. So trees are kept only after somebody has looked
-at them: a few for each look, and none after some seconds without a look.
+Reading a tree from the device makes the host wait. So trees are kept only while the page polls: a
+few for each poll, and none after some seconds without one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# Trees that are kept for each time that somebody looks, and in all.
+# Trees that are kept for each poll, and in all.
 PER_LOOK, KEPT = 8, 24
-# Seconds that a look counts.
+# Seconds after a poll during which trees are kept.
 LOOK_S = 5.0
 
 
@@ -57,7 +57,7 @@ class SeenTrees:
         self._wanted, self._until = 0, -float("inf")
 
     def look(self) -> list[dict[str, Any]]:
-        """The trees that were kept, oldest first, as plain values. From now on more are kept."""
+        """The kept trees, oldest first, as plain values. More are kept from now on."""
         self._wanted, self._until = PER_LOOK, self._clock() + LOOK_S
         return [asdict(tree) for tree in self._trees]
 
@@ -66,7 +66,7 @@ class SeenTrees:
         return self._wanted > 0 and self._clock() < self._until
 
     def choose(self, requests: Sequence[str], nodes: Sequence[int]) -> int | None:
-        """Which of a step's requests to show: the one shown last, else one with most nodes.
+        """Which of a step's requests to show: the one shown last, else one with the most nodes.
 
         Args:
             requests: [R] ids.

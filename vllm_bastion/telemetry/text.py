@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line beside vLLM's periodic one."""
+"""The log line that accompanies vLLM's periodic one."""
 
 from __future__ import annotations
 

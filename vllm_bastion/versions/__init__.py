@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between the supported minor versions of vLLM, one module each.
 
-Code that depends on the version asks `capabilities()` for a named field. Support for another minor
-version is a module `v0NN.py` beside these and the range in `vllm_bastion.compat`;
+Code that depends on the version reads a named field of `capabilities()`. To support another minor
+version, add a module `v0NN.py` here and extend the range in `vllm_bastion.compat`;
 tests/test_contract.py then says what each field must be.
 """
 

@@ -11,5 +11,5 @@ Each question is asked in a process of its own, with a limit of time, and nothin
 that is timed. A process that reaches its limit is interrupted and leaves a trace. The next call
 skips what has been answered, and of an interrupted question what it has told so far. `tools` has
 what a GPU machine without a network needs. `make rehearse ARGS=quarter` asks all of it on the
-pretended GPU, with `--small`: the tiny pair in place of large shapes.
+simulated GPU, with `--small`: the tiny pair in place of large shapes.
 """

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [question.name for question in QUESTIONS]
     parser.add_argument("--seconds", type=float, default=430, help="of this call (default 430)")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
-    parser.add_argument("--small", action="store_true", help="the tiny pair, for the pretended GPU")
+    parser.add_argument("--small", action="store_true", help="the tiny pair, for the simulated GPU")
     parser.add_argument("--list", action="store_true", help="print the questions")
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument(

@@ -41,7 +41,7 @@ def order(questions: Sequence[Question], answers: Answers) -> list[Question]:
 
 
 def fits(question: Question, left_s: float, small: bool) -> bool:
-    """Whether to begin a question; the pretended GPU takes as long as it takes."""
+    """Whether to begin a question; the simulated GPU takes as long as it takes."""
     return left_s > (0 if small else question.needs_s / 2)
 
 

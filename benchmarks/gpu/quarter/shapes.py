@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the questions decode: engines of real shapes, or small ones for the pretended GPU."""
+"""What the questions decode: engines of real shapes, or small ones for the simulated GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _EXPERTS_DRAFTER = {
     "dflash_config": {"target_layer_ids": [1, 2, 4, 5, 6], "mask_token_id": 151669},
 }
 CONFIGS = {"8B": (_QWEN3_8B, _QWEN3_8B_DRAFTER), "experts": (_EXPERTS, _EXPERTS_DRAFTER)}
-# Of a shape, with which the pretended GPU runs it.
+# Of a shape, with which the simulated GPU runs it.
 _FEW = {
     "hidden_size": 128,
     "intermediate_size": 256,

@@ -22,7 +22,7 @@ from bastion_kernels.triton_or_none import tl, triton
 _BLOCK = 64
 
 
-# With chunked verification slices start at any row of a batch: no variants by alignment.
+# With chunked verification, slices start at any row of a batch: compile no variants by alignment.
 @triton.jit(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[

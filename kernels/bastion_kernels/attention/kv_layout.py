@@ -3,8 +3,8 @@
 
 vLLM's C++ kernel packs the tokens of a block for the CPU's vector or matrix unit, differently for
 every instruction set. The formats are not hard-coded here: vLLM's op writes numbered elements, and
-the layout is read off the result. Attention has fast paths for the formats it recognises; any other
-is read element by element.
+the layout is derived from the result. Attention has fast paths for the formats it recognises; any
+other is read element by element.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["AMX", "OTHER", "VECTOR", "KVLayout", "learn_layout"]
 
 OTHER, VECTOR, AMX = range(3)
 
-# bits of a number that fit an element of so many bytes. Wider elements store them as raw bits; a
-# float8 stores a small exact value, because vLLM's op rounds.
+# element size in bytes -> bits of a number that it can hold. Wider elements store them as raw bits;
+# a float8 stores a small exact value, because vLLM's op rounds.
 _DIGITS = {1: 3, 2: 15, 4: 15}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 

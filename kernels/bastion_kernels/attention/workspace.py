@@ -19,7 +19,7 @@ _DEFAULT_PROGRAMS = 4
 _DEFAULT_SHARED = 227 * 1024
 # cost of starting and merging a second q-block, in tiles; 3 to 4 on an H100
 _SECOND = 4
-# most q-blocks that read the same tiles together. With eight, arithmetic already takes longer than
+# most q-blocks that read the same tiles together. At eight, arithmetic already takes longer than
 # loading the tile.
 _MAX_WIDTH = 8
 # Places for bundles in the smallest variant of the plan's kernel. Registers per thread and

@@ -5,8 +5,8 @@ Without a Triton back end, vLLM's kernels are plain functions that cannot be lau
 that run V2 on such a host, `install` replaces each of them, in every module of vLLM that has it, by
 a function of the same arguments. It refuses a kernel whose parameters differ from its twin's.
 
-`TWINS` has every twin by its kernel's name. `WITHOUT` has the kernels that have none, because the
-options and methods that launch them are refused or do not run on vLLM's CPU build.
+`TWINS` has every twin by its kernel's name. `WITHOUT` lists the kernels without a twin: the options
+and methods that launch them are refused or do not run on vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ WITHOUT: dict[str, tuple[str, ...]] = {
     ),
     # decode context parallelism, which vLLM's attention for CPUs does not support
     f"{_GPU}.cp_utils": ("_dcp_local_seq_lens_kernel",),
-    # a CUDA device's alone, and Model Runner V1's
+    # CUDA devices only, and Model Runner V1
     "vllm.v1.worker.mamba_utils": (
         "get_aligned_state_indices_multi_group_kernel",
         "batch_memcpy_kernel",
@@ -151,7 +151,7 @@ class _Missing:
 
 
 def _complete_placeholder() -> None:
-    """Add the function of Triton's that V2's launches call to vLLM's placeholder for Triton."""
+    """Add the Triton function that V2's launches call to vLLM's placeholder for Triton."""
     from vllm.triton_utils import HAS_TRITON, triton
     from vllm.utils.math_utils import next_power_of_2
 
@@ -162,8 +162,8 @@ def _complete_placeholder() -> None:
 def _share_buffers() -> None:
     """Let kernels read requests' parameters where the host writes them.
 
-    vLLM copies each of them in every step, so that a GPU which is a step behind reads the old ones.
-    A CPU's kernels have run when the host goes on.
+    vLLM copies each of them in every step, so that a GPU that is a step behind reads the old ones.
+    On a CPU, kernels have finished when the host continues.
     """
     from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 

@@ -137,7 +137,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # (address, dtype, bytes) -> a flat view of that memory. Most tensors of a step are the same buffers
-# as in the step before, and making a view of one takes longer than many a kernel.
+# as in the step before, and making a view takes longer than many kernels.
 _views: dict[tuple[int, torch.dtype, int], np.ndarray] = {}
 _MAX_VIEWS = 4096
 
@@ -153,7 +153,8 @@ def _flat_view(tensor: torch.Tensor) -> np.ndarray | None:
             return None
         view = tensor.numpy().reshape(-1)
         if len(view):
-            # It must not keep the tensor's memory alive. Who passes this address next owns it.
+            # The view must not keep the tensor's memory alive: the next caller with this address
+            # owns it.
             memory = (ctypes.c_byte * tensor.nbytes).from_address(key[0])
             view = np.frombuffer(memoryview(memory), view.dtype)
             if len(_views) >= _MAX_VIEWS:

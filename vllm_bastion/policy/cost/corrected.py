@@ -9,12 +9,12 @@ table, a batch of R requests is estimated to take
     step with trees      e^a (C(R) + e^s (C(n) - C(R)))
 
 a, p and s are moving averages of y = ln(measured / estimated), clipped, for batches of about that
-size. With f the fraction of the estimate that e^s scales, a step counts by 1 - f for a or p, and by
-2 f for s. A machine that slows down slows both kinds: once a kind has been measured itself, it
-follows most of what the other one shows.
+size. With f the fraction of the estimate that e^s scales, a step has weight 1 - f for a or p, and
+2 f for s. A machine that slows down slows both kinds: once a kind has been measured itself, it also
+follows 80% of the other one's changes.
 
-Trees that take a batch beyond the largest captured graph have a factor of their own: the host
-launches the kernels of such a step one by one, so its time is no measure of a row within a graph.
+Steps with trees beyond the largest captured graph have a factor of their own: the host launches
+their kernels one by one, so their times say nothing about the cost of a row within a graph.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from vllm_bastion.policy.cost.table import (
 )
 from vllm_bastion.step_times import StepTimes
 
-# Weight of a new step, the alpha of the paper's moving average, and the most that it counts for: a
-# stalled step must not decide.
+# Weight of a new step (the alpha of the paper's moving average), and its largest deviation: one
+# stalled step must not change the decision.
 _ALPHA, _CLIP = 0.1, 0.3
 _MAX_SLOPE = math.log(3.0)
 # The first steps count by their median.
 _FIRST = 4
 # Weight with which a kind follows the other one's changes.
 _COMMON = 0.8
-# Steps of a kind after which its own times count, and after which their changes are taken for the
-# machine's, no longer for calibration's error in that kind.
+# Steps of a kind after which it counts as measured, and after which its changes are attributed to
+# the machine instead of calibration's error in that kind.
 _KNOWN, _SETTLED = 2, 16
-# A curve is rebuilt when its shape has changed by this much: it is copied to the device, and a
-# smaller change would alter no decision that is worth the copy.
+# A curve is rebuilt when its shape has changed by this much. A new curve is copied to the device,
+# for which smaller changes matter too little.
 _SHAPE_STEP = 0.05
 
 
@@ -60,7 +60,7 @@ class _Log:
     first: tuple[float, ...] = (0.0,)
 
     def add(self, log: float) -> float:
-        """Add a step. Returns what it adds to the value."""
+        """Add a step. Returns the change to add to `value`."""
         self.count += 1
         if self.count <= _FIRST:
             self.first += (log,)
@@ -77,7 +77,7 @@ class _Factors:
     slope: float = 0.0
 
     def of_another_size(self) -> _Factors:
-        """A start for another size, which its own steps soon outweigh."""
+        """Initial values for another size, which its own steps soon outweigh."""
         plain, tree = (
             _Log(log.value, min(log.count, _KNOWN), (log.value,)) for log in (self.plain, self.tree)
         )
@@ -93,12 +93,12 @@ class CorrectedLatency:
         # The slope that each size's curves were built with last.
         self._slopes: dict[int, float] = {}
         self._largest_graph = max(table.captured_sizes, default=table.max_rows)
-        # ln of what steps beyond the graphs take over the table and `tree`.
+        # ln(measured / estimated) of steps beyond the graphs, where the estimate includes `tree`.
         self._beyond, self._beyond_in_curves = _Log(), 0.0
         # Whether the last step was a plain one or one of copies.
         self._after_undrafted = False
-        # Sizes of the batch, in powers of two, whose trees were seen, within graphs and beyond, and
-        # whether these steps drafted.
+        # Kinds of steps with trees that have run: the batch's size in powers of two, whether beyond
+        # the graphs, and whether the step drafted.
         self._seen: set[tuple[int, bool, bool]] = set()
         self._curve = lru_cache(MAX_CACHED)(self._make_curve)
 
@@ -137,11 +137,11 @@ class CorrectedLatency:
     def _make_curve(
         self, num_reqs: int, bucket: int, spared: int, slope: float, beyond: float
     ) -> CostArray:
-        """C over e^a, see `StepEstimate`; beyond: ln of the factor beyond the largest graph."""
+        """C / e^a, see `StepEstimate`; beyond: ln of the factor beyond the largest graph."""
         prior = self.table.estimate(num_reqs, bucket_context(bucket), spared).curve
         root = float(prior[min(num_reqs, self.table.max_rows)])
         added = prior - root
-        # No step has fewer rows than requests, but the curve must still decrease there.
+        # Steps have at least a row per request, but the curve must still decrease below that.
         added *= np.exp(np.where(added < 0, 0.0, slope))
         curve = (root + added).astype(np.float32)
         if num_reqs <= self._largest_graph:
@@ -154,9 +154,9 @@ class CorrectedLatency:
     def observe(self, step: StepTimes, passed: int = 1) -> None:
         """See `LatencyModel`.
 
-        A step that only drafts, or only verifies what was drafted, is of no kind. The first of a
-        kind may compile, and does not count. Nor does a plain step that no undrafted step precedes:
-        on the tiny pair it takes 1.3 times as long as the tenth in a row.
+        A step that only drafts, or only verifies a draft, is of neither kind. The first step of a
+        kind may compile, and is skipped. So is the first plain step after steps with trees: on the
+        tiny pair it takes 1.3 times as long as the tenth in a row.
         """
         undrafted = not step.drafted and (self._after_undrafted or not step.verified)
         first = undrafted and not self._after_undrafted and passed == 1

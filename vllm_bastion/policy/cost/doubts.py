@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured times that cannot all be true, and what to use instead.
 
-More rows, or more cached tokens, never make a step much cheaper. Whatever runs beside a measurement
-only adds to it. So where two times contradict each other, the larger one is wrong: it is replaced
-by the smallest time of any larger step. Repeats that disagree count as their lower quartile.
+More rows, or more cached tokens, never make a step much cheaper, and other work on the machine only
+adds to a measured time. So where two times contradict each other, the larger one is wrong: it is
+replaced by the smallest time of any larger step. Repeats that disagree count as their lower
+quartile.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def settled_by_requests(times: Sequence[float]) -> list[float]:
 
 
 def _is_larger(one: Point, other: Point) -> bool:
-    """Whether a step of `one` computes at least what one of `other` does, and more."""
+    """Whether a step of `one` computes strictly more than one of `other`."""
     rows, context, reqs = one
     if one[:2] == other[:2] or rows < other[0] or context < other[1]:
         return False

@@ -18,15 +18,15 @@ class StepEstimate(NamedTuple):
     """What the next step of a batch costs, of either kind."""
 
     # [max_rows + 1] float32, entry n for n target rows (roots, nodes and prompt tokens): ms of a
-    # whole step with trees, over `factor`. Finite, positive, non-decreasing and read-only; the same
-    # object until it changes. It is all that N* depends on.
+    # whole step with trees, divided by `factor`. Finite, positive, non-decreasing and read-only;
+    # the same object until it changes. N* depends on nothing else.
     curve: CostArray
     # ms of a step that neither drafts nor verifies.
     plain_ms: float
     factor: float = 1.0
 
     def tree_step_ms(self, rows: int) -> float:
-        """ms of a step with trees and so many target rows."""
+        """ms of a step with trees and `rows` target rows."""
         return self.factor * float(self.curve[min(rows, len(self.curve) - 1)])
 
     @property

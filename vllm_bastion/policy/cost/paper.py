@@ -249,7 +249,7 @@ def calibrate(roofline: Roofline, samples: Iterable[Sequence[float]]) -> Calibra
 def calibrate_and_report(
     roofline: Roofline, samples: Iterable[Sequence[float]], *, held_out: int = 4
 ) -> CalibrationReport:
-    """Fit all grid points except one in `held_out`, and report the error on the excepted ones.
+    """Fit all grid points except one in `held_out`, and report the error on those left out.
 
     The coefficients are those of this fit, so that the error applies to them. A grid that is too
     small to split (fewer than two points held out, or fewer than three to fit) is fitted whole, and
@@ -348,8 +348,8 @@ def _medians(samples: Iterable[Sequence[float]]) -> FloatArray:
 
 # ---- the estimators ---------------------------------------------------------------------
 
-# Costs are rebuilt when ln c has changed by this much: callers copy a new array to the device, and
-# a smaller change would alter no decision that is worth the copy.
+# Costs are rebuilt when ln c has changed by this much. Callers copy a new array to the device, for
+# which smaller changes matter too little.
 _LOG_STEP = 0.01
 _ALPHA = 0.1  # of the moving average
 

@@ -4,9 +4,9 @@
 One JSON file per `ProfileKey`, in `VLLM_BASTION_CACHE` or `$XDG_CACHE_HOME/vllm-bastion`. A cached
 file is used only if its schema and its whole key match. Any other file (truncated, NaN, another
 GPU's, an older schema, times that contradict each other) is measured again, with one warning. A
-profile that was measured beside other work is kept for a day. Of two engines that start together,
-the second one waits for the first one's measurement. If the folder cannot be written, the engine
-still starts: it logs a warning and measures every time.
+profile that was measured while other processes used the CPUs is kept for a day. Of two engines that
+start together, the second one waits for the first one's measurement. If the folder cannot be
+written, the engine still starts: it logs a warning and measures every time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = init_logger(__name__)
 
 SCHEMA = 2
 WRITE = "write:"  # before the name of a file that is to be written
-# Times are doubtful if others used such a share of the CPUs, and are kept for so long.
+# Times are doubtful if other processes used this share of the CPUs; they are kept for this long.
 LOADED, LOADED_S = 0.2, 24 * 3600.0
 # Longer than any calibration; a process that has waited this long measures for itself.
 _LOCK_TIMEOUT_S = 900.0
@@ -76,7 +76,7 @@ class ProfileKey:
         return f"{device}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
     def differences(self, other: ProfileKey) -> list[str]:
-        """One `name: theirs, not ours` per field in which `other` differs."""
+        """`name: value in other, not value in self` for each field in which `other` differs."""
         return [
             f"{f.name}: {getattr(other, f.name)!r}, not {getattr(self, f.name)!r}"
             for f in fields(self)
@@ -157,7 +157,7 @@ class Profile:
             ProfileError: the schema is another one, or the content is not a profile.
         """
         if not isinstance(data, Mapping):
-            raise ProfileError("the file holds no JSON object")
+            raise ProfileError("the file is not a JSON object")
         if data.get("schema") != SCHEMA:
             raise ProfileError(f"schema {data.get('schema')!r}, this version reads {SCHEMA}")
         try:
@@ -260,7 +260,7 @@ def load_or_measure(
     if profile is not None:
         return profile
     with _lock(path) as locked:
-        # Another engine may have measured while this one waited, and would not do better now.
+        # Take what another engine measured meanwhile, doubtful or not: this one would do no better.
         profile, reason = _matching(path, key, time.monotonic() - start)
         if profile is not None:
             return profile
@@ -310,8 +310,8 @@ def check_setting(setting: str) -> Profile | None:
         The profile in the file that it names, if there is one.
 
     Raises:
-        ProfileError: a named file is missing or is no profile, or the file to write has no folder
-            or is something else.
+        ProfileError: a named file is missing or not a profile, or the path to write to has no
+            folder or is not a file.
     """
     if setting in ("auto", "off"):
         return None
@@ -333,7 +333,7 @@ def check_setting(setting: str) -> Profile | None:
         ) from error
     except ProfileError as error:
         raise ProfileError(
-            f'"bastion_calibration": {path} is no latency profile ({error}): delete it or give '
+            f'"bastion_calibration": {path} is not a latency profile ({error}): delete it or give '
             '"auto"'
         ) from error
 
@@ -407,4 +407,4 @@ def _warn_unwritable(path: Path, error: Exception) -> None:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no measurement")
+    raise ValueError(f"{name} is not a measurement")

@@ -48,8 +48,8 @@ class StepCostTable:
             largest it runs unpadded. Empty: no graphs.
         plain_aux_ms: `aux_ms` of a step that drafts nothing; default: `aux_ms`.
         carrier: latency curve that extrapolates beyond the measured contexts.
-        position_samples: what one position less saves of a drafter pass, `(num_reqs, ms)`; empty:
-            nothing.
+        position_samples: ms that a drafter pass saves per position left out, `(num_reqs, ms)`;
+            empty: none.
 
     Raises:
         ValueError: no samples, or a value that is not finite and positive.
@@ -130,7 +130,7 @@ class StepCostTable:
     # ---- queries -----------------------------------------------------------------------------
 
     def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
-        """The costs of a step of either kind, as `LatencyModel` has them; shared between calls."""
+        """The costs of a step of either kind, as in `LatencyModel`; shared between calls."""
         return self._estimate(max(1, int(num_reqs)), context_bucket(context_len), spared)
 
     def _make_estimate(self, num_reqs: int, bucket: int, spared: int) -> StepEstimate:
@@ -234,7 +234,7 @@ def _interpolate(x: FloatArray, points: FloatArray, values: FloatArray) -> Float
 
 
 def _by_requests(samples: Sequence[tuple[int, float]], num_reqs: int) -> float:
-    """Milliseconds for so many requests, non-decreasing in them; 0 without samples."""
+    """Milliseconds for `num_reqs` requests, non-decreasing in them; 0 without samples."""
     if not samples:
         return 0.0
     reqs = np.array([point[0] for point in samples], dtype=np.float64)

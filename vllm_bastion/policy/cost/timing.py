@@ -62,7 +62,7 @@ class StepTimer:
         self._running: _Step | None = None
         self._drafting: _Step | None = None
         self._pending: deque[_Step] = deque()
-        # The step before the oldest pending one, at whose end that one's total time begins.
+        # The step before the oldest pending one; the latter's total time begins at its end.
         self._before: _Step | None = None
         self._last_step_timed = False
 

@@ -76,7 +76,7 @@ struct Plan {
 
   Plan(const LayerArgs& layer, const StepArgs& step, int64_t threads)
       : layer(layer), step(step), group(layer.heads / layer.kv_heads) {
-    // Smaller units where there are few.
+    // Few units are divided further.
     while ((units = count()) < 3 * threads && block > kGroup) block /= 2;
   }
 

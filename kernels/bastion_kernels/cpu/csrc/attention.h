@@ -9,7 +9,7 @@ namespace bastion {
 constexpr int64_t kTile = 256;     // cached tokens scored at once
 constexpr int64_t kGroup = 32;     // tokens with adjacent keys; rows scored at once
 constexpr int64_t kRows = 128;     // rows of a unit of work, which share each tile of the cache
-constexpr int64_t kChain = 64;     // a causal run of at most so many rows is computed as a chain
+constexpr int64_t kChain = 64;     // a causal run of at most this many rows is computed as a chain
 constexpr float kLowest = -1e30f;  // of a score
 
 enum Layout : int64_t { kOther, kVector, kAmx };

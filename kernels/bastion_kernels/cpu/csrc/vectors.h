@@ -32,7 +32,7 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 
-// The larger one, and b where either is NaN.
+// The maximum; b where either is NaN.
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline float larger(float a, float b) { return a > b ? a : b; }
 
@@ -127,7 +127,8 @@ inline void from_float(float x, Bf16* to) {
 
 inline void from_float(float x, Fp16* to) {
   const uint32_t bits = bit_cast<uint32_t>(x), doubled = bits + bits;
-  // Scaled to overflow where a float16 does; then added to a number whose last bit is its last.
+  // The scaling overflows where a float16 does. Adding a number whose last bit has the value of the
+  // float16's last bit rounds to that.
   const float scaled = bit_cast<float>(bits & 0x7FFFFFFF) * 0x1p112f * 0x1p-110f;
   uint32_t exponent = doubled & 0xFF000000;
   exponent = exponent < 0x71000000 ? 0x71000000 : exponent;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twin of the kernel behind `return_sampling_mask`: which tokens the logits of a draw left."""
+"""Twin of the kernel behind `return_sampling_mask`: which tokens a draw could choose."""
 
 from __future__ import annotations
 
