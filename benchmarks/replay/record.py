@@ -71,7 +71,7 @@ def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Reco
 
 
 def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, str]]:
-    """The first turns of files that `benchmarks.paper.data.load_jsonl` reads, as a chat's prompts."""
+    """A chat's prompts: the first turns of files that `benchmarks.paper.data.load_jsonl` reads."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -82,9 +82,7 @@ def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, s
         return found
 
     prompts = [prompt for file in files for prompt in load_jsonl(file, samples)]
-    return [
-        {"id": f"{p.set}/{p.id}", "domain": p.set, "prompt": text(p.turns[0])} for p in prompts
-    ]
+    return [{"id": f"{p.set}/{p.id}", "domain": p.set, "prompt": text(p.turns[0])} for p in prompts]
 
 
 def record_profile(target: Path, drafter: Path, path: Path) -> None:
@@ -113,7 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", type=Path, default=TINY / "target")
     parser.add_argument("--drafter", type=Path, default=TINY / "drafter")
     parser.add_argument("--data", type=Path, default=TINY / "prompts.jsonl")
-    parser.add_argument("--jsonl", type=Path, nargs="+", help="in place of it: see benchmarks.paper")
+    parser.add_argument(
+        "--jsonl", type=Path, nargs="+", help="in place of it: see benchmarks.paper"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if given.profile:

@@ -3,8 +3,9 @@
 
 `apply_all` wraps the functions in the table below in each vLLM process. The adapters inside the
 model runner (`hooks.runner`, `hooks.warm_up`, `hooks.gated_delta`) are installed later, by
-`worker.install_adapters` in a worker of method "bastion"; a server's are in `hooks.server`. tests/e2e/assigned.py lists what is
-changed without a wrapper, and tests/e2e/test_ledger.py compares running engines with all of it.
+`worker.install_adapters` in a worker of method "bastion"; a server's are in `hooks.server`.
+tests/e2e/assigned.py lists what is changed without a wrapper, and tests/e2e/test_ledger.py compares
+running engines with all of it.
 """
 
 from __future__ import annotations
