@@ -2,11 +2,11 @@
 """The recording that replay uses: the drafter's and the target's output at every position.
 
 A recording holds, per request, its prompt and the tokens that the target emitted, and per step the
-drafter's top-K at every drafted depth. Decoding is lossless and its noise is keyed by position, so the emitted
-tokens do not depend on the verified tree, and the drafter's output depends on the prefix alone.
-With a step recorded at *every* position, any policy can be replayed without a model. Therefore
-record with nothing verified (one token per step), and let the target run `depth + 1` tokens past
-the last step.
+drafter's top-K at every drafted depth. Decoding is lossless and its noise is keyed by position, so
+the emitted tokens do not depend on the verified tree, and the drafter's output depends on the
+prefix alone. With a step recorded at *every* position, any policy can be replayed without a model.
+Therefore record with nothing verified (one token per step), and let the target run `depth + 1`
+tokens past the last step.
 
 One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
 
