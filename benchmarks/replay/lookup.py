@@ -141,12 +141,16 @@ class Engine:
     def _learn(
         self, slots: np.ndarray, nodes: list[int], accepted: list[int], *, only_copies: bool
     ) -> None:
-        controller = self._controller
-        kappa = controller.kappa_in_use(slots, only_copies)
-        raw = (self._trees.promised.numpy()[slots] / kappa).tolist()
+        controller, trees = self._controller, self._trees
+        raw = trees.promised.numpy()[slots] / controller.kappa_in_use(slots, only_copies)
         gains = controller.copy_gains if only_copies else controller.gains
-        gains.add_trees(slots.tolist(), raw, nodes)
-        gains.add_outcomes(slots.tolist(), raw, accepted)
+        gains.meet(slots.tolist())
+        rows = np.arange(len(slots))
+        if trees.copies is not None and not only_copies:
+            rows = np.flatnonzero(trees.copied.numpy()[slots] <= 0)
+        teach = slots[rows].tolist(), raw[rows].tolist()
+        gains.add_trees(*teach, [nodes[row] for row in rows])
+        gains.add_outcomes(*teach, [accepted[row] for row in rows])
 
 
 def _walk(tokens: list[int], parents: list[int], truth: np.ndarray) -> int:

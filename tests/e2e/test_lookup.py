@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.random_drafter import write_random
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import Batch, Engine, Runner, given_costs
+from tests.e2e.engines import DRAFTER, Batch, Engine, Runner, given_costs
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
@@ -60,6 +61,27 @@ def test_copies_alone_where_a_draft_is_dear(
     accepted = by_source(done, "accepted")
     assert accepted["lookup"] > 0 and not accepted["both"]
     assert done["batches"][0]["forwards"] < expected["batches"][0]["forwards"]
+
+
+def half_repeating() -> Batch:
+    """Replies of which some parts stand in their context, and others do not."""
+    batch = Batch("texts that repeat in part")
+    for i in range(6):
+        prompt = cases.long_prompt(cases.DOMAINS[i % 3], 60 + 8 * i)
+        batch.add(f"partly-{i}", prompt, max_tokens=96, ignore_eos=True)
+    return batch
+
+
+def test_a_drafter_that_is_never_right_gets_no_credit_for_copies(
+    runner: Runner, compare: Comparison, tmp_path: Path
+) -> None:
+    """Its trees hold copies too, which are right: what they bring is not the drafter's."""
+    drafter, batches = write_random(Path(DRAFTER), tmp_path / "random"), [half_repeating()]
+    keys = costs(tmp_path, drafter_ms=1.0)
+    tree = PLAIN.with_bastion(32, lookup=True, model=str(drafter), **keys)
+    expected, done = runner.all([PLAIN, tree], batches)
+    compare.same("copies beside wrong drafts", batches, expected, done)
+    assert steps_because(done, "pays") < 0.3 * steps_because(done, "copies alone")
 
 
 def test_a_fixed_budget_with_and_without_lookup(

@@ -56,6 +56,12 @@ class VerifiedTrees:
     only_copies: bool = False
     # [T] accepted draft tokens expected of each; None until known.
     promised: np.ndarray | None = None
+    # [T] which of them show what the drafter alone brings: no copy is in them.
+    of_drafter: np.ndarray | None = None
+
+    def teach(self, live: np.ndarray) -> np.ndarray:
+        """[T] bool, those of `live` that the controller learns from."""
+        return live if self.of_drafter is None else live & self.of_drafter
 
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -375,23 +381,30 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         # One token of each step was counted at the step's end.
         controller.remaining.emit(slots, published.emitted[slots] - 1)
         if before.promised is not None:
-            promised = before.promised[live]
-            accepted = (published.emitted[slots] - 1).tolist()
-            raw = (promised / before.kappa[live]).tolist()
             gains = controller.copy_gains if before.only_copies else controller.gains
-            gains.add_outcomes(slots.tolist(), raw, accepted)
+            rows = before.teach(live)
+            gains.add_outcomes(
+                before.slots[rows].tolist(),
+                (before.promised[rows] / before.kappa[rows]).tolist(),
+                (published.emitted[before.slots[rows]] - 1).tolist(),
+            )
             if recorder is not None:
-                recorder.yielded(float(promised.sum()), sum(accepted))
+                accepted = int(published.emitted[slots].sum()) - len(slots)
+                recorder.yielded(float(before.promised[live].sum()), accepted)
         if len(trees.slots):
             chosen = published.num_verify[trees.slots]
             promised = published.promised[trees.slots]
             # A request near its end or in a large batch has fewer placeholders than N*.
             nodes = np.minimum(chosen, trees.max_nodes)
             trees.promised = promised * nodes / np.maximum(chosen, 1)
+            if controller.looks_up and not trees.only_copies:
+                trees.of_drafter = published.copied[trees.slots] <= 0
             live = self._is_live(trees)
-            raw = trees.promised[live] / trees.kappa[live]
+            rows = trees.teach(live)
+            raw = trees.promised[rows] / trees.kappa[rows]
             gains = controller.copy_gains if trees.only_copies else controller.gains
-            gains.add_trees(trees.slots[live].tolist(), raw.tolist(), nodes[live].tolist())
+            gains.meet(trees.slots[live].tolist())
+            gains.add_trees(trees.slots[rows].tolist(), raw.tolist(), nodes[rows].tolist())
         if controller.looks_up and published.grown_for is not None:
             grown = published.grown_for
             wanted = int(published.num_verify[grown].sum()) if published.only_copies else None

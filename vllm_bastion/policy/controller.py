@@ -34,7 +34,7 @@ import numpy as np
 
 from vllm_bastion.policy.cost.latency import LatencyModel, StepEstimate
 from vllm_bastion.policy.cost.table import CostArray, context_bucket
-from vllm_bastion.policy.gains import Gains
+from vllm_bastion.policy.gains import Expected, Gains
 from vllm_bastion.policy.probes import Probes
 from vllm_bastion.policy.remaining import RemainingTokens
 from vllm_bastion.policy.step_size import StepSize
@@ -273,13 +273,9 @@ class Controller:
         drafted = self.gains.expected(slots, remaining)
         if drafted.unknown:
             return False
-        # The draft's own tokens count only where the copy is wrong at once: with the probability
-        # 1 / (1 + tokens) if its length is geometric.
-        count = len(slots)
-        mean = drafted.tokens / count - 1.0
-        both = 1.0 + (tokens.sum() + mean * (1.0 / (1.0 + tokens)).sum()) / count
-        rows = count + drafted.nodes + np.ceil(tokens).sum()
-        return bool(gain >= both * self.costs.plain_ms / self.costs.tree_step_ms(round(rows)))
+        both, nodes = _together(drafted, tokens)
+        tree_ms = self.costs.tree_step_ms(len(slots) + nodes)
+        return bool(gain >= both / len(slots) * self.costs.plain_ms / tree_ms)
 
     def plan(self, batch: Batch) -> Decision:
         """Decide about the step after the current one."""
@@ -305,17 +301,19 @@ class Controller:
     def _weigh(self, batch: Batch, costs: StepEstimate) -> Decision:
         count, plain_ms = len(batch.slots), costs.plain_ms
         expected = self.gains.expected(batch.slots, batch.remaining)
-        tree_ms = costs.tree_step_ms(round(count + expected.nodes))
-        ratio, tokens = tree_ms / plain_ms, expected.tokens
+        tokens, nodes = expected.tokens, round(expected.nodes)
+        least, copy_ms = 1.0, plain_ms
+        if self.looks_up and not self._sees_copies:
+            copied = self._copied[batch.slots]
+            least, copy_ms, copied = self._gain_of_copies(batch.slots, batch.remaining, copied)
+            if not expected.unknown:
+                tokens, nodes = _together(expected, copied)
+        ratio = costs.tree_step_ms(count + nodes) / plain_ms
         # Without data, draft unless even full acceptance could not pay.
         for limit in expected.unknown:
             tokens += min(ratio, min(1.0 + self._depth, limit) * _FIRST_DOUBT)
-        gain, least = tokens / count / ratio, 1.0
-        if self.looks_up and not self._sees_copies:
-            copied = self._copied[batch.slots]
-            least, copy_ms, _ = self._gain_of_copies(batch.slots, batch.remaining, copied)
-            ratio *= plain_ms / copy_ms
-        gain /= least
+        gain = tokens / count / ratio / least
+        ratio *= plain_ms / copy_ms
         decision = Decision(gain >= 1.0 - 1e-9, "pays", plain_ms)
         if not decision.drafts:
             decision = replace(decision, reason="copies pay more" if least > 1 else "does not pay")
@@ -343,6 +341,21 @@ class Controller:
         if np.abs(row[slots] - new).max() > _KAPPA_STEP:
             row[slots] = new
             self._buffers.set_log_kappa(self._log_kappa)
+
+
+def _together(drafted: Expected, copied: np.ndarray) -> tuple[float, int]:
+    """Tokens and nodes of trees that hold drafts and copies.
+
+    Args:
+        drafted: what drafts alone bring to R requests.
+        copied: [R] tokens that each copy brings.
+    """
+    # The draft's own tokens count only where the copy is wrong at once: with the probability
+    # 1 / (1 + tokens) if its length is geometric.
+    count = len(copied)
+    mean = drafted.tokens / count - 1.0
+    tokens = count + copied.sum() + mean * (1.0 / (1.0 + copied)).sum()
+    return float(tokens), round(drafted.nodes + np.ceil(copied).sum())
 
 
 def _same_plain(step: StepTimes, following: StepTimes) -> bool:

@@ -11,7 +11,8 @@ The calibrated score kappa_r rho decides which nodes are verified, how a batch s
 whether to draft at all.
 
 A request's estimate is the mean of its latest trees. A request without trees gets the mean of other
-requests' first trees.
+requests' first trees. Trees that hold a copy of the context say nothing of the drafter: they are
+left out, and trees of copies alone have a `Gains` of their own.
 """
 
 from __future__ import annotations
@@ -116,6 +117,11 @@ class Gains:
     def is_new(self, request: int) -> bool:
         """Whether `request` has had no tree, and may get one."""
         return request not in self._requests and request not in self._excluded
+
+    def meet(self, requests: Sequence[int]) -> None:
+        """These requests had trees, from which nothing may be learned: they are not new."""
+        for request in requests:
+            self._requests.setdefault(request, _Gain())
 
     def add_trees(
         self, requests: Sequence[int], promised: Sequence[float], nodes: Sequence[float]
