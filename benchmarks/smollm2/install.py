@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pair's folder: the target, and this repository's drafter with the target's head."""
+"""The pair's folder: the target, and this repository's drafters.
+
+DFlash's has the target's head for the tokens that it drafts. DFlash2 has the same weights, the
+whole vocabulary and a selector; of it the repository stores what DFlash does not have.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.smollm2.target import CannotFetch, fetch, pair_folder
 
 OURS = Path(__file__).resolve().parent / "drafter"
-_HEAD = "lm_head.weight"
+SELECTOR = OURS.with_name("dflash2")
+_HEAD, _PLACES = "lm_head.weight", "d2t"
 
 
 def pair(wheel: str | None = None) -> Path:
-    """The folder of `target` and `drafter`, after writing what is missing or has changed.
+    """The folder of target and drafters, after writing what is missing or has changed.
 
     Raises:
         CannotFetch: see `fetch`; or this checkout has no drafter.
@@ -22,13 +28,19 @@ def pair(wheel: str | None = None) -> Path:
     target = fetch(wheel)
     if not OURS.exists():
         raise CannotFetch(f"no drafter is in {OURS}: train one with --publish ({OURS.parent.name})")
-    install(OURS, target, pair_folder() / "drafter")
+    install([OURS], target, pair_folder() / OURS.name)
+    if SELECTOR.exists():
+        install([OURS, SELECTOR], target, pair_folder() / SELECTOR.name)
     return pair_folder()
 
 
-def install(compact: Path, target: Path, folder: Path) -> None:
-    """Write a compact drafter to a folder, with its head, unless that is there already."""
-    wanted = _digest(compact)
+def install(parts: Sequence[Path], target: Path, folder: Path) -> None:
+    """Write a drafter to a folder, unless that is there already.
+
+    Args:
+        parts: compact folders, of which the last has the config, and whose weights belong together.
+    """
+    wanted = _digest(parts)
     note = folder / "source.sha256"
     if note.exists() and note.read_text() == wanted:
         return
@@ -37,28 +49,42 @@ def install(compact: Path, target: Path, folder: Path) -> None:
 
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(compact, part)
-    weights = load_file(compact / "model.safetensors")
-    with safe_open(target / "model.safetensors", "pt") as file:
-        embedding = file.get_tensor("model.embed_tokens.weight")
-    weights[_HEAD] = embedding[weights["d2t"] + torch.arange(len(weights["d2t"]))]
+    shutil.copytree(parts[-1], part)
+    weights = {}
+    for compact in parts:
+        weights |= load_file(compact / "model.safetensors")
+    offsets = weights[_PLACES]
+    if len(parts) > 1:
+        del weights[_PLACES]
+    else:
+        with safe_open(target / "model.safetensors", "pt") as file:
+            embedding = file.get_tensor("model.embed_tokens.weight")
+        weights[_HEAD] = embedding[offsets + torch.arange(len(offsets))]
     save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
     (part / note.name).write_text(wanted)
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
 
 
-def write_compact(drafter: Path, folder: Path) -> None:
-    """Write a trained drafter without its head, as this repository stores it."""
+def write_compact(drafter: Path, folder: Path, base: Path | None = None) -> None:
+    """Write a trained drafter as this repository stores it.
+
+    Args:
+        base: a compact folder whose weights are left out; None: only the head is.
+    """
     from safetensors.torch import load_file, save_file
 
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(drafter, folder)
     weights = load_file(drafter / "model.safetensors")
-    del weights[_HEAD]
+    weights.pop(_HEAD, None)
+    if base is not None:
+        known = load_file(base / "model.safetensors")
+        weights = {name: weight for name, weight in weights.items() if name not in known}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _digest(folder: Path) -> str:
-    parts = [(folder / name).read_bytes() for name in ("config.json", "model.safetensors")]
+def _digest(folders: Sequence[Path]) -> str:
+    names = ("config.json", "model.safetensors")
+    parts = [(folder / name).read_bytes() for folder in folders for name in names]
     return hashlib.sha256(b"".join(parts)).hexdigest()

@@ -4,7 +4,8 @@
 The steps, the loss and the model are those of benchmarks/tiny, the data what
 `benchmarks.smollm2.states` has stored. Checkpoints and a log are in the pair's folder; an
 interrupted run goes on from the last checkpoint, also with other data or another number of steps.
-`--export` writes the checkpoint's drafter.
+`--export` writes the checkpoint's drafter. `--selector` trains a DFlash2 selector on the exported
+drafter, whose weights stay; it drafts the whole vocabulary, because vLLM's DFlash2 reads no `d2t`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from torch import Tensor
 from benchmarks.smollm2.install import OURS, write_compact
 from benchmarks.smollm2.states import States
 from benchmarks.smollm2.target import fetch, pair_folder
-from benchmarks.tiny.drafter import DRAFTER_LAYERS, Drafter, fix_key_norms, save_drafter
+from benchmarks.tiny.drafter import (
+    DRAFTER_LAYERS,
+    Drafter,
+    fix_key_norms,
+    load_drafter,
+    save_drafter,
+)
+from benchmarks.tiny.heads import Selector
 from benchmarks.tiny.model import Dims, load_target
 from benchmarks.tiny.train import draft_steps
 
@@ -33,6 +41,7 @@ BLOCK = 8  # chains and trees deeper than 7 would pay seldom with replies this h
 FEED_FORWARD = 1024
 DECAY = 4.0  # of the loss over depth
 SOFT_LABELS = 0.5
+RANK = 64  # of the selector
 NAME = "drafter"
 
 
@@ -63,6 +72,15 @@ def new_drafter(target: torch.nn.Module, words: Tensor, mask_id: int) -> Drafter
     return model
 
 
+def with_selector(drafter: Path) -> Drafter:
+    """The drafter of a folder, frozen and with the whole vocabulary, and a new selector on it."""
+    model = load_drafter(drafter).requires_grad_(False)
+    model.vocabulary = None
+    torch.manual_seed(3)
+    model.add_module(Selector.name, Selector(model.dims, RANK))
+    return model
+
+
 def main() -> None:
     """Train, write the drafter."""
     parser = argparse.ArgumentParser(
@@ -76,6 +94,7 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=16, help="blocks of a reply")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--selector", action="store_true", help="a DFlash2 selector alone")
     parser.add_argument("--export", action="store_true", help="only write the checkpoint's drafter")
     parser.add_argument("--publish", action="store_true", help="write it to this repository too")
     args = parser.parse_args()
@@ -84,16 +103,20 @@ def main() -> None:
     args.work = folder / "training"
     args.work.mkdir(parents=True, exist_ok=True)
     target = load_target(source, args.device).requires_grad_(False).bfloat16()
-    words = vocabulary(folder / "rollouts", WORDS)
-    model = new_drafter(target, words, mask_of(source)).to(args.device)
+    name = "dflash2" if args.selector else NAME
+    if args.selector:
+        model = with_selector(args.work / NAME)
+    else:
+        model = new_drafter(target, vocabulary(folder / "rollouts", WORDS), mask_of(source))
+    model.to(args.device)
     if args.export:
-        state = torch.load(args.work / f"{NAME}.ckpt", map_location=args.device)
+        state = torch.load(args.work / f"{name}.ckpt", map_location=args.device)
         model.load_state_dict(state["model"])
     else:
         states = States(folder / "states")
         print(f"{len(states.rows)} replies", flush=True)
         draft_steps(
-            NAME,
+            name,
             model,
             target,
             states.batches(args.rows),
@@ -104,9 +127,9 @@ def main() -> None:
             anchors=args.anchors,
             decay=DECAY,
         )
-    save_drafter(model, args.work / NAME, target, eos_of(source))
+    save_drafter(model, args.work / name, target, eos_of(source))
     if args.publish:
-        write_compact(args.work / NAME, OURS)
+        write_compact(args.work / name, OURS.with_name(name), OURS if args.selector else None)
 
 
 def mask_of(source: Path) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.smollm2.install import OURS, install, write_compact
+from benchmarks.smollm2.install import OURS, SELECTOR, install, write_compact
 from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
+from benchmarks.tiny.heads import Selector
 from benchmarks.tiny.model import Dims, Target
 
 DIMS = Dims(
@@ -37,7 +38,7 @@ def test_an_installed_drafter_is_the_trained_one(tmp_path: Path) -> None:
         save_drafter(drafter, tmp_path / "trained", target, eos_id=0)
         write_compact(tmp_path / "trained", tmp_path / "compact")
         assert "lm_head.weight" not in load_file(tmp_path / "compact" / "model.safetensors")
-        install(tmp_path / "compact", folder, tmp_path / "drafter")
+        install([tmp_path / "compact"], folder, tmp_path / "drafter")
         trained, installed = (
             load_file(tmp_path / name / "model.safetensors") for name in ("trained", "drafter")
         )
@@ -45,9 +46,39 @@ def test_an_installed_drafter_is_the_trained_one(tmp_path: Path) -> None:
         assert all(torch.equal(trained[name], installed[name]) for name in trained)
     written = tmp_path / "drafter" / "model.safetensors"
     before = written.stat().st_mtime_ns
-    install(tmp_path / "compact", folder, tmp_path / "drafter")
+    install([tmp_path / "compact"], folder, tmp_path / "drafter")
     assert written.stat().st_mtime_ns == before, "it was there already"
     assert load_drafter(tmp_path / "drafter").vocabulary.tolist() == words.tolist()
+
+
+def test_a_selector_is_stored_without_the_drafter_that_it_stands_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    target, words = Target(DIMS), torch.tensor([1, 5, *range(30, 60)])
+    drafter = Drafter(replace(DIMS, num_hidden_layers=1), 3, vocabulary=words, block_size=8)
+    save_drafter(drafter, tmp_path / "plain", target, eos_id=0)
+    write_compact(tmp_path / "plain", tmp_path / "drafter")
+    drafter.vocabulary = None
+    drafter.add_module(Selector.name, Selector(drafter.dims, 4))
+    save_drafter(drafter, tmp_path / "trained", target, eos_id=0)
+    write_compact(tmp_path / "trained", tmp_path / "compact", tmp_path / "drafter")
+    parts = [tmp_path / "drafter", tmp_path / "compact"]
+    assert not load_file(parts[0] / "model.safetensors").keys() & load_file(
+        parts[1] / "model.safetensors"
+    )
+    install(parts, tmp_path, tmp_path / "installed")
+    trained, installed = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("trained", "installed")
+    )
+    assert trained.keys() == installed.keys()
+    assert all(torch.equal(trained[name], installed[name]) for name in trained)
+    config = "config.json"
+    assert (tmp_path / "installed" / config).read_text() == (parts[1] / config).read_text()
+
+
+def test_the_stored_selector_is_small_and_for_the_target() -> None:
+    weights = load_file(SELECTOR / "model.safetensors")
+    assert (SELECTOR / "model.safetensors").stat().st_size <= _MOST_BYTES
+    assert weights["candidate_selector.predecessor_codebook"].shape[0] == 49_152
 
 
 def test_the_stored_drafter_is_small_and_for_the_target() -> None:
