@@ -80,25 +80,11 @@ def pytest_collection() -> Iterator[Any]:
 
 # The files that take longest, the longest first, so that no core idles at the end.
 _FIRST = (
-    "test_lossless",
-    "test_cuda_path",
-    "test_serving",
-    "test_drafter_kinds",
-    "test_budget",
-    "test_scheduling",
-    "test_sessions",
-    "test_best_first",
-    "test_float8_cache",
-    "test_restored",
-    "test_load",
-    "test_starts",
-    "test_cpu_library",
-    "test_copies",
-    "test_lookup",
-    "test_demo",
-    "test_twins",
-    "test_replay",
-)
+    "test_lossless", "test_cuda_path", "test_serving", "test_drafter_kinds", "test_budget",
+    "test_scheduling", "test_sessions", "test_best_first", "test_float8_cache", "test_restored",
+    "test_load", "test_starts", "test_cpu_library", "test_copies", "test_lookup", "test_demo",
+    "test_twins", "test_replay",
+)  # fmt: skip
 
 
 def _order(item: pytest.Item) -> tuple[int, bool]:

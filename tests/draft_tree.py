@@ -76,12 +76,9 @@ class DraftTree:
     def prefix(self, limit: int) -> DraftTree:
         """The trees of the first `limit` columns."""
         return DraftTree(
-            self.tokens[:, :limit],
-            self.parents[:, :limit],
-            self.depths[:, :limit],
-            self.log_rho[:, :limit],
-            self.num_nodes.clamp(max=limit),
-        )
+            self.tokens[:, :limit], self.parents[:, :limit], self.depths[:, :limit],
+            self.log_rho[:, :limit], self.num_nodes.clamp(max=limit),
+        )  # fmt: skip
 
     def surrogate(self) -> Tensor:
         """`[R, N + 1]` float64: A-hat of the root and the n leading nodes, for every n."""

@@ -10,34 +10,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 _TARGET: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512,
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "use_sliding_window": False, "sliding_window": None,
+    "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
 _DRAFTER: dict[str, Any] = _TARGET | {
-    "architectures": ["DFlashDraftModel"],
-    "num_hidden_layers": 2,
-    "layer_types": ["full_attention", "full_attention"],
-    "tie_word_embeddings": False,
-    "block_size": 8,
-    "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2]},
-}
+    "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "full_attention"], "tie_word_embeddings": False,
+    "block_size": 8, "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2]},
+}  # fmt: skip
 
 
 def write_checkpoint(folder: Path, base: str = "target", **changes: Any) -> str:
@@ -72,12 +60,9 @@ def engine_config(
 
     given = {"method": "bastion", "model": pair[1], "num_speculative_tokens": 32} | keys
     limits: dict[str, Any] = {
-        "max_model_len": 256,
-        "max_num_batched_tokens": 128,
-        "max_num_seqs": 2,
-        "enforce_eager": True,
-        "load_format": "dummy",
-    }
+        "max_model_len": 256, "max_num_batched_tokens": 128, "max_num_seqs": 2,
+        "enforce_eager": True, "load_format": "dummy",
+    }  # fmt: skip
     args = EngineArgs(model=pair[0], speculative_config=given, **(limits | (arguments or {})))
     return args.create_engine_config()
 
@@ -99,6 +84,18 @@ def is_one_sentence(message: str, *parts: str) -> None:
     assert "\n" not in message and ". " not in message and len(message) < 400
 
 
+def is_refused(
+    pair: tuple[str, str], *parts: str, arguments: dict[str, Any] | None = None, **keys: Any
+) -> str:
+    """Assert that `engine_config` refuses, in one sentence that contains all `parts`."""
+    from vllm_bastion.checks import BastionConfigError
+
+    with pytest.raises(BastionConfigError) as caught:
+        engine_config(pair, arguments, **keys)
+    is_one_sentence(str(caught.value), *parts)
+    return str(caught.value)
+
+
 def run_python(
     code: str, cwd: Path | None = None, **env: str | None
 ) -> subprocess.CompletedProcess[str]:
@@ -108,11 +105,6 @@ def run_python(
         if value is None:
             environment.pop(name, None)
     return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip

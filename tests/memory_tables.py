@@ -139,13 +139,9 @@ def of_hybrid(requests: int, rows: int) -> Sizes:
     largest_graph = 512
     most = min(GIB // (4 * vocab), largest_graph)
     return replace(
-        sizes(requests, rows),
-        vocab=vocab,
-        hidden=5 * 2560,
-        draft_hidden=2560,
-        verified_rows=min(rows, requests * (1 + _NODES), max(requests, most)),
-        recurrent_row=row,
-    )
+        sizes(requests, rows), vocab=vocab, hidden=5 * 2560, draft_hidden=2560,
+        verified_rows=min(rows, requests * (1 + _NODES), max(requests, most)), recurrent_row=row,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

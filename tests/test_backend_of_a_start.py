@@ -62,14 +62,11 @@ def config_of(
     return SimpleNamespace(
         attention_config=SimpleNamespace(backend=backend),
         model_config=SimpleNamespace(
-            architecture=architecture,
-            dtype=torch.bfloat16,
-            use_mla=False,
-            hf_text_config=SimpleNamespace(**text),
-            get_head_size=lambda: head,
+            architecture=architecture, dtype=torch.bfloat16, use_mla=False,
+            hf_text_config=SimpleNamespace(**text), get_head_size=lambda: head,
         ),
         cache_config=SimpleNamespace(cache_dtype=cache, user_specified_block_size=False),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", _FLASH)

@@ -53,12 +53,9 @@ def test_show_prints_the_measurements(cache, capsys):
 
 def test_show_prints_the_whole_key(cache, capsys):
     key = replace(
-        KEY,
-        package_version="0.1.0",
-        compile_mode="VLLM_COMPILE, CUDA graphs FULL",
-        target_quantization="fp8",
-        drafter_quantization="none",
-    )
+        KEY, package_version="0.1.0", compile_mode="VLLM_COMPILE, CUDA graphs FULL",
+        target_quantization="fp8", drafter_quantization="none",
+    )  # fmt: skip
     write_profile(replace(_profile(), key=key), cache / "a.json")
     assert cli.main(["show"]) == 0
     text = capsys.readouterr().out
@@ -251,12 +248,9 @@ def test_the_module_is_the_command():
 def _python(*arguments):
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, *arguments], capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": path},
-    )
+    )  # fmt: skip
 
 
 def test_unknown_options_of_the_other_commands_are_refused(cache, capsys):

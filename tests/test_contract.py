@@ -28,14 +28,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 import vllm_bastion
-from tests.contract import CONTRACT, UNUSED_OF_MANAGER, Reliance
-from tests.contract.fingerprints import FINGERPRINTS, MINORS
+from tests.contract import CONTRACT, MINORS, UNUSED_OF_MANAGER, Reliance
 from vllm_bastion import compat
 from vllm_bastion.hooks import resolve
 from vllm_bastion.versions import capabilities, capabilities_of
 
 PACKAGE = Path(vllm_bastion.__file__).parent
-PRESENT = [row for row in CONTRACT if row.needs is None or getattr(capabilities(), row.needs)]
+PRESENT = [row for row in CONTRACT if not row.needs or getattr(capabilities(), row.needs)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,25 +141,19 @@ def fingerprint(function: object) -> str:
     """Of a function's tokens, so that comments and line breaks do not count."""
     function = getattr(function, "fget", None) or function
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))  # type: ignore[arg-type]
-    layout = (
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-    )
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     text = "".join(token.string for token in tokens if token.type not in layout)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-@rows_with("whole_body")
+@rows_with("fingerprints")
 def test_bodies_that_adapters_were_written_beside(row: Reliance) -> None:
     installed = MINORS.index(".".join(str(compat.vllm_version()).split(".")[:2]))
-    now, known = fingerprint(found(row.target)), FINGERPRINTS[row.target][installed]
+    now, known = fingerprint(found(row.target)), row.fingerprints[installed]
     assert now == known, (
         f"the body of vLLM's {row.target} is new ({now}): read the change beside {row.files}, then "
-        "note the fingerprint in tests/contract/fingerprints.py"
+        "note the fingerprint in tests/contract/table.py"
     )
 
 
@@ -170,12 +163,11 @@ def test_bodies_that_adapters_were_written_beside(row: Reliance) -> None:
 def test_every_version_in_the_range_has_its_module() -> None:
     supported = SpecifierSet(compat.SUPPORTED_VLLM)
     minors = [f"0.{n}" for n in range(100) if f"0.{n}.0" in supported]
-    whole = {row.target for row in CONTRACT if row.whole_body}
     assert minors
     for minor in minors:
         assert capabilities_of(minor)
-    assert tuple(minors) == MINORS and set(FINGERPRINTS) == whole
-    assert all(len(of) == len(MINORS) for of in FINGERPRINTS.values())
+    assert tuple(minors) == MINORS
+    assert all(len(row.fingerprints) in (0, len(MINORS)) for row in CONTRACT)
 
 
 def test_capabilities_are_those_of_the_installed_vllm() -> None:

@@ -18,15 +18,11 @@ from vllm_bastion.platform import current_host
 @pytest.mark.parametrize(
     ("keys", "limit", "nodes"),
     [
-        ({}, 512, "default"),
-        ({"num_speculative_tokens": None}, 512, "default"),
-        ({}, 48, 48 - 1 - 7),
-        ({"bastion_top_k": 1}, 512, 7),
-        ({"bastion_budget": 20}, 512, 20),
-        ({"bastion_budget": 0}, 512, 1),
-        ({"num_speculative_tokens": 9}, 48, 9),
+        ({}, 512, "default"), ({"num_speculative_tokens": None}, 512, "default"),
+        ({}, 48, 48 - 1 - 7), ({"bastion_top_k": 1}, 512, 7), ({"bastion_budget": 20}, 512, 20),
+        ({"bastion_budget": 0}, 512, 1), ({"num_speculative_tokens": 9}, 48, 9),
     ],
-)
+)  # fmt: skip
 def test_the_number_of_nodes_may_be_left_out(
     pair: tuple[str, str], keys: dict[str, Any], limit: int, nodes: Any
 ) -> None:

@@ -228,12 +228,9 @@ def test_statistics_of_a_tree_count_nodes_and_depths() -> None:
     # (verified, accepted): more nodes than depths, fewer, and none, which is no draft
     for verified, accepted in ((60, 5), (3, 1), (0, 0)):
         stats = core.make_spec_decoding_stats(
-            stats,
-            num_draft_tokens=NODES,
-            num_accepted_tokens=accepted,
-            num_invalid_spec_tokens={"r": NODES - verified},
-            request_id="r",
-        )
+            stats, num_draft_tokens=NODES, num_accepted_tokens=accepted,
+            num_invalid_spec_tokens={"r": NODES - verified}, request_id="r",
+        )  # fmt: skip
     assert (stats.num_spec_tokens, stats.num_drafts) == (depth, 2)
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (63, 6)
     assert stats.num_accepted_tokens_per_pos == [2, 1, 1, 1, 1, *[0] * (depth - 5)]
@@ -411,16 +408,10 @@ def test_a_lone_request_gets_all_its_nodes_in_a_small_step() -> None:
 @pytest.mark.parametrize(
     ("reqs", "budget", "expected"),
     [
-        (1, "adaptive", NODES),
-        (31, "adaptive", NODES),
-        (64, "adaptive", 31),
-        (500, "adaptive", 3),
-        (2048, "adaptive", 0),
-        (1, 8, 8),
-        (20, 8, 8),
-        (1, 0, 1),
+        (1, "adaptive", NODES), (31, "adaptive", NODES), (64, "adaptive", 31), (500, "adaptive", 3),
+        (2048, "adaptive", 0), (1, 8, 8), (20, 8, 8), (1, 0, 1),
     ],
-)
+)  # fmt: skip
 def test_placeholders_share_what_the_roots_leave(reqs: int, budget: Any, expected: int) -> None:
     shared = [-1] * NODES  # one list of all requests, with async scheduling
     core = Core(_settings(budget), **{str(i): _request() for i in range(reqs)})

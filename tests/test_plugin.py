@@ -78,11 +78,7 @@ def test_another_vllm_works_on_and_refuses_only_bastion(
     plugin.register()
     plugin.register()
     target = write_checkpoint(tmp_path / "target")
-    ngram: dict[str, Any] = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 4,
-    }
+    ngram: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     assert type(_speculative(target, ngram)) is SpeculativeConfig
     with pytest.raises(compat.UnsupportedVllmError, match="vLLM") as caught:
         _speculative(target, {"method": "bastion"})
@@ -162,9 +158,7 @@ def test_the_tests_run_vllms_kernels_in_the_interpreter() -> None:
         script = Path(folder) / "kernel.py"
         script.write_text(code)
         result = run_python(
-            f"import runpy; runpy.run_path({str(script)!r})",
-            cwd=ROOT,
-            TRITON_INTERPRET=None,
+            f"import runpy; runpy.run_path({str(script)!r})", cwd=ROOT, TRITON_INTERPRET=None
         )
     assert result.stdout.strip().splitlines()[-1] == "True [6.0, 6.0, 0.0, 0.0]", result.stderr
 

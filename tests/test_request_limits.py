@@ -47,14 +47,11 @@ def _stops(count: int, min_tokens: int) -> SamplingParams:
 FITS = {
     "allowed_token_ids": _params(allowed_token_ids=list(range(1024))),
     "logit_bias": _params(logit_bias=dict.fromkeys(range(1024), 1.0)),
-    "stop_token_ids": _stops(128, 1),
-    "stop_token_ids without min_tokens": _stops(400, 0),
-    "bad_words": _params([[1]] * 128),
-    "bad_words' tokens": _params([[1] * 8] * 128),
-    "seed": _params(seed=2**63 - 1),
-    "negative seed": _params(seed=-(2**63)),
+    "stop_token_ids": _stops(128, 1), "stop_token_ids without min_tokens": _stops(400, 0),
+    "bad_words": _params([[1]] * 128), "bad_words' tokens": _params([[1] * 8] * 128),
+    "seed": _params(seed=2**63 - 1), "negative seed": _params(seed=-(2**63)),
     "max_tokens": _params(max_tokens=2**31 - 4),
-}
+}  # fmt: skip
 TOO_LARGE = {
     "allowed_token_ids": _params(allowed_token_ids=list(range(1025))),
     "logit_bias": _params(logit_bias=dict.fromkeys(range(1025), 1.0)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training models of the tiny pair: transformers' target, checkpoints, the loss."""
+"""The training models of the tiny pair: transformers' target, checkpoints."""
 
 from __future__ import annotations
 
@@ -15,16 +15,11 @@ from safetensors.torch import load_file
 from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
 from benchmarks.tiny.heads import Domino, Markov, Selector
 from benchmarks.tiny.model import Dims, Target, load_target
-from benchmarks.tiny.train import drafter_loss
 
 DIMS = Dims(
-    vocab_size=64,
-    hidden_size=48,
-    intermediate_size=80,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=16,
-)
+    vocab_size=64, hidden_size=48, intermediate_size=80, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
 IDS = torch.randint(2, 64, (120,), generator=torch.Generator().manual_seed(1))
 
 
@@ -86,71 +81,6 @@ def test_a_reduced_vocabulary_drafts_the_best_of_its_own_tokens(tmp_path: Path) 
     best = whole.masked_fill(others, -torch.inf).argmax(-1)
     assert torch.equal(WORDS[again.plain_logits(target, states).argmax(-1)], best)
     assert again.indices(torch.tensor([0, 1, 3, 5, 59, 60])).tolist() == [-1, 0, -1, 2, 42, -1]
-
-
-@pytest.mark.parametrize("soft", [0.0, 0.5, 1.0])
-def test_likeliest_tokens_give_the_loss_of_whole_distributions(soft: float) -> None:
-    torch.manual_seed(0)
-    target = Target(DIMS).requires_grad_(False)
-    model = Drafter(replace(DIMS, num_hidden_layers=1), 1)
-    ids = IDS.view(2, 60)
-    with torch.no_grad():
-        hidden, features = target(ids, features=target.feature_layers)
-        odds, likely = target.logits(hidden).softmax(-1).topk(DIMS.vocab_size)
-    rolls = {
-        "ids": ids, "greedy": torch.tensor([True, False]), "first": torch.tensor([3, 9]),
-        "features": features,
-    }  # fmt: skip
-    torch.manual_seed(1)
-    whole, found = drafter_loss(model, target, rolls | {"hidden": hidden}, 3, soft)
-    torch.manual_seed(1)
-    kept = rolls | {"likely": likely, "odds": odds, "length": torch.tensor([60, 60])}
-    some, again = drafter_loss(model, target, kept, 3, soft)
-    torch.testing.assert_close(whole, some)
-    assert found == again
-    expected = torch.autograd.grad(whole, list(model.parameters()))
-    for mine, theirs in zip(torch.autograd.grad(some, list(model.parameters())), expected):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_the_loss_is_the_mean_over_blocks_of_weighted_cross_entropies() -> None:
-    torch.manual_seed(0)
-    target = Target(DIMS)
-    model = Drafter(replace(DIMS, num_hidden_layers=1), 1, vocabulary=WORDS, block_size=4)
-    ids, length, first = IDS.view(2, 60), torch.tensor([60, 40]), torch.tensor([50, 30])
-    with torch.no_grad():
-        hidden, features = target(ids, features=target.feature_layers)
-        odds, likely = target.logits(hidden).softmax(-1).topk(DIMS.vocab_size)
-    rolls = {
-        "ids": ids, "greedy": torch.tensor([True, True]), "first": first, "length": length,
-        "features": features, "likely": likely, "odds": odds,
-    }  # fmt: skip
-    torch.manual_seed(1)
-    loss, found = drafter_loss(model, target, rolls, 5, 0.0, decay=2.0)
-    torch.manual_seed(1)
-    room = (length - 3 - first)[:, None]
-    anchors = first[:, None] + (torch.rand(2, 5) * room).long()
-    assert (anchors + 3 < length[:, None]).all() and (anchors >= first[:, None]).all()
-    with torch.inference_mode():
-        states = model(target, features, ids.gather(1, anchors), anchors)
-        every = target.logits(states)
-    weights = torch.exp(-torch.arange(3) / 2.0)
-    total, hits, accepted = 0.0, 0, 0
-    for row in range(2):
-        for block in range(5):
-            going = True
-            for depth in range(3):
-                token = int(ids[row, anchors[row, block] + 1 + depth])
-                log_q = every[row, block, depth, WORDS].log_softmax(-1)
-                if token in WORDS:
-                    place = WORDS.tolist().index(token)
-                    total -= float(weights[depth] * log_q[place])
-                going = going and int(WORDS[log_q.argmax()]) == token
-                hits += going and depth == 0
-                accepted += going
-    assert loss.item() == pytest.approx(total / 10 / float(weights.sum()), rel=1e-5)
-    assert float(found["hit"]) == pytest.approx(hits / 10)
-    assert float(found["accepted"]) == pytest.approx(accepted / 10)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])

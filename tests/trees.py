@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees from logits, as a drafter grows them."""
+"""The buffers of trees on a CPU, and trees from logits, as a drafter grows them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from collections.abc import Callable
 import torch
 
 from vllm_bastion.policy.trees import Trees
+
+
+def make_trees(
+    reqs: int, nodes: int, depth: int, top_k: int = 3, rows: int = 64, budget: int | None = None
+) -> Trees:
+    """Buffers for `reqs` requests and steps of `rows` rows."""
+    return Trees(
+        max_num_reqs=reqs, max_num_tokens=rows, num_nodes=nodes, depth=depth, top_k=top_k,
+        budget=budget, device=torch.device("cpu"),
+    )  # fmt: skip
 
 
 def grow(

@@ -17,8 +17,6 @@ from benchmarks.tiny.heads import Domino, Selector
 from benchmarks.tiny.model import Dims, Target
 from benchmarks.widen.checkpoint import read_config
 
-# Rounding to bf16 may only decide near-ties.
-_MAX_DISTANCE, _MIN_EQUAL, _MIN_GAP = 0.02, 0.97, 50.0
 _DIMS = tuple(field.name for field in fields(Dims))
 
 
@@ -73,17 +71,6 @@ class Distance:
     largest_logit: float
     # From the smallest of the best logits down to the largest padded one; None without padding.
     gap: float | None
-
-    @property
-    def problem(self) -> str | None:
-        """Why this is not the same function, or None if it is."""
-        if self.largest_difference > _MAX_DISTANCE * self.largest_logit:
-            return f"logits differ by {self.largest_difference:.3g} of {self.largest_logit:.3g}"
-        if self.equal_argmax < _MIN_EQUAL * self.positions:
-            return f"{self.positions - self.equal_argmax} of {self.positions} argmaxes differ"
-        if self.gap is not None and self.gap < _MIN_GAP:
-            return f"padded vocabulary entries are only {self.gap:.3g} below the best"
-        return None
 
 
 def distance(truth: Tensor, hidden: Tensor, head: Tensor, bias: Tensor | None = None) -> Distance:

@@ -15,15 +15,9 @@ from vllm_bastion.cpu.host import CpuHost
 from vllm_bastion.host import HostChoices
 
 ON_CPU = EngineSummary(
-    drafter="DFlashDraftModel",
-    gamma=15,
-    candidates=16,
-    nodes=63,
-    budget="adaptive",
-    lagged=False,
-    costs=measured(12.34),
-    choices=HostChoices(int8_drafter=True, own_products=True, threads=2),
-)
+    drafter="DFlashDraftModel", gamma=15, candidates=16, nodes=63, budget="adaptive", lagged=False,
+    costs=measured(12.34), choices=HostChoices(int8_drafter=True, own_products=True, threads=2),
+)  # fmt: skip
 
 
 def test_a_cpu_engine_says_all_of_it() -> None:

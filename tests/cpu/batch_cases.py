@@ -25,15 +25,10 @@ def apply_write(draw: Draw) -> Launch:
     rows, begins, contents, cu_lens = _writes(draw)
     out = draw.rows(draw.ints(-9, 0, SLOTS, 32))
     args = {
-        "output_ptr": out,
-        "write_indices_ptr": rows,
-        "write_starts_ptr": begins,
-        "write_contents_ptr": contents,
-        "write_cu_lens_ptr": cu_lens,
-        "write_group_ids_ptr": None,
-        "BLOCK_SIZE": 4,
-        "MULTI_GROUP": False,
-    }
+        "output_ptr": out, "write_indices_ptr": rows, "write_starts_ptr": begins,
+        "write_contents_ptr": contents, "write_cu_lens_ptr": cu_lens, "write_group_ids_ptr": None,
+        "BLOCK_SIZE": 4, "MULTI_GROUP": False,
+    }  # fmt: skip
     # A program for each chunk of the longest write; vLLM 0.32's kernel loops instead.
     return Launch((REQS, 2), args)
 
@@ -43,16 +38,11 @@ def apply_write_groups(draw: Draw) -> Launch:
     rows, begins, contents, cu_lens = _writes(draw)
     tables = [draw.ints(-9, 0, SLOTS, width) for width in (32, 40)]
     args = {
-        "output_ptr": addresses(tables),
-        "output_stride": torch.tensor([32, 40]),
-        "write_indices_ptr": rows,
-        "write_starts_ptr": begins,
-        "write_contents_ptr": contents,
-        "write_cu_lens_ptr": cu_lens,
-        "write_group_ids_ptr": draw.ints(0, 2, REQS),
-        "BLOCK_SIZE": 4,
+        "output_ptr": addresses(tables), "output_stride": torch.tensor([32, 40]),
+        "write_indices_ptr": rows, "write_starts_ptr": begins, "write_contents_ptr": contents,
+        "write_cu_lens_ptr": cu_lens, "write_group_ids_ptr": draw.ints(0, 2, REQS), "BLOCK_SIZE": 4,
         "MULTI_GROUP": True,
-    }
+    }  # fmt: skip
     return Launch((REQS, 2), args, tables)
 
 
@@ -63,16 +53,11 @@ def prepare_prefill_inputs(draw: Draw) -> Launch:
     tokens = draw.rows(draw.ints(0, 900, SLOTS, LENGTH))
     args = {
         "input_ids_ptr": draw.ints(-9, 0, int(starts[-1]) + 5),
-        "next_prefill_tokens_ptr": draw.ints(-9, 0, lookahead, SLOTS),
-        "num_lookahead": lookahead,
-        "idx_mapping_ptr": draw.slots(),
-        "query_start_loc_ptr": starts,
-        "all_token_ids_ptr": tokens,
+        "next_prefill_tokens_ptr": draw.ints(-9, 0, lookahead, SLOTS), "num_lookahead": lookahead,
+        "idx_mapping_ptr": draw.slots(), "query_start_loc_ptr": starts, "all_token_ids_ptr": tokens,
         "prefill_lens_ptr": draw.ints(8, 32, SLOTS),
-        "num_computed_tokens_ptr": draw.ints(0, 32, SLOTS),
-        "BLOCK_SIZE": 4,
-        "LOOKAHEAD_BLOCK": 2,
-    }
+        "num_computed_tokens_ptr": draw.ints(0, 32, SLOTS), "BLOCK_SIZE": 4, "LOOKAHEAD_BLOCK": 2,
+    }  # fmt: skip
     return Launch((REQS,), args)
 
 
@@ -81,13 +66,10 @@ def prepare_pos_seq_lens(draw: Draw) -> Launch:
     starts = draw.starts(7)
     args = {
         "pos_ptr": draw.ints(-9, 0, int(starts[-1]) + 5, dtype=torch.int64),
-        "seq_lens_ptr": draw.ints(-9, 0, SLOTS),
-        "idx_mapping_ptr": draw.slots(),
-        "query_start_loc_ptr": starts,
-        "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS),
-        "max_num_reqs": SLOTS,
-        "BLOCK_SIZE": 4,
-    }
+        "seq_lens_ptr": draw.ints(-9, 0, SLOTS), "idx_mapping_ptr": draw.slots(),
+        "query_start_loc_ptr": starts, "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS),
+        "max_num_reqs": SLOTS, "BLOCK_SIZE": 4,
+    }  # fmt: skip
     return Launch((REQS + 1,), args)
 
 
@@ -97,18 +79,14 @@ def combine(draw: Draw) -> Launch:
     queries = queries + logits  # a chunk of the prompt before some rows
     drafts = draw.rows(draw.ints(0, 900, SLOTS, STEPS))
     args = {
-        "input_ids_ptr": draw.ints(-9, 0, int(queries[-1]) + 5),
-        "idx_mapping_ptr": draw.slots(),
+        "input_ids_ptr": draw.ints(-9, 0, int(queries[-1]) + 5), "idx_mapping_ptr": draw.slots(),
         "last_sampled_tokens_ptr": draw.ints(0, 900, SLOTS, dtype=torch.int64),
-        "query_start_loc_ptr": queries,
-        "seq_lens_ptr": draw.ints(8, 24, REQS),
-        "prefill_len_ptr": draw.ints(6, 20, SLOTS),
-        "draft_tokens_ptr": drafts,
+        "query_start_loc_ptr": queries, "seq_lens_ptr": draw.ints(8, 24, REQS),
+        "prefill_len_ptr": draw.ints(6, 20, SLOTS), "draft_tokens_ptr": drafts,
         "cu_num_logits_ptr": logits,
         "logits_indices_ptr": draw.ints(-9, 0, int(logits[-1]) + 2, dtype=torch.int64),
-        "BLOCK_SIZE": 8,
-        "NUM_NEW_SAMPLED_TOKENS": 1,
-    }
+        "BLOCK_SIZE": 8, "NUM_NEW_SAMPLED_TOKENS": 1,
+    }  # fmt: skip
     return Launch((REQS,), args)
 
 
@@ -124,13 +102,10 @@ def combine_without_bonus(draw: Draw) -> Launch:
 @case(f"{_BATCH}:_get_num_sampled_and_rejected_kernel")
 def get_num_sampled_and_rejected(draw: Draw) -> Launch:
     args = {
-        "num_sampled_ptr": draw.ints(0, STEPS, REQS),
-        "num_rejected_ptr": draw.ints(-9, 0, REQS),
-        "seq_lens_ptr": draw.ints(4, 12, REQS),
-        "cu_num_logits_ptr": draw.starts(STEPS + 1),
-        "idx_mapping_ptr": draw.slots(),
-        "prefill_len_ptr": draw.ints(4, 12, SLOTS),
-    }
+        "num_sampled_ptr": draw.ints(0, STEPS, REQS), "num_rejected_ptr": draw.ints(-9, 0, REQS),
+        "seq_lens_ptr": draw.ints(4, 12, REQS), "cu_num_logits_ptr": draw.starts(STEPS + 1),
+        "idx_mapping_ptr": draw.slots(), "prefill_len_ptr": draw.ints(4, 12, SLOTS),
+    }  # fmt: skip
     return Launch((REQS,), args)
 
 
@@ -143,17 +118,12 @@ def post_update(draw: Draw) -> Launch:
         "idx_mapping_ptr": draw.slots(negative=True),
         "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS),
         "last_sampled_tokens_ptr": draw.ints(0, 900, SLOTS, dtype=torch.int64),
-        "output_bin_counts_ptr": counts,
-        "sampled_tokens_ptr": sampled,
+        "output_bin_counts_ptr": counts, "sampled_tokens_ptr": sampled,
         "num_sampled_ptr": draw.ints(0, STEPS + 2, REQS),
-        "num_rejected_ptr": draw.ints(0, STEPS, REQS),
-        "query_start_loc_ptr": draw.starts(7),
-        "all_token_ids_ptr": tokens,
-        "total_len_ptr": draw.ints(0, LENGTH - STEPS - 1, SLOTS),
-        "draft_tokens_ptr": None,
-        "draft_tokens_out_ptr": None,
-        "num_draft_tokens": 0,
-    }
+        "num_rejected_ptr": draw.ints(0, STEPS, REQS), "query_start_loc_ptr": draw.starts(7),
+        "all_token_ids_ptr": tokens, "total_len_ptr": draw.ints(0, LENGTH - STEPS - 1, SLOTS),
+        "draft_tokens_ptr": None, "draft_tokens_out_ptr": None, "num_draft_tokens": 0,
+    }  # fmt: skip
     return Launch((REQS,), args)
 
 
@@ -209,18 +179,14 @@ def gather_block_tables(draw: Draw, masked: bool) -> Launch:
     sources = [draw.ints(0, 90, SLOTS, width) for width in widths]
     targets = [draw.ints(-9, 0, SLOTS, width) for width in widths]
     args = {
-        "batch_idx_to_req_idx": draw.slots(),
-        "src_block_table_ptrs": addresses(sources),
-        "dst_block_table_ptrs": addresses(targets),
-        "block_table_strides": torch.tensor(widths),
-        "num_blocks_ptr": draw.ints(0, 7, 2, SLOTS),
-        "num_reqs": REQS,
+        "batch_idx_to_req_idx": draw.slots(), "src_block_table_ptrs": addresses(sources),
+        "dst_block_table_ptrs": addresses(targets), "block_table_strides": torch.tensor(widths),
+        "num_blocks_ptr": draw.ints(0, 7, 2, SLOTS), "num_reqs": REQS,
         "num_computed_tokens_ptr": draw.ints(0, 24, SLOTS),
         "sliding_window_reach_ptr": torch.tensor([5, 0] if draw.hostile else [5, 9]).int(),
-        "block_sizes_ptr": torch.tensor([4, 2], dtype=torch.int32),
-        "MASK_SLIDING_WINDOW": masked,
+        "block_sizes_ptr": torch.tensor([4, 2], dtype=torch.int32), "MASK_SLIDING_WINDOW": masked,
         "BLOCK_SIZE": 4,
-    }
+    }  # fmt: skip
     return Launch((2, REQS + 2), args, sources + targets)
 
 
@@ -232,22 +198,15 @@ def compute_slot_mappings(draw: Draw, cp_size: int) -> Launch:
     tokens = int(starts[-1]) + 6
     slots = draw.ints(-9, 0, 2, tokens, dtype=torch.int64)
     args = {
-        "max_num_tokens": tokens,
-        "idx_mapping": draw.slots(negative=True),
-        "query_start_loc": starts,
-        "pos": draw.ints(0, 64, tokens, dtype=torch.int64),
-        "block_table_ptrs": addresses(tables),
-        "block_table_strides": torch.tensor(widths),
+        "max_num_tokens": tokens, "idx_mapping": draw.slots(negative=True),
+        "query_start_loc": starts, "pos": draw.ints(0, 64, tokens, dtype=torch.int64),
+        "block_table_ptrs": addresses(tables), "block_table_strides": torch.tensor(widths),
         "block_sizes": torch.tensor(sizes, dtype=torch.int32),
         "slot_mapping_enabled": torch.tensor([True, not draw.hostile]),
-        "dcp_sharded": torch.tensor([True, False]),
-        "slot_mappings_ptr": slots,
-        "cp_rank": 1 if cp_size > 1 else 0,
-        "CP_SIZE": cp_size,
-        "CP_INTERLEAVE": 2 if cp_size > 1 else 1,
-        "PAD_ID": -1,
-        "TRITON_BLOCK_SIZE": 4,
-    }
+        "dcp_sharded": torch.tensor([True, False]), "slot_mappings_ptr": slots,
+        "cp_rank": 1 if cp_size > 1 else 0, "CP_SIZE": cp_size,
+        "CP_INTERLEAVE": 2 if cp_size > 1 else 1, "PAD_ID": -1, "TRITON_BLOCK_SIZE": 4,
+    }  # fmt: skip
     return Launch((2, REQS + 1), args, tables)
 
 
@@ -274,32 +233,19 @@ def prepare_dflash_inputs(draw: Draw, from_anchor: bool, cp_size: int) -> Launch
         "out_sample_indices_ptr": draw.ints(-9, 0, SLOTS * STEPS, dtype=torch.int64),
         "out_sample_pos_ptr": draw.ints(-9, 0, SLOTS * STEPS, dtype=torch.int64),
         "out_sample_idx_mapping_ptr": draw.ints(-9, 0, SLOTS * STEPS),
-        "out_temperature_ptr": draw.floats(SLOTS),
-        "out_seeds_ptr": draw.seeds(),
-        "target_positions_ptr": positions,
-        "target_query_start_loc_ptr": starts,
+        "out_temperature_ptr": draw.floats(SLOTS), "out_seeds_ptr": draw.seeds(),
+        "target_positions_ptr": positions, "target_query_start_loc_ptr": starts,
         "idx_mapping_ptr": draw.slots(),
         "last_sampled_ptr": draw.ints(0, 900, SLOTS, dtype=torch.int64),
         "next_prefill_tokens_ptr": draw.ints(0, 900, SLOTS),
-        "num_sampled_ptr": draw.ints(0, 2, REQS),
-        "num_rejected_ptr": rejected,
-        "temperature_ptr": draw.temperatures(),
-        "seeds_ptr": draw.seeds(),
-        "block_table_ptr": table,
-        "parallel_drafting_token_id": 77,
-        "block_size": 4,
-        "num_query_per_req": queries,
-        "num_speculative_steps": STEPS,
-        "max_num_reqs": SLOTS,
-        "max_num_tokens": most,
-        "max_model_len": 48,
-        "cp_rank": 1 if cp_size > 1 else 0,
-        "SAMPLE_FROM_ANCHOR": from_anchor,
-        "PAD_SLOT_ID": -1,
-        "CP_SIZE": cp_size,
-        "CP_INTERLEAVE": 2 if cp_size > 1 else 1,
+        "num_sampled_ptr": draw.ints(0, 2, REQS), "num_rejected_ptr": rejected,
+        "temperature_ptr": draw.temperatures(), "seeds_ptr": draw.seeds(), "block_table_ptr": table,
+        "parallel_drafting_token_id": 77, "block_size": 4, "num_query_per_req": queries,
+        "num_speculative_steps": STEPS, "max_num_reqs": SLOTS, "max_num_tokens": most,
+        "max_model_len": 48, "cp_rank": 1 if cp_size > 1 else 0, "SAMPLE_FROM_ANCHOR": from_anchor,
+        "PAD_SLOT_ID": -1, "CP_SIZE": cp_size, "CP_INTERLEAVE": 2 if cp_size > 1 else 1,
         "BLOCK_SIZE": 8,
-    }
+    }  # fmt: skip
     return Launch((REQS, 2), args)
 
 
@@ -342,16 +288,11 @@ def prepare_rope_positions(draw: Draw) -> Launch:
     args = {
         "positions_ptr": draw.ints(-9, 0, dims, 40, dtype=torch.int64),
         "prefill_positions_ptr": draw.ints(0, 900, SLOTS * dims, LENGTH),
-        "prefill_positions_stride0": dims * LENGTH,
-        "prefill_positions_stride1": LENGTH,
-        "prefill_delta_ptr": draw.ints(-5, 6, SLOTS),
-        "idx_mapping_ptr": draw.slots(),
-        "query_start_loc_ptr": starts,
-        "prefill_lens_ptr": draw.ints(8, 32, SLOTS),
-        "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS),
-        "BLOCK_SIZE": 4,
-        "NUM_DIMS": dims,
-    }
+        "prefill_positions_stride0": dims * LENGTH, "prefill_positions_stride1": LENGTH,
+        "prefill_delta_ptr": draw.ints(-5, 6, SLOTS), "idx_mapping_ptr": draw.slots(),
+        "query_start_loc_ptr": starts, "prefill_lens_ptr": draw.ints(8, 32, SLOTS),
+        "num_computed_tokens_ptr": draw.ints(0, 40, SLOTS), "BLOCK_SIZE": 4, "NUM_DIMS": dims,
+    }  # fmt: skip
     return Launch((REQS,), args)
 
 
@@ -366,15 +307,10 @@ def apply_prompt_embeds(draw: Draw, dtype: torch.dtype) -> Launch:
     mask_addresses[::2] = 0
     out = draw.rows(draw.floats(int(starts[-1]) + 2, hidden)).to(dtype)
     args = {
-        "inputs_embeds_ptr": out,
-        "embeds_ptrs_ptr": addresses(embeds),
-        "mask_ptrs_ptr": mask_addresses,
-        "embeds_lens_ptr": lengths,
-        "idx_mapping_ptr": draw.slots(),
-        "query_start_loc_ptr": starts,
-        "num_computed_tokens_ptr": draw.ints(0, 9, SLOTS),
-        "hidden_size": hidden,
-        "TOKEN_BLOCK": 4,
+        "inputs_embeds_ptr": out, "embeds_ptrs_ptr": addresses(embeds),
+        "mask_ptrs_ptr": mask_addresses, "embeds_lens_ptr": lengths,
+        "idx_mapping_ptr": draw.slots(), "query_start_loc_ptr": starts,
+        "num_computed_tokens_ptr": draw.ints(0, 9, SLOTS), "hidden_size": hidden, "TOKEN_BLOCK": 4,
         "BLOCK_SIZE": 8,
-    }
+    }  # fmt: skip
     return Launch((REQS, 2), args, embeds + masks)

@@ -22,21 +22,14 @@ def compact_sampling_mask(draw: Draw) -> Launch:
     logits[draw.floats(*logits.shape) < 1.5] = -torch.inf
     kept, width = 40, -(-VOCAB // 8)
     args = {
-        "logits_ptr": logits,
-        "logits_row_stride": logits.stride(0),
-        "logits_col_stride": 1,
+        "logits_ptr": logits, "logits_row_stride": logits.stride(0), "logits_col_stride": 1,
         "cu_num_logits_ptr": starts,
         "num_sampled_tokens_ptr": torch.minimum(draw.ints(0, 3, REQS), starts.diff()),
-        "token_ids_ptr": draw.ints(-9, 0, REQS * slots, kept),
-        "token_ids_row_stride": kept,
+        "token_ids_ptr": draw.ints(-9, 0, REQS * slots, kept), "token_ids_row_stride": kept,
         "packed_mask_ptr": draw.ints(0, 9, REQS * slots, width, dtype=torch.uint8),
-        "packed_mask_row_stride": width,
-        "counts_ptr": draw.ints(-9, 0, REQS * slots),
-        "vocab_size": VOCAB,
-        "max_num_kept": kept,
-        "ROWS_PER_REQUEST": slots,
-        "BLOCK_SIZE": 256,
-    }
+        "packed_mask_row_stride": width, "counts_ptr": draw.ints(-9, 0, REQS * slots),
+        "vocab_size": VOCAB, "max_num_kept": kept, "ROWS_PER_REQUEST": slots, "BLOCK_SIZE": 256,
+    }  # fmt: skip
     return Launch((REQS * slots,), args)
 
 
@@ -63,12 +56,9 @@ def gather_draft_sampled(draw: Draw) -> Launch:
         "input_ids_ptr": draw.ints(0, VOCAB, 40),
         "positions_ptr": draw.ints(0, 40, 40, dtype=torch.int64),
         "logits_indices_ptr": draw.ints(0, 40, rows, dtype=torch.int64),
-        "expanded_idx_mapping_ptr": slots,
-        "expanded_local_pos_ptr": positions,
-        "prefill_len_ptr": draw.ints(1, 40, SLOTS),
-        "num_logits": rows,
-        "BLOCK_SIZE": 8,
-    }
+        "expanded_idx_mapping_ptr": slots, "expanded_local_pos_ptr": positions,
+        "prefill_len_ptr": draw.ints(1, 40, SLOTS), "num_logits": rows, "BLOCK_SIZE": 8,
+    }  # fmt: skip
     return Launch((-(-rows // 8),), args)
 
 
@@ -116,20 +106,12 @@ def local_logits_stats(draw: Draw, draft: bool) -> Launch:
     out = [draw.floats(batch.rows, _BLOCKS) for _ in range(4)]
     args = dict(
         target_local_argmax_ptr=draw.ints(-9, 0, batch.rows, _BLOCKS, dtype=torch.int64),
-        target_local_max_ptr=out[0],
-        target_local_sumexp_ptr=out[1],
-        draft_local_max_ptr=out[2],
-        draft_local_sumexp_ptr=out[3],
-        target_logits_ptr=batch.logits,
-        expanded_idx_mapping_ptr=batch.row_slots,
-        expanded_local_pos_ptr=batch.positions,
-        temp_ptr=batch.temperature,
-        vocab_size=VOCAB,
-        num_speculative_steps=STEPS,
-        num_logits=batch.rows,
-        BLOCK_SIZE=256,
-        **batch.draft_args(draft),
-    )
+        target_local_max_ptr=out[0], target_local_sumexp_ptr=out[1], draft_local_max_ptr=out[2],
+        draft_local_sumexp_ptr=out[3], target_logits_ptr=batch.logits,
+        expanded_idx_mapping_ptr=batch.row_slots, expanded_local_pos_ptr=batch.positions,
+        temp_ptr=batch.temperature, vocab_size=VOCAB, num_speculative_steps=STEPS,
+        num_logits=batch.rows, BLOCK_SIZE=256, **batch.draft_args(draft),
+    )  # fmt: skip
     return Launch((batch.rows, _BLOCKS), args)
 
 
@@ -140,34 +122,19 @@ def rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
     batch = _Verified(draw)
     args = dict(
         sampled_ptr=draw.ints(-9, 0, REQS, STEPS + 1, dtype=torch.int64),
-        rejected_steps_ptr=draw.ints(-9, 0, REQS),
-        target_rejected_logsumexp_ptr=draw.floats(REQS),
-        draft_rejected_logsumexp_ptr=draw.floats(REQS),
-        target_logits_ptr=batch.logits,
-        target_local_argmax_ptr=batch.argmaxes,
-        target_local_max_ptr=batch.maxes,
-        target_local_sumexp_ptr=batch.sums,
-        draft_sampled_ptr=batch.drafts,
-        draft_local_max_ptr=batch.maxes,
-        draft_local_sumexp_ptr=batch.sums,
-        cu_num_logits_ptr=batch.starts,
-        idx_mapping_ptr=batch.slots,
-        temp_ptr=batch.temperature,
-        seed_ptr=batch.seeds,
-        pos_ptr=batch.pos,
+        rejected_steps_ptr=draw.ints(-9, 0, REQS), target_rejected_logsumexp_ptr=draw.floats(REQS),
+        draft_rejected_logsumexp_ptr=draw.floats(REQS), target_logits_ptr=batch.logits,
+        target_local_argmax_ptr=batch.argmaxes, target_local_max_ptr=batch.maxes,
+        target_local_sumexp_ptr=batch.sums, draft_sampled_ptr=batch.drafts,
+        draft_local_max_ptr=batch.maxes, draft_local_sumexp_ptr=batch.sums,
+        cu_num_logits_ptr=batch.starts, idx_mapping_ptr=batch.slots, temp_ptr=batch.temperature,
+        seed_ptr=batch.seeds, pos_ptr=batch.pos,
         synthetic_conditional_rates_ptr=torch.full((STEPS,), 0.7) if synthetic else None,
-        cumulative_log_p_ptr=None,
-        local_residual_mass_ptr=None,
-        local_residual_mass_stride=0,
-        fly_entropy_ptr=None,
-        fly_entropy_threshold=0.3,
-        FLY_WINDOW_SIZE=0,
-        vocab_num_blocks=_BLOCKS,
-        PADDED_VOCAB_NUM_BLOCKS=4,
-        SYNTHETIC_MODE=synthetic,
-        USE_BLOCK_VERIFICATION=False,
-        **batch.draft_args(draft),
-    )
+        cumulative_log_p_ptr=None, local_residual_mass_ptr=None, local_residual_mass_stride=0,
+        fly_entropy_ptr=None, fly_entropy_threshold=0.3, FLY_WINDOW_SIZE=0,
+        vocab_num_blocks=_BLOCKS, PADDED_VOCAB_NUM_BLOCKS=4, SYNTHETIC_MODE=synthetic,
+        USE_BLOCK_VERIFICATION=False, **batch.draft_args(draft),
+    )  # fmt: skip
     return Launch((REQS,), args)
 
 
@@ -178,33 +145,17 @@ def resample(draw: Draw, draft: bool) -> Launch:
     steps = (draw.ints(0, STEPS + 1, REQS) % batch.starts.diff()).to(torch.int32)
     args = dict(
         resampled_local_argmax_ptr=draw.ints(-9, 0, REQS, _BLOCKS, dtype=torch.int64),
-        resampled_local_max_ptr=draw.floats(REQS, _BLOCKS),
-        target_logits_ptr=batch.logits,
+        resampled_local_max_ptr=draw.floats(REQS, _BLOCKS), target_logits_ptr=batch.logits,
         target_rejected_logsumexp_ptr=draw.floats(REQS),
-        draft_rejected_logsumexp_ptr=draw.floats(REQS),
-        rejected_step_ptr=steps,
-        cu_num_logits_ptr=batch.starts,
-        expanded_idx_mapping_ptr=batch.row_slots,
-        draft_sampled_ptr=batch.drafts,
-        temp_ptr=batch.temperature,
-        seed_ptr=batch.seeds,
-        pos_ptr=batch.pos,
-        cumulative_log_p_ptr=None,
-        contexts_ptr=None,
-        contexts_stride=0,
-        watermarking_ptr=None,
-        watermarking_skip_mask_ptr=None,
-        watermark_key_0=0,
-        watermark_key_1=0,
-        vocab_size=VOCAB,
-        BLOCK_SIZE=256,
-        USE_FP64=False,
-        USE_BLOCK_VERIFICATION=False,
-        CONTEXT_WIDTH=1,
-        WATERMARK=False,
-        DEDUPLICATE_CONTEXTS=False,
+        draft_rejected_logsumexp_ptr=draw.floats(REQS), rejected_step_ptr=steps,
+        cu_num_logits_ptr=batch.starts, expanded_idx_mapping_ptr=batch.row_slots,
+        draft_sampled_ptr=batch.drafts, temp_ptr=batch.temperature, seed_ptr=batch.seeds,
+        pos_ptr=batch.pos, cumulative_log_p_ptr=None, contexts_ptr=None, contexts_stride=0,
+        watermarking_ptr=None, watermarking_skip_mask_ptr=None, watermark_key_0=0,
+        watermark_key_1=0, vocab_size=VOCAB, BLOCK_SIZE=256, USE_FP64=False,
+        USE_BLOCK_VERIFICATION=False, CONTEXT_WIDTH=1, WATERMARK=False, DEDUPLICATE_CONTEXTS=False,
         **batch.draft_args(draft),
-    )
+    )  # fmt: skip
     return Launch((REQS, _BLOCKS), args)
 
 
@@ -218,13 +169,10 @@ def insert_resampled(draw: Draw) -> Launch:
         "sampled_ptr": draw.ints(-9, 0, REQS, STEPS + 1, dtype=torch.int64),
         "num_sampled_ptr": (draw.ints(0, STEPS + 1, REQS) % batch.starts.diff()).to(torch.int32),
         "resampled_local_argmax_ptr": draw.ints(0, VOCAB, REQS, _BLOCKS, dtype=torch.int64),
-        "resampled_local_max_ptr": maxes,
-        "resample_num_blocks": _BLOCKS,
-        "cu_num_logits_ptr": batch.starts,
-        "expanded_idx_mapping_ptr": batch.row_slots,
-        "temp_ptr": batch.temperature,
-        "PADDED_RESAMPLE_NUM_BLOCKS": 4,
-    }
+        "resampled_local_max_ptr": maxes, "resample_num_blocks": _BLOCKS,
+        "cu_num_logits_ptr": batch.starts, "expanded_idx_mapping_ptr": batch.row_slots,
+        "temp_ptr": batch.temperature, "PADDED_RESAMPLE_NUM_BLOCKS": 4,
+    }  # fmt: skip
     return Launch((REQS,), args)
 
 
@@ -243,20 +191,14 @@ def walk(draw: Draw, probabilistic: bool, fp64: bool) -> Launch:
         scores[0, 1:] = -torch.inf
     slots = draw.slots(negative=True)
     args = {
-        "scores_ptr": scores,
-        "candidate_ptr": _candidates(draw, REQS * STEPS),
+        "scores_ptr": scores, "candidate_ptr": _candidates(draw, REQS * STEPS),
         "sample_pos_ptr": draw.ints(1, 300, REQS * STEPS, dtype=torch.int64),
         "req_state_ptr": slots.to(torch.int64).repeat_interleave(STEPS),
-        "temperature_ptr": draw.temperatures(),
-        "seeds_ptr": draw.seeds(),
+        "temperature_ptr": draw.temperatures(), "seeds_ptr": draw.seeds(),
         "tokens_ptr": torch.full((REQS, STEPS), -9, dtype=torch.int64),
-        "realized_scores_ptr": torch.zeros(REQS, STEPS, _K),
-        "num_steps": STEPS,
-        "top_k": _K,
-        "BLOCK_K": 8,
-        "SAMPLE_PROBABILISTIC": probabilistic,
-        "USE_FP64": fp64,
-    }
+        "realized_scores_ptr": torch.zeros(REQS, STEPS, _K), "num_steps": STEPS, "top_k": _K,
+        "BLOCK_K": 8, "SAMPLE_PROBABILISTIC": probabilistic, "USE_FP64": fp64,
+    }  # fmt: skip
     return Launch((REQS,), args)
 
 
@@ -265,15 +207,11 @@ def cache_draft_logits(draw: Draw) -> Launch:
     slots = draw.slots(negative=True)
     logits = draw.rows(draw.floats(SLOTS * STEPS, VOCAB))
     args = {
-        "draft_logits_ptr": logits,
-        "cached_candidate_ptr": _candidates(draw, SLOTS * STEPS),
+        "draft_logits_ptr": logits, "cached_candidate_ptr": _candidates(draw, SLOTS * STEPS),
         "candidate_ptr": _candidates(draw, REQS * STEPS),
         "scores_ptr": draw.floats(REQS, STEPS, _K),
         "req_state_ptr": slots.to(torch.int64).repeat_interleave(STEPS),
         "draft_logits_stride_0": STEPS * logits.stride(0),
-        "draft_logits_stride_1": logits.stride(0),
-        "num_steps": STEPS,
-        "top_k": _K,
-        "BLOCK_K": 8,
-    }
+        "draft_logits_stride_1": logits.stride(0), "num_steps": STEPS, "top_k": _K, "BLOCK_K": 8,
+    }  # fmt: skip
     return Launch((REQS * STEPS,), args)

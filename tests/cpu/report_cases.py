@@ -17,14 +17,9 @@ def topk_log_softmax(draw: Draw) -> Launch:
     logits = draw.logits(rows)
     tokens = draw.rows(draw.ints(0, VOCAB, rows, top_k, dtype=torch.int64))
     args = {
-        "output_ptr": draw.floats(rows, top_k),
-        "logits_ptr": logits,
-        "topk_ids_ptr": tokens,
-        "topk": top_k,
-        "vocab_size": VOCAB,
-        "BLOCK_SIZE": 256,
-        "TOPK_BLOCK_SIZE": 4,
-    }
+        "output_ptr": draw.floats(rows, top_k), "logits_ptr": logits, "topk_ids_ptr": tokens,
+        "topk": top_k, "vocab_size": VOCAB, "BLOCK_SIZE": 256, "TOPK_BLOCK_SIZE": 4,
+    }  # fmt: skip
     return Launch((rows,), args)
 
 

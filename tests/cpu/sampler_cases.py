@@ -24,12 +24,9 @@ def temperature(draw: Draw) -> Launch:
     _, slots, _, rows = _rows(draw)
     logits = draw.logits(rows)
     args = {
-        "logits_ptr": logits,
-        "expanded_idx_mapping_ptr": slots,
-        "temperature_ptr": draw.temperatures(),
-        "vocab_size": VOCAB,
-        "BLOCK_SIZE": 256,
-    }
+        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots,
+        "temperature_ptr": draw.temperatures(), "vocab_size": VOCAB, "BLOCK_SIZE": 256,
+    }  # fmt: skip
     return Launch((rows, 3), args)
 
 
@@ -50,19 +47,12 @@ def gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
         "logits_cache_stride_1": cache.stride(1) if cache is not None else 0,
         "logits_cache_col_ptr": positions.to(torch.int64) if drafting else None,
         "logits_cache_source_ptr": logits if drafting else None,
-        "logits_cache_source_stride": logits.stride(0) if drafting else 0,
-        "logits_ptr": logits,
-        "expanded_idx_mapping_ptr": slots,
-        "seeds_ptr": draw.seeds(),
-        "pos_ptr": draw.ints(0, 4000, rows, dtype=torch.int64),
-        "temp_ptr": draw.temperatures(),
-        "vocab_size": VOCAB,
-        "BLOCK_SIZE": 256,
-        "IS_DRAFTING": drafting,
-        "APPLY_TEMPERATURE": drafting,
-        "USE_FP64": fp64,
-        "PER_TOKEN_COL": drafting,
-    }
+        "logits_cache_source_stride": logits.stride(0) if drafting else 0, "logits_ptr": logits,
+        "expanded_idx_mapping_ptr": slots, "seeds_ptr": draw.seeds(),
+        "pos_ptr": draw.ints(0, 4000, rows, dtype=torch.int64), "temp_ptr": draw.temperatures(),
+        "vocab_size": VOCAB, "BLOCK_SIZE": 256, "IS_DRAFTING": drafting,
+        "APPLY_TEMPERATURE": drafting, "USE_FP64": fp64, "PER_TOKEN_COL": drafting,
+    }  # fmt: skip
     return Launch((rows, 3), args)
 
 
@@ -71,12 +61,9 @@ def min_p(draw: Draw) -> Launch:
     _, slots, _, rows = _rows(draw)
     logits = draw.logits(rows)
     args = {
-        "logits_ptr": logits,
-        "expanded_idx_mapping_ptr": slots,
-        "min_p_ptr": draw.ints(0, 5, SLOTS) / 17,
-        "vocab_size": VOCAB,
-        "BLOCK_SIZE": 256,
-    }
+        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots,
+        "min_p_ptr": draw.ints(0, 5, SLOTS) / 17, "vocab_size": VOCAB, "BLOCK_SIZE": 256,
+    }  # fmt: skip
     return Launch((rows,), args)
 
 
@@ -90,18 +77,13 @@ def penalties(draw: Draw) -> Launch:
     counts = draw.rows((draw.ints(0, 9, SLOTS, VOCAB) - 6).clamp(min=0))
     mask = draw.rows(draw.ints(-(2**31), 2**31, SLOTS, -(-VOCAB // 32)))
     args = {
-        "logits_ptr": logits,
-        "expanded_idx_mapping_ptr": slots,
-        "token_ids_ptr": tokens,
+        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots, "token_ids_ptr": tokens,
         "expanded_local_pos_ptr": positions,
         "repetition_penalty_ptr": 1 + draw.ints(0, 3, SLOTS) / 7,
         "frequency_penalty_ptr": draw.ints(-1, 2, SLOTS) / 3,
-        "presence_penalty_ptr": draw.ints(-1, 2, SLOTS) / 9,
-        "prompt_bin_mask_ptr": mask,
-        "output_bin_counts_ptr": counts,
-        "vocab_size": VOCAB,
-        "BLOCK_SIZE": 256,
-    }
+        "presence_penalty_ptr": draw.ints(-1, 2, SLOTS) / 9, "prompt_bin_mask_ptr": mask,
+        "output_bin_counts_ptr": counts, "vocab_size": VOCAB, "BLOCK_SIZE": 256,
+    }  # fmt: skip
     return Launch((rows, 3), args)
 
 
@@ -112,14 +94,10 @@ def bincount(draw: Draw) -> Launch:
     mask = draw.rows(torch.zeros(SLOTS, -(-VOCAB // 32), dtype=torch.int32))
     counts = draw.rows(torch.zeros(SLOTS, VOCAB, dtype=torch.int32))
     args = {
-        "expanded_idx_mapping_ptr": draw.slots(),
-        "all_token_ids_ptr": tokens,
-        "prompt_len_ptr": prompts,
-        "prefill_len_ptr": prompts + draw.ints(0, 30, SLOTS),
-        "prompt_bin_mask_ptr": mask,
-        "output_bin_counts_ptr": counts,
-        "BLOCK_SIZE": 16,
-    }
+        "expanded_idx_mapping_ptr": draw.slots(), "all_token_ids_ptr": tokens,
+        "prompt_len_ptr": prompts, "prefill_len_ptr": prompts + draw.ints(0, 30, SLOTS),
+        "prompt_bin_mask_ptr": mask, "output_bin_counts_ptr": counts, "BLOCK_SIZE": 16,
+    }  # fmt: skip
     return Launch((REQS, 4), args)
 
 
@@ -137,17 +115,12 @@ def bad_words(draw: Draw) -> Launch:
         drafts[1::4] = -1
     prompts = draw.ints(1, 30, SLOTS)
     args = {
-        "logits_ptr": logits,
-        "expanded_idx_mapping_ptr": slots,
-        "bad_word_token_ids_ptr": word_tokens,
-        "bad_word_offsets_ptr": offsets,
-        "num_bad_words_ptr": draw.ints(0, words + 1, SLOTS),
-        "all_token_ids_ptr": tokens,
-        "prompt_len_ptr": prompts,
-        "total_len_ptr": prompts + draw.ints(0, 30, SLOTS),
-        "input_ids_ptr": drafts,
-        "expanded_local_pos_ptr": positions,
-    }
+        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots,
+        "bad_word_token_ids_ptr": word_tokens, "bad_word_offsets_ptr": offsets,
+        "num_bad_words_ptr": draw.ints(0, words + 1, SLOTS), "all_token_ids_ptr": tokens,
+        "prompt_len_ptr": prompts, "total_len_ptr": prompts + draw.ints(0, 30, SLOTS),
+        "input_ids_ptr": drafts, "expanded_local_pos_ptr": positions,
+    }  # fmt: skip
     return Launch((rows, words), args)
 
 
@@ -168,23 +141,14 @@ def bias(draw: Draw, check: bool) -> Launch:
     bias = draw.floats(SLOTS, width)
     numbers = [draw.ints(-2, width + 1, SLOTS).clamp(min=0) for _ in range(3)]
     args = {
-        "logits_ptr": logits,
-        "vocab_size": VOCAB,
-        "expanded_idx_mapping_ptr": slots,
-        "num_allowed_token_ids_ptr": numbers[0],
-        "allowed_token_ids_ptr": allowed,
-        "num_logit_bias_ptr": numbers[1],
-        "bias_token_ids_ptr": biased,
-        "bias_ptr": bias,
+        "logits_ptr": logits, "vocab_size": VOCAB, "expanded_idx_mapping_ptr": slots,
+        "num_allowed_token_ids_ptr": numbers[0], "allowed_token_ids_ptr": allowed,
+        "num_logit_bias_ptr": numbers[1], "bias_token_ids_ptr": biased, "bias_ptr": bias,
         "pos_ptr": draw.ints(0, 20, rows, dtype=torch.int64),
-        "min_lens_ptr": draw.ints(0, 30, SLOTS),
-        "num_stop_token_ids_ptr": numbers[2],
-        "restore_when_all_masked_ptr": draw.ints(0, 3, SLOTS) > 0,
-        "stop_token_ids_ptr": stop,
-        "BLOCK_SIZE": 8,
-        "LOGITS_BLOCK_SIZE": 256,
-        "CHECK_ALL_MASKED_ROWS": check,
-    }
+        "min_lens_ptr": draw.ints(0, 30, SLOTS), "num_stop_token_ids_ptr": numbers[2],
+        "restore_when_all_masked_ptr": draw.ints(0, 3, SLOTS) > 0, "stop_token_ids_ptr": stop,
+        "BLOCK_SIZE": 8, "LOGITS_BLOCK_SIZE": 256, "CHECK_ALL_MASKED_ROWS": check,
+    }  # fmt: skip
     return Launch((rows,), args)
 
 
@@ -196,14 +160,10 @@ def grammar_bitmask(draw: Draw) -> Launch:
     positions = draw.ints(0, REQS, masks) * (STEPS + 3) + torch.arange(masks) % (STEPS + 3)
     words = draw.rows(draw.ints(-(2**31), 2**31, masks, -(-VOCAB // 32)))
     args = {
-        "logits_ptr": logits,
-        "logits_indices_ptr": positions.to(torch.int32),
-        "cu_num_logits_ptr": starts,
-        "bitmask_ptr": words,
-        "vocab_size": VOCAB,
-        "MASK_STRIDE": STEPS + 3,
-        "BLOCK_SIZE": 256,
-    }
+        "logits_ptr": logits, "logits_indices_ptr": positions.to(torch.int32),
+        "cu_num_logits_ptr": starts, "bitmask_ptr": words, "vocab_size": VOCAB,
+        "MASK_STRIDE": STEPS + 3, "BLOCK_SIZE": 256,
+    }  # fmt: skip
     return Launch((masks, 3), args)
 
 
@@ -237,20 +197,14 @@ def marker_cache(draw: Draw) -> Launch:
     cold = draw.ints(0, 2, SLOTS) == 0
     last_start, last_end = (draw.ints(-1, 20, SLOTS).masked_fill(cold, -1) for _ in range(2))
     args = {
-        "req_ids_ptr": draw.slots(),
-        "thinking_token_budget_ptr": budgets,
-        "all_token_ids_ptr": tokens,
-        "total_len_ptr": totals,
-        "cached_last_start_ptr": last_start,
+        "req_ids_ptr": draw.slots(), "thinking_token_budget_ptr": budgets,
+        "all_token_ids_ptr": tokens, "total_len_ptr": totals, "cached_last_start_ptr": last_start,
         "cached_last_end_ptr": last_end,
         "cached_scan_pos_ptr": draw.ints(0, 50, SLOTS).masked_fill(cold, 0),
         "reasoning_start_token_ids_ptr": torch.tensor([1, 2, 0], dtype=torch.int32),
         "natural_reasoning_end_token_ids_ptr": torch.tensor([2, 2], dtype=torch.int32),
-        "START_LEN": 3,
-        "NATURAL_END_LEN": 2,
-        "MAX_LEN": 3,
-        "BLOCK": 8,
-    }
+        "START_LEN": 3, "NATURAL_END_LEN": 2, "MAX_LEN": 3, "BLOCK": 8,
+    }  # fmt: skip
     return Launch((REQS,), args)
 
 
@@ -263,20 +217,14 @@ def thinking_budget(draw: Draw) -> Launch:
     if draw.hostile:
         drafts[1::4] = -1
     args = {
-        "logits_ptr": logits,
-        "expanded_idx_mapping_ptr": slots,
-        "thinking_token_budget_ptr": budgets,
-        "all_token_ids_ptr": tokens,
-        "total_len_ptr": totals,
-        "input_ids_ptr": drafts,
-        "expanded_local_pos_ptr": positions,
+        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots,
+        "thinking_token_budget_ptr": budgets, "all_token_ids_ptr": tokens, "total_len_ptr": totals,
+        "input_ids_ptr": drafts, "expanded_local_pos_ptr": positions,
         "cached_last_start_ptr": draw.ints(-1, 20, SLOTS),
         "cached_last_end_ptr": draw.ints(-1, 12, SLOTS),
         "reasoning_start_token_ids_ptr": torch.tensor([1, 2], dtype=torch.int32),
         "natural_reasoning_end_token_ids_ptr": torch.tensor([2, 2, 1], dtype=torch.int32),
-        "reasoning_end_token_ids_ptr": torch.tensor([2, 0, 1], dtype=torch.int32),
-        "START_LEN": 2,
-        "NATURAL_END_LEN": 3,
-        "END_LEN": 3,
-    }
+        "reasoning_end_token_ids_ptr": torch.tensor([2, 0, 1], dtype=torch.int32), "START_LEN": 2,
+        "NATURAL_END_LEN": 3, "END_LEN": 3,
+    }  # fmt: skip
     return Launch((rows,), args)

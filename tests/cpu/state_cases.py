@@ -15,17 +15,12 @@ _MAMBA = "vllm.v1.worker.mamba_utils"
 @case(f"{_MAMBA}:preprocess_mamba_align_fused_kernel")
 def preprocess_mamba_align(draw: Draw) -> Launch:
     args = {
-        "idx_mapping_ptr": draw.slots(),
-        "state_idx_ptr": draw.ints(-1, 4, SLOTS),
-        "num_computed_tokens_ptr": draw.ints(0, 30, SLOTS),
-        "query_start_loc_ptr": draw.starts(9),
-        "num_accepted_tokens_ptr": draw.ints(0, 5, SLOTS),
-        "src_col_ptr": draw.ints(-9, 0, SLOTS),
-        "src_off_ptr": draw.ints(-9, 0, SLOTS),
-        "num_reqs": REQS,
-        "BLOCK_SIZE": 8,
+        "idx_mapping_ptr": draw.slots(), "state_idx_ptr": draw.ints(-1, 4, SLOTS),
+        "num_computed_tokens_ptr": draw.ints(0, 30, SLOTS), "query_start_loc_ptr": draw.starts(9),
+        "num_accepted_tokens_ptr": draw.ints(0, 5, SLOTS), "src_col_ptr": draw.ints(-9, 0, SLOTS),
+        "src_off_ptr": draw.ints(-9, 0, SLOTS), "num_reqs": REQS, "BLOCK_SIZE": 8,
         "MAMBA_BLOCK_SIZE": 8,
-    }
+    }  # fmt: skip
     return Launch((1,), args)
 
 
@@ -38,8 +33,7 @@ def _states(draw: Draw, dim_first: bool) -> tuple[dict[str, Any], list[torch.Ten
     ids = torch.arange(1, blocks, dtype=torch.int32).view(SLOTS, 9)
     tables = [ids.clone(), ids.flip(0).clone()]
     args = {
-        "block_table_ptrs_ptr": addresses(tables).to(torch.int64),
-        "block_table_stride_req": 9,
+        "block_table_ptrs_ptr": addresses(tables).to(torch.int64), "block_table_stride_req": 9,
         "state_base_addrs_ptr": addresses(behind).to(torch.int64),
         "state_block_strides_ptr": torch.tensor([4 * x.stride(0) for x in behind]),
         "state_elem_sizes_ptr": torch.tensor([4, 4, 4]).int(),
@@ -48,11 +42,9 @@ def _states(draw: Draw, dim_first: bool) -> tuple[dict[str, Any], list[torch.Ten
         "state_group_indices_ptr": torch.tensor([0, 0, 1]).int(),
         "state_dim_row_count_ptr": torch.tensor([dims if dim_first else 0, 0, 0]).int(),
         "state_dim_row_stride_ptr": torch.tensor([4 * width if dim_first else 0, 0, 0]),
-        "COPY_BLOCK_SIZE": 8,
-        "CONV_STATE_DIM_FIRST": dim_first,
-        "HAS_IDX_MAPPING": True,
+        "COPY_BLOCK_SIZE": 8, "CONV_STATE_DIM_FIRST": dim_first, "HAS_IDX_MAPPING": True,
         "TEMPORAL_TILES": 2,
-    }
+    }  # fmt: skip
     return args, behind + tables
 
 
@@ -77,15 +69,10 @@ def postprocess_mamba(draw: Draw, dim_first: bool) -> Launch:
     accepted = draw.ints(1, 5, SLOTS)
     computed = draw.ints(9, 40, SLOTS)
     args |= {
-        "num_accepted_tokens_ptr": accepted,
-        "mamba_state_idx_ptr": (computed - 1) // 8,
-        "num_scheduled_tokens_ptr": None,
-        "num_computed_tokens_ptr": computed,
-        "num_draft_tokens_ptr": None,
-        "num_accepted_tokens_out_ptr": accepted.clone(),
-        "idx_mapping_ptr": draw.slots(negative=True),
-        "num_reqs": REQS,
-        "block_size": 8,
+        "num_accepted_tokens_ptr": accepted, "mamba_state_idx_ptr": (computed - 1) // 8,
+        "num_scheduled_tokens_ptr": None, "num_computed_tokens_ptr": computed,
+        "num_draft_tokens_ptr": None, "num_accepted_tokens_out_ptr": accepted.clone(),
+        "idx_mapping_ptr": draw.slots(negative=True), "num_reqs": REQS, "block_size": 8,
         "PRECOMPUTED_NEW_COMPUTED": True,
-    }
+    }  # fmt: skip
     return Launch((REQS, 3, 2), args, behind)

@@ -44,14 +44,10 @@ def attention(
 @pytest.mark.parametrize(
     ("dtype", "dim", "kind"),
     [
-        (torch.float32, 64, "auto"),
-        (torch.bfloat16, 64, "auto"),
-        (torch.float32, 80, "auto"),
-        (torch.float32, 64, "fp8"),
-        (torch.bfloat16, 64, "fp8"),
-        (torch.float16, 32, "fp8_e5m2"),
+        (torch.float32, 64, "auto"), (torch.bfloat16, 64, "auto"), (torch.float32, 80, "auto"),
+        (torch.float32, 64, "fp8"), (torch.bfloat16, 64, "fp8"), (torch.float16, 32, "fp8_e5m2"),
     ],
-)
+)  # fmt: skip
 def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int, kind: str) -> None:
     current_platform.import_kernels()
     torch.cpu._init_amx()  # as an engine's first matrix product does

@@ -44,14 +44,11 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("where", "bastion", "ours"),
     [
-        ({}, True, True),
-        ({}, False, False),
-        ({"asked": "1"}, False, True),
-        ({"asked": "0"}, True, False),
-        ({"triton": True}, True, False),
+        ({}, True, True), ({}, False, False), ({"asked": "1"}, False, True),
+        ({"asked": "0"}, True, False), ({"triton": True}, True, False),
         ({"cpu": False}, True, False),
     ],
-)
+)  # fmt: skip
 def test_only_who_needs_it_gets_v2_on_native_kernels(
     host: Any, where: dict[str, Any], bastion: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trees import grow
+from tests.trees import grow, make_trees
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.drafters.room import MOST_AT_ONCE, by_parts, with_graphs
 from vllm_bastion.policy.trees import Trees
@@ -18,16 +18,8 @@ from vllm_bastion.step import Step
 DEPTH, VOCAB, WIDTH = 3, 96, 8
 
 
-def make_trees(requests: int) -> Trees:
-    trees = Trees(
-        max_num_reqs=requests,
-        max_num_tokens=4 * requests,
-        num_nodes=5,
-        depth=DEPTH,
-        top_k=4,
-        budget=None,
-        device=torch.device("cpu"),
-    )
+def bound_trees(requests: int) -> Trees:
+    trees = make_trees(requests, 5, DEPTH, top_k=4, rows=4 * requests)
     trees.bind_rows(torch.arange(requests), torch.ones(requests, dtype=torch.int32))
     return trees
 
@@ -46,7 +38,7 @@ def test_no_more_than_64_requests_have_logits_at_once(requests: int) -> None:
     model = SimpleNamespace(
         lm_head=SimpleNamespace(tp_size=1), logits_processor=head, draft_id_to_target_id=None
     )
-    trees, whole = make_trees(requests), make_trees(requests)
+    trees, whole = bound_trees(requests), bound_trees(requests)
     speculator = SimpleNamespace(model=model, trees=trees, runtime=SimpleNamespace(step=Step()))
     BastionSpeculator._grow_trees(speculator, hidden, requests)
     assert sum(seen) == requests * DEPTH and max(seen) <= MOST_AT_ONCE * DEPTH

@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.platforms import current_platform
-
-if current_platform.is_cpu():
-    importlib.import_module("vllm.v1.worker.cpu.shm")  # as vLLM's CPU worker does first
 
 from vllm_bastion.drafters.dflash import BastionSpeculator
 

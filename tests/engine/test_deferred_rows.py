@@ -13,12 +13,9 @@ def _kept(rows: int = 16) -> tuple[DeferredContext, list[list[int]]]:
     positions = torch.zeros(rows, dtype=torch.int64)
     stored: list[list[int]] = []
     context = DeferredContext(
-        [torch.zeros(rows, 4)],
-        positions,
-        torch.zeros(1, rows, dtype=torch.int64),
-        2,
+        [torch.zeros(rows, 4)], positions, torch.zeros(1, rows, dtype=torch.int64), 2,
         lambda count: stored.append(positions[:count].tolist()),
-    )
+    )  # fmt: skip
     return context, stored
 
 

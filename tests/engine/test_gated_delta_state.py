@@ -47,34 +47,6 @@ def test_the_hybrid_model_state_fits_vllms() -> None:
     assert given[1:4] == ["input_batch", "cudagraph_mode", "block_tables"]
 
 
-def test_what_is_read_of_a_layer_and_its_metadata_exists() -> None:
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
-        QwenGatedDeltaNetAttention,
-    )
-    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    fields = {field.name for field in dataclasses.fields(GDNAttentionMetadata)}
-    assert fields >= {
-        "num_actual_tokens", "num_prefills", "non_spec_token_indx", "num_accepted_tokens",
-        "spec_sequence_masks", "spec_token_indx",
-    }  # fmt: skip
-    assert "num_speculative_blocks" in {field.name for field in dataclasses.fields(MambaSpec)}
-    for name in ("_conv_buffer_view", "_ssm_state_view", "_unpacked_conv_weight"):
-        assert list(inspect.signature(getattr(gdn_attention, name)).parameters) == ["layer"]
-    source = inspect.getsource(QwenGatedDeltaNetAttention)
-    read = (
-        "A_log", "dt_bias", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads", "conv_dim",
-        "conv1d", "num_spec", "prefix", "_forward_method = self.forward_c",
-    )  # fmt: skip
-    assert all(f"self.{name}" in source for name in read)
-    # one kernel knows nothing of our rows: the hook on it says that it cannot be used
-    fused = inspect.getsource(QwenGatedDeltaNetAttention._forward_core_fused_norm)
-    assert "self._can_use_fused_gdn_mtp_decode(attn_metadata)" in fused
-    assert "self._forward_core(" in fused
-
-
 def make_layer(on_cpu: bool) -> Any:
     """What is read of a layer, with states of three blocks, in its CPU or its CUDA version."""
     g = torch.Generator().manual_seed(0)

@@ -7,9 +7,7 @@ to. How they agree on that is vLLM's affair and has changed; both ends here are 
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +15,11 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
-from helpers import write_checkpoint
-from vllm_bastion import config, plugin
+from helpers import engine_config
+from vllm_bastion import config
 from vllm_bastion.carriers import RequestState
 from vllm_bastion.engine import limits
 from vllm_bastion.engine.grammar import walk
@@ -57,20 +53,10 @@ class Counting:
 
 
 @pytest.fixture(params=[32, 3])
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def engine(request: pytest.FixtureRequest, pair: tuple[str, str]) -> Any:
     """More nodes than gamma, and fewer."""
-    plugin.register()
-    target = write_checkpoint(tmp_path / "target")
-    given = {
-        "method": "bastion",
-        "model": write_checkpoint(tmp_path / "drafter", "drafter"),
-        "num_speculative_tokens": request.param,
-    }
-    args = EngineArgs(
-        model=target, speculative_config=given, max_model_len=256, max_num_batched_tokens=128,
-        max_num_seqs=4, enforce_eager=True, skip_tokenizer_init=True, load_format="dummy",
-    )  # fmt: skip
-    return args.create_engine_config()
+    arguments = {"max_num_seqs": 4, "skip_tokenizer_init": True}
+    return engine_config(pair, arguments, num_speculative_tokens=request.param)
 
 
 def rows_of_core(engine: Any, drafts: dict[str, int]) -> np.ndarray:
@@ -105,18 +91,13 @@ def rows_of_core(engine: Any, drafts: dict[str, int]) -> np.ndarray:
 
 def worker_of(engine: Any) -> Any:
     """The worker's end, built as vLLM's runner builds it."""
-    if current_platform.is_cpu():
-        importlib.import_module("vllm.v1.worker.cpu.shm")
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
     stride = engine.uniform_decode_query_len
     given = {
-        "max_num_logits": engine.scheduler_config.max_num_seqs * stride,
-        "vocab_size": VOCAB,
-        "device": torch.device("cpu"),
-        "mask_stride": stride,
-        "num_bonus_tokens": 1,
-    }
+        "max_num_logits": engine.scheduler_config.max_num_seqs * stride, "vocab_size": VOCAB,
+        "device": torch.device("cpu"), "mask_stride": stride, "num_bonus_tokens": 1,
+    }  # fmt: skip
     taken = inspect.signature(StructuredOutputsWorker).parameters
     with set_current_vllm_config(engine):
         return runner.structured_outputs_worker(

@@ -15,11 +15,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
-
-if not torch.cuda.is_available():
-    # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
-    import vllm.v1.worker.cpu.shm  # noqa: F401
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
@@ -27,13 +22,14 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from bastion_kernels import ancestor_bits
+from helpers import engine_config
+from tests.trees import make_trees
 from vllm_bastion import plugin
 from vllm_bastion.carriers import RequestState
 from vllm_bastion.engine import grammar
 from vllm_bastion.engine.draft_tokens import select_columns
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks.grammar import update_draft_token_ids
-from vllm_bastion.policy.trees import Trees
 
 PAIR = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny"
 GAMMA, NODES = 15, 24
@@ -51,12 +47,7 @@ SPECS = {
 @pytest.fixture(scope="module")
 def engine() -> Any:
     plugin.register()
-    given = {"method": "bastion", "model": str(PAIR / "drafter"), "num_speculative_tokens": 32}
-    args = EngineArgs(
-        model=str(PAIR / "target"), speculative_config=given, max_model_len=256,
-        max_num_batched_tokens=128, max_num_seqs=2, enforce_eager=True,
-    )  # fmt: skip
-    return args.create_engine_config()
+    return engine_config((str(PAIR / "target"), str(PAIR / "drafter")), {"load_format": "auto"})
 
 
 @pytest.fixture(scope="module", params=["xgrammar", "guidance"])
@@ -213,10 +204,7 @@ def test_the_scheduler_schedules_what_the_grammar_allows(
 
 def test_the_worker_closes_the_gaps() -> None:
     """Columns that a grammar refuses leave a tree whose mask, depths and scores fit the rest."""
-    trees = Trees(
-        max_num_reqs=3, max_num_tokens=64, num_nodes=6, depth=4, top_k=3, budget=None,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    trees = make_trees(reqs=3, nodes=6, depth=4)
     trees.parents[1] = torch.tensor([0, 1, 0, 2, 3, 4], dtype=torch.int32)
     trees.depths[1] = torch.tensor([1, 2, 1, 3, 2, 4], dtype=torch.int32)
     trees.log_rho[1] = -torch.arange(6).float()

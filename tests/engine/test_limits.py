@@ -31,16 +31,13 @@ def config_of(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=reqs),
         speculative_config=spec,
         model_config=SimpleNamespace(
-            get_vocab_size=lambda: vocab,
-            get_hidden_size=lambda: 64,
-            is_hybrid=hybrid,
-            dtype=torch.bfloat16,
-            get_max_encoder_len=None,
+            get_vocab_size=lambda: vocab, get_hidden_size=lambda: 64, is_hybrid=hybrid,
+            dtype=torch.bfloat16, get_max_encoder_len=None,
         ),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=graph),
         is_mm_encoder_only=False,
         num_lookahead_tokens=16,
-    )
+    )  # fmt: skip
 
 
 def test_rows_with_logits_are_those_that_can_be_verified() -> None:

@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
-    import vllm.v1.worker.cpu.shm  # noqa: F401
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from vllm_bastion.cpu.noise import gumbel_argmax, gumbel_noise, gumbel_sample_on_host

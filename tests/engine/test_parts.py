@@ -21,14 +21,9 @@ DEPTH, TOP_K, NODES, VOCAB, SLOTS = 4, 3, 10, 32, 5
 
 def make_trees(**changes: object) -> Trees:
     settings: dict[str, object] = {
-        "max_num_reqs": SLOTS,
-        "max_num_tokens": 64,
-        "num_nodes": NODES,
-        "depth": DEPTH,
-        "top_k": TOP_K,
-        "budget": None,
-        "device": torch.device("cpu"),
-    }
+        "max_num_reqs": SLOTS, "max_num_tokens": 64, "num_nodes": NODES, "depth": DEPTH,
+        "top_k": TOP_K, "budget": None, "device": torch.device("cpu"),
+    }  # fmt: skip
     return Trees(**{**settings, **changes})  # type: ignore[arg-type]
 
 

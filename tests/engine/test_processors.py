@@ -17,20 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
-    import vllm.v1.worker.cpu.shm  # noqa: F401
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
+from tests.trees import make_trees
 from vllm_bastion.cpu.twins import TWINS
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
-from vllm_bastion.policy.trees import Trees
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's state on the host")
 
@@ -69,17 +65,11 @@ KINDS: dict[str, SamplingParams] = {
     ),
     "allowed": _params(allowed_token_ids=list(range(8)), top_k=5),
     "everything": _params(
-        temperature=1.1,
-        top_p=0.9,
-        repetition_penalty=1.2,
-        presence_penalty=0.6,
-        bad_words=["made above"],
-        thinking_token_budget=5,
-        min_tokens=5,
-        stop_token_ids=[2],
+        temperature=1.1, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.6,
+        bad_words=["made above"], thinking_token_budget=5, min_tokens=5, stop_token_ids=[2],
         logprobs=4,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -161,10 +151,7 @@ class Step:
         self.requests = requests
         texts, params = [r.text for r in requests], [r.params for r in requests]
         sampler, self.slots = vllm_sampler(texts, params, mode)
-        trees = Trees(
-            max_num_reqs=len(requests), max_num_tokens=512, num_nodes=NODES, depth=DEPTH, top_k=4,
-            budget=None, device=CPU,
-        )  # fmt: skip
+        trees = make_trees(len(requests), NODES, DEPTH, top_k=4, rows=512)
         rows: list[tuple[int, int, int, int]] = []
         starts = [0]
         for slot, request in zip(self.slots.tolist(), requests, strict=True):

@@ -20,12 +20,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-
-from bastion_kernels import expand_best_first
-
-if not torch.cuda.is_available():
-    # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
-    import vllm.v1.worker.cpu.shm  # noqa: F401
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.sample import logit_bias, min_p, penalties
@@ -33,10 +27,11 @@ from vllm.v1.worker.gpu.sample import states as sampling_states
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
+from bastion_kernels import expand_best_first
+from tests.trees import make_trees
 from vllm_bastion.cpu.twins import TWINS
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
-from vllm_bastion.policy.trees import Trees
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the draw on the host")
 
@@ -55,16 +50,9 @@ def best_first() -> Tree:
     top = logprobs.topk(6, dim=-1)
     tokens, parents = torch.zeros(1, NODES, dtype=torch.int64), torch.zeros(1, NODES).int()
     expand_best_first(
-        top.indices.int(),
-        top.values[:, :, None],
-        6,
-        torch.zeros(1, dtype=torch.int64),
-        tokens,
-        parents,
-        torch.zeros(1, NODES).int(),
-        torch.zeros(1, NODES),
-        torch.zeros(1).int(),
-    )
+        top.indices.int(), top.values[:, :, None], 6, torch.zeros(1, dtype=torch.int64), tokens,
+        parents, torch.zeros(1, NODES).int(), torch.zeros(1, NODES), torch.zeros(1).int(),
+    )  # fmt: skip
     return parents[0].tolist(), tokens[0].tolist()
 
 
@@ -146,23 +134,16 @@ def make_sampler(tree: Tree, params: SamplingParams) -> TreeRejectionSampler:
     """The plugin's sampler over vLLM's state, with SLOTS unseeded requests that share a tree."""
     req_states = RequestState(SLOTS, 64, 64, NODES, VOCAB, CPU)
     sampler = Sampler(SimpleNamespace(reasoning_config=None), SLOTS, VOCAB, CPU, req_states)
-    trees = Trees(
-        max_num_reqs=SLOTS, max_num_tokens=SLOTS, num_nodes=NODES, depth=DEPTH, top_k=6,
-        budget=None, device=CPU,
-    )  # fmt: skip
+    trees = make_trees(SLOTS, NODES, DEPTH, top_k=6, rows=SLOTS)
     trees.parents[:, : len(tree[0])] = torch.tensor(tree[0], dtype=torch.int32)
     for slot in range(SLOTS):
         sampler.add_request(slot, params)
     sampler.apply_staged_writes()
     settings = SimpleNamespace(
-        num_speculative_tokens=NODES,
-        enable_adaptive_verification=False,
-        rejection_sample_method="standard",
-        fly_entropy_threshold=0.3,
-        fly_entropy_top_k=3,
-        bastion_budget="adaptive",
-        bastion_budget_timing="exact",
-    )
+        num_speculative_tokens=NODES, enable_adaptive_verification=False,
+        rejection_sample_method="standard", fly_entropy_threshold=0.3, fly_entropy_top_k=3,
+        bastion_budget="adaptive", bastion_budget_timing="exact",
+    )  # fmt: skip
     return TreeRejectionSampler(Runtime(trees), sampler, settings, CPU)
 
 
@@ -185,18 +166,10 @@ def emitted_sequences(
     for call in range(CALLS):
         sampler._next_row = 0
         _, sampled, num_sampled = sampler._verify(
-            logits.repeat(SLOTS, 1),
-            None,
+            logits.repeat(SLOTS, 1), None, node_ids, position + (DEPTH + 1) * call, starts, slots,
+            slots.numpy(), row_slots, torch.arange(rows).repeat(SLOTS), np.full(SLOTS, 64),
             node_ids,
-            position + (DEPTH + 1) * call,
-            starts,
-            slots,
-            slots.numpy(),
-            row_slots,
-            torch.arange(rows).repeat(SLOTS),
-            np.full(SLOTS, 64),
-            node_ids,
-        )
+        )  # fmt: skip
         for sequence, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True):
             counts[tuple(sequence[:count])] += 1
     return counts
@@ -255,17 +228,13 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         *(
             pytest.param(shape, kind, marks=pytest.mark.slow)
             for shape, kind in (
-                ("bushy", "T=1"),
-                ("chain", "T=1"),
-                ("star", "T=1"),
-                ("best-first", "T=1"),
-                ("bushy", "T=0.7, top-k 5"),
-                ("best-first", "T=0.7, top-k 5"),
+                ("bushy", "T=1"), ("chain", "T=1"), ("star", "T=1"), ("best-first", "T=1"),
+                ("bushy", "T=0.7, top-k 5"), ("best-first", "T=0.7, top-k 5"),
                 ("bushy", "T=1, penalties"),
             )
         ),
     ],
-)
+)  # fmt: skip
 def test_emitted_sequences_have_the_targets_distribution(shape: str, kind: str) -> None:
     tree, params = TREES[shape], PARAMS[kind]
     logits = node_logits(tree)

@@ -3,31 +3,23 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from tests.trees import grow
+from tests.trees import grow, make_trees
+from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.engine.planning import make_step
 from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.engine.verification import BastionVerificationManager
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.table import StepCostTable
-from vllm_bastion.policy.trees import Trees
-
-if current_platform.is_cpu():
-    importlib.import_module("vllm.v1.worker.cpu.shm")  # as vLLM's CPU worker does first
-
-from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
-
-from vllm_bastion.drafters.dflash import BastionSpeculator
-from vllm_bastion.engine.verification import BastionVerificationManager
 
 NODES, SLOTS = 10, 4
 
@@ -46,10 +38,7 @@ class Engine:
     """The speculator, the manager and what they tell the others, without vLLM's drafter."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.trees = Trees(
-            max_num_reqs=SLOTS, max_num_tokens=64, num_nodes=NODES, depth=3, top_k=3, budget=None,
-            device=torch.device("cpu"),
-        )  # fmt: skip
+        self.trees = make_trees(SLOTS, NODES, depth=3)
         self.timed: list[bool] = []
         self.runtime = Runtime(self.trees)
         self.runtime.timer = SimpleNamespace(
@@ -57,12 +46,9 @@ class Engine:
         )
         self.runtime.controller = Asked(3, SLOTS, CurveLatency(StepCostTable.flat(max_rows=64)))
         states = SimpleNamespace(
-            req_id_to_index={},
-            num_speculative_steps=NODES,
-            max_model_len=100,
-            max_seq_len=np.full(SLOTS, 30),
-            prefill_len=SimpleNamespace(np=np.full(SLOTS, 20)),
-        )
+            req_id_to_index={}, num_speculative_steps=NODES, max_model_len=100,
+            max_seq_len=np.full(SLOTS, 30), prefill_len=SimpleNamespace(np=np.full(SLOTS, 20)),
+        )  # fmt: skip
         starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
         self.manager = BastionVerificationManager(self.runtime, states, starts, 1, 1000)
         self.runtime.manager = self.manager
@@ -90,18 +76,12 @@ class Engine:
         """What vLLM's runner does after sampling."""
         count = len(slots)
         batch = SimpleNamespace(
-            num_reqs=count,
-            idx_mapping=torch.tensor(slots),
-            idx_mapping_np=np.array(slots),
+            num_reqs=count, idx_mapping=torch.tensor(slots), idx_mapping_np=np.array(slots),
             num_computed_tokens_np=np.full(count, 20),
-            num_scheduled_tokens=np.ones(count, dtype=np.int32),
-            prefill_len_np=np.full(count, 20),
-            num_tokens=count,
-            num_draft_tokens=0,
-            num_draft_tokens_per_req=None,
-            has_prefill=False,
+            num_scheduled_tokens=np.ones(count, dtype=np.int32), prefill_len_np=np.full(count, 20),
+            num_tokens=count, num_draft_tokens=0, num_draft_tokens_per_req=None, has_prefill=False,
             positions=torch.full((count,), 20),
-        )
+        )  # fmt: skip
         hidden, counts = torch.zeros(count, 8), torch.ones(count, dtype=torch.int32)
         step = SchedulerOutput.make_empty()
         step.num_spec_tokens_to_schedule = wanted

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.replay.controller import choose_budget as choose_budget_on_host
-from tests.trees import grow
+from tests.trees import grow, make_trees
 from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.lagged import LaggedVerificationManager
 from vllm_bastion.engine.runtime import Runtime
@@ -19,7 +19,6 @@ from vllm_bastion.engine.verification import BastionVerificationManager
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import StepEstimate
 from vllm_bastion.policy.gains import Gains
-from vllm_bastion.policy.trees import Trees
 from vllm_bastion.step import Step
 from vllm_bastion.telemetry.record import StepRecord
 from vllm_bastion.telemetry.recorder import Recorder
@@ -58,22 +57,16 @@ class Steps:
 
     def __init__(self, kind: type[BastionVerificationManager], slots: list[int], **given: Any):
         budget = given.get("budget")
-        self.trees = Trees(
-            max_num_reqs=SLOTS, max_num_tokens=128, num_nodes=NODES, depth=DEPTH, top_k=3,
-            budget=budget, device=torch.device("cpu"),
-        )  # fmt: skip
+        self.trees = make_trees(SLOTS, NODES, DEPTH, rows=128, budget=budget)
         latency: Any = SimpleNamespace(estimate=lambda *_: StepEstimate(COST, plain_ms=4.0))
         controller = Drafts(15, SLOTS, latency, self.trees)
         self.gains = controller.gains = Told()
         self.runtime = Runtime(self.trees, controller=None if budget else controller)
         self.names = {f"r{slot}": slot for slot in slots}
         states = SimpleNamespace(
-            req_id_to_index=self.names,
-            num_speculative_steps=NODES,
-            max_model_len=100,
-            max_seq_len=np.full(SLOTS, 90),
-            prefill_len=SimpleNamespace(np=np.full(SLOTS, 20)),
-        )
+            req_id_to_index=self.names, num_speculative_steps=NODES, max_model_len=100,
+            max_seq_len=np.full(SLOTS, 90), prefill_len=SimpleNamespace(np=np.full(SLOTS, 20)),
+        )  # fmt: skip
         self.starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
         self.manager = kind(self.runtime, states, self.starts, 1, 1000)
         self.slots = np.array(slots)

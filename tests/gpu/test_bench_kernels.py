@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel benchmark: no timing without a check, verdicts, and files of interrupted runs."""
+"""The kernel benchmark: no timing without a check, and verdicts."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,17 +11,13 @@ import pytest
 import torch
 
 from bastion_kernels import accept_path
-from benchmarks import provenance as origin
-from benchmarks.gpu import bench_kernels, device
-from benchmarks.gpu.attention_case import in_turn, random_trees
-from benchmarks.gpu.bench_kernels import Report, line, main, run_timings
+from benchmarks.gpu.attention_case import in_turn
+from benchmarks.gpu.bench_kernels import Report, line, main
 from benchmarks.gpu.cases import cases
-from benchmarks.gpu.device import gpu_provenance
 from benchmarks.gpu.harness import (
     FA3,
     OF_COPY,
     US,
-    WARM_UP_S,
     Bar,
     Call,
     Case,
@@ -33,14 +26,10 @@ from benchmarks.gpu.harness import (
     Rival,
     Row,
     Timing,
-    quantiles,
     run_entry,
-    warm_up,
 )
 from benchmarks.gpu.shapes import QWEN3_8B, TINY
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "benchmarks" / "gpu" / "bench_kernels.py")
 CEILINGS = Ceilings(copy=4000.0, matmul=800.0)
 
 
@@ -141,22 +130,6 @@ def test_the_fastest_flash_attention_3_judges_the_bar() -> None:
     assert [told["timing"].median for told in row.rivals if "timing" in told] == [19.0, 18.0]
 
 
-def test_the_length_of_the_warm_up_does_not_depend_on_the_run() -> None:
-    now, runs = 0.0, 0
-
-    def run() -> None:
-        nonlocal now, runs
-        now, runs = now + 0.001, runs + 1
-
-    assert warm_up(run, passes, lambda: now) == pytest.approx(0.001)
-    assert now >= WARM_UP_S >= 0.3 and runs > 250
-
-
-def test_quantiles_of_known_samples() -> None:
-    assert quantiles([float(x) for x in range(11)]) == Timing(5.0, 2.0, 8.0)
-    assert quantiles([3.0]) == Timing(3.0, 3.0, 3.0)
-
-
 def test_quick_has_exactly_the_cases_with_a_bar() -> None:
     quick, full = cases(QWEN3_8B, "cuda", quick=True), cases(QWEN3_8B, "cuda")
     assert [e.name for e in quick] == [e.name for e in full if e.bar]
@@ -184,33 +157,6 @@ def test_a_graph_has_several_calls_over_different_data() -> None:
             assert len(set(case.calls)) >= 2 and case.memory.startswith("cold: ")
 
 
-def test_random_trees_have_parents_before_children() -> None:
-    parents, sees = random_trees(3, 9, torch.Generator().manual_seed(0))
-    assert (parents <= torch.arange(9)).all() and (parents >= 0).all()
-    depth = sees.sum(2)  # a node sees what its parent sees, and itself
-    assert (depth[:, 1:] == depth.gather(1, parents) + 1).all()
-    assert not sees.triu(1).any()
-
-
-def test_an_interrupted_run_leaves_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut() -> Case:
-        raise KeyboardInterrupt
-
-    planned = [entry(Bar(US, 1.0), check=fails), Entry("walk", "next", cut)]
-    monkeypatch.setattr(bench_kernels, "cases", lambda *_: planned)
-    monkeypatch.setattr(bench_kernels, "measure_ceilings", lambda _: CEILINGS)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    with pytest.raises(KeyboardInterrupt):
-        run_timings((), 10, False, tmp_path / "new" / "out.json")
-    found = json.loads((tmp_path / "new" / "out.json").read_text())
-    assert found["complete"] is False and found["planned"] == 2
-    assert [row["failed"] for row in found["rows"]] == ["check"]
-    assert found["ceilings"]["copy_gb_per_s"] == 4000.0
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.json"]
-
-
 def test_a_report_is_complete_after_its_last_row_and_counts_verdicts(tmp_path: Path) -> None:
     report = Report(tmp_path / "out.json", CEILINGS, 2)
     for bar in (Bar(US, 30.0), Bar(FA3, 1.15)):
@@ -219,45 +165,6 @@ def test_a_report_is_complete_after_its_last_row_and_counts_verdicts(tmp_path: P
     assert report.summary() == "bars: 1 met, 1 no FA3 here: not judged"
     report.add(Row("x", failed="check"))
     assert report.summary().endswith("; 1 FAILED")
-
-
-def test_provenance_has_versions_and_command() -> None:
-    found = gpu_provenance()
-    assert found["torch"] == torch.__version__
-    assert found["argv"] == sys.argv
-    assert {"gpu", "driver", "triton", "vllm", "commit", "changed", "time"} <= found.keys()
-    assert {"sm_mhz_max", "l2_bytes"} <= found.keys()
-
-
-def test_the_commit_of_a_copy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BASTION_COMMIT", "abc123")
-    monkeypatch.setattr(origin, "command_output", lambda *command: "def456")
-    found = gpu_provenance()  # the copy may have an older .git
-    assert (found["commit"], found["commit_from"]) == ("abc123", "VLLM_BASTION_COMMIT")
-    monkeypatch.delenv("VLLM_BASTION_COMMIT")
-    found = gpu_provenance()
-    assert (found["commit"], found["commit_from"]) == ("def456", "git")
-
-
-@pytest.mark.parametrize(("printed", "clock"), [("1980", 1980), ("[N/A]", None), (None, None)])
-def test_the_clock_is_read_from_nvidia_smi_without_pynvml(
-    printed: str | None, clock: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def absent() -> int:
-        raise ModuleNotFoundError("pynvml")
-
-    monkeypatch.setattr(torch.cuda, "clock_rate", absent)
-    monkeypatch.setattr(device, "_smi", lambda field: printed)
-    assert device.sm_clock() == clock
-    monkeypatch.setattr(torch.cuda, "clock_rate", lambda: 1755)
-    assert device.sm_clock() == 1755
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=600, cwd=ROOT
-    )
 
 
 @pytest.mark.slow
@@ -281,16 +188,3 @@ def test_without_a_gpu_it_times_nothing_and_gives_the_reason(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="no CUDA device, so there is no speed to measure"):
         main(arguments)
-
-
-def test_without_pytorch_it_says_what_it_needs() -> None:
-    done = run(sys.executable, "-I", "-S", SCRIPT)
-    assert done.returncode == 1
-    assert "has no torch. Speed is measured on a CUDA GPU" in done.stderr
-
-
-def test_make_bench_builds_no_environment_and_passes_its_arguments() -> None:
-    done = run("make", "-n", "bench", "BENCH_PYTHON=py", "BENCH_ARGS=--quick")
-    assert done.returncode == 0, done.stderr
-    assert '"py" benchmarks/gpu/bench_kernels.py --quick' in done.stdout
-    assert "setup" not in done.stdout and ".venv" not in done.stdout

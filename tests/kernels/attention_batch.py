@@ -17,6 +17,10 @@ from bastion_kernels.cpu.attention import serves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777.0
+_WITH_CPU = ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
+paths = pytest.mark.parametrize("path", _WITH_CPU)
+commits = pytest.mark.parametrize("version", _WITH_CPU)
+versions = pytest.mark.parametrize("version", ["reference", "triton"])
 SMALL = Tiles(block_m=16, block_n=16, num_warps=4, stages=2, occupancy=2)
 
 
@@ -179,6 +183,15 @@ class Batch:
             [len(r.parents) for r in requests] + [0] * padded_requests, dtype=torch.int32
         )
 
+    def parents(self) -> Tensor:
+        """[slots, nodes] parents of the tails' nodes, as trees have them: -1 in unused columns."""
+        shape = len(self.bits), max(1, self.bits.shape[1] - 1)
+        parents = torch.full(shape, -1, dtype=torch.int32)
+        for r, request in enumerate(self.requests):
+            own = torch.tensor(request.parents[1:], dtype=torch.int32)
+            parents[self.slots[r], : len(own)] = own
+        return parents
+
     def args(self) -> tuple:
         self.out_on_device = self.out.to(DEVICE).clone(memory_format=torch.preserve_format)
         tensors = (
@@ -264,11 +277,7 @@ def mixed(seed: int = 0) -> list[Request]:
     """A tree, a chain, plain decoding, a prefill chunk, a star, a chunk that ends in a tree."""
     g = torch.Generator().manual_seed(seed)
     return [
-        Request(37, parents=random_parents(13, g)),
-        Request(8, parents=chain(6)),
-        Request(50, chunk=1),
-        Request(0, chunk=21),
-        Request(16, parents=star(9)),
-        Request(5, chunk=4, parents=random_parents(7, g)),
-        Request(3, parents=[-1]),
-    ]
+        Request(37, parents=random_parents(13, g)), Request(8, parents=chain(6)),
+        Request(50, chunk=1), Request(0, chunk=21), Request(16, parents=star(9)),
+        Request(5, chunk=4, parents=random_parents(7, g)), Request(3, parents=[-1]),
+    ]  # fmt: skip

@@ -2,7 +2,7 @@
 """Compile the attention, compaction and gather kernels as their launchers launch them.
 
 `python compile_attention.py 90 [all]` prints one line of JSON per kernel built for sm_90, see
-`Built`; attention gets the tiles that it has on such a GPU. See `cross_compile` for how.
+`inspect`; attention gets the tiles that it has on such a GPU. See `cross_compile` for how.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
@@ -23,34 +22,6 @@ from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.attention import workspace as tree_attention_workspace
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-
-
-@dataclass
-class Built:
-    """What became of one launch."""
-
-    name: str
-    capability: int
-    # head dimension and bytes of a query's number, of an attention launch
-    dim: int
-    item: int
-    threads: int
-    # per thread
-    registers: int
-    # bytes of a thread's registers that had to be put by in memory, and how many instructions do so
-    # between the matrix instructions of the inner loop
-    stack: int
-    spills_in_loop: int
-    # bytes of a program, and how many one may have on this GPU
-    shared: int
-    shared_limit: int
-    # programs on a multiprocessor that the grid counts on
-    occupancy: int
-    # whether it has Hopper's matrix instructions
-    wgmma: bool
-    # whether threads read for themselves what other programs may be writing
-    volatile: bool
-
 
 H200_PROCESSORS = 132
 # bytes of shared memory that a program may have, by compute capability
@@ -76,25 +47,30 @@ def spills_in_loop(assembly: str) -> int:
     return sum("LDL" in line or "STL" in line for line in lines[start:end])
 
 
-def inspect(name: str, kernel: Any) -> Built:
-    capability = kernel.metadata.target.arch
-    registers, stack = usage(kernel)
+def inspect(name: str, kernel: Any) -> dict[str, Any]:
+    """What became of one launch."""
+    capability, (registers, stack) = kernel.metadata.target.arch, usage(kernel)
     attention = name == "tree_attention_kernel"
-    return Built(
-        name=name,
-        capability=capability,
-        dim=LAUNCH["dim"] if attention else 0,
-        item=LAUNCH["item"] if attention else 0,
-        threads=32 * kernel.metadata.num_warps,
-        registers=registers,
-        stack=stack,
-        spills_in_loop=spills_in_loop(read(kernel, "nvdisasm", "-c")) if attention else 0,
-        shared=kernel.metadata.shared,
-        shared_limit=SHARED_LIMIT[capability],
-        occupancy=LAUNCH["occupancy"] if attention else 1,
-        wgmma="wgmma.mma_async" in kernel.asm["ptx"],
-        volatile="ld.volatile" in kernel.asm["ptx"],
-    )
+    # head dimension and bytes of a query's number, of an attention launch, and programs on a
+    # multiprocessor that the grid counts on
+    launch = LAUNCH if attention else {"dim": 0, "item": 0, "occupancy": 1}
+    return launch | {
+        "name": name,
+        "threads": 32 * kernel.metadata.num_warps,
+        # per thread
+        "registers": registers,
+        # bytes of a thread's registers that had to be put by in memory, and how many instructions
+        # do so between the matrix instructions of the inner loop
+        "stack": stack,
+        "spills_in_loop": spills_in_loop(read(kernel, "nvdisasm", "-c")) if attention else 0,
+        # bytes of a program, and how many one may have on this GPU
+        "shared": kernel.metadata.shared,
+        "shared_limit": SHARED_LIMIT[capability],
+        # whether it has Hopper's matrix instructions
+        "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
+        # whether threads read for themselves what other programs may be writing
+        "volatile": "ld.volatile" in kernel.asm["ptx"],
+    }
 
 
 def attend(
@@ -148,7 +124,7 @@ def move_rows() -> None:
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    compile_instead(capability, lambda *built: print(json.dumps(asdict(inspect(*built)))))
+    compile_instead(capability, lambda *built: print(json.dumps(inspect(*built))))
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
     # the shapes that are measured against FlashAttention
     attend(bf16, 128, (32, 8), bf16, 0.0)

@@ -19,34 +19,7 @@ from typing import Any
 import torch
 from cross_compile import compile_instead, usage
 
-from bastion_kernels import (
-    CopyRows,
-    accept_path,
-    advance_states,
-    ancestor_bits,
-    ancestor_tokens,
-    bind_slots,
-    bind_tails,
-    choose_budget,
-    context_rows,
-    copy_priors,
-    count_sources,
-    expand_best_first,
-    extend_frontier,
-    find_copy,
-    gated_delta_commit,
-    gated_delta_tree,
-    mask_bad_words,
-    merge_topk,
-    mix_copy,
-    penalise_ancestors,
-    short_conv_commit,
-    short_conv_tree,
-    take_best,
-    topk_logprobs,
-    topk_partial,
-    tree_positions,
-)
+import bastion_kernels as ops
 from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.gated_delta.states import LayerStates
 
@@ -73,10 +46,10 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     tokens = torch.zeros(reqs * depth, width, dtype=torch.int32)
     logprobs = torch.zeros(reqs * depth, width)
     logits = torch.zeros(reqs * depth, 151_936, dtype=dtype)
-    topk_logprobs.triton(logits, width, tokens, logprobs)
+    ops.topk_logprobs.triton(logits, width, tokens, logprobs)
     keys = torch.zeros(reqs * depth, width, dtype=torch.int64)
-    topk_partial.triton(logits, width, 0, keys, logprobs[:, 0].contiguous())
-    merge_topk.triton(keys[:, None], logprobs[:, :1], tokens, logprobs)
+    ops.topk_partial.triton(logits, width, 0, keys, logprobs[:, 0].contiguous())
+    ops.merge_topk.triton(keys[:, None], logprobs[:, :1], tokens, logprobs)
 
     out_tokens = torch.zeros(reqs, limit, dtype=torch.int64)
     parents, depths = (torch.zeros(slots_total, limit, dtype=torch.int32) for _ in range(2))
@@ -85,31 +58,31 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     trees = (out_tokens, parents, depths, log_rho, counts)
     candidates, scores = tokens.view(shape), torch.zeros(*shape, width)
     no_state = logprobs.view(shape)[:, :, None]
-    expand_best_first.triton(candidates, no_state, width, slots, *trees)
-    expand_best_first.triton(candidates, scores, width, slots, *trees)
-    expand_best_first.triton(candidates, scores, width, slots, *trees, scores.to(torch.int32))
+    ops.expand_best_first.triton(candidates, no_state, width, slots, *trees)
+    ops.expand_best_first.triton(candidates, scores, width, slots, *trees)
+    ops.expand_best_first.triton(candidates, scores, width, slots, *trees, scores.to(torch.int32))
     launch_frontier(reqs, dtype)
     prefix_rows = scores.to(torch.int32)
     for lattice in ((no_state, None), (scores, None), (scores, prefix_rows)):
         copies(candidates, *lattice, width, slots, trees)
     copies(candidates[:, :0], no_state[:, :0], None, width, slots, trees)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
-    choose_budget.triton(log_rho, slots, counts, cost, base, counts, promised=cost)
-    choose_budget.triton(log_rho, slots, counts, cost, 1, counts)
-    take_best.triton(log_rho, slots, counts, counts, 100, ends, ends, ends)
+    ops.choose_budget.triton(log_rho, slots, counts, cost, base, counts, promised=cost)
+    ops.choose_budget.triton(log_rho, slots, counts, cost, 1, counts)
+    ops.take_best.triton(log_rho, slots, counts, counts, 100, ends, ends, ends)
     bits = torch.zeros(slots_total, limit + 1, limit // 32 + 1, dtype=torch.int32)
-    ancestor_bits.triton(parents, slots, bits)
+    ops.ancestor_bits.triton(parents, slots, bits)
     rows = torch.zeros(reqs * (limit + 1), dtype=torch.int64)
-    tree_positions.triton(rows, depths, slots, ends, ends, rows)
+    ops.tree_positions.triton(rows, depths, slots, ends, ends, rows)
     path = torch.zeros(reqs, depth + 1, dtype=torch.int32)
-    accept_path.triton(rows, rows, parents, slots, ends, path, path.long(), counts)
-    count_sources.triton(parents, slots, ends, path, parents[:2, :3].contiguous())
+    ops.accept_path.triton(rows, rows, parents, slots, ends, path, path.long(), counts)
+    ops.count_sources.triton(parents, slots, ends, path, parents[:2, :3].contiguous())
     history(rows, slots_total, parents, 0)
-    bind_slots.triton(slots, counts, slots, base, counts)
-    bind_tails.triton(slots, ends, slots, counts)
-    bind_tails.triton(slots, None, slots, counts)
+    ops.bind_slots.triton(slots, counts, slots, base, counts)
+    ops.bind_tails.triton(slots, ends, slots, counts)
+    ops.bind_tails.triton(slots, None, slots, counts)
     few = counts[:reqs]
-    context_rows.triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
+    ops.context_rows.triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
 
 
 def copies(
@@ -126,16 +99,16 @@ def copies(
     history = torch.zeros(len(lengths), 131_072, dtype=torch.int32)
     last = torch.zeros(len(lengths), 3, dtype=torch.int32)
     counts, found = torch.zeros(2, 33, dtype=torch.int32), lengths.long()
-    find_copy.triton(history, lengths, slots, last, counts, found)
+    ops.find_copy.triton(history, lengths, slots, last, counts, found)
     tokens = torch.zeros(reqs, 31, dtype=torch.int32)
-    part = CopyRows(tokens, tokens, torch.zeros(reqs, 31, width + 1), parents)
+    part = ops.CopyRows(tokens, tokens, torch.zeros(reqs, 31, width + 1), parents)
     arrived = torch.zeros(1, dtype=torch.int32)
-    mix_copy.triton(
-        history, lengths, slots, found, last, counts, copy_priors(), arrived, candidates,
+    ops.mix_copy.triton(
+        history, lengths, slots, found, last, counts, ops.copy_priors(), arrived, candidates,
         logprobs, rows, part.tokens, part.places, part.rows,
         torch.zeros(len(lengths)),
     )  # fmt: skip
-    expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, rows=rows, copies=part)
+    ops.expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, rows=rows, copies=part)
 
 
 def launch_frontier(reqs: int, dtype: torch.dtype) -> None:
@@ -147,14 +120,14 @@ def launch_frontier(reqs: int, dtype: torch.dtype) -> None:
         states = torch.zeros(reqs, prefixes, state, dtype=dtype)
         parents = torch.zeros(reqs, kept, dtype=torch.int32)
         out = torch.zeros(reqs, kept, state, dtype=dtype)
-        advance_states.triton(inputs, gates, states, parents, out)
+        ops.advance_states.triton(inputs, gates, states, parents, out)
         base = torch.zeros(reqs, 15, candidates)[:, 1]
         position = torch.zeros(reqs, 15, rank, dtype=dtype)[:, 1]
         weight = torch.zeros(reqs, 15, candidates, rank, dtype=dtype)[:, 1]
         costs, out_costs = torch.zeros(reqs, prefixes), torch.zeros(reqs, kept)
         logprobs = torch.zeros(reqs, 15, kept, candidates)[:, 1, :prefixes]
         rows = torch.zeros(reqs, 15, kept, candidates, dtype=torch.int32)[:, 1, :prefixes]
-        extend_frontier.triton(
+        ops.extend_frontier.triton(
             base, position, gates[..., 3 * state :], weight, costs, top_k, corrected, logprobs,
             rows, parents, parents, out_costs,
         )  # fmt: skip
@@ -171,34 +144,34 @@ def launch_recurrent(dtype: torch.dtype) -> None:
     parents = torch.zeros(1, rows - 1, dtype=torch.int32)
     bits, path = torch.zeros(1, rows, 3, dtype=torch.int32), torch.zeros(1, 16, dtype=torch.int32)
     one = ints[:1]
-    gated_delta_tree.triton(
+    ops.gated_delta_tree.triton(
         query, query, value, gate, gate, states, one, ints, one, slots, bits, 1.0, value, updates,
         decays,
     )  # fmt: skip
     kept, layers = (x[None] for x in (query, updates, decays)), LayerStates([states], [0])
-    gated_delta_commit.triton(*kept, layers, one[None], one[None], ints, ints, path)
+    ops.gated_delta_commit.triton(*kept, layers, one[None], one[None], ints, ints, path)
     x, weight = torch.zeros(rows, channels, dtype=dtype), torch.zeros(channels, 4, dtype=dtype)
     inputs = torch.zeros(4, 3, channels, dtype=dtype).mT
-    short_conv_tree.triton(x, weight, inputs, one, ints, one, slots, parents, x)
+    ops.short_conv_tree.triton(x, weight, inputs, one, ints, one, slots, parents, x)
     layers = LayerStates([inputs], [0])
-    short_conv_commit.triton(x[None], layers, one[None], one[None], ints, ints, path)
+    ops.short_conv_commit.triton(x[None], layers, one[None], one[None], ints, ints, path)
 
 
 def history(rows: torch.Tensor, slots_total: int, parents: torch.Tensor, start: int) -> None:
     """What processors of logits make of ancestors, for the rows from `start` on."""
     above, depths = torch.zeros(len(rows), 15, dtype=torch.int64), torch.zeros(len(rows)).int()
     part, count = slice(start, None), len(rows) - start
-    ancestor_tokens.triton(
+    ops.ancestor_tokens.triton(
         rows[part], parents, rows[part].int(), rows[part], above[part], depths[part]
     )
     logits, per_slot = torch.zeros(count, 4096), torch.zeros(slots_total)
     words = torch.zeros(slots_total, 40, dtype=torch.int32)
-    penalise_ancestors.triton(
+    ops.penalise_ancestors.triton(
         logits, torch.zeros(count, 15), above[part], rows[part], per_slot, per_slot, per_slot,
         torch.zeros(slots_total, 4096, dtype=torch.int32),
     )  # fmt: skip
     few = per_slot.int()
-    mask_bad_words.triton(
+    ops.mask_bad_words.triton(
         logits, above[part], depths[part], rows[part], words, words, few, words, few, few, 3
     )
 
@@ -219,16 +192,16 @@ def serve(slots_total: int, limit: int) -> None:
         start = reqs % 5  # of a slice
         part, edges = slice(start, start + reqs), slice(start, start + reqs + 1)
         base = torch.zeros(16, dtype=torch.int32)[start]
-        choose_budget.triton(log_rho, slots[part], counts, cost, base, counts, promised=cost)
+        ops.choose_budget.triton(log_rho, slots[part], counts, cost, base, counts, promised=cost)
         total = reqs * limit // 2
-        take_best.triton(log_rho, slots[part], counts, counts, total, ends[edges], ends, ends)
-        accept_path.triton(
+        ops.take_best.triton(log_rho, slots[part], counts, counts, total, ends[edges], ends, ends)
+        ops.accept_path.triton(
             rows[reqs:], rows[start:], parents, slots[part], ends[edges],
             path[part], emitted[part], ends[part],
         )  # fmt: skip
         few = ends[part]
-        bind_tails.triton(slots[part], ends[edges], slots, counts)
-        context_rows.triton(
+        ops.bind_tails.triton(slots[part], ends[edges], slots, counts)
+        ops.context_rows.triton(
             ends[edges], few, ends[edges], ends[edges], path, rows, few, few, rows, rows, few, 16
         )  # fmt: skip
         history(rows[: reqs * 7], slots_total, parents, start)
@@ -236,7 +209,7 @@ def serve(slots_total: int, limit: int) -> None:
         compactor.compact_triton(mapping, ends[edges], ends[edges], path[part])
         tokens = torch.zeros(reqs * depth, width, dtype=torch.int32)
         logits = torch.zeros(reqs * depth, 4096, dtype=torch.bfloat16)
-        topk_logprobs.triton(logits, width, tokens, tokens.float())
+        ops.topk_logprobs.triton(logits, width, tokens, tokens.float())
 
 
 if __name__ == "__main__":

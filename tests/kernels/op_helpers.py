@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +20,16 @@ def versions(*runs: _Run) -> list[_Run]:
     """The versions of an op that run where the tests do: `name_cpu` on a CPU only."""
     on_gpu = torch.cuda.is_available()
     return [run for run in runs if not (on_gpu and run.__name__.endswith("_cpu"))]
+
+
+def versions_of(op: Any) -> list[Callable[..., None]]:
+    """All of an op's."""
+    return versions(op.reference, op.triton, op.cpu)
+
+
+def runs(op: Any, *others: Any) -> pytest.MarkDecorator:
+    """Parametrize `run` with all versions of an op, and others."""
+    return pytest.mark.parametrize("run", [*others, *versions_of(op)])
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -56,6 +67,12 @@ class Trees:
 
     def to(self, device: torch.device) -> Trees:
         return Trees(*(moved(tensor, device) for tensor in self))
+
+
+def assert_same_trees(actual: Trees, expected: Trees) -> None:
+    """Every output is bit-for-bit equal."""
+    for name, one, other in zip(vars(expected), actual, expected, strict=True):
+        assert_same(one, other, name)
 
 
 def poisoned_trees(reqs: int, slots: int, limit: int, wider: int = 0) -> Trees:

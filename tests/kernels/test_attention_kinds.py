@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_batch import DEVICE, Batch, Request, attend, chain, mixed, random_parents, star
+from attention_batch import (
+    DEVICE,
+    Batch,
+    Request,
+    attend,
+    chain,
+    mixed,
+    paths,
+    random_parents,
+    star,
+)
 
 import bastion_kernels.attention.workspace as workspace_module
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-
-paths = pytest.mark.parametrize(
-    "path", ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
-)
 
 
 @paths

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from op_helpers import Trees, assert_same, lattice, moved, poisoned_trees, prefixes, versions
+from op_helpers import (
+    Trees,
+    assert_same,
+    assert_same_trees,
+    lattice,
+    moved,
+    poisoned_trees,
+    prefixes,
+    runs,
+    versions,
+)
 from torch import Tensor
 
 from bastion_kernels import expand_best_first
@@ -126,9 +136,7 @@ def test_unused_columns_and_inert_rows() -> None:
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize(
-    "run", versions(expand_best_first.reference, expand_best_first.triton, expand_best_first.cpu)
-)
+@runs(expand_best_first)
 def test_equal_rows_give_the_tree_of_one_row(run, ties: bool, device: torch.device) -> None:
     tokens, logprobs = without_state(2, 6, 5, torch.Generator().manual_seed(3))
     if ties:
@@ -137,8 +145,7 @@ def test_equal_rows_give_the_tree_of_one_row(run, ties: bool, device: torch.devi
     limit = 24 if run is expand_best_first.triton else 70
     expected = expand(expand_best_first.reference, tokens, logprobs, 5, limit)
     trees = expand(run, tokens, rows, 5, limit, device=device)
-    for name, one, other in zip(vars(expected), trees, expected, strict=True):
-        assert_same(one, other, name)
+    assert_same_trees(trees, expected)
 
 
 @STATES
@@ -226,8 +233,7 @@ def test_kernel_equals_heap(
     options = {"slots": slots, "num_slots": reqs + 3, "wider": 5}
     expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit, **options)
     actual = expand(run, tokens, logprobs, top_k, limit, device=device, **options)
-    for name, one, other in zip(vars(expected), actual, expected, strict=True):
-        assert_same(one, other, name)
+    assert_same_trees(actual, expected)
 
 
 @STATES
@@ -253,8 +259,7 @@ def test_kernel_equals_heap_on_random_trees(
         tokens, logprobs = made(2, depth, width, generator, spread=4.0)
         expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit)
         actual = expand(run, tokens, logprobs, top_k, limit, device=device)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
+        assert_same_trees(actual, expected)
 
 
 @STATES
@@ -273,8 +278,7 @@ def test_kernel_equals_heap_at_full_size(
     tokens, logprobs = made(reqs, depth, width, torch.Generator().manual_seed(6))
     expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit)
     actual = expand(run, tokens, logprobs, top_k, limit, device=device)
-    for one, other in zip(actual, expected, strict=True):
-        assert_same(one, other)
+    assert_same_trees(actual, expected)
 
 
 @STATES
@@ -286,8 +290,7 @@ def test_strided_inputs(made: Made, device: torch.device) -> None:
     assert not tokens.is_contiguous() and not logprobs.is_contiguous()
     for run in versions(expand_best_first, expand_best_first.triton, expand_best_first.cpu):
         actual = expand(run, tokens, logprobs, 4, 20, device=device)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
+        assert_same_trees(actual, expected)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -309,9 +312,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 @STATES
-@pytest.mark.parametrize(
-    "run", versions(expand_best_first.reference, expand_best_first.triton, expand_best_first.cpu)
-)
+@runs(expand_best_first)
 def test_path_scores_are_calibrated_by_slot(made: Made, run: Callable[..., None]) -> None:
     tokens, logprobs = made(3, 4, 5, torch.Generator().manual_seed(8))
     slots, log_kappa = torch.tensor([2, -1, 0]), torch.tensor([0.25, 7.0, -1.5])

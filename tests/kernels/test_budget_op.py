@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from op_helpers import assert_same, moved, poisoned, versions
+from op_helpers import assert_same, moved, poisoned, runs, versions, versions_of
 from torch import Tensor
 
 from bastion_kernels import choose_budget, take_best
@@ -160,14 +160,14 @@ def test_equal_scores_go_to_the_lower_row(device: torch.device) -> None:
     log_rho = torch.full((3, 4), -1.0)
     slots, limits = torch.tensor([2, 0, 1]), torch.full((3,), 4, dtype=torch.int32)
     cost = torch.full((3 + 6 + 1,), 1.0)  # room for 6 of the 12 nodes
-    for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
+    for run in versions_of(choose_budget):
         assert choose(run, log_rho, slots, limits, cost, 3, device=device) == [2, 0, 4]
 
 
 def test_worthless_nodes_are_not_verified(device: torch.device) -> None:
     log_rho = torch.tensor([[-1.0, -27.0, -28.0, -100.0]])  # 2^-40 = exp(-27.7)
     slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([4], dtype=torch.int32)
-    for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
+    for run in versions_of(choose_budget):
         assert choose(run, log_rho, slots, limits, torch.ones(9), 1, device=device) == [2]
         assert choose(run, log_rho - 30, slots, limits, torch.ones(9), 1, device=device) == [0]
 
@@ -177,7 +177,7 @@ def test_ties_of_s_go_to_the_smaller_budget(device: torch.device) -> None:
     log_rho = torch.full((1, 1100), -100.0)
     log_rho[0, 0] = math.log(0.25)
     slots, limits = torch.zeros(1, dtype=torch.int64), torch.tensor([1100], dtype=torch.int32)
-    for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
+    for run in versions_of(choose_budget):
         arguments = (log_rho, slots, limits, torch.ones(1200), 1)
         assert choose(run, *arguments, device=device) == [1]
 
@@ -203,7 +203,7 @@ def test_promised_is_the_sum_over_the_chosen(device: torch.device) -> None:
         slots[1:][torch.rand(reqs - 1, generator=generator) < 0.3] = -1
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
         arguments = (log_rho, slots, limits, costs("linear", 200, generator), reqs)
-        for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
+        for run in versions_of(choose_budget):
             counts, promised = choose_and_promise(run, *arguments, device=device)
             assert counts == choose(choose_budget.reference, *arguments)
             for slot, count in enumerate(counts):
@@ -221,7 +221,7 @@ def test_promised_is_the_sum_over_the_chosen(device: torch.device) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", versions(take_best.reference, take_best.triton, take_best.cpu))
+@runs(take_best)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -266,7 +266,7 @@ def test_take_best_of_many_requests(run, total: int, device: torch.device) -> No
 
 
 def test_no_rows_to_take_from(device: torch.device) -> None:
-    for run in versions(take_best.reference, take_best.triton, take_best.cpu):
+    for run in versions_of(take_best):
         for slots in (torch.zeros(0, dtype=torch.int64), torch.tensor([-1, -1])):
             limits = torch.full((2,), 3, dtype=torch.int32)
             assert take(run, torch.zeros(2, 3), slots, limits, 4, device) == [-7777, -7777]
@@ -274,7 +274,7 @@ def test_no_rows_to_take_from(device: torch.device) -> None:
 
 def test_no_requests(device: torch.device) -> None:
     nothing = (torch.zeros(2, 3), torch.zeros(0, dtype=torch.int64), torch.zeros(2).int())
-    for run in versions(choose_budget.reference, choose_budget.triton, choose_budget.cpu):
+    for run in versions_of(choose_budget):
         assert choose(run, *nothing, torch.ones(4), 0, device=device) == [-7777, -7777]
 
 

@@ -4,23 +4,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import triton
+from compile_scripts import needs_nvidia, printed
 
-HERE = Path(__file__).parent
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # registers of a multiprocessor; bytes of shared memory that every program on it costs besides its
 # own, and that a multiprocessor has besides those one program may have
 REGISTERS, SHARED_OF_SYSTEM = 65536, 1024
 HOPPER = 90
 
 
-@pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this Triton has no NVIDIA back end")
+@needs_nvidia
 @pytest.mark.parametrize(
     ("capability", "which"),
     [
@@ -34,22 +28,11 @@ HOPPER = 90
 def test_kernels_compile_use_matrix_instructions_and_do_not_spill(
     capability: int, which: str
 ) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(HERE.parent.parent / "kernels")
-    done = subprocess.run(
-        [sys.executable, HERE / "compile_attention.py", str(capability), which],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = printed("compile_attention.py", str(capability), which)
+    kernels = [json.loads(line) for line in lines]
     assert {k["name"] for k in kernels} == {
-        "plan_kernel",
-        "tree_attention_kernel",
-        "_compact_kernel",
-        "_gather_kernel",
-    }
+        "plan_kernel", "tree_attention_kernel", "_compact_kernel", "_gather_kernel",
+    }  # fmt: skip
     attention = [k for k in kernels if k["name"] == "tree_attention_kernel"]
     shapes = 12 if capability < 89 else 18  # no fp8 before
     shapes += 2 * (capability in (90, 100))  # heads of 512

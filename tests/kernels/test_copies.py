@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from op_helpers import assert_same, lattice, moved, poisoned, poisoned_trees, versions
+from op_helpers import (
+    Trees,
+    assert_same,
+    assert_same_trees,
+    lattice,
+    moved,
+    poisoned,
+    poisoned_trees,
+    runs,
+    versions_of,
+)
 from torch import Tensor
 
 from bastion_kernels import (
@@ -23,9 +33,9 @@ from bastion_kernels import (
 )
 from bastion_kernels.draft.find_copy import LONGEST
 
-FINDS = versions(find_copy.reference, find_copy.triton, find_copy.cpu)
-MIXES = versions(mix_copy.reference, mix_copy.triton, mix_copy.cpu)
-EXPANDS = versions(expand_best_first.reference, expand_best_first.triton, expand_best_first.cpu)
+FINDS = versions_of(find_copy)
+MIXES = versions_of(mix_copy)
+EXPANDS = versions_of(expand_best_first)
 
 
 def histories(texts: list[list[int]], most: int = 0) -> tuple[Tensor, Tensor]:
@@ -159,20 +169,11 @@ class Case:
             poisoned(reqs, 40, dtype=torch.int32).to(device),
         )
         run(
-            *text,
-            state["found"],
-            state["last"],
-            state["counts"],
-            copy_priors(device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-            moved(self.tokens, device),
-            moved(self.logprobs, device),
-            None if self.rows is None else moved(self.rows, device),
-            copies.tokens,
-            copies.places,
-            copies.rows,
-            state["promised"],
-        )
+            *text, state["found"], state["last"], state["counts"], copy_priors(device),
+            torch.zeros(1, dtype=torch.int32, device=device), moved(self.tokens, device),
+            moved(self.logprobs, device), None if self.rows is None else moved(self.rows, device),
+            copies.tokens, copies.places, copies.rows, state["promised"],
+        )  # fmt: skip
         return copies, state
 
     def paths(self, r: int) -> dict[tuple[int, ...], tuple[float, int]]:
@@ -216,6 +217,21 @@ class Case:
 
         grow((), 0.0, 0)
         return found
+
+
+def on(copies: CopyRows, device: torch.device) -> CopyRows:
+    return CopyRows(*(moved(part, device) for part in vars(copies).values()))
+
+
+def grown(
+    run: Any, case: Case, top_k: int, limit: int, copies: CopyRows | None, device: torch.device
+) -> Trees:
+    """The trees of a case."""
+    out = poisoned_trees(case.reqs, case.reqs, limit).to(device)
+    rows = None if case.rows is None else moved(case.rows, device)
+    given = moved(case.tokens, device), moved(case.logprobs, device)
+    run(*given, top_k, torch.arange(case.reqs, device=device), *out, rows=rows, copies=copies)
+    return out
 
 
 @pytest.mark.parametrize("run", MIXES)
@@ -263,13 +279,8 @@ def test_many_trials_are_halved(run, device: torch.device) -> None:
 def test_trees_with_copies_by_brute_force(run, kind: str, seed: int, device: torch.device) -> None:
     case = Case(kind, seed)
     copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
-    out = poisoned_trees(case.reqs, case.reqs, 40).to(device)
-    on_device = CopyRows(*(moved(part, device) for part in vars(copies).values()))
-    rows = None if case.rows is None else moved(case.rows, device)
-    run(
-        moved(case.tokens, device), moved(case.logprobs, device), 9,
-        torch.arange(case.reqs, device=device), *out, rows=rows, copies=on_device,
-    )  # fmt: skip
+    on_device = on(copies, device)
+    out = grown(run, case, 9, 40, on_device, device)
     for r in range(case.reqs):
         every = case.paths(r)
         count = min(len(every), 40)
@@ -305,14 +316,8 @@ def test_kernels_grow_the_references_trees(
     copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
     outs = []
     for version, where in ((expand_best_first.reference, torch.device("cpu")), (run, device)):
-        out = poisoned_trees(case.reqs, case.reqs, 40).to(where)
-        part = CopyRows(*(moved(t, where) for t in vars(copies).values()))
-        rows = None if case.rows is None else moved(case.rows, where)
-        version(
-            moved(case.tokens, where), moved(case.logprobs, where), top_k,
-            torch.arange(case.reqs, device=where), *out, rows=rows, copies=part,
-        )  # fmt: skip
-        outs.append([*out, part.sources])
+        part = on(copies, where)
+        outs.append([*grown(version, case, top_k, 40, part, where), part.sources])
     for one, other in itertools.zip_longest(*outs):
         assert_same(other, one)
 
@@ -324,22 +329,11 @@ def test_without_a_match_the_tree_is_the_drafters(run, kind: str, device: torch.
     case.texts = [[r, 1, 2, 3] for r in range(case.reqs)]
     case.history, case.lengths = histories(case.texts)
     copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
-    outs = []
-    for part in (None, CopyRows(*(moved(t, device) for t in vars(copies).values()))):
-        out = poisoned_trees(case.reqs, case.reqs, 20).to(device)
-        rows = None if case.rows is None else moved(case.rows, device)
-        run(
-            moved(case.tokens, device), moved(case.logprobs, device), 3,
-            torch.arange(case.reqs, device=device), *out, rows=rows, copies=part,
-        )  # fmt: skip
-        outs.append(out)
-    for one, other in zip(*outs, strict=True):
-        assert_same(other, one)
+    plain, mixed = (grown(run, case, 3, 20, part, device) for part in (None, on(copies, device)))
+    assert_same_trees(mixed, plain)
 
 
-@pytest.mark.parametrize(
-    "run", versions(count_sources.reference, count_sources.triton, count_sources.cpu)
-)
+@runs(count_sources)
 def test_sources_are_counted(run, device: torch.device) -> None:
     sources = torch.tensor([[3, 1, 2, 2, 0], [1, 1, 1, 1, 1], [1, 3, 2, 1, 1]], dtype=torch.int32)
     starts = torch.tensor([0, 5, 8, 10], dtype=torch.int32)  # 4, 2 and 1 nodes

@@ -8,7 +8,17 @@ import itertools
 
 import pytest
 import torch
-from op_helpers import Trees, assert_same, moved, poisoned, poisoned_trees, prefixes, versions
+from op_helpers import (
+    Trees,
+    assert_same,
+    assert_same_trees,
+    moved,
+    poisoned,
+    poisoned_trees,
+    prefixes,
+    versions,
+    versions_of,
+)
 from torch import Tensor, nn
 
 from bastion_kernels import (
@@ -186,13 +196,11 @@ def test_a_head_that_knows_the_last_token_alone_gives_the_transition_lattice(
     logprobs = torch.randn(2, 5, 6, 6, generator=generator).log_softmax(-1)
     rows = torch.arange(6, dtype=torch.int32).expand(2, 5, 6, 6).contiguous().to(device)
     slots, tokens, logprobs = torch.arange(2).to(device), tokens.to(device), logprobs.to(device)
-    for run in versions(expand_best_first.reference, expand_best_first.triton,
-                        expand_best_first.cpu):  # fmt: skip
+    for run in versions_of(expand_best_first):
         plain, named = (poisoned_trees(2, 2, 50).to(device) for _ in range(2))
         run(tokens, logprobs, 4, slots, *plain)
         run(tokens, logprobs, 4, slots, *named, rows)
-        for one, other in zip(named, plain, strict=True):
-            assert_same(one, other)
+        assert_same_trees(named, plain)
 
 
 @pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
@@ -214,8 +222,7 @@ def test_expansion_over_rows_equals_the_reference(run, size, device: torch.devic
     out = poisoned_trees(reqs, reqs, limit).to(device)
     given = [x if isinstance(x, int) else moved(x, device) for x in inputs]
     run(*given, *out, moved(rows, device))
-    for name, one, other in zip(vars(expected), out, expected, strict=True):
-        assert_same(one, other, name)
+    assert_same_trees(out, expected)
 
 
 # --- the two ops of a round ---------------------------------------------------------------------

@@ -7,17 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from attention_batch import DEVICE, POISON, Batch, Request, chain, mixed, random_parents, star
+from attention_batch import (
+    DEVICE,
+    POISON,
+    Batch,
+    Request,
+    chain,
+    commits,
+    mixed,
+    random_parents,
+    star,
+    versions,
+)
 from torch import Tensor
 
 from bastion_kernels.gated_delta import recurrence
 from bastion_kernels.gated_delta.recurrence import gated_delta_commit, gated_delta_tree
 from bastion_kernels.gated_delta.states import LayerStates
-
-versions = pytest.mark.parametrize("version", ["reference", "triton"])
-commits = pytest.mark.parametrize(
-    "version", ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
-)
 
 
 class Step:

@@ -44,11 +44,7 @@ class Layer:
         self.decay_log, self.decay_bias = torch.randn(h, generator=g), torch.randn(h).to(dtype)
         self.places = torch.randperm(places, generator=g)[:slots].int()
         self.places[len(requests) :] = -1
-        bits = self.batch.bits
-        self.parents = torch.full((len(bits), max(1, bits.shape[1] - 1)), -1, dtype=torch.int32)
-        for r, request in enumerate(requests):
-            own = torch.tensor(request.parents[1:], dtype=torch.int32)
-            self.parents[self.batch.slots[r], : len(own)] = own
+        self.parents = self.batch.parents()
         self.scale = dim**-0.5
 
     def made(self, rows: int | None = None) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_helpers import RANDOM, assert_same, moved, poisoned, shaped_parents, versions
+from op_helpers import RANDOM, assert_same, moved, poisoned, runs, shaped_parents, versions_of
 
 from bastion_kernels import ancestor_tokens, mask_bad_words, penalise_ancestors
 
@@ -54,12 +54,7 @@ class Rows:
 SEEDS = range(6)
 
 
-@pytest.mark.parametrize(
-    "run",
-    versions(
-        ancestor_tokens, ancestor_tokens.reference, ancestor_tokens.triton, ancestor_tokens.cpu
-    ),
-)
+@runs(ancestor_tokens, ancestor_tokens)
 def test_every_row_has_the_tokens_of_its_own_branch(run, device: torch.device) -> None:
     for seed in SEEDS:
         rows = Rows(seed)
@@ -75,7 +70,7 @@ def test_a_node_without_a_tree_has_no_ancestors(device: torch.device) -> None:
     # As in warm-up, where drafts are verified that no tree was grown for: no loop, no stray store.
     parents = torch.full((1, 3), -1, dtype=torch.int32, device=device)
     rows = torch.arange(5, device=device)
-    for run in versions(ancestor_tokens.reference, ancestor_tokens.triton, ancestor_tokens.cpu):
+    for run in versions_of(ancestor_tokens):
         tokens = poisoned(5, DEPTH, dtype=torch.int64).to(device)
         depths = poisoned(5, dtype=torch.int32).to(device)
         run(rows + 10, parents, torch.zeros_like(rows), rows, tokens, depths)
@@ -84,15 +79,7 @@ def test_a_node_without_a_tree_has_no_ancestors(device: torch.device) -> None:
         assert tokens[:, 1:].eq(-1).all()
 
 
-@pytest.mark.parametrize(
-    "run",
-    versions(
-        penalise_ancestors,
-        penalise_ancestors.reference,
-        penalise_ancestors.triton,
-        penalise_ancestors.cpu,
-    ),
-)
+@runs(penalise_ancestors, penalise_ancestors)
 def test_penalties_count_output_and_ancestors(run, device: torch.device) -> None:
     for seed in SEEDS:
         rows = Rows(seed)
@@ -121,10 +108,7 @@ def test_penalties_count_output_and_ancestors(run, device: torch.device) -> None
         assert_same(logits.cpu()[free], rows.logits[free])
 
 
-@pytest.mark.parametrize(
-    "run",
-    versions(mask_bad_words, mask_bad_words.reference, mask_bad_words.triton, mask_bad_words.cpu),
-)
+@runs(mask_bad_words, mask_bad_words)
 def test_bad_words_end_output_and_ancestors(run, device: torch.device) -> None:
     masked = 0
     for seed in SEEDS:

@@ -82,6 +82,14 @@ def same_bytes(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
+def check(run: str, step: Step, caches: list[Tensor], groups: list[int]) -> None:
+    """Run a step on caches; every byte is where the loop puts it."""
+    expected = [step.expected(cache, group) for cache, group in zip(caches, groups, strict=True)]
+    step.run(KVCompactor(caches, groups), run)
+    for cache, want in zip(caches, expected, strict=True):
+        assert same_bytes(cache, want)
+
+
 @runs
 @pytest.mark.parametrize("layout", ["BHN", "BNH", "HBN"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8])
@@ -89,11 +97,9 @@ def test_rows_move_along_the_path(run: str, layout: str, dtype: torch.dtype) -> 
     caches = [make_cache(13, 2, 8, 12, dtype, layout, seed) for seed in range(3)]
     groups = [0, 1, 0]
     step = Step([9, 1, 20, 5], width=8, groups=2, room=13 * 8, seed=1)
-    expected = [step.expected(c, g) for c, g in zip(caches, groups, strict=True)]
-    assert not same_bytes(caches[0], expected[0]), "nothing moves: the test shows nothing"
-    step.run(KVCompactor(caches, groups), run)
-    for cache, want in zip(caches, expected, strict=True):
-        assert same_bytes(cache, want)
+    before = caches[0].clone()
+    check(run, step, caches, groups)
+    assert not same_bytes(caches[0], before), "nothing moves: the test shows nothing"
 
 
 @runs
@@ -106,9 +112,7 @@ def test_random_paths_shapes_and_odd_columns(run: str) -> None:
         page = 16 if seed % 3 else 7
         cache = make_cache(40, heads, page, columns, torch.float16, "BNH", seed)
         step = Step(tails.tolist(), width, groups=1, room=40 * page, seed=seed)
-        want = step.expected(cache, 0)
-        step.run(KVCompactor([cache], [0]), run)
-        assert same_bytes(cache, want)
+        check(run, step, [cache], [0])
 
 
 @runs
@@ -119,10 +123,7 @@ def test_caches_of_different_shapes(run: str) -> None:
         make_cache(9, 1, 8, 300, torch.uint8, "BHN", 5),
     ]
     step = Step([12, 7], width=6, groups=3, room=72, seed=3)
-    expected = [step.expected(c, i) for i, c in enumerate(caches)]
-    step.run(KVCompactor(caches, [0, 1, 2]), run)
-    for cache, want in zip(caches, expected, strict=True):
-        assert same_bytes(cache, want)
+    check(run, step, caches, [0, 1, 2])
 
 
 @runs
@@ -136,11 +137,8 @@ def test_padded_strides_odd_addresses_and_long_paths(run: str) -> None:
         make_cache(31, 2, 8, 16, torch.uint8, "BHN", 14).flatten()[6:-250].view(30, 2, 8, 16),
     ]
     step = Step([120, 3, 60], width=33, groups=2, room=30 * 8, seed=8)
-    groups = [0, 1, 1, 0, 0]
-    for cache, group in zip(caches, groups, strict=True):  # one by one: two share their memory
-        want = step.expected(cache, group)
-        step.run(KVCompactor([cache], [group]), run)
-        assert same_bytes(cache, want)
+    for cache, group in zip(caches, [0, 1, 1, 0, 0]):  # one by one: two share their memory
+        check(run, step, [cache], [group])
 
 
 @runs
@@ -193,9 +191,7 @@ def test_slots_of_minus_one_are_skipped(run: str) -> None:
     root = step.roots[0]
     step.slots[0, root + 5] = -1
     step.slots[0, root + 3] = -1
-    want = step.expected(cache, 0)
-    step.run(KVCompactor([cache], [0]), run)
-    assert same_bytes(cache, want)
+    check(run, step, [cache], [0])
 
 
 @runs

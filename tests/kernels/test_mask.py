@@ -15,8 +15,10 @@ from op_helpers import (
     moved,
     poisoned,
     random_parents,
+    runs,
     shaped_parents,
     versions,
+    versions_of,
 )
 from torch import Tensor
 
@@ -55,9 +57,7 @@ def mask(run, parents: Tensor, slots: Tensor, device: torch.device) -> Tensor:
     return out[:, : limit + 1, : limit // 32 + 1]
 
 
-@pytest.mark.parametrize(
-    "run", versions(ancestor_bits, ancestor_bits.reference, ancestor_bits.triton, ancestor_bits.cpu)
-)
+@runs(ancestor_bits, ancestor_bits)
 @pytest.mark.parametrize("shape", [CHAIN, STAR, RANDOM])
 @pytest.mark.parametrize("size", [(1, 1), (1, 0), (31, 31), (32, 20), (64, 64), (77, 70)])
 def test_bits(run, shape: str, size: tuple[int, int], device: torch.device) -> None:
@@ -90,10 +90,7 @@ def test_bits_of_damaged_parents_terminate(device: torch.device) -> None:
         assert unpack(out[0], 9)[7].nonzero().flatten().tolist() == [0, 7]
 
 
-@pytest.mark.parametrize(
-    "run",
-    versions(tree_positions, tree_positions.reference, tree_positions.triton, tree_positions.cpu),
-)
+@runs(tree_positions, tree_positions)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_positions(run, in_place: bool, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -118,13 +115,10 @@ def test_positions(run, in_place: bool, device: torch.device) -> None:
     source = torch.tensor(positions).to(device)
     out = source if in_place else poisoned(len(positions), dtype=torch.int64).to(device)
     run(
-        source,
-        moved(depths, device),
-        torch.tensor([slot for slot, _, _ in batch]).to(device),
+        source, moved(depths, device), torch.tensor([slot for slot, _, _ in batch]).to(device),
         torch.tensor(starts, dtype=torch.int32).to(device),
-        torch.tensor(logits, dtype=torch.int32).to(device),
-        out,
-    )
+        torch.tensor(logits, dtype=torch.int32).to(device), out,
+    )  # fmt: skip
     assert out.tolist() == expected
     assert in_place or source.tolist() == positions
 
@@ -132,9 +126,9 @@ def test_positions(run, in_place: bool, device: torch.device) -> None:
 def test_nothing_to_do(device: torch.device) -> None:
     none, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     parents = torch.zeros(2, 3, dtype=torch.int32)
-    for run in versions(tree_positions.reference, tree_positions.triton, tree_positions.cpu):
+    for run in versions_of(tree_positions):
         run(*(t.to(device) for t in (none, parents, none, one, one, none.clone())))
-    for run in versions(ancestor_bits.reference, ancestor_bits.triton, ancestor_bits.cpu):
+    for run in versions_of(ancestor_bits):
         assert mask(run, parents, none, device).eq(POISON).all()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from op_helpers import POISON, poisoned, versions
+from op_helpers import POISON, poisoned, runs
 
 from bastion_kernels import bind_slots, bind_tails, context_rows
 
@@ -17,9 +17,7 @@ def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize(
-    "run", versions(bind_slots, bind_slots.reference, bind_slots.triton, bind_slots.cpu)
-)
+@runs(bind_slots, bind_slots)
 @pytest.mark.parametrize(("mapped", "size"), [([], 3), ([2, 0], 3), ([4, 1, 130], 200)])
 def test_slots_of_the_draft(run, mapped, size):
     slots, base = poisoned(size, dtype=torch.int64).to(DEVICE), ints(POISON)
@@ -30,9 +28,7 @@ def test_slots_of_the_draft(run, mapped, size):
     assert emitted.tolist() == [5 + s if s in mapped else POISON for s in range(size)]
 
 
-@pytest.mark.parametrize(
-    "run", versions(bind_tails, bind_tails.reference, bind_tails.triton, bind_tails.cpu)
-)
+@runs(bind_tails, bind_tails)
 @pytest.mark.parametrize("size", [5, 128, 300])
 def test_tails_of_a_verified_batch(run, size):
     rng = np.random.default_rng(size)
@@ -53,9 +49,7 @@ def test_tails_of_a_verified_batch(run, size):
     assert (slots == -1).all() and not lens.any()
 
 
-@pytest.mark.parametrize(
-    "run", versions(context_rows, context_rows.reference, context_rows.triton, context_rows.cpu)
-)
+@runs(context_rows, context_rows)
 @pytest.mark.parametrize("seed", range(8))
 def test_context_rows_are_the_accepted_path(run, seed):
     rng = np.random.default_rng(seed)
@@ -89,19 +83,10 @@ def test_context_rows_are_the_accepted_path(run, seed):
     out_positions, out_rejected = source.clone(), poisoned(reqs, dtype=torch.int32).to(DEVICE)
     cu = np.cumsum([0] + [1 + n for n in nodes])
     run(
-        ints(kept.tolist()),
-        ints(prompts),
-        ints(starts.tolist()),
-        ints(cu.tolist()),
-        ints([*paths, [-1] * width]),
-        ints(positions.tolist(), torch.int64),
-        ints(sampled),
-        ints(rejected),
-        source,
-        out_positions,
-        out_rejected,
-        int(np.diff(kept).max()),
-    )
+        ints(kept.tolist()), ints(prompts), ints(starts.tolist()), ints(cu.tolist()),
+        ints([*paths, [-1] * width]), ints(positions.tolist(), torch.int64), ints(sampled),
+        ints(rejected), source, out_positions, out_rejected, int(np.diff(kept).max()),
+    )  # fmt: skip
     assert source.tolist() == expected_rows + [POISON] * slack
     assert out_positions.tolist() == expected_positions + [POISON] * slack
     assert out_rejected.tolist() == expected_rejected

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_batch import DEVICE, POISON, Batch, Request, mixed, random_parents
+from attention_batch import DEVICE, POISON, Batch, Request, commits, mixed, random_parents, versions
 from torch import Tensor
 
 from bastion_kernels.gated_delta import short_conv
 from bastion_kernels.gated_delta.short_conv import short_conv_tree
 from bastion_kernels.gated_delta.states import LayerStates
 
-versions = pytest.mark.parametrize("version", ["reference", "triton"])
-commits = pytest.mark.parametrize(
-    "version", ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
-)
 CHANNELS = 150
 
 
@@ -27,12 +23,7 @@ class Step:
         g = torch.Generator().manual_seed(seed)
         self.requests, self.starts, self.tails = requests, batch.starts, batch.tails
         self.slots, slots = batch.slots, len(batch.slots)
-        self.parents = torch.full(
-            (len(batch.bits), max(1, batch.bits.shape[1] - 1)), -1, dtype=torch.int32
-        )
-        for r, request in enumerate(requests):
-            own = torch.tensor(request.parents[1:], dtype=torch.int32)
-            self.parents[self.slots[r], : len(own)] = own
+        self.parents = batch.parents()
         self.x = torch.randn(len(batch.query), CHANNELS + 7, generator=g)[:, 3 : 3 + CHANNELS]
         self.weight = torch.randn(CHANNELS, taps, generator=g)
         self.places = torch.randperm(slots + 2, generator=g)[:slots].int()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_helpers import assert_same, poisoned, versions
+from op_helpers import assert_same, poisoned, runs, versions_of
 from torch import Tensor
 
 from bastion_kernels import merge_topk, topk_logprobs, topk_partial
@@ -45,9 +45,7 @@ CASES = {  # M, V, K, dtype
 }
 
 
-@pytest.mark.parametrize(
-    "run", versions(topk_logprobs, topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
-)
+@runs(topk_logprobs, topk_logprobs)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_against_sort(run, case, device: torch.device) -> None:
     rows, vocab, k, dtype = case
@@ -57,9 +55,7 @@ def test_against_sort(run, case, device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # NumPy, of log 0
-@pytest.mark.parametrize(
-    "run", versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
-)
+@runs(topk_logprobs)
 def test_ties_go_to_the_lower_token(run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     rounded = torch.randn(3, 3000, generator=generator).round()
@@ -72,9 +68,7 @@ def test_ties_go_to_the_lower_token(run, device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, of overflow and log 0
-@pytest.mark.parametrize(
-    "run", versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
-)
+@runs(topk_logprobs)
 def test_extreme_logits(run, device: torch.device) -> None:
     logits = torch.randn(5, 3000, generator=torch.Generator().manual_seed(2))
     logits[0] *= 1e4
@@ -87,9 +81,7 @@ def test_extreme_logits(run, device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
-@pytest.mark.parametrize(
-    "run", versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
-)
+@runs(topk_logprobs)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_nan_counts_as_minus_infinity(run, sign: float, device: torch.device) -> None:
     nan = torch.tensor(float("nan")).copysign(torch.tensor(sign))
@@ -139,9 +131,7 @@ def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> 
         torch.testing.assert_close(mass, want_mass, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "run", versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu)
-)
+@runs(topk_logprobs)
 def test_strided_logits(run, device: torch.device) -> None:
     logits = torch.randn(600, 6, generator=torch.Generator().manual_seed(3)).to(device)
     assert_top(top(run, logits.t()[::2], 6), logits.t()[::2])
@@ -150,7 +140,7 @@ def test_strided_logits(run, device: torch.device) -> None:
 
 def test_real_vocabulary(device: torch.device) -> None:
     logits = torch.randn(1, 151_936, generator=torch.Generator().manual_seed(4)).bfloat16()
-    for run in versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu):
+    for run in versions_of(topk_logprobs):
         assert_top(top(run, logits.to(device), 4), logits)
 
 
@@ -183,7 +173,7 @@ def test_sharded_vocabulary_gives_the_same(shards: int, lane: str, device: torch
 
 
 def test_no_rows(device: torch.device) -> None:
-    for run in versions(topk_logprobs.reference, topk_logprobs.triton, topk_logprobs.cpu):
+    for run in versions_of(topk_logprobs):
         tokens, _ = top(run, torch.zeros(0, 9, device=device), 2)
         assert tokens.shape == (0, 2)
 

@@ -18,6 +18,7 @@ from attention_batch import (
     attend,
     chain,
     mixed,
+    paths,
     random_parents,
     star,
 )
@@ -25,10 +26,6 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpr
 
 import bastion_kernels.attention.workspace as workspace_module
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace, default_tiles
-
-paths = pytest.mark.parametrize(
-    "path", ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
-)
 
 
 @pytest.fixture(autouse=True)
@@ -59,16 +56,11 @@ def test_mixed_batch_with_padding_equals_dense_attention(path: str, strided: boo
 @pytest.mark.parametrize(
     ("dtype", "dim", "heads"),
     [
-        (torch.float32, 64, (2, 1)),
-        (torch.bfloat16, 64, (4, 4)),
-        (torch.float16, 80, (6, 2)),
-        (torch.bfloat16, 96, (7, 1)),
-        (torch.bfloat16, 128, (8, 2)),
-        (torch.float32, 128, (5, 5)),
-        (torch.bfloat16, 256, (4, 1)),
-        (torch.bfloat16, 512, (2, 1)),
+        (torch.float32, 64, (2, 1)), (torch.bfloat16, 64, (4, 4)), (torch.float16, 80, (6, 2)),
+        (torch.bfloat16, 96, (7, 1)), (torch.bfloat16, 128, (8, 2)), (torch.float32, 128, (5, 5)),
+        (torch.bfloat16, 256, (4, 1)), (torch.bfloat16, 512, (2, 1)),
     ],
-)
+)  # fmt: skip
 def test_head_dims_and_types_with_their_default_tiles(
     path: str, dtype: torch.dtype, dim: int, heads: tuple[int, int]
 ) -> None:
@@ -164,9 +156,7 @@ def test_random_trees(path: str, batches: int) -> None:
 
 
 @pytest.mark.thorough
-def test_cut_blocks_are_merged_alike_whoever_arrives_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cut_blocks_are_merged_alike_whoever_arrives_last(monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(5)
     requests = [Request(500, parents=random_parents(19, g)), Request(60, parents=chain(5))]
     batch = Batch(requests, heads=(4, 2), seed=5)

@@ -41,32 +41,24 @@ def long_and_short() -> list[Request]:
     """Several tiles of context, tails that begin anywhere, a chunk that ends in a tree."""
     g = torch.Generator().manual_seed(12)
     return [
-        Request(37, chunk=100),
-        Request(19, chunk=70, parents=random_parents(9, g)),
-        Request(541, parents=random_parents(40, g)),
-        Request(0, chunk=1),
-        Request(288, parents=chain(16)),
-        Request(150, chunk=1),
-    ]
+        Request(37, chunk=100), Request(19, chunk=70, parents=random_parents(9, g)),
+        Request(541, parents=random_parents(40, g)), Request(0, chunk=1),
+        Request(288, parents=chain(16)), Request(150, chunk=1),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("matrix", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "kind", "page", "dim", "heads"),
     [
-        (torch.bfloat16, AMX, 32, 64, (4, 2)),
-        (torch.bfloat16, AMX, 128, 32, (7, 1)),
-        (torch.float32, VECTOR, 64, 32, (3, 3)),
-        (torch.float32, VECTOR, 32, 96, (4, 2)),
-        (torch.bfloat16, VECTOR, 32, 32, (4, 2)),
-        (torch.float32, AMX, 32, 32, (2, 1)),
-        (torch.float16, OTHER, 16, 80, (2, 1)),
-        (torch.float32, OTHER, 48, 16, (4, 2)),
+        (torch.bfloat16, AMX, 32, 64, (4, 2)), (torch.bfloat16, AMX, 128, 32, (7, 1)),
+        (torch.float32, VECTOR, 64, 32, (3, 3)), (torch.float32, VECTOR, 32, 96, (4, 2)),
+        (torch.bfloat16, VECTOR, 32, 32, (4, 2)), (torch.float32, AMX, 32, 32, (2, 1)),
+        (torch.float16, OTHER, 16, 80, (2, 1)), (torch.float32, OTHER, 48, 16, (4, 2)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize(
-    "kv_dtype",
-    [None, torch.float8_e4m3fn, pytest.param(torch.float8_e5m2, marks=pytest.mark.slow)],
+    "kv_dtype", [None, torch.float8_e4m3fn, pytest.param(torch.float8_e5m2, marks=pytest.mark.slow)]
 )
 def test_packed_caches(
     dtype: torch.dtype, kind: int, page: int, dim: int, heads: tuple[int, int],
@@ -169,8 +161,7 @@ def test_threads_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2],
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 @pytest.mark.parametrize(("page", "dim"), [(16, 80), (128, 128), (512, 96)])
 def test_a_layout_is_learned_from_what_writes_it(dtype: torch.dtype, page: int, dim: int) -> None:

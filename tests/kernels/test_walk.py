@@ -13,8 +13,10 @@ from op_helpers import (
     depths_of,
     moved,
     poisoned,
+    runs,
     shaped_parents,
     versions,
+    versions_of,
 )
 from torch import Tensor
 
@@ -85,9 +87,7 @@ class Batch:
             assert count[row].item() == len(expected)
 
 
-@pytest.mark.parametrize(
-    "run", versions(accept_path, accept_path.reference, accept_path.triton, accept_path.cpu)
-)
+@runs(accept_path, accept_path)
 def test_hostile_shapes(run, device: torch.device) -> None:
     shapes = [
         (CHAIN, 16, 17),
@@ -112,9 +112,7 @@ def test_random_trees(device: torch.device) -> None:
             batch.check(accept_path.triton, device)
 
 
-@pytest.mark.parametrize(
-    "run", versions(accept_path.reference, accept_path.triton, accept_path.cpu)
-)
+@runs(accept_path)
 def test_whole_chain_is_accepted(run, device: torch.device) -> None:
     fed = torch.arange(100, 117)
     sampled = fed + 1
@@ -126,9 +124,7 @@ def test_whole_chain_is_accepted(run, device: torch.device) -> None:
     assert count.item() == 17
 
 
-@pytest.mark.parametrize(
-    "run", versions(accept_path.reference, accept_path.triton, accept_path.cpu)
-)
+@runs(accept_path)
 def test_inert_rows_and_stale_columns(run, device: torch.device) -> None:
     # Row 0 is inert although it has logits rows; row 1 verifies 1 of its tree's 3 nodes, and the
     # token of a node that is not verified must not count, nor may the next request's rows.
@@ -143,9 +139,7 @@ def test_inert_rows_and_stale_columns(run, device: torch.device) -> None:
     assert tokens.tolist() == [[0, 0, 0], [6, 0, 0], [0, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    "run", versions(accept_path.reference, accept_path.triton, accept_path.cpu)
-)
+@runs(accept_path)
 def test_path_is_cut_at_the_outputs_width(run, device: torch.device) -> None:
     fed = torch.arange(6)
     parents = torch.arange(5, dtype=torch.int32)[None]
@@ -156,7 +150,7 @@ def test_path_is_cut_at_the_outputs_width(run, device: torch.device) -> None:
 
 def test_no_requests(device: torch.device) -> None:
     none, parents = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
-    for run in versions(accept_path.reference, accept_path.triton, accept_path.cpu):
+    for run in versions_of(accept_path):
         start = torch.zeros(1, dtype=torch.int32)
         _, _, count = accept(run, none, none, parents, none, start, 2, device)
         assert_same(count, torch.zeros(0, dtype=torch.int32))

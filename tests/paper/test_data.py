@@ -10,15 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper.data import (
-    LONG,
-    SETS,
-    SHORT,
-    DataError,
-    load_jsonl,
-    load_set,
-)
-from benchmarks.paper.prompts import editing
+from benchmarks.paper.data import LONG, SETS, SHORT, DataError, load_jsonl, load_set
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LONGBENCH = {"length": 9, "all_classes": None, "language": "en", "_id": "a1", "answers": ["x"]}
@@ -166,22 +158,3 @@ def test_own_prompts_spec_bench_and_speed_bench(tmp_path: Path) -> None:
         load_jsonl(tmp_path / "throughput_1k.jsonl")
     with pytest.raises(DataError, match='row 0 has no "prompt"'):
         load_jsonl(write(tmp_path / "bad.jsonl", [{"text": "a"}]))
-
-
-def test_a_function_that_is_to_be_renamed_is_in_its_file(tmp_path: Path) -> None:
-    for prompt in load_jsonl(write(tmp_path / "editing.jsonl", list(editing()))):
-        code, asked = prompt.turns[0].split("\nRename ")
-        assert prompt.set == "code editing" and f"def {asked.split()[0]}(" in code
-
-
-def test_vllm_reads_the_same_first_turns(tmp_path: Path) -> None:
-    from vllm.benchmarks.datasets.datasets import SpecBench, SpeedBench
-
-    rows = [{"question_id": i, "category": "a", "turns": [f"{i}?", "b"]} for i in range(4)]
-    path = write(tmp_path / "question.jsonl", rows)
-    theirs = {row["prompt"] for row in SpecBench(dataset_path=str(path)).data}
-    assert theirs == {one.turns[0] for one in load_jsonl(path)}
-    talk = [{"messages": [{"role": "user", "content": f"{i}?"}], "category": "a"} for i in range(3)]
-    write(tmp_path / "qualitative.jsonl", talk)
-    theirs = {row["prompt"] for row in SpeedBench(dataset_path=str(tmp_path)).data}
-    assert theirs == {one.turns[0] for one in load_jsonl(tmp_path / "qualitative.jsonl")}

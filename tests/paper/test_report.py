@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import TINY
 from benchmarks.paper import report
 from benchmarks.paper.arguments import without_folders
 from benchmarks.paper.data import DataError, Prompt
@@ -23,8 +22,6 @@ from benchmarks.paper.methods import (
     Drafter,
     Target,
     chosen,
-    engines_of,
-    groups,
     methods,
     reference_of,
 )
@@ -92,14 +89,6 @@ def test_a_response_is_compared_with_plain_decodings_of_the_same_round() -> None
     assert speedup([(Cell(plain), Cell(plain))]).mean == pytest.approx(1.0)
     # Rows of a file that was made one engine after another have no round.
     assert speedup([(Cell(plain), Cell([response("x", 0, 5.0)]))]).mean == pytest.approx(2.0)
-
-
-def test_every_group_of_engines_has_plain_decoding() -> None:
-    names = [PLAIN, "a", "b", "c"]
-    assert groups(names, 4) == groups(names, 9) == [names]
-    assert groups(names, 3) == [[PLAIN, "a", "b"], [PLAIN, "c"]]
-    assert groups([PLAIN], 2) == [[PLAIN]]
-    assert groups(names, 1) == [[PLAIN], ["a"], ["b"], ["c"]]
 
 
 def test_sampled_responses_are_compared_by_seed_and_not_judged() -> None:
@@ -229,31 +218,6 @@ def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
     assert next(name for name in on_cpu if "domino" in name) == "bastion domino chain"
 
 
-def test_engines_side_by_side_share_a_gpu() -> None:
-    what = Target(str(TINY / "target"), str(TINY / "drafter"), 15)
-    plain = methods(what, cpu=False)[PLAIN]
-    shared = engines_of(what, False, 3, max_model_len=512)(plain, 4).arguments()
-    assert shared["gpu_memory_utilization"] == pytest.approx(0.3)
-    # Layers of the target and the drafter; key and value; heads; their size; two bytes.
-    assert shared["kv_cache_memory_bytes"] == (6 + 3) * 2 * 2 * 32 * 2 * 4 * 1024
-    for cpu, alive in ((False, 1), (True, 3)):
-        alone = engines_of(what, cpu, alive, max_model_len=512)(plain, 4).arguments()
-        assert "gpu_memory_utilization" not in alone and alone["kv_cache_memory_bytes"] is None
-
-
-def test_the_size_of_a_kv_cache_comes_from_any_usual_config(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4,
-              "hidden_size": 64, "intermediate_size": 8, "vocab_size": 9}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    what = Target(str(tmp_path), None, 15)
-    plain = methods(what, cpu=False)[PLAIN]
-    shared = engines_of(what, False, 2, max_model_len=512)(plain, 1).arguments()
-    assert shared["kv_cache_memory_bytes"] == 2 * 2 * 4 * 16 * 2 * 1024
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(DataError, match=r"num_attention_heads.*use --alive 1"):
-        engines_of(what, False, 2, max_model_len=512)
-
-
 def test_draws_are_compared_within_one_runner_only() -> None:
     rows = methods(Target("t", "d", 15), cpu=True)
     for name, method in rows.items():
@@ -284,13 +248,8 @@ def test_a_plan_has_every_turn_after_the_turns_before_it() -> None:
 
 def test_a_results_command_names_no_folder_of_the_machine() -> None:
     given = [
-        "--out",
-        "/data/me/a.jsonl",
-        "--data",
-        "gsm8k=/data/b.jsonl",
-        "--target",
-        "Qwen/Qwen3-8B",
-    ]
+        "--out", "/data/me/a.jsonl", "--data", "gsm8k=/data/b.jsonl", "--target", "Qwen/Qwen3-8B",
+    ]  # fmt: skip
     told = ["--out", "a.jsonl", "--data", "gsm8k=b.jsonl", "--target", "Qwen/Qwen3-8B"]
     assert without_folders(given) == told
 

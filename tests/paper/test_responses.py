@@ -3,18 +3,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.paper.store import Key, Store, StoreError, read_rows
-from helpers import ROOT
 
 SETTINGS = {"target": "t", "tokens": 8, "seed": 0}
 
@@ -74,36 +68,3 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with opened(path), pytest.raises(StoreError, match="another process writes"):
         opened(path)
     opened(path).__exit__()
-
-
-WRITER = """
-import sys, time
-from pathlib import Path
-from benchmarks.paper.store import Key, Store
-keys = [Key("plain", 0.0, 1, "a", str(i), 0) for i in range(400)]
-with Store(Path(sys.argv[1]), {}, {}) as store:
-    known = store.responses()
-    for key in keys:
-        if key not in known:
-            store.append({"kind": "response", **key._asdict(), "text": "x" * 5000})
-            time.sleep(0.002)
-"""
-
-
-def test_killed_in_the_middle_and_started_again_no_row_is_lost_or_doubled(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    command = [sys.executable, "-c", WRITER, str(path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for least in (1, 100):
-        process = subprocess.Popen(command, env=environment)
-        while not path.exists() or len(path.read_bytes()) < 5000 * least:
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    before = [row["id"] for row in read_rows(path) if row["kind"] == "response"]
-    assert 90 <= len(before) < 400
-    subprocess.run(command, env=environment, check=True)
-    ids = [row["id"] for row in read_rows(path) if row["kind"] == "response"]
-    assert ids[: len(before)] == before
-    assert sorted(ids, key=int) == [str(i) for i in range(400)]

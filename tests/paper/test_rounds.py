@@ -42,20 +42,14 @@ class _Host:
         self.started: list[tuple[str, int]] = []
         self.broken: set[str] = set()
         self.dies_after: dict[str, int] = {}
-        self.starting: list[str] = []
-        self.side_by_side: list[list[str]] = []
 
     @contextmanager
     def begun(self, engine: tuple[Method, int]) -> Iterator[_Process]:
         name = engine[0].name
         self.started.append((name, engine[1]))
-        self.starting.append(name)
         yield _Process(name, self)
 
     def wait_until_started(self, process: _Process) -> None:
-        if self.starting:
-            self.side_by_side.append(self.starting)
-            self.starting = []
         if process.name in self.broken:
             raise EngineError("ValueError: no such engine")
 
@@ -96,11 +90,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
 
 
 def decode(path: Path, names: str, alive: int, concurrency: Sequence[int] = (1,)) -> list[Any]:
-    budget = {"measures": "adaptive"}
-    rows = {
-        name: Method(name, {"bastion_budget": budget.get(name, 1)})
-        for name in (PLAIN, *names.split())
-    }
+    rows = {name: Method(name, {"bastion_budget": 1}) for name in (PLAIN, *names.split())}
     plan = Plan(rows, PROMPTS, [0.0], concurrency, 2, 0, True, alive)
     with Store(path, {}, {}) as store:
         run.Runner(plan, store, _Ids(), lambda method, most: (method, most)).run()
@@ -174,19 +164,3 @@ def test_an_engine_that_fails_is_a_gap_and_the_others_go_on(tmp_path: Path, host
     host.started.clear()
     assert len(decode(path, "x y z", 4)) == len(rows)
     assert host.started == [("y", 1)]
-
-
-def test_two_engines_start_side_by_side_and_one_that_times_its_steps_alone(
-    tmp_path: Path, host: _Host
-) -> None:
-    decode(tmp_path / "a.jsonl", "x measures y z", 6)
-    assert host.side_by_side == [["x", "y"], ["z"], ["measures"], [PLAIN]]
-    host.side_by_side.clear()
-    decode(tmp_path / "b.jsonl", "x y", 1)
-    assert host.side_by_side == [[PLAIN], ["x"], ["y"]]
-
-
-def test_one_after_another_rows_have_no_round(tmp_path: Path, host: _Host) -> None:
-    rows = decode(tmp_path / "a.jsonl", "x", 1, (1, 4))
-    assert host.started == [(PLAIN, 1), ("x", 1), (PLAIN, 4), ("x", 4)]
-    assert len(rows) == 2 * 4 * 2 and all("round" not in row for row in rows)

@@ -19,6 +19,7 @@ from helpers import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
 TEXTS = ("def add(a, b):\n    return", "Tom has 3 apples and buys 4.", "User: hello\nAssistant:")
 
 
@@ -27,7 +28,7 @@ def command(folder: Path, *more: str) -> list[str]:
     rows.append({"id": "talk", "domain": "b", "turns": ["User: hi\nAssistant:", "User: and?"]})
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--pair", "tiny", "--jsonl", str(folder / "own.jsonl"), "--tokens", "24", "--eager"]
-    options += ["--methods", "dflash 7", "N=16", "--replay-prompts", "0"]
+    options += ["--methods", "dflash 7", "bastion N=16", "--replay-prompts", "0"]
     out = ["--out", str(folder / "run.jsonl")]
     return [sys.executable, "-m", "benchmarks.paper", *options, *out, *more]
 
@@ -38,10 +39,9 @@ def responses(path: Path) -> list[dict[str, Any]]:
 
 def test_killed_in_the_middle_and_started_again_it_decodes_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
     started = command(tmp_path, "--temperatures", "0")
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(started, env=environment, stderr=log, stdout=log)
+        process = subprocess.Popen(started, env=ENVIRONMENT, stderr=log, stdout=log)
         # Three engines in turn: the second prompt is finished.
         while not path.exists() or len(responses(path)) < 6:
             assert process.poll() is None, (tmp_path / "log").read_text()
@@ -52,7 +52,7 @@ def test_killed_in_the_middle_and_started_again_it_decodes_what_is_missing(tmp_p
         file.write(b'{"kind": "resp')
     before = responses(path)
     assert 6 <= len(before) < 15
-    done = subprocess.run(started, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     after = responses(path)
     assert after[: len(before)] == before
@@ -84,10 +84,9 @@ def test_killed_in_the_middle_and_started_again_it_decodes_what_is_missing(tmp_p
 def test_engines_take_turns_in_groups_with_plain_decoding_at_every_concurrency(
     tmp_path: Path,
 ) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
     options = ["--temperatures", "1", "--concurrency", "1", "2", "--alive", "3"]
     started = command(tmp_path, *options)
-    subprocess.run(started, env=environment, check=True, capture_output=True)
+    subprocess.run(started, env=ENVIRONMENT, check=True, capture_output=True)
     rows = responses(tmp_path / "run.jsonl")
     others = [Key.of(row) for row in rows if row["method"] != "plain"]
     assert len(others) == len(set(others)) == 3 * 2 * 5
@@ -114,18 +113,17 @@ def test_engines_take_turns_in_groups_with_plain_decoding_at_every_concurrency(
 
 
 def test_beam_search_is_replayed_on_recorded_drafts(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
     started = command(
         tmp_path, "--temperatures", "0", "--methods", "plain", "--replay-prompts", "1"
     )
-    subprocess.run(started, env=environment, check=True, capture_output=True)
+    subprocess.run(started, env=ENVIRONMENT, check=True, capture_output=True)
     rows = list(read_rows(tmp_path / "run.jsonl"))
     found = {row["policy"]: row for row in rows if row["kind"] == "replayed" and row["set"] == "a"}
     assert {row["method"] for row in rows if row["kind"] == "response"} == {"plain"}
     beam, best = found["beam 4x15 (replayed)"], found["best-first 60 (replayed)"]
     assert beam["tau"] > 1 and beam["nodes"] == best["nodes"] == 60
     # A second start has nothing to do.
-    subprocess.run(started, env=environment, check=True, capture_output=True)
+    subprocess.run(started, env=ENVIRONMENT, check=True, capture_output=True)
     assert len(list(read_rows(tmp_path / "run.jsonl"))) == len(rows) + 1
 
 

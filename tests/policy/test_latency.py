@@ -47,12 +47,9 @@ def test_curves_are_taken_at_captured_sizes_with_drafter_and_overhead(name):
 @pytest.mark.parametrize("name", ["table", "ema_table", "ema"])
 def test_a_draft_of_fewer_positions_is_cheaper_and_teaches_the_same(name):
     table = StepCostTable(
-        [(n, 0, 2.0 + 0.1 * n) for n in SIZES],
-        [(1, 1.5)],
-        max_rows=64,
-        captured_sizes=SIZES,
+        [(n, 0, 2.0 + 0.1 * n) for n in SIZES], [(1, 1.5)], max_rows=64, captured_sizes=SIZES,
         position_samples=[(1, 0.1)],
-    )
+    )  # fmt: skip
     model = make_latency(name, table, roofline=_Line(), calibrated=_Line())
     whole, part = model.estimate(1, 0), model.estimate(1, 0, spared=10)
     np.testing.assert_allclose(whole.tree_ms - part.tree_ms, 1.0, rtol=1e-5)

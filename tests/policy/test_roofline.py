@@ -10,75 +10,28 @@ from vllm_bastion.policy.cost.devices import DeviceSpec, known_device, measure_d
 from vllm_bastion.policy.cost.paper import ModelShape, Roofline
 
 QWEN3_4B = {
-    "num_hidden_layers": 36,
-    "hidden_size": 2560,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151936,
+    "num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936,
     "tie_word_embeddings": True,
-}
-QWEN3_8B = {
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
-# no head_dim: 4096 / 32 = 128
-LLAMA_31_8B = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
+}  # fmt: skip
+QWEN3_8B = QWEN3_4B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA_31_8B = QWEN3_8B | {
+    "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
+del LLAMA_31_8B["head_dim"]  # 4096 / 32 = 128
 
-# FLOPs by hand. Per layer, from the paper's four terms with h_q = 4096 and h_kv = 1024:
+# FLOPs and bytes by hand, from the paper's terms with h_q = 4096 and h_kv = 1024. The first row:
 #
-# Qwen3-4B, s = 1, c = 0
+# FLOPs, s = 1, c = 0
 #   4 s h h_q     = 4 * 2560 * 4096        =  41,943,040
 #   4 s h h_kv    = 4 * 2560 * 1024        =  10,485,760
 #   4 s (c+s) h_q = 4 * 1 * 4096           =      16,384
 #   6 s h h_ffn   = 6 * 2560 * 9728        = 149,422,080
 #   layer sum                                201,867,264   x 36 = 7,267,221,504
-#   2 s h V       = 2 * 2560 * 151936      = 777,912,320
-#   total                                                         8,045,133,824
-# Qwen3-4B, s = 64, c = 1000: the linear terms x 64, attention 4 * 64 * 1064 * 4096
-#   layer: 64 * (41,943,040 + 10,485,760 + 149,422,080) = 64 * 201,850,880 = 12,918,456,320
-#          + 1,115,684,864 = 14,034,141,184                     x 36 = 505,229,082,624
-#   head:  64 * 777,912,320                                          =  49,786,388,480
-#   total                                                              555,015,471,104
-# Qwen3-8B, s = 1, c = 0
-#   67,108,864 + 16,777,216 + 16,384 + 6 * 4096 * 12288 (301,989,888) = 385,892,352
-#   x 36 = 13,892,124,672; head 2 * 4096 * 151936 = 1,244,659,712; total 15,136,784,384
-# Qwen3-8B, s = 64, c = 1000
-#   64 * 385,875,968 = 24,696,061,952; + 1,115,684,864 = 25,811,746,816; x 36 = 929,222,885,376
-#   head 64 * 1,244,659,712 = 79,658,221,568; total 1,008,881,106,944
-# Llama-3.1-8B, s = 1, c = 0
-#   67,108,864 + 16,777,216 + 16,384 + 6 * 4096 * 14336 (352,321,536) = 436,224,000
-#   x 32 = 13,959,168,000; head 2 * 4096 * 128256 = 1,050,673,152; total 15,009,841,152
-# Llama-3.1-8B, s = 64, c = 1000
-#   64 * 436,207,616 = 27,917,287,424; + 1,115,684,864 = 29,032,972,288; x 32 = 929,055,113,216
-#   head 64 * 1,050,673,152 = 67,243,081,728; total 996,298,194,944
-FLOPS = [
-    (QWEN3_4B, 1, 0, 8_045_133_824),
-    (QWEN3_4B, 64, 1000, 555_015_471_104),
-    (QWEN3_8B, 1, 0, 15_136_784_384),
-    (QWEN3_8B, 64, 1000, 1_008_881_106_944),
-    (LLAMA_31_8B, 1, 0, 15_009_841_152),
-    (LLAMA_31_8B, 64, 1000, 996_298_194_944),
-]
-
-# Elements moved by hand (x bp = 2 gives bytes).
-#
-# Qwen3-4B, s = 1, c = 0
+#   2 s h V       = 2 * 2560 * 151936      = 777,912,320; total 8,045,133,824
+# Elements moved (x bp = 2 gives bytes)
 #   2 V h = 777,912,320; s (h + V) = 154,496
 #   layer: 2 h (h_q + h_kv) = 2 * 2560 * 5120    = 26,214,400
 #          3 h h_ffn        = 3 * 2560 * 9728    = 74,711,040
@@ -87,50 +40,23 @@ FLOPS = [
 #          2 n_q s (c + s)  = 2 * 32             =         64
 #          sum 100,995,136, x 36 = 3,635,824,896
 #   total 4,413,891,712 elements = 8,827,783,424 bytes
-# Qwen3-4B, s = 64, c = 1000
-#   777,912,320 + 64 * 154,496 (9,887,744)
-#   layer: 100,925,440 + 2048 * 1128 (2,310,144) + 64 * 65,536 (4,194,304)
-#          + 64 * 64 * 1064 (4,358,144) = 111,788,032, x 36 = 4,024,369,152
-#   total 4,812,169,216 = 9,624,338,432 bytes
-# Qwen3-8B, s = 1, c = 0
-#   2 V h = 1,244,659,712; h + V = 156,032
-#   layer: 2 * 4096 * 5120 (41,943,040) + 3 * 4096 * 12288 (150,994,944) + 4,096
-#          + 4 * 20,480 (81,920) + 64 = 193,024,064, x 36 = 6,948,866,304
-#   total 8,193,682,048 = 16,387,364,096 bytes
-# Qwen3-8B, s = 64, c = 1000
-#   1,244,659,712 + 9,986,048
-#   layer: 192,937,984 + 2,310,144 + 5,242,880 + 4,358,144 = 204,849,152, x 36 = 7,374,569,472
-#   total 8,629,215,232 = 17,258,430,464 bytes
-# Llama-3.1-8B, s = 1, c = 0
-#   2 V h = 1,050,673,152; h + V = 132,352
-#   layer: 41,943,040 + 3 * 4096 * 14336 (176,160,768) + 4,096 + 4 * 22,528 (90,112) + 64
-#          = 218,198,080, x 32 = 6,982,338,560
-#   total 8,033,144,064 = 16,066,288,128 bytes
-# Llama-3.1-8B, s = 64, c = 1000
-#   1,050,673,152 + 8,470,528
-#   layer: 218,103,808 + 2,310,144 + 5,767,168 + 4,358,144 = 230,539,264, x 32 = 7,377,256,448
-#   total 8,436,400,128 = 16,872,800,256 bytes
-BYTES = [
-    (QWEN3_4B, 1, 0, 8_827_783_424),
-    (QWEN3_4B, 64, 1000, 9_624_338_432),
-    (QWEN3_8B, 1, 0, 16_387_364_096),
-    (QWEN3_8B, 64, 1000, 17_258_430_464),
-    (LLAMA_31_8B, 1, 0, 16_066_288_128),
-    (LLAMA_31_8B, 64, 1000, 16_872_800_256),
+BY_HAND = [
+    (QWEN3_4B, 1, 0, 8_045_133_824, 8_827_783_424),
+    (QWEN3_4B, 64, 1000, 555_015_471_104, 9_624_338_432),
+    (QWEN3_8B, 1, 0, 15_136_784_384, 16_387_364_096),
+    (QWEN3_8B, 64, 1000, 1_008_881_106_944, 17_258_430_464),
+    (LLAMA_31_8B, 1, 0, 15_009_841_152, 16_066_288_128),
+    (LLAMA_31_8B, 64, 1000, 996_298_194_944, 16_872_800_256),
 ]
 
 # 1 TFLOP/s and 1 TB/s: milliseconds are giga-units
 UNIT = DeviceSpec("unit", 1e12, 1e12, "test")
 
 
-@pytest.mark.parametrize(("config", "rows", "context", "expected"), FLOPS)
-def test_flops_worked_out_by_hand(config, rows, context, expected):
-    assert ModelShape.from_config(config).flops(rows, context) == expected
-
-
-@pytest.mark.parametrize(("config", "rows", "context", "expected"), BYTES)
-def test_bytes_worked_out_by_hand(config, rows, context, expected):
-    assert ModelShape.from_config(config).bytes_moved(rows, context) == expected
+@pytest.mark.parametrize(("config", "rows", "context", "flops", "moved"), BY_HAND)
+def test_flops_and_bytes_worked_out_by_hand(config, rows, context, flops, moved):
+    shape = ModelShape.from_config(config)
+    assert (shape.flops(rows, context), shape.bytes_moved(rows, context)) == (flops, moved)
 
 
 def test_config_objects_dicts_and_multimodal_wrappers_agree():
@@ -198,20 +124,15 @@ def test_latency_is_convex_in_rows():
 @pytest.mark.parametrize(
     ("name", "peak", "bandwidth"),
     [
-        ("NVIDIA A100 80GB PCIe", 312e12, 1935e9),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 2039e9),
-        ("NVIDIA A100-PCIE-40GB", 312e12, 1555e9),
-        ("NVIDIA A100-SXM4-40GB", 312e12, 1555e9),
-        ("NVIDIA H100 80GB HBM3", 989.5e12, 3350e9),
-        ("NVIDIA H100 PCIe", 756.5e12, 2000e9),
-        ("NVIDIA H200", 989.5e12, 4800e9),
-        ("NVIDIA RTX A6000", 154.8e12, 768e9),
+        ("NVIDIA A100 80GB PCIe", 312e12, 1935e9), ("NVIDIA A100-SXM4-80GB", 312e12, 2039e9),
+        ("NVIDIA A100-PCIE-40GB", 312e12, 1555e9), ("NVIDIA A100-SXM4-40GB", 312e12, 1555e9),
+        ("NVIDIA H100 80GB HBM3", 989.5e12, 3350e9), ("NVIDIA H100 PCIe", 756.5e12, 2000e9),
+        ("NVIDIA H200", 989.5e12, 4800e9), ("NVIDIA RTX A6000", 154.8e12, 768e9),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8e12, 1792e9),
-        ("NVIDIA L40S", 362.05e12, 864e9),
-        ("NVIDIA GeForce RTX 4090", 165.2e12, 1008e9),
+        ("NVIDIA L40S", 362.05e12, 864e9), ("NVIDIA GeForce RTX 4090", 165.2e12, 1008e9),
         ("NVIDIA B200", 2250e12, 8000e9),
     ],
-)
+)  # fmt: skip
 def test_known_devices_by_their_cuda_names(name, peak, bandwidth):
     spec = known_device(name)
     assert spec is not None and spec.source

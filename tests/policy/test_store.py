@@ -43,12 +43,9 @@ def _profile(ms=5.0, key=KEY):
         Roofline(shape, DeviceSpec("H200", 989.5e12, 4800e9, "test")), 1.2, 0.5, 1.5, 1.0
     )
     table = StepCostTable(
-        [(1, 64, ms), (8, 64, ms + 1), (16, 64, ms + 2)],
-        [(1, 1.0)],
-        0.3,
-        max_rows=16,
+        [(1, 64, ms), (8, 64, ms + 1), (16, 64, ms + 2)], [(1, 1.0)], 0.3, max_rows=16,
         captured_sizes=(1, 8, 16),
-    )
+    )  # fmt: skip
     report = CalibrationReport(calibrated, 4.0, 0.4, 12, 4)
     return Profile.from_measurement(key, table, report)
 
@@ -88,21 +85,13 @@ def test_measured_once_then_loaded(tmp_path, warnings):
 @pytest.mark.parametrize(
     "change",
     [
-        {"device": "NVIDIA L40S"},
-        {"target_hash": "x"},
-        {"drafter_hash": "x"},
-        {"dtype": "float16"},
-        {"attention_backend": "FLASH_ATTN"},
-        {"tp_size": 2},
-        {"vllm_version": "0.33.0"},
-        {"graph_sizes": (1, 8)},
-        {"largest": (16, 1024, 2048)},
-        {"package_version": "0.2.0"},
-        {"compile_mode": "VLLM_COMPILE, CUDA graphs FULL"},
-        {"target_quantization": "fp8"},
-        {"drafter_quantization": "fp8"},
+        {"device": "NVIDIA L40S"}, {"target_hash": "x"}, {"drafter_hash": "x"},
+        {"dtype": "float16"}, {"attention_backend": "FLASH_ATTN"}, {"tp_size": 2},
+        {"vllm_version": "0.33.0"}, {"graph_sizes": (1, 8)}, {"largest": (16, 1024, 2048)},
+        {"package_version": "0.2.0"}, {"compile_mode": "VLLM_COMPILE, CUDA graphs FULL"},
+        {"target_quantization": "fp8"}, {"drafter_quantization": "fp8"},
     ],
-)
+)  # fmt: skip
 def test_every_part_of_the_key_has_its_own_file(tmp_path, change):
     measure = _Measure()
     load_or_measure(KEY, measure, tmp_path)
@@ -123,64 +112,42 @@ def test_a_file_without_the_newer_key_fields_is_measured_again(tmp_path, warning
     assert measure.calls == 1 and len(warnings) == 1 and "package_version" in warnings[0]
 
 
-def _damage(path, how):
-    data = json.loads(path.read_text())
-    if how == "truncated":
-        path.write_text(path.read_text()[:200])
-    elif how == "empty":
-        path.write_text("")
-    elif how == "binary":
-        path.write_bytes(bytes(range(256)))
-    elif how == "no object":
-        path.write_text("[1, 2]")
-    elif how == "old schema":
-        path.write_text(json.dumps(data | {"schema": 0}))
-    elif how == "no schema":
-        path.write_text(json.dumps({k: v for k, v in data.items() if k != "schema"}))
-    elif how == "missing table":
-        path.write_text(json.dumps({k: v for k, v in data.items() if k != "table"}))
-    elif how == "NaN":
-        data["table"]["samples"][1][2] = float("nan")
-        path.write_text(json.dumps(data))
-    elif how == "negative time":
-        data["table"]["samples"][1][2] = -2.0
-        path.write_text(json.dumps(data))
-    elif how == "NaN coefficient":
-        data["calibrated"]["memory_slope"] = float("nan")
-        path.write_text(json.dumps(data))
-    elif how == "NaN error":
-        data["rmse_after"] = float("nan")
-        path.write_text(json.dumps(data))
-    elif how == "another GPU":
-        data["key"]["device"] = "NVIDIA L40S"
-        path.write_text(json.dumps(data))
-    elif how == "a folder":
-        path.unlink()
-        path.mkdir()
-    else:
-        raise AssertionError(how)
+def _without(name):
+    return lambda data: json.dumps({k: v for k, v in data.items() if k != name})
 
 
-DAMAGES = [
-    "truncated",
-    "empty",
-    "binary",
-    "no object",
-    "old schema",
-    "no schema",
-    "missing table",
-    "NaN",
-    "negative time",
-    "NaN coefficient",
-    "NaN error",
-    "another GPU",
-]
+def _with(value, *place):
+    """The profile with another value at a place."""
+
+    def changed(data):
+        at = data
+        for name in place[:-1]:
+            at = at[name]
+        at[place[-1]] = value
+        return json.dumps(data)
+
+    return changed
+
+
+# Kind of damage -> the file's text, from the profile that it had.
+DAMAGES = {
+    "truncated": lambda data: json.dumps(data)[:200], "empty": lambda data: "",
+    "binary": lambda data: bytes(range(256)), "no object": lambda data: "[1, 2]",
+    "old schema": _with(0, "schema"), "no schema": _without("schema"),
+    "missing table": _without("table"), "NaN": _with(float("nan"), "table", "samples", 1, 2),
+    "negative time": _with(-2.0, "table", "samples", 1, 2),
+    "NaN coefficient": _with(float("nan"), "calibrated", "memory_slope"),
+    "NaN error": _with(float("nan"), "rmse_after"),
+    "another GPU": _with("NVIDIA L40S", "key", "device"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_bad_files_are_measured_again_with_one_warning(tmp_path, warnings, how):
-    write_profile(_profile(ms=99.0), profile_path(KEY, tmp_path))
-    _damage(profile_path(KEY, tmp_path), how)
+    path = profile_path(KEY, tmp_path)
+    write_profile(_profile(ms=99.0), path)
+    text = DAMAGES[how](json.loads(path.read_text()))
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     measure = _Measure(ms=5.0)
     profile = load_or_measure(KEY, measure, tmp_path)
     assert measure.calls == 1 and profile.table.samples[0][2] == 5.0
@@ -193,8 +160,7 @@ def test_bad_files_are_measured_again_with_one_warning(tmp_path, warnings, how):
 
 
 def test_a_folder_in_the_files_place_does_not_stop_the_start(tmp_path, warnings):
-    write_profile(_profile(), profile_path(KEY, tmp_path))
-    _damage(profile_path(KEY, tmp_path), "a folder")
+    profile_path(KEY, tmp_path).mkdir(parents=True)
     measure = _Measure()
     load_or_measure(KEY, measure, tmp_path)
     assert measure.calls == 1 and any("cannot be stored" in text for text in warnings)

@@ -12,12 +12,9 @@ from vllm_bastion.policy.cost.table import StepCostTable, bucket_context, contex
 
 def test_a_step_costs_what_the_next_captured_size_costs():
     table = StepCostTable(
-        [(1, 0, 5.0), (8, 0, 6.0), (16, 0, 9.0)],
-        [(1, 2.0)],
-        0.5,
-        max_rows=20,
+        [(1, 0, 5.0), (8, 0, 6.0), (16, 0, 9.0)], [(1, 2.0)], 0.5, max_rows=20,
         captured_sizes=(1, 8, 16),
-    )
+    )  # fmt: skip
     cost = table.cost_ms(1, 0)
     assert cost.dtype == np.float32 and cost.shape == (21,)
     np.testing.assert_allclose(cost[1], 7.5)
@@ -165,22 +162,13 @@ def test_json_round_trip():
 @pytest.mark.parametrize(
     "change",
     [
-        {"samples": []},
-        {"samples": [[1, 0, float("nan")]]},
-        {"samples": [[1, 0, -1.0]]},
-        {"samples": [[0, 0, 1.0]]},
-        {"samples": [[1, float("inf"), 1.0]]},
-        {"samples": [[1]]},
-        {"samples": "abc"},
-        {"samples": None},
-        {"drafter_samples": [[1, 0.0]]},
-        {"position_samples": [[1, -0.1]]},
-        {"aux_ms": -1.0},
-        {"aux_ms": "fast"},
-        {"max_rows": 0},
+        {"samples": []}, {"samples": [[1, 0, float("nan")]]}, {"samples": [[1, 0, -1.0]]},
+        {"samples": [[0, 0, 1.0]]}, {"samples": [[1, float("inf"), 1.0]]}, {"samples": [[1]]},
+        {"samples": "abc"}, {"samples": None}, {"drafter_samples": [[1, 0.0]]},
+        {"position_samples": [[1, -0.1]]}, {"aux_ms": -1.0}, {"aux_ms": "fast"}, {"max_rows": 0},
         {"captured_sizes": [0]},
     ],
-)
+)  # fmt: skip
 def test_bad_json_is_refused(change):
     data = StepCostTable.flat(max_rows=4).to_json() | change
     with pytest.raises(ValueError):

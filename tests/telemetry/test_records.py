@@ -72,10 +72,7 @@ def test_sums_are_those_of_the_steps() -> None:
     assert got.accepted_by_depth == [2, 1, 1, 1]
     assert sum(got.accepted_by_depth) == got.accepted
     assert got.trees_by_nodes[:5] == [1, 0, 1, 0, 1] and sum(got.trees_by_nodes) == got.trees
-    assert got.times == {
-        ("tree", 32): (2, 8.0, 10.0),
-        ("plain", 2): (1, 1.0, 1.5),
-    }
+    assert got.times == {("tree", 32): (2, 8.0, 10.0), ("plain", 2): (1, 1.0, 1.5)}
     assert got.gain == 1.5 and got.now == {"tree": 1.25, "rows": 0.5}
 
 
@@ -110,17 +107,6 @@ def test_sums_survive_json_and_add_up() -> None:
         assert sent == [first, second]
         sent[0].merge(sent[1])
         assert sent[0] == total(records)
-
-
-def test_sums_travel_in_vllms_statistics() -> None:
-    """msgpack keeps this field as it is, and drops fields that a subclass adds."""
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-    sums = total(steps())
-    sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats={"bastion": sums.to_plain()}))
-    got = MsgpackDecoder(SchedulerStats).decode(sent).kv_connector_stats
-    assert Totals.from_plain(got["bastion"]) == sums
 
 
 def test_a_step_is_named_by_the_decision_that_was_made_for_it() -> None:
