@@ -61,7 +61,7 @@ def test_parts_are_put_together_in_order() -> None:
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("rows", [4, 8, 16])
 @pytest.mark.parametrize("requests", [1, 33, 40, 64, 1024])
 def test_a_drafter_has_graphs_for_up_to_64_requests(requests: int, rows: int) -> None:
     """At the target's sizes, drafts of blocks of 16 had none for 33 and more."""
@@ -78,9 +78,10 @@ def test_a_drafter_has_graphs_for_up_to_64_requests(requests: int, rows: int) ->
     captured = [
         count for count in captured if count * rows <= compilation.max_cudagraph_capture_size
     ]
+    assert max(captured) <= MOST_AT_ONCE, "parts and buffers are for so many"
     for count in range(1, min(requests, MOST_AT_ONCE) + 1):
         padded = min(size for size in captured if size >= count)
-        assert padded - count <= 3 and (count > 32 or padded == count or rows == 8)
+        assert padded - count <= 3 and (count > 32 or padded == count or rows < 16)
 
 
 def test_an_engine_without_graphs_stays_without() -> None:

@@ -70,7 +70,8 @@ def for_all_rows(compilation: CompilationConfig, step_rows: int) -> CompilationC
 def with_graphs(vllm_config: VllmConfig, rows: int) -> VllmConfig:
     """A configuration by which a drafter gets CUDA graphs for up to `MOST_AT_ONCE` requests.
 
-    vLLM captures a drafter at the target's sizes, whose largest of 512 holds 32 blocks of 16 rows.
+    vLLM captures a drafter at the target's sizes, whose largest of 512 holds 32 blocks of 16 rows,
+    and 128 of 4.
 
     rows: of a request's block.
     """
@@ -78,6 +79,7 @@ def with_graphs(vllm_config: VllmConfig, rows: int) -> VllmConfig:
     sizes, most = compilation.cudagraph_capture_sizes or [], min(reqs, MOST_AT_ONCE)
     if not sizes:
         return vllm_config
+    sizes = [size for size in sizes if size <= rows * MOST_AT_ONCE]
     more = [*range(max(sizes) // rows + _GRAPH_STEP, most, _GRAPH_STEP), most]
     more = [rows * count for count in more if rows * count > max(sizes)]
     view = copy.copy(vllm_config)
