@@ -25,7 +25,6 @@ from typing import Any
 from benchmarks import RESULTS, TINY
 from benchmarks.harness.decoder import Run, run_engine
 from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
-from benchmarks.paper.data import load_jsonl
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_prompts
 from benchmarks.provenance import provenance
@@ -71,7 +70,7 @@ def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Reco
 
 
 def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, str]]:
-    """A chat's prompts: the first turns of files that `benchmarks.paper.data.load_jsonl` reads."""
+    """The files' prompts, each as the first turn of a chat with the target."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -81,8 +80,15 @@ def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, s
         found: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return found
 
-    prompts = [prompt for file in files for prompt in load_jsonl(file, samples)]
-    return [{"id": f"{p.set}/{p.id}", "domain": p.set, "prompt": text(p.turns[0])} for p in prompts]
+    rows = [row for file in files for row in load_prompts(file, samples)]
+    return [
+        {
+            "id": f"{row['domain']}/{row['id']}",
+            "domain": row["domain"],
+            "prompt": text(row["prompt"]),
+        }
+        for row in rows
+    ]
 
 
 def record_profile(target: Path, drafter: Path, path: Path) -> None:
@@ -111,9 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", type=Path, default=TINY / "target")
     parser.add_argument("--drafter", type=Path, default=TINY / "drafter")
     parser.add_argument("--data", type=Path, default=TINY / "prompts.jsonl")
-    parser.add_argument(
-        "--jsonl", type=Path, nargs="+", help="in place of it: see benchmarks.paper"
-    )
+    parser.add_argument("--jsonl", type=Path, nargs="+", help="in place of it, as chats")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if given.profile:
