@@ -30,11 +30,11 @@ import torch
 from benchmarks.harness.decoder import Run, count, run_engine
 from benchmarks.harness.engine import Request, UserEngine, bastion, dflash
 from benchmarks.paper.chat import Renderer
-from benchmarks.paper.data import Prompt
 from benchmarks.paper.engines import engine_of
 from benchmarks.paper.judge import BOUND, FLOAT32_BOUND, Scorer
 from benchmarks.paper.methods import Method
 from benchmarks.progress import Progress
+from benchmarks.prompts import Prompt
 from vllm_bastion.checkpoints import files
 from vllm_bastion.checkpoints.kinds import architectures_of, gamma_of, kind_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.demo.pages import print_piece, print_text, title
 from benchmarks.harness.engine import Request
 from benchmarks.paper.chat import Renderer
-from benchmarks.paper.data import Prompt
+from benchmarks.prompts import Prompt
 
 QUESTIONS = (
     {

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import benchmarks.paper
 from benchmarks import TINY
-from benchmarks.paper.data import SETS, DataError
+from benchmarks.paper.data import SETS
 from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.methods import Drafter, Target, config_of
+from benchmarks.prompts import DataError
 from benchmarks.random_drafter import write_random
 from vllm_bastion.checkpoints.kinds import architectures_of, gamma_of, kind_of
 from vllm_bastion.envs import cache_dir

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.paper.data import Prompt
+from benchmarks.prompts import Prompt
 
 
 class Renderer:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's data sets by Hugging Face `datasets`, with its prompts, and prompts from files.
+"""The paper's data sets by Hugging Face `datasets`, with its prompts.
 
 Ids, splits and prompts are those of DFlash's evaluation code, which the paper builds on.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from benchmarks.prompts import DataError, Prompt, Row
 
 _MATH = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 _HUB = "hf://datasets/"
@@ -23,22 +23,6 @@ _LONGBENCH = (
     "samsum",
     "passage_retrieval_en",
 )
-
-Row = dict[str, Any]
-
-
-class DataError(RuntimeError):
-    """A data set that cannot be had; the text is one sentence for the user."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A conversation's user turns; `params` are further arguments of `SamplingParams`."""
-
-    set: str
-    id: str
-    turns: tuple[str, ...]
-    params: Row = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,40 +162,3 @@ def _inside(file: str, name: str) -> str:
     from datasets import DownloadManager
 
     return str(Path(DownloadManager().download_and_extract(file)) / "data" / f"{name}.jsonl")
-
-
-def load_jsonl(path: Path, samples: int | None = None) -> list[Prompt]:
-    """Prompts from a file of JSON lines: own ones, or a file of Spec-Bench or SPEED-Bench.
-
-    A row has `prompt` (a text), `turns` (texts), or `messages` (of which the user's count). Its set
-    is its `domain` or `category`, or the file's name; `samples` are taken evenly from each.
-
-    Raises:
-        DataError: the file cannot be read, or a row has no prompt.
-    """
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except (OSError, json.JSONDecodeError) as error:
-        raise DataError(f"{path.name} is no file of JSON lines: {error}") from error
-    by_set: dict[str, list[Prompt]] = {}
-    for number, row in enumerate(rows):
-        name = str(row.get("domain") or row.get("category") or path.stem)
-        found = row.get("id", row.get("question_id", number))
-        by_set.setdefault(name, []).append(Prompt(name, str(found), _turns(row, path, number)))
-    return [prompt for own in by_set.values() for prompt in _spread(own, samples)]
-
-
-def _turns(row: Row, path: Path, number: int) -> tuple[str, ...]:
-    if "messages" in row:
-        texts = [message["content"] for message in row["messages"] if message["role"] == "user"]
-    else:
-        given = row.get("turns", row.get("prompt"))
-        texts = [given] if isinstance(given, str) else given
-    if not texts:
-        raise DataError(f'{path.name}: row {number} has no "prompt", "turns" or "messages"')
-    return tuple(texts)
-
-
-def _spread(prompts: list[Prompt], samples: int | None) -> Iterable[Prompt]:
-    count = len(prompts) if samples is None else min(samples, len(prompts))
-    return (prompts[i * len(prompts) // count] for i in range(count))

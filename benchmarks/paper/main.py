@@ -22,14 +22,7 @@ from benchmarks.harness.process import EngineError
 from benchmarks.paper import replayed, report
 from benchmarks.paper.arguments import REAL, config_of, parse, target_of, without_folders
 from benchmarks.paper.chat import Renderer
-from benchmarks.paper.data import (
-    LONG,
-    SHORT,
-    DataError,
-    Prompt,
-    load_jsonl,
-    load_set,
-)
+from benchmarks.paper.data import LONG, SHORT, load_set
 from benchmarks.paper.engines import short_reason
 from benchmarks.paper.judge import judge_all
 from benchmarks.paper.kinds import KINDS
@@ -38,6 +31,7 @@ from benchmarks.paper.plan import Plan
 from benchmarks.paper.run import Runner
 from benchmarks.paper.store import Store, StoreError
 from benchmarks.progress import Progress
+from benchmarks.prompts import DataError, Prompt, load_jsonl
 from benchmarks.provenance import provenance
 from vllm_bastion.policy.cost.devices import device_name
 

@@ -13,7 +13,7 @@ import psutil
 from transformers import PretrainedConfig
 
 from benchmarks.harness.engine import UserEngine, bastion, dflash
-from benchmarks.paper.data import DataError
+from benchmarks.prompts import DataError
 from vllm_bastion.policy.cost.paper import ModelShape
 
 PLAIN = "plain"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.paper.data import Prompt
 from benchmarks.paper.methods import Method
 from benchmarks.paper.store import Key
+from benchmarks.prompts import Prompt
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _LEAD = 24  # tokens of the passage that a prompt repeats
 
 
 def editing() -> Iterator[dict[str, str]]:
-    """A row for each module that has a function, see `benchmarks.paper.data.load_jsonl`."""
+    """A row for each module that has a function, see `benchmarks.prompts.load_jsonl`."""
     for module in _MODULES:
         code = inspect.getsource(import_module(module))
         code = code[: code.rfind("\n", 0, _CHARACTERS) + 1]

@@ -21,11 +21,11 @@ from benchmarks.harness.driver import Response
 from benchmarks.harness.engine import Request
 from benchmarks.harness.process import EngineError, EngineProcess
 from benchmarks.paper.chat import Renderer
-from benchmarks.paper.data import Prompt
 from benchmarks.paper.engines import begun, short_reason, wait_until_started
 from benchmarks.paper.methods import PLAIN, REFERENCE, groups, reference_of
 from benchmarks.paper.plan import Plan, batches
 from benchmarks.paper.store import Key, Row, Store
+from benchmarks.prompts import Prompt
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 24
 _STARTS = 2  # engines that start side by side where several live

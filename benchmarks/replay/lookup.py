@@ -52,7 +52,6 @@ class Engine:
         recording = corpus.recording
         texts = [recording.text(q) for q in range(len(recording.request_ids))]
         slots, most = len(texts), max(map(len, texts))
-        self._texts = texts
         self._trees = Trees(
             max_num_reqs=slots,
             max_num_tokens=latency.table.max_rows,

@@ -26,7 +26,7 @@ from benchmarks import RESULTS, TINY
 from benchmarks.harness.decoder import Run, run_engine
 from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
 from benchmarks.progress import Progress
-from benchmarks.prompts import load_prompts
+from benchmarks.prompts import load_jsonl, load_prompts
 from benchmarks.provenance import provenance
 from benchmarks.replay.recording import Drafted, Emitted, Recording, recording_of, save_recording
 
@@ -80,15 +80,8 @@ def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, s
         found: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return found
 
-    rows = [row for file in files for row in load_prompts(file, samples)]
-    return [
-        {
-            "id": f"{row['domain']}/{row['id']}",
-            "domain": row["domain"],
-            "prompt": text(row["prompt"]),
-        }
-        for row in rows
-    ]
+    prompts = [prompt for file in files for prompt in load_jsonl(file, samples)]
+    return [{"id": f"{p.set}/{p.id}", "domain": p.set, "prompt": text(p.turns[0])} for p in prompts]
 
 
 def record_profile(target: Path, drafter: Path, path: Path) -> None:
@@ -121,9 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if given.profile:
-        pair = given.target.parent
-        name = "cpu-profile" if pair == TINY else f"cpu-profile-{pair.name}"
-        record_profile(given.target, given.drafter, given.out / f"{name}.json")
+        record_profile(given.target, given.drafter, given.out / "cpu-profile.json")
         return 0
     if given.jsonl:
         rows = chats(given.target, given.jsonl, given.prompts)

@@ -54,7 +54,7 @@ def install(parts: Sequence[Path], target: Path, folder: Path) -> None:
     for compact in parts:
         weights |= load_file(compact / "model.safetensors")
     offsets = weights[_PLACES]
-    if len(parts) > 1:
+    if len(parts) > 1:  # with a selector, which drafts the whole vocabulary
         del weights[_PLACES]
     else:
         with safe_open(target / "model.safetensors", "pt") as file:

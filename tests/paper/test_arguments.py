@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from benchmarks import TINY
 from benchmarks.paper.arguments import parse, target_of
-from benchmarks.paper.data import DataError
 from benchmarks.paper.methods import Drafter
+from benchmarks.prompts import DataError
 from helpers import ROOT, run_python
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper.data import LONG, SETS, SHORT, DataError, load_jsonl, load_set
+from benchmarks.paper.data import LONG, SETS, SHORT, load_set
+from benchmarks.prompts import DataError, load_jsonl
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LONGBENCH = {"length": 9, "all_classes": None, "language": "en", "_id": "a1", "answers": ["x"]}

@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.paper import report
 from benchmarks.paper.arguments import without_folders
-from benchmarks.paper.data import DataError, Prompt
 from benchmarks.paper.engines import short_reason
 from benchmarks.paper.methods import (
     PLAIN,
@@ -29,6 +28,7 @@ from benchmarks.paper.plan import Plan
 from benchmarks.paper.run import first_difference
 from benchmarks.paper.stats import Cell, sameness, speedup, spent
 from benchmarks.paper.store import Key
+from benchmarks.prompts import DataError, Prompt
 
 ADAPTIVE = "bastion adaptive"
 

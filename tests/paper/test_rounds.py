@@ -15,10 +15,10 @@ from benchmarks.harness.engine import Request
 from benchmarks.harness.process import EngineError
 from benchmarks.paper import run
 from benchmarks.paper.chat import Renderer
-from benchmarks.paper.data import Prompt
 from benchmarks.paper.methods import PLAIN, Method
 from benchmarks.paper.plan import Plan
 from benchmarks.paper.store import Key, Store
+from benchmarks.prompts import Prompt
 
 PROMPTS = [Prompt("a", "0", ("x", "y")), Prompt("a", "1", ("x",)), Prompt("b", "2", ("x",))]
 

@@ -39,20 +39,6 @@ def test_prompts_are_spaced_over_each_domain(tmp_path: Path) -> None:
     assert len(load_prompts(path)) == 90
 
 
-def test_a_row_of_spec_bench_is_a_prompt_of_its_category(tmp_path: Path) -> None:
-    rows = [
-        {"question_id": 7 + i, "category": kind, "turns": [f"{kind} {i}", "further"]}
-        for kind in ("rag", "qa")
-        for i in range(3)
-    ]
-    path = tmp_path / "spec.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    picked = load_prompts(path, 2)
-    assert [row["domain"] for row in picked] == ["rag", "rag", "qa", "qa"]
-    assert [row["id"] for row in picked] == ["7", "8", "7", "8"]
-    assert picked[0]["prompt"] == "rag 0"
-
-
 def test_recording_holds_what_was_drafted_and_emitted(tmp_path: Path) -> None:
     steps, top_k = 3, 4
     rng = np.random.default_rng(0)

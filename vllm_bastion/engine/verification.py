@@ -59,7 +59,7 @@ class VerifiedTrees:
     # [T] which of them show what the drafter alone brings: no copy is in them.
     of_drafter: np.ndarray | None = None
 
-    def teach(self, live: np.ndarray) -> np.ndarray:
+    def learnable(self, live: np.ndarray) -> np.ndarray:
         """[T] bool, those of `live` that the controller learns from."""
         return live if self.of_drafter is None else live & self.of_drafter
 
@@ -382,7 +382,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         controller.remaining.emit(slots, published.emitted[slots] - 1)
         if before.promised is not None:
             gains = controller.copy_gains if before.only_copies else controller.gains
-            rows = before.teach(live)
+            rows = before.learnable(live)
             gains.add_outcomes(
                 before.slots[rows].tolist(),
                 (before.promised[rows] / before.kappa[rows]).tolist(),
@@ -397,13 +397,13 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             # A request near its end or in a large batch has fewer placeholders than N*.
             nodes = np.minimum(chosen, trees.max_nodes)
             trees.promised = promised * nodes / np.maximum(chosen, 1)
+            live = self._is_live(trees)
+            gains = controller.copy_gains if trees.only_copies else controller.gains
             if controller.looks_up and not trees.only_copies:
                 trees.of_drafter = published.copied[trees.slots] <= 0
-            live = self._is_live(trees)
-            rows = trees.teach(live)
+                gains.meet(trees.slots[live].tolist())
+            rows = trees.learnable(live)
             raw = trees.promised[rows] / trees.kappa[rows]
-            gains = controller.copy_gains if trees.only_copies else controller.gains
-            gains.meet(trees.slots[live].tolist())
             gains.add_trees(trees.slots[rows].tolist(), raw.tolist(), nodes[rows].tolist())
         if controller.looks_up and published.grown_for is not None:
             grown = published.grown_for

@@ -121,7 +121,8 @@ class Gains:
     def meet(self, requests: Sequence[int]) -> None:
         """These requests had trees, from which nothing may be learned: they are not new."""
         for request in requests:
-            self._requests.setdefault(request, _Gain())
+            if request not in self._requests:
+                self._requests[request] = _Gain()
 
     def add_trees(
         self, requests: Sequence[int], promised: Sequence[float], nodes: Sequence[float]
