@@ -13,14 +13,13 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.smollm2 import prompts
 from benchmarks.smollm2.target import END_OF_TURN, fetch, pair_folder
 
-SHARD = 128  # conversations
 # (source, temperature): one shard of each in turn.
 ROUND = (
     ("gsm8k", 0.0),
@@ -33,20 +32,29 @@ ROUND = (
     ("own", 1.0),
 )
 REPLY, INSTRUCTION, PROMPT = 320, 160, 400  # most tokens
-SECOND_TURNS = 32  # of a shard of own instructions: conversations with a second turn
+SECOND_TURNS = 0.25  # of a shard of own instructions: conversations with a second turn
 
 
 class Engine:
-    """vLLM's offline engine on token ids."""
+    """vLLM's offline engine on token ids, one of several that may share a GPU."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
+        from vllm.platforms import current_platform
 
+        if current_platform.is_cpu():
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            more: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+        else:
+            graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # starts sooner
+            more = {
+                "max_num_seqs": 512,
+                "gpu_memory_utilization": 0.1,
+                "compilation_config": graphs,
+            }
         self.llm = LLM(
-            str(folder), dtype="bfloat16", max_model_len=1536, max_num_seqs=64,
-            max_num_batched_tokens=2048, kv_cache_memory_bytes=2 << 30, enforce_eager=False,
-            disable_log_stats=True, seed=seed,
+            str(folder), dtype="bfloat16", max_model_len=1536, disable_log_stats=True, seed=seed,
+            kv_cache_memory_bytes=3 << 30, **more,
         )  # fmt: skip
         self.end = self.llm.get_tokenizer().convert_tokens_to_ids(END_OF_TURN)
 
@@ -60,8 +68,10 @@ class Engine:
         return [list(one.outputs[0].token_ids) for one in found]
 
 
-def shards(engine: Engine, file: Path | None) -> Iterator[tuple[str, Any]]:
-    """(name, function that makes the rows) without end."""
+def shards(
+    engine: Engine, file: Path | None, sources: Sequence[str], size: int
+) -> Iterator[tuple[str, Any]]:
+    """(name, function that makes the rows) without end; `size`: conversations of a shard."""
     tok = engine.llm.get_tokenizer()
     texts = {"gsm8k": prompts.gsm8k(file), "code": prompts.code()}
     print({name: len(found) for name, found in texts.items()}, flush=True)
@@ -74,12 +84,12 @@ def shards(engine: Engine, file: Path | None) -> Iterator[tuple[str, Any]]:
 
     def asked(source: str, temperature: float, number: int) -> list[dict[str, Any]]:
         pool = texts[source]
-        picked = [ids(pool[(number * SHARD + i) % len(pool)]) for i in range(SHARD)]
+        picked = [ids(pool[(number * size + i) % len(pool)]) for i in range(size)]
         picked = [one for one in picked if len(one) <= PROMPT]
         return _rows(picked, engine(picked, temperature, REPLY))
 
     def written(temperature: float, number: int) -> list[dict[str, Any]]:
-        starts = tok(prompts.own(SHARD * (number + 1))[-SHARD:], add_special_tokens=False)
+        starts = tok(prompts.own(size * (number + 1))[-size:], add_special_tokens=False)
         reply_to = tok(f"{END_OF_TURN}\n<|im_start|>assistant\n", add_special_tokens=False)
         again = tok("\n<|im_start|>user\n", add_special_tokens=False)["input_ids"]
         begin = reply_to["input_ids"]
@@ -91,7 +101,7 @@ def shards(engine: Engine, file: Path | None) -> Iterator[tuple[str, Any]]:
 
         first = instruct(starts["input_ids"])
         rows = _rows(first, engine(first, temperature, REPLY))
-        ended = [row for row in rows if row["reply"][-1] == engine.end][:SECOND_TURNS]
+        ended = [row for row in rows if row["reply"][-1] == engine.end][: int(SECOND_TURNS * size)]
         second = instruct([r["prompt"] + r["reply"] + again for r in ended])
         second = [one for one in second if len(one) < 1000]
         return rows + _rows(second, engine(second, temperature, REPLY))
@@ -99,6 +109,8 @@ def shards(engine: Engine, file: Path | None) -> Iterator[tuple[str, Any]]:
     numbers = dict.fromkeys(prompts.SOURCES, 0)
     while True:
         for source, temperature in ROUND:
+            if source not in sources:
+                continue
             number = numbers[source]
             numbers[source] += 1
             name = f"{source}-{number:04d}-t{temperature:g}.jsonl"
@@ -122,12 +134,14 @@ def main() -> None:
     )
     parser.add_argument("--gsm8k", type=Path, help="its training questions (default: the Hub's)")
     parser.add_argument("--tokens", type=float, default=3e6, help="of replies, all shards together")
+    parser.add_argument("--sources", nargs="+", choices=prompts.SOURCES, default=prompts.SOURCES)
+    parser.add_argument("--shard", type=int, default=128, help="conversations of a shard")
     args = parser.parse_args()
     folder = pair_folder() / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
     engine = Engine(fetch(), seed=len(list(folder.glob("*.jsonl"))))
     total = 0
-    for name, make in shards(engine, args.gsm8k):
+    for name, make in shards(engine, args.gsm8k, args.sources, args.shard):
         path, begin = folder / name, time.monotonic()
         if path.exists():
             rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,17 +44,22 @@ class Row:
 
 
 class States:
-    """The shards' states, of which batches are drawn; a file per shard, mapped into memory."""
+    """Shards' states, of which batches are drawn."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.shards: list[dict[str, Tensor]] = []
         self.rows: list[Row] = []
+
+    def load(self, folder: Path) -> None:
+        """Add every shard that is stored in a folder; its file is mapped into memory."""
         for path in sorted(folder.glob("*.pt")):
-            shard = torch.load(path, mmap=True)
-            for begin, length, first, greedy in shard.pop("rows").tolist():
-                row = Row(len(self.shards), begin, length, first, bool(greedy))
-                self.rows.append(row)
-            self.shards.append(shard)
+            self.add(torch.load(path, mmap=True))
+
+    def add(self, shard: dict[str, Tensor]) -> None:
+        """Add what `states_of` returns."""
+        for begin, length, first, greedy in shard.pop("rows").tolist():
+            self.rows.append(Row(len(self.shards), begin, length, first, bool(greedy)))
+        self.shards.append(shard)
         self.rows.sort(key=lambda row: row.length)  # so that a batch has little padding
 
     def batches(self, size: int) -> Callable[[], dict[str, Tensor]]:
@@ -82,6 +88,41 @@ class States:
         }
 
 
+class Following(States):
+    """States in a GPU's memory, which grow while `benchmarks.smollm2.rollouts` writes shards."""
+
+    def __init__(self, target: Target, shards: Path) -> None:
+        super().__init__()
+        self._target, self._shards, self._known = target, shards, set[str]()
+
+    def batches(self, size: int) -> Callable[[], dict[str, Tensor]]:
+        """As `States.batches`; waits for the first rows, then looks for more every 25 draws."""
+        draw, drawn = super().batches(size), 0
+
+        def grown() -> dict[str, Tensor]:
+            nonlocal drawn
+            if drawn % 25 == 0:
+                self._look()
+            while len(self.rows) < size:
+                if not self._look():
+                    time.sleep(0.5)
+            drawn += 1
+            return draw()
+
+        return grown
+
+    def _look(self) -> bool:
+        """Add a shard that is new, if there is one."""
+        found = sorted(self._shards.glob("*.jsonl"))
+        new = next((path for path in found if path.stem not in self._known), None)
+        if new is None:
+            return False
+        self._known.add(new.stem)
+        self.add(shard_of(self._target, new))
+        print(f"{new.stem}: {len(self.rows)} replies", flush=True)
+        return True
+
+
 def store(target: Target, shards: Path, folder: Path) -> None:
     """Compute the states of every shard of replies that has none yet."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,15 +130,19 @@ def store(target: Target, shards: Path, folder: Path) -> None:
         out = folder / f"{path.stem}.pt"
         if out.exists():
             continue
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
-        greedy = path.stem.endswith("-t0")
-        torch.save(states_of(target, rows, greedy), out.with_suffix(".part"))
+        torch.save(shard_of(target, path), out.with_suffix(".part"))
         out.with_suffix(".part").rename(out)
         print(f"states of {path.stem}", flush=True)
 
 
-@torch.inference_mode()
+def shard_of(target: Target, path: Path) -> dict[str, Tensor]:
+    """The states of a shard of replies."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
+    return states_of(target, rows, greedy=path.stem.endswith("-t0"))
+
+
+@torch.no_grad()
 def states_of(target: Target, rows: list[dict], greedy: bool) -> dict[str, Tensor]:
     """ids int32 [T] and features bf16 [T, F*H] of rows laid end to end.
 
@@ -107,16 +152,17 @@ def states_of(target: Target, rows: list[dict], greedy: bool) -> dict[str, Tenso
     rows = sorted(rows, key=lambda row: len(row["prompt"]) + len(row["reply"]))
     parts: dict[str, list[Tensor]] = {k: [] for k in ("ids", "features", "likely", "odds")}
     table, begin = [], 0
+    device = target.embed_tokens.weight.device
     for at in range(0, len(rows), CHUNK):
         chunk = [torch.tensor(row["prompt"] + row["reply"]) for row in rows[at : at + CHUNK]]
-        padded = torch.nn.utils.rnn.pad_sequence(chunk, batch_first=True)
+        padded = torch.nn.utils.rnn.pad_sequence(chunk, batch_first=True).to(device)
         hidden, features = target(padded, features=target.feature_layers)
         for i, ids in enumerate(chunk):
-            parts["ids"].append(ids.int())
+            parts["ids"].append(ids.int().to(device))
             parts["features"].append(features[i, : len(ids)].bfloat16())
             first = len(rows[at + i]["prompt"]) - 1
             odds, likely = target.logits(hidden[i, first : len(ids)]).topk(LIKELY)
-            front = torch.zeros(first, LIKELY)
+            front = torch.zeros(first, LIKELY, device=device)
             parts["likely"].append(torch.cat([front.int(), likely.int()]))
             parts["odds"].append(torch.cat([front, odds.float().softmax(-1)]).half())
             table.append((begin, len(ids), first, int(greedy)))

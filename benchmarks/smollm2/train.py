@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.smollm2.install import OURS, write_compact
-from benchmarks.smollm2.states import States
+from benchmarks.smollm2.states import Following, States
 from benchmarks.smollm2.target import fetch, pair_folder
 from benchmarks.tiny.drafter import (
     DRAFTER_LAYERS,
@@ -89,11 +89,13 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--seconds", type=float, help="end earlier, with the whole course of rates")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--rows", type=int, default=16, help="replies of a step")
     parser.add_argument("--anchors", type=int, default=16, help="blocks of a reply")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--begin", type=Path, help="a drafter whose weights training starts from")
     parser.add_argument("--selector", action="store_true", help="a DFlash2 selector alone")
     parser.add_argument("--export", action="store_true", help="only write the checkpoint's drafter")
     parser.add_argument("--publish", action="store_true", help="write it to this repository too")
@@ -106,6 +108,10 @@ def main() -> None:
     name = "dflash2" if args.selector else NAME
     if args.selector:
         model = with_selector(args.work / NAME)
+    elif args.begin is not None:
+        begin = load_drafter(args.begin)
+        model = new_drafter(target, begin.vocabulary, begin.mask_id)
+        model.load_state_dict(begin.state_dict())
     else:
         model = new_drafter(target, vocabulary(folder / "rollouts", WORDS), mask_of(source))
     model.to(args.device)
@@ -113,8 +119,12 @@ def main() -> None:
         state = torch.load(args.work / f"{name}.ckpt", map_location=args.device)
         model.load_state_dict(state["model"])
     else:
-        states = States(folder / "states")
-        print(f"{len(states.rows)} replies", flush=True)
+        if args.device == "cpu":
+            states = States()
+            states.load(folder / "states")
+            print(f"{len(states.rows)} replies", flush=True)
+        else:
+            states = Following(target, folder / "rollouts")
         draft_steps(
             name,
             model,

@@ -34,8 +34,12 @@ def optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 def steps(
     name: str, model: nn.Module, total: int, lr: float, args: argparse.Namespace
 ) -> Iterator[tuple[int, list[torch.optim.Optimizer]]]:
-    """Yield (step, optimisers) with the learning rate set; checkpoints every 50 steps, resumes."""
+    """Yield (step, optimisers) with the learning rate set; resumes from the last checkpoint.
+
+    `args.seconds`, if there is one, ends the run earlier, with the same course of the rate.
+    """
     opts = optimisers(model, lr)
+    seconds, begin = getattr(args, "seconds", None) or float("inf"), time.monotonic()
     path = args.work / f"{name}.ckpt"
     first = 0
     if path.exists():
@@ -45,13 +49,16 @@ def steps(
         for opt, saved in zip(opts, state["opts"], strict=True):
             opt.load_state_dict(saved)
     for step in range(first, total):
+        done = max(step / total, (time.monotonic() - begin) / seconds)
+        if done >= 1:
+            break
         # Warm up for 40 steps, hold for 40% of the run, then decay linearly to zero.
-        factor = min(1.0, (step + 1) / 40, (1 - step / total) / 0.6)
+        factor = min(1.0, (step + 1) / 40, (1 - done) / 0.6)
         for opt in opts:
             for group in opt.param_groups:
                 group["lr"] = lr * factor
         yield step, opts
-        if (step + 1) % 50 == 0:
+        if (step + 1) % (50 if args.device == "cpu" else 1000) == 0:
             saved = [o.state_dict() for o in opts]
             torch.save({"step": step + 1, "model": model.state_dict(), "opts": saved}, path)
 

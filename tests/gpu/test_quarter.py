@@ -95,4 +95,4 @@ def test_new_questions_come_before_interrupted_and_failed_ones(tmp_path: Path) -
         answers.begin(name)
         answers.end(name, status, 1.0)
     names = [one.name for one in order(QUESTIONS, answers)]
-    assert names == ["experts", "host", "ops", "drafter", "adaptive", "tokens"]
+    assert names == ["real", "experts", "host", "ops", "drafter", "adaptive", "tokens"]

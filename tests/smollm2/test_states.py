@@ -32,7 +32,8 @@ def test_stored_states_are_those_of_each_conversation(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(text)
         shards[name] = rows
     store(target, tmp_path, tmp_path / "states")
-    states = States(tmp_path / "states")
+    states = States()
+    states.load(tmp_path / "states")
     # A reply without room for blocks is left out; the others are in order of length.
     assert [(row.length, row.first, row.greedy) for row in states.rows] == [
         (35, 4, True),
@@ -66,7 +67,9 @@ def test_a_batch_has_neighbours_in_length(tmp_path: Path) -> None:
     rows = [{"prompt": [1] * 4, "reply": [2] * (24 + n)} for n in range(20)]
     (tmp_path / "a-t0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     store(target, tmp_path, tmp_path / "states")
-    draw = States(tmp_path / "states").batches(4)
+    states = States()
+    states.load(tmp_path / "states")
+    draw = states.batches(4)
     seen = set()
     for seed in range(200):
         torch.manual_seed(seed)

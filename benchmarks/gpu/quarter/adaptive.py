@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question 2: budgets switched within one engine, beside plain decoding and vLLM's best chain."""
+"""Question `adaptive`: budgets switched in one engine, beside plain decoding and the best chain."""
 
 from __future__ import annotations
 

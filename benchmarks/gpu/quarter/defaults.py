@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question 3: an 8B shape with random weights and all of vLLM's defaults."""
+"""Question `defaults`: an 8B shape with random weights and all of vLLM's defaults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question 7: trees of 16 nodes by a drafter as it is stored, and by one that vLLM loads in fp8."""
+"""Question `drafter`: trees of 16 nodes by a drafter as it is stored, and by one in fp8."""
 
 from __future__ import annotations
 

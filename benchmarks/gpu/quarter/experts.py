@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question 4: a mixture of experts of eight layers, plain steps against the profile's."""
+"""Question `experts`: a mixture of experts of eight layers, plain steps against the profile's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question 5: the tiny pair, whose steps are nearly all host time."""
+"""Question `host`: the tiny pair, whose steps are nearly all host time."""
 
 from __future__ import annotations
 

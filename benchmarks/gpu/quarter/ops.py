@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question 6: device ops that no run on a GPU has timed yet, each checked first."""
+"""Question `ops`: device ops that no run on a GPU has timed yet, each checked first."""
 
 from __future__ import annotations
 

@@ -202,6 +202,7 @@ def _drafters(rows: Sequence[_Row]) -> list[str]:
 _TABLES: dict[str, Callable[[Sequence[_Row]], list[str]]] = {
     "tokens": _tests,
     "adaptive": _speeds,
+    "real": _speeds,
     "defaults": _start_and_steps,
     "experts": _start_and_steps,
     "host": _speeds,

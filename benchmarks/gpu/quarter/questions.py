@@ -52,6 +52,14 @@ QUESTIONS = (
         pair="4B",
     ),
     Question(
+        "real",
+        "Do trees pay with a real chat model on real text, and do copies of the context?",
+        "whether `bastion_lookup` may be on by default on a GPU",
+        f"{_HERE}.real:ask",
+        limit_s=210,
+        needs_s=160,
+    ),
+    Question(
         "defaults",
         "Does an 8B shape start and decode with all of vLLM's defaults?",
         "whether the defaults may stay: memory of the warm-up beside what `check` calculates, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question 1: end-to-end tests that compare tokens with plain decoding's. Nothing is timed."""
+"""Question `tokens`: end-to-end tests of tokens against plain decoding. Nothing is timed."""
 
 from __future__ import annotations
 
