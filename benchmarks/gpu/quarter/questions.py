@@ -47,8 +47,8 @@ QUESTIONS = (
         "whether the controller needs another mend, what README's GPU table says of plain decoding "
         "and vLLM's best chain, and which rows cost more than the profile says",
         f"{_HERE}.adaptive:ask",
-        limit_s=290,
-        needs_s=250,
+        limit_s=420,
+        needs_s=330,
         pair="4B",
     ),
     Question(
@@ -56,8 +56,8 @@ QUESTIONS = (
         "Do trees pay with a real chat model on real text, and do copies of the context?",
         "whether `bastion_lookup` may be on by default on a GPU",
         f"{_HERE}.real:ask",
-        limit_s=210,
-        needs_s=160,
+        limit_s=300,
+        needs_s=240,
     ),
     Question(
         "defaults",
