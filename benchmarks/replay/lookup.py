@@ -143,10 +143,8 @@ class Engine:
         controller, trees = self._controller, self._trees
         raw = trees.promised.numpy()[slots] / controller.kappa_in_use(slots, only_copies)
         gains = controller.copy_gains if only_copies else controller.gains
-        gains.meet(slots.tolist())
-        rows = np.arange(len(slots))
-        if trees.copies is not None and not only_copies:
-            rows = np.flatnonzero(trees.copied.numpy()[slots] <= 0)
+        copied = trees.copied.numpy()[slots]
+        rows = np.flatnonzero(controller.teaching(slots, copied, only_copies))
         teach = slots[rows].tolist(), raw[rows].tolist()
         gains.add_trees(*teach, [nodes[row] for row in rows])
         gains.add_outcomes(*teach, [accepted[row] for row in rows])

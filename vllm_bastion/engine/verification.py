@@ -56,12 +56,8 @@ class VerifiedTrees:
     only_copies: bool = False
     # [T] accepted draft tokens expected of each; None until known.
     promised: np.ndarray | None = None
-    # [T] which of them show what the drafter alone brings: no copy is in them.
-    of_drafter: np.ndarray | None = None
-
-    def learnable(self, live: np.ndarray) -> np.ndarray:
-        """[T] bool, those of `live` that the controller learns from."""
-        return live if self.of_drafter is None else live & self.of_drafter
+    # [T] which of them the controller learns from; set with `promised`.
+    teaching: np.ndarray | None = None
 
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -382,7 +378,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         controller.remaining.emit(slots, published.emitted[slots] - 1)
         if before.promised is not None:
             gains = controller.copy_gains if before.only_copies else controller.gains
-            rows = before.learnable(live)
+            rows = live & before.teaching
             gains.add_outcomes(
                 before.slots[rows].tolist(),
                 (before.promised[rows] / before.kappa[rows]).tolist(),
@@ -399,10 +395,12 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             trees.promised = promised * nodes / np.maximum(chosen, 1)
             live = self._is_live(trees)
             gains = controller.copy_gains if trees.only_copies else controller.gains
-            if controller.looks_up and not trees.only_copies:
-                trees.of_drafter = published.copied[trees.slots] <= 0
-                gains.meet(trees.slots[live].tolist())
-            rows = trees.learnable(live)
+            copied = published.copied[trees.slots]
+            trees.teaching = live.copy()
+            trees.teaching[live] = controller.teaching(
+                trees.slots[live], copied[live], trees.only_copies
+            )
+            rows = trees.teaching
             raw = trees.promised[rows] / trees.kappa[rows]
             gains.add_trees(trees.slots[rows].tolist(), raw.tolist(), nodes[rows].tolist())
         if controller.looks_up and published.grown_for is not None:

@@ -185,6 +185,21 @@ class Controller:
         if nodes is not None:
             self.copies_pay = nodes > 0
 
+    def teaching(self, slots: np.ndarray, copied: np.ndarray, only_copies: bool) -> np.ndarray:
+        """[R] bool, the latest trees that `gains`, or `copy_gains`, learns from.
+
+        A tree with drafts and a copy shows how good they are together, not how good the drafter is.
+
+        Args:
+            slots: [R] their request slots.
+            copied: [R] tokens of each tree's copy that are expected to be right.
+            only_copies: whether they are trees of copies alone.
+        """
+        if only_copies or not self.looks_up:
+            return np.ones(len(slots), dtype=bool)
+        self.gains.meet(slots.tolist())
+        return copied <= 0
+
     @property
     def is_probing(self) -> bool:
         """Whether the next decision may depend on the latest times, so they cannot wait."""
