@@ -175,13 +175,6 @@ def test_wrong_options_are_told_in_one_line(
     assert "vllm serve --help" in line
 
 
-@pytest.mark.parametrize("command", ["check", "calibrate", "explain"])
-def test_help_says_where_vllms_options_go(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    assert "TARGET DRAFTER [vLLM options]" in capsys.readouterr().out
-
-
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
     paths = os.pathsep.join(filter(None, sys.path))

@@ -109,17 +109,6 @@ def test_every_form_of_the_command_line_arrives(form: str, pair: tuple[str, str]
     assert (spec.num_speculative_tokens, spec.bastion_gamma) == (9, 7)
 
 
-def test_a_key_given_twice_is_refused_as_vllm_refuses_it(pair: tuple[str, str]) -> None:
-    args = EngineArgs(
-        model=pair[0],
-        load_format="dummy",
-        spec_method="bastion",
-        speculative_config={"method": "bastion", "model": pair[1]},
-    )
-    with pytest.raises(ValueError, match=r"--spec-method .* mutually exclusive"):
-        args.create_engine_config()
-
-
 def test_a_drafter_of_fewer_positions_than_the_target_is_resized(
     pair: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -10,8 +10,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 from helpers import is_one_sentence
 from vllm_bastion.checks import BastionConfigError
-from vllm_bastion.cpu.host import CpuHost
-from vllm_bastion.host import Host
 from vllm_bastion.platform import current_host
 
 
@@ -48,10 +46,6 @@ def test_a_tree_fits_into_the_models_length(pair: tuple[str, str]) -> None:
     with pytest.raises(BastionConfigError) as caught:
         nodes(num_speculative_tokens=40)
     is_one_sentence(str(caught.value), '"num_speculative_tokens": 40', "max_model_len 40", "39")
-
-
-def test_a_gpus_default_trees_are_larger_than_a_cpus() -> None:
-    assert (Host().default_nodes, CpuHost().default_nodes) == (255, 63)
 
 
 def test_a_limit_that_holds_no_tree_is_refused_without_a_number_of_nodes_too(

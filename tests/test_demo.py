@@ -5,56 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 from benchmarks import TINY
-from benchmarks.demo import pair as pairs
 from benchmarks.demo.drawing import draw_tree
-from benchmarks.demo.pair import REAL, SHAPE, TINY_PAIR, CannotWrite, pair_of
 from benchmarks.demo.questions import Streamed
-from benchmarks.demo.run import load_note
 from benchmarks.probes import SeenTree
-
-
-@pytest.mark.parametrize(
-    "need, said", [("_MEMORY_BYTES", "of memory are free"), ("_DISK_BYTES", "free, ")]
-)
-@pytest.mark.parametrize("name", [REAL, SHAPE])
-def test_without_room_the_tiny_pair_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    need: str,
-    said: str,
-    name: str,
-) -> None:
-    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path / "none" / "yet"))
-    for one in ("_MEMORY_BYTES", "_DISK_BYTES"):
-        monkeypatch.setattr(pairs, one, {name: 1 << 60 if one == need else 0})
-    assert pair_of(name) is TINY_PAIR
-    text = capsys.readouterr().out
-    assert said in text and text.endswith(" needed.\n") and text.count("\n") == 1
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_pair_that_cannot_be_written_is_reported_with_its_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path / "file"))
-    for name in ("_MEMORY_BYTES", "_DISK_BYTES"):
-        monkeypatch.setattr(pairs, name, {SHAPE: 0})
-    with pytest.raises(CannotWrite, match="cannot be written"):
-        pair_of(SHAPE).write()
-
-
-def test_a_busy_machine_is_told() -> None:
-    assert load_note(5.0) is None
-    said = load_note(80.0)
-    assert said is not None and "80%" in said and "speed-ups of this run mean nothing" in said
 
 
 def test_a_streamed_answer_is_printed_piece_by_piece(capsys: pytest.CaptureFixture[str]) -> None:

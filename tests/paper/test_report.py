@@ -6,15 +6,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.paper import report
-from benchmarks.paper.arguments import without_folders
-from benchmarks.paper.engines import short_reason
 from benchmarks.paper.methods import (
     PLAIN,
     REFERENCE,
@@ -25,7 +22,6 @@ from benchmarks.paper.methods import (
     reference_of,
 )
 from benchmarks.paper.plan import Plan
-from benchmarks.paper.run import first_difference
 from benchmarks.paper.stats import Cell, sameness, speedup, spent
 from benchmarks.paper.store import Key
 from benchmarks.prompts import DataError, Prompt
@@ -144,22 +140,6 @@ def example() -> list[dict[str, Any]]:
     return [*rows, {"kind": "judged", **key, "near_tie": True}]
 
 
-def test_a_page_has_every_method_its_interval_and_its_near_ties(tmp_path: Path) -> None:
-    gap = {"kind": "gap", "method": "eagle3 3", "concurrency": 1, "reason": "ValueError: no"}
-    missing = {"kind": "gap", "set": "gsm8k", "reason": 'set "gsm8k" cannot be had'}
-    (machine,) = report.machines([write(tmp_path / "a.jsonl", [*example(), gap, missing])])
-    page = report.markdown(machine)
-    assert f"| {ADAPTIVE} | 4.00x [4.00, 4.00] | " in page
-    assert "| 3/4, 1 near-ties |" in page and "| dflash 7 | 2.00x" in page
-    assert "- eagle3 3, concurrency 1: ValueError: no" in page
-    assert '- set "gsm8k" cannot be had' in page
-    for line in page.splitlines():
-        if line.startswith("|---"):
-            columns = line.count("|")
-        elif line.startswith("| ") and not line.startswith("| |"):
-            assert line.count("|") == columns, line
-
-
 def test_machines_are_joined_by_device_and_target(tmp_path: Path) -> None:
     rows = example()
     files = [
@@ -173,21 +153,6 @@ def test_machines_are_joined_by_device_and_target(tmp_path: Path) -> None:
     assert cpu.commands == ["python a", "python b"]
     ours, theirs = (report.markdown(machine).partition("## ")[2] for machine in (cpu, gpu))
     assert ours == theirs and ours.count(f"| {ADAPTIVE} | ") == 2
-
-
-def test_the_command_writes_the_page_and_the_papers_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    more = [response(f"bastion N={n}", i, 3.0, set=s) for n in (32,) for i in (0, 1) for s in "ab"]
-    path = write(tmp_path / "a.jsonl", [*example(), *more])
-    assert report.main([str(path), "--out", str(tmp_path / "out")]) == 0
-    assert {one.name for one in (tmp_path / "out").iterdir()} == {"a.md", "a-t0-c1.png"}
-    assert (tmp_path / "out" / "a-t0-c1.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.main([str(path), "--out", str(tmp_path / "no")]) == 0
-    assert {one.name for one in (tmp_path / "no").iterdir()} == {"a.md"}
-    assert "vllm-bastion[bench]" in capsys.readouterr().out
 
 
 def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
@@ -244,27 +209,3 @@ def test_a_plan_has_every_turn_after_the_turns_before_it() -> None:
     assert len(keys) == len(set(keys)) == 3 * 2 * 2
     assert [(key.set, key.turn) for key in keys[:3]] == [("a", 0), ("b", 0), ("a", 1)]
     assert plan.seeds() == {("a", "0"): 5, ("b", "1"): 5}
-
-
-def test_a_results_command_names_no_folder_of_the_machine() -> None:
-    given = [
-        "--out", "/data/me/a.jsonl", "--data", "gsm8k=/data/b.jsonl", "--target", "Qwen/Qwen3-8B",
-    ]  # fmt: skip
-    told = ["--out", "a.jsonl", "--data", "gsm8k=b.jsonl", "--target", "Qwen/Qwen3-8B"]
-    assert without_folders(given) == told
-
-
-def test_first_differences_and_reasons() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-    log = "no answer\nINFO x\n(EngineCore) /root/a/b.py ValueError: no /data/x/model here\nend"
-    assert short_reason(log) == "ValueError: no model here"
-    log = (
-        "pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
-        "  Value error, no DSpark here [type=value_error, input_value=ArgsKwargs()]\nend"
-    )
-    assert short_reason(log) == "ValueError: no DSpark here"
-    assert short_reason("the engine's process ended with status 9\n") == (
-        "the engine's process ended with status 9"
-    )

@@ -125,12 +125,6 @@ def test_at_a_higher_concurrency_a_round_is_a_set_and_engines_are_shared(
     assert len(by_round(rows)) == 4 + 3
 
 
-def test_each_group_has_plain_decoding_of_its_own(tmp_path: Path, host: _Host) -> None:
-    rows = decode(tmp_path / "a.jsonl", "x y", 2)
-    assert [row["method"] for row in rows].count(PLAIN) == 2 * 4
-    assert list(by_round(rows).values()) == [{PLAIN, "x"}] * 4 + [{PLAIN, "y"}] * 4
-
-
 def test_a_restart_in_other_groups_decodes_what_is_missing_beside_plain_decoding(
     tmp_path: Path, host: _Host
 ) -> None:
@@ -145,22 +139,3 @@ def test_a_restart_in_other_groups_decodes_what_is_missing_beside_plain_decoding
     host.started.clear()
     assert len(decode(path, "x y z", 3)) == len(rows)
     assert not host.started
-
-
-def test_an_engine_that_fails_is_a_gap_and_the_others_go_on(tmp_path: Path, host: _Host) -> None:
-    path = tmp_path / "a.jsonl"
-    host.broken, host.dies_after = {"y"}, {"x": 2}
-    rows = decode(path, "x y z", 4)
-    assert [row["method"] for row in rows].count("x") == 2
-    assert [row["method"] for row in rows].count("z") == 4
-    with Store(path, {}, {}) as store:
-        gaps = {row["method"]: row["reason"] for row in store.of_kind("gap")}
-    assert gaps["y"] == "ValueError: no such engine" and "status 9" in gaps["x"]
-    # Where nothing but the broken engine is missing, plain decoding is not started for it.
-    host.started.clear()
-    host.dies_after = {}
-    rows = decode(path, "x y z", 4)
-    assert [row["method"] for row in rows].count("x") == 4
-    host.started.clear()
-    assert len(decode(path, "x y z", 4)) == len(rows)
-    assert host.started == [("y", 1)]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration recovers known coefficients, survives outliers and is judged on unseen points."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -105,16 +103,3 @@ def test_one_point_and_no_point():
     assert report.num_held_out == 0
     with pytest.raises(ValueError, match="at least one"):
         calibrate(A100, [])
-
-
-def test_json_round_trip_and_bad_values():
-    again = CalibratedRoofline.from_json(json.loads(json.dumps(TRUTH.to_json())))
-    assert again == TRUTH
-    for change in (
-        {"memory_slope": float("nan")},
-        {"compute_offset_ms": -1.0},
-        {"memory_offset_ms": None},
-        {"roofline": {"shape": {}, "device": {}}},
-    ):
-        with pytest.raises(ValueError):
-            CalibratedRoofline.from_json(TRUTH.to_json() | change)

@@ -279,15 +279,6 @@ def test_steps_of_copies_tell_costly_nodes_from_a_slow_machine():
     assert added == pytest.approx(2.0 * (curve[32] - curve[1]), rel=0.1)
 
 
-def test_a_step_that_verifies_what_was_drafted_is_not_of_copies():
-    model = CorrectedLatency(_table())
-    before = model.estimate(1, 0)
-    for _ in range(9):
-        model.observe(StepTimes(1, 1, 0.0, False, True, 9.0, 9.0))
-        model.observe(StepTimes(8, 1, 0.0, True, False, 9.0, 9.0))
-    assert model.estimate(1, 0) == before
-
-
 def test_the_first_step_of_a_kind_is_ignored():
     """The first trees may compile, and the first plain step after trees is slow."""
     model = CorrectedLatency(_table())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -162,41 +161,3 @@ def test_chain_is_the_top_1_path() -> None:
         assert tree.num_nodes.tolist() == [min(6, limit)] * 2
         for row in range(2):
             assert tree.paths(row)[-1] == tuple(tokens[row, : min(6, limit), 0].tolist())
-
-
-def hand_made() -> DraftTree:
-    """a - b - c with a second child d of the root and e of a, one unused column."""
-    return DraftTree(
-        torch.tensor([[97, 98, 99, 100, 101, 0]]),
-        torch.tensor([[0, 1, 2, 0, 1, -1]], dtype=torch.int32),
-        torch.tensor([[1, 2, 3, 1, 2, 0]], dtype=torch.int32),
-        torch.tensor([[0.5, 0.4, 0.3, 0.25, 0.05, 0.0]]).log(),
-        torch.tensor([5], dtype=torch.int32),
-    )
-
-
-@pytest.mark.parametrize(
-    ("field", "column", "value", "complaint"),
-    [
-        ("parents", 1, 2, "column 1: parent 2 does not come before"),
-        ("parents", 0, -1, "column 0: parent -1"),
-        ("parents", 5, 0, "unused column's parents is not -1"),
-        ("tokens", 5, 1, "unused column's tokens is not 0"),
-        ("tokens", 4, 98, "column 4: a sibling carries token 98"),
-        ("depths", 2, 2, "column 2: depth 2 below 2"),
-        ("log_rho", 3, -0.1, "column 3: log rho increases"),
-        ("log_rho", 4, float("nan"), "column 4: log rho increases"),
-    ],
-)
-def test_validate_names_the_broken_invariant(field: str, column: int, value: float, complaint: str):
-    tree = hand_made()
-    tree.validate()
-    damaged = getattr(tree, field).clone()
-    damaged[0, column] = value
-    with pytest.raises(ValueError, match=complaint):
-        replace(tree, **{field: damaged}).validate()
-
-
-def test_validate_checks_the_count() -> None:
-    with pytest.raises(ValueError, match="7 nodes in 6 columns"):
-        replace(hand_made(), num_nodes=torch.tensor([7])).validate()

@@ -6,7 +6,7 @@ import pytest
 from synthetic_recording import synthetic_recording
 
 from benchmarks.replay.costs import paper_a100
-from benchmarks.replay.lookup import NODES, Engine, lookup_study
+from benchmarks.replay.lookup import NODES, Engine
 from benchmarks.replay.policies import Adaptive, Fixed, Plain
 from benchmarks.replay.recording import Drafted, Emitted, recording_of
 from benchmarks.replay.simulation import Corpus, Truth, simulate
@@ -74,18 +74,3 @@ def test_nothing_is_lost_where_nothing_repeats():
     corpus = Corpus(synthetic_recording(prompts=12), NODES)
     without, lookup = (run(corpus, engine(corpus, lookup=on)) for on in (False, True))
     assert lookup.ms < 1.02 * without.ms
-
-
-def test_the_study_has_a_row_for_each_batch_and_set():
-    corpus = Corpus(synthetic_recording(prompts=4, length=30), NODES)
-    rows = lookup_study(corpus, SOURCE)
-    assert [(row["batch"], row["set"]) for row in rows] == [
-        (1, "all"),
-        (1, "code"),
-        (1, "chat"),
-        (4, "all"),
-        (16, "all"),
-    ]
-    for row in rows[:3]:
-        methods = [key for key in row if key not in ("batch", "set") and not key.startswith("tau")]
-        assert row["oracle"] >= max(row[method] for method in methods) - 1e-9
