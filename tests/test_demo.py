@@ -6,30 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-from tokenizers import Tokenizer
-
-from benchmarks import TINY
 from benchmarks.demo.drawing import draw_tree
-from benchmarks.demo.questions import Streamed
 from benchmarks.probes import SeenTree
-
-
-def test_a_streamed_answer_is_printed_piece_by_piece(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
-    texts = ["def one():\n    return 'déjà vu'  # …", "and a second"]
-    rows = [{"domain": "code", "prompt": "Ask one."}, {"domain": "prose", "prompt": "Ask two."}]
-    shown = Streamed(TINY / "target", "plain", rows)
-    for number, text in enumerate(texts):
-        seen = ""
-        for token in tokenizer.encode(text).ids:  # a letter with an accent has two tokens
-            shown((number, [token]))
-            seen += capsys.readouterr().out
-            assert "\N{REPLACEMENT CHARACTER}" not in seen
-        assert seen.endswith(text) and rows[number]["prompt"] in seen
-        assert seen.count(f"plain: {rows[number]['domain']}") == 1
-    shown.end()
-    assert capsys.readouterr().out == "\n\n"
 
 
 def test_a_tree_is_drawn_with_its_accepted_path() -> None:

@@ -21,10 +21,8 @@ from benchmarks.paper.methods import (
     methods,
     reference_of,
 )
-from benchmarks.paper.plan import Plan
 from benchmarks.paper.stats import Cell, sameness, speedup, spent
 from benchmarks.paper.store import Key
-from benchmarks.prompts import DataError, Prompt
 
 ADAPTIVE = "bastion adaptive"
 
@@ -33,28 +31,13 @@ def response(method: str, number: int = 0, ms: float = 10.0, **fields: Any) -> d
     """101 tokens at `ms` each after the first; 25 forwards of 4 tokens and 10 nodes."""
     key = {"method": method, "temperature": 0.0, "concurrency": 1, "set": "a", "turn": 0}
     begin = 10.0 * number
-    return {
-        "kind": "response",
-        **key,
-        "id": str(number),
-        "session": method,
-        "prompt_len": 50,
-        "tokens": 101,
-        "begin_s": begin,
-        "first_s": begin + 0.5,
-        "end_s": begin + 0.5 + 100 * ms / 1e3,
-        "emitted": 100,
-        "forwards": 25,
-        "verified": 250,
-        "steps": 20,
-        "step_ms": 200.0,
-        "verify_ms": 120.0,
-        "draft_ms": 50.0,
-        "timed_steps": 0,
-        "predicted_ms": 0.0,
-        "measured_ms": 0.0,
-        **fields,
-    }
+    key |= {"kind": "response", "id": str(number), "session": method}
+    sizes = {"prompt_len": 50, "tokens": 101, "emitted": 100, "forwards": 25, "verified": 250}
+    end = begin + 0.5 + 100 * ms / 1e3
+    times = {"begin_s": begin, "first_s": begin + 0.5, "end_s": end, "steps": 20, "step_ms": 200.0}
+    times |= {"verify_ms": 120.0, "draft_ms": 50.0}
+    times |= {"timed_steps": 0, "predicted_ms": 0.0, "measured_ms": 0.0}
+    return key | sizes | times | fields
 
 
 def test_the_speedup_is_the_ratio_of_mean_times_per_token() -> None:
@@ -153,9 +136,10 @@ def test_machines_are_joined_by_device_and_target(tmp_path: Path) -> None:
     assert cpu.commands == ["python a", "python b"]
     ours, theirs = (report.markdown(machine).partition("## ")[2] for machine in (cpu, gpu))
     assert ours == theirs and ours.count(f"| {ADAPTIVE} | ") == 2
+    assert "| 3/4, 1 near-ties |" in ours and "| dflash 7 | 2.00x" in ours
 
 
-def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
+def test_only_methods_of_this_plugin_load_it() -> None:
     others = Drafter("x/dspark", 15, "dspark", False), Drafter("x/domino", 15, None)
     what = Target("t", "d", 15, "e", others)
     on_cpu = methods(what, cpu=True)
@@ -165,22 +149,13 @@ def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
         assert hidden == (not method.ours and "V2" not in method.name), method.name
     on_gpu = methods(what, cpu=False)
     assert REFERENCE in on_cpu and REFERENCE not in on_gpu
-    names = [PLAIN, "eagle3 3", "eagle3 5", "eagle3 7", "dflash 4", "dflash 7", "dflash 15"]
-    names += [f"dflash {n}, adaptive verification" for n in (4, 7, 15)]
-    names += ["bastion chain", *(f"bastion N={n}" for n in (16, 32, 64, 128, 256))]
-    names += ["bastion static", "bastion ema", "bastion ema_calib"]
-    names += [f"bastion lookup N={n}" for n in (16, 32, 64, 128, 256)]
-    names += ["bastion lookup", ADAPTIVE]
-    assert list(on_gpu)[: len(names)] == names
-    assert list(on_gpu)[-2:] == ["ngram", "suffix"] and "bastion dspark adaptive" in on_gpu
+    assert {PLAIN, "eagle3 7", "dflash 15", "ngram", "suffix", ADAPTIVE} <= on_gpu.keys()
     chain = on_gpu["dflash 7, adaptive verification"].speculative
     assert chain is not None and chain["enable_adaptive_verification"] is True
-    assert "dflash 15" not in methods(Target("t", "d", 7), cpu=True)
     # vLLM's V1 runner, which a CPU host uses, has no DSpark, and no runner has Domino.
     chains = [name for name in on_cpu if re.search(r"(dflash|dspark|domino) 7", name)]
     assert chains == ["dflash 7", "dflash 7, V2 runner", "dspark 7, V2 runner"]
     assert "dspark 7" in on_gpu and not any("V2" in name for name in on_gpu)
-    assert next(name for name in on_cpu if "domino" in name) == "bastion domino chain"
 
 
 def test_draws_are_compared_within_one_runner_only() -> None:
@@ -194,18 +169,3 @@ def test_draws_are_compared_within_one_runner_only() -> None:
     # Whatever is asked for, what it is compared with is there.
     assert list(chosen(rows, ["adaptive"], sampled=False)) == [PLAIN, ADAPTIVE]
     assert list(chosen(rows, ["adaptive"], sampled=True)) == [PLAIN, REFERENCE, ADAPTIVE]
-    assert list(chosen(rows, [], sampled=False)) == list(rows)
-    # A name is that method alone, although it is also a part of another one's.
-    assert list(chosen(rows, ["dflash 7"], sampled=False)) == [PLAIN, "dflash 7"]
-    assert list(chosen(rows, ["h 7"], sampled=False)) == [PLAIN, "dflash 7", "dflash 7, V2 runner"]
-    with pytest.raises(DataError, match="no method has 'dflsh' in its name: choose from plain; "):
-        chosen(rows, ["adaptive", "dflsh"], sampled=False)
-
-
-def test_a_plan_has_every_turn_after_the_turns_before_it() -> None:
-    prompts = [Prompt("a", "0", ("x", "y")), Prompt("b", "1", ("z",))]
-    plan = Plan({}, prompts, [0.0, 1.0], [1, 4], 8, 5, False)
-    keys = list(plan.keys(PLAIN))
-    assert len(keys) == len(set(keys)) == 3 * 2 * 2
-    assert [(key.set, key.turn) for key in keys[:3]] == [("a", 0), ("b", 0), ("a", 1)]
-    assert plan.seeds() == {("a", "0"): 5, ("b", "1"): 5}
