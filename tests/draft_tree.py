@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft trees: their invariants, and two ways to build them by the engine's op.
 
-Nodes are sorted so that any number of leading ones is a tree itself.
-
 A node is a prefix x_1 .. x_d of candidate tokens with path score rho = prod q_i(x_i), the drafter's
 probability of drawing that prefix (paper, section 3.1). If the drafter verified itself, a tree
 would commit as many tokens as it has nodes on the drawn path (Lemma 1), in expectation
 
     A-hat(T) = 1 + sum of rho over the draft nodes of T      (path-sum surrogate; 1 is the root)
-
-Best-first expansion takes the nodes in order of rho. The trees are nested, and each is the best of
-its size (optimality of best-first expansion).
 """
 
 from __future__ import annotations
@@ -51,27 +46,17 @@ class DraftTree:
     num_nodes: Tensor
 
     def validate(self) -> None:
-        """Raise a ValueError with row, column and rule if an invariant does not hold."""
+        """Assert the invariants."""
         for row, used in enumerate(self.num_nodes.tolist()):
-            if not 0 <= used <= self.tokens.shape[1]:
-                raise ValueError(f"row {row}: {used} nodes in {self.tokens.shape[1]} columns")
+            assert 0 <= used <= self.tokens.shape[1]
             for name, filler in _UNUSED.items():
-                if not bool((getattr(self, name)[row, used:] == filler).all()):
-                    raise ValueError(f"row {row}: an unused column's {name} is not {filler}")
+                assert bool((getattr(self, name)[row, used:] == filler).all()), name
             parents, depth = self.parents[row].tolist(), [0, *self.depths[row].tolist()]
             scores, tokens = [0.0, *self.log_rho[row].tolist()], self.tokens[row].tolist()
-            seen: set[tuple[int, int]] = set()
-            for column in range(used):
-                where, parent = f"row {row}, column {column}", parents[column]
-                if not 0 <= parent <= column:
-                    raise ValueError(f"{where}: parent {parent} does not come before the node")
-                if depth[column + 1] != depth[parent] + 1:
-                    raise ValueError(f"{where}: depth {depth[column + 1]} below {depth[parent]}")
-                if not scores[column + 1] <= scores[column]:
-                    raise ValueError(f"{where}: log rho increases")
-                if (parent, tokens[column]) in seen:
-                    raise ValueError(f"{where}: a sibling carries token {tokens[column]} already")
-                seen.add((parent, tokens[column]))
+            for column, parent in enumerate(parents[:used]):
+                assert 0 <= parent <= column and depth[column + 1] == depth[parent] + 1
+                assert scores[column + 1] <= scores[column]
+            assert len(set(zip(parents[:used], tokens[:used]))) == used
 
     def prefix(self, limit: int) -> DraftTree:
         """The trees of the first `limit` columns."""
@@ -99,21 +84,14 @@ def best_first(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftT
 
     Args:
         topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
-        topk_logprobs: `[R, D, K]` fp32, their log-probabilities, non-increasing over K; or
-            `[R, D, K, K]`, those of each candidate given each one of the depth above.
-        limit: N, columns of the tree; fewer are used if the lattice has fewer nodes.
+        topk_logprobs: `[R, D, K]` fp32, or `[R, D, K, K]` given each candidate of the depth above.
+        limit: N, columns of the tree.
     """
     return _expand(topk_tokens, topk_logprobs, limit, topk_tokens.shape[2])
 
 
 def chain(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:
-    """The chain of best children, min(D, N) nodes: what vLLM's own drafters verify.
-
-    Args:
-        topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
-        topk_logprobs: as in `best_first`.
-        limit: N, columns of the tree.
-    """
+    """The chain of best children, min(D, N) nodes: what vLLM's own drafters verify."""
     return _expand(topk_tokens, topk_logprobs, limit, 1)
 
 

@@ -151,13 +151,3 @@ def test_speed_is_unimodal_for_concave_gain_and_convex_cost() -> None:
         chosen = torch.zeros(1, dtype=torch.int32)
         choose_budget(tree.log_rho, slots, limits, cost, 1, chosen)
         assert chosen.item() == top
-
-
-def test_chain_is_the_top_1_path() -> None:
-    tokens, logprobs = lattice(2, 6, 4, 1)
-    for limit in (1, 6, 9):
-        tree = chain(tokens, logprobs, limit)
-        tree.validate()
-        assert tree.num_nodes.tolist() == [min(6, limit)] * 2
-        for row in range(2):
-            assert tree.paths(row)[-1] == tuple(tokens[row, : min(6, limit), 0].tolist())

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from benchmarks.harness.decoder import Completion, Run, count
-from benchmarks.harness.engine import GAMMA
-from benchmarks.probes import SeenDraft, SeenTree
+from benchmarks.harness.decoder import Completion, count
+from benchmarks.probes import SeenTree
 from benchmarks.replay.costs import paper_a100
-from benchmarks.replay.record import collect, requests_for
-from benchmarks.replay.recording import load_recording, save_recording
 from tests.e2e.engines import given_costs
 from vllm_bastion.policy.cost.store import read_profile
 
@@ -22,39 +18,6 @@ PROMPTS = [
     for domain in ("code", "arithmetic", "chat")
     for i in range(2)
 ]
-
-
-def test_recording_holds_what_was_drafted_and_emitted(tmp_path: Path) -> None:
-    steps, top_k = 3, 4
-    rng = np.random.default_rng(0)
-    asked = requests_for(PROMPTS, [0.0, 1.0], steps)
-    done, drafts = Run(), {}
-    for index, (name, (request, _)) in enumerate(asked.items()):
-        assert request.max_tokens == steps + GAMMA + 1
-        tokens = rng.integers(0, 1000, request.max_tokens).tolist()
-        done.completions.append(Completion(name, tokens, prompt_ids=[7] * (5 + index)))
-        # The drafter also drafts after the last step that can be replayed.
-        for position in range(1, request.max_tokens):
-            logprobs = -np.sort(rng.random((GAMMA, top_k)) * 5, axis=1).astype(np.float16)
-            drafted = rng.integers(0, 1000, (GAMMA, top_k)).astype(np.int32)
-            drafts[name, position] = SeenDraft(index, position, drafted, logprobs)
-    done.probed = list(drafts.values())[::-1]
-    path = tmp_path / "recording.npz"
-    save_recording(collect(done, asked, {"command": "none"}), path)
-
-    recording = load_recording(path)
-    assert recording.request_ids == list(asked)
-    assert recording.domains == [domain for _, domain in asked.values()]
-    assert recording.temperatures.tolist() == [0.0] * 6 + [1.0] * 6
-    assert recording.num_steps == len(asked) * steps
-    for step in range(recording.num_steps):
-        q, position = int(recording.step_requests[step]), int(recording.step_positions[step])
-        draft = drafts[recording.request_ids[q], position]
-        assert np.array_equal(recording.topk_tokens[step], draft.tokens)
-        assert np.array_equal(recording.topk_logprobs[step], draft.logprobs.astype(np.float32))
-        truth = done.completions[q].token_ids[position : position + GAMMA + 1]
-        assert recording.continuation(step).tolist() == truth
-        assert recording.context_lens[step] == 5 + q + position - 1
 
 
 def test_counts() -> None:

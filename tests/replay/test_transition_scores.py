@@ -9,10 +9,9 @@ import pytest
 import torch
 from synthetic_recording import synthetic_recording
 
-from benchmarks.replay import __main__ as replay
 from benchmarks.replay.costs import paper_a100
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed
-from benchmarks.replay.recording import Recording, load_recording, save_recording
+from benchmarks.replay.recording import Recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 from benchmarks.replay.steps import NEVER, beam_accepted, best_first, chain_accepted, greedy_chain
 from benchmarks.replay.studies import score_study
@@ -146,17 +145,3 @@ def test_policies_use_the_scores_of_their_corpus(corpora):
     assert simulate(corpora[0], policy, cost).tokens == by_unary.tokens
     scores = [score_study(corpus, source) for corpus in corpora]
     assert scores[0]["chain accepted"] > scores[1]["chain accepted"]
-
-
-def test_file_and_command_line(tmp_path, capsys):
-    recording = recorded()
-    save_recording(recording, tmp_path / "r.npz")
-    loaded = load_recording(tmp_path / "r.npz")
-    np.testing.assert_array_equal(loaded.transitions, recording.transitions)
-    for broken in (recording.transitions[:, :, :2], -recording.transitions):
-        with pytest.raises(ValueError, match="transitions"):
-            replace(recording, transitions=broken).check()
-    assert replay.main([str(tmp_path / "r.npz"), "--max-nodes", "64"]) == 0
-    text = capsys.readouterr().out
-    expected = score_study(Corpus(loaded, 64), paper_a100(300))
-    assert "| best-first 28 |" in text and f" {expected['chain accepted']:.3f} |" in text
