@@ -253,8 +253,3 @@ def test_emitted_sequences_have_the_targets_distribution(shape: str, kind: str) 
     other[0, other[0].argmax()] += 0.15
     wrong = sequence_probabilities(tree, node_probabilities(tree, other, params))
     assert p_value(counts, wrong) < 1e-4
-
-
-def test_seeds_of_unseeded_requests_differ() -> None:
-    sampler = make_sampler(TREES["chain"], PARAMS["T=1"])
-    assert sampler.sampler.sampling_states.seeds.gpu.unique().numel() == SLOTS

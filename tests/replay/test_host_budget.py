@@ -45,14 +45,6 @@ def test_argmax_equals_exhaustive_search_over_per_request_counts(seed):
     assert (got.counts <= limits).all()
 
 
-def test_ties_go_to_the_lower_row_and_the_smaller_size():
-    cost = np.array([1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0], dtype=np.float32)
-    budget = choose_budget(np.full((2, 2), 0.5), [2, 2], cost, 2)
-    np.testing.assert_array_equal(budget.counts, [1, 0])
-    worthless = np.array([[0.5, 0.0]])
-    assert choose_budget(worthless, [2], np.ones(4, dtype=np.float32), 1).num_nodes == 1
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_counts_equal_the_device_op(seed):
     # coarse scores make many ties across and within the rows
@@ -74,14 +66,6 @@ def test_counts_equal_the_device_op(seed):
     )
     got = choose_budget(np.exp(log_rho.astype(np.float64)), limits, cost, base_rows)
     np.testing.assert_array_equal(got.counts, counts.numpy())
-
-
-def test_no_requests_nodes_and_short_tables():
-    cost = np.ones(4, dtype=np.float32)
-    assert choose_budget(np.zeros((3, 0)), [0, 0, 0], cost, 3).num_nodes == 0
-    assert choose_budget(np.full((3, 5), 0.5), [5, 5, 5], cost, 3).num_nodes == 0
-    beyond = choose_budget(np.full((3, 5), 0.5), [5, 5, 5], cost, 100)
-    assert beyond.num_nodes == 0 and beyond.cost_ms == 1.0
 
 
 def _algorithm_1(rho, cost, root_rows):
