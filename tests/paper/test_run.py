@@ -37,7 +37,7 @@ def responses(path: Path) -> list[dict[str, Any]]:
 
 def test_every_response_of_three_methods_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    started = command(tmp_path, "--temperatures", "0")
+    started = command(tmp_path, "--temperatures", "0", "--replay-prompts", "1")
     done = subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     after = responses(path)
@@ -64,6 +64,10 @@ def test_every_response_of_three_methods_is_recorded(tmp_path: Path) -> None:
     assert talk[1]["prompt_len"] > talk[0]["prompt_len"] + 24
     page = path.with_suffix(".md").read_text()
     assert "| bastion N=16 |" in page and "5/5" in page
+    # Beam search on the recorded drafts.
+    found = {row["policy"]: row for row in read_rows(path) if row["kind"] == "replayed"}
+    beam, best = found["beam 4x15 (replayed)"], found["best-first 60 (replayed)"]
+    assert beam["tau"] > 1 and beam["nodes"] == best["nodes"] == 60
 
 
 def test_engines_take_turns_in_groups_with_plain_decoding_at_every_concurrency(
@@ -95,18 +99,6 @@ def test_engines_take_turns_in_groups_with_plain_decoding_at_every_concurrency(
     assert all(row["differs_at"] is None for row in trees)
     page = (tmp_path / "run.md").read_text()
     assert page.count("| 5/5 seeded |") == 2 and "| other draws |" in page
-
-
-def test_beam_search_is_replayed_on_recorded_drafts(tmp_path: Path) -> None:
-    started = command(
-        tmp_path, "--temperatures", "0", "--methods", "plain", "--replay-prompts", "1"
-    )
-    subprocess.run(started, env=ENVIRONMENT, check=True, capture_output=True)
-    rows = list(read_rows(tmp_path / "run.jsonl"))
-    found = {row["policy"]: row for row in rows if row["kind"] == "replayed" and row["set"] == "a"}
-    assert {row["method"] for row in rows if row["kind"] == "response"} == {"plain"}
-    beam, best = found["beam 4x15 (replayed)"], found["best-first 60 (replayed)"]
-    assert beam["tau"] > 1 and beam["nodes"] == best["nodes"] == 60
 
 
 def test_near_ties_are_judged_by_gaps_that_transformers_computes_too(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from benchmarks.replay.steps import best_first, target_ranks
 from benchmarks.replay.studies import budget_study
 from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.table import StepCostTable
-from vllm_bastion.policy.gains import Gains
 
 
 def test_a_parent_comes_before_its_child_of_equal_score():
@@ -50,23 +49,6 @@ def test_every_policy_emits_every_token(corpus, batch):
     ]
     for policy in policies:
         assert simulate(corpus, policy, Truth(table), batch=batch).tokens == expected
-
-
-def test_lagged_uses_the_size_of_the_step_before_and_this_steps_nodes(corpus, monkeypatch):
-    # what was accepted is known a step later, too
-    monkeypatch.setattr(Gains, "kappa_of", lambda *_: 1.0)
-    table = StepCostTable.linear(10.0, 0.3, max_rows=300)
-    lagged, exact = (
-        Adaptive(corpus, CurveLatency(table), max_nodes=64, timing=timing, plain=False)
-        for timing in ("lagged", "exact")
-    )
-    first = corpus.requests[0].first_step
-    steps = [[first], [first + 1], [first + 2], [first + 3]]
-    asked = [exact.step(step, 0.0).nodes for step in steps]
-    assert [lagged.step(step, 0.0).nodes for step in steps] == [64, *asked[:3]]
-    assert len(set(asked)) > 1
-    # a batch that grew gets as many until its own scores arrive
-    assert lagged.step([first + 4, first + 5], 0.0).nodes == asked[3]
 
 
 def test_plain_decoding_takes_one_step_per_token(corpus):
