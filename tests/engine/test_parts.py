@@ -38,20 +38,23 @@ def logits_of(num_reqs: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(num_reqs * DEPTH, VOCAB, generator=generator)
 
 
-def best_paths(logits: torch.Tensor, depth: int = DEPTH) -> list[tuple[float, tuple[int, ...]]]:
-    """The NODES most probable prefixes of one request, by brute force over the lattice."""
-    logprobs = logits.log_softmax(-1)
-    top = logprobs.topk(TOP_K, dim=-1)
-    found: list[tuple[float, tuple[int, ...]]] = []
-    prefixes: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for d in range(depth):
-        prefixes = [
-            (score + float(top.values[d, k]), (*path, int(top.indices[d, k])))
-            for score, path in prefixes
-            for k in range(TOP_K)
-        ]
-        found += prefixes
-    return heapq.nlargest(NODES, found)
+def best_paths(
+    logits: torch.Tensor, tokens: torch.Tensor | None = None
+) -> list[tuple[float, tuple[int, ...]]]:
+    """The NODES most probable prefixes of one request, by brute force over the lattice.
+
+    logits: [D, V]; or [D, M, M] of `tokens` [D, M] given each one of the depth above.
+    """
+    prefixes, found = [(0.0, (), 0)], []
+    for depth, rows in enumerate(logits.log_softmax(-1)):
+        grown = []
+        for score, path, last in prefixes:
+            best = (rows if tokens is None else rows[last]).topk(TOP_K)
+            for value, k in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                token = k if tokens is None else int(tokens[depth, k])
+                grown.append((score + value, (*path, token), k))
+        prefixes, found = grown, found + grown
+    return [(score, path) for score, path, _ in heapq.nlargest(NODES, found)]
 
 
 def path_of(trees: Trees, row: int, slot: int, node: int) -> tuple[int, ...]:
@@ -72,17 +75,7 @@ def test_scores_that_know_the_candidate_above_grow_the_most_probable_prefixes() 
     trees.grow_transitions(candidates, scores)
     assert trees.num_verify[[3, 1]].tolist() == [6, 6]
     for row, slot in enumerate((3, 1)):
-        logprobs = scores[row].log_softmax(-1)
-        prefixes, found = [(0.0, (), 0)], []
-        for d in range(DEPTH):
-            children = []
-            for score, path, last in prefixes:
-                best = logprobs[d, last].topk(TOP_K)
-                for value, k in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                    children.append((score + value, (*path, int(candidates[row, d, k])), k))
-            prefixes, found = children, found + children
-        expected = heapq.nlargest(NODES, found)
-        for column, (score, path, _) in enumerate(expected):
+        for column, (score, path) in enumerate(best_paths(scores[row], candidates[row])):
             assert path_of(trees, row, slot, column + 1) == path
             assert abs(float(trees.log_rho[slot, column]) - score) < 1e-5
         bits = [int(word) for word in trees.bits[slot, :, 0]]
@@ -138,7 +131,7 @@ def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots(depth: 
     first = logits.view(2, DEPTH, VOCAB)[:, :depth]
     grow(trees, first.flatten(0, 1), 2)
     for row, slot in enumerate((3, 1)):
-        expected = best_paths(first[row], depth)
+        expected = best_paths(first[row])
         size = int(trees.size[slot])
         assert size == len(expected)
         got = [path_of(trees, row, slot, node) for node in range(1, size + 1)]

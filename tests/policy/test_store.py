@@ -137,6 +137,9 @@ DAMAGES = {
     "missing table": _without("table"), "NaN": _with(float("nan"), "table", "samples", 1, 2),
     "negative time": _with(-2.0, "table", "samples", 1, 2),
     "NaN coefficient": _with(float("nan"), "calibrated", "memory_slope"),
+    "negative coefficient": _with(-1.0, "calibrated", "compute_offset_ms"),
+    "no coefficient": _with(None, "calibrated", "memory_offset_ms"),
+    "no shape": _with({}, "calibrated", "roofline", "shape"),
     "NaN error": _with(float("nan"), "rmse_after"),
     "another GPU": _with("NVIDIA L40S", "key", "device"),
 }  # fmt: skip
