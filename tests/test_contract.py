@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package relies on in vLLM, against the installed one; see `tests.contract`.
-
-On a vLLM where something is gone the test names it, and the file to look at, instead of an engine
-failing somewhere inside a step.
-"""
+"""What this package relies on in vLLM, against the installed one; see `tests.contract`."""
 
 from __future__ import annotations
 

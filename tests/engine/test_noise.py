@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draw on the host is vLLM's own, bit for bit.
 
-vLLM's kernel runs in Triton's interpreter here. With flat logits the noise alone decides, so that
-equal draws over many positions mean equal noise; the noise itself is compared through the kernel's
-values of the maximum.
+vLLM's kernel runs in Triton's interpreter here. With flat logits the noise alone decides.
 """
 
 from __future__ import annotations
@@ -44,14 +42,12 @@ def test_draws_equal_the_kernel(vocab_size: int, kind: str) -> None:
 
 
 def test_noise_is_equal_token_by_token() -> None:
-    """One finite logit at a time: the kernel's maximum is that token whatever its noise, so the
-    noise is bracketed instead: a second token one unit in the last place below or above it."""
+    """The noise of a token is bracketed: token 0 wins or loses against it by the smallest step."""
     vocab_size = 64
     seeds, pos = torch.tensor([12345678901]), torch.tensor([77])
     noise = gumbel_noise(seeds, pos, vocab_size)
     slots, temperature = torch.zeros(2, dtype=torch.int64), torch.ones(1)
     for token in range(1, vocab_size, 9):
-        # Token 0's logit makes up the difference exactly, or misses it by the smallest step.
         even = torch.full((2, vocab_size), -torch.inf)
         even[:, token] = 0.0
         gap = (noise[0, token].double() - noise[0, 0].double()).float()
