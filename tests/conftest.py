@@ -82,7 +82,7 @@ def pytest_collection() -> Iterator[Any]:
 _FIRST = (
     "test_lossless", "test_cuda_path", "test_serving", "test_drafter_kinds", "test_budget",
     "test_scheduling", "test_sessions", "test_best_first", "test_float8_cache", "test_restored",
-    "test_load", "test_starts", "test_cpu_library", "test_copies", "test_lookup", "test_demo",
+    "test_load", "test_starts", "test_cpu_library", "test_copies", "test_lookup",
     "test_twins", "test_replay",
 )  # fmt: skip
 

@@ -1,17 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees: their invariants, and two ways to build them by the engine's op.
-
-Nodes are sorted so that any number of leading ones is a tree itself.
-
-A node is a prefix x_1 .. x_d of candidate tokens with path score rho = prod q_i(x_i), the drafter's
-probability of drawing that prefix (paper, section 3.1). If the drafter verified itself, a tree
-would commit as many tokens as it has nodes on the drawn path (Lemma 1), in expectation
-
-    A-hat(T) = 1 + sum of rho over the draft nodes of T      (path-sum surrogate; 1 is the root)
-
-Best-first expansion takes the nodes in order of rho. The trees are nested, and each is the best of
-its size (optimality of best-first expansion).
-"""
+"""Draft trees of one request, grown by the engine's op."""
 
 from __future__ import annotations
 
@@ -22,112 +10,38 @@ from torch import Tensor
 
 from bastion_kernels import expand_best_first
 
-_UNUSED = {"tokens": 0, "parents": -1, "depths": 0, "log_rho": float("-inf")}
-
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The draft trees of R requests, with N columns each and one node per column.
+    """Node j + 1 is column j; node 0 is the root, the last sampled token."""
 
-    Column j is node j + 1; node 0 is the root, the last sampled token, and has no column. In every
-    row, as `validate` checks:
-
-    - the first `num_nodes` columns are in use; the others hold token 0, parent -1, depth 0,
-      log rho -inf;
-    - a parent's number is at most its child's column, so parents come first;
-    - a node is one deeper than its parent, and siblings carry different tokens;
-    - log rho does not increase from column to column, hence not from parent to child.
-    """
-
-    # [R, N] int64, token of each node
+    # [1, N], in use all of them
     tokens: Tensor
-    # [R, N] int32, number of the parent node
     parents: Tensor
-    # [R, N] int32, 1 for a child of the root
     depths: Tensor
-    # [R, N] fp32, log of the path score
     log_rho: Tensor
-    # [R] int32, columns in use
-    num_nodes: Tensor
 
-    def validate(self) -> None:
-        """Raise a ValueError with row, column and rule if an invariant does not hold."""
-        for row, used in enumerate(self.num_nodes.tolist()):
-            if not 0 <= used <= self.tokens.shape[1]:
-                raise ValueError(f"row {row}: {used} nodes in {self.tokens.shape[1]} columns")
-            for name, filler in _UNUSED.items():
-                if not bool((getattr(self, name)[row, used:] == filler).all()):
-                    raise ValueError(f"row {row}: an unused column's {name} is not {filler}")
-            parents, depth = self.parents[row].tolist(), [0, *self.depths[row].tolist()]
-            scores, tokens = [0.0, *self.log_rho[row].tolist()], self.tokens[row].tolist()
-            seen: set[tuple[int, int]] = set()
-            for column in range(used):
-                where, parent = f"row {row}, column {column}", parents[column]
-                if not 0 <= parent <= column:
-                    raise ValueError(f"{where}: parent {parent} does not come before the node")
-                if depth[column + 1] != depth[parent] + 1:
-                    raise ValueError(f"{where}: depth {depth[column + 1]} below {depth[parent]}")
-                if not scores[column + 1] <= scores[column]:
-                    raise ValueError(f"{where}: log rho increases")
-                if (parent, tokens[column]) in seen:
-                    raise ValueError(f"{where}: a sibling carries token {tokens[column]} already")
-                seen.add((parent, tokens[column]))
-
-    def prefix(self, limit: int) -> DraftTree:
-        """The trees of the first `limit` columns."""
-        return DraftTree(
-            self.tokens[:, :limit], self.parents[:, :limit], self.depths[:, :limit],
-            self.log_rho[:, :limit], self.num_nodes.clamp(max=limit),
-        )  # fmt: skip
-
-    def surrogate(self) -> Tensor:
-        """`[R, N + 1]` float64: A-hat of the root and the n leading nodes, for every n."""
-        root = torch.ones_like(self.log_rho[:, :1], dtype=torch.float64)
-        return torch.cat([root, self.log_rho.double().exp()], dim=1).cumsum(1)
-
-    def paths(self, row: int = 0) -> list[tuple[int, ...]]:
-        """Token path of every node of one row, the root's empty one first."""
+    def paths(self) -> list[tuple[int, ...]]:
+        """Token path of every node, the root's empty one first."""
         paths: list[tuple[int, ...]] = [()]
-        columns = zip(self.parents[row].tolist(), self.tokens[row].tolist(), strict=True)
-        for parent, token in list(columns)[: int(self.num_nodes[row])]:
+        for parent, token in zip(self.parents[0].tolist(), self.tokens[0].tolist(), strict=True):
             paths.append((*paths[parent], token))
         return paths
 
 
-def best_first(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:
-    """The `limit` nodes of largest rho in the top-K lattice (Algorithm 1 without its budget).
+def grown(tokens: Tensor, logprobs: Tensor, limit: int, top_k: int | None = None) -> DraftTree:
+    """The `limit` nodes of largest path score.
 
     Args:
-        topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
-        topk_logprobs: `[R, D, K]` fp32, their log-probabilities, non-increasing over K; or
-            `[R, D, K, K]`, those of each candidate given each one of the depth above.
-        limit: N, columns of the tree; fewer are used if the lattice has fewer nodes.
+        tokens: `[1, D, K]` int32, candidates of each depth, best first.
+        logprobs: `[1, D, K]` fp32, or `[1, D, K, K]` given each candidate of the depth above.
+        top_k: children of a node; 1 for the chain that vLLM's own drafters verify.
     """
-    return _expand(topk_tokens, topk_logprobs, limit, topk_tokens.shape[2])
-
-
-def chain(topk_tokens: Tensor, topk_logprobs: Tensor, limit: int) -> DraftTree:
-    """The chain of best children, min(D, N) nodes: what vLLM's own drafters verify.
-
-    Args:
-        topk_tokens: `[R, D, K]` int32, candidates of each depth, best first.
-        topk_logprobs: as in `best_first`.
-        limit: N, columns of the tree.
-    """
-    return _expand(topk_tokens, topk_logprobs, limit, 1)
-
-
-def _expand(tokens: Tensor, logprobs: Tensor, limit: int, top_k: int) -> DraftTree:
-    reqs, device = tokens.shape[0], tokens.device
-    tree = DraftTree(
-        torch.empty(reqs, limit, dtype=torch.int64, device=device),
-        torch.empty(reqs, limit, dtype=torch.int32, device=device),
-        torch.empty(reqs, limit, dtype=torch.int32, device=device),
-        torch.empty(reqs, limit, dtype=torch.float32, device=device),
-        torch.empty(reqs, dtype=torch.int32, device=device),
-    )
-    slots = torch.arange(reqs, device=device)
-    out = tree.tokens, tree.parents, tree.depths, tree.log_rho, tree.num_nodes
+    out = [torch.empty(1, limit, dtype=torch.int64)]
+    out += [torch.empty(1, limit, dtype=torch.int32) for _ in range(2)]
+    out += [torch.empty(1, limit), torch.empty(1, dtype=torch.int32)]
     rows = logprobs[:, :, None] if logprobs.ndim == 3 else logprobs
-    expand_best_first(tokens, rows, top_k, slots, *out)
-    return tree
+    expand_best_first(
+        tokens, rows, top_k or tokens.shape[2], torch.zeros(1, dtype=torch.int64), *out
+    )
+    return DraftTree(*(tensor[:, : int(out[-1])] for tensor in out[:-1]))

@@ -29,15 +29,9 @@ _DRAFTER: dict[str, Any] = _TARGET | {
 
 
 def write_checkpoint(folder: Path, base: str = "target", **changes: Any) -> str:
-    """Write the config of a small target or drafter, without weights.
+    """Write the config of a small target or drafter (gamma 7), without weights; its folder.
 
-    Args:
-        folder: created if missing.
-        base: "target" or "drafter" (block_size 8, so gamma = 7).
-        changes: keys to replace; None removes a key.
-
-    Returns:
-        The folder, as a model's name.
+    changes: keys to replace; None removes a key.
     """
     content = (_TARGET if base == "target" else _DRAFTER) | changes
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,10 +45,7 @@ def engine_config(
 ) -> Any:
     """The configuration of an engine with method "bastion".
 
-    Args:
-        pair: target and drafter.
-        arguments: further arguments of `EngineArgs`.
-        keys: further keys of `speculative_config`.
+    arguments: further ones of `EngineArgs`; keys: further ones of `speculative_config`.
     """
     from vllm.engine.arg_utils import EngineArgs
 

@@ -31,11 +31,7 @@ def has_cpu_backend() -> bool:
 
 
 def enable() -> None:
-    """Switch the interpreter on in this process, before vLLM looks for Triton.
-
-    Does nothing if the host needs no interpreter: with a CUDA build of vLLM, or a real CPU back end
-    of Triton.
-    """
+    """Switch the interpreter on in this process, before vLLM looks for Triton, if one is needed."""
     if not is_cpu_build() or has_cpu_backend():
         return
     # A kernel is bound to the compiler or the interpreter when it is decorated.

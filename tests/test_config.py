@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -109,17 +109,6 @@ def test_every_form_of_the_command_line_arrives(form: str, pair: tuple[str, str]
     assert (spec.num_speculative_tokens, spec.bastion_gamma) == (9, 7)
 
 
-def test_a_key_given_twice_is_refused_as_vllm_refuses_it(pair: tuple[str, str]) -> None:
-    args = EngineArgs(
-        model=pair[0],
-        load_format="dummy",
-        spec_method="bastion",
-        speculative_config={"method": "bastion", "model": pair[1]},
-    )
-    with pytest.raises(ValueError, match=r"--spec-method .* mutually exclusive"):
-        args.create_engine_config()
-
-
 def test_a_drafter_of_fewer_positions_than_the_target_is_resized(
     pair: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -143,6 +132,50 @@ def test_a_drafter_that_cannot_be_resized_limits_theengine_config(
     else:
         is_refused((pair[0], short), short, "max_model_len 256", "set max_model_len to 128")
     assert engine_config((pair[0], short), {"max_model_len": 128}).speculative_config is not None
+
+
+# --- N left out ---------------------------------------------------------------------------------
+
+
+def nodes_of(pair: tuple[str, str], limits: dict[str, int], **keys: Any) -> int:
+    """N of an engine; `engine_config` would name one."""
+    args = EngineArgs(
+        model=pair[0], speculative_config={"method": "bastion", "model": pair[1]} | keys,
+        max_num_seqs=2, enforce_eager=True, load_format="dummy", **limits,
+    )  # fmt: skip
+    return args.create_engine_config().speculative_config.num_speculative_tokens
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit", "nodes"),
+    [
+        ({}, 512, "default"), ({"num_speculative_tokens": None}, 512, "default"),
+        ({}, 48, 48 - 1 - 7), ({"bastion_top_k": 1}, 512, 7), ({"bastion_budget": 20}, 512, 20),
+        ({"bastion_budget": 0}, 512, 1), ({"num_speculative_tokens": 9}, 48, 9),
+    ],
+)  # fmt: skip
+def test_the_number_of_nodes_may_be_left_out(
+    pair: tuple[str, str], keys: dict[str, Any], limit: int, nodes: Any
+) -> None:
+    expected = current_host().default_nodes if nodes == "default" else nodes
+    limits = {"max_model_len": 256, "max_num_batched_tokens": limit}
+    assert nodes_of(pair, limits, **keys) == expected
+
+
+def test_a_tree_fits_into_the_models_length(pair: tuple[str, str]) -> None:
+    limits = {"max_model_len": 40}
+    assert nodes_of(pair, limits) == 40 - 1 - 7
+    assert nodes_of(pair, limits, num_speculative_tokens=39) == 39
+    with pytest.raises(BastionConfigError) as caught:
+        nodes_of(pair, limits, num_speculative_tokens=40)
+    is_one_sentence(str(caught.value), '"num_speculative_tokens": 40', "max_model_len 40", "39")
+
+
+def test_a_limit_that_holds_no_tree_is_refused_without_a_number_of_nodes_too(
+    pair: tuple[str, str],
+) -> None:
+    with pytest.raises(BastionConfigError, match="raise max_num_batched_tokens"):
+        nodes_of(pair, {"max_model_len": 8, "max_num_batched_tokens": 8})
 
 
 # --- refused: the user's keys -----------------------------------------------------------------
@@ -218,11 +251,7 @@ def test_more_nodes_than_a_batch_holds_are_refused(
     with pytest.raises(BastionConfigError, match="num_speculative_tokens"):
         arguments = {"max_num_batched_tokens": limit, "max_num_seqs": 1, "max_model_len": 8}
         engine_config(pair, arguments, num_speculative_tokens=nodes)
-
-
-def test_exactly_as_many_nodes_as_a_batch_holds_pass(pair: tuple[str, str]) -> None:
-    engine = engine_config(pair, num_speculative_tokens=120)
-    assert engine.speculative_config.num_speculative_tokens == 120
+    assert engine_config(pair, num_speculative_tokens=120) is not None  # exactly as many
 
 
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -297,21 +326,21 @@ def test_a_drafter_in_fp8_needs_a_gpu(
         user_keys.check_quantization({"bastion_drafter_weights": "fp8", "quantization": "awq"})
 
 
-def test_the_v1_runner_is_refused(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    is_refused(pair, "Model Runner V2", "unset VLLM_USE_V2_MODEL_RUNNER")
-
-
-def test_batch_invariance_is_refused(
-    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value", "parts"),
+    [
+        ("VLLM_USE_V2_MODEL_RUNNER", "0", ("Model Runner V2", "unset VLLM_USE_V2_MODEL_RUNNER")),
+        ("VLLM_BATCH_INVARIANT", "1", ("VLLM_BATCH_INVARIANT=1", "unset it")),
+    ],
+)
+def test_the_v1_runner_and_batch_invariance_are_refused(
+    name: str, value: str, parts: tuple[str, ...], pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    is_refused(pair, "VLLM_BATCH_INVARIANT=1", "unset it")
+    monkeypatch.setenv(name, value)
+    is_refused(pair, *parts)
 
 
 def test_a_connector_that_saves_layer_by_layer_is_refused(pair: tuple[str, str]) -> None:
-    from vllm.config import KVTransferConfig
-
     connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     given = {"kv_transfer_config": connector}
     is_refused(pair, "ExampleConnector", "kv_transfer_config", "or remove it", arguments=given)
@@ -321,8 +350,6 @@ def test_a_connector_that_saves_layer_by_layer_is_refused(pair: tuple[str, str])
 def test_a_connector_that_saves_at_the_end_of_a_step_passes(
     name: str, pair: tuple[str, str]
 ) -> None:
-    from vllm.config import KVTransferConfig
-
     connector = KVTransferConfig(kv_connector=name, kv_role="kv_both")
     engine = engine_config(pair, {"kv_transfer_config": connector})
     assert engine.kv_transfer_config.kv_connector == name

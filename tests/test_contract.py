@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package relies on in vLLM, against the installed one; see `tests.contract`.
-
-On a vLLM where something is gone the test names it, and the file to look at, instead of an engine
-failing somewhere inside a step.
-"""
+"""What this package relies on in vLLM, against the installed one; see `tests.contract`."""
 
 from __future__ import annotations
 
@@ -109,13 +105,6 @@ def test_the_order_of_calls(row: Reliance) -> None:
     source = inspect.getsource(inspect.unwrap(found(row.target)))
     at = [source.find(piece) for piece in row.body]
     assert -1 not in at and at == sorted(at), f"vLLM's {row.target} has changed: {row.why}"
-
-
-@pytest.mark.parametrize("row", CONTRACT, ids=[row.target for row in CONTRACT])
-def test_rows_name_files_that_mention_what_they_rely_on(row: Reliance) -> None:
-    text = "".join((PACKAGE / name).read_text() for name in row.files.split())
-    private = [name for name in row.names.split() if name.startswith("_")]
-    assert not [name for name in private if not re.search(rf"\b{name}\b", text)], row.target
 
 
 def test_every_private_name_of_vllm_has_its_row() -> None:

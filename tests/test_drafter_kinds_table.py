@@ -21,7 +21,6 @@ if not torch.cuda.is_available():
 from helpers import engine_config, is_refused, write_checkpoint
 from vllm_bastion import compat
 from vllm_bastion.checkpoints.kinds import KINDS, candidates_of, gamma_of, kind_of
-from vllm_bastion.checks import models
 from vllm_bastion.versions import capabilities_of
 
 DOMINO = "DFlashDominoDraftModel"
@@ -110,69 +109,60 @@ def test_a_heads_candidates() -> None:
     assert candidates_of(config(markov, vocab_size=1024, dspark_draft_topk=900)) == 255
 
 
+@pytest.fixture
+def with_drafter(pair: tuple[str, str], tmp_path: Path) -> Any:
+    """Writes a drafter's config with other keys; returns the pair of the target and it."""
+    return lambda **keys: (pair[0], write_checkpoint(tmp_path / "drafter", "drafter", **keys))
+
+
+READS: dict[str, Any] = {"mask_token_id": 1, "target_layer_ids": [0, 2]}
 HEADS = {"DFlash2DraftModel": "selector_top_k", "LiLiCorrDraftModel": "lilicorr_candidate_topk"}
 
 
 @pytest.mark.parametrize("architecture", HEADS)
 def test_a_head_over_candidates_bounds_top_k_and_may_name_the_block(
-    architecture: str, pair: tuple[str, str], tmp_path: Path
+    architecture: str, with_drafter: Any
 ) -> None:
-    settings = {"mask_token_id": 1, "target_layer_ids": [0, 2], "block_size": 6}
-    drafter = write_checkpoint(
-        tmp_path / "drafter", "drafter", architectures=[architecture],
-        dflash_config=settings | {HEADS[architecture]: 4},
-    )  # fmt: skip
+    settings = READS | {"block_size": 6, HEADS[architecture]: 4}
+    models = with_drafter(architectures=[architecture], dflash_config=settings)
     for asked, kept in ((2, 2), (4, 4), (9, 4)):
-        spec = engine_config((pair[0], drafter), bastion_top_k=asked).speculative_config
+        spec = engine_config(models, bastion_top_k=asked).speculative_config
         assert (spec.bastion_top_k, spec.bastion_gamma) == (kept, 5)
         assert spec.draft_model_config.architectures == [architecture]
 
 
 @pytest.mark.parametrize("changes, gamma", [({"sample_from_anchor": False}, 7), ({}, 8)])
 def test_a_markov_head_is_asked_about_the_best_tokens_of_a_position(
-    changes: dict[str, Any], gamma: int, pair: tuple[str, str], tmp_path: Path
+    changes: dict[str, Any], gamma: int, with_drafter: Any
 ) -> None:
     """Its own default draws from the anchor: as many tokens as the block has queries."""
-    drafter = write_checkpoint(
-        tmp_path / "drafter", "drafter", architectures=["Qwen3DSparkModel"], markov_rank=4,
-        dflash_config=None, mask_token_id=1, target_layer_ids=[0, 2], **changes,
-    )  # fmt: skip
-    engine = engine_config((pair[0], drafter), bastion_top_k=20)
+    models = with_drafter(
+        architectures=["Qwen3DSparkModel"], markov_rank=4, dflash_config=None, **READS, **changes
+    )
+    engine = engine_config(models, bastion_top_k=20)
     spec = engine.speculative_config
     assert (spec.method, spec.bastion_gamma, spec.bastion_top_k) == ("dspark", gamma, 20)
     assert engine.num_lookahead_tokens == gamma + 1
-    spec = engine_config((pair[0], drafter), dspark_draft_topk=6).speculative_config
+    spec = engine_config(models, dspark_draft_topk=6).speculative_config
     assert spec.bastion_top_k == 6
 
 
-def test_a_dspark_drafter_of_specforge_is_vllms_qwen3_dspark(
-    pair: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_dspark_drafter_of_specforge_is_vllms_qwen3_dspark(with_drafter: Any) -> None:
     """It has DeepSeek's name, Qwen3's model type, and its settings as a DFlash drafter has them."""
-    settings = {
-        "mask_token_id": 1,
-        "target_layer_ids": [0, 2],
-        "projector_type": "dspark",
-        "attention_mode": "gqa",
-    }
-    drafter = write_checkpoint(
-        tmp_path / "drafter", "drafter", architectures=["DSparkDraftModel"], markov_rank=4,
-        block_size=7, dflash_config=settings,
-    )  # fmt: skip
-    spec = engine_config((pair[0], drafter)).speculative_config
+    settings = READS | {"projector_type": "dspark", "attention_mode": "gqa"}
+    models = with_drafter(
+        architectures=["DSparkDraftModel"], markov_rank=4, block_size=7, dflash_config=settings
+    )
+    spec = engine_config(models).speculative_config
     assert (spec.method, spec.bastion_gamma) == ("dspark", 7)
     assert spec.draft_model_config.architectures == ["Qwen3DSparkModel"]
 
 
 @pytest.mark.parametrize("name", ["MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"])
-def test_muse_glimmers_assistant_is_a_dflash_drafter(
-    name: str, pair: tuple[str, str], tmp_path: Path
-) -> None:
-    drafter = write_checkpoint(
-        tmp_path / "drafter", "drafter", architectures=[name], dflash_config=None,
-        model_type="muse_glimmer_assistant", mask_token_id=1, target_layer_ids=[0, 2],
-    )  # fmt: skip
-    spec = engine_config((pair[0], drafter)).speculative_config
+def test_muse_glimmers_assistant_is_a_dflash_drafter(name: str, with_drafter: Any) -> None:
+    model_type = "muse_glimmer_assistant"
+    models = with_drafter(architectures=[name], dflash_config=None, model_type=model_type, **READS)
+    spec = engine_config(models).speculative_config
     assert (spec.method, spec.bastion_gamma) == ("dflash", 7)
     assert spec.draft_model_config.architectures == ["DFlashMuseGlimmerAssistantModel"]
 
@@ -183,15 +173,12 @@ _HEAD = {"emb_dim": 4, "gru_hidden_dim": 6, "pure_draft_prefix_len": 1, "shift_l
 @pytest.mark.parametrize("name", ["DFlashDraftModel", "DominoDraftModel"])
 @pytest.mark.parametrize("shifted, gamma", [(True, 8), (False, 7)])
 def test_a_domino_drafter_is_known_by_its_projector(
-    name: str, shifted: bool, gamma: int, pair: tuple[str, str], tmp_path: Path
+    name: str, shifted: bool, gamma: int, with_drafter: Any
 ) -> None:
     """With shifted labels the anchor's query predicts as well."""
-    settings = _HEAD | {"mask_token_id": 1, "target_layer_ids": [0, 2], "shift_label": shifted}
-    drafter = write_checkpoint(
-        tmp_path / "drafter", "drafter", architectures=[name],
-        dflash_config=settings | {"projector_type": "domino"},
-    )  # fmt: skip
-    spec = engine_config((pair[0], drafter)).speculative_config
+    settings = _HEAD | READS | {"shift_label": shifted, "projector_type": "domino"}
+    models = with_drafter(architectures=[name], dflash_config=settings)
+    spec = engine_config(models).speculative_config
     assert (spec.method, spec.bastion_gamma, spec.bastion_top_k) == ("dflash", gamma, 16)
     assert spec.draft_model_config.architectures == [DOMINO]
     kind = kind_of([DOMINO])
@@ -352,12 +339,10 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", DRAFTERS)
-def test_a_drafter_that_does_not_fit_is_refused(
-    case: str, pair: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_drafter_that_does_not_fit_is_refused(case: str, with_drafter: Any) -> None:
     changes, parts = DRAFTERS[case]
-    drafter = write_checkpoint(tmp_path / "drafter", "drafter", **changes)
-    is_refused((pair[0], drafter), drafter, *parts)
+    models = with_drafter(**changes)
+    is_refused(models, models[1], *parts)
 
 
 @pytest.mark.parametrize("method, name", [("jetspec", "JetSpec"), ("peagle", "P-EAGLE")])
@@ -377,11 +362,11 @@ def test_a_drafter_that_is_not_there_is_named(pair: tuple[str, str], tmp_path: P
 
 
 def test_a_drafter_of_a_later_vllm_is_refused(
-    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    with_drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.32.1")
-    monkeypatch.setattr(models, "capabilities", lambda: capabilities_of("0.32.1"))
-    drafter = write_checkpoint(
-        tmp_path / "drafter", "drafter", architectures=["Qwen3XPressModel"], dflash_config=None
+    monkeypatch.setattr(
+        "vllm_bastion.checks.models.capabilities", lambda: capabilities_of("0.32.1")
     )
-    is_refused((pair[0], str(drafter)), "Qwen3XPressModel", "from 0.33 on", "vLLM 0.32.1")
+    models = with_drafter(architectures=["Qwen3XPressModel"], dflash_config=None)
+    is_refused(models, "Qwen3XPressModel", "from 0.33 on", "vLLM 0.32.1")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger against the installed vLLM, and what each hook does.
 
-The first part is the contract: it names what changed when another vLLM is installed. The hooks
-inside the model runner have their own table, checked by the same tests.
+The first part is the contract: it names what changed when another vLLM is installed.
 """
 
 from __future__ import annotations

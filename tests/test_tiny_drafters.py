@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
-from benchmarks.tiny.heads import Domino, Markov, Selector
+from benchmarks.tiny.heads import Markov, Selector
 from benchmarks.tiny.model import Dims, Target, load_target
 
 DIMS = Dims(
@@ -56,33 +55,6 @@ def test_a_checkpoint_keeps_its_drafters_drafts(
     assert torch.equal(mine, theirs)
 
 
-WORDS = torch.tensor([1, 2, 5, *range(20, 60)])
-
-
-def test_a_reduced_vocabulary_drafts_the_best_of_its_own_tokens(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    target = Target(DIMS)
-    small = Drafter(replace(DIMS, num_hidden_layers=2), 1, vocabulary=WORDS, block_size=8)
-    with torch.no_grad():
-        for weight in (*target.parameters(), *small.parameters()):
-            weight.normal_(std=0.4).copy_(weight.bfloat16())
-    save_drafter(small, tmp_path, target, eos_id=0)
-    stored = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(stored["d2t"] + torch.arange(len(WORDS)), WORDS)
-    assert torch.equal(stored["lm_head.weight"].float(), target.embed_tokens.weight[WORDS])
-    again = load_drafter(tmp_path)
-    anchors = torch.tensor([[20, 31]])
-    _, features = target(IDS[None], features=target.feature_layers)
-    states = again(target, features, IDS[anchors], anchors)
-    assert states.shape == (1, 2, 7, DIMS.hidden_size)
-    whole = target.logits(states).log_softmax(-1)
-    others = torch.ones(DIMS.vocab_size, dtype=torch.bool)
-    others[WORDS] = False
-    best = whole.masked_fill(others, -torch.inf).argmax(-1)
-    assert torch.equal(WORDS[again.plain_logits(target, states).argmax(-1)], best)
-    assert again.indices(torch.tensor([0, 1, 3, 5, 59, 60])).tolist() == [-1, 0, -1, 2, 42, -1]
-
-
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_the_target_is_transformers(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -109,20 +81,3 @@ def test_the_target_is_transformers(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, theirs.logits, rtol=1e-3, atol=1e-3)
     picked = torch.cat([theirs.hidden_states[i + 1] for i in layers], -1)
     torch.testing.assert_close(features, picked, rtol=1e-3, atol=1e-3)
-
-
-def test_a_domino_checkpoint_has_specforges_names(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    drafter, target = make_drafter(None), Target(DIMS)
-    drafter.domino = Domino(DIMS, rank=8, state=12)
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight.copy_(weight.bfloat16())
-    save_drafter(drafter, tmp_path, target, eos_id=0)
-    names = set(load_file(tmp_path / "model.safetensors"))
-    head = {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0"}
-    assert names >= head | {"embed_proj.0.weight", "embed_proj.2.weight"}
-    again, states = load_drafter(tmp_path), torch.randn(2, 5, DIMS.hidden_size)
-    tokens = IDS[:10].view(2, 5)
-    one, other = (d.logits(target, states, tokens) for d in (drafter, again))
-    assert torch.equal(one, other) and not torch.equal(one, target.logits(states))

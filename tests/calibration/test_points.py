@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 from vllm_bastion.calibration import measure
-from vllm_bastion.calibration.points import repeats_after, sizes_to_measure, tree_shapes
+from vllm_bastion.calibration.points import sizes_to_measure, tree_shapes
 
 
 def test_sizes_beyond_the_graphs_are_measured_too() -> None:
@@ -23,10 +23,6 @@ def test_trees_of_one_and_a_few_requests_are_measured() -> None:
     assert tree_shapes(63, 128, 256) == [*one, (4, 3), (4, 7), (4, 15), (4, 31), (16, 3), (16, 7)]
     assert tree_shapes(64, 65, 4)[:6] == [*one, (1, 64)]
     assert tree_shapes(1, 2, 8) == [(1, 1)]
-
-
-def test_slow_points_are_timed_less_often() -> None:
-    assert [repeats_after(s) for s in (0.0, 0.01, 0.15, 0.3, 30.0)] == [5, 5, 2, 1, 1]
 
 
 def test_every_size_is_timed_before_any_is_timed_again() -> None:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
 
 from bastion_kernels.cpu import library
-from vllm_bastion.calibration.summary import FIXED_BUDGET, EngineSummary, loaded, measured
+from vllm_bastion.calibration.summary import EngineSummary, loaded, measured
 from vllm_bastion.cpu.host import CpuHost
 from vllm_bastion.host import HostChoices
 
@@ -27,34 +26,6 @@ def test_a_cpu_engine_says_all_of_it() -> None:
     )
     other = replace(ON_CPU, choices=HostChoices(own_products=False, threads=1)).sentence()
     assert other.endswith("12.3 s; vLLM matrix products; 1 thread")
-
-
-def test_a_gpu_engine_names_no_products_and_no_threads() -> None:
-    on_gpu = replace(ON_CPU, lagged=True, choices=HostChoices())
-    assert on_gpu.sentence() == (
-        "Bastion: DFlashDraftModel with gamma 15, K 16, N 63; budget adaptive (lagged); step costs "
-        "measured now in 12.3 s"
-    )
-
-
-def test_a_fixed_budget_has_no_timing() -> None:
-    fixed = replace(ON_CPU, budget=8, costs=FIXED_BUDGET).sentence()
-    assert "budget 8; step costs not needed for a fixed budget;" in fixed
-
-
-@pytest.mark.parametrize(
-    "age, text",
-    [
-        (timedelta(seconds=-5), "less than a minute ago"),
-        (timedelta(seconds=59), "less than a minute ago"),
-        (timedelta(minutes=1), "1 minute ago"),
-        (timedelta(hours=23), "23 hours ago"),
-        (timedelta(days=3, hours=5), "3 days ago"),
-    ],
-)
-def test_a_loaded_profile_says_its_age(age: timedelta, text: str) -> None:
-    now = datetime(2026, 3, 1, tzinfo=UTC)
-    assert loaded((now - age).isoformat(timespec="seconds"), now) == f"loaded, measured {text}"
 
 
 def test_a_profile_without_a_date_is_no_error() -> None:

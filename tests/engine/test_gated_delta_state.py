@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("vllm")
-
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_bastion.attention.gated_delta import (
     GatedDeltaTreeMetadata,
@@ -24,6 +23,8 @@ from vllm_bastion.attention.gated_delta import (
     states_of,
 )
 from vllm_bastion.cpu.host import CpuHost
+from vllm_bastion.engine.gated_delta import GatedDeltaModelState
+from vllm_bastion.engine.target import BastionModelState
 from vllm_bastion.hooks import gated_delta
 from vllm_bastion.host import Host
 from vllm_bastion.step import Step as Record
@@ -33,12 +34,6 @@ CHANNELS = 2 * KEY_HEADS * DIM + HEADS * WIDTH
 
 
 def test_the_hybrid_model_state_fits_vllms() -> None:
-    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-
-    from vllm_bastion.engine.gated_delta import GatedDeltaModelState
-    from vllm_bastion.engine.target import BastionModelState
-
     order = GatedDeltaModelState.__mro__
     assert order.index(BastionModelState) < order.index(MambaHybridModelState)
     # vLLM's forwards to the default's, but for what it counts
@@ -129,8 +124,6 @@ def test_rows_beyond_what_steps_can_have_are_padding() -> None:
 
 def test_requests_past_the_kept_rows_are_left_alone() -> None:
     """A dummy batch may have more rows than any step that is trimmed."""
-    from vllm_bastion.engine.gated_delta import GatedDeltaModelState
-
     state: Any = object.__new__(GatedDeltaModelState)
     state.trees, state._max_rows, state._commit_inputs_by_layer = None, 5, {}
     state._no_state = torch.tensor(-1, dtype=torch.int32)
@@ -162,8 +155,6 @@ def test_blocks_hold_the_state_of_their_end_wherever_a_path_crosses_it(align: bo
 
     A state is written as the text that it has seen: position by position, then the path's rows.
     """
-    from vllm_bastion.engine.gated_delta import GatedDeltaModelState
-
     size, longest = 4 if align else 100, 4
     cases = [(c, n) for c in range(1, 2 * 4 + 1) for n in range(1, longest + 1)]
     count = len(cases)
@@ -206,8 +197,6 @@ def test_blocks_hold_the_state_of_their_end_wherever_a_path_crosses_it(align: bo
 
 
 def test_a_tree_larger_than_a_cached_block_is_refused() -> None:
-    from vllm_bastion.engine.gated_delta import GatedDeltaModelState
-
     state: Any = object.__new__(GatedDeltaModelState)
     state.vllm_config = SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=64)

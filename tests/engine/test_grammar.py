@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A grammar's bitmask rows, from the engine core to the logits, both ends sized alike.
-
-The core fills rows for every request with a grammar and the worker says which logits each belongs
-to. How they agree on that is vLLM's affair and has changed; both ends here are vLLM's own.
-"""
+"""A grammar's bitmask rows, from the engine core to the logits; both ends are vLLM's own."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draw on the host is vLLM's own, bit for bit.
 
-vLLM's kernel runs in Triton's interpreter here. With flat logits the noise alone decides, so that
-equal draws over many positions mean equal noise; the noise itself is compared through the kernel's
-values of the maximum.
+vLLM's kernel runs in Triton's interpreter here. With flat logits the noise alone decides.
 """
 
 from __future__ import annotations
@@ -32,31 +30,24 @@ def draws_of_both(logits: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("vocab_size", [7, 1024, 1500])
-@pytest.mark.parametrize("scale", [3.0, 0.0], ids=["random", "flat"])
-def test_draws_equal_the_kernel(vocab_size: int, scale: float) -> None:
-    logits = torch.randn(ROWS, vocab_size, generator=torch.Generator().manual_seed(1)) * scale
+@pytest.mark.parametrize("kind", ["random", "flat", "masked"])
+def test_draws_equal_the_kernel(vocab_size: int, kind: str) -> None:
+    logits = torch.randn(ROWS, vocab_size, generator=torch.Generator().manual_seed(1))
+    logits *= 0.0 if kind == "flat" else 3.0
+    if kind == "masked":  # what top-k leaves behind
+        logits[:, 1:][logits[:, 1:] < 4.5] = -torch.inf
     kernel, host = draws_of_both(logits, seed=2)
     assert torch.equal(kernel, host)
-    assert host.unique().numel() > 3
-
-
-def test_draws_over_masked_logits() -> None:
-    """What top-k leaves behind: most logits are -inf."""
-    logits = torch.randn(ROWS, 300, generator=torch.Generator().manual_seed(3))
-    logits[logits < 1.5] = -torch.inf
-    kernel, host = draws_of_both(logits, seed=4)
-    assert torch.equal(kernel, host)
+    assert host.unique().numel() > 3 or kind == "masked"
 
 
 def test_noise_is_equal_token_by_token() -> None:
-    """One finite logit at a time: the kernel's maximum is that token whatever its noise, so the
-    noise is bracketed instead: a second token one unit in the last place below or above it."""
+    """The noise of a token is bracketed: token 0 wins or loses against it by the smallest step."""
     vocab_size = 64
     seeds, pos = torch.tensor([12345678901]), torch.tensor([77])
     noise = gumbel_noise(seeds, pos, vocab_size)
     slots, temperature = torch.zeros(2, dtype=torch.int64), torch.ones(1)
     for token in range(1, vocab_size, 9):
-        # Token 0's logit makes up the difference exactly, or misses it by the smallest step.
         even = torch.full((2, vocab_size), -torch.inf)
         even[:, token] = 0.0
         gap = (noise[0, token].double() - noise[0, 0].double()).float()
@@ -67,16 +58,6 @@ def test_noise_is_equal_token_by_token() -> None:
             is_drafting=False,
         )  # fmt: skip
         assert drawn.tolist() == [token, 0]
-
-
-def test_noise_has_the_gumbel_distribution() -> None:
-    """Mean 0.5772, variance pi^2 / 6, and no correlation between neighbours in position."""
-    seeds = torch.full((400,), 9, dtype=torch.int64)
-    noise = gumbel_noise(seeds, torch.arange(400), 1000).double()
-    assert abs(float(noise.mean()) - 0.577216) < 0.01
-    assert abs(float(noise.var()) - 1.644934) < 0.03
-    rows = torch.corrcoef(noise[:50])
-    assert float((rows - torch.eye(50)).abs().max()) < 0.2
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 30.0, 1e6])

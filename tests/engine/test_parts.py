@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import heapq
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,19 +14,19 @@ import torch
 
 from benchmarks.replay.controller import choose_budget as choose_budget_on_host
 from tests.trees import grow
+from tests.trees import make_trees as trees_of
 from vllm_bastion.carriers import StepReport
+from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.engine.verification import BastionVerificationManager
+from vllm_bastion.policy.controller import Controller
+from vllm_bastion.policy.cost import timing
+from vllm_bastion.policy.cost.models import make_latency
+from vllm_bastion.policy.cost.table import StepCostTable
 from vllm_bastion.policy.host_mirror import HostMirror
 from vllm_bastion.policy.trees import Trees
 
 DEPTH, TOP_K, NODES, VOCAB, SLOTS = 4, 3, 10, 32, 5
-
-
-def make_trees(**changes: object) -> Trees:
-    settings: dict[str, object] = {
-        "max_num_reqs": SLOTS, "max_num_tokens": 64, "num_nodes": NODES, "depth": DEPTH,
-        "top_k": TOP_K, "budget": None, "device": torch.device("cpu"),
-    }  # fmt: skip
-    return Trees(**{**settings, **changes})  # type: ignore[arg-type]
+make_trees = partial(trees_of, SLOTS, NODES, DEPTH)
 
 
 def bind(trees: Trees, slots: list[int] | np.ndarray) -> None:
@@ -36,20 +38,23 @@ def logits_of(num_reqs: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(num_reqs * DEPTH, VOCAB, generator=generator)
 
 
-def best_paths(logits: torch.Tensor, depth: int = DEPTH) -> list[tuple[float, tuple[int, ...]]]:
-    """The NODES most probable prefixes of one request, by brute force over the lattice."""
-    logprobs = logits.log_softmax(-1)
-    top = logprobs.topk(TOP_K, dim=-1)
-    found: list[tuple[float, tuple[int, ...]]] = []
-    prefixes: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for d in range(depth):
-        prefixes = [
-            (score + float(top.values[d, k]), (*path, int(top.indices[d, k])))
-            for score, path in prefixes
-            for k in range(TOP_K)
-        ]
-        found += prefixes
-    return heapq.nlargest(NODES, found)
+def best_paths(
+    logits: torch.Tensor, tokens: torch.Tensor | None = None
+) -> list[tuple[float, tuple[int, ...]]]:
+    """The NODES most probable prefixes of one request, by brute force over the lattice.
+
+    logits: [D, V]; or [D, M, M] of `tokens` [D, M] given each one of the depth above.
+    """
+    prefixes, found = [(0.0, (), 0)], []
+    for depth, rows in enumerate(logits.log_softmax(-1)):
+        grown = []
+        for score, path, last in prefixes:
+            best = (rows if tokens is None else rows[last]).topk(TOP_K)
+            for value, k in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                token = k if tokens is None else int(tokens[depth, k])
+                grown.append((score + value, (*path, token), k))
+        prefixes, found = grown, found + grown
+    return [(score, path) for score, path, _ in heapq.nlargest(NODES, found)]
 
 
 def path_of(trees: Trees, row: int, slot: int, node: int) -> tuple[int, ...]:
@@ -70,17 +75,7 @@ def test_scores_that_know_the_candidate_above_grow_the_most_probable_prefixes() 
     trees.grow_transitions(candidates, scores)
     assert trees.num_verify[[3, 1]].tolist() == [6, 6]
     for row, slot in enumerate((3, 1)):
-        logprobs = scores[row].log_softmax(-1)
-        prefixes, found = [(0.0, (), 0)], []
-        for d in range(DEPTH):
-            children = []
-            for score, path, last in prefixes:
-                best = logprobs[d, last].topk(TOP_K)
-                for value, k in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                    children.append((score + value, (*path, int(candidates[row, d, k])), k))
-            prefixes, found = children, found + children
-        expected = heapq.nlargest(NODES, found)
-        for column, (score, path, _) in enumerate(expected):
+        for column, (score, path) in enumerate(best_paths(scores[row], candidates[row])):
             assert path_of(trees, row, slot, column + 1) == path
             assert abs(float(trees.log_rho[slot, column]) - score) < 1e-5
         bits = [int(word) for word in trees.bits[slot, :, 0]]
@@ -127,34 +122,24 @@ def test_a_reduced_vocabulary_grows_the_trees_of_its_logits_scattered() -> None:
     torch.testing.assert_close(trees.log_rho, whole.log_rho)
 
 
-def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots() -> None:
-    trees = make_trees()
-    logits = logits_of(2)
-    bind(trees, [3, 1])
-    grow(trees, logits, 2)
-    for row, slot in enumerate((3, 1)):
-        expected = best_paths(logits.view(2, DEPTH, VOCAB)[row])
-        got = [path_of(trees, row, slot, node) for node in range(1, NODES + 1)]
-        assert got == [path for _, path in expected]
-        scores = torch.tensor([score for score, _ in expected])
-        torch.testing.assert_close(trees.log_rho[slot], scores)
-        assert trees.depths[slot].tolist() == [len(path) for path in got]
-    assert (trees.parents[[0, 2, 4]] == -1).all()
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_draft_that_stops_early_grows_the_best_prefixes_of_its_depths(depth: int) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3, DEPTH])
+def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots(depth: int) -> None:
+    """Of a draft that stops early, those of its depths."""
     trees, logits = make_trees(), logits_of(2)
     bind(trees, [3, 1])
-    grow(trees, logits, 2)  # what an earlier draft leaves behind
+    grow(trees, logits_of(2, seed=1), 2)  # what an earlier draft leaves behind
     first = logits.view(2, DEPTH, VOCAB)[:, :depth]
     grow(trees, first.flatten(0, 1), 2)
     for row, slot in enumerate((3, 1)):
-        expected = best_paths(first[row], depth)
+        expected = best_paths(first[row])
         size = int(trees.size[slot])
         assert size == len(expected)
         got = [path_of(trees, row, slot, node) for node in range(1, size + 1)]
         assert got == [path for _, path in expected]
+        scores = torch.tensor([score for score, _ in expected])
+        torch.testing.assert_close(trees.log_rho[slot, :size], scores)
+        assert trees.depths[slot, :size].tolist() == [len(path) for path in got]
+    assert (trees.parents[[0, 2, 4]] == -1).all()
     # The deepest of the first nodes, by walking every node to its root.
     for nodes in range(size + 1):
         paths = [path_of(trees, row, slot, node) for node in range(1, nodes + 1)]
@@ -171,18 +156,6 @@ def test_a_dummy_batch_leaves_every_tree_alone() -> None:
     grow(trees, logits_of(5, seed=1), 5)
     after = (trees.parents, trees.depths, trees.log_rho, trees.bits)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_the_budget_weighs_all_requests_against_one_cost() -> None:
-    trees = make_trees()
-    cost = np.concatenate([[1.0], 1.0 + 0.02 * np.arange(64) ** 1.3]).astype(np.float32)
-    trees.set_cost_ms(cost)
-    bind(trees, [4, 0, 2])
-    grow(trees, logits_of(3), 3)
-    rho = np.exp(trees.log_rho[[4, 0, 2]].numpy())
-    expected = choose_budget_on_host(rho, [NODES] * 3, cost, base_rows=3)
-    assert trees.num_verify[[4, 0, 2]].tolist() == expected.counts.tolist()
-    assert 0 < expected.num_nodes < 3 * NODES
 
 
 def test_a_fixed_budget_cuts_every_tree_to_the_number() -> None:
@@ -252,6 +225,7 @@ def test_the_host_learns_the_budget_and_what_it_promises() -> None:
     rho = np.exp(trees.log_rho[slots].numpy())
     expected = choose_budget_on_host(rho, [NODES] * 3, cost, base_rows=3)
     assert counts.tolist() == expected.counts.tolist()
+    assert 0 < expected.num_nodes < 3 * NODES
     sums = [row[:n].sum() for row, n in zip(rho, counts, strict=True)]
     np.testing.assert_allclose(promised, sums, rtol=1e-5)
 
@@ -295,8 +269,6 @@ class Event:
 
 
 def test_steps_are_timed_when_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_bastion.policy.cost import timing
-
     clock = [0.0]
     monkeypatch.setattr(timing, "new_mark", lambda device: Event(clock))
     timer = timing.StepTimer(torch.device("cpu"))
@@ -326,8 +298,6 @@ def test_steps_are_timed_when_they_are_over(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_steps_that_never_end_are_not_timed() -> None:
-    from vllm_bastion.policy.cost import timing
-
     timer = timing.StepTimer(torch.device("cpu"))
     for _ in range(100):  # nothing was verified, or nothing drafted: no mark may be lost
         timer.forward_start(4, 1, 10.0)
@@ -341,14 +311,6 @@ def test_steps_that_never_end_are_not_timed() -> None:
 
 
 def test_whole_steps_of_both_kinds_correct_the_costs() -> None:
-    from types import SimpleNamespace
-
-    from vllm_bastion.engine.runtime import Runtime
-    from vllm_bastion.policy.controller import Controller
-    from vllm_bastion.policy.cost import timing
-    from vllm_bastion.policy.cost.models import make_latency
-    from vllm_bastion.policy.cost.table import StepCostTable
-
     clock, installed = [0.0], []
     table = StepCostTable.flat(3.0, max_rows=64, drafter_ms=1.0, aux_ms=0.25)
     buffers: Any = SimpleNamespace(set_cost_ms=installed.append, set_log_kappa=None)
@@ -410,11 +372,6 @@ def test_a_mirror_keeps_the_values_of_two_steps_and_never_gives_anothers() -> No
 
 @pytest.mark.parametrize(("room", "expected"), [(100, 18), (14, 11), (2, 0)])
 def test_a_step_verifies_what_vllm_has_memory_for(room: int, expected: int) -> None:
-    from types import SimpleNamespace
-
-    from vllm_bastion.engine.runtime import Runtime
-    from vllm_bastion.engine.verification import BastionVerificationManager
-
     trees, names = make_trees(budget=6), {"a": 1, "b": 3, "c": 0}
     slots = np.array(list(names.values()))
     bind(trees, slots)

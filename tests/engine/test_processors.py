@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A node's logits are processed as plain decoding's are after the same text.
 
-Every node of random trees goes through the plugin's sampler, and beside it through vLLM's own as a
-request of its own whose output has the node's ancestors in it: the same logits to the bit, the same
-tokens on the accepted path, and the same log-probabilities of them.
+Every node of random trees goes through the plugin's sampler, and through vLLM's own as a request
+whose output has the node's ancestors in it: logits to the bit, accepted tokens, log-probabilities.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ of every possible emitted sequence is a product that can be written down:
 
     P(t1 .. tk) = prod_i p(t_i | node reached by t1 .. t_(i-1)),   t_k no child of the last node
 
-The observed counts of whole sequences are tested against it. Sampling that is right on the average
-of each position and wrong in combination would fail as well.
+The observed counts are tested against it, so that draws must be right in combination as well.
 """
 
 from __future__ import annotations
@@ -176,10 +175,7 @@ def emitted_sequences(
 
 
 def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Chi-square; sequences that are expected less than ten times are counted together.
-
-    0 if a sequence of probability 0 was emitted.
-    """
+    """Chi-square, with rare sequences counted together; 0 if an impossible one was emitted."""
     total = sum(counts.values())
     if not set(counts) <= set(expected):
         return 0.0
@@ -194,10 +190,7 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
 
 @pytest.fixture(autouse=True)
 def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast versions of Triton kernels of vLLM that the interpreter runs row by row.
-
-    The plugin replaces all but the first itself in a CPU worker.
-    """
+    """Fast versions of Triton kernels of vLLM that the interpreter runs row by row."""
 
     def apply_temperature(
         logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor
@@ -253,8 +246,3 @@ def test_emitted_sequences_have_the_targets_distribution(shape: str, kind: str) 
     other[0, other[0].argmax()] += 0.15
     wrong = sequence_probabilities(tree, node_probabilities(tree, other, params))
     assert p_value(counts, wrong) < 1e-4
-
-
-def test_seeds_of_unseeded_requests_differ() -> None:
-    sampler = make_sampler(TREES["chain"], PARAMS["T=1"])
-    assert sampler.sampler.sampling_states.seeds.gpu.unique().numel() == SLOTS

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +98,6 @@ def test_an_alpaca_row_without_input_is_its_instruction(tmp_path: Path) -> None:
     assert load_set("alpaca", local=path)[0].turns == ("Sing.",)
 
 
-def test_longbench_is_read_from_its_archive(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        for name in ("qasper", "samsum"):
-            row = {"context": name, "input": "?", "dataset": name, **LONGBENCH}
-            archive.writestr(f"data/{name}.jsonl", json.dumps(row) + "\n")
-    (prompt,) = load_set("samsum", local=tmp_path / "data.zip")
-    assert prompt.turns == ("samsum\n\n?",)
-
-
 def test_samples_are_the_papers_number_shuffled_by_the_seed(tmp_path: Path) -> None:
     rows = [{"question": str(i), "answer": ""} for i in range(200)]
     path = write(tmp_path / "rows.jsonl", rows)
@@ -119,27 +109,6 @@ def test_samples_are_the_papers_number_shuffled_by_the_seed(tmp_path: Path) -> N
     counts = {name: known.samples for name, known in SETS.items()}
     assert counts["aime25"] == 30 and counts["humaneval"] == 164 and counts["mt-bench"] == 80
     assert {counts[name] for name in LONG} == {128} and len(SHORT) == 8 and len(LONG) == 7
-
-
-def test_a_parquet_file_is_read_as_one(tmp_path: Path) -> None:
-    import datasets
-
-    path = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list([ROWS["aime25"][0]]).to_parquet(str(path))
-    assert load_set("aime25", local=path)[0].turns == ("Find n." + BOXED,)
-
-
-def test_a_set_that_cannot_be_had_is_one_sentence_that_names_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r'set "gsm8k" cannot be had \(.*--data gsm8k=FILE'):
-        load_set("gsm8k", local=tmp_path / "none.jsonl")
-    other = write(tmp_path / "rows.jsonl", [{"text": "a"}])
-    with pytest.raises(DataError, match="set \"gsm8k\" has rows without the field 'question'"):
-        load_set("gsm8k", local=other)
 
 
 def test_own_prompts_spec_bench_and_speed_bench(tmp_path: Path) -> None:

@@ -6,15 +6,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.paper import report
-from benchmarks.paper.arguments import without_folders
-from benchmarks.paper.engines import short_reason
 from benchmarks.paper.methods import (
     PLAIN,
     REFERENCE,
@@ -24,11 +21,8 @@ from benchmarks.paper.methods import (
     methods,
     reference_of,
 )
-from benchmarks.paper.plan import Plan
-from benchmarks.paper.run import first_difference
 from benchmarks.paper.stats import Cell, sameness, speedup, spent
 from benchmarks.paper.store import Key
-from benchmarks.prompts import DataError, Prompt
 
 ADAPTIVE = "bastion adaptive"
 
@@ -37,28 +31,13 @@ def response(method: str, number: int = 0, ms: float = 10.0, **fields: Any) -> d
     """101 tokens at `ms` each after the first; 25 forwards of 4 tokens and 10 nodes."""
     key = {"method": method, "temperature": 0.0, "concurrency": 1, "set": "a", "turn": 0}
     begin = 10.0 * number
-    return {
-        "kind": "response",
-        **key,
-        "id": str(number),
-        "session": method,
-        "prompt_len": 50,
-        "tokens": 101,
-        "begin_s": begin,
-        "first_s": begin + 0.5,
-        "end_s": begin + 0.5 + 100 * ms / 1e3,
-        "emitted": 100,
-        "forwards": 25,
-        "verified": 250,
-        "steps": 20,
-        "step_ms": 200.0,
-        "verify_ms": 120.0,
-        "draft_ms": 50.0,
-        "timed_steps": 0,
-        "predicted_ms": 0.0,
-        "measured_ms": 0.0,
-        **fields,
-    }
+    key |= {"kind": "response", "id": str(number), "session": method}
+    sizes = {"prompt_len": 50, "tokens": 101, "emitted": 100, "forwards": 25, "verified": 250}
+    end = begin + 0.5 + 100 * ms / 1e3
+    times = {"begin_s": begin, "first_s": begin + 0.5, "end_s": end, "steps": 20, "step_ms": 200.0}
+    times |= {"verify_ms": 120.0, "draft_ms": 50.0}
+    times |= {"timed_steps": 0, "predicted_ms": 0.0, "measured_ms": 0.0}
+    return key | sizes | times | fields
 
 
 def test_the_speedup_is_the_ratio_of_mean_times_per_token() -> None:
@@ -144,22 +123,6 @@ def example() -> list[dict[str, Any]]:
     return [*rows, {"kind": "judged", **key, "near_tie": True}]
 
 
-def test_a_page_has_every_method_its_interval_and_its_near_ties(tmp_path: Path) -> None:
-    gap = {"kind": "gap", "method": "eagle3 3", "concurrency": 1, "reason": "ValueError: no"}
-    missing = {"kind": "gap", "set": "gsm8k", "reason": 'set "gsm8k" cannot be had'}
-    (machine,) = report.machines([write(tmp_path / "a.jsonl", [*example(), gap, missing])])
-    page = report.markdown(machine)
-    assert f"| {ADAPTIVE} | 4.00x [4.00, 4.00] | " in page
-    assert "| 3/4, 1 near-ties |" in page and "| dflash 7 | 2.00x" in page
-    assert "- eagle3 3, concurrency 1: ValueError: no" in page
-    assert '- set "gsm8k" cannot be had' in page
-    for line in page.splitlines():
-        if line.startswith("|---"):
-            columns = line.count("|")
-        elif line.startswith("| ") and not line.startswith("| |"):
-            assert line.count("|") == columns, line
-
-
 def test_machines_are_joined_by_device_and_target(tmp_path: Path) -> None:
     rows = example()
     files = [
@@ -173,24 +136,10 @@ def test_machines_are_joined_by_device_and_target(tmp_path: Path) -> None:
     assert cpu.commands == ["python a", "python b"]
     ours, theirs = (report.markdown(machine).partition("## ")[2] for machine in (cpu, gpu))
     assert ours == theirs and ours.count(f"| {ADAPTIVE} | ") == 2
+    assert "| 3/4, 1 near-ties |" in ours and "| dflash 7 | 2.00x" in ours
 
 
-def test_the_command_writes_the_page_and_the_papers_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    more = [response(f"bastion N={n}", i, 3.0, set=s) for n in (32,) for i in (0, 1) for s in "ab"]
-    path = write(tmp_path / "a.jsonl", [*example(), *more])
-    assert report.main([str(path), "--out", str(tmp_path / "out")]) == 0
-    assert {one.name for one in (tmp_path / "out").iterdir()} == {"a.md", "a-t0-c1.png"}
-    assert (tmp_path / "out" / "a-t0-c1.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.main([str(path), "--out", str(tmp_path / "no")]) == 0
-    assert {one.name for one in (tmp_path / "no").iterdir()} == {"a.md"}
-    assert "vllm-bastion[bench]" in capsys.readouterr().out
-
-
-def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
+def test_only_methods_of_this_plugin_load_it() -> None:
     others = Drafter("x/dspark", 15, "dspark", False), Drafter("x/domino", 15, None)
     what = Target("t", "d", 15, "e", others)
     on_cpu = methods(what, cpu=True)
@@ -200,22 +149,13 @@ def test_only_methods_of_this_plugin_load_it_and_each_row_is_there() -> None:
         assert hidden == (not method.ours and "V2" not in method.name), method.name
     on_gpu = methods(what, cpu=False)
     assert REFERENCE in on_cpu and REFERENCE not in on_gpu
-    names = [PLAIN, "eagle3 3", "eagle3 5", "eagle3 7", "dflash 4", "dflash 7", "dflash 15"]
-    names += [f"dflash {n}, adaptive verification" for n in (4, 7, 15)]
-    names += ["bastion chain", *(f"bastion N={n}" for n in (16, 32, 64, 128, 256))]
-    names += ["bastion static", "bastion ema", "bastion ema_calib"]
-    names += [f"bastion lookup N={n}" for n in (16, 32, 64, 128, 256)]
-    names += ["bastion lookup", ADAPTIVE]
-    assert list(on_gpu)[: len(names)] == names
-    assert list(on_gpu)[-2:] == ["ngram", "suffix"] and "bastion dspark adaptive" in on_gpu
+    assert {PLAIN, "eagle3 7", "dflash 15", "ngram", "suffix", ADAPTIVE} <= on_gpu.keys()
     chain = on_gpu["dflash 7, adaptive verification"].speculative
     assert chain is not None and chain["enable_adaptive_verification"] is True
-    assert "dflash 15" not in methods(Target("t", "d", 7), cpu=True)
     # vLLM's V1 runner, which a CPU host uses, has no DSpark, and no runner has Domino.
     chains = [name for name in on_cpu if re.search(r"(dflash|dspark|domino) 7", name)]
     assert chains == ["dflash 7", "dflash 7, V2 runner", "dspark 7, V2 runner"]
     assert "dspark 7" in on_gpu and not any("V2" in name for name in on_gpu)
-    assert next(name for name in on_cpu if "domino" in name) == "bastion domino chain"
 
 
 def test_draws_are_compared_within_one_runner_only() -> None:
@@ -229,42 +169,3 @@ def test_draws_are_compared_within_one_runner_only() -> None:
     # Whatever is asked for, what it is compared with is there.
     assert list(chosen(rows, ["adaptive"], sampled=False)) == [PLAIN, ADAPTIVE]
     assert list(chosen(rows, ["adaptive"], sampled=True)) == [PLAIN, REFERENCE, ADAPTIVE]
-    assert list(chosen(rows, [], sampled=False)) == list(rows)
-    # A name is that method alone, although it is also a part of another one's.
-    assert list(chosen(rows, ["dflash 7"], sampled=False)) == [PLAIN, "dflash 7"]
-    assert list(chosen(rows, ["h 7"], sampled=False)) == [PLAIN, "dflash 7", "dflash 7, V2 runner"]
-    with pytest.raises(DataError, match="no method has 'dflsh' in its name: choose from plain; "):
-        chosen(rows, ["adaptive", "dflsh"], sampled=False)
-
-
-def test_a_plan_has_every_turn_after_the_turns_before_it() -> None:
-    prompts = [Prompt("a", "0", ("x", "y")), Prompt("b", "1", ("z",))]
-    plan = Plan({}, prompts, [0.0, 1.0], [1, 4], 8, 5, False)
-    keys = list(plan.keys(PLAIN))
-    assert len(keys) == len(set(keys)) == 3 * 2 * 2
-    assert [(key.set, key.turn) for key in keys[:3]] == [("a", 0), ("b", 0), ("a", 1)]
-    assert plan.seeds() == {("a", "0"): 5, ("b", "1"): 5}
-
-
-def test_a_results_command_names_no_folder_of_the_machine() -> None:
-    given = [
-        "--out", "/data/me/a.jsonl", "--data", "gsm8k=/data/b.jsonl", "--target", "Qwen/Qwen3-8B",
-    ]  # fmt: skip
-    told = ["--out", "a.jsonl", "--data", "gsm8k=b.jsonl", "--target", "Qwen/Qwen3-8B"]
-    assert without_folders(given) == told
-
-
-def test_first_differences_and_reasons() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-    log = "no answer\nINFO x\n(EngineCore) /root/a/b.py ValueError: no /data/x/model here\nend"
-    assert short_reason(log) == "ValueError: no model here"
-    log = (
-        "pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
-        "  Value error, no DSpark here [type=value_error, input_value=ArgsKwargs()]\nend"
-    )
-    assert short_reason(log) == "ValueError: no DSpark here"
-    assert short_reason("the engine's process ended with status 9\n") == (
-        "the engine's process ended with status 9"
-    )

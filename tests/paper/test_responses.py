@@ -52,19 +52,3 @@ def test_a_file_of_other_settings_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"made with tokens=8, not 9: choose another --out"):
         opened(path, tokens=9)
     opened(path, samples=3).__exit__()  # more prompts may be added later
-
-
-def test_a_file_that_is_no_results_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    for text in ('{"prompt": "a"}\n{"prompt":', "not json\n", "[1]\n"):
-        path.write_text(text)
-        with pytest.raises(StoreError, match=r"a\.jsonl is no results file: see line 1"):
-            opened(path)
-        assert path.read_text() == text
-
-
-def test_a_second_writer_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    with opened(path), pytest.raises(StoreError, match="another process writes"):
-        opened(path)
-    opened(path).__exit__()

@@ -132,14 +132,6 @@ def test_both_kinds_of_step_and_their_rows_are_told_apart(plain, root, added):
     assert (np.diff(tree_ms) >= 0).all() and tree_ms[0] > 0
 
 
-def test_a_slowdown_is_followed():
-    model, rng = CorrectedLatency(_table()), np.random.default_rng(0)
-    _serve(model, 100, rng)
-    assert _costs(model) == pytest.approx((2.6, 4.1, 7.2), rel=0.06)
-    _serve(model, 100, rng, plain=1.5, root=1.5, added=1.5)
-    assert _costs(model) == pytest.approx((3.9, 6.15, 10.8), rel=0.15)
-
-
 def test_a_plain_step_right_after_trees_does_not_count():
     model, rng = CorrectedLatency(_table()), np.random.default_rng(2)
     _serve(model, 200, rng, drafts=0.5)
@@ -277,15 +269,6 @@ def test_steps_of_copies_tell_costly_nodes_from_a_slow_machine():
     assert after.plain_ms == pytest.approx(2.6, rel=0.05)
     added = after.curve[32] - after.curve[1]
     assert added == pytest.approx(2.0 * (curve[32] - curve[1]), rel=0.1)
-
-
-def test_a_step_that_verifies_what_was_drafted_is_not_of_copies():
-    model = CorrectedLatency(_table())
-    before = model.estimate(1, 0)
-    for _ in range(9):
-        model.observe(StepTimes(1, 1, 0.0, False, True, 9.0, 9.0))
-        model.observe(StepTimes(8, 1, 0.0, True, False, 9.0, 9.0))
-    assert model.estimate(1, 0) == before
 
 
 def test_the_first_step_of_a_kind_is_ignored():

@@ -46,15 +46,6 @@ def test_random_steps_are_shared_within_their_bounds() -> None:
             assert shares.max() <= shares[short].min() + 1
 
 
-def test_a_single_request_gets_up_to_its_limit() -> None:
-    assert share_placeholders(127, _array(GAMMA), _array(NODES), 0).tolist() == [NODES]
-
-
-def test_a_full_step_has_no_placeholders() -> None:
-    assert share_placeholders(0, _array(5, 5), _array(NODES, NODES), 9).tolist() == [0, 0]
-    assert share_placeholders(-3, _array(5, 5), _array(NODES, NODES), 9).tolist() == [0, 0]
-
-
 def test_a_tree_that_uses_its_share_gets_what_others_do_not_use() -> None:
     wanted, limits = _array(NODES, NODES, NODES), _array(NODES, NODES, NODES)
     seen = []

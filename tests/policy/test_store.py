@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from vllm_bastion.policy.cost import store as profile_store
-from vllm_bastion.policy.cost.devices import DeviceSpec, device_name
+from vllm_bastion.policy.cost.devices import DeviceSpec
 from vllm_bastion.policy.cost.paper import (
     CalibratedRoofline,
     CalibrationReport,
@@ -137,6 +137,9 @@ DAMAGES = {
     "missing table": _without("table"), "NaN": _with(float("nan"), "table", "samples", 1, 2),
     "negative time": _with(-2.0, "table", "samples", 1, 2),
     "NaN coefficient": _with(float("nan"), "calibrated", "memory_slope"),
+    "negative coefficient": _with(-1.0, "calibrated", "compute_offset_ms"),
+    "no coefficient": _with(None, "calibrated", "memory_offset_ms"),
+    "no shape": _with({}, "calibrated", "roofline", "shape"),
     "NaN error": _with(float("nan"), "rmse_after"),
     "another GPU": _with("NVIDIA L40S", "key", "device"),
 }  # fmt: skip
@@ -340,9 +343,3 @@ def test_config_hash_ignores_where_the_model_lies():
     config = {"hidden_size": 4, "dtype": "bfloat16", "_name_or_path": "/a"}
     assert config_hash(config) == config_hash(config | {"_name_or_path": "/b"})
     assert config_hash(config) != config_hash(config | {"hidden_size": 8})
-
-
-def test_device_name_of_a_cpu_has_its_threads():
-    import torch
-
-    assert device_name("cpu").endswith(f"x{torch.get_num_threads()}")

@@ -12,7 +12,6 @@ from benchmarks.replay.controller import choose_budget
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.steps import best_first, target_ranks
 from helpers import ROOT
-from vllm_bastion.policy.cost.table import StepCostTable
 
 RECORDING = ROOT / "benchmarks" / "results" / "recordings" / "tiny.npz"
 
@@ -46,21 +45,6 @@ def test_argmax_equals_exhaustive_search_over_per_request_counts(seed):
     assert (got.counts <= limits).all()
 
 
-def test_argmax_fills_a_captured_size():
-    rho = np.array([[0.9 * 0.8**i for i in range(60)]])
-    sizes = (1, 8, 16, 32, 64)
-    cost = StepCostTable.linear(5, 0.05, max_rows=64, captured_sizes=sizes).cost_ms(1, 0)
-    assert choose_budget(rho, [60], cost, 1).num_nodes + 1 in sizes
-
-
-def test_ties_go_to_the_lower_row_and_the_smaller_size():
-    cost = np.array([1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0], dtype=np.float32)
-    budget = choose_budget(np.full((2, 2), 0.5), [2, 2], cost, 2)
-    np.testing.assert_array_equal(budget.counts, [1, 0])
-    worthless = np.array([[0.5, 0.0]])
-    assert choose_budget(worthless, [2], np.ones(4, dtype=np.float32), 1).num_nodes == 1
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_counts_equal_the_device_op(seed):
     # coarse scores make many ties across and within the rows
@@ -82,36 +66,6 @@ def test_counts_equal_the_device_op(seed):
     )
     got = choose_budget(np.exp(log_rho.astype(np.float64)), limits, cost, base_rows)
     np.testing.assert_array_equal(got.counts, counts.numpy())
-
-
-def test_flat_costs_take_all_nodes_and_expensive_rows_take_none():
-    rho = np.full((2, 8), 0.01)
-    flat = StepCostTable.flat(max_rows=64).cost_ms(2, 0)
-    assert choose_budget(rho, [8, 8], flat, 2).num_nodes == 16
-    dear = StepCostTable.linear(0.001, 1.0, max_rows=64).cost_ms(2, 0)
-    assert choose_budget(rho, [8, 8], dear, 2).num_nodes == 0
-
-
-def test_prefill_rows_make_small_trees_more_expensive_on_a_staircase():
-    rho = np.array([[0.9, 0.5, 0.3, 0.05]])
-    table = StepCostTable([(8, 0, 1.0), (64, 0, 4.0)], max_rows=64, captured_sizes=(8, 64))
-    cost = table.cost_ms(1, 0)
-    assert choose_budget(rho, [4], cost, 1).num_nodes == 4
-    assert choose_budget(rho, [4], cost, 1 + 5).num_nodes == 2
-
-
-def test_requests_share_by_score():
-    rho = np.array([[0.9, 0.8, 0.7], [0.2, 0.04, 0.01]])
-    cost = np.array([1, 1, 1, 1.2, 1.4, 1.6, 2.4, 3.6, 9.9], dtype=np.float32)
-    np.testing.assert_array_equal(choose_budget(rho, [3, 3], cost, 2).counts, [3, 0])
-
-
-def test_no_requests_nodes_and_short_tables():
-    cost = np.ones(4, dtype=np.float32)
-    assert choose_budget(np.zeros((3, 0)), [0, 0, 0], cost, 3).num_nodes == 0
-    assert choose_budget(np.full((3, 5), 0.5), [5, 5, 5], cost, 3).num_nodes == 0
-    beyond = choose_budget(np.full((3, 5), 0.5), [5, 5, 5], cost, 100)
-    assert beyond.num_nodes == 0 and beyond.cost_ms == 1.0
 
 
 def _algorithm_1(rho, cost, root_rows):

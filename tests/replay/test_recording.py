@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recording's file: round trip, size and refusals."""
+"""Recordings, and what is counted of an engine's steps and written for another one."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_recording import synthetic_recording
 
+from benchmarks.harness.decoder import Completion, count
+from benchmarks.probes import SeenTree
+from benchmarks.replay.costs import paper_a100
 from benchmarks.replay.recording import (
     Drafted,
     Emitted,
@@ -15,84 +19,61 @@ from benchmarks.replay.recording import (
     recording_of,
     save_recording,
 )
+from tests.e2e.engines import given_costs
+from vllm_bastion.policy.cost.store import read_profile
 
 
-def test_round_trip(tmp_path):
-    recording = synthetic_recording(prompts=2, length=20)
-    save_recording(recording, tmp_path / "r.npz")
-    loaded = load_recording(tmp_path / "r.npz")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["r.npz"]
-    for name in Recording.__dataclass_fields__:
-        np.testing.assert_array_equal(getattr(loaded, name), getattr(recording, name), name)
-
-
-def test_large_vocabularies_keep_their_tokens(tmp_path):
-    request = Emitted("a", "code", 0.5, [7, 8, 9], [1, 151935, 4])
-    draft = Drafted("a", 1, [[151935, 7]], [[-0.5, -1.0]])
-    save_recording(recording_of({}, [request], [draft]), tmp_path / "r.npz")
-    loaded = load_recording(tmp_path / "r.npz")
-    assert loaded.topk_tokens.tolist() == [[[151935, 7]]]
-    assert loaded.continuation(0).tolist() == [151935, 4]
-    assert loaded.context_lens.tolist() == [3]
-
-
-def test_drafts_come_in_any_order_and_those_that_cannot_be_replayed_are_dropped():
+def test_drafts_come_in_any_order_and_those_that_cannot_be_replayed_are_dropped(
+    tmp_path: Path,
+) -> None:
     requests = [
-        Emitted("a", "d", 0, range(10), [9, 8, 7, 6, 5, 4]),
+        Emitted("a", "d", 0, range(10), [9, 8, 7, 6, 151935, 4]),
         Emitted("b", "d", 0, range(10, 20), [0, 1, 2, 3, 4]),
     ]
     drafts = [
-        Drafted(name, position, [[5], [6]], [[-0.1], [-0.2]])
+        Drafted(name, position, [[151935], [6]], [[-0.1], [-0.2]])
         for name, position in (("b", 2), ("a", 3), ("unfinished", 1), ("a", 1), ("a", 4))
     ]
-    recording = recording_of({}, requests, drafts)
-    recording.check()
+    made = recording_of({"seed": 1}, requests, drafts)
+    save_recording(made, tmp_path / "r.npz")
+    recording = load_recording(tmp_path / "r.npz")
+    for name in Recording.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(recording, name), getattr(made, name), name)
     assert recording.request_ids == ["a", "b"]
-    # position 4 of "a" has two tokens left, two depths and the bonus need three
-    assert list(zip(recording.step_requests, recording.step_positions, strict=True)) == [
-        (0, 1),
-        (0, 3),
-        (1, 2),
-    ]
-    assert recording.continuation(1).tolist() == [6, 5, 4]
+    # Position 4 of "a" has two tokens left: two depths and the bonus need three.
+    steps = list(zip(recording.step_requests, recording.step_positions, strict=True))
+    assert steps == [(0, 1), (0, 3), (1, 2)]
+    assert recording.topk_tokens[:, 0, 0].tolist() == [151935] * 3
+    assert recording.continuation(1).tolist() == [6, 151935, 4]
     assert recording.context_lens.tolist() == [10, 12, 11]
     assert recording.text(1).tolist() == [*range(10, 20), 0, 1, 2, 3, 4]
 
 
-def test_an_empty_recording_is_written_and_read(tmp_path):
-    save_recording(recording_of({"note": "nothing"}, [], []), tmp_path / "r.npz")
-    loaded = load_recording(tmp_path / "r.npz")
-    assert loaded.num_steps == 0 and loaded.meta == {"note": "nothing"}
+def test_counts() -> None:
+    total = count([Completion(name, [1, 2, 3, 4, 5], "", [3, 1], [8, 6]) for name in "ab"])
+    assert (total.tokens, total.forwards, total.tau, total.mean_verified) == (8, 4, 2.0, 7.0)
+    assert count([]).tau == 0.0
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: {"domains": r.domains[:-1]}, "domains"),
-        (lambda r: {"context_lens": r.context_lens[:-1]}, "context_lens"),
-        (lambda r: {"topk_logprobs": r.topk_logprobs[:, :-1]}, "topk_logprobs"),
-        (lambda r: {"topk_logprobs": -r.topk_logprobs}, "<= 0"),
-        (lambda r: {"topk_logprobs": r.topk_logprobs[:, :, ::-1]}, "non-increasing"),
-        (lambda r: {"step_positions": r.step_positions + 5}, "tokens left"),
-        (lambda r: {"step_positions": r.step_positions - 1}, "needs the root"),
-    ],
+    ("path", "chain"),
+    [([0], 0), ([0, 1, 2], 2), ([0, 1, 4], 1), ([0, 3], 0)],
+    ids=["nothing accepted", "a chain", "leaves at depth 2", "leaves at once"],
 )
-def test_inconsistent_recordings_are_refused(change, message, tmp_path):
-    recording = synthetic_recording(prompts=1, length=10)
-    bad = replace(recording, **change(recording))
-    with pytest.raises(ValueError, match=message):
-        save_recording(bad, tmp_path / "r.npz")
-    assert not (tmp_path / "r.npz").exists()
+def test_the_length_that_a_chain_would_have_had_accepted(path: list[int], chain: int) -> None:
+    # 1 and 3 below the root, 2 and 4 below 1: best children are 1 and 2.
+    tokens, parents, scores = [10, 11, 12, 13], [0, 1, 0, 1], [-0.1, -0.2, -2.0, -3.0]
+    seen = SeenTree(0, 1, 9, tokens, parents, scores, num_verified=4, path=path, emitted=[0])
+    assert seen.chain_length() == chain
+    assert seen.accepted == len(path) - 1
 
 
-def test_another_format_is_refused(tmp_path):
-    np.savez(tmp_path / "r.npz", version=np.int32(99))
-    with pytest.raises(ValueError, match="format 2"):
-        load_recording(tmp_path / "r.npz")
-
-
-def test_a_recording_is_small(tmp_path):
-    save_recording(synthetic_recording(prompts=3, length=30), tmp_path / "r.npz")
-    steps = load_recording(tmp_path / "r.npz").num_steps
-    # 7 x 6 candidates of 4 bytes, compressed
-    assert (tmp_path / "r.npz").stat().st_size < steps * 7 * 6 * 4
+def test_a_gpus_costs_are_written_as_a_profile(tmp_path: Path) -> None:
+    source = paper_a100(128)
+    keys = given_costs(source.table, tmp_path / "a100.json", source.calibrated)
+    profile = read_profile(Path(keys["calibration"]))
+    costs = profile.table.cost_ms(1, 100.0)
+    assert len(costs) == 129
+    # The paper's 22.0 ms at 32 nodes and 55.9 ms at 1024, with the drafter's 3.06 ms on top.
+    assert costs[32] == pytest.approx(25.06, abs=0.1)
+    assert costs[128] == pytest.approx(25.06 + 96 * 33.9 / 992, abs=0.1)
