@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_helpers import DEVICE
 from torch import Tensor
 
 from bastion_kernels.attention.kv_layout import KVLayout
@@ -15,9 +16,8 @@ from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionSt
 from bastion_kernels.attention.workspace import Tiles, TreeAttentionWorkspace
 from bastion_kernels.cpu.attention import serves
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777.0
-_WITH_CPU = ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
+_WITH_CPU = ["reference", "triton", *(["cpu"] if DEVICE.type == "cpu" else [])]
 paths = pytest.mark.parametrize("path", _WITH_CPU)
 commits = pytest.mark.parametrize("version", _WITH_CPU)
 versions = pytest.mark.parametrize("version", ["reference", "triton"])
@@ -114,6 +114,10 @@ class Batch:
     ) -> None:
         g = torch.Generator().manual_seed(seed)
         self.requests, self.page, self.dim = requests, page, dim
+        self.sizes: dict[str, Any] = {
+            "heads": heads, "dim": dim, "page": page, "dtype": dtype, "kv_dtype": kv_dtype,
+            "window": window,
+        }  # fmt: skip
         num = len(requests) + padded_requests
         lengths = [r.cached + r.rows for r in requests] + [0] * padded_requests
         pages = [-(-n // page) for n in lengths]
@@ -191,6 +195,19 @@ class Batch:
             own = torch.tensor(request.parents[1:], dtype=torch.int32)
             parents[self.slots[r], : len(own)] = own
         return parents
+
+    def path_alone(self, node: int) -> tuple[Tensor, Batch]:
+        """The nodes of one tree's path to `node`, and that path as a sequence of its own."""
+        (request,), page = self.requests, self.page
+        columns = torch.tensor(request.visible(node))
+        nodes = columns[request.cached :] - request.cached
+        alone = Batch([Request(request.cached, chunk=len(nodes))], **self.sizes)
+        alone.layout = self.layout
+        alone.query[: len(nodes)] = self.query[nodes]
+        rows = torch.arange(len(columns))
+        source = self.kv[self.table[0, columns // page].long(), :, columns % page]
+        alone.kv[alone.table[0, rows // page].long(), :, rows % page] = source
+        return nodes, alone
 
     def args(self) -> tuple:
         self.out_on_device = self.out.to(DEVICE).clone(memory_format=torch.preserve_format)
