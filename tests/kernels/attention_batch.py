@@ -105,7 +105,6 @@ class Batch:
         kv_dtype: torch.dtype | None = None,
         query_dtype: torch.dtype | None = None,
         seed: int = 0,
-        spare_rows: int = 3,
         padded_requests: int = 0,
         strided: bool = False,
         softcap: float = 0.0,
@@ -148,7 +147,8 @@ class Batch:
                     bits[slots[r], i, w] = word - 2**32 if word >= 2**31 else word
         slots[len(requests) :] = -1
 
-        hq, hkv = heads
+        # three rows more than the batch has
+        rows, (hq, hkv) = starts[-1] + 3, heads
         self.softcap, self.window, self.depths = softcap, window, depths
         # of the cache that the CPU's version is given; None = rows
         self.layout: KVLayout | None = None
@@ -158,13 +158,12 @@ class Batch:
             # pages x rows x heads in memory, heads apart
             kv = torch.randn(shape[0], page, hkv + 1, 2 * dim, generator=g)[:, :, :hkv]
             kv = kv.transpose(1, 2)
-            fused = torch.randn(starts[-1] + spare_rows, hq + 3, dim, generator=g)
+            fused = torch.randn(rows, hq + 3, dim, generator=g)
             query = fused.to(dtype)[:, 1 : hq + 1]
-            out = torch.full((starts[-1] + spare_rows, dim, hq), POISON, dtype=dtype)
-            out = out.transpose(1, 2)
+            out = torch.full((rows, dim, hq), POISON, dtype=dtype).transpose(1, 2)
         else:
             kv = torch.randn(shape, generator=g)
-            query = torch.randn(starts[-1] + spare_rows, hq, dim, generator=g).to(dtype)
+            query = torch.randn(rows, hq, dim, generator=g).to(dtype)
             out = torch.full_like(query, POISON)
         kv, query = kv.to(kv_dtype or dtype), query.to(query_dtype or dtype)
         # cached rows that belong to nobody must not matter

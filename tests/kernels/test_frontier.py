@@ -18,7 +18,6 @@ from op_helpers import (
     poisoned_trees,
     prefixes,
     refuses,
-    runs,
     using_threads,
     versions,
 )
@@ -188,19 +187,6 @@ def test_a_narrow_frontier_keeps_a_tree_of_true_scores() -> None:
                 assert abs(score - expected) < 2e-5
         totals.append(float(trees.log_rho.exp().sum()))
     assert totals == sorted(totals) and totals[0] < totals[-1]
-
-
-@runs(expand_best_first)
-def test_a_head_that_knows_the_last_token_alone_gives_the_transition_lattice(run) -> None:
-    """With `rows` naming each candidate's own row, the tree is the one without `rows`."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.rand(2, 5, 19, generator=generator).argsort(-1)[..., :6].int()
-    logprobs = torch.randn(2, 5, 6, 6, generator=generator).log_softmax(-1)
-    rows = torch.arange(6, dtype=torch.int32).expand(2, 5, 6, 6).contiguous()
-    plain, named = (poisoned_trees(2, 2, 50) for _ in range(2))
-    call(run, tokens, logprobs, 4, torch.arange(2), *plain)
-    call(run, tokens, logprobs, 4, torch.arange(2), *named, rows)
-    assert_same_trees(named, plain)
 
 
 @pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
