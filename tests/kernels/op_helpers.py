@@ -74,8 +74,8 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan") if dtype.is_floating_point else POISON, dtype=dtype)
 
 
-def assert_same(actual: Tensor, expected: Tensor, name: str = "") -> None:
-    """Bit-for-bit equal, NaN poison included."""
+def assert_same(actual: Any, expected: Any, name: str = "") -> None:
+    """Bit-for-bit equal tensors or trees, NaN poison included."""
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name}: {m}"
     )
@@ -89,12 +89,6 @@ class Trees(NamedTuple):
     depths: Tensor
     log_rho: Tensor
     num_nodes: Tensor
-
-
-def assert_same_trees(actual: Trees, expected: Trees) -> None:
-    """Every output is bit-for-bit equal."""
-    for name, one, other in zip(Trees._fields, actual, expected, strict=True):
-        assert_same(one, other, name)
 
 
 def poisoned_trees(reqs: int, slots: int, limit: int, wider: int = 0) -> Trees:

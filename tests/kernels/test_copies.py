@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_helpers import (
-    Trees,
-    assert_same,
-    assert_same_trees,
-    call,
-    lattice,
-    poisoned,
-    poisoned_trees,
-    runs,
-    versions,
-)
+from op_helpers import Trees, assert_same, call, lattice, poisoned, poisoned_trees, runs, versions
 from torch import Tensor
 
 from bastion_kernels import (
@@ -299,7 +289,7 @@ def test_kernels_grow_the_references_trees(run, kind: str, top_k: int) -> None:
     case = Case(kind, 7, depth=4, width=4, length=9)
     trees, sources = grown(run, case, top_k, 40)
     expected, expected_sources = grown(expand_best_first.reference, case, top_k, 40)
-    assert_same_trees(trees, expected)
+    assert_same(trees, expected)
     assert_same(sources, expected_sources)
 
 
