@@ -21,45 +21,39 @@ def compact_sampling_mask(draw: Draw) -> Launch:
     logits = draw.logits(int(starts[-1]))
     logits[draw.floats(*logits.shape) < 1.5] = -torch.inf
     kept, width = 40, -(-VOCAB // 8)
-    args = {
-        "logits_ptr": logits, "logits_row_stride": logits.stride(0), "logits_col_stride": 1,
-        "cu_num_logits_ptr": starts,
-        "num_sampled_tokens_ptr": torch.minimum(draw.ints(0, 3, REQS), starts.diff()),
-        "token_ids_ptr": draw.ints(-9, 0, REQS * slots, kept), "token_ids_row_stride": kept,
-        "packed_mask_ptr": draw.ints(0, 9, REQS * slots, width, dtype=torch.uint8),
-        "packed_mask_row_stride": width, "counts_ptr": draw.ints(-9, 0, REQS * slots),
-        "vocab_size": VOCAB, "max_num_kept": kept, "ROWS_PER_REQUEST": slots, "BLOCK_SIZE": 256,
-    }  # fmt: skip
-    return Launch((REQS * slots,), args)
+    return Launch(
+        (REQS * slots,), logits_ptr=logits, logits_row_stride=logits.stride(0), logits_col_stride=1,
+        cu_num_logits_ptr=starts,
+        num_sampled_tokens_ptr=torch.minimum(draw.ints(0, 3, REQS), starts.diff()),
+        token_ids_ptr=draw.ints(-9, 0, REQS * slots, kept), token_ids_row_stride=kept,
+        packed_mask_ptr=draw.ints(0, 9, REQS * slots, width, dtype=torch.uint8),
+        packed_mask_row_stride=width, counts_ptr=draw.ints(-9, 0, REQS * slots), max_num_kept=kept,
+        ROWS_PER_REQUEST=slots,
+    )  # fmt: skip
 
 
 @case(f"{_SAMPLER}:_flatten_sampled_kernel")
 def flatten_sampled(draw: Draw) -> Launch:
     starts = draw.starts(STEPS + 1)
-    sampled = draw.rows(draw.ints(0, VOCAB, REQS, STEPS + 1, dtype=torch.int64))
-    args = {
-        "flat_sampled_ptr": draw.ints(-9, 0, int(starts[-1]) + 2, dtype=torch.int64),
-        "sampled_ptr": sampled,
-        "num_sampled_ptr": torch.minimum(draw.ints(0, STEPS + 2, REQS), starts.diff()),
-        "cu_num_logits_ptr": starts,
-    }
-    return Launch((REQS,), args)
+    return Launch(
+        (REQS,), flat_sampled_ptr=draw.longs(-9, 0, int(starts[-1]) + 2),
+        sampled_ptr=draw.rows(draw.longs(0, VOCAB, REQS, STEPS + 1)),
+        num_sampled_ptr=torch.minimum(draw.ints(0, STEPS + 2, REQS), starts.diff()),
+        cu_num_logits_ptr=starts,
+    )  # fmt: skip
 
 
 @case(f"{_SAMPLER}:_gather_draft_sampled_kernel")
 def gather_draft_sampled(draw: Draw) -> Launch:
     slots, positions = expanded(draw.starts(STEPS + 1, 1), draw.slots())
     rows = len(slots)
-    args = {
-        "draft_sampled_ptr": draw.ints(-9, 0, rows + 2),
-        "pos_ptr": draw.ints(-9, 0, rows + 2, dtype=torch.int64),
-        "input_ids_ptr": draw.ints(0, VOCAB, 40),
-        "positions_ptr": draw.ints(0, 40, 40, dtype=torch.int64),
-        "logits_indices_ptr": draw.ints(0, 40, rows, dtype=torch.int64),
-        "expanded_idx_mapping_ptr": slots, "expanded_local_pos_ptr": positions,
-        "prefill_len_ptr": draw.ints(1, 40, SLOTS), "num_logits": rows, "BLOCK_SIZE": 8,
-    }  # fmt: skip
-    return Launch((-(-rows // 8),), args)
+    return Launch(
+        (-(-rows // 8),), draft_sampled_ptr=draw.ints(-9, 0, rows + 2),
+        pos_ptr=draw.longs(-9, 0, rows + 2), input_ids_ptr=draw.ints(0, VOCAB, 40),
+        positions_ptr=draw.longs(0, 40, 40), logits_indices_ptr=draw.longs(0, 40, rows),
+        expanded_idx_mapping_ptr=slots, expanded_local_pos_ptr=positions,
+        prefill_len_ptr=draw.ints(1, 40, SLOTS), num_logits=rows, BLOCK_SIZE=8,
+    )  # fmt: skip
 
 
 class _Verified:
@@ -72,7 +66,7 @@ class _Verified:
         self.rows = len(self.row_slots)
         self.logits = draw.rows(draw.floats(self.rows, VOCAB) * 2)
         self.temperature, self.seeds = draw.temperatures(), draw.seeds()
-        self.pos = draw.ints(0, 4000, self.rows, dtype=torch.int64)
+        self.pos = draw.longs(0, 4000, self.rows)
         # Most drafts are the target's argmax, so that some are accepted and some are not.
         best = self.logits.argmax(dim=1).roll(1).to(torch.int32)
         other = draw.ints(0, VOCAB, self.rows)
@@ -81,7 +75,7 @@ class _Verified:
             self.drafts[draw.ints(0, 6, self.rows) == 0] = -1
         self.maxes = draw.floats(self.rows, _BLOCKS)
         self.sums = draw.floats(self.rows, _BLOCKS).abs()
-        self.argmaxes = draw.ints(0, VOCAB, self.rows, _BLOCKS, dtype=torch.int64)
+        self.argmaxes = draw.longs(0, VOCAB, self.rows, _BLOCKS)
         blocks = self.logits.contiguous().split(256, dim=1)
         for i, block in enumerate(blocks):
             self.maxes[:, i], self.argmaxes[:, i] = block.max(dim=1)
@@ -104,15 +98,14 @@ class _Verified:
 def local_logits_stats(draw: Draw, draft: bool) -> Launch:
     batch = _Verified(draw)
     out = [draw.floats(batch.rows, _BLOCKS) for _ in range(4)]
-    args = dict(
-        target_local_argmax_ptr=draw.ints(-9, 0, batch.rows, _BLOCKS, dtype=torch.int64),
+    return Launch(
+        (batch.rows, _BLOCKS), target_local_argmax_ptr=draw.longs(-9, 0, batch.rows, _BLOCKS),
         target_local_max_ptr=out[0], target_local_sumexp_ptr=out[1], draft_local_max_ptr=out[2],
         draft_local_sumexp_ptr=out[3], target_logits_ptr=batch.logits,
         expanded_idx_mapping_ptr=batch.row_slots, expanded_local_pos_ptr=batch.positions,
-        temp_ptr=batch.temperature, vocab_size=VOCAB, num_speculative_steps=STEPS,
-        num_logits=batch.rows, BLOCK_SIZE=256, **batch.draft_args(draft),
+        temp_ptr=batch.temperature, num_speculative_steps=STEPS, num_logits=batch.rows,
+        **batch.draft_args(draft),
     )  # fmt: skip
-    return Launch((batch.rows, _BLOCKS), args)
 
 
 @case(f"{_UTILS}:_rejection_kernel", draft=False, synthetic=False)
@@ -120,8 +113,8 @@ def local_logits_stats(draw: Draw, draft: bool) -> Launch:
 @case(f"{_UTILS}:_rejection_kernel/synthetic", draft=False, synthetic=True)
 def rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
     batch = _Verified(draw)
-    args = dict(
-        sampled_ptr=draw.ints(-9, 0, REQS, STEPS + 1, dtype=torch.int64),
+    return Launch(
+        (REQS,), sampled_ptr=draw.longs(-9, 0, REQS, STEPS + 1),
         rejected_steps_ptr=draw.ints(-9, 0, REQS), target_rejected_logsumexp_ptr=draw.floats(REQS),
         draft_rejected_logsumexp_ptr=draw.floats(REQS), target_logits_ptr=batch.logits,
         target_local_argmax_ptr=batch.argmaxes, target_local_max_ptr=batch.maxes,
@@ -135,28 +128,25 @@ def rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
         vocab_num_blocks=_BLOCKS, PADDED_VOCAB_NUM_BLOCKS=4, SYNTHETIC_MODE=synthetic,
         USE_BLOCK_VERIFICATION=False, **batch.draft_args(draft),
     )  # fmt: skip
-    return Launch((REQS,), args)
 
 
 @case(f"{_UTILS}:_resample_kernel", draft=False)
 @case(f"{_UTILS}:_resample_kernel/draft_logits", draft=True)
 def resample(draw: Draw, draft: bool) -> Launch:
     batch = _Verified(draw)
-    steps = (draw.ints(0, STEPS + 1, REQS) % batch.starts.diff()).to(torch.int32)
-    args = dict(
-        resampled_local_argmax_ptr=draw.ints(-9, 0, REQS, _BLOCKS, dtype=torch.int64),
+    return Launch(
+        (REQS, _BLOCKS), resampled_local_argmax_ptr=draw.longs(-9, 0, REQS, _BLOCKS),
         resampled_local_max_ptr=draw.floats(REQS, _BLOCKS), target_logits_ptr=batch.logits,
         target_rejected_logsumexp_ptr=draw.floats(REQS),
-        draft_rejected_logsumexp_ptr=draw.floats(REQS), rejected_step_ptr=steps,
+        draft_rejected_logsumexp_ptr=draw.floats(REQS),
+        rejected_step_ptr=(draw.ints(0, STEPS + 1, REQS) % batch.starts.diff()).to(torch.int32),
         cu_num_logits_ptr=batch.starts, expanded_idx_mapping_ptr=batch.row_slots,
         draft_sampled_ptr=batch.drafts, temp_ptr=batch.temperature, seed_ptr=batch.seeds,
         pos_ptr=batch.pos, cumulative_log_p_ptr=None, contexts_ptr=None, contexts_stride=0,
         watermarking_ptr=None, watermarking_skip_mask_ptr=None, watermark_key_0=0,
-        watermark_key_1=0, vocab_size=VOCAB, BLOCK_SIZE=256, USE_FP64=False,
-        USE_BLOCK_VERIFICATION=False, CONTEXT_WIDTH=1, WATERMARK=False, DEDUPLICATE_CONTEXTS=False,
-        **batch.draft_args(draft),
+        watermark_key_1=0, USE_FP64=False, USE_BLOCK_VERIFICATION=False, CONTEXT_WIDTH=1,
+        WATERMARK=False, DEDUPLICATE_CONTEXTS=False, **batch.draft_args(draft),
     )  # fmt: skip
-    return Launch((REQS, _BLOCKS), args)
 
 
 @case(f"{_UTILS}:_insert_resampled_kernel")
@@ -165,15 +155,14 @@ def insert_resampled(draw: Draw) -> Launch:
     maxes = draw.floats(REQS, _BLOCKS)
     if draw.hostile:
         maxes[:, 1] = torch.nan
-    args = {
-        "sampled_ptr": draw.ints(-9, 0, REQS, STEPS + 1, dtype=torch.int64),
-        "num_sampled_ptr": (draw.ints(0, STEPS + 1, REQS) % batch.starts.diff()).to(torch.int32),
-        "resampled_local_argmax_ptr": draw.ints(0, VOCAB, REQS, _BLOCKS, dtype=torch.int64),
-        "resampled_local_max_ptr": maxes, "resample_num_blocks": _BLOCKS,
-        "cu_num_logits_ptr": batch.starts, "expanded_idx_mapping_ptr": batch.row_slots,
-        "temp_ptr": batch.temperature, "PADDED_RESAMPLE_NUM_BLOCKS": 4,
-    }  # fmt: skip
-    return Launch((REQS,), args)
+    return Launch(
+        (REQS,), sampled_ptr=draw.longs(-9, 0, REQS, STEPS + 1),
+        num_sampled_ptr=(draw.ints(0, STEPS + 1, REQS) % batch.starts.diff()).to(torch.int32),
+        resampled_local_argmax_ptr=draw.longs(0, VOCAB, REQS, _BLOCKS),
+        resampled_local_max_ptr=maxes, resample_num_blocks=_BLOCKS, cu_num_logits_ptr=batch.starts,
+        expanded_idx_mapping_ptr=batch.row_slots, temp_ptr=batch.temperature,
+        PADDED_RESAMPLE_NUM_BLOCKS=4,
+    )  # fmt: skip
 
 
 def _candidates(draw: Draw, rows: int) -> torch.Tensor:
@@ -190,28 +179,25 @@ def walk(draw: Draw, probabilistic: bool, fp64: bool) -> Launch:
         scores = (scores * 2).round()
         scores[0, 1:] = -torch.inf
     slots = draw.slots(negative=True)
-    args = {
-        "scores_ptr": scores, "candidate_ptr": _candidates(draw, REQS * STEPS),
-        "sample_pos_ptr": draw.ints(1, 300, REQS * STEPS, dtype=torch.int64),
-        "req_state_ptr": slots.to(torch.int64).repeat_interleave(STEPS),
-        "temperature_ptr": draw.temperatures(), "seeds_ptr": draw.seeds(),
-        "tokens_ptr": torch.full((REQS, STEPS), -9, dtype=torch.int64),
-        "realized_scores_ptr": torch.zeros(REQS, STEPS, _K), "num_steps": STEPS, "top_k": _K,
-        "BLOCK_K": 8, "SAMPLE_PROBABILISTIC": probabilistic, "USE_FP64": fp64,
-    }  # fmt: skip
-    return Launch((REQS,), args)
+    return Launch(
+        (REQS,), scores_ptr=scores, candidate_ptr=_candidates(draw, REQS * STEPS),
+        sample_pos_ptr=draw.longs(1, 300, REQS * STEPS),
+        req_state_ptr=slots.to(torch.int64).repeat_interleave(STEPS),
+        tokens_ptr=torch.full((REQS, STEPS), -9, dtype=torch.int64),
+        realized_scores_ptr=torch.zeros(REQS, STEPS, _K), num_steps=STEPS, top_k=_K, BLOCK_K=8,
+        SAMPLE_PROBABILISTIC=probabilistic, USE_FP64=fp64,
+    )  # fmt: skip
 
 
 @case(f"{_DFLASH2}:_cache_draft_logits_kernel")
 def cache_draft_logits(draw: Draw) -> Launch:
     slots = draw.slots(negative=True)
     logits = draw.rows(draw.floats(SLOTS * STEPS, VOCAB))
-    args = {
-        "draft_logits_ptr": logits, "cached_candidate_ptr": _candidates(draw, SLOTS * STEPS),
-        "candidate_ptr": _candidates(draw, REQS * STEPS),
-        "scores_ptr": draw.floats(REQS, STEPS, _K),
-        "req_state_ptr": slots.to(torch.int64).repeat_interleave(STEPS),
-        "draft_logits_stride_0": STEPS * logits.stride(0),
-        "draft_logits_stride_1": logits.stride(0), "num_steps": STEPS, "top_k": _K, "BLOCK_K": 8,
-    }  # fmt: skip
-    return Launch((REQS * STEPS,), args)
+    return Launch(
+        (REQS * STEPS,), draft_logits_ptr=logits,
+        cached_candidate_ptr=_candidates(draw, SLOTS * STEPS),
+        candidate_ptr=_candidates(draw, REQS * STEPS), scores_ptr=draw.floats(REQS, STEPS, _K),
+        req_state_ptr=slots.to(torch.int64).repeat_interleave(STEPS),
+        draft_logits_stride_0=STEPS * logits.stride(0), draft_logits_stride_1=logits.stride(0),
+        num_steps=STEPS, top_k=_K, BLOCK_K=8,
+    )  # fmt: skip

@@ -9,6 +9,7 @@ from tests.cpu.twin_cases import REQS, SLOTS, STEPS, VOCAB, Draw, Launch, case, 
 
 _SAMPLE = "vllm.v1.worker.gpu.sample"
 _GUMBEL = f"{_SAMPLE}.gumbel:_gumbel_sample_kernel"
+_LOGPROB = f"{_SAMPLE}.logprob"
 LENGTH = 64
 
 
@@ -22,12 +23,7 @@ def _rows(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
 @case(f"{_SAMPLE}.gumbel:_temperature_kernel")
 def temperature(draw: Draw) -> Launch:
     _, slots, _, rows = _rows(draw)
-    logits = draw.logits(rows)
-    args = {
-        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots,
-        "temperature_ptr": draw.temperatures(), "vocab_size": VOCAB, "BLOCK_SIZE": 256,
-    }  # fmt: skip
-    return Launch((rows, 3), args)
+    return Launch((rows, 3), logits_ptr=draw.logits(rows), expanded_idx_mapping_ptr=slots)
 
 
 @case(_GUMBEL, fp64=False, drafting=False)
@@ -39,89 +35,76 @@ def gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
         slots[1] = -1
     logits = draw.logits(rows)
     cache = draw.floats(SLOTS, STEPS + 1, VOCAB + 4) if drafting else None
-    args = {
-        "local_argmax_ptr": draw.ints(-9, 0, rows, 3, dtype=torch.int64),
-        "local_max_ptr": draw.floats(rows, 3).to(torch.float64 if fp64 else torch.float32),
-        "logits_cache_ptr": cache,
-        "logits_cache_stride_0": cache.stride(0) if cache is not None else 0,
-        "logits_cache_stride_1": cache.stride(1) if cache is not None else 0,
-        "logits_cache_col_ptr": positions.to(torch.int64) if drafting else None,
-        "logits_cache_source_ptr": logits if drafting else None,
-        "logits_cache_source_stride": logits.stride(0) if drafting else 0, "logits_ptr": logits,
-        "expanded_idx_mapping_ptr": slots, "seeds_ptr": draw.seeds(),
-        "pos_ptr": draw.ints(0, 4000, rows, dtype=torch.int64), "temp_ptr": draw.temperatures(),
-        "vocab_size": VOCAB, "BLOCK_SIZE": 256, "IS_DRAFTING": drafting,
-        "APPLY_TEMPERATURE": drafting, "USE_FP64": fp64, "PER_TOKEN_COL": drafting,
-    }  # fmt: skip
-    return Launch((rows, 3), args)
+    return Launch(
+        (rows, 3), local_argmax_ptr=draw.longs(-9, 0, rows, 3),
+        local_max_ptr=draw.floats(rows, 3).to(torch.float64 if fp64 else torch.float32),
+        logits_cache_ptr=cache, logits_cache_stride_0=cache.stride(0) if cache is not None else 0,
+        logits_cache_stride_1=cache.stride(1) if cache is not None else 0,
+        logits_cache_col_ptr=positions.to(torch.int64) if drafting else None,
+        logits_cache_source_ptr=logits if drafting else None,
+        logits_cache_source_stride=logits.stride(0) if drafting else 0, logits_ptr=logits,
+        expanded_idx_mapping_ptr=slots, pos_ptr=draw.longs(0, 4000, rows), IS_DRAFTING=drafting,
+        APPLY_TEMPERATURE=drafting, USE_FP64=fp64, PER_TOKEN_COL=drafting,
+    )  # fmt: skip
 
 
 @case(f"{_SAMPLE}.min_p:_min_p_kernel")
 def min_p(draw: Draw) -> Launch:
     _, slots, _, rows = _rows(draw)
-    logits = draw.logits(rows)
-    args = {
-        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots,
-        "min_p_ptr": draw.ints(0, 5, SLOTS) / 17, "vocab_size": VOCAB, "BLOCK_SIZE": 256,
-    }  # fmt: skip
-    return Launch((rows,), args)
+    return Launch(
+        (rows,), logits_ptr=draw.logits(rows), expanded_idx_mapping_ptr=slots,
+        min_p_ptr=draw.ints(0, 5, SLOTS) / 17,
+    )  # fmt: skip
 
 
 @case(f"{_SAMPLE}.penalties:_penalties_kernel")
 def penalties(draw: Draw) -> Launch:
     _, slots, positions, rows = _rows(draw)
-    logits = draw.logits(rows)
     tokens = draw.ints(0, VOCAB, rows)
     if draw.hostile:
         tokens[1::3] = -1
-    counts = draw.rows((draw.ints(0, 9, SLOTS, VOCAB) - 6).clamp(min=0))
-    mask = draw.rows(draw.ints(-(2**31), 2**31, SLOTS, -(-VOCAB // 32)))
-    args = {
-        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots, "token_ids_ptr": tokens,
-        "expanded_local_pos_ptr": positions,
-        "repetition_penalty_ptr": 1 + draw.ints(0, 3, SLOTS) / 7,
-        "frequency_penalty_ptr": draw.ints(-1, 2, SLOTS) / 3,
-        "presence_penalty_ptr": draw.ints(-1, 2, SLOTS) / 9, "prompt_bin_mask_ptr": mask,
-        "output_bin_counts_ptr": counts, "vocab_size": VOCAB, "BLOCK_SIZE": 256,
-    }  # fmt: skip
-    return Launch((rows, 3), args)
+    return Launch(
+        (rows, 3), logits_ptr=draw.logits(rows), expanded_idx_mapping_ptr=slots,
+        token_ids_ptr=tokens, expanded_local_pos_ptr=positions,
+        repetition_penalty_ptr=1 + draw.ints(0, 3, SLOTS) / 7,
+        frequency_penalty_ptr=draw.ints(-1, 2, SLOTS) / 3,
+        presence_penalty_ptr=draw.ints(-1, 2, SLOTS) / 9,
+        prompt_bin_mask_ptr=draw.rows(draw.ints(-(2**31), 2**31, SLOTS, -(-VOCAB // 32))),
+        output_bin_counts_ptr=draw.rows((draw.ints(0, 9, SLOTS, VOCAB) - 6).clamp(min=0)),
+    )  # fmt: skip
 
 
 @case(f"{_SAMPLE}.penalties:_bincount_kernel")
 def bincount(draw: Draw) -> Launch:
     prompts = draw.ints(1, 30, SLOTS)
-    tokens = draw.rows(draw.ints(0, VOCAB, SLOTS, LENGTH))
-    mask = draw.rows(torch.zeros(SLOTS, -(-VOCAB // 32), dtype=torch.int32))
-    counts = draw.rows(torch.zeros(SLOTS, VOCAB, dtype=torch.int32))
-    args = {
-        "expanded_idx_mapping_ptr": draw.slots(), "all_token_ids_ptr": tokens,
-        "prompt_len_ptr": prompts, "prefill_len_ptr": prompts + draw.ints(0, 30, SLOTS),
-        "prompt_bin_mask_ptr": mask, "output_bin_counts_ptr": counts, "BLOCK_SIZE": 16,
-    }  # fmt: skip
-    return Launch((REQS, 4), args)
+    return Launch(
+        (REQS, 4), expanded_idx_mapping_ptr=draw.slots(),
+        all_token_ids_ptr=draw.rows(draw.ints(0, VOCAB, SLOTS, LENGTH)), prompt_len_ptr=prompts,
+        prefill_len_ptr=prompts + draw.ints(0, 30, SLOTS),
+        prompt_bin_mask_ptr=draw.rows(torch.zeros(SLOTS, -(-VOCAB // 32), dtype=torch.int32)),
+        output_bin_counts_ptr=draw.rows(torch.zeros(SLOTS, VOCAB, dtype=torch.int32)),
+        BLOCK_SIZE=16,
+    )  # fmt: skip
 
 
 @case(f"{_SAMPLE}.bad_words:_bad_words_kernel")
 def bad_words(draw: Draw) -> Launch:
     _, slots, positions, rows = _rows(draw)
-    logits = draw.logits(rows)
     few = 3  # so few tokens that bad words match
-    words, lengths = 4, draw.ints(1, 4, SLOTS, 4)
-    offsets = torch.cat([torch.zeros(SLOTS, 1, dtype=torch.int32), lengths.cumsum(1).int()], 1)
-    word_tokens = draw.rows(draw.ints(0, few, SLOTS, 16))
-    tokens = draw.rows(draw.ints(0, few, SLOTS, LENGTH))
+    words, ends = 4, draw.ints(1, 4, SLOTS, 4).cumsum(1).int()
     drafts = draw.ints(0, few, rows)
     if draw.hostile:
         drafts[1::4] = -1
     prompts = draw.ints(1, 30, SLOTS)
-    args = {
-        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots,
-        "bad_word_token_ids_ptr": word_tokens, "bad_word_offsets_ptr": offsets,
-        "num_bad_words_ptr": draw.ints(0, words + 1, SLOTS), "all_token_ids_ptr": tokens,
-        "prompt_len_ptr": prompts, "total_len_ptr": prompts + draw.ints(0, 30, SLOTS),
-        "input_ids_ptr": drafts, "expanded_local_pos_ptr": positions,
-    }  # fmt: skip
-    return Launch((rows, words), args)
+    return Launch(
+        (rows, words), logits_ptr=draw.logits(rows), expanded_idx_mapping_ptr=slots,
+        bad_word_token_ids_ptr=draw.rows(draw.ints(0, few, SLOTS, 16)),
+        bad_word_offsets_ptr=torch.cat([torch.zeros_like(ends[:, :1]), ends], 1),
+        num_bad_words_ptr=draw.ints(0, words + 1, SLOTS),
+        all_token_ids_ptr=draw.rows(draw.ints(0, few, SLOTS, LENGTH)), prompt_len_ptr=prompts,
+        total_len_ptr=prompts + draw.ints(0, 30, SLOTS), input_ids_ptr=drafts,
+        expanded_local_pos_ptr=positions,
+    )  # fmt: skip
 
 
 @case(f"{_SAMPLE}.logit_bias:_bias_kernel", check=False)
@@ -138,48 +121,40 @@ def bias(draw: Draw, check: bool) -> Launch:
         for _ in range(3)
     ]
     allowed, biased, stop = (t % 40 if check else t % VOCAB for t in tokens)
-    bias = draw.floats(SLOTS, width)
     numbers = [draw.ints(-2, width + 1, SLOTS).clamp(min=0) for _ in range(3)]
-    args = {
-        "logits_ptr": logits, "vocab_size": VOCAB, "expanded_idx_mapping_ptr": slots,
-        "num_allowed_token_ids_ptr": numbers[0], "allowed_token_ids_ptr": allowed,
-        "num_logit_bias_ptr": numbers[1], "bias_token_ids_ptr": biased, "bias_ptr": bias,
-        "pos_ptr": draw.ints(0, 20, rows, dtype=torch.int64),
-        "min_lens_ptr": draw.ints(0, 30, SLOTS), "num_stop_token_ids_ptr": numbers[2],
-        "restore_when_all_masked_ptr": draw.ints(0, 3, SLOTS) > 0, "stop_token_ids_ptr": stop,
-        "BLOCK_SIZE": 8, "LOGITS_BLOCK_SIZE": 256, "CHECK_ALL_MASKED_ROWS": check,
-    }  # fmt: skip
-    return Launch((rows,), args)
+    return Launch(
+        (rows,), logits_ptr=logits, expanded_idx_mapping_ptr=slots,
+        num_allowed_token_ids_ptr=numbers[0], allowed_token_ids_ptr=allowed,
+        num_logit_bias_ptr=numbers[1], bias_token_ids_ptr=biased,
+        bias_ptr=draw.floats(SLOTS, width), pos_ptr=draw.longs(0, 20, rows),
+        min_lens_ptr=draw.ints(0, 30, SLOTS), num_stop_token_ids_ptr=numbers[2],
+        restore_when_all_masked_ptr=draw.ints(0, 3, SLOTS) > 0, stop_token_ids_ptr=stop,
+        BLOCK_SIZE=8, LOGITS_BLOCK_SIZE=256, CHECK_ALL_MASKED_ROWS=check,
+    )  # fmt: skip
 
 
 @case("vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel")
 def grammar_bitmask(draw: Draw) -> Launch:
     starts, _, _, rows = _rows(draw)
-    logits = draw.logits(rows)
     masks = 8
     positions = draw.ints(0, REQS, masks) * (STEPS + 3) + torch.arange(masks) % (STEPS + 3)
-    words = draw.rows(draw.ints(-(2**31), 2**31, masks, -(-VOCAB // 32)))
-    args = {
-        "logits_ptr": logits, "logits_indices_ptr": positions.to(torch.int32),
-        "cu_num_logits_ptr": starts, "bitmask_ptr": words, "vocab_size": VOCAB,
-        "MASK_STRIDE": STEPS + 3, "BLOCK_SIZE": 256,
-    }  # fmt: skip
-    return Launch((masks, 3), args)
+    return Launch(
+        (masks, 3), logits_ptr=draw.logits(rows), logits_indices_ptr=positions.to(torch.int32),
+        cu_num_logits_ptr=starts,
+        bitmask_ptr=draw.rows(draw.ints(-(2**31), 2**31, masks, -(-VOCAB // 32))),
+        MASK_STRIDE=STEPS + 3,
+    )  # fmt: skip
 
 
 @case(f"{_SAMPLE}.trace_replay:_trace_replay_kernel")
 def trace_replay(draw: Draw) -> Launch:
-    traces = draw.rows(draw.ints(0, VOCAB, SLOTS, 12))
     prompts = draw.ints(1, 30, SLOTS)
-    args = {
-        "sampled_ptr": draw.ints(-9, 0, REQS, dtype=torch.int64),
-        "idx_mapping_ptr": draw.slots(negative=True),
-        "trace_token_ids_ptr": traces,
-        "trace_len_ptr": draw.ints(0, 13, SLOTS),
-        "total_len_ptr": prompts + draw.ints(-1, 12, SLOTS),
-        "prompt_len_ptr": prompts,
-    }
-    return Launch((REQS,), args)
+    return Launch(
+        (REQS,), sampled_ptr=draw.longs(-9, 0, REQS), idx_mapping_ptr=draw.slots(negative=True),
+        trace_token_ids_ptr=draw.rows(draw.ints(0, VOCAB, SLOTS, 12)),
+        trace_len_ptr=draw.ints(0, 13, SLOTS), total_len_ptr=prompts + draw.ints(-1, 12, SLOTS),
+        prompt_len_ptr=prompts,
+    )  # fmt: skip
 
 
 _THINKING = f"{_SAMPLE}.thinking_budget"
@@ -196,35 +171,82 @@ def marker_cache(draw: Draw) -> Launch:
     tokens, totals, budgets = _thinking(draw)
     cold = draw.ints(0, 2, SLOTS) == 0
     last_start, last_end = (draw.ints(-1, 20, SLOTS).masked_fill(cold, -1) for _ in range(2))
-    args = {
-        "req_ids_ptr": draw.slots(), "thinking_token_budget_ptr": budgets,
-        "all_token_ids_ptr": tokens, "total_len_ptr": totals, "cached_last_start_ptr": last_start,
-        "cached_last_end_ptr": last_end,
-        "cached_scan_pos_ptr": draw.ints(0, 50, SLOTS).masked_fill(cold, 0),
-        "reasoning_start_token_ids_ptr": torch.tensor([1, 2, 0], dtype=torch.int32),
-        "natural_reasoning_end_token_ids_ptr": torch.tensor([2, 2], dtype=torch.int32),
-        "START_LEN": 3, "NATURAL_END_LEN": 2, "MAX_LEN": 3, "BLOCK": 8,
-    }  # fmt: skip
-    return Launch((REQS,), args)
+    return Launch(
+        (REQS,), req_ids_ptr=draw.slots(), thinking_token_budget_ptr=budgets,
+        all_token_ids_ptr=tokens, total_len_ptr=totals, cached_last_start_ptr=last_start,
+        cached_last_end_ptr=last_end,
+        cached_scan_pos_ptr=draw.ints(0, 50, SLOTS).masked_fill(cold, 0),
+        reasoning_start_token_ids_ptr=torch.tensor([1, 2, 0], dtype=torch.int32),
+        natural_reasoning_end_token_ids_ptr=torch.tensor([2, 2], dtype=torch.int32), START_LEN=3,
+        NATURAL_END_LEN=2, MAX_LEN=3, BLOCK=8,
+    )  # fmt: skip
 
 
 @case(f"{_THINKING}:_thinking_budget_kernel")
 def thinking_budget(draw: Draw) -> Launch:
     tokens, totals, budgets = _thinking(draw)
     _, slots, positions, rows = _rows(draw)
-    logits = draw.logits(rows)
     drafts = draw.ints(0, 3, rows)
     if draw.hostile:
         drafts[1::4] = -1
-    args = {
-        "logits_ptr": logits, "expanded_idx_mapping_ptr": slots,
-        "thinking_token_budget_ptr": budgets, "all_token_ids_ptr": tokens, "total_len_ptr": totals,
-        "input_ids_ptr": drafts, "expanded_local_pos_ptr": positions,
-        "cached_last_start_ptr": draw.ints(-1, 20, SLOTS),
-        "cached_last_end_ptr": draw.ints(-1, 12, SLOTS),
-        "reasoning_start_token_ids_ptr": torch.tensor([1, 2], dtype=torch.int32),
-        "natural_reasoning_end_token_ids_ptr": torch.tensor([2, 2, 1], dtype=torch.int32),
-        "reasoning_end_token_ids_ptr": torch.tensor([2, 0, 1], dtype=torch.int32), "START_LEN": 2,
-        "NATURAL_END_LEN": 3, "END_LEN": 3,
-    }  # fmt: skip
-    return Launch((rows,), args)
+    return Launch(
+        (rows,), logits_ptr=draw.logits(rows), expanded_idx_mapping_ptr=slots,
+        thinking_token_budget_ptr=budgets, all_token_ids_ptr=tokens, total_len_ptr=totals,
+        input_ids_ptr=drafts, expanded_local_pos_ptr=positions,
+        cached_last_start_ptr=draw.ints(-1, 20, SLOTS),
+        cached_last_end_ptr=draw.ints(-1, 12, SLOTS),
+        reasoning_start_token_ids_ptr=torch.tensor([1, 2], dtype=torch.int32),
+        natural_reasoning_end_token_ids_ptr=torch.tensor([2, 2, 1], dtype=torch.int32),
+        reasoning_end_token_ids_ptr=torch.tensor([2, 0, 1], dtype=torch.int32), START_LEN=2,
+        NATURAL_END_LEN=3, END_LEN=3,
+    )  # fmt: skip
+
+
+@case(f"{_LOGPROB}:_topk_log_softmax_kernel")
+def topk_log_softmax(draw: Draw) -> Launch:
+    rows, top_k = 6, 5
+    return Launch(
+        (rows,), output_ptr=draw.floats(rows, top_k), logits_ptr=draw.logits(rows),
+        topk_ids_ptr=draw.rows(draw.longs(0, VOCAB, rows, top_k)), topk=top_k, TOPK_BLOCK_SIZE=4,
+    )  # fmt: skip
+
+
+@case(f"{_LOGPROB}:_ranks_kernel")
+def ranks(draw: Draw) -> Launch:
+    rows = 6
+    return Launch(
+        (rows,), output_ptr=draw.longs(-9, 0, rows), logits_ptr=draw.logits(rows),
+        token_ids_ptr=draw.longs(0, VOCAB, rows),
+    )  # fmt: skip
+
+
+@case(f"{_LOGPROB}:_fill_logprob_token_ids_kernel")
+def fill_logprob_token_ids(draw: Draw) -> Launch:
+    rows, columns, top_k = 6, 7, 3
+    return Launch(
+        (rows,), out_token_ids_ptr=draw.longs(-9, 0, rows, 1 + columns),
+        out_valid_mask_ptr=torch.zeros(rows, 1 + columns, dtype=torch.bool),
+        sampled_token_ids_ptr=draw.longs(0, VOCAB, rows),
+        topk_indices_ptr=draw.ints(0, VOCAB, rows, top_k),
+        expanded_idx_mapping_ptr=draw.ints(0, SLOTS, rows),
+        num_per_req_token_ids_ptr=draw.ints(-4, columns + 1, SLOTS).clamp(min=0),
+        per_req_token_ids_ptr=draw.rows(draw.ints(0, VOCAB, SLOTS, columns)), NUM_TOPK=top_k,
+        PADDED_COLS=8,
+    )  # fmt: skip
+
+
+@case(f"{_SAMPLE}.prompt_logprob:_prompt_logprobs_token_ids_kernel")
+def prompt_logprobs_token_ids(draw: Draw) -> Launch:
+    starts = draw.starts(7)
+    return Launch(
+        (REQS,), prompt_logprobs_token_ids_ptr=draw.longs(-9, 0, int(starts[-1]) + 2),
+        query_start_loc_ptr=starts, num_computed_tokens_ptr=draw.ints(0, 50, SLOTS),
+        all_token_ids_ptr=draw.rows(draw.ints(0, VOCAB, SLOTS, 64)), BLOCK_SIZE=4,
+    )  # fmt: skip
+
+
+@case("vllm.v1.worker.gpu.metrics.logits:_num_nans_kernel")
+def num_nans(draw: Draw) -> Launch:
+    logits = draw.logits(REQS)
+    logits[draw.floats(*logits.shape) < -1] = torch.nan
+    return Launch((REQS,), logits_ptr=logits, num_nans_ptr=draw.ints(-9, 0, REQS))

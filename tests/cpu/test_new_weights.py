@@ -43,24 +43,19 @@ def of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @ours
-def test_a_loaded_weight_is_packed_where_compiled_code_reads_it() -> None:
-    one, x = layer(random(64, 32, seed=0)), random(5, 32, seed=1)
-    assert linear.install_linear(one, remove_weight=True)
-    seen_by_compiled_code = one.cpu_linear
-    new = random(64, 32, seed=2)
-    one.weight = nn.Parameter(new, requires_grad=False)
-    assert linear.install_linear(one, remove_weight=True)
-    for used in (one.cpu_linear, seen_by_compiled_code):
-        assert close(used(x, one.weight, None), product(x, new))
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_a_loaded_weight_is_packed_where_compiled_code_reads_it(in_int8: bool) -> None:
+    def install() -> None:
+        if in_int8:
+            int8.install_int8(one)
+        else:
+            assert linear.install_linear(one, remove_weight=True)
 
-
-@ours
-def test_a_loaded_weight_is_rounded_where_compiled_code_reads_it() -> None:
     one, x = layer(random(64, 32, seed=0)), random(5, 32, seed=1)
-    int8.install_int8(one)
+    install()
     seen_by_compiled_code, new = one.cpu_linear, random(64, 32, seed=2)
     one.weight = nn.Parameter(new, requires_grad=False)
-    int8.install_int8(one)
+    install()
     for used in (one.cpu_linear, seen_by_compiled_code):
         assert close(used(x, one.weight, None), product(x, new))
 

@@ -20,14 +20,9 @@ if not torch.cuda.is_available():
     # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
-from tests.cpu import (  # noqa: F401  (each registers its cases)
-    batch_cases,
-    other_method_cases,
-    report_cases,
-    sampler_cases,
-    state_cases,
-)
-from tests.cpu.twin_cases import CASES, Draw, Launch
+# Each registers its cases.
+from tests.cpu import batch_cases, other_method_cases, sampler_cases  # noqa: F401
+from tests.cpu.twin_cases import CASES, USUAL, Draw, Launch
 from vllm_bastion.cpu.twins import TWINS, WITHOUT, Twin, TwinError, install, parameters
 from vllm_bastion.versions import capabilities
 
@@ -44,12 +39,17 @@ def kernel_of(target: str) -> Any:
 
 
 def launch_of(name: str, draw: Draw) -> Launch:
-    """A case with the strides it does not give, without what another version's kernel takes."""
+    """A case with the arguments it does not give, without what another version's kernel takes."""
     target, launch = name.partition("/")[0], CASES[name](draw)
-    others = set(capabilities().absent_kernel_parameters.get(target, ()))
-    launch.args = {key: value for key, value in launch.args.items() if key not in others}
-    for missing in set(parameters(kernel_of(target))) - launch.args.keys():
-        launch.args[missing] = launch.args[missing.replace("_stride", "_ptr")].stride(0)
+    for other in capabilities().absent_kernel_parameters.get(target, ()):
+        launch.args.pop(other, None)
+    for missing in parameters(kernel_of(target)):
+        if missing in launch.args:
+            continue
+        if missing in USUAL:
+            launch.args[missing] = USUAL[missing](draw)
+        else:
+            launch.args[missing] = launch.args[missing.replace("_stride", "_ptr")].stride(0)
     return launch
 
 
@@ -176,12 +176,6 @@ def test_vllms_own_replacements_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mamba_utils, "batch_memcpy_kernel", own)
     install()
     assert mamba_utils.batch_memcpy_kernel is own
-
-
-def test_an_argument_the_kernel_does_not_have_is_refused() -> None:
-    own = TWINS["vllm.v1.worker.gpu.metrics.logits:_num_nans_kernel"]
-    with pytest.raises(TypeError, match="no parameters"):
-        own[(0,)](None, 0, None, 0, BLOCK_SIZE=1, added=2)
 
 
 def test_half_precision_is_rounded_back() -> None:

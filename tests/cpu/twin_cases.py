@@ -4,14 +4,14 @@
 A case makes the arguments of one launch from a seed. The same seed makes the same arguments again,
 so that kernel and twin each get their own copy. Hostile arguments have what the kernels must
 tolerate: request slots of -1, requests without tokens, padding rows, placeholders of -1, and gaps
-between rows. A parameter `x_stride` that is not given is the stride of the rows of `x_ptr`.
+between rows. Of the parameters that a case does not give, `x_stride` is the stride of the rows of
+`x_ptr`, and others are as `USUAL` has them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,13 +20,11 @@ import torch
 SLOTS, REQS, VOCAB, STEPS = 9, 5, 700, 4
 
 
-@dataclass
 class Launch:
     """A kernel's grid and arguments, and the tensors that it gets as addresses."""
 
-    grid: tuple[int, ...]
-    args: dict[str, Any]
-    behind: list[torch.Tensor] = field(default_factory=list)
+    def __init__(self, grid: tuple[int, ...], *behind: torch.Tensor, **args: Any) -> None:
+        self.grid, self.behind, self.args = grid, behind, args
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything that the kernel may write to, gaps between rows included."""
@@ -47,6 +45,9 @@ class Draw:
     def ints(self, low: int, high: int, *shape: int, dtype: Any = torch.int32) -> torch.Tensor:
         """Whole numbers of [low, high)."""
         return torch.from_numpy(self._rng.integers(low, high, shape)).to(dtype)
+
+    def longs(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return self.ints(low, high, *shape, dtype=torch.int64)
 
     def floats(self, *shape: int) -> torch.Tensor:
         """Normal numbers, fp32."""
@@ -83,11 +84,17 @@ class Draw:
     def temperatures(self) -> torch.Tensor:
         """[S] temperatures, some 0 and some 1."""
         choice = torch.tensor([0.0, 1.0, 0.7, 1.9])
-        return choice[self.ints(0, 4, SLOTS, dtype=torch.int64)]
+        return choice[self.longs(0, 4, SLOTS)]
 
     def seeds(self) -> torch.Tensor:
-        """[S] int64."""
-        return self.ints(-(2**62), 2**62, SLOTS, dtype=torch.int64)
+        return self.longs(-(2**62), 2**62, SLOTS)
+
+
+USUAL: dict[str, Callable[[Draw], Any]] = {
+    "vocab_size": lambda draw: VOCAB, "BLOCK_SIZE": lambda draw: 256, "num_reqs": lambda draw: REQS,
+    "temperature_ptr": Draw.temperatures, "temp_ptr": Draw.temperatures, "seeds_ptr": Draw.seeds,
+    "idx_mapping_ptr": Draw.slots,
+}  # fmt: skip
 
 
 def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -102,10 +109,8 @@ def expanded(starts: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, t
     return slots.repeat_interleave(counts), torch.cat(positions)
 
 
+# `package.module:kernel` or `package.module:kernel/variant` -> its case
 CASES: dict[str, Callable[[Draw], Launch]] = {}
-"""`package.module:kernel` or `package.module:kernel/variant` -> its case"""
-
-
 _Case = TypeVar("_Case", bound=Callable[..., Launch])
 
 

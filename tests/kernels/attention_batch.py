@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_helpers import DEVICE
 from torch import Tensor
 
 from bastion_kernels.attention.kv_layout import KVLayout
@@ -15,9 +16,8 @@ from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionSt
 from bastion_kernels.attention.workspace import Tiles, TreeAttentionWorkspace
 from bastion_kernels.cpu.attention import serves
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777.0
-_WITH_CPU = ["reference", "triton", *(["cpu"] if DEVICE == "cpu" else [])]
+_WITH_CPU = ["reference", "triton", *(["cpu"] if DEVICE.type == "cpu" else [])]
 paths = pytest.mark.parametrize("path", _WITH_CPU)
 commits = pytest.mark.parametrize("version", _WITH_CPU)
 versions = pytest.mark.parametrize("version", ["reference", "triton"])
@@ -105,7 +105,6 @@ class Batch:
         kv_dtype: torch.dtype | None = None,
         query_dtype: torch.dtype | None = None,
         seed: int = 0,
-        spare_rows: int = 3,
         padded_requests: int = 0,
         strided: bool = False,
         softcap: float = 0.0,
@@ -114,6 +113,10 @@ class Batch:
     ) -> None:
         g = torch.Generator().manual_seed(seed)
         self.requests, self.page, self.dim = requests, page, dim
+        self.sizes: dict[str, Any] = {
+            "heads": heads, "dim": dim, "page": page, "dtype": dtype, "kv_dtype": kv_dtype,
+            "window": window,
+        }  # fmt: skip
         num = len(requests) + padded_requests
         lengths = [r.cached + r.rows for r in requests] + [0] * padded_requests
         pages = [-(-n // page) for n in lengths]
@@ -144,7 +147,8 @@ class Batch:
                     bits[slots[r], i, w] = word - 2**32 if word >= 2**31 else word
         slots[len(requests) :] = -1
 
-        hq, hkv = heads
+        # three rows more than the batch has
+        rows, (hq, hkv) = starts[-1] + 3, heads
         self.softcap, self.window, self.depths = softcap, window, depths
         # of the cache that the CPU's version is given; None = rows
         self.layout: KVLayout | None = None
@@ -154,13 +158,12 @@ class Batch:
             # pages x rows x heads in memory, heads apart
             kv = torch.randn(shape[0], page, hkv + 1, 2 * dim, generator=g)[:, :, :hkv]
             kv = kv.transpose(1, 2)
-            fused = torch.randn(starts[-1] + spare_rows, hq + 3, dim, generator=g)
+            fused = torch.randn(rows, hq + 3, dim, generator=g)
             query = fused.to(dtype)[:, 1 : hq + 1]
-            out = torch.full((starts[-1] + spare_rows, dim, hq), POISON, dtype=dtype)
-            out = out.transpose(1, 2)
+            out = torch.full((rows, dim, hq), POISON, dtype=dtype).transpose(1, 2)
         else:
             kv = torch.randn(shape, generator=g)
-            query = torch.randn(starts[-1] + spare_rows, hq, dim, generator=g).to(dtype)
+            query = torch.randn(rows, hq, dim, generator=g).to(dtype)
             out = torch.full_like(query, POISON)
         kv, query = kv.to(kv_dtype or dtype), query.to(query_dtype or dtype)
         # cached rows that belong to nobody must not matter
@@ -191,6 +194,19 @@ class Batch:
             own = torch.tensor(request.parents[1:], dtype=torch.int32)
             parents[self.slots[r], : len(own)] = own
         return parents
+
+    def path_alone(self, node: int) -> tuple[Tensor, Batch]:
+        """The nodes of one tree's path to `node`, and that path as a sequence of its own."""
+        (request,), page = self.requests, self.page
+        columns = torch.tensor(request.visible(node))
+        nodes = columns[request.cached :] - request.cached
+        alone = Batch([Request(request.cached, chunk=len(nodes))], **self.sizes)
+        alone.layout = self.layout
+        alone.query[: len(nodes)] = self.query[nodes]
+        rows = torch.arange(len(columns))
+        source = self.kv[self.table[0, columns // page].long(), :, columns % page]
+        alone.kv[alone.table[0, rows // page].long(), :, rows % page] = source
+        return nodes, alone
 
     def args(self) -> tuple:
         self.out_on_device = self.out.to(DEVICE).clone(memory_format=torch.preserve_format)

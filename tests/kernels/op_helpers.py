@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POISON = -7777
 
 _Run = TypeVar("_Run", bound=Callable[..., None])
@@ -18,18 +19,54 @@ _Run = TypeVar("_Run", bound=Callable[..., None])
 
 def versions(*runs: _Run) -> list[_Run]:
     """The versions of an op that run where the tests do: `name_cpu` on a CPU only."""
-    on_gpu = torch.cuda.is_available()
-    return [run for run in runs if not (on_gpu and run.__name__.endswith("_cpu"))]
-
-
-def versions_of(op: Any) -> list[Callable[..., None]]:
-    """All of an op's."""
-    return versions(op.reference, op.triton, op.cpu)
+    return [run for run in runs if DEVICE.type == "cpu" or not run.__name__.endswith("_cpu")]
 
 
 def runs(op: Any, *others: Any) -> pytest.MarkDecorator:
     """Parametrize `run` with all versions of an op, and others."""
-    return pytest.mark.parametrize("run", [*others, *versions_of(op)])
+    return pytest.mark.parametrize("run", [*others, *versions(op.reference, op.triton, op.cpu)])
+
+
+def call(run: Callable[..., None], *given: Any, **named: Any) -> None:
+    """Run an op on tensors of the CPU; a GPU's kernel gets copies of their whole memory there.
+
+    Gaps between rows are copied there and back too, so that a stray write shows.
+    """
+    if DEVICE.type == "cpu" or run.__name__.endswith(("_reference", "_cpu")):
+        run(*given, **named)
+        return
+    memory: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def there(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        _, copy = memory.setdefault(storage.data_ptr(), (whole, whole.to(DEVICE)))
+        seen = torch.empty(0, dtype=value.dtype, device=DEVICE)
+        place = value.storage_offset(), value.shape, value.stride()
+        return seen.set_(copy.untyped_storage(), *place)
+
+    run(*map(there, given), **{name: there(value) for name, value in named.items()})
+    for whole, copy in memory.values():
+        whole.copy_(copy)
+
+
+def refuses(match: str, run: Callable[..., Any], *given: Any, **named: Any) -> None:
+    """Assert that a call raises, and that the message says why."""
+    with pytest.raises((TypeError, ValueError), match=match):
+        run(*given, **named)
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """PyTorch with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -37,23 +74,14 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan") if dtype.is_floating_point else POISON, dtype=dtype)
 
 
-def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A copy on `device` with the same strides, which `Tensor.to` does not keep for slices."""
-    if not tensor.numel():
-        return tensor.to(device)
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return copy.copy_(tensor)
-
-
-def assert_same(actual: Tensor, expected: Tensor, name: str = "") -> None:
-    """Bit-for-bit equal, NaN poison included."""
+def assert_same(actual: Any, expected: Any, name: str = "") -> None:
+    """Bit-for-bit equal tensors or trees, NaN poison included."""
     torch.testing.assert_close(
-        actual.cpu(), expected.cpu(), rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name}: {m}"
+        actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name}: {m}"
     )
 
 
-@dataclass(frozen=True)
-class Trees:
+class Trees(NamedTuple):
     """Outputs of `expand_best_first`, in the order of its arguments."""
 
     tokens: Tensor
@@ -61,18 +89,6 @@ class Trees:
     depths: Tensor
     log_rho: Tensor
     num_nodes: Tensor
-
-    def __iter__(self):
-        return iter((self.tokens, self.parents, self.depths, self.log_rho, self.num_nodes))
-
-    def to(self, device: torch.device) -> Trees:
-        return Trees(*(moved(tensor, device) for tensor in self))
-
-
-def assert_same_trees(actual: Trees, expected: Trees) -> None:
-    """Every output is bit-for-bit equal."""
-    for name, one, other in zip(vars(expected), actual, expected, strict=True):
-        assert_same(one, other, name)
 
 
 def poisoned_trees(reqs: int, slots: int, limit: int, wider: int = 0) -> Trees:
@@ -114,16 +130,11 @@ def random_parents(limit: int, used: int, generator: torch.Generator) -> list[in
     return [int(u * (column + 1)) for column, u in enumerate(drawn)] + [-1] * (limit - used)
 
 
-CHAIN = "chain"
-STAR = "star"
-RANDOM = "random"
-
-
 def shaped_parents(shape: str, limit: int, used: int, generator: torch.Generator) -> list[int]:
     """Parents of a chain, a star or a random tree."""
-    if shape == CHAIN:
+    if shape == "chain":
         return [*range(used), *[-1] * (limit - used)]
-    if shape == STAR:
+    if shape == "star":
         return [0] * used + [-1] * (limit - used)
     return random_parents(limit, used, generator)
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows by depth, sinks and soft caps, alone and together, against dense masked attention."""
+"""Windows by depth, sinks, soft caps and float8, alone and together, against dense attention."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -15,47 +17,65 @@ from attention_batch import (
     paths,
     random_parents,
     star,
+    versions,
 )
 
 import bastion_kernels.attention.workspace as workspace_module
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 
+F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TOGETHER = {"window": 9, "sinks": True, "softcap": 0.8}
+KINDS: dict[str, tuple[list[Request], dict[str, Any]]] = {
+    # Windows count depths: by their places in the cache the last siblings would lose the context.
+    "siblings": ([Request(20, parents=star(41))], {"page": 1, "window": 8}),
+    "together": (mixed(4), {**TOGETHER, "strided": True, "padded_requests": 2}),
+    "sinks": (mixed(3), {"sinks": True, "heads": (6, 2)}),
+    "float16 sinks": (mixed(3), {"sinks": True, "heads": (6, 2), "dtype": F16}),
+    # small enough to bend most scores
+    "softcap": (mixed(1), {"dim": 32, "softcap": 0.8}),
+    "bfloat16 softcap": (mixed(1), {"dim": 32, "softcap": 0.8, "dtype": BF16}),
+}
+KINDS |= {
+    f"window {n}": (mixed(n), {"heads": (2, 1), "window": n, "seed": n, "padded_requests": 1})
+    for n in (1, 2, 5, 16, 33, 10**6)
+}
+
 
 @paths
-@pytest.mark.parametrize("window", [1, 2, 5, 16, 33, 10**6])
-def test_a_window_counts_depths(path: str, window: int) -> None:
-    batch = Batch(mixed(window), heads=(2, 1), window=window, seed=window, padded_requests=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_equal_dense_attention(path: str, kind: str) -> None:
+    requests, options = KINDS[kind]
+    batch = Batch(requests, **options)
     batch.check(getattr(batch, path)())
+
+
+@paths
+def test_sinks_of_nothing_take_nothing(path: str) -> None:
+    batch = Batch(mixed(3), heads=(6, 2))
+    batch.sinks = torch.full((6,), -torch.inf)
+    batch.check(getattr(batch, path)())
+
+
+FLOAT8 = [(BF16, E4M3), (F32, E5M2), (BF16, E5M2), (F16, E4M3), (F16, E5M2), (F32, E4M3)]
 
 
 @paths
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)]
+    ("dtype", "kv_dtype"),
+    [*FLOAT8[:2], *(pytest.param(*kinds, marks=pytest.mark.slow) for kinds in FLOAT8[2:])],
 )
-def test_sinks_take_their_part(path: str, dtype: torch.dtype) -> None:
-    batch = Batch(mixed(3), sinks=True, dtype=dtype, heads=(6, 2))
-    batch.check(getattr(batch, path)())
-    without = Batch(mixed(3), dtype=dtype, heads=(6, 2))
-    without.sinks = torch.full((6,), -torch.inf)
-    without.check(getattr(without, path)())
+def test_fp8_cache_with_scales(path: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    for more in ({}, TOGETHER):
+        batch = Batch(mixed(2), dtype=dtype, kv_dtype=kv_dtype, dim=32, **more)
+        batch.check(getattr(batch, path)())
 
 
-@paths
-def test_windows_sinks_and_caps_together_on_strided_rows(path: str) -> None:
-    batch = Batch(mixed(4), window=9, sinks=True, softcap=0.8, strided=True, padded_requests=2)
-    batch.check(getattr(batch, path)())
-
-
-@paths
-def test_siblings_have_one_window(path: str) -> None:
-    # by their places in the cache the last of them would have lost the context
-    batch = Batch([Request(20, parents=star(41))], page=1, window=8)
-    for row in range(2, 41):
-        batch.query[row] = batch.query[1]
-        batch.kv[batch.table[0, 20 + row]] = batch.kv[batch.table[0, 21]]
-    got = getattr(batch, path)()
-    batch.check(got)
-    torch.testing.assert_close(got[2:41], got[1:2].expand(39, -1, -1))
+@versions
+@pytest.mark.parametrize("softcap", [0.0, 0.8])
+def test_fp8_queries_with_a_scale(version: str, softcap: float) -> None:
+    batch = Batch(mixed(2), dtype=BF16, kv_dtype=E4M3, query_dtype=E4M3, dim=32, softcap=softcap)
+    batch.check(getattr(batch, version)())
 
 
 @pytest.mark.thorough

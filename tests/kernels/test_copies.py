@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_helpers import (
-    Trees,
-    assert_same,
-    assert_same_trees,
-    lattice,
-    moved,
-    poisoned,
-    poisoned_trees,
-    runs,
-    versions_of,
-)
+from op_helpers import Trees, assert_same, call, lattice, poisoned, poisoned_trees, runs, versions
 from torch import Tensor
 
 from bastion_kernels import (
@@ -33,9 +23,7 @@ from bastion_kernels import (
 )
 from bastion_kernels.draft.find_copy import LONGEST
 
-FINDS = versions_of(find_copy)
-MIXES = versions_of(mix_copy)
-EXPANDS = versions_of(expand_best_first)
+EXPANDS = versions(expand_best_first.reference, expand_best_first.triton, expand_best_first.cpu)
 
 
 def histories(texts: list[list[int]], most: int = 0) -> tuple[Tensor, Tensor]:
@@ -47,7 +35,7 @@ def histories(texts: list[list[int]], most: int = 0) -> tuple[Tensor, Tensor]:
     return out, torch.tensor([len(text) for text in texts], dtype=torch.int32)
 
 
-def search(run: Any, texts: list[list[int]], device: torch.device, **given: Tensor) -> Tensor:
+def search(run: Any, texts: list[list[int]], **given: Tensor) -> Tensor:
     """`found` of every text, as [R, 2] m and p."""
     history, lengths = histories(texts)
     reqs = len(texts)
@@ -56,13 +44,9 @@ def search(run: Any, texts: list[list[int]], device: torch.device, **given: Tens
         "counts": torch.zeros(2, LONGEST + 1, dtype=torch.int32),
         "found": torch.zeros(reqs, dtype=torch.int64),
     }
-    call = {"history": history, "lengths": lengths, "slots": torch.arange(reqs), **empty, **given}
-    on_device = {name: moved(tensor, device) for name, tensor in call.items()}
-    run(**on_device)
-    for name, tensor in given.items():
-        tensor.copy_(on_device[name])
-    found = on_device["found"].cpu()
-    return torch.stack([found >> 32, found & 0xFFFFFFFF], dim=1)
+    every = {"slots": torch.arange(reqs), **empty, **given}
+    call(run, history=history, lengths=lengths, **every)
+    return torch.stack([every["found"] >> 32, every["found"] & 0xFFFFFFFF], dim=1)
 
 
 def best_place(text: list[int]) -> list[int]:
@@ -76,8 +60,8 @@ def best_place(text: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("run", FINDS)
-def test_the_longest_match_is_found_and_the_latest_of_them(run, device: torch.device) -> None:
+@runs(find_copy)
+def test_the_longest_match_is_found_and_the_latest_of_them(run) -> None:
     generator = torch.Generator().manual_seed(1)
     texts = [[5], [5, 5], [5, 5, 5], [1, 2, 1, 2], [7] * 40, [1, 2, 3] * 30, [1, 2, 3, 9, 2, 3]]
     for words in (2, 3, 10):
@@ -86,27 +70,25 @@ def test_the_longest_match_is_found_and_the_latest_of_them(run, device: torch.de
     copied = list(range(100))
     texts += [[*copied, 7, *copied[20:60]], [*copied[:9], *copied[:9], *copied[1:9]]]
     assert best_place(texts[-2]) == [32, 60]
-    assert search(run, texts, device).tolist() == [best_place(text) for text in texts]
+    assert search(run, texts).tolist() == [best_place(text) for text in texts]
 
 
 @pytest.mark.parametrize(
     "run", [pytest.param(find_copy.triton, marks=pytest.mark.gpu), find_copy.cpu]
 )
-def test_a_long_history(run, device: torch.device) -> None:
-    if run is find_copy.cpu:
-        device = torch.device("cpu")
+def test_a_long_history(run) -> None:
     text = torch.randint(50_000, (131_072,), generator=torch.Generator().manual_seed(2)).tolist()
     texts = [[*text, *text[77:81]], [*text, 1, 50_001], [*text, *text[3000:3040]]]
-    assert search(run, texts, device).tolist() == [[4, 81], [0, 0], [32, 3040]]
+    assert search(run, texts).tolist() == [[4, 81], [0, 0], [32, 3040]]
 
 
-@pytest.mark.parametrize("run", FINDS)
-def test_copies_are_judged_by_what_was_emitted(run, device: torch.device) -> None:
+@runs(find_copy)
+def test_copies_are_judged_by_what_was_emitted(run) -> None:
     # Found at n = 6 with m = 3, p = 3 of a period of 3; then 1, 2, 3 and 9 were emitted.
     texts = [[1, 2, 3, 1, 2, 3, 1, 2, 3, 9], [4, 5, 6, 7, 8, 4], [1, 1, 1, 1], [5, 6, 7]]
     last = torch.tensor([[3, 3, 6], [0, 0, 5], [2, 31, 2], [1, 2, 3]], dtype=torch.int32)
     counts = torch.zeros(2, LONGEST + 1, dtype=torch.int32)
-    search(run, texts, device, last=last, counts=counts, slots=torch.tensor([0, 1, 2, -1]))
+    search(run, texts, last=last, counts=counts, slots=torch.tensor([0, 1, 2, -1]))
     tried = {3: 1, 4: 1, 5: 1, 6: 1, 31: 1, 32: 1}
     right = {3: 1, 4: 1, 5: 1, 31: 1, 32: 1}
     assert {i: n for i, n in enumerate(counts[0].tolist()) if n} == tried
@@ -151,28 +133,26 @@ class Case:
         self.counts = torch.randint(0, 9, (2, LONGEST + 1), generator=generator).sort(0, True)[0]
         self.counts = self.counts.int()
 
-    def mixed(self, run: Any, device: torch.device) -> tuple[CopyRows, dict[str, Tensor]]:
+    def mixed(self, run: Any = mix_copy.reference) -> tuple[CopyRows, dict[str, Tensor]]:
         reqs, length, width = self.reqs, self.length, self.width
         state = {
             "found": torch.zeros(reqs, dtype=torch.int64),
             "last": torch.zeros(reqs, 3, dtype=torch.int32),
-            "counts": self.counts,
+            "counts": self.counts.clone(),
             "promised": poisoned(reqs, dtype=torch.float32),
         }
-        state = {name: moved(tensor, device) for name, tensor in state.items()}
-        text = [moved(x, device) for x in (self.history, self.lengths, torch.arange(reqs))]
+        text = self.history, self.lengths, torch.arange(reqs)
         find_copy.reference(*text, state["last"], state["counts"], state["found"])
         copies = CopyRows(
-            poisoned(reqs, length, dtype=torch.int32).to(device),
-            poisoned(reqs, length, dtype=torch.int32).to(device),
-            poisoned(reqs, length, width + 1, dtype=torch.float32).to(device),
-            poisoned(reqs, 40, dtype=torch.int32).to(device),
+            poisoned(reqs, length, dtype=torch.int32),
+            poisoned(reqs, length, dtype=torch.int32),
+            poisoned(reqs, length, width + 1, dtype=torch.float32),
+            poisoned(reqs, 40, dtype=torch.int32),
         )
-        run(
-            *text, state["found"], state["last"], state["counts"], copy_priors(device),
-            torch.zeros(1, dtype=torch.int32, device=device), moved(self.tokens, device),
-            moved(self.logprobs, device), None if self.rows is None else moved(self.rows, device),
-            copies.tokens, copies.places, copies.rows, state["promised"],
+        call(
+            run, *text, state["found"], state["last"], state["counts"], copy_priors(),
+            torch.zeros(1, dtype=torch.int32), self.tokens, self.logprobs, self.rows, copies.tokens,
+            copies.places, copies.rows, state["promised"],
         )  # fmt: skip
         return copies, state
 
@@ -219,27 +199,25 @@ class Case:
         return found
 
 
-def on(copies: CopyRows, device: torch.device) -> CopyRows:
-    return CopyRows(*(moved(part, device) for part in vars(copies).values()))
+def grown(run: Any, case: Case, top_k: int, limit: int) -> tuple[Trees, Tensor]:
+    """The trees of a case, and the source of every node."""
+    out, copies = poisoned_trees(case.reqs, case.reqs, limit), case.mixed()[0]
+
+    def with_copies(*given: Any) -> None:
+        run(*given[:-5], rows=given[-5], copies=CopyRows(*given[-4:]))
+
+    with_copies.__name__ = run.__name__
+    given = case.tokens, case.logprobs, top_k, torch.arange(case.reqs), *out, case.rows
+    call(with_copies, *given, copies.tokens, copies.places, copies.rows, copies.sources)
+    return out, copies.sources
 
 
-def grown(
-    run: Any, case: Case, top_k: int, limit: int, copies: CopyRows | None, device: torch.device
-) -> Trees:
-    """The trees of a case."""
-    out = poisoned_trees(case.reqs, case.reqs, limit).to(device)
-    rows = None if case.rows is None else moved(case.rows, device)
-    given = moved(case.tokens, device), moved(case.logprobs, device)
-    run(*given, top_k, torch.arange(case.reqs, device=device), *out, rows=rows, copies=copies)
-    return out
-
-
-@pytest.mark.parametrize("run", MIXES)
+@runs(mix_copy)
 @pytest.mark.parametrize("kind", KINDS)
-def test_mixture(run, kind: str, device: torch.device) -> None:
+def test_mixture(run, kind: str) -> None:
     case = Case(kind, 3)
-    copies, state = case.mixed(run, device)
-    assert state["found"].eq(0).all() and torch.equal(state["counts"].cpu(), case.counts)
+    copies, state = case.mixed(run)
+    assert state["found"].eq(0).all() and torch.equal(state["counts"], case.counts)
     lengths = case.lengths.tolist()
     assert state["last"].tolist() == [
         [place, match, n] for (match, place), n in zip(map(best_place, case.texts), lengths)
@@ -250,20 +228,20 @@ def test_mixture(run, kind: str, device: torch.device) -> None:
         assert promised == pytest.approx(sum(itertools.accumulate(right, operator.mul)), abs=1e-5)
     assert copies.tokens[1].eq(-1).all() and copies.places[1].eq(-1).all()
     assert copies.rows[1].isnan().all()
-    expected, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
+    expected, _ = case.mixed()
     assert_same(copies.tokens, expected.tokens)
     assert_same(copies.places, expected.places)
-    torch.testing.assert_close(copies.rows.cpu(), expected.rows, equal_nan=True, atol=2e-6, rtol=0)
+    torch.testing.assert_close(copies.rows, expected.rows, equal_nan=True, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("run", MIXES)
-def test_many_trials_are_halved(run, device: torch.device) -> None:
+@runs(mix_copy)
+def test_many_trials_are_halved(run) -> None:
     case = Case("marginals", 4)
     case.counts[:, 5], case.counts[:, 6] = torch.tensor([1025, 701]), torch.tensor([1024, 900])
     before = case.counts.clone()
-    _, state = case.mixed(run, device)
+    _, state = case.mixed(run)
     before[:, 5] = torch.tensor([512, 350])
-    assert torch.equal(state["counts"].cpu(), before)
+    assert torch.equal(state["counts"], before)
 
 
 @pytest.mark.parametrize(
@@ -276,11 +254,9 @@ def test_many_trials_are_halved(run, device: torch.device) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_trees_with_copies_by_brute_force(run, kind: str, seed: int, device: torch.device) -> None:
+def test_trees_with_copies_by_brute_force(run, kind: str, seed: int) -> None:
     case = Case(kind, seed)
-    copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
-    on_device = on(copies, device)
-    out = grown(run, case, 9, 40, on_device, device)
+    out, sources = grown(run, case, 9, 40)
     for r in range(case.reqs):
         every = case.paths(r)
         count = min(len(every), 40)
@@ -291,13 +267,13 @@ def test_trees_with_copies_by_brute_force(run, kind: str, seed: int, device: tor
             paths.append((*paths[parent], int(out.tokens[r, column])))
             score, source = every[paths[-1]]
             assert float(out.log_rho[r, column]) == pytest.approx(score, abs=1e-5)
-            assert int(on_device.sources[r, column]) == source
+            assert int(sources[r, column]) == source
             assert int(out.depths[r, column]) == len(paths[-1])
         assert len(set(paths)) == count + 1, "one node a prefix"
         scores = out.log_rho[r, :count].tolist()
         best = sorted((score for score, _ in every.values()), reverse=True)[:count]
         assert scores == pytest.approx(best, abs=1e-5)
-        assert on_device.sources[r, count:].eq(0).all()
+        assert sources[r, count:].eq(0).all()
 
 
 @pytest.mark.parametrize(
@@ -309,37 +285,19 @@ def test_trees_with_copies_by_brute_force(run, kind: str, seed: int, device: tor
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_grow_the_references_trees(
-    run, kind: str, top_k: int, device: torch.device
-) -> None:
+def test_kernels_grow_the_references_trees(run, kind: str, top_k: int) -> None:
     case = Case(kind, 7, depth=4, width=4, length=9)
-    copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
-    outs = []
-    for version, where in ((expand_best_first.reference, torch.device("cpu")), (run, device)):
-        part = on(copies, where)
-        outs.append([*grown(version, case, top_k, 40, part, where), part.sources])
-    for one, other in itertools.zip_longest(*outs):
-        assert_same(other, one)
-
-
-@pytest.mark.parametrize("run", EXPANDS)
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_without_a_match_the_tree_is_the_drafters(run, kind: str, device: torch.device) -> None:
-    case = Case(kind, 5)
-    case.texts = [[r, 1, 2, 3] for r in range(case.reqs)]
-    case.history, case.lengths = histories(case.texts)
-    copies, _ = case.mixed(mix_copy.reference, torch.device("cpu"))
-    plain, mixed = (grown(run, case, 3, 20, part, device) for part in (None, on(copies, device)))
-    assert_same_trees(mixed, plain)
+    trees, sources = grown(run, case, top_k, 40)
+    expected, expected_sources = grown(expand_best_first.reference, case, top_k, 40)
+    assert_same(trees, expected)
+    assert_same(sources, expected_sources)
 
 
 @runs(count_sources)
-def test_sources_are_counted(run, device: torch.device) -> None:
+def test_sources_are_counted(run) -> None:
     sources = torch.tensor([[3, 1, 2, 2, 0], [1, 1, 1, 1, 1], [1, 3, 2, 1, 1]], dtype=torch.int32)
     starts = torch.tensor([0, 5, 8, 10], dtype=torch.int32)  # 4, 2 and 1 nodes
     path = torch.tensor([[0, 1, 3, -1], [0, -1, -1, -1], [0, 1, -1, -1]], dtype=torch.int32)
     counts = torch.ones(2, 3, dtype=torch.int32)
-    call = [sources, torch.tensor([0, -1, 2]), starts, path, counts]
-    call = [moved(tensor, device) for tensor in call]
-    run(*call)
-    assert call[-1].tolist() == [[1 + 2, 1 + 2, 1 + 1], [1 + 1, 1 + 1, 1 + 1]]
+    call(run, sources, torch.tensor([0, -1, 2]), starts, path, counts)
+    assert counts.tolist() == [[1 + 2, 1 + 2, 1 + 1], [1 + 1, 1 + 1, 1 + 1]]

@@ -9,15 +9,16 @@ import itertools
 import pytest
 import torch
 from op_helpers import (
+    DEVICE,
     Trees,
     assert_same,
-    assert_same_trees,
-    moved,
+    call,
     poisoned,
     poisoned_trees,
     prefixes,
+    refuses,
+    using_threads,
     versions,
-    versions_of,
 )
 from torch import Tensor, nn
 
@@ -187,27 +188,11 @@ def test_a_narrow_frontier_keeps_a_tree_of_true_scores() -> None:
     assert totals == sorted(totals) and totals[0] < totals[-1]
 
 
-def test_a_head_that_knows_the_last_token_alone_gives_the_transition_lattice(
-    device: torch.device,
-) -> None:
-    """With `rows` naming each candidate's own row, the tree is the one without `rows`."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.rand(2, 5, 19, generator=generator).argsort(-1)[..., :6].int()
-    logprobs = torch.randn(2, 5, 6, 6, generator=generator).log_softmax(-1)
-    rows = torch.arange(6, dtype=torch.int32).expand(2, 5, 6, 6).contiguous().to(device)
-    slots, tokens, logprobs = torch.arange(2).to(device), tokens.to(device), logprobs.to(device)
-    for run in versions_of(expand_best_first):
-        plain, named = (poisoned_trees(2, 2, 50).to(device) for _ in range(2))
-        run(tokens, logprobs, 4, slots, *plain)
-        run(tokens, logprobs, 4, slots, *named, rows)
-        assert_same_trees(named, plain)
-
-
 @pytest.mark.parametrize("run", versions(expand_best_first.triton, expand_best_first.cpu))
 @pytest.mark.parametrize(
     "size", [(2, 6, 5, 7, 5, 60), (3, 15, 8, 20, 6, 48), (2, 4, 250, 3, 3, 40)]
 )
-def test_expansion_over_rows_equals_the_reference(run, size, device: torch.device) -> None:
+def test_expansion_over_rows_equals_the_reference(run, size) -> None:
     """R, D, P, M, top-K, N; rows are random, and a third of the children have none."""
     reqs, depth, width, candidates, top_k, limit = size
     generator = torch.Generator().manual_seed(limit)
@@ -219,10 +204,9 @@ def test_expansion_over_rows_equals_the_reference(run, size, device: torch.devic
     inputs = tokens, logprobs, top_k, torch.arange(reqs)
     expected = poisoned_trees(reqs, reqs, limit)
     expand_best_first.reference(*inputs, *expected, rows)
-    out = poisoned_trees(reqs, reqs, limit).to(device)
-    given = [x if isinstance(x, int) else moved(x, device) for x in inputs]
-    run(*given, *out, moved(rows, device))
-    assert_same_trees(out, expected)
+    out = poisoned_trees(reqs, reqs, limit)
+    call(run, *inputs, *out, rows)
+    assert_same(out, expected)
 
 
 # --- the two ops of a round ---------------------------------------------------------------------
@@ -230,9 +214,7 @@ def test_expansion_over_rows_equals_the_reference(run, size, device: torch.devic
 
 @pytest.mark.parametrize("size", [(2, 3, 5, 10), (1, 1, 1, 3), (3, 8, 4, 33)])
 @pytest.mark.parametrize("version", ["reference", "triton"])
-def test_states_advance_as_in_pytorchs_gru(
-    version: str, size: tuple[int, ...], device: torch.device
-) -> None:
+def test_states_advance_as_in_pytorchs_gru(version: str, size: tuple[int, ...]) -> None:
     reqs, width, old, state = size
     generator = torch.Generator().manual_seed(old)
     cell = nn.GRUCell(HIDDEN, state, bias=False)
@@ -244,24 +226,23 @@ def test_states_advance_as_in_pytorchs_gru(
         above = states.gather(1, parents.long()[..., None].expand(-1, -1, state))
         expected = cell(embedded.flatten(0, 1), above.flatten(0, 1)).view(reqs, width, state)
     wider = torch.cat([gates, poisoned(reqs, old, 7, dtype=torch.float32)], dim=-1)
-    out = poisoned(reqs, width, state, dtype=torch.float32).to(device)
-    run = getattr(advance_states, version)
-    run(*(moved(x, device) for x in (inputs, wider, states, parents)), out)
-    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=2e-6)
+    out = poisoned(reqs, width, state, dtype=torch.float32)
+    call(getattr(advance_states, version), inputs, wider, states, parents, out)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
 
 
-def extend(run, base, position, latent, weight, costs, top_k, kept, corrected, device):
+def extend(run, base, position, latent, weight, costs, top_k, kept, corrected):
     """The outputs of `extend_frontier`, requests as slices of longer rows."""
     reqs, candidates = base.shape
     prefixes = latent.shape[1]
     shape = reqs, 2, prefixes, candidates
-    scores = poisoned(*shape, dtype=torch.float32).to(device)
-    rows = poisoned(*shape, dtype=torch.int32).to(device)
-    parents, children = (poisoned(reqs, kept, dtype=torch.int32).to(device) for _ in range(2))
-    out = poisoned(reqs, kept, dtype=torch.float32).to(device)
-    given = [moved(x, device) for x in (base, position, latent, weight, costs)]
-    run(*given, top_k, corrected, scores[:, 1], rows[:, 1], parents, children, out)
-    return [x.cpu() for x in (scores[:, 1], rows[:, 1], parents, children, out)]
+    scores = poisoned(*shape, dtype=torch.float32)
+    rows = poisoned(*shape, dtype=torch.int32)
+    parents, children = (poisoned(reqs, kept, dtype=torch.int32) for _ in range(2))
+    out = poisoned(reqs, kept, dtype=torch.float32)
+    made = scores[:, 1], rows[:, 1], parents, children, out
+    call(run, base, position, latent, weight, costs, top_k, corrected, *made)
+    return made
 
 
 ROUNDS = {  # R, P, M, E, top-K, B, corrected
@@ -277,9 +258,7 @@ ROUNDS = {  # R, P, M, E, top-K, B, corrected
 @pytest.mark.parametrize("run", versions(extend_frontier.reference, extend_frontier.triton))
 @pytest.mark.parametrize("case", ROUNDS.values(), ids=ROUNDS)
 @pytest.mark.parametrize("ties", [False, True])
-def test_a_round_keeps_what_stable_sorts_keep(
-    run, case: tuple[int, ...], ties: bool, device: torch.device
-) -> None:
+def test_a_round_keeps_what_stable_sorts_keep(run, case: tuple[int, ...], ties: bool) -> None:
     reqs, prefixes, candidates, width, top_k, kept, corrected = case
     generator = torch.Generator().manual_seed(kept)
 
@@ -294,11 +273,10 @@ def test_a_round_keeps_what_stable_sorts_keep(
     costs = noise(reqs, prefixes).abs().round()
     costs[-1, prefixes // 2] = float("inf") if prefixes > 1 else 0.0
     given = base, position, latent, weight, costs, top_k, kept, corrected
-    expected = extend(extend_frontier.reference, *given, torch.device("cpu"))
-    actual = extend(run, *given, device)
+    expected = extend(extend_frontier.reference, *given)
+    actual = extend(run, *given)
     torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=1e-5)
     # The choice is exact for the log-probabilities that the version itself has computed.
-    again = extend(extend_frontier.reference, *given, torch.device("cpu"))
     own = (-actual[0]).clamp(min=0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
     places = own.sort(dim=-1, stable=True).indices.argsort(dim=-1)
     totals = (costs[..., None] + own.masked_fill(places >= top_k, torch.inf)).flatten(1)
@@ -314,15 +292,15 @@ def test_a_round_keeps_what_stable_sorts_keep(
         assert_same(actual[1].flatten(1)[req], places_of)
         assert actual[4][req, number:].isinf().all() and not actual[2][req, number:].any()
     if not ties:
-        for one, other in zip(actual[1:4], again[1:4], strict=True):
+        for one, other in zip(actual[1:4], expected[1:4], strict=True):
             assert_same(one, other)
 
 
-def test_the_triton_ops_grow_the_same_trees(device: torch.device) -> None:
+def test_the_triton_ops_grow_the_same_trees() -> None:
     """`recurrent_lattice` with the kernels in place of what a CPU runs."""
     block = Block(11, 2, 4, 8, 1)
     expected = block.trees(6, 5, 20)
-    run = recurrent_lattice if device.type == "cuda" else recurrent_lattice.triton
+    run = recurrent_lattice if DEVICE.type == "cuda" else recurrent_lattice.triton
     actual = block.trees(6, 5, 20, run)
     for name in ("tokens", "parents", "depths", "num_nodes"):
         assert_same(getattr(actual, name), getattr(expected, name), name)
@@ -357,12 +335,8 @@ def test_all_rounds_in_one_call_give_the_references_lattice(
     block = Block(candidates, reqs, depth, candidates, start)
     expected = block.lattice(width, top_k, recurrent_lattice.reference, kind)
     for threads in (1, 2):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with using_threads(threads):
             actual = block.lattice(width, top_k, recurrent_lattice.cpu, kind)
-        finally:
-            torch.set_num_threads(before)
         root = expected.logprobs[:, 0, 0]
         torch.testing.assert_close(actual.logprobs[:, 0, 0], root, rtol=0, atol=tolerance)
         if kind == torch.float32:
@@ -399,23 +373,13 @@ def test_products_on_tile_registers(reqs: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_wrong_arguments_are_named() -> None:
-    floats, ints = torch.zeros(1, 2, 6), torch.zeros(1, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="gates must have 3G = 6 columns, got 5"):
-        advance_states(floats, floats[..., :5].contiguous(), floats[..., :2].contiguous(), ints,
-                       floats[..., :2].contiguous())  # fmt: skip
-    many = torch.zeros(1, 255, 2)
-    base, weight = torch.zeros(1, 255), torch.zeros(1, 255, 2)
-    scores = torch.zeros(1, 255, 255)
-    with pytest.raises(ValueError, match=r"P \* M <= 8192"):
-        extend_frontier(base, weight[:, 0], many, weight, torch.zeros(1, 255), 2, True, scores,
-                        scores.int(), ints, ints, torch.zeros(1, 2))  # fmt: skip
-
-
-def test_a_lattice_names_its_wrong_arguments() -> None:
+    inputs, gates, states = (torch.zeros(1, 2, size) for size in (6, 5, 2))
+    ints, given = torch.zeros(1, 2, dtype=torch.int32), (inputs, gates, states)
+    refuses("gates must have 3G = 6 columns, got 5", advance_states, *given, ints, states.clone())
+    many, costs, scores = (torch.zeros(1, 255, *more) for more in ((2,), (), (255,)))
+    given = costs, many[:, 0], many, many, costs, 2, True, scores, scores.int(), ints, ints
+    refuses(r"P \* M <= 8192", extend_frontier, *given, torch.zeros(1, 2))
     block = Block(1, 1, 2, 4)
+    refuses("top_k >= 1, got 2, 4, 0", block.lattice, 2, 0)
     block.base = block.base.double()
-    with pytest.raises(TypeError, match=r"base must be torch\.float32"):
-        block.lattice(2, 2)
-    block = Block(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="top_k >= 1, got 2, 4, 0"):
-        block.lattice(2, 0)
+    refuses(r"base must be torch\.float32", block.lattice, 2, 2)

@@ -3,25 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from op_helpers import versions
+from op_helpers import DEVICE, POISON, refuses, runs
 from torch import Tensor
 
 from bastion_kernels import gather_rows
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-POISON = -7777
-
-Run = Callable[[list[Tensor], Tensor, list[Tensor]], None]
-runs = pytest.mark.parametrize(
-    "run", versions(gather_rows.reference, gather_rows.triton, gather_rows, gather_rows.cpu)
-)
+each_version = runs(gather_rows, gather_rows)
 
 
-def check(run: Run, sources: list[Tensor], rows: list[int], outs: list[Tensor]) -> None:
+def check(run, sources: list[Tensor], rows: list[int], outs: list[Tensor]) -> None:
     run(sources, torch.tensor(rows, dtype=torch.int64, device=DEVICE), outs)
     for source, out in zip(sources, outs, strict=True):
         for m in range(out.shape[0]):
@@ -30,9 +22,9 @@ def check(run: Run, sources: list[Tensor], rows: list[int], outs: list[Tensor]) 
             assert torch.equal(out[m], expected)
 
 
-@runs
+@each_version
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int32])
-def test_rows_of_several_sources(run: Run, dtype: torch.dtype) -> None:
+def test_rows_of_several_sources(run, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     sources = [
         torch.randn(20, width, generator=g).mul(100).to(dtype).to(DEVICE)
@@ -42,8 +34,8 @@ def test_rows_of_several_sources(run: Run, dtype: torch.dtype) -> None:
     check(run, sources, [3, 3, -1, 19, 0, -1, 7], outs)
 
 
-@runs
-def test_strided_rows(run: Run) -> None:
+@each_version
+def test_strided_rows(run) -> None:
     g = torch.Generator().manual_seed(1)
     source = torch.randn(12, 40, generator=g).to(DEVICE)[::2, 3:30]
     out = torch.full((4, 50), float(POISON), device=DEVICE)
@@ -52,8 +44,8 @@ def test_strided_rows(run: Run) -> None:
     assert bool((out == POISON).all())
 
 
-@runs
-def test_one_row_of_one_source(run: Run) -> None:
+@each_version
+def test_one_row_of_one_source(run) -> None:
     source = torch.arange(6, dtype=torch.float32, device=DEVICE)[None]
     check(run, [source], [0], [torch.full_like(source, POISON)])
 
@@ -63,14 +55,9 @@ def test_nothing_to_do_and_refusals() -> None:
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     gather_rows([source], none, [source.clone()])
     gather_rows([], none, [])
-    row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match="1 sources but 0 outs"):
-        gather_rows([source], row, [])
-    with pytest.raises(TypeError, match="its output"):
-        gather_rows([source], row, [source.half()])
-    with pytest.raises(ValueError, match="its output"):
-        gather_rows([source], row, [source[:, :2].contiguous()])
-    with pytest.raises(ValueError, match="1 rows do not fit an output of 0"):
-        gather_rows([source], row, [source[:0]])
-    with pytest.raises(TypeError, match="rows"):
-        gather_rows([source], row.int(), [source.clone()])
+    row, narrow = torch.zeros(1, dtype=torch.int64, device=DEVICE), source[:, :2].contiguous()
+    refuses("1 sources but 0 outs", gather_rows, [source], row, [])
+    refuses("its output", gather_rows, [source], row, [source.half()])
+    refuses("its output", gather_rows, [source], row, [narrow])
+    refuses("1 rows do not fit an output of 0", gather_rows, [source], row, [source[:0]])
+    refuses("rows", gather_rows, [source], row.int(), [source.clone()])

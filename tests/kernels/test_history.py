@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from op_helpers import RANDOM, assert_same, moved, poisoned, runs, shaped_parents, versions_of
+from op_helpers import assert_same, call, poisoned, random_parents, refuses, runs
 
 from bastion_kernels import ancestor_tokens, mask_bad_words, penalise_ancestors
 
@@ -26,7 +25,7 @@ class Rows:
         slots, nodes, self.above = [], [], list[list[int]]()
         fed = []
         for slot in torch.randperm(SLOTS, generator=generator)[:3].tolist():
-            parents = shaped_parents(RANDOM, NODES, NODES, generator)
+            parents = random_parents(NODES, NODES, generator)
             depth = [0]
             for column, parent in enumerate(parents):
                 if depth[parent] == DEPTH:
@@ -55,32 +54,29 @@ SEEDS = range(6)
 
 
 @runs(ancestor_tokens, ancestor_tokens)
-def test_every_row_has_the_tokens_of_its_own_branch(run, device: torch.device) -> None:
+def test_every_row_has_the_tokens_of_its_own_branch(run) -> None:
     for seed in SEEDS:
         rows = Rows(seed)
-        tokens = poisoned(len(rows.fed), DEPTH, dtype=torch.int64).to(device)
-        depths = poisoned(len(rows.fed), dtype=torch.int32).to(device)
-        given = (rows.fed, rows.parents, rows.slots, rows.nodes)
-        run(*(moved(tensor, device) for tensor in given), tokens, depths)
+        tokens = poisoned(len(rows.fed), DEPTH, dtype=torch.int64)
+        depths = poisoned(len(rows.fed), dtype=torch.int32)
+        call(run, rows.fed, rows.parents, rows.slots, rows.nodes, tokens, depths)
         assert_same(tokens, rows.tokens)
         assert_same(depths, rows.depths)
 
 
-def test_a_node_without_a_tree_has_no_ancestors(device: torch.device) -> None:
+@runs(ancestor_tokens)
+def test_a_node_without_a_tree_has_no_ancestors(run) -> None:
     # As in warm-up, where drafts are verified that no tree was grown for: no loop, no stray store.
-    parents = torch.full((1, 3), -1, dtype=torch.int32, device=device)
-    rows = torch.arange(5, device=device)
-    for run in versions_of(ancestor_tokens):
-        tokens = poisoned(5, DEPTH, dtype=torch.int64).to(device)
-        depths = poisoned(5, dtype=torch.int32).to(device)
-        run(rows + 10, parents, torch.zeros_like(rows), rows, tokens, depths)
-        assert depths.tolist() == [0, 1, 1, 1, 0]
-        assert tokens[:, 0].tolist() == [-1, 11, 12, 13, -1]
-        assert tokens[:, 1:].eq(-1).all()
+    parents, rows = torch.full((1, 3), -1, dtype=torch.int32), torch.arange(5)
+    tokens, depths = poisoned(5, DEPTH, dtype=torch.int64), poisoned(5, dtype=torch.int32)
+    call(run, rows + 10, parents, torch.zeros_like(rows), rows, tokens, depths)
+    assert depths.tolist() == [0, 1, 1, 1, 0]
+    assert tokens[:, 0].tolist() == [-1, 11, 12, 13, -1]
+    assert tokens[:, 1:].eq(-1).all()
 
 
 @runs(penalise_ancestors, penalise_ancestors)
-def test_penalties_count_output_and_ancestors(run, device: torch.device) -> None:
+def test_penalties_count_output_and_ancestors(run) -> None:
     for seed in SEEDS:
         rows = Rows(seed)
         counts = rows.integers(0, 3, SLOTS, VOCAB).int()
@@ -89,9 +85,8 @@ def test_penalties_count_output_and_ancestors(run, device: torch.device) -> None
             for values in ([1.0, 1.3, 0.7, 1.0, 1.3], [0.0, 0.5, 0, 0, -0.4], [0.0, 0, 0.9, 0.8, 0])
         ]
         before = rows.logits.gather(1, rows.tokens.clamp(min=0))
-        logits = rows.logits.clone().to(device)
-        given = (before, rows.tokens, rows.slots, *penalties, counts)
-        run(logits, *(tensor.to(device) for tensor in given))
+        logits = rows.logits.clone()
+        call(run, logits, before, rows.tokens, rows.slots, *penalties, counts)
         expected = rows.logits.double()
         for row, path in enumerate(rows.above):
             repetition, frequency, presence = (
@@ -102,14 +97,14 @@ def test_penalties_count_output_and_ancestors(run, device: torch.device) -> None
                 value = value / repetition if value > 0 else value * repetition
                 count = int(counts[rows.slots[row], token]) + path.count(token)
                 expected[row, token] = value - frequency * count - presence
-        torch.testing.assert_close(logits.cpu().double(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-6, atol=1e-6)
         # Where nothing is penalised, not a bit.
         free = rows.slots == 0
-        assert_same(logits.cpu()[free], rows.logits[free])
+        assert_same(logits[free], rows.logits[free])
 
 
 @runs(mask_bad_words, mask_bad_words)
-def test_bad_words_end_output_and_ancestors(run, device: torch.device) -> None:
+def test_bad_words_end_output_and_ancestors(run) -> None:
     masked = 0
     for seed in SEEDS:
         rows = Rows(seed)
@@ -133,10 +128,9 @@ def test_bad_words_end_output_and_ancestors(run, device: torch.device) -> None:
         emitted = rows.integers(0, 3, SLOTS, 9).int()
         prompt_len = rows.integers(1, 4, SLOTS).int()
         total_len = prompt_len + rows.integers(0, 5, SLOTS).int()
-        logits = rows.logits.clone().to(device)
-        given = (rows.tokens, rows.depths, rows.slots, word_tokens, offsets, num_words, emitted,
-                 prompt_len, total_len)  # fmt: skip
-        run(logits, *(tensor.to(device) for tensor in given), int(num_words.max()))
+        logits = rows.logits.clone()
+        given = rows.tokens, rows.depths, rows.slots, word_tokens, offsets, num_words, emitted
+        call(run, logits, *given, prompt_len, total_len, int(num_words.max()))
         expected = rows.logits.clone()
         for row, slot in enumerate(rows.slots.tolist()):
             text = emitted[slot, prompt_len[slot] : total_len[slot]].tolist()
@@ -152,9 +146,8 @@ def test_bad_words_end_output_and_ancestors(run, device: torch.device) -> None:
 def test_wrong_arguments_are_named() -> None:
     tokens = torch.zeros(4, DEPTH, dtype=torch.int64)
     depths, parents = torch.zeros(4, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
-    rows = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"nodes must have shape \[4\], got \[3\]"):
-        ancestor_tokens(rows, parents, rows, rows[:3], tokens, depths)
-    with pytest.raises(TypeError, match=r"logits must be torch\.float32"):
-        ones = torch.ones(2)
-        penalise_ancestors(tokens, ones, tokens, rows, ones, ones, ones, parents)
+    rows, ones = torch.zeros(4, dtype=torch.int64), torch.ones(2)
+    given = rows, parents, rows, rows[:3], tokens, depths
+    refuses(r"nodes must have shape \[4\], got \[3\]", ancestor_tokens, *given)
+    given = tokens, ones, tokens, rows, ones, ones, ones, parents
+    refuses(r"logits must be torch\.float32", penalise_ancestors, *given)

@@ -5,21 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from op_helpers import DEVICE, refuses
 from torch import Tensor
 
 from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.attention.kv_layout import KVLayout
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.parametrize(
-    "run",
-    [
-        "compact_reference",
-        "compact_triton",
-        "compact",
-        *(["compact_cpu"] if DEVICE == "cpu" else []),
-    ],
-)
+ON_CPU = ["compact_cpu"] if DEVICE.type == "cpu" else []
+runs = pytest.mark.parametrize("run", ["compact_reference", "compact_triton", "compact", *ON_CPU])
 
 
 def make_cache(
@@ -159,26 +152,22 @@ def test_offsets_beyond_32_bits(run: str) -> None:
 
 
 @runs
-def test_identity_paths_and_finished_requests_leave_every_byte(run: str) -> None:
+@pytest.mark.parametrize(
+    ("tails", "paths"),
+    [
+        # identities, and a request that has finished
+        ([6, 6, 1], [[0, 1, 2, 3, 4], [0, -1, 3, 4, 5], [0, -1, -1, -1, -1]]),
+        # beyond the tail; the second is padding without rows, and its path is another step's
+        ([3, 0], [[0, 3, 4, 5], [0, 2, 3, 4]]),
+    ],
+)
+def test_paths_that_leave_every_byte(run: str, tails: list[int], paths: list[list[int]]) -> None:
     cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 6)
     before = cache.clone()
-    step = Step([6, 6, 1], width=5, groups=1, room=72, seed=4)
-    step.path[0] = torch.arange(5)
-    step.path[1] = torch.tensor([0, -1, 3, 4, 5])
-    step.path[2] = torch.tensor([0, -1, -1, -1, -1])
-    step.run(KVCompactor([cache], [0]), run)
-    assert same_bytes(cache, before)
-
-
-@runs
-def test_stale_paths_beyond_a_tail_are_ignored(run: str) -> None:
-    cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 7)
-    before = cache.clone()
-    step = Step([3, 5], width=4, groups=1, room=72, seed=5)
-    # the second request is padding: no rows, but a path left from another step
-    step.starts[2], step.cu[2] = step.starts[1], step.cu[1]
-    step.path[0] = torch.tensor([0, 3, 4, 5])
-    step.path[1] = torch.tensor([0, 2, 3, 4])
+    step = Step(tails, width=len(paths[0]), groups=1, room=72, seed=4)
+    if tails[-1] == 0:
+        step.starts[-1] = step.starts[-2]
+    step.path[:] = torch.tensor(paths)
     step.run(KVCompactor([cache], [0]), run)
     assert same_bytes(cache, before)
 
@@ -211,18 +200,14 @@ def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(run: s
 
 def test_refusals_name_the_argument() -> None:
     cache = make_cache(3, 2, 4, 8, torch.bfloat16, "BHN", 10)
-    with pytest.raises(ValueError, match="0 caches"):
-        KVCompactor([], [])
-    with pytest.raises(ValueError, match="1 caches, 2 groups"):
-        KVCompactor([cache], [0, 0])
-    with pytest.raises(ValueError, match="contiguous"):
-        KVCompactor([cache.transpose(2, 3)], [0])
-    step = Step([3], width=4, groups=1, room=12, seed=0)
-    with pytest.raises(ValueError, match="cu_num_logits"):
-        KVCompactor([cache], [0]).compact(step.slots, step.starts, step.cu[:1], step.path)
+    refuses("0 caches", KVCompactor, [], [])
+    refuses("1 caches, 2 groups", KVCompactor, [cache], [0, 0])
+    refuses("contiguous", KVCompactor, [cache.transpose(2, 3)], [0])
+    step, compact = Step([3], width=4, groups=1, room=12, seed=0), KVCompactor([cache], [0]).compact
+    refuses("cu_num_logits", compact, step.slots, step.starts, step.cu[:1], step.path)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="packed caches are a CPU's")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="packed caches are a CPU's")
 @pytest.mark.parametrize("run", ["compact_reference", "compact_cpu", "compact"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_of_packed_caches(run: str, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from op_helpers import using_threads
 from torch import Tensor
 
 from bastion_kernels.cpu.linear import (
@@ -47,18 +48,14 @@ def test_product(rows: int, outer: int, inner: int, biased: bool) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_row_does_not_depend_on_those_beside_it(threads: int) -> None:
-    before = torch.get_num_threads()
     g = torch.Generator().manual_seed(5)
     packed = pack_weight(torch.randn(352, 6000, generator=g).bfloat16())
     assert packed is not None
     x = torch.randn(70, 6000, generator=g).bfloat16()
     alone = torch.cat([product(row[None], packed) for row in x])
-    torch.set_num_threads(threads)
-    try:
+    with using_threads(threads):
         for rows in (2, 17, 49, 70):
             assert torch.equal(product(x[-rows:], packed), alone[-rows:])
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 25, 65, 3000])

@@ -6,19 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 from op_helpers import (
-    CHAIN,
+    DEVICE,
     POISON,
-    RANDOM,
-    STAR,
     assert_same,
+    call,
     depths_of,
-    moved,
     poisoned,
     random_parents,
+    refuses,
     runs,
     shaped_parents,
     versions,
-    versions_of,
 )
 from torch import Tensor
 
@@ -48,51 +46,50 @@ def closure(parents: list[int]) -> Tensor:
     return reach.bool()
 
 
-def mask(run, parents: Tensor, slots: Tensor, device: torch.device) -> Tensor:
+def mask(run, parents: Tensor, slots: Tensor) -> Tensor:
     limit = parents.shape[1]
-    out = poisoned(len(parents), limit + 2, limit // 32 + 3, dtype=torch.int32).to(device)
-    run(moved(parents, device), slots.to(device), out[:, : limit + 1, : limit // 32 + 1])
-    out = out.cpu()
+    out = poisoned(len(parents), limit + 2, limit // 32 + 3, dtype=torch.int32)
+    call(run, parents, slots, out[:, : limit + 1, : limit // 32 + 1])
     assert out[:, limit + 1 :].eq(POISON).all() and out[:, :, limit // 32 + 1 :].eq(POISON).all()
     return out[:, : limit + 1, : limit // 32 + 1]
 
 
 @runs(ancestor_bits, ancestor_bits)
-@pytest.mark.parametrize("shape", [CHAIN, STAR, RANDOM])
+@pytest.mark.parametrize("shape", ["chain", "star", "random"])
 @pytest.mark.parametrize("size", [(1, 1), (1, 0), (31, 31), (32, 20), (64, 64), (77, 70)])
-def test_bits(run, shape: str, size: tuple[int, int], device: torch.device) -> None:
+def test_bits(run, shape: str, size: tuple[int, int]) -> None:
     limit, used = size
     generator = torch.Generator().manual_seed(limit)
     rows = [shaped_parents(shape, limit, used, generator) for _ in range(4)]
     parents = torch.tensor(rows, dtype=torch.int32)
-    out = mask(run, parents, torch.tensor([3, -1, 1]), device)
+    out = mask(run, parents, torch.tensor([3, -1, 1]))
     for slot in (1, 3):
         assert_same(unpack(out[slot], limit + 1), closure(rows[slot]))
     assert out[[0, 2]].eq(POISON).all()
 
 
-def test_bits_of_random_trees(device: torch.device) -> None:
+def test_bits_of_random_trees() -> None:
     generator = torch.Generator().manual_seed(1)
     rows = [random_parents(40, used % 41, generator) for used in range(1000)]
     parents, slots = torch.tensor(rows, dtype=torch.int32), torch.arange(1000)
     expected = torch.stack([closure(row) for row in rows])
     for run in versions(ancestor_bits.reference, ancestor_bits.cpu):
-        assert_same(unpack(mask(run, parents, slots, device), 41), expected)
-    some = slots if device.type == "cuda" else slots[::25].contiguous()
-    actual = mask(ancestor_bits.triton, parents, some, device)
+        assert_same(unpack(mask(run, parents, slots), 41), expected)
+    some = slots if DEVICE.type == "cuda" else slots[::25].contiguous()
+    actual = mask(ancestor_bits.triton, parents, some)
     assert_same(unpack(actual[some], 41), expected[some])
 
 
-def test_bits_of_damaged_parents_terminate(device: torch.device) -> None:
+@pytest.mark.parametrize("run", versions(ancestor_bits.triton, ancestor_bits.cpu))
+def test_bits_of_damaged_parents_terminate(run) -> None:
     parents = torch.tensor([[5, 2, 3, 1, 2_000_000, -9, 0, 7]], dtype=torch.int32)
-    for run in versions(ancestor_bits.triton, ancestor_bits.cpu):
-        out = mask(run, parents, torch.tensor([0]), device)
-        assert unpack(out[0], 9)[7].nonzero().flatten().tolist() == [0, 7]
+    out = mask(run, parents, torch.tensor([0]))
+    assert unpack(out[0], 9)[7].nonzero().flatten().tolist() == [0, 7]
 
 
 @runs(tree_positions, tree_positions)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_positions(run, in_place: bool, device: torch.device) -> None:
+def test_positions(run, in_place: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     limit = 40
     rows = [random_parents(limit, limit, generator) for _ in range(9)]
@@ -112,33 +109,29 @@ def test_positions(run, in_place: bool, device: torch.device) -> None:
         starts.append(starts[-1] + length)
         logits.append(logits[-1] + tail)
     positions, expected = positions + [POISON] * 6, expected + [POISON] * 6  # padding rows
-    source = torch.tensor(positions).to(device)
-    out = source if in_place else poisoned(len(positions), dtype=torch.int64).to(device)
-    run(
-        source, moved(depths, device), torch.tensor([slot for slot, _, _ in batch]).to(device),
-        torch.tensor(starts, dtype=torch.int32).to(device),
-        torch.tensor(logits, dtype=torch.int32).to(device), out,
-    )  # fmt: skip
+    source = torch.tensor(positions)
+    out = source if in_place else poisoned(len(positions), dtype=torch.int64)
+    slots = torch.tensor([slot for slot, _, _ in batch])
+    ends = (torch.tensor(x, dtype=torch.int32) for x in (starts, logits))
+    call(run, source, depths, slots, *ends, out)
     assert out.tolist() == expected
     assert in_place or source.tolist() == positions
 
 
-def test_nothing_to_do(device: torch.device) -> None:
+@pytest.mark.parametrize("version", ["reference", "triton", "cpu"])
+def test_nothing_to_do(version: str) -> None:
     none, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     parents = torch.zeros(2, 3, dtype=torch.int32)
-    for run in versions_of(tree_positions):
-        run(*(t.to(device) for t in (none, parents, none, one, one, none.clone())))
-    for run in versions_of(ancestor_bits):
-        assert mask(run, parents, none, device).eq(POISON).all()
+    call(getattr(tree_positions, version), none, parents, none, one, one, none.clone())
+    assert mask(getattr(ancestor_bits, version), parents, none).eq(POISON).all()
 
 
 def test_wrong_arguments_are_named() -> None:
     parents, slots = torch.zeros(2, 32, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"out must have shape \[2, 33, 2\], got \[2, 33, 1\]"):
-        ancestor_bits(parents, slots, torch.zeros(2, 33, 1, dtype=torch.int32))
-    ends = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"positions must be torch\.int64"):
-        tree_positions(ends, parents, slots, ends, ends, ends)
-    with pytest.raises(ValueError, match="last dimension of positions must be contiguous"):
-        wide = torch.zeros(8, dtype=torch.int64)
-        tree_positions(wide[::2], parents, slots, ends, ends, wide[:4])
+    out, ends = torch.zeros(2, 33, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    refuses(
+        r"out must have shape \[2, 33, 2\], got \[2, 33, 1\]", ancestor_bits, parents, slots, out
+    )
+    rest, wide = (parents, slots, ends, ends), torch.zeros(8, dtype=torch.int64)
+    refuses(r"positions must be torch\.int64", tree_positions, ends, *rest, ends)
+    refuses("positions must be contiguous", tree_positions, wide[::2], *rest, wide[:4])

@@ -6,11 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from op_helpers import POISON, poisoned, runs
+from op_helpers import DEVICE, POISON, poisoned, refuses, runs
 
 from bastion_kernels import bind_slots, bind_tails, context_rows
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -93,11 +91,11 @@ def test_context_rows_are_the_accepted_path(run, seed):
 
 
 def test_wrong_arguments_are_named():
-    slots = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"base_rows must be torch\.int32"):
-        bind_slots(slots, slots.int(), slots, torch.zeros((), dtype=torch.int64), slots.int())
-    with pytest.raises(ValueError, match=r"tail_lens must have shape \[4\]"):
-        bind_tails(slots, None, slots, torch.zeros(3).int())
+    slots, long = torch.zeros(4, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    given = slots, slots.int(), slots, long, slots.int()
+    refuses(r"base_rows must be torch\.int32", bind_slots, *given)
+    tails = slots, None, slots, torch.zeros(3).int()
+    refuses(r"tail_lens must have shape \[4\]", bind_tails, *tails)
     one, two = torch.zeros(1).int(), torch.zeros(2).int()
-    with pytest.raises(ValueError, match="context_start"):
-        context_rows(one, one, two, two, two[None], slots, one, one, slots, slots, one, 1)
+    rows = one, one, two, two, two[None], slots, one, one, slots, slots, one, 1
+    refuses("context_start", context_rows, *rows)

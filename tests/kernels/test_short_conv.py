@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_batch import DEVICE, POISON, Batch, Request, commits, mixed, random_parents, versions
+from op_helpers import refuses
 from torch import Tensor
 
 from bastion_kernels.gated_delta import short_conv
@@ -110,7 +111,7 @@ def test_the_inputs_before_any_part_of_a_path(version: str) -> None:
 def test_refusals_name_the_argument() -> None:
     step = Step([Request(0, parents=[-1, 0])])
     rest = (step.places, step.starts, step.tails, step.slots, step.parents, step.x.clone())
-    with pytest.raises(ValueError, match="state must have shape"):
-        short_conv_tree(step.x, step.weight, step.state[:, :, :1], *rest)
-    with pytest.raises(ValueError, match="weight must have shape"):
-        short_conv_tree(step.x, step.weight[:-1], step.state, *rest)
+    wrong = step.x, step.weight, step.state[:, :, :1], *rest
+    refuses("state must have shape", short_conv_tree, *wrong)
+    wrong = step.x, step.weight[:-1], step.state, *rest
+    refuses("weight must have shape", short_conv_tree, *wrong)

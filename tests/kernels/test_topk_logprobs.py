@@ -5,25 +5,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_helpers import assert_same, poisoned, runs, versions_of
+from op_helpers import assert_same, call, poisoned, refuses, runs
 from torch import Tensor
 
 from bastion_kernels import merge_topk, topk_logprobs, topk_partial
 
 
 def top(run, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Run into slices of wider, poisoned outputs and return the result, on the CPU."""
-    tokens = poisoned(logits.shape[0], k + 3, dtype=torch.int32).to(logits.device)
-    logprobs = poisoned(logits.shape[0], k + 3, dtype=torch.float32).to(logits.device)
-    run(logits, k, tokens[:, :k], logprobs[:, :k])
+    """Run into slices of wider, poisoned outputs and return the result."""
+    tokens, logprobs = (poisoned(len(logits), k + 3, dtype=t) for t in (torch.int32, torch.float32))
+    call(run, logits, k, tokens[:, :k], logprobs[:, :k])
     assert tokens[:, k:].eq(-7777).all() and logprobs[:, k:].isnan().all()
-    return tokens[:, :k].cpu(), logprobs[:, :k].cpu()
+    return tokens[:, :k], logprobs[:, :k]
 
 
 def assert_top(result: tuple[Tensor, Tensor], logits: Tensor) -> None:
     """Tokens exactly as by a stable sort; log-probabilities within twice PyTorch's fp32 error."""
     tokens, logprobs = result
-    logits = logits.cpu().float()
+    logits = logits.float()
     expected = logits.sort(dim=1, descending=True, stable=True).indices[:, : tokens.shape[1]]
     assert_same(tokens, expected.int(), "tokens")
     truth = logits.double().log_softmax(1).gather(1, expected)
@@ -42,34 +41,34 @@ CASES = {  # M, V, K, dtype
     "bf16": (4, 1024, 8, torch.bfloat16),
     "two chunks": (2, 2049, 16, torch.float32),
     "large K": (1, 5000, 33, torch.bfloat16),
+    "a real vocabulary": (1, 151_936, 4, torch.bfloat16),
 }
 
 
 @runs(topk_logprobs, topk_logprobs)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_against_sort(run, case, device: torch.device) -> None:
+def test_against_sort(run, case) -> None:
     rows, vocab, k, dtype = case
     logits = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab))
-    logits = logits.to(dtype).to(device)
+    logits = logits.to(dtype)
     assert_top(top(run, logits, k), logits)
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # NumPy, of log 0
 @runs(topk_logprobs)
-def test_ties_go_to_the_lower_token(run, device: torch.device) -> None:
+def test_ties_go_to_the_lower_token(run) -> None:
     generator = torch.Generator().manual_seed(1)
     rounded = torch.randn(3, 3000, generator=generator).round()
     rounded[0] = 0.0
     rounded[0, ::2] = -0.0  # equal to 0.0, so token 0 is still the first
     rounded[1, 100:] = float("-inf")
     rounded[2, :2500] = float("-inf")
-    logits = rounded.to(device)
-    assert_top(top(run, logits, 12), logits)
+    assert_top(top(run, rounded, 12), rounded)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, of overflow and log 0
 @runs(topk_logprobs)
-def test_extreme_logits(run, device: torch.device) -> None:
+def test_extreme_logits(run) -> None:
     logits = torch.randn(5, 3000, generator=torch.Generator().manual_seed(2))
     logits[0] *= 1e4
     logits[1] = float("-inf")
@@ -77,20 +76,20 @@ def test_extreme_logits(run, device: torch.device) -> None:
     logits[2] += 1e30
     logits[3, 100:] = torch.finfo(torch.float32).min  # as some mask what must not be drawn
     logits[4] = torch.finfo(torch.float32).min
-    assert_top(top(run, logits.to(device), 4), logits)
+    assert_top(top(run, logits, 4), logits)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
 @runs(topk_logprobs)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_nan_counts_as_minus_infinity(run, sign: float, device: torch.device) -> None:
+def test_nan_counts_as_minus_infinity(run, sign: float) -> None:
     nan = torch.tensor(float("nan")).copysign(torch.tensor(sign))
     logits = torch.randn(3, 2500, generator=torch.Generator().manual_seed(6))
     logits[0] = nan
     logits[1, ::2] = nan
     logits[2, 3:] = nan
     logits[2, 1] = float("-inf")
-    tokens, logprobs = top(run, logits.to(device), 7)
+    tokens, logprobs = top(run, logits, 7)
     clean = logits.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     expected = clean.sort(dim=1, descending=True, stable=True).indices[:, :7]
     assert_same(tokens, expected.int())
@@ -106,7 +105,7 @@ def test_nan_counts_as_minus_infinity(run, sign: float, device: torch.device) ->
         *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16)),
     ],
 )
-def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> None:
+def test_keys_equal_the_references(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(7)
     cases = {
         "one value": torch.full((1, 2100), 1.5),  # more equals than a segment holds
@@ -120,11 +119,11 @@ def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> 
     cases["all in one segment"][:, 2130:2170] += 100
     for name, logits in cases.items():
         k = {"one value": 70, "too few": 75}.get(name, 20)
-        logits, results = logits.to(dtype).to(device), []
+        logits, results = logits.to(dtype), []
         for run in (topk_partial.reference, topk_partial.triton):
-            keys = poisoned(len(logits), k, dtype=torch.int64).to(device)
-            mass = poisoned(len(logits), dtype=torch.float32).to(device)
-            run(logits, k, 1000, keys, mass)
+            keys = poisoned(len(logits), k, dtype=torch.int64)
+            mass = poisoned(len(logits), dtype=torch.float32)
+            call(run, logits, k, 1000, keys, mass)
             results.append((keys, mass))
         (want_keys, want_mass), (keys, mass) = results
         assert_same(keys, want_keys, name)
@@ -132,57 +131,44 @@ def test_keys_equal_the_references(dtype: torch.dtype, device: torch.device) -> 
 
 
 @runs(topk_logprobs)
-def test_strided_logits(run, device: torch.device) -> None:
-    logits = torch.randn(600, 6, generator=torch.Generator().manual_seed(3)).to(device)
+def test_strided_logits(run) -> None:
+    logits = torch.randn(600, 6, generator=torch.Generator().manual_seed(3))
     assert_top(top(run, logits.t()[::2], 6), logits.t()[::2])
     assert_top(top(run, logits[:3, 1:5], 3), logits[:3, 1:5])
 
 
-def test_real_vocabulary(device: torch.device) -> None:
-    logits = torch.randn(1, 151_936, generator=torch.Generator().manual_seed(4)).bfloat16()
-    for run in versions_of(topk_logprobs):
-        assert_top(top(run, logits.to(device), 4), logits)
-
-
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("lane", ["reference", "triton"])
-def test_sharded_vocabulary_gives_the_same(shards: int, lane: str, device: torch.device) -> None:
-    partial, merge = {
-        "reference": (topk_partial.reference, merge_topk.reference),
-        "triton": (topk_partial.triton, merge_topk.triton),
-    }[lane]
+@pytest.mark.parametrize("version", ["reference", "triton"])
+def test_sharded_vocabulary_gives_the_same(shards: int, version: str) -> None:
+    partial, merge = (getattr(op, version) for op in (topk_partial, merge_topk))
     rows, vocab, k = 2, 4 * 11 + 1, 12  # slices of unequal size, some smaller than K
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5)).round(decimals=1)
     logits[1, :23] = float("-inf")  # whole slices of nothing
-    keys = poisoned(rows, shards, k, dtype=torch.int64).to(device)
-    mass = poisoned(rows, shards, dtype=torch.float32).to(device)
+    keys = poisoned(rows, shards, k, dtype=torch.int64)
+    mass = poisoned(rows, shards, dtype=torch.float32)
     start = 0
-    for shard, part in enumerate(logits.to(device).tensor_split(shards, dim=1)):
+    for shard, part in enumerate(logits.tensor_split(shards, dim=1)):
         one_keys, one_mass = keys[:, shard].clone(), mass[:, shard].clone()
-        partial(part, k, start, one_keys, one_mass)
+        call(partial, part, k, start, one_keys, one_mass)
         keys[:, shard], mass[:, shard] = one_keys, one_mass  # as an all-gather would
         start += part.shape[1]
     tokens, logprobs = (poisoned(rows, k, dtype=t) for t in (torch.int32, torch.float32))
-    tokens, logprobs = tokens.to(device), logprobs.to(device)
-    merge(keys, mass, tokens, logprobs)
-    assert_top((tokens.cpu(), logprobs.cpu()), logits)
+    call(merge, keys, mass, tokens, logprobs)
+    assert_top((tokens, logprobs), logits)
     whole = top(topk_logprobs.reference, logits, k)
     assert_same(tokens, whole[0])
-    torch.testing.assert_close(logprobs.cpu(), whole[1], rtol=0, atol=2e-6)
+    torch.testing.assert_close(logprobs, whole[1], rtol=0, atol=2e-6)
 
 
-def test_no_rows(device: torch.device) -> None:
-    for run in versions_of(topk_logprobs):
-        tokens, _ = top(run, torch.zeros(0, 9, device=device), 2)
-        assert tokens.shape == (0, 2)
+@runs(topk_logprobs)
+def test_no_rows(run) -> None:
+    assert top(run, torch.zeros(0, 9), 2)[0].shape == (0, 2)
 
 
 def test_wrong_arguments_are_named() -> None:
     logits, tokens, logprobs = torch.zeros(2, 5), torch.zeros(2, 6).int(), torch.zeros(2, 6)
-    with pytest.raises(ValueError, match="k must be at most 5"):
-        topk_logprobs(logits, 6, tokens, logprobs)
-    with pytest.raises(ValueError, match=r"k must be in 1\.\.1024, got 0"):
-        topk_logprobs(logits, 0, tokens[:, :0], logprobs[:, :0])
-    with pytest.raises(TypeError, match="logits must be"):
-        topk_logprobs(logits.int(), 5, tokens[:, :5], logprobs[:, :5])
+    none, five = (tokens[:, :0], logprobs[:, :0]), (tokens[:, :5], logprobs[:, :5])
+    refuses("k must be at most 5", topk_logprobs, logits, 6, tokens, logprobs)
+    refuses(r"k must be in 1\.\.1024, got 0", topk_logprobs, logits, 0, *none)
+    refuses("logits must be", topk_logprobs, logits.int(), 5, *five)

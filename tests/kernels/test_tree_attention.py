@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from attention_batch import (
     DEVICE,
     POISON,
@@ -22,33 +21,36 @@ from attention_batch import (
     random_parents,
     star,
 )
+from op_helpers import refuses
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
 
 import bastion_kernels.attention.workspace as workspace_module
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace, default_tiles
 
 
-@pytest.fixture(autouse=True)
-def bfloat16_products_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter keeps bfloat16 as uint16 and would multiply the bit patterns."""
+def trees(cached: int) -> list[Request]:
+    g = torch.Generator().manual_seed(cached)
+    return [Request(cached, parents=random_parents(n, g)) for n in (1, 2, 16, 17, 33)]
 
-    def widen(x: TensorHandle) -> TensorHandle:
-        if x.dtype != tl.bfloat16:
-            return x
-        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    original = InterpreterBuilder.create_dot
-    monkeypatch.setattr(
-        InterpreterBuilder,
-        "create_dot",
-        lambda self, a, b, *rest: original(self, widen(a), widen(b), *rest),
-    )
+SHAPES: dict[str, tuple[list[Request], dict[str, Any]]] = {
+    "padding": (mixed(), {"padded_requests": 2}),
+    "strided rows": (mixed(), {"padded_requests": 2, "strided": True}),
+    # around the ends of pages and tiles
+    **{f"{n} cached": (trees(n), {"page": 16, "heads": (2, 1)}) for n in (0, 1, 15, 16, 17, 32)},
+    "several mask words": (
+        [Request(7, parents=chain(70)), Request(40, parents=star(65)),
+         Request(0, parents=random_parents(97, torch.Generator().manual_seed(3)))],
+        {"heads": (2, 1)},
+    ),
+}  # fmt: skip
 
 
 @paths
-@pytest.mark.parametrize("strided", [False, True])
-def test_mixed_batch_with_padding_equals_dense_attention(path: str, strided: bool) -> None:
-    batch = Batch(mixed(), padded_requests=2, strided=strided)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_batches_equal_dense_attention(path: str, shape: str) -> None:
+    requests, sizes = SHAPES[shape]
+    batch = Batch(requests, **sizes)
     batch.check(getattr(batch, path)())
 
 
@@ -74,71 +76,6 @@ def test_head_dims_and_types_with_their_default_tiles(
         batch.check(batch.triton(tiles=default_tiles(dtype, block_d, heads[0] // heads[1])))
 
 
-@pytest.mark.parametrize("path", ["reference", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_softcap(path: str, dtype: torch.dtype) -> None:
-    # small enough to bend most scores
-    batch = Batch(mixed(1), dtype=dtype, dim=32, softcap=0.8)
-    batch.check(getattr(batch, path)())
-
-
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-@paths
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [
-        (torch.bfloat16, _E4M3),
-        (torch.float32, _E5M2),
-        *(
-            pytest.param(dtype, kind, marks=pytest.mark.slow)
-            for dtype, kind in (
-                (torch.bfloat16, _E5M2),
-                (torch.float16, _E4M3),
-                (torch.float16, _E5M2),
-                (torch.float32, _E4M3),
-            )
-        ),
-    ],
-)
-def test_fp8_cache_with_scales(path: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    for more in ({}, {"softcap": 0.8, "window": 9, "sinks": True}):
-        batch = Batch(mixed(2), dtype=dtype, kv_dtype=kv_dtype, dim=32, **more)
-        batch.check(getattr(batch, path)())
-
-
-@pytest.mark.parametrize("path", ["reference", "triton"])
-@pytest.mark.parametrize("softcap", [0.0, 0.8])
-def test_fp8_queries_with_a_scale(path: str, softcap: float) -> None:
-    fp8 = torch.float8_e4m3fn
-    batch = Batch(
-        mixed(2), dtype=torch.bfloat16, kv_dtype=fp8, query_dtype=fp8, dim=32, softcap=softcap
-    )
-    batch.check(getattr(batch, path)())
-
-
-@paths
-@pytest.mark.parametrize("cached", [0, 1, 15, 16, 17, 32])
-def test_prefix_lengths_around_page_and_tile_boundaries(path: str, cached: int) -> None:
-    g = torch.Generator().manual_seed(cached)
-    requests = [Request(cached, parents=random_parents(n, g)) for n in (1, 2, 16, 17, 33)]
-    batch = Batch(requests, page=16, heads=(2, 1), seed=cached)
-    batch.check(getattr(batch, path)())
-
-
-@paths
-def test_wide_and_deep_trees_of_several_mask_words(path: str) -> None:
-    g = torch.Generator().manual_seed(3)
-    requests = [
-        Request(7, parents=chain(70)),
-        Request(40, parents=star(65)),
-        Request(0, parents=random_parents(97, g)),
-    ]
-    batch = Batch(requests, heads=(2, 1), seed=3)
-    batch.check(getattr(batch, path)())
-
-
 @pytest.mark.parametrize(
     ("path", "batches"),
     [("reference", 50), pytest.param("triton", 4, marks=pytest.mark.slow), ("cpu", 50)],
@@ -162,7 +99,7 @@ def test_cut_blocks_are_merged_alike_whoever_arrives_last(monkeypatch: pytest.Mo
     batch = Batch(requests, heads=(4, 2), seed=5)
     monkeypatch.setattr(workspace_module, "_DEFAULT_PROGRAMS", 64)
     workspace = TreeAttentionWorkspace(4, 2, 16, torch.float32, 64, 4, DEVICE, SMALL)
-    if DEVICE == "cpu":
+    if DEVICE.type == "cpu":
         # the interpreter runs one program after the other: in another order every time
         order = list(range(workspace.programs))
         original = interpreter_builder.set_grid_idx
@@ -185,7 +122,7 @@ def test_cut_blocks_are_merged_alike_whoever_arrives_last(monkeypatch: pytest.Mo
         args = batch.args()
         # the plan is one program
         with monkeypatch.context() as whole:
-            if DEVICE == "cpu":
+            if DEVICE.type == "cpu":
                 whole.setattr(interpreter_builder, "set_grid_idx", original)
             workspace.plan(args[3], args[4])
         chunk = int(workspace.header[0])
@@ -198,7 +135,7 @@ def test_cut_blocks_are_merged_alike_whoever_arrives_last(monkeypatch: pytest.Mo
         batch.check(batch.out_on_device.cpu())
         outs.append(batch.out_on_device.cpu())
         blind = not blind
-        if DEVICE == "cpu":
+        if DEVICE.type == "cpu":
             order[:] = torch.randperm(len(order), generator=g).tolist()
     assert all(torch.equal(outs[0], out) for out in outs[1:])
 
@@ -229,27 +166,15 @@ def test_workspace_serves_steps_of_different_shapes_and_repeats_bit_for_bit() ->
     assert torch.equal(outs[0], outs[3])
 
 
-@paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_node_sees_what_its_path_sees_as_a_sequence(path: str, dtype: torch.dtype) -> None:
+def test_a_node_has_the_bits_of_its_path_as_a_sequence(dtype: torch.dtype) -> None:
+    """The reference's, so that a tree and a chain leave the same rows in the next layer's cache."""
     g = torch.Generator().manual_seed(9)
     tree = Batch([Request(21, parents=random_parents(24, g))], page=4, dtype=dtype, seed=9)
-    request = tree.requests[0]
-    got = getattr(tree, path)()
+    got = tree.reference()
     for node in range(24):
-        nodes = [c - 21 for c in request.visible(node)[21:]]
-        plain = Batch([Request(21, chunk=len(nodes))], page=4, dtype=dtype, seed=9)
-        plain.query[: len(nodes)] = tree.query[nodes]
-        for row, column in enumerate(request.visible(node)):
-            source = tree.kv[tree.table[0, column // 4], :, column % 4]
-            plain.kv[plain.table[0, row // 4], :, row % 4] = source
-        alone = plain.reference()[: len(nodes)]
-        if path == "reference":
-            # exact, so that a tree and a chain leave the same rows in the next layer's cache
-            assert torch.equal(got[nodes], alone)
-        else:
-            tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-            torch.testing.assert_close(got[nodes], alone, rtol=tolerance, atol=tolerance)
+        nodes, alone = tree.path_alone(node)
+        assert torch.equal(got[nodes], alone.reference()[: len(nodes)])
 
 
 def test_inert_slots_are_causal() -> None:
@@ -268,42 +193,24 @@ def test_empty_bits_leave_a_row_its_context_and_itself(cached: int) -> None:
         batch.check(getattr(batch, path)())
 
 
-def test_launcher_on_cpu_needs_no_workspace() -> None:
-    batch = Batch(mixed())
-    attend(*batch.args())
-    batch.check(batch.out_on_device.cpu())
-
-
 def test_refusals_name_the_argument() -> None:
     batch = Batch([Request(4, chunk=2)])
     args = batch.args()
-    with pytest.raises(ValueError, match="window must be >= 0"):
-        attend(*args, window=-1)
-    with pytest.raises(ValueError, match="which need depths"):
-        attend(*args, window=8)
-    with pytest.raises(ValueError, match="depths must have shape"):
-        attend(*args, window=8, depths=batch.depths[:1])
-    with pytest.raises(TypeError, match="sinks must be"):
-        attend(*args, sinks=torch.zeros(4, dtype=torch.float16))
-    with pytest.raises(ValueError, match="do not go with"):
-        attend(args[0], args[1].half(), *args[2:])
-    with pytest.raises(ValueError, match="softcap must be >= 0"):
-        attend(*args, softcap=-1.0)
-    with pytest.raises(ValueError, match="kv_cache must be"):
-        attend(args[0], args[1][..., :-1], *args[2:])
-    small = TreeAttentionWorkspace(4, 2, 16, torch.float32, 2, 1, DEVICE)
-    with pytest.raises(ValueError, match="do not fit the workspace"):
-        attend(*args, workspace=small)
-    with pytest.raises(ValueError, match="requests, room for"):
-        small.plan(torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(ValueError, match="share a key head"):
-        default_tiles(torch.float32, 128, 65)
-    with pytest.raises(ValueError, match="at most 32 may with 101376 bytes"):
-        default_tiles(torch.bfloat16, 256, 33, shared=99 * 1024)
-    with pytest.raises(ValueError, match="and 65536 bytes of shared memory"):
-        default_tiles(torch.float16, 64, 1, shared=64 * 1024)
-    with pytest.raises(ValueError, match="dimension of 512"):
-        default_tiles(torch.bfloat16, 512, 1, shared=99 * 1024)
+    refuses("window must be >= 0", attend, *args, window=-1)
+    refuses("which need depths", attend, *args, window=8)
+    refuses("depths must have shape", attend, *args, window=8, depths=batch.depths[:1])
+    refuses("sinks must be", attend, *args, sinks=torch.zeros(4, dtype=torch.float16))
+    refuses("do not go with", attend, args[0], args[1].half(), *args[2:])
+    refuses("softcap must be >= 0", attend, *args, softcap=-1.0)
+    refuses("kv_cache must be", attend, args[0], args[1][..., :-1], *args[2:])
+    small, no_rows = TreeAttentionWorkspace(4, 2, 16, torch.float32, 2, 1, DEVICE), torch.zeros(4)
+    refuses("do not fit the workspace", attend, *args, workspace=small)
+    refuses("requests, room for", small.plan, no_rows.int(), no_rows[:3].int())
+    refuses("share a key head", default_tiles, torch.float32, 128, 65)
+    bf16, kb = torch.bfloat16, 1024
+    refuses("at most 32 may with 101376 bytes", default_tiles, bf16, 256, 33, shared=99 * kb)
+    refuses("and 65536 bytes of shared", default_tiles, torch.float16, 64, 1, shared=64 * kb)
+    refuses("dimension of 512", default_tiles, bf16, 512, 1, shared=99 * kb)
 
 
 @pytest.mark.parametrize("kilobytes", [99, 163])

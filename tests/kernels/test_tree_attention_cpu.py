@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_batch import Batch, Request, chain, mixed, random_parents, star
+from op_helpers import using_threads
 from torch import Tensor
 
 import bastion_kernels.cpu.attention as cpu_module
@@ -99,21 +100,14 @@ def test_a_path_has_the_bits_of_a_chain_of_any_length(
     dtype: torch.dtype, kv_dtype: torch.dtype | None, kind: int, window: int
 ) -> None:
     g = torch.Generator().manual_seed(13)
-    sizes = {"heads": (4, 2), "dim": 64, "page": 32, "dtype": dtype, "window": window}
-    sizes["kv_dtype"] = kv_dtype
-    tree = Batch([Request(700, parents=random_parents(33, g))], **sizes)
+    sizes = {"heads": (4, 2), "dim": 64, "page": 32, "window": window}
+    requests = [Request(700, parents=random_parents(33, g))]
+    tree = Batch(requests, dtype=dtype, kv_dtype=kv_dtype, **sizes)
     tree.layout = make(kind, 32, 64)
-    got, request = tree.cpu(), tree.requests[0]
+    got = tree.cpu()
     for node in range(33):
-        columns = torch.tensor(request.visible(node))
-        path = columns[700:] - 700
-        chained = Batch([Request(700, chunk=len(path))], **sizes)
-        chained.layout = tree.layout
-        chained.query[: len(path)] = tree.query[path]
-        rows = torch.arange(len(columns))
-        source = tree.kv[tree.table[0, columns // 32].long(), :, columns % 32]
-        chained.kv[chained.table[0, rows // 32].long(), :, rows % 32] = source
-        assert torch.equal(got[path], chained.cpu()[: len(path)])
+        nodes, alone = tree.path_alone(node)
+        assert torch.equal(got[nodes], alone.cpu()[: len(nodes)])
 
 
 def test_layers_share_a_step_and_serve_the_next() -> None:
@@ -149,15 +143,11 @@ def test_layers_share_a_step_and_serve_the_next() -> None:
 def test_threads_change_no_bit() -> None:
     batch = Batch(long_and_short(), heads=(4, 2), dim=32, page=32, dtype=torch.bfloat16)
     batch.layout = make(AMX, 32, 32)
-    threads, got = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    got = []
+    for count in (1, 2, 3):
+        with using_threads(count):
             got.append(batch.cpu().clone())
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(got[0], got[1])
-    assert torch.equal(got[0], got[2])
+    assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
 
 
 @pytest.mark.parametrize(

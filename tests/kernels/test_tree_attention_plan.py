@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from op_helpers import DEVICE
 
 import bastion_kernels.attention.workspace as workspace_module
 from bastion_kernels.attention.workspace import Tiles, TreeAttentionWorkspace
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, GROUP = 8, 4
 # request, q-block within it, key head, tile
 Work = tuple[int, int, int, int]
