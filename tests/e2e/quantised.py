@@ -90,7 +90,6 @@ def _awq(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> Any:
-    """A config of the compressed-tensors library."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
@@ -107,35 +106,20 @@ def _numbers(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]
 
 
 # name -> what quantises a layer, and the checkpoint's quantization_config
+_GROUPED = {"bits": 4, "group_size": _GROUP}
+_ROWS = {"int": _numbers("int", 8, "token"), "float": _numbers("float", 8, "token")}
 FORMATS: dict[str, tuple[Quantiser, dict[str, Any]]] = {
-    "w8a8": (
-        _int8,
-        _compressed("int-quantized", _numbers("int", 8, "channel"), _numbers("int", 8, "token")),
-    ),
+    "w8a8": (_int8, _compressed("int-quantized", _numbers("int", 8, "channel"), _ROWS["int"])),
     "fp8-per-channel": (
         _float8,
-        _compressed(
-            "float-quantized", _numbers("float", 8, "channel"), _numbers("float", 8, "token")
-        ),
+        _compressed("float-quantized", _numbers("float", 8, "channel"), _ROWS["float"]),
     ),
     "w4a16": (
         _w4a16,
         _compressed("pack-quantized", _numbers("int", 4, "group", group_size=_GROUP), None),
     ),
-    "gptq": (
-        _gptq,
-        {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True},
-    ),
-    "awq": (
-        _awq,
-        {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": _GROUP,
-            "zero_point": True,
-            "version": "gemm",
-        },
-    ),
+    "gptq": (_gptq, {"quant_method": "gptq", "desc_act": False, "sym": True, **_GROUPED}),
+    "awq": (_awq, {"quant_method": "awq", "zero_point": True, "version": "gemm", **_GROUPED}),
 }
 
 

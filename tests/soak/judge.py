@@ -50,10 +50,7 @@ class Judge:
 
 
 def _can_win(
-    token: int,
-    logits: torch.Tensor,
-    error: float,
-    score: Callable[[torch.Tensor], torch.Tensor],
+    token: int, logits: torch.Tensor, error: float, score: Callable[[torch.Tensor], torch.Tensor]
 ) -> bool:
     """Whether `token` has the best score if each logit is off by at most `error`."""
     moved = {token}

@@ -56,8 +56,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     config = json.loads((options.pair / "target" / "config.json").read_text())
     hybrid = "linear_num_key_heads" in config
     dtype = "bfloat16" if hybrid else "float32"
-    rows = load_prompts(options.pair.parent / "prompts.jsonl" if hybrid else
-                        options.pair / "prompts.jsonl")  # fmt: skip
+    rows = load_prompts((options.pair.parent if hybrid else options.pair) / "prompts.jsonl")
     assert {row["domain"] for row in rows} == set(DOMAINS)
     target = str(options.pair / "target")
     prompts = [row["prompt"] for row in rows]
@@ -121,7 +120,7 @@ def _phase(
         _settle(server)
         memory.append(_resident_mib(server.group))
         metrics = server.metrics()
-        known = {
+        known: dict[str, Any] = {
             "healthy": server.healthy(),
             "minutes": round(elapsed / 60, 2),
             "start_s": round(server.start_s),
@@ -131,10 +130,8 @@ def _phase(
         }
     # The API server logs some of its own, as for a tool call that is no JSON.
     engine = (line for line in log.read_text(errors="replace").splitlines() if "(API" not in line)
-    return {
-        **known,
-        "tracebacks": sum("Traceback (most recent" in line for line in engine),
-    }, answers
+    known["tracebacks"] = sum("Traceback (most recent" in line for line in engine)
+    return known, answers
 
 
 def _load(port: int, requests: Iterator[Request], name: str) -> Iterator[Pair]:
@@ -174,7 +171,6 @@ def _settle(server: Server) -> None:
 
 
 def _value(metrics: str, name: str) -> float:
-    """The sum of a metric's samples, without the prefix `vllm:`."""
     found = re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
     return sum(map(float, found))
 
