@@ -22,6 +22,7 @@ import torch
 
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
 from tests.e2e.report import Row, Tally
+from tests.soak.judge import scores
 
 NEAR_TIE_BF16 = 0.25
 NEAR_TIE = NEAR_TIE_BF16 if ON_GPU else 1e-4
@@ -139,9 +140,7 @@ class Comparison(Runner):
         at = next((i for i, (a, b) in pairs if a != b), shorter)
         gap = float("inf")
         if at < shorter:
-            # An image's place is one token in a prompt that is given as tokens.
-            given = request["prompt"] if "images" in request else left["prompt_token_ids"]
-            gap = self._gap(request, given + tokens[:at], len(left["prompt_token_ids"]) + at - 1)
+            gap = self._gap(request, left["prompt_token_ids"], tokens[:at])
         text = (
             f"token {at} of {len(tokens)}: {tokens[at : at + 1]} became {others[at : at + 1]}, "
             f"gap {gap:.2e}"
@@ -152,20 +151,21 @@ class Comparison(Runner):
             return None
         return text
 
-    def _gap(self, request: dict[str, Any], prefix: list[int], position: int) -> float:
-        """How much the target prefers its best token after `prefix` to the second best.
-
-        position: of the last token of `prefix`.
-        """
+    def _gap(self, request: dict[str, Any], prompt: list[int], made: list[int]) -> float:
+        """How much the target prefers its best token after `prompt + made` to the second best."""
         engine, spec_keys = self._asked
         batch = Batch("gap")
         own = {key: request[key] for key in ("images", "lora") if key in request}
-        batch.add("gap", prefix, temperature=0, max_tokens=1, logprobs=-1, **own)
+        # An image's place is one token in a prompt that is given as tokens.
+        given = request["prompt"] if "images" in request else prompt
+        batch.add("gap", given + made, temperature=0, max_tokens=1, logprobs=-1, **own)
         asked = replace(engine, max_num_seqs=1).of(max_logprobs=-1)
         result = self.run(asked, [batch], **spec_keys)["batches"][0]["requests"]["gap"]
         values = result["logprobs"][0]
-        logits = torch.tensor([[values[str(token)] for token in range(len(values))]])
-        best = _scores(logits, request["params"], position)[0].topk(2).values
+        logits = torch.tensor([values[str(token)] for token in range(len(values))])
+        names = ("temperature", "top_k", "top_p", "seed")
+        params = {key: request["params"][key] for key in names if key in request["params"]}
+        best = scores(logits, prompt, made, 0, {"temperature": 1.0, **params}).topk(2).values
         return float(best[0] - best[1])
 
 
@@ -178,19 +178,3 @@ def _rest_differs(left: dict[str, Any], right: dict[str, Any]) -> str | None:
         if problem:
             return f"{key}: {problem}"
     return None
-
-
-def _scores(logits: torch.Tensor, params: dict[str, Any], position: int) -> torch.Tensor:
-    """The [1, V] scores that vLLM takes the maximum of: after temperature, top-k, top-p, noise."""
-    if params.get("temperature", 1.0) == 0:
-        return logits
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
-
-    from vllm_bastion.cpu.noise import gumbel_noise
-
-    logits = logits / params.get("temperature", 1.0)
-    top_k = torch.tensor([params["top_k"]]) if "top_k" in params else None
-    top_p = torch.tensor([params["top_p"]]) if "top_p" in params else None
-    logits = apply_top_k_top_p_pytorch(logits, top_k, top_p, allow_cpu_sync=True)
-    seed, positions = torch.tensor([params["seed"]]), torch.tensor([position])
-    return logits + gumbel_noise(seed, positions, logits.shape[1])

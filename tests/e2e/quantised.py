@@ -7,17 +7,16 @@ output head stay as they are, as in published checkpoints.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.e2e.engines import TARGET
+from tests.e2e.targets import write_quantised
 
 _GROUP = 32  # inputs that share a scale, in 4-bit formats
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the eight columns in a word
@@ -126,9 +125,6 @@ FORMATS: dict[str, tuple[Quantiser, dict[str, Any]]] = {
 def make_quantised(name: str, folder: Path) -> str:
     """Write the tiny target in one of `FORMATS` to a folder."""
     quantise, settings = FORMATS[name]
-    folder.mkdir(parents=True)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / file, folder)
     weights: dict[str, Tensor] = {}
     for key, weight in load_file(Path(TARGET) / "model.safetensors").items():
         if not key.endswith("_proj.weight"):
@@ -136,7 +132,4 @@ def make_quantised(name: str, folder: Path) -> str:
             continue
         for suffix, tensor in quantise(weight.float()).items():
             weights[f"{key.removesuffix('weight')}{suffix}"] = tensor
-    save_file(weights, folder / "model.safetensors")
-    config = json.loads((Path(TARGET) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    return str(folder)
+    return write_quantised(weights, settings, folder)

@@ -209,24 +209,29 @@ def _add_images(folder: Path) -> None:
         (folder / file).write_text(json.dumps(shared | {key: kind}))
 
 
-def make_scaled(folder: Path) -> str:
-    """The tiny target in llm-compressor's format: with a scale of each layer's keys and values."""
+def write_quantised(weights: dict[str, torch.Tensor], settings: Any, folder: Path) -> str:
+    """Write the tiny target with these weights and this `quantization_config` to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / name, folder)
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((Path(TARGET) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return str(folder)
+
+
+def make_scaled(folder: Path) -> str:
+    """The tiny target in llm-compressor's format: with a scale of each layer's keys and values."""
     weights = load_file(Path(TARGET) / "model.safetensors")
     for layer in range(LAYERS):
         name = f"model.layers.{layer}.self_attn"
         weights[f"{name}.k_scale"] = torch.tensor([0.011 + 0.003 * layer])
         weights[f"{name}.v_scale"] = torch.tensor([0.017 - 0.002 * layer])
-    save_file(weights, folder / "model.safetensors")
-    config = json.loads((Path(TARGET) / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    config["quantization_config"] = {
+    settings = {
         "quant_method": "compressed-tensors",
         "format": "dense",
         "config_groups": {},
         "kv_cache_scheme": scheme | {"dynamic": False},
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+    return write_quantised(weights, settings, folder)

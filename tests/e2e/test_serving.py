@@ -39,17 +39,6 @@ def environment(caches: dict[str, str]) -> dict[str, str]:
     return env
 
 
-def values(text: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels, from the text of /metrics."""
-    found = [
-        float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if line.partition("{")[0] == f"vllm:{name}"
-        and all(f'{label}="{value}"' in line for label, value in labels.items())
-    ]
-    return sum(found)
-
-
 class Server:
     """A running server and its requests."""
 
@@ -83,7 +72,7 @@ class Server:
     def counters(self) -> dict[str, float]:
         """The spec_decode counters of /metrics, per position `.._per_pos/i`; and plain steps."""
         text = self.get("/metrics")
-        out = {"plain_steps": values(text, "bastion_steps_total", kind="plain")}
+        out = {"plain_steps": process.values(text, "bastion_steps_total", kind="plain")}
         found = re.findall(r"^vllm:spec_decode_num_(\w+)_total{(.*)} (\S+)$", text, re.MULTILINE)
         for name, labels, value in found:
             position = re.search(r'position="(\d+)"', labels)

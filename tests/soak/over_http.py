@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from benchmarks.provenance import provenance
 from tests.soak.client import Answer, Choice, send
 from tests.soak.judge import Judge
 from tests.soak.requests import MAX_MODEL_LEN, Request, Requests
-from tests.soak.server import Server, serving, users_environment
+from tests.soak.server import Server, serving, users_environment, values
 
 OUTSTANDING = 9  # requests at the server at any time; six of them run
 NODES = 63
@@ -125,8 +124,8 @@ def _phase(
             "minutes": round(elapsed / 60, 2),
             "start_s": round(server.start_s),
             "resident_mib": memory,
-            "left": {key: _value(metrics, key) for key in _LEFT},
-            "counters": {key: _value(metrics, key) for key in _COUNTERS},
+            "left": {key: values(metrics, key) for key in _LEFT},
+            "counters": {key: values(metrics, key) for key in _COUNTERS},
         }
     # The API server logs some of its own, as for a tool call that is no JSON.
     engine = (line for line in log.read_text(errors="replace").splitlines() if "(API" not in line)
@@ -165,14 +164,9 @@ def _settle(server: Server) -> None:
     """Wait until aborted requests are gone, at most half a minute."""
     for _ in range(30):
         metrics = server.metrics()
-        if not any(_value(metrics, key) for key in _LEFT):
+        if not any(values(metrics, key) for key in _LEFT):
             return
         time.sleep(1)
-
-
-def _value(metrics: str, name: str) -> float:
-    found = re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
-    return sum(map(float, found))
 
 
 def _resident_mib(group: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,6 +42,13 @@ class Server:
     def metrics(self) -> str:
         with urlopen(f"{self.url}/metrics", timeout=30) as answer:
             return str(answer.read().decode())
+
+
+def values(text: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that have these labels, from the text of GET /metrics."""
+    found = re.findall(rf"^vllm:{name}{{(.*)}} (\S+)$", text, re.MULTILINE)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(value) for given, value in found if all(one in given for one in wanted))
 
 
 @contextmanager
