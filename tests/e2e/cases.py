@@ -13,7 +13,7 @@ from tests.e2e.engines import ON_GPU, PAIR, Batch
 
 DOMAINS = ("code", "arithmetic", "chat")
 # A JSON schema whose texts are bounded.
-PERSON = {
+PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"enum": [7, 44]}},
     "required": ["name", "age"],
@@ -43,34 +43,47 @@ def prompts() -> dict[str, list[str]]:
     return out
 
 
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
+
+
 def words() -> list[int]:
     """All tokens except long blanks."""
-    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
-    texts = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())]
+    texts = [_tokenizer().decode([token]) for token in range(_tokenizer().get_vocab_size())]
     return [token for token, text in enumerate(texts) if text.strip() or text in ("\n", " ")]
 
 
 def some(per_domain: int, first: int = 0) -> list[tuple[str, str]]:
     """Pairs (name, text), `per_domain` of each domain, alternating between domains."""
-    return [
-        (f"{domain}{i}", prompts()[domain][i])
-        for i in range(first, first + per_domain)
-        for domain in DOMAINS
-    ]
+    numbers = range(first, first + per_domain)
+    return [(f"{domain}{i}", prompts()[domain][i]) for i in numbers for domain in DOMAINS]
 
 
 def long_prompt(domain: str, tokens: int) -> list[int]:
     """The first token ids of a domain's concatenated held-out prompts."""
-    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
-    return tokenizer.encode("\n".join(prompts()[domain])).ids[:tokens]
+    return _tokenizer().encode("\n".join(prompts()[domain])).ids[:tokens]
+
+
+def drawn(i: int, every: int = 2, temperature: float = 1.0) -> dict[str, Any]:
+    """Parameters of request number i: every so many sample, with the seed i."""
+    sampled = i % every == every - 1
+    return {"temperature": temperature, "seed": i} if sampled else {"temperature": 0}
+
+
+def texts(
+    case: str, per_domain: int, first: int = 0, every: int = 0, prefix: str = "", **params: Any
+) -> Batch:
+    """`some` texts at T=0; with `every`, each so many samples at T=1 or `params`' temperature."""
+    batch, temperature = Batch(case), params.pop("temperature", 1.0)
+    for i, (name, text) in enumerate(some(per_domain, first)):
+        sampling = drawn(i, every, temperature) if every else {"temperature": 0}
+        batch.add(prefix + name, text, **(sampling | params))
+    return batch
 
 
 def greedy(per_domain: int, tokens: int = 64) -> Batch:
-    """T=0."""
-    batch = Batch(f"T=0, {tokens} tokens")
-    for name, text in some(per_domain):
-        batch.add(f"greedy-{name}", text, temperature=0, max_tokens=tokens)
-    return batch
+    return texts(f"T=0, {tokens} tokens", per_domain, prefix="greedy-", max_tokens=tokens)
 
 
 def sampled(count: int, tokens: int = 64) -> Batch:
@@ -85,12 +98,12 @@ def sampled(count: int, tokens: int = 64) -> Batch:
 def chunked() -> Batch:
     """Prompts longer than a step's 128 tokens, prefilled while others decode."""
     batch = Batch("prompts longer than a prefill chunk")
-    short, *_ = prompts()["code"]
-    batch.add("chunked-short", short, temperature=0, max_tokens=40, ignore_eos=True)
+    batch.add("chunked-short", prompts()["code"][0], temperature=0, max_tokens=40, ignore_eos=True)
     for i, domain in enumerate(DOMAINS):
         prompt = long_prompt(domain, 150 + 60 * i)
-        extra = {"temperature": 1.0, "seed": 5} if domain == "chat" else {"temperature": 0}
-        batch.add(f"chunked-{domain}", prompt, arrive=4 * i, max_tokens=24, **extra)
+        temperature = float(domain == "chat")
+        batch.add(f"chunked-{domain}", prompt, arrive=4 * i, max_tokens=24,
+                  temperature=temperature, seed=5)  # fmt: skip
     return batch
 
 
@@ -137,17 +150,14 @@ def prefix_cache() -> list[Batch]:
 def aborted() -> Batch:
     """A request that is aborted while others decode, and requests that arrive late."""
     batch = Batch("aborted and late requests")
-    names = some(2, first=8)
-    for i, (name, text) in enumerate(names):
+    for i, (name, text) in enumerate(some(2, first=8)):
         more = {"abort_after": 9} if i in (1, 3) else {"arrive": 3 * i}
         batch.add(f"abort-{name}", text, temperature=0, max_tokens=40, ignore_eos=True, **more)
     return batch
 
 
 def wishes() -> Batch:
-    """Requests with penalties and other options, next to plain ones."""
     batch = Batch("penalties, bad words, min tokens, logprobs")
-    texts = [text for _, text in some(3, first=10)]
     features: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0, "repetition_penalty": 1.3},
@@ -159,33 +169,23 @@ def wishes() -> Batch:
         {"temperature": 1.0, "seed": 5, "logprobs": 0, "top_k": 30, "prompt_logprobs": 2},
         {"temperature": 0, "allowed_token_ids": list(range(2, 600))},
     ]
-    for i, (text, params) in enumerate(zip(texts, features, strict=True)):
+    for i, ((_, text), params) in enumerate(zip(some(3, first=10), features, strict=True)):
         batch.add(f"wish-{i}", text, max_tokens=32, **params)
     return batch
 
 
 def structured() -> Batch:
-    """Requests with grammars, next to requests without."""
     batch = Batch("structured output next to trees")
-    schema = {
-        "type": "object",
-        "properties": {"name": {"enum": ["Ada", "Tom"]}, "age": {"enum": [7, 44]}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    texts = [text for _, text in some(2, first=13)]
+    schema = PERSON | {"properties": PERSON["properties"] | {"name": {"enum": ["Ada", "Tom"]}}}
+    regex = r"[a-z ]{8,20}\.[0-9]{1,3};"
     features: list[dict[str, Any]] = [
         {"temperature": 0, "structured_outputs": {"json": schema}},
         {"temperature": 0},
         {"temperature": 0, "structured_outputs": {"regex": r"(ab|cd){3,9}[0-9]{4} (yes|no)"}},
         {"temperature": 0, "structured_outputs": {"choice": ["one apple", "two pears", "none"]}},
         {"temperature": 1.0, "seed": 8},
-        {
-            "temperature": 1.0,
-            "seed": 9,
-            "structured_outputs": {"regex": r"[a-z ]{8,20}\.[0-9]{1,3};"},
-        },
+        {"temperature": 1.0, "seed": 9, "structured_outputs": {"regex": regex}},
     ]
-    for i, (text, params) in enumerate(zip(texts, features, strict=True)):
+    for i, ((_, text), params) in enumerate(zip(some(2, first=13), features, strict=True)):
         batch.add(f"grammar-{i}", text, max_tokens=40, **params)
     return batch

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
 from tests.e2e.report import Row, Tally
+from tests.soak.judge import scores
 
 NEAR_TIE_BF16 = 0.25
 NEAR_TIE = NEAR_TIE_BF16 if ON_GPU else 1e-4
@@ -28,11 +30,8 @@ NEAR_TIE = NEAR_TIE_BF16 if ON_GPU else 1e-4
 
 def answers(run: dict[str, Any]) -> dict[str, list[int]]:
     """Request id -> tokens, over all batches of a run."""
-    return {
-        name: result["token_ids"]
-        for batch in run["batches"]
-        for name, result in batch["requests"].items()
-    }
+    every = (batch["requests"].items() for batch in run["batches"])
+    return {name: result["token_ids"] for requests in every for name, result in requests}
 
 
 def leaving_the_chain(paths: Sequence[list[int]]) -> list[list[int]]:
@@ -40,9 +39,10 @@ def leaving_the_chain(paths: Sequence[list[int]]) -> list[list[int]]:
     return [path for path in paths if path != list(range(len(path)))]
 
 
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+def assert_winding(batch: dict[str, Any], longer_than: int = 4) -> None:
+    """Assert that accepted paths of a batch leave the chain, and how long they become."""
+    assert leaving_the_chain(batch["paths"])
+    assert max(map(len, batch["paths"])) > longer_than
 
 
 def _logprobs_differ(left: list[dict[str, float]], right: list[dict[str, float]]) -> str | None:
@@ -61,11 +61,30 @@ def _logprobs_differ(left: list[dict[str, float]], right: list[dict[str, float]]
     return None
 
 
-class Comparison:
-    """Compares runs with plain decoding and fails on any difference that is not a near-tie."""
+class Comparison(Runner):
+    """Runs engines, and fails on any difference from plain decoding that is not a near-tie."""
 
-    def __init__(self, runner: Runner, tally: Tally) -> None:
-        self._runner, self._tally = runner, tally
+    def __init__(self, folder: Path, tally: Tally) -> None:
+        super().__init__(folder, cpu_s=tally.cpu_s)
+        self._tally = tally
+
+    def both(
+        self, label: str, batches: Sequence[Batch], plain: Engine, tree: Engine, **spec_keys: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run both engines at the same time and compare."""
+        expected, run = self.all([plain, tree], batches, **spec_keys)
+        self.same(label, batches, expected, run, plain, **spec_keys)
+        return expected, run
+
+    def oracle(
+        self, label: str, batches: Sequence[Batch], plain: Engine, tree: Engine, **spec_keys: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run `plain`, then `tree` with an oracle that knows the answers, and compare the two."""
+        own = {key: value for key, value in spec_keys.items() if key != "probe"}
+        expected = self.run(plain, batches, **own)
+        run = self.run(tree, batches, oracle={"answers": answers(expected)}, **spec_keys)
+        self.same(label, batches, expected, run, plain, **own)
+        return expected, run
 
     def same(
         self,
@@ -92,18 +111,16 @@ class Comparison:
         """
         problems = []
         self._asked, self._near_tie = (engine or Engine(), spec_keys), near_tie
-        for batch, left_run, right_run in zip(
-            batches, plain["batches"], other["batches"], strict=True
-        ):
+        for batch, left, right in zip(batches, plain["batches"], other["batches"], strict=True):
             row = self._tally.row(batch.case, label)
             for request in batch.requests:
-                left, right = (run["requests"][request["id"]] for run in (left_run, right_run))
+                one, two = (run["requests"][request["id"]] for run in (left, right))
                 row.requests += 1
-                row.tokens += len(right["token_ids"])
-                problem = self._difference(request, left, right, row)
+                row.tokens += len(two["token_ids"])
+                problem = self._difference(request, one, two, row)
                 if problem:
                     problems.append(f"{batch.case}, {label}, request {request['id']}: {problem}")
-            blocks = right_run["free_blocks"]
+            blocks = right["free_blocks"]
             if blocks[0] != blocks[1]:
                 problems.append(f"{batch.case}, {label}: free KV blocks {blocks}")
         assert not problems, "\n".join(problems)
@@ -115,28 +132,15 @@ class Comparison:
         if "abort_after" in request:
             shared = min(len(tokens), len(others))
             tokens, others = tokens[:shared], others[:shared]
-        at = _first_difference(tokens, others)
-        if at == len(tokens) == len(others):
-            if "abort_after" in request:
-                return None
-            for key in ("finish_reason", "stop_reason", "text", "error"):
-                if left.get(key) != right.get(key):
-                    return f"{key} {left.get(key)!r} became {right.get(key)!r}"
-            for key in ("logprobs", "prompt_logprobs"):
-                problem = _logprobs_differ(left.get(key, []), right.get(key, []))
-                if problem:
-                    return f"{key}: {problem}"
-            return None
+        if tokens == others:
+            return None if "abort_after" in request else _rest_differs(left, right)
         row.mismatches += 1
-        # An image's place is one token in a prompt that is given as tokens.
-        given = request["prompt"] if "images" in request else left["prompt_token_ids"]
-        gap = self._gap(
-            request,
-            given + tokens[:at],
-            len(left["prompt_token_ids"]) + at - 1,
-            tokens[at : at + 1],
-            others[at : at + 1],
-        )
+        pairs = enumerate(zip(tokens, others, strict=False))
+        shorter = min(len(tokens), len(others))
+        at = next((i for i, (a, b) in pairs if a != b), shorter)
+        gap = float("inf")
+        if at < shorter:
+            gap = self._gap(request, left["prompt_token_ids"], tokens[:at])
         text = (
             f"token {at} of {len(tokens)}: {tokens[at : at + 1]} became {others[at : at + 1]}, "
             f"gap {gap:.2e}"
@@ -147,44 +151,30 @@ class Comparison:
             return None
         return text
 
-    def _gap(
-        self,
-        request: dict[str, Any],
-        prefix: list[int],
-        position: int,
-        one: list[int],
-        other: list[int],
-    ) -> float:
-        """How much the target prefers its best token after `prefix` to the second best.
-
-        position: of the last token of `prefix`.
-        """
-        if not one or not other:
-            return float("inf")
+    def _gap(self, request: dict[str, Any], prompt: list[int], made: list[int]) -> float:
+        """How much the target prefers its best token after `prompt + made` to the second best."""
         engine, spec_keys = self._asked
-        engine = replace(engine, max_num_seqs=1, extra=(*engine.extra, ("max_logprobs", -1)))
         batch = Batch("gap")
         own = {key: request[key] for key in ("images", "lora") if key in request}
-        batch.add("gap", prefix, temperature=0, max_tokens=1, logprobs=-1, **own)
-        result = self._runner.run(engine, [batch], **spec_keys)["batches"][0]["requests"]["gap"]
+        # An image's place is one token in a prompt that is given as tokens.
+        given = request["prompt"] if "images" in request else prompt
+        batch.add("gap", given + made, temperature=0, max_tokens=1, logprobs=-1, **own)
+        asked = replace(engine, max_num_seqs=1).of(max_logprobs=-1)
+        result = self.run(asked, [batch], **spec_keys)["batches"][0]["requests"]["gap"]
         values = result["logprobs"][0]
-        logits = torch.tensor([[values[str(token)] for token in range(len(values))]])
-        scores = _scores(logits, request["params"], position)
-        best = scores[0].topk(2).values
+        logits = torch.tensor([values[str(token)] for token in range(len(values))])
+        names = ("temperature", "top_k", "top_p", "seed")
+        params = {key: request["params"][key] for key in names if key in request["params"]}
+        best = scores(logits, prompt, made, 0, {"temperature": 1.0, **params}).topk(2).values
         return float(best[0] - best[1])
 
 
-def _scores(logits: torch.Tensor, params: dict[str, Any], position: int) -> torch.Tensor:
-    """The [1, V] scores that vLLM takes the maximum of: after temperature, top-k, top-p, noise."""
-    if params.get("temperature", 1.0) == 0:
-        return logits
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
-
-    from vllm_bastion.cpu.noise import gumbel_noise
-
-    logits = logits / params.get("temperature", 1.0)
-    top_k = torch.tensor([params["top_k"]]) if "top_k" in params else None
-    top_p = torch.tensor([params["top_p"]]) if "top_p" in params else None
-    logits = apply_top_k_top_p_pytorch(logits, top_k, top_p, allow_cpu_sync=True)
-    seed, positions = torch.tensor([params["seed"]]), torch.tensor([position])
-    return logits + gumbel_noise(seed, positions, logits.shape[1])
+def _rest_differs(left: dict[str, Any], right: dict[str, Any]) -> str | None:
+    for key in ("finish_reason", "stop_reason", "text", "error"):
+        if left.get(key) != right.get(key):
+            return f"{key} {left.get(key)!r} became {right.get(key)!r}"
+    for key in ("logprobs", "prompt_logprobs"):
+        problem = _logprobs_differ(left.get(key, []), right.get(key, []))
+        if problem:
+            return f"{key}: {problem}"
+    return None

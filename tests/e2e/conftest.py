@@ -11,17 +11,15 @@ from tests.e2e.report import TALLY
 
 
 @pytest.fixture(scope="session")
-def runner(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Runner:
-    """Runs engines, each configuration once per session."""
+def compare(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Comparison:
+    """Runs engines, each configuration once per session, and adds to the result table."""
     folder = tmp_path_factory.getbasetemp()
-    if hasattr(
-        pytestconfig, "workerinput"
-    ):  # one of pytest-xdist's processes: use the same folder as the others
+    if hasattr(pytestconfig, "workerinput"):  # pytest-xdist's processes share a folder
         folder = folder.parent
-    return Runner(folder / "engines", cpu_s=pytestconfig.stash[TALLY].cpu_s)
+    return Comparison(folder / "engines", pytestconfig.stash[TALLY])
 
 
 @pytest.fixture(scope="session")
-def compare(runner: Runner, pytestconfig: pytest.Config) -> Comparison:
-    """Compares runs with plain decoding and adds to the session's result table."""
-    return Comparison(runner, pytestconfig.stash[TALLY])
+def runner(compare: Comparison) -> Runner:
+    """The same, for tests that compare nothing with plain decoding."""
+    return compare

@@ -33,7 +33,6 @@ class Tape(TorchDispatchMode):
         self.replays = 0
 
     def replay(self) -> None:
-        """Repeat all launches, on the buffers of the capture."""
         self.replays += 1
         with torch.inference_mode():
             for launch in self._launches:

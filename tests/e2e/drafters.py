@@ -24,14 +24,24 @@ _TAPS, _GROUP, _RANK = 3, 32, 16
 _WIDTH, _FACTOR, _HEADS = 32, 16, 2  # of LiLiCorr's attention over the lattice
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 
+# A drafter's further weights; what makes them adds its settings to the config.
+Made = dict[str, Tensor]
+
 CAUSAL: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "dflash_config.causal": {"dflash_config": {"causal": True}},
 }
 
 
-def _convolutions(noise: Any) -> dict[str, Tensor]:
-    weights = {}
+def _dflash2(config: dict[str, Any], noise: Any) -> Made:
+    config["architectures"] = ["DFlash2DraftModel"]
+    config["dflash_config"] |= {
+        "conv_kernel_size": _TAPS,
+        "conv_group_size": _GROUP,
+        "selector_rank": _RANK,
+        "selector_top_k": CANDIDATES,
+    }
+    weights: Made = {}
     for layer in range(_LAYERS):
         for part in ("attention_conv", "mlp_conv"):
             name = f"layers.{layer}.{part}"
@@ -40,42 +50,42 @@ def _convolutions(noise: Any) -> dict[str, Tensor]:
             weights[f"{name}.base_kernel"] = base
             shape = 2 * _TAPS * _HIDDEN // _GROUP, _HIDDEN
             weights[f"{name}.kernel_projection.weight"] = noise(*shape, std=0.002)
-    return weights
-
-
-def _dflash2(noise: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    weights = _convolutions(noise) | {
+    return weights | {
         "candidate_selector.predecessor_codebook": noise(_VOCAB, _RANK, std=1.0),
         "candidate_selector.successor_codebook": noise(_VOCAB, _RANK, std=1.0),
         "candidate_selector.hidden_projection.weight": noise(_RANK, _HIDDEN, std=0.03),
     }
-    config = {
-        "conv_kernel_size": _TAPS,
-        "conv_group_size": _GROUP,
-        "selector_rank": _RANK,
-        "selector_top_k": CANDIDATES,
+
+
+def _lilicorr(config: dict[str, Any], noise: Any) -> Made:
+    config["architectures"] = ["LiLiCorrDraftModel"]
+    config["dflash_config"] |= {
+        "lilicorr_hidden_size": _WIDTH,
+        "lilicorr_candidate_topk": CANDIDATES,
+        "lilicorr_num_heads": _HEADS,
+        "lilicorr_num_layers": 1,
+        "lilicorr_mlp_ratio": 2.0,
+        "lilicorr_factor_dim": _FACTOR,
+        "lilicorr_vector_eps": 1e-6,
+        "lilicorr_logit_scale": 3.0,
     }
-    return weights, config
-
-
-def _lilicorr(noise: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    weights: dict[str, Tensor] = {}
-
-    def linear(name: str, outputs: int, inputs: int) -> None:
+    weights: Made = {}
+    for name, outputs, inputs in (
+        ("token_proj", _WIDTH, _HIDDEN),
+        ("pass_hidden_proj", _WIDTH, _HIDDEN),
+        ("context_proj", _WIDTH, _HIDDEN),
+        ("feature_mlp.up_proj", _WIDTH, 5),
+        ("feature_mlp.down_proj", _WIDTH, _WIDTH),
+        ("layers.0.attn.out_proj", _WIDTH, _WIDTH),
+        ("layers.0.mlp.up_proj", 2 * _WIDTH, _WIDTH),
+        ("layers.0.mlp.down_proj", _WIDTH, 2 * _WIDTH),
+        ("factor_input_proj", _WIDTH, 3 * _WIDTH),
+        ("out_head", _FACTOR, _WIDTH),
+        ("in_head", _FACTOR, _WIDTH),
+        ("anchor_out_head", _FACTOR, _WIDTH),
+    ):
         weights[f"lilicorr.{name}.weight"] = noise(outputs, inputs, std=inputs**-0.5)
         weights[f"lilicorr.{name}.bias"] = noise(outputs, std=0.1)
-
-    linear("token_proj", _WIDTH, _HIDDEN)
-    linear("pass_hidden_proj", _WIDTH, _HIDDEN)
-    linear("context_proj", _WIDTH, _HIDDEN)
-    linear("feature_mlp.up_proj", _WIDTH, 5)
-    linear("feature_mlp.down_proj", _WIDTH, _WIDTH)
-    linear("layers.0.attn.out_proj", _WIDTH, _WIDTH)
-    linear("layers.0.mlp.up_proj", 2 * _WIDTH, _WIDTH)
-    linear("layers.0.mlp.down_proj", _WIDTH, 2 * _WIDTH)
-    linear("factor_input_proj", _WIDTH, 3 * _WIDTH)
-    for head in ("out_head", "in_head", "anchor_out_head"):
-        linear(head, _FACTOR, _WIDTH)
     for name, shape in {
         "layers.0.attn.in_proj_weight": (3 * _WIDTH, _WIDTH),
         "layers.0.attn.in_proj_bias": (3 * _WIDTH,),
@@ -86,30 +96,13 @@ def _lilicorr(noise: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "feature_norm.bias": (5,),
     }.items():
         weights[f"lilicorr.{name}"] = noise(*shape, std=0.2)
-    for name, size in {
-        "feature_norm": 5,
-        "layers.0.attn_norm": _WIDTH,
-        "layers.0.mlp_norm": _WIDTH,
-        "output_norm": _WIDTH,
-        "anchor_norm": _WIDTH,
-    }.items():
-        weights[f"lilicorr.{name}.weight"] = torch.ones(size)
-    config = {
-        "lilicorr_hidden_size": _WIDTH,
-        "lilicorr_candidate_topk": CANDIDATES,
-        "lilicorr_num_heads": _HEADS,
-        "lilicorr_num_layers": 1,
-        "lilicorr_mlp_ratio": 2.0,
-        "lilicorr_factor_dim": _FACTOR,
-        "lilicorr_vector_eps": 1e-6,
-        "lilicorr_logit_scale": 3.0,
-    }
-    return weights, config
+    weights["lilicorr.feature_norm.weight"] = torch.ones(5)
+    for name in ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm"):
+        weights[f"lilicorr.{name}.weight"] = torch.ones(_WIDTH)
+    return weights
 
 
-HEADS = {"dflash2": ("DFlash2DraftModel", _dflash2), "lilicorr": ("LiLiCorrDraftModel", _lilicorr)}
-
-
+HEADS = {"dflash2": _dflash2, "lilicorr": _lilicorr}
 # vLLM 0.33 has it.
 XPRESS = ("xpress",) if importlib.util.find_spec(f"{_SPECULATORS}.xpress") else ()
 MARKOV = ("dspark", "dspark-anchor", "specforge-dspark")
@@ -121,10 +114,10 @@ REDUCED = ("speculators-dflash", "speculators-dspark")
 DOMINO = ("domino", "domino-shifted", "speculators-domino", "speculators-domino-reduced")
 
 
-def _make_domino(kind: str, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
-    """Weights of a recurrent head; adds its settings to the config."""
+def _make_domino(kind: str, config: dict[str, Any], noise: Any) -> Made:
     state, shifted = 24, kind != "domino"
     settings = {"gru_hidden_dim": state, "pure_draft_prefix_len": int(shifted)}
+    own = settings | {"projector_type": "domino", "emb_dim": _RANK, "shift_label": shifted}
     size, prefix, weights = _VOCAB, "", {}
     if kind == "speculators-domino-reduced":
         prefix = "logits_correction."
@@ -135,13 +128,9 @@ def _make_domino(kind: str, config: dict[str, Any], noise: Any) -> dict[str, Ten
         prefix = "domino_head."
         _make_reduced("dflash", config, noise)
         del config["draft_vocab_size"]
-        config |= settings | {"projector_type": "domino", "emb_dim": _RANK, "shift_label": True}
+        config |= own
     else:
-        config["dflash_config"] |= settings | {
-            "projector_type": "domino",
-            "emb_dim": _RANK,
-            "shift_label": shifted,
-        }
+        config["dflash_config"] |= own
     if shifted:
         config["block_size"] -= 1  # as many predictions as the others have
     return weights | {
@@ -152,24 +141,26 @@ def _make_domino(kind: str, config: dict[str, Any], noise: Any) -> dict[str, Ten
     }
 
 
-def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
-    """Weights of a Markov head; adds its settings to the config."""
-    settings = config.pop("dflash_config")
-    config |= settings | {
+def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> Made:
+    config |= config.pop("dflash_config") | {
         "architectures": ["Qwen3DSparkModel"],
         "sample_from_anchor": from_anchor,
         "block_size": _BLOCK - from_anchor,
         "markov_rank": _RANK,
         "dspark_draft_topk": CANDIDATES,
     }
+    return _markov_head(_VOCAB, noise)
+
+
+def _markov_head(size: int, noise: Any) -> Made:
     return {
         "markov_head.markov_w1.weight": noise(_VOCAB, _RANK, std=1.0),
-        "markov_head.markov_w2.weight": noise(_VOCAB, _RANK, std=0.3),
+        "markov_head.markov_w2.weight": noise(size, _RANK, std=0.3),
     }
 
 
-def _make_specforge(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
-    """Weights of a Markov head; names its settings as SpecForge does."""
+def _make_specforge(config: dict[str, Any], noise: Any) -> Made:
+    """A Markov head, whose settings have SpecForge's names."""
     settings = config["dflash_config"] | {"projector_type": "dspark", "attention_mode": "gqa"}
     weights = _make_dspark(True, config, noise)
     config |= {"architectures": ["DSparkDraftModel"], "dflash_config": settings}
@@ -178,22 +169,7 @@ def _make_specforge(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
     return weights
 
 
-def _make_muse(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with the names of Muse Glimmer's assistant; the config becomes its own."""
-    config |= config.pop("dflash_config")
-    config |= {
-        "architectures": ["MuseGlimmerAssistantModel"],
-        "model_type": "muse_glimmer_assistant",
-    }
-    names = {
-        "fc.weight": "encoder.fc.weight",
-        "hidden_norm.weight": "encoder.output_norm_enc.weight",
-    }
-    return {names.get(name, name): weight for name, weight in weights.items()}
-
-
-def _make_xpress(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
-    """Weights of a refiner; adds its settings to the config."""
+def _make_xpress(config: dict[str, Any], noise: Any) -> Made:
     hidden = 64  # of its MLP, in tiles of vLLM's kernel
     config |= {
         "architectures": ["Qwen3XPressModel"],
@@ -221,8 +197,8 @@ def _make_xpress(config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
     }
 
 
-def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, Tensor]:
-    """Weights of a reduced vocabulary; the config becomes the speculators library's."""
+def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> Made:
+    """A reduced vocabulary; the config becomes the speculators library's."""
     settings = config.pop("dflash_config")
     token_ids = torch.arange(_VOCAB)
     token_ids = token_ids[token_ids % 4 != 3]
@@ -252,48 +228,43 @@ def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> dict[str, 
     }
     if method == "dspark":
         config["markov_rank"] = _RANK
-        weights["markov_head.markov_w1.weight"] = noise(_VOCAB, _RANK, std=1.0)
-        weights["markov_head.markov_w2.weight"] = noise(len(token_ids), _RANK, std=0.3)
+        weights |= _markov_head(len(token_ids), noise)
     return weights
 
 
 def make_drafter(kind: str, folder: Path) -> str:
     """Write a checkpoint of a kind that the constants above name to a folder."""
     config = json.loads((Path(DRAFTER) / "config.json").read_text())
-    folder.mkdir()
-    weights = folder / "model.safetensors"
-    if kind in CAUSAL:
-        changes = dict(CAUSAL[kind])
-        config["dflash_config"] |= changes.pop("dflash_config", {})
-        weights.symlink_to(Path(DRAFTER) / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config | changes))
-        return str(folder)
+    weights = load_file(Path(DRAFTER) / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int, std: float) -> Tensor:
         return std * torch.randn(*shape, generator=generator)
 
-    if kind == MUSE:
-        made = _make_muse(config, load_file(Path(DRAFTER) / "model.safetensors"))
-        save_file(made, weights)
-        (folder / "config.json").write_text(json.dumps(config))
-        return str(folder)
-    if kind == "specforge-dspark":
-        made = _make_specforge(config, noise)
+    if kind in CAUSAL:
+        changes = dict(CAUSAL[kind])
+        config["dflash_config"] |= changes.pop("dflash_config", {})
+        config |= changes
+    elif kind == MUSE:
+        config |= config.pop("dflash_config")
+        config["architectures"] = ["MuseGlimmerAssistantModel"]
+        config["model_type"] = "muse_glimmer_assistant"
+        weights["encoder.fc.weight"] = weights.pop("fc.weight")
+        weights["encoder.output_norm_enc.weight"] = weights.pop("hidden_norm.weight")
+    elif kind == "specforge-dspark":
+        weights |= _make_specforge(config, noise)
     elif kind in MARKOV:
-        made = _make_dspark(kind == "dspark-anchor", config, noise)
+        weights |= _make_dspark(kind == "dspark-anchor", config, noise)
     elif kind in XPRESS:
-        made = _make_xpress(config, noise)
+        weights |= _make_xpress(config, noise)
     elif kind in DOMINO:
-        made = _make_domino(kind, config, noise)
+        weights |= _make_domino(kind, config, noise)
     elif kind in REDUCED:
-        made = _make_reduced(kind.removeprefix("speculators-"), config, noise)
+        weights |= _make_reduced(kind.removeprefix("speculators-"), config, noise)
     else:
-        architecture, make = HEADS[kind]
-        made, settings = make(noise)
-        config["architectures"] = [architecture]
-        config["dflash_config"] |= settings
-    save_file(load_file(Path(DRAFTER) / "model.safetensors") | made, weights)
+        weights |= HEADS[kind](config, noise)
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 

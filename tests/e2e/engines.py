@@ -102,10 +102,10 @@ class Engine:
     async_scheduling: bool = False
     # Without torch.compile.
     eager: bool = False
-    # `speculative_config` as sorted pairs; empty for plain decoding.
-    speculative: tuple[tuple[str, Any], ...] = ()
+    # `speculative_config`; empty for plain decoding.
+    speculative: dict[str, Any] = field(default_factory=dict)
     # Further arguments of `LLM`.
-    extra: tuple[tuple[str, Any], ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def with_bastion(self, nodes: int, budget: int | str = "adaptive", **keys: Any) -> Engine:
         """The same engine with method "bastion"; `keys` are given without their `bastion_`.
@@ -117,21 +117,22 @@ class Engine:
         return self.with_method("bastion", nodes, bastion_budget=budget, **own)
 
     def with_method(self, method: str, tokens: int, **keys: Any) -> Engine:
-        """The same engine with a speculative method of vLLM."""
         given = {"method": method, "model": DRAFTER, "num_speculative_tokens": tokens, **keys}
-        return replace(self, speculative=tuple(sorted(given.items())))
+        return replace(self, speculative=given)
 
     def with_eager(self) -> Engine:
         """The same engine, not compiled."""
         return replace(self, eager=True)
 
-    def with_async(self) -> Engine:
-        """The same engine with asynchronous scheduling."""
-        return replace(self, async_scheduling=True)
+    def with_async(self, on: bool = True) -> Engine:
+        return replace(self, async_scheduling=on)
+
+    def of(self, **arguments: Any) -> Engine:
+        """The same engine with further arguments of `LLM`."""
+        return replace(self, extra=self.extra | arguments)
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `LLM`."""
-        arguments = {
+        return {
             "model": TARGET,
             "dtype": "float32",
             "enforce_eager": self.eager,
@@ -141,18 +142,16 @@ class Engine:
             "block_size": 32,
             "num_gpu_blocks_override": self.num_blocks,
             "async_scheduling": self.async_scheduling,
-            # Async scheduling sets it. It is part of the compilation cache's key but has no effect
-            # on a single rank, so set it always: both schedulers then share compiled code.
+            # Async scheduling sets it. It has no effect on a single rank, but is part of the
+            # compilation cache's key, so both schedulers share compiled code with it.
             "disable_nccl_for_dp_synchronization": True,
             "disable_log_stats": False,
             # A model this small would pad JSON with blanks up to max_tokens.
             "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
             **(_GPU_ARGUMENTS if ON_GPU else {}),
-            **dict(self.extra),
+            **self.extra,
+            **({"speculative_config": dict(self.speculative)} if self.speculative else {}),
         }
-        if self.speculative:
-            arguments["speculative_config"] = dict(self.speculative)
-        return arguments
 
 
 @dataclass
@@ -163,25 +162,10 @@ class Batch:
     requests: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, name: str, prompt: str | list[int], **params: Any) -> None:
-        """Append a request.
-
-        `arrive`, `abort_after`, `follow`, `images` and `lora` are explained in `Session.run`.
-        """
-        request: dict[str, Any] = {"id": name, "prompt": prompt}
-        for key in ("arrive", "abort_after", "follow", "images", "lora"):
-            if key in params:
-                request[key] = params.pop(key)
-        self.requests.append({**request, "params": params})
-
-    def spec(self) -> dict[str, Any]:
-        """The batch as the worker reads it."""
-        return {"requests": self.requests}
-
-
-def _at_once() -> int:
-    """How many engines may run at the same time."""
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    return max(1, (4 if ON_GPU else 2) // processes)
+        """Append a request; `Session.run` explains the keys that are no sampling parameters."""
+        own = ("arrive", "abort_after", "follow", "images", "lora")
+        given = {key: params.pop(key) for key in own if key in params}
+        self.requests.append({"id": name, "prompt": prompt, **given, "params": params})
 
 
 class Runner:
@@ -193,7 +177,8 @@ class Runner:
     """
 
     def __init__(self, folder: Path, cpu_s: list[float]) -> None:
-        self._pool = ThreadPoolExecutor(_at_once())
+        processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        self._pool = ThreadPoolExecutor(max(1, (4 if ON_GPU else 2) // processes))
         self._done: dict[str, Future[dict[str, Any]]] = {}
         self._folder = folder
         self._cpu_s = cpu_s
@@ -203,8 +188,7 @@ class Runner:
         share_model_infos(Path(self.caches["VLLM_CACHE_ROOT"]))
         table = StepCostTable.linear(10.0, 0.2, max_rows=512)
         self._costs = given_costs(table, folder / "costs.json")["calibration"]
-        environment = {**ENVIRONMENT, **self.caches}
-        self._environment = environment
+        self._environment = environment = {**ENVIRONMENT, **self.caches}
         if ON_GPU:
             # A process that has initialised CUDA must not be forked.
             self._context: Any = multiprocessing.get_context("spawn")
@@ -220,22 +204,17 @@ class Runner:
     def submit(
         self, engine: Engine, batches: Sequence[Batch], **spec_keys: Any
     ) -> Future[dict[str, Any]]:
-        """Start a run, or find the one that has the same spec.
+        """Start a run, or find the one that has the same spec, which has `spec_keys` too.
 
-        Args:
-            spec_keys: further keys of the worker's spec. With `interpreted=True` an engine on a CPU
-                runs vLLM's Triton kernels in the interpreter; with `images=True` requests may have
-                images.
+        With `interpreted=True` an engine on a CPU runs vLLM's Triton kernels in the interpreter;
+        with `images=True` requests may have images.
         """
         arguments = engine.arguments()
         speculative = arguments.get("speculative_config", {})
         if speculative.get("bastion_budget") == "adaptive" and not ON_GPU:
             speculative.setdefault("bastion_calibration", self._costs)
-        spec = {
-            "engine": arguments,
-            "batches": [batch.spec() for batch in batches],
-            **spec_keys,
-        }
+        asked = [{"requests": batch.requests} for batch in batches]
+        spec = {"engine": arguments, "batches": asked, **spec_keys}
         key = json.dumps(spec, sort_keys=True)
         if key not in self._done:
             self._done[key] = self._pool.submit(self._run, spec, key)
@@ -244,20 +223,14 @@ class Runner:
     def all(
         self, engines: Sequence[Engine], batches: Sequence[Batch], **spec_keys: Any
     ) -> list[dict[str, Any]]:
-        """Run several engines on the same batches and wait for them."""
         runs = [self.submit(engine, batches, **spec_keys) for engine in engines]
         return [run.result() for run in runs]
 
     def run(self, engine: Engine, batches: Sequence[Batch], **spec_keys: Any) -> dict[str, Any]:
-        """Run one engine and wait for it."""
         return self.submit(engine, batches, **spec_keys).result()
 
     def command(self, *words: str) -> str:
-        """Run `vllm` with these words, and return what it prints.
-
-        Raises:
-            EngineError: the command failed; the text ends with what it printed.
-        """
+        """Run `vllm` with these words, and return what it prints; raises an EngineError."""
         spec = {"command": words}
         return str(self._run(spec, json.dumps(spec))["output"])
 
@@ -288,10 +261,7 @@ class Runner:
 
 
 def share_model_infos(cache: Path) -> None:
-    """Link vLLM's own notes on its models, which are kept by the digest of a model's code.
-
-    Without them each session's servers import vLLM once more to look at a model.
-    """
+    """Link vLLM's own notes on its models: without them, servers import vLLM once more."""
     users = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "modelinfos"
     users.mkdir(parents=True, exist_ok=True)
     cache.mkdir(parents=True, exist_ok=True)
@@ -300,10 +270,7 @@ def share_model_infos(cache: Path) -> None:
 
 
 def share_machine_code(cache: Path) -> None:
-    """Link the user's caches of machine code into `cache`, so that sessions do not compile anew.
-
-    An entry's name is a digest of what it was made from.
-    """
+    """Link the user's caches of machine code, whose names are digests of what it is made from."""
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "links.lock"):
         for name in ("numba", "kernels"):

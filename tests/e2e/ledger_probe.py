@@ -110,7 +110,6 @@ def holders() -> Iterator[tuple[str, Any]]:
 
 
 def target(holder: str, attribute: str) -> str:
-    """As a row of the ledger names it."""
     return f"{holder}.{attribute}" if ":" in holder else f"{holder}:{attribute}"
 
 
@@ -162,7 +161,6 @@ def _tables() -> dict[int, str]:
 
 
 def survey() -> dict[str, Any]:
-    """Everything above, as JSON."""
     ours: dict[str, str] = {}
     homes = _tables()
     described: dict[str, dict[str, str]] = {}
@@ -184,7 +182,6 @@ def survey() -> dict[str, Any]:
 
 
 def main(spec: dict[str, Any], out: Path) -> None:
-    """Start the engine, decode, look."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter.enable()
         interpreter.sample_without_triton()

@@ -14,19 +14,21 @@ ENVIRONMENT = {
 }
 
 
-def costs(worker: Any) -> list[float]:
-    """A worker's cost of a cycle of two requests, by rows; empty with a fixed budget."""
+def _controller(worker: Any) -> Any:
     from vllm_bastion.engine.runtime import runtime_of
 
-    control = runtime_of(worker.model_runner.vllm_config).controller
+    return runtime_of(worker.model_runner.vllm_config).controller
+
+
+def costs(worker: Any) -> list[float]:
+    """A worker's cost of a cycle of two requests, by rows; empty with a fixed budget."""
+    control = _controller(worker)
     return [] if control is None else control.latency.estimate(2, 100).tree_ms.tolist()
 
 
 def correction(worker: Any) -> dict[str, float]:
     """What a worker has learned of batches of two requests from real steps."""
-    from vllm_bastion.engine.runtime import runtime_of
-
-    control = runtime_of(worker.model_runner.vllm_config).controller
+    control = _controller(worker)
     return {} if control is None else control.latency.correction(2)
 
 
@@ -61,27 +63,24 @@ def generate(spec: dict[str, Any]) -> dict[str, Any]:
 
     (batch,) = spec["batches"]
     llm = LLM(**spec["engine"])
-    outputs = llm.generate(
-        [request["prompt"] for request in batch["requests"]],
-        [SamplingParams(**request["params"]) for request in batch["requests"]],
-        use_tqdm=False,
-    )
-    metrics = llm.get_metrics()
+
+    def decode() -> list[list[int]]:
+        prompts = [request["prompt"] for request in batch["requests"]]
+        params = [SamplingParams(**request["params"]) for request in batch["requests"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    tokens = decode()
     result = {
         "corrections": [],
         "costs": llm.collective_rpc(costs) if "speculative_config" in spec["engine"] else [],
-        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-        "metrics": {m.name: m.value for m in metrics if isinstance(m, Counter)},
+        "token_ids": tokens,
+        "metrics": {m.name: m.value for m in llm.get_metrics() if isinstance(m, Counter)},
     }
     if spec.get("slows_down"):
-        result["corrections"].append(llm.collective_rpc(correction))
+        before = llm.collective_rpc(correction)
         llm.collective_rpc(slow_down)
-        again = llm.generate(
-            [request["prompt"] for request in batch["requests"]],
-            [SamplingParams(**request["params"]) for request in batch["requests"]],
-            use_tqdm=False,
-        )
-        assert [list(output.outputs[0].token_ids) for output in again] == result["token_ids"]
-        result["corrections"].append(llm.collective_rpc(correction))
+        assert decode() == tokens
+        result["corrections"] = [before, llm.collective_rpc(correction)]
     llm.llm_engine.engine_core.shutdown()
     return result

@@ -7,17 +7,16 @@ output head stay as they are, as in published checkpoints.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.e2e.engines import TARGET
+from tests.e2e.targets import write_quantised
 
 _GROUP = 32  # inputs that share a scale, in 4-bit formats
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the eight columns in a word
@@ -90,7 +89,6 @@ def _awq(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> Any:
-    """A config of the compressed-tensors library."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
@@ -107,44 +105,26 @@ def _numbers(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]
 
 
 # name -> what quantises a layer, and the checkpoint's quantization_config
+_GROUPED = {"bits": 4, "group_size": _GROUP}
+_ROWS = {"int": _numbers("int", 8, "token"), "float": _numbers("float", 8, "token")}
 FORMATS: dict[str, tuple[Quantiser, dict[str, Any]]] = {
-    "w8a8": (
-        _int8,
-        _compressed("int-quantized", _numbers("int", 8, "channel"), _numbers("int", 8, "token")),
-    ),
+    "w8a8": (_int8, _compressed("int-quantized", _numbers("int", 8, "channel"), _ROWS["int"])),
     "fp8-per-channel": (
         _float8,
-        _compressed(
-            "float-quantized", _numbers("float", 8, "channel"), _numbers("float", 8, "token")
-        ),
+        _compressed("float-quantized", _numbers("float", 8, "channel"), _ROWS["float"]),
     ),
     "w4a16": (
         _w4a16,
         _compressed("pack-quantized", _numbers("int", 4, "group", group_size=_GROUP), None),
     ),
-    "gptq": (
-        _gptq,
-        {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True},
-    ),
-    "awq": (
-        _awq,
-        {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": _GROUP,
-            "zero_point": True,
-            "version": "gemm",
-        },
-    ),
+    "gptq": (_gptq, {"quant_method": "gptq", "desc_act": False, "sym": True, **_GROUPED}),
+    "awq": (_awq, {"quant_method": "awq", "zero_point": True, "version": "gemm", **_GROUPED}),
 }
 
 
 def make_quantised(name: str, folder: Path) -> str:
     """Write the tiny target in one of `FORMATS` to a folder."""
     quantise, settings = FORMATS[name]
-    folder.mkdir(parents=True)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / file, folder)
     weights: dict[str, Tensor] = {}
     for key, weight in load_file(Path(TARGET) / "model.safetensors").items():
         if not key.endswith("_proj.weight"):
@@ -152,7 +132,4 @@ def make_quantised(name: str, folder: Path) -> str:
             continue
         for suffix, tensor in quantise(weight.float()).items():
             weights[f"{key.removesuffix('weight')}{suffix}"] = tensor
-    save_file(weights, folder / "model.safetensors")
-    config = json.loads((Path(TARGET) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    return str(folder)
+    return write_quantised(weights, settings, folder)

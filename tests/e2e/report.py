@@ -20,8 +20,6 @@ RESULTS = HERE.parents[1] / "benchmarks" / "results" / "lossless"
 
 @dataclass
 class Row:
-    """A line of the result table."""
-
     case: str
     engine: str
     requests: int = 0
@@ -30,7 +28,6 @@ class Row:
     near_ties: int = 0
 
     def add(self, other: Row) -> None:
-        """Add the counts of another line."""
         for key in ("requests", "tokens", "mismatches", "near_ties"):
             setattr(self, key, getattr(self, key) + getattr(other, key))
 
@@ -44,7 +41,6 @@ class Tally:
     files: list[str] = field(default_factory=list)  # of the collected tests
 
     def row(self, case: str, engine: str) -> Row:
-        """The line of a case and an engine, added if there is none."""
         for row in self.rows:
             if (row.case, row.engine) == (case, engine):
                 return row
@@ -52,7 +48,6 @@ class Tally:
         return self.rows[-1]
 
     def merge(self, rows: list[dict[str, Any]], cpu_s: list[float], files: list[str]) -> None:
-        """Add the counts of another process."""
         for given in rows:
             row = Row(**given)
             self.row(row.case, row.engine).add(row)
@@ -60,14 +55,12 @@ class Tally:
         self.files = sorted({*self.files, *files})
 
     def table(self) -> list[Row]:
-        """The sorted lines, and their sum."""
         total = Row("total", "")
         for row in self.rows:
             total.add(row)
         return [*sorted(self.rows, key=lambda row: (row.case, row.engine)), total]
 
     def markdown(self) -> str:
-        """The result table."""
         lines = [
             "| Case | Engine | Requests | Tokens | Mismatches | of them near-ties |",
             "|---|---|---:|---:|---:|---:|",
@@ -77,7 +70,6 @@ class Tally:
         return "\n".join(lines) + "\n"
 
     def write(self, stem: Path, source: dict[str, Any]) -> None:
-        """Write `stem`.md and `stem`.json; `source` is the result's provenance."""
         from tests.e2e.compare import NEAR_TIE
 
         title = "# Token identity with plain vLLM decoding\n\n"
@@ -96,18 +88,15 @@ TALLY = pytest.StashKey[Tally]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start counting."""
     config.stash[TALLY] = Tally()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Record the files of the collected tests."""
     session.config.stash[TALLY].files = sorted({str(item.path) for item in session.items})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add the counts of one of pytest-xdist's processes."""
     counted = getattr(node, "workeroutput", {}).get("tally")
     if counted:
         node.config.stash[TALLY].merge(**counted)
@@ -129,7 +118,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the result table."""
     tally = terminalreporter.config.stash[TALLY]
     if tally.rows:
         terminalreporter.section("token identity with plain vLLM decoding")

@@ -44,22 +44,20 @@ def allow_async_scheduling() -> None:
 def fill_profiled_attention() -> None:
     """Zero the output of vLLM's CPU attention when it has no metadata; vLLM leaves it unwritten.
 
-    In the memory-profiling run of a compiled engine it may be NaN, and then the interpreter's
-    sampling kernel fails. An engine with method "bastion" must not need this.
+    It may be NaN when a compiled engine profiles its memory, and then the interpreter's sampling
+    kernel fails. An engine with method "bastion" must not need this.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     original = CPUAttentionBackendImpl.forward
 
-    def forward(
-        self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any,
-        output: torch.Tensor, *args: Any, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        if attn_metadata is None:
-            return output.fill_(0)
-        return original(
-            self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-        )
+    names = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = dict(zip(names, args)) | kwargs
+        if given["attn_metadata"] is None:
+            return given["output"].fill_(0)
+        return original(*args, **kwargs)
 
     CPUAttentionBackendImpl.forward = forward
 
@@ -87,12 +85,9 @@ class Session:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.forwards = 0
         self.batch_sizes: list[int] = []  # requests of every forward
-        # For every verified tree: its request, its root's position in the request, its number of
-        # nodes and the accepted path.
-        self.path_requests: list[str] = []
-        self.roots: list[int] = []
-        self.verified: list[int] = []
-        self.paths: list[list[int]] = []
+        # Every verified tree: its request, its root's position in the request, its number of nodes
+        # and the accepted path.
+        self.trees: list[tuple[str, int, int, list[int]]] = []
         # For every step with trees, nodes by request: counted on the device, and as reported to the
         # scheduler.
         self.counted: list[dict[str, int]] = []
@@ -130,7 +125,7 @@ class Session:
             verified = batch.cu_num_logits.diff()[: batch.num_reqs] - 1
             first = batch.logits_indices[batch.cu_num_logits[: batch.num_reqs]]
             path = trees.path[: batch.num_reqs].clone()
-            self._steps.append((batch.req_ids, path, verified, batch.positions[first]))
+            self._steps.append((batch.req_ids, batch.positions[first], verified, path))
             postprocess(*args, **kwargs)
 
         state.postprocess_state = postprocess_state
@@ -149,23 +144,19 @@ class Session:
         self.scheduler.update_from_output = update_from_output
 
     def read_steps(self) -> None:
-        """Add the steps since the last call to the recorded trees."""
         steps, self._steps = self._steps, []
-        for names, path_rows, verified, positions in steps:
-            counts = zip(names, verified.tolist(), strict=True)
-            nodes = {_plain_id(name): count for name, count in counts if count}
-            if nodes:
-                self.counted.append(nodes)
-            lists = (part.tolist() for part in (path_rows, verified, positions))
-            for name, path, nodes, root in zip(names, *lists, strict=True):
-                if nodes > 0:
-                    self.roots.append(root)
-                    self.paths.append([node for node in path if node >= 0])
-                    self.verified.append(nodes)
-                    self.path_requests.append(_plain_id(name))
+        for names, *parts in steps:
+            rows = zip(map(_plain_id, names), *(part.tolist() for part in parts), strict=True)
+            step = [
+                (name, root, nodes, [node for node in path if node >= 0])
+                for name, root, nodes, path in rows
+                if nodes > 0
+            ]
+            self.trees += step
+            if step:
+                self.counted.append({name: nodes for name, _, nodes, _ in step})
 
     def info(self) -> dict[str, Any]:
-        """The classes that vLLM chose, and the number of KV blocks."""
         return {
             "scheduler": type(self.scheduler).__name__,
             "speculator": type(self.runner.speculator).__name__,
@@ -208,9 +199,7 @@ class Session:
         """
         before, forwards = self.metrics(), self.forwards
         free_before = self.free_blocks()
-        self.path_requests, self.verified, self.paths, self.roots = [], [], [], []
-        self.counted, self.reported = [], []
-        self._steps = []
+        self.trees, self.counted, self.reported, self._steps = [], [], [], []
         probed: list[Any] = []
         waiting = sorted(batch["requests"], key=lambda request: request.get("arrive", 0))
         abort_after = {r["id"]: r["abort_after"] for r in waiting if "abort_after" in r}
@@ -242,10 +231,10 @@ class Session:
             "requests": results,
             "forwards": self.forwards - forwards,
             "batch_sizes": self.batch_sizes[forwards:],
-            "path_requests": self.path_requests,
-            "roots": self.roots,
-            "verified": self.verified,
-            "paths": self.paths,
+            "path_requests": [name for name, *_ in self.trees],
+            "roots": [root for _, root, *_ in self.trees],
+            "verified": [nodes for *_, nodes, _ in self.trees],
+            "paths": [path for *_, path in self.trees],
             "counted": self.counted,
             "reported": self.reported,
             "probed": probed,
@@ -254,7 +243,6 @@ class Session:
         }
 
     def drain(self) -> None:
-        """Step until aborted requests are gone; the engine removes them in a step."""
         while self.scheduler.has_requests() or self.core.batch_queue:
             self.core.step_fn()
 
@@ -268,20 +256,14 @@ class Session:
             prompt = {"prompt_token_ids": prompt}
             if "images" in request:
                 prompt["multi_modal_data"] = {"image": list(map(_image, request["images"]))}
-        results[request["id"]] = result = {
-            "token_ids": [],
-            "chunks": [],
-            "text": "",
-            "finish_reason": None,
-            "error": None,
-        }
+        result = {"token_ids": [], "chunks": [], "text": "", "finish_reason": None, "error": None}
+        results[request["id"]] = self._results[request["id"]] = result
         more = {"lora_request": LoRARequest(*request["lora"])} if "lora" in request else {}
         try:
             params = sampling_params(request["params"])
             self.engine.add_request(request["id"], prompt, params, **more)
         except (ValueError, VLLMValidationError) as error:
             result["error"] = str(error)
-        self._results[request["id"]] = result
 
 
 def _image(size: list[int]) -> Any:
@@ -304,24 +286,24 @@ def _update(output: Any, result: dict[str, Any]) -> None:
         if completion.index:  # another one of `n` samples
             others = result.setdefault("samples", {})
             others[str(completion.index)] = list(completion.token_ids)
-    if output.outputs[0].index:
-        return
     completion = output.outputs[0]
+    if completion.index:
+        return
     new = len(completion.token_ids) - len(result["token_ids"])
     if new:
         result["chunks"].append(new)
-    result["token_ids"] = list(completion.token_ids)
-    result["prompt_token_ids"] = list(output.prompt_token_ids)
-    result["text"] = completion.text
-    result["finish_reason"] = completion.finish_reason
-    result["stop_reason"] = completion.stop_reason
-    result["cached_tokens"] = output.num_cached_tokens
+    result |= {
+        "token_ids": list(completion.token_ids),
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "cached_tokens": output.num_cached_tokens,
+    }
     if completion.spec_decode_metrics is not None:
         result["spec_decode_metrics"] = completion.spec_decode_metrics.to_dict()
-    for key, found in (
-        ("logprobs", completion.logprobs),
-        ("prompt_logprobs", output.prompt_logprobs),
-    ):
+    logprobs = {"logprobs": completion.logprobs, "prompt_logprobs": output.prompt_logprobs}
+    for key, found in logprobs.items():
         if found is not None:  # the first position of a prompt has no log-probabilities
             result[key] = [
                 {str(token): entry.logprob for token, entry in (position or {}).items()}
@@ -332,10 +314,9 @@ def _update(output: Any, result: dict[str, Any]) -> None:
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in after.items():
-        old = before.get(name, 0)
         if isinstance(value, list):
-            old = old or [0] * len(value)
+            old = before.get(name, [0] * len(value))
             out[name] = [a - b for a, b in zip(value, old, strict=True)]
         else:
-            out[name] = value - old
+            out[name] = value - before.get(name, 0)
     return out

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.engines import TARGET
+from tests.e2e.engines import PAIR, TARGET, Engine
 
 LAYERS = 6
 _SIZES: dict[str, Any] = {
@@ -44,12 +44,8 @@ _DELTA_NETS = {
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }
-_SHARED_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_SHARED_EXPERTS = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 64}
 _MROPE = {
     "rope_type": "default",
     "rope_theta": 100.0,
@@ -57,10 +53,7 @@ _MROPE = {
     "mrope_section": [8, 4, 4],
     "mrope_interleaved": True,
 }
-_QWEN3_5: dict[str, Any] = {
-    **_DELTA_NETS,
-    "rope_parameters": _MROPE,
-}
+_QWEN3_5: dict[str, Any] = {**_DELTA_NETS, "rope_parameters": _MROPE}
 _VISION = {
     "depth": 1,
     "hidden_size": 32,
@@ -69,7 +62,6 @@ _VISION = {
     "out_hidden_size": _SIZES["hidden_size"],
     "num_position_embeddings": 16,
 }
-
 _GEMMA_4: dict[str, Any] = {
     "global_head_dim": 64,
     "sliding_window": 24,
@@ -78,7 +70,6 @@ _GEMMA_4: dict[str, Any] = {
     "tie_word_embeddings": False,  # otherwise every token repeats itself
     "vocab_size_per_layer_input": _SIZES["vocab_size"],
 }
-_TEXT_ONLY = {"language_model_only": True}
 # The last four tokens of the vocabulary in a target with images.
 _IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE, _VIDEO = range(1020, 1024)
@@ -95,27 +86,13 @@ _PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral-window-24": ("mistral", {"sliding_window": 24}),
-    "qwen3-moe": (
-        "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    ),
-    "qwen3-next": (
-        "qwen3_next",
-        {
-            **_DELTA_NETS,
-            **_SHARED_EXPERTS,
-            "partial_rotary_factor": 0.5,
-        },
-    ),
+    "qwen3-moe": ("qwen3_moe", _QWEN_EXPERTS),
+    "qwen3-next": ("qwen3_next", {**_DELTA_NETS, **_SHARED_EXPERTS, "partial_rotary_factor": 0.5}),
     "qwen3.5": ("qwen3_5_text", _QWEN3_5),
     "qwen3.5-moe": ("qwen3_5_moe_text", _QWEN3_5 | _SHARED_EXPERTS),
     "qwen3.5-with-images": (
         "qwen3_5",
-        {
-            "text_config": _SIZES | _QWEN3_5,
-            "vision_config": _VISION,
-            **_IMAGE_IDS,
-        },
+        {"text_config": _SIZES | _QWEN3_5, "vision_config": _VISION, **_IMAGE_IDS},
     ),
     "qwen3-vl": (
         "qwen3_vl",
@@ -128,8 +105,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     # As the larger models: one projection for keys and values.
     "gemma-4": (
         "gemma4_text",
-        {
-            **_GEMMA_4,
+        _GEMMA_4
+        | {
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
             "hidden_size_per_layer_input": 0,
@@ -138,7 +115,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     # As the smaller ones: layers that read other layers' keys, embeddings for each layer.
     "gemma-4-shared-keys": (
         "gemma4_text",
-        {**_GEMMA_4, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 16},
+        _GEMMA_4 | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 16},
     ),
     **{
         f"gpt-oss-window-{window}": ("gpt_oss", {"sliding_window": window, **_EXPERTS, **_MIXED})
@@ -148,24 +125,37 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Arguments of `LLM`, and further keys of the spec, that a target needs.
 HYBRID: dict[str, Any] = {"enable_prefix_caching": False}
-_FP32 = "tests.e2e.gdn_fp32:install"
-_TORCHVISION = {"setup": ["tests.e2e.torchvision_python:install", _FP32]}
-ARGUMENTS: dict[str, dict[str, Any]] = {
+_TEXT_ONLY = {"language_model_only": True}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
     "qwen3-next": HYBRID,
     "qwen3.5": HYBRID,
     "qwen3.5-moe": HYBRID,
     "qwen3.5-with-images": HYBRID | _TEXT_ONLY,
     "qwen3-vl": _TEXT_ONLY,
 }
-# With images, where `ARGUMENTS` says text only.
+# With images.
 IMAGES: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2, "video": 0}}
+_FP32 = "tests.e2e.gdn_fp32:install"
+_TORCHVISION = "tests.e2e.torchvision_python:install"
 SPEC: dict[str, dict[str, Any]] = {
     "qwen3-next": {"setup": [_FP32]},
-    "qwen3.5": _TORCHVISION,
-    "qwen3.5-moe": _TORCHVISION,
-    "qwen3.5-with-images": _TORCHVISION,
-    "qwen3-vl": {"setup": _TORCHVISION["setup"][:1]},
+    "qwen3.5": {"setup": [_TORCHVISION, _FP32]},
+    "qwen3.5-moe": {"setup": [_TORCHVISION, _FP32]},
+    "qwen3.5-with-images": {"setup": [_TORCHVISION, _FP32]},
+    "qwen3-vl": {"setup": [_TORCHVISION]},
 }
+
+
+def engine_of(name: str, folder: Path) -> Engine:
+    """Plain decoding with a target that is written to a folder."""
+    arguments = _ARGUMENTS.get(name, {})
+    return Engine(eager=True, num_blocks=160).of(model=make_target(name, folder), **arguments)
+
+
+def hybrid_pair() -> tuple[Engine, dict[str, str]]:
+    """Plain decoding with the trained hybrid target in bf16, and its drafter as a key."""
+    target, drafter = (str(PAIR / "hybrid" / name) for name in ("target", "drafter"))
+    return Engine(eager=True).of(model=target, dtype="bfloat16", **HYBRID), {"model": drafter}
 
 
 def make_target(name: str, folder: Path, **changes: Any) -> str:
@@ -177,10 +167,9 @@ def make_target(name: str, folder: Path, **changes: Any) -> str:
 
     kind, settings = TARGETS[name]
     settings = settings | changes
-    loader = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
-    config = AutoConfig.for_model(
-        kind, **(settings if "vision_config" in settings else _SIZES | settings)
-    )
+    with_images = "vision_config" in settings
+    loader = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    config = AutoConfig.for_model(kind, **(settings if with_images else _SIZES | settings))
     torch.manual_seed(0)
     model = loader.from_config(config, dtype=torch.float32)
     for key, parameter in model.named_parameters():
@@ -193,7 +182,7 @@ def make_target(name: str, folder: Path, **changes: Any) -> str:
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / file, folder)
-    if "image_token_id" in settings:
+    if with_images:
         _add_images(folder)
     return str(folder)
 
@@ -208,42 +197,41 @@ def _add_images(folder: Path) -> None:
         assert "".join(merges.pop()) in [by_id[t] for t in range(VISION_START, _VIDEO + 1)]
         del vocab[by_id[token]]
         vocab[text] = token
-        tokenizer["added_tokens"].append(
-            tokenizer["added_tokens"][0] | {"id": token, "content": text}
-        )
+        added = tokenizer["added_tokens"]
+        added.append(added[0] | {"id": token, "content": text})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     sizes = {"size": _PIXELS, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
-    for file, kind in {
-        "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor"},
-        "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor"},
-    }.items():
-        shared = {"processor_class": "Qwen3VLProcessor", **sizes}
-        (folder / file).write_text(json.dumps(shared | kind))
+    shared = {"processor_class": "Qwen3VLProcessor", **sizes}
+    for file, key, kind in (
+        ("preprocessor_config.json", "image_processor_type", "Qwen2VLImageProcessor"),
+        ("video_preprocessor_config.json", "video_processor_type", "Qwen3VLVideoProcessor"),
+    ):
+        (folder / file).write_text(json.dumps(shared | {key: kind}))
+
+
+def write_quantised(weights: dict[str, torch.Tensor], settings: Any, folder: Path) -> str:
+    """Write the tiny target with these weights and this `quantization_config` to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, folder)
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((Path(TARGET) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return str(folder)
 
 
 def make_scaled(folder: Path) -> str:
     """The tiny target in llm-compressor's format: with a scale of each layer's keys and values."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / name, folder)
     weights = load_file(Path(TARGET) / "model.safetensors")
     for layer in range(LAYERS):
         name = f"model.layers.{layer}.self_attn"
         weights[f"{name}.k_scale"] = torch.tensor([0.011 + 0.003 * layer])
         weights[f"{name}.v_scale"] = torch.tensor([0.017 - 0.002 * layer])
-    save_file(weights, folder / "model.safetensors")
-    config = json.loads((Path(TARGET) / "config.json").read_text())
-    config["quantization_config"] = {
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    settings = {
         "quant_method": "compressed-tensors",
         "format": "dense",
         "config_groups": {},
-        "kv_cache_scheme": {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "tensor",
-            "symmetric": True,
-            "dynamic": False,
-        },
+        "kv_cache_scheme": scheme | {"dynamic": False},
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+    return write_quantised(weights, settings, folder)

@@ -10,8 +10,8 @@ from statistics import mean
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison, answers
-from tests.e2e.engines import GAMMA, Batch, Engine, Runner, given_costs
+from tests.e2e.compare import Comparison
+from tests.e2e.engines import GAMMA, Batch, Engine, given_costs
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
@@ -31,32 +31,38 @@ _BUDGETS: list[tuple[str, Engine]] = [
 ]
 
 
-_QUICK = [
-    pytest.param(label, engine, id=label, marks=[pytest.mark.slow] * (label == "8 nodes, fixed"))
-    for label, engine in _BUDGETS
-    if label in ("1 node", "8 nodes, fixed", "63 nodes, fixed")
-]
-
-
-@pytest.mark.parametrize(("label", "engine"), _QUICK)
-def test_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
-    """Fixed budgets, few prompts."""
+@pytest.mark.parametrize(
+    ("label", "engine"), [one for one in _BUDGETS if one[0] in ("1 node", "63 nodes, fixed")]
+)
+def test_budgets(compare: Comparison, label: str, engine: Engine) -> None:
     batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]
-    plain, tree = runner.all([replace(engine, speculative=()), engine], batches)
-    compare.same(label, batches, plain, tree)
-    budget = dict(engine.speculative)["bastion_budget"]
-    assert max(tree["batches"][0]["verified"]) == budget
+    assert_budget(compare, label, engine, batches)
 
 
-def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("label", "engine"), _BUDGETS, ids=[label for label, _ in _BUDGETS])
+def test_all_budgets(compare: Comparison, label: str, engine: Engine) -> None:
+    batches = [cases.greedy(6), cases.sampled(9)]
+    assert_budget(compare, label, engine, batches)
+    compare.oracle(f"{label}, oracle", batches, replace(engine, speculative={}), engine)
+
+
+def assert_budget(compare: Comparison, label: str, engine: Engine, batches: list[Batch]) -> None:
+    _, tree = compare.both(label, batches, replace(engine, speculative={}), engine)
+    budget = engine.speculative["bastion_budget"]
+    if budget != "adaptive" and engine.speculative.get("bastion_budget_timing") != "lagged":
+        assert max(tree["batches"][0]["verified"], default=0) == budget
+
+
+def test_lagged(compare: Comparison, tmp_path: Path) -> None:
     """Lagged timing, as on a GPU: the previous scores size a step, and the device shares it out."""
     # Rows cost enough to make the shares unequal, but not so much that nothing is drafted.
     costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), tmp_path / "costs.json")
     batches = [cases.greedy(2, tokens=48), cases.sampled(3, tokens=48), cases.stops()]
     engine = Engine(eager=True).with_async()
     tree = engine.with_bastion(16, budget_timing="lagged", **costs)
-    plain, run = runner.all([engine, tree], batches)
-    compare.same("lagged, batch 4, async", batches, plain, run)
+    _, run = compare.both("lagged, batch 4, async", batches, engine, tree)
     for outcome in run["batches"]:
         # The counts are per request and step, not the even split that the host planned.
         assert outcome["reported"] == outcome["counted"]
@@ -70,23 +76,20 @@ def test_lagged(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("timing", ["exact", "lagged"])
-def test_requests_with_their_own_budgets(
-    runner: Runner, compare: Comparison, tmp_path: Path, timing: str
-) -> None:
+def test_requests_with_their_own_budgets(compare: Comparison, tmp_path: Path, timing: str) -> None:
     """Plain decoding, small trees and full ones in the same steps."""
     costs = given_costs(StepCostTable.linear(10.0, 0.05, max_rows=128), tmp_path / "costs.json")
     limits, bare = [0, 3, None, 0, 16], Batch("requests with their own budgets")
     mixed, most = Batch(bare.case), {}
     for at, (name, text) in enumerate(cases.some(4)):
-        limit, drawn = limits[at % 5], {"temperature": 0.8, "seed": at} if at % 2 else {}
-        params = {"temperature": 0, "max_tokens": 40, **drawn}
+        limit, params = limits[at % 5], {"max_tokens": 40, **cases.drawn(at, temperature=0.8)}
         bare.add(name, text, **params)
         own = {} if limit is None else {"extra_args": {"bastion_budget": limit}}
         mixed.add(name, text, **params, **own)
         most[name] = 16 if limit is None else limit
-    engine = Engine(eager=True).with_async() if timing == "lagged" else Engine(eager=True)
-    expected = runner.run(engine, [bare])
-    run = runner.run(engine.with_bastion(16, budget_timing=timing, **costs), [mixed])
+    engine = Engine(eager=True).with_async(timing == "lagged")
+    expected = compare.run(engine, [bare])
+    run = compare.run(engine.with_bastion(16, budget_timing=timing, **costs), [mixed])
     compare.same(f"own budgets, {timing}", [bare], expected, run)
     outcome = run["batches"][0]
     assert outcome["reported"] == outcome["counted"]
@@ -98,19 +101,16 @@ def test_requests_with_their_own_budgets(
     assert all((nodes > 0) == (most[name] > 0) for name, nodes in seen.items()), seen
 
 
-def test_nothing_is_drafted_that_no_reply_can_use(
-    runner: Runner, compare: Comparison, tmp_path: Path
-) -> None:
+def test_nothing_is_drafted_that_no_reply_can_use(compare: Comparison, tmp_path: Path) -> None:
     """Drafts are free, so every other step has one."""
     free = given_costs(StepCostTable.flat(10.0, max_rows=512), tmp_path / "costs.json")
     batch = Batch("short replies")
     for (name, text), tokens in zip(cases.some(3), (2, 2, 1, 24, 3, 1, 17, 33, 9), strict=True):
         batch.add(name, text, temperature=0, max_tokens=tokens, ignore_eos=True)
-    rows = ("max_num_batched_tokens", 512)
-    plain = Engine(max_num_seqs=2, eager=True, extra=(rows,))
+    plain = Engine(max_num_seqs=2, eager=True).of(max_num_batched_tokens=512)
     engine = plain.with_bastion(16, **free)
-    expected = runner.submit(plain, [batch])
-    run = runner.run(engine, [batch], probe="tests.e2e.plain_steps:drafts")
+    expected = compare.submit(plain, [batch])
+    run = compare.run(engine, [batch], probe="tests.e2e.plain_steps:drafts")
     compare.same("drafts are free", [batch], expected.result(), run)
     steps = run["batches"][0]["probed"]
     assert len(steps) > 10
@@ -120,18 +120,6 @@ def test_nothing_is_drafted_that_no_reply_can_use(
         if step["drafted"]:
             assert step["deepest"] < longest, step
     assert any(step["remaining"] and not step["drafted"] for step in steps)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("label", "engine"), _BUDGETS, ids=[label for label, _ in _BUDGETS])
-def test_all_budgets(runner: Runner, compare: Comparison, label: str, engine: Engine) -> None:
-    """Every way to choose the budget, more prompts."""
-    batches = [cases.greedy(6), cases.sampled(9)]
-    plain, tree = runner.all([replace(engine, speculative=()), engine], batches)
-    compare.same(label, batches, plain, tree)
-    oracle = runner.run(engine, batches, oracle={"answers": answers(plain)})
-    compare.same(f"{label}, oracle", batches, plain, oracle)
 
 
 NODES = 24
@@ -146,19 +134,16 @@ TABLES = {
 
 
 @pytest.mark.slow
-def test_the_budget_follows_the_cost_table(
-    runner: Runner, compare: Comparison, tmp_path: Path
-) -> None:
-    batch = Batch("cost tables from flat to hopeless, T=0")
-    for name, text in cases.some(1):
-        batch.add(name, text, temperature=0, max_tokens=64, ignore_eos=True)
+def test_the_budget_follows_the_cost_table(compare: Comparison, tmp_path: Path) -> None:
+    case = "cost tables from flat to hopeless, T=0"
+    batch = cases.texts(case, 1, max_tokens=64, ignore_eos=True)
     # Batch size 1: the paper's rule; no step is shared.
     plain = Engine(max_num_seqs=1, eager=True)
     runs = {}
     for name, table in TABLES.items():
         engine = plain.with_bastion(NODES, **given_costs(table, tmp_path / f"{name}.json"))
-        runs[name] = runner.submit(engine, [batch])
-    expected = runner.run(plain, [batch])
+        runs[name] = compare.submit(engine, [batch])
+    expected = compare.run(plain, [batch])
     for name, run in runs.items():
         compare.same(f"{name} costs", [batch], expected, run.result())
     verified = {name: run.result()["batches"][0]["verified"] for name, run in runs.items()}

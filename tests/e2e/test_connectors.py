@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,17 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, leaving_the_chain
-from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.engines import Batch, Engine
+from tests.e2e.marks import on_cpu
 from vllm_bastion.checks.engine import saving_too_early
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(ON_GPU, reason="the connector's blocks are a CPU's"),
-]
+pytestmark = on_cpu("the connector's blocks are a CPU's")
 
 NODES, KEPT = 24, 44  # tokens of an answer that the second prompt repeats
 BLOCK = 32
 
 
 def connector(folder: Path, **extra: Any) -> dict[str, Any]:
-    """`kv_transfer_config` of the tests' connector."""
     return {
         "kv_connector": "StepEndConnector",
         "kv_connector_module_path": "tests.e2e.step_end_connector",
@@ -35,7 +31,6 @@ def connector(folder: Path, **extra: Any) -> dict[str, Any]:
 
 
 def several(*parts: dict[str, Any]) -> dict[str, Any]:
-    """`kv_transfer_config` of vLLM's MultiConnector."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -44,17 +39,12 @@ def several(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def over(engine: Engine, config: dict[str, Any]) -> Engine:
-    """The same engine with a connector."""
-    return replace(engine, extra=(*engine.extra, ("kv_transfer_config", config)))
+    return engine.of(kv_transfer_config=config)
 
 
 def first() -> Batch:
-    """Texts that are decoded in the first engine."""
-    batch = Batch("before a connector")
-    for i, (name, text) in enumerate(cases.some(2, first=9)):
-        sampling = {"temperature": 0.8, "seed": 5} if i % 3 == 2 else {"temperature": 0}
-        batch.add(name, text, max_tokens=60, ignore_eos=True, **sampling)
-    return batch
+    params = {"temperature": 0.8, "seed": 5, "max_tokens": 60, "ignore_eos": True}
+    return cases.texts("before a connector", 2, first=9, every=3, **params)
 
 
 def second(run: dict[str, Any]) -> Batch:
@@ -67,7 +57,6 @@ def second(run: dict[str, Any]) -> Batch:
 
 
 def tau(run: dict[str, Any]) -> float:
-    """Tokens for each verified tree."""
     paths = run["batches"][0]["paths"]
     return sum(map(len, paths)) / len(paths)
 
@@ -81,22 +70,18 @@ def assert_loaded(run: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "async", "several"])
-def test_another_engine_continues(
-    runner: Runner, compare: Comparison, tmp_path: Path, kind: str
-) -> None:
+def test_another_engine_continues(compare: Comparison, tmp_path: Path, kind: str) -> None:
     """Tokens are plain decoding's, and the drafter's context arrives with the target's."""
-    plain = Engine(eager=True)
-    if kind == "async":
-        plain = plain.with_async()
+    plain = Engine(eager=True, async_scheduling=kind == "async")
     config = connector(tmp_path / "blocks")
     if kind == "several":
         config = several(config, connector(tmp_path / "copies"))
-    expected = runner.run(plain, [first()])
+    expected = compare.run(plain, [first()])
     continued = second(expected)
-    expected_on = runner.submit(plain, [continued])
+    expected_on = compare.submit(plain, [continued])
     tree = plain.with_bastion(NODES, NODES)
-    saved = runner.run(over(tree, config), [first()])
-    loaded = runner.run(over(tree, config), [continued])
+    saved = compare.run(over(tree, config), [first()])
+    loaded = compare.run(over(tree, config), [continued])
     compare.same(f"saving, {kind}", [first()], expected, saved)
     compare.same(f"loading, {kind}", [continued], expected_on.result(), loaded)
     assert leaving_the_chain(saved["batches"][0]["paths"])
@@ -105,23 +90,23 @@ def test_another_engine_continues(
         # Several requests at once have their first trees when others' prompts no longer fill the
         # steps, and a request whose prompt is loaded sooner than one that computes it.
         tree = replace(tree, max_num_seqs=1)
-        alone = runner.submit(tree, [continued])
-        loaded = runner.run(over(tree, config), [continued])
+        alone = compare.submit(tree, [continued])
+        loaded = compare.run(over(tree, config), [continued])
         assert_loaded(loaded)
         assert loaded["batches"][0]["paths"] == alone.result()["batches"][0]["paths"]
 
 
 @pytest.mark.slow
-def test_without_the_drafters_context(runner: Runner, compare: Comparison, tmp_path: Path) -> None:
+def test_without_the_drafters_context(compare: Comparison, tmp_path: Path) -> None:
     """The first engine decodes plainly. Tokens are right, and drafts are worse at first."""
     plain, config = Engine(eager=True), connector(tmp_path / "blocks")
-    expected = runner.run(plain, [first()])
+    expected = compare.run(plain, [first()])
     continued = second(expected)
     tree = plain.with_bastion(NODES, NODES)
-    alone = runner.submit(tree, [continued])
-    runner.run(over(plain, config), [first()])
-    loaded = runner.run(over(tree, config), [continued])
-    compare.same("loading without drafts", [continued], runner.run(plain, [continued]), loaded)
+    alone = compare.submit(tree, [continued])
+    compare.run(over(plain, config), [first()])
+    loaded = compare.run(over(tree, config), [continued])
+    compare.same("loading without drafts", [continued], compare.run(plain, [continued]), loaded)
     assert_loaded(loaded)
     print(f"tau {tau(loaded):.2f} without the drafter's context, {tau(alone.result()):.2f} with it")
     assert 1 < tau(loaded) < tau(alone.result())
@@ -147,10 +132,3 @@ def test_which_connectors_save_too_early(name: str, sound: bool) -> None:
     early = "ExampleConnector" if sound else name
     both = several(config, {"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
     assert saving_too_early(KVTransferConfig(**both)) == early
-
-
-def test_the_tests_connector_saves_at_the_end_of_a_step(tmp_path: Path) -> None:
-    from vllm.config import KVTransferConfig
-
-    importlib.import_module("tests.e2e.step_end_connector")
-    assert saving_too_early(KVTransferConfig(**connector(tmp_path))) is None

@@ -9,36 +9,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison, answers, leaving_the_chain
-from tests.e2e.cuda_graphs import Tape, capture, kernel
-from tests.e2e.engines import ON_GPU, Batch, Engine, Runner, given_costs
-from tests.e2e.targets import ARGUMENTS, SPEC, make_scaled, make_target
+from tests.e2e.compare import Comparison, answers, assert_winding, leaving_the_chain
+from tests.e2e.engines import Batch, Engine, given_costs
+from tests.e2e.marks import on_cpu
+from tests.e2e.targets import SPEC, engine_of, make_scaled
 from vllm_bastion.policy.cost.table import StepCostTable
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="stands in for a GPU")]
+pytestmark = on_cpu("stands in for a GPU")
 
 SETUP = ["tests.e2e.flash_backend:install", "tests.e2e.cuda_graphs:install"]
 REPLAYS = "tests.e2e.cuda_graphs:replays"
 # Rows of the target's graphs, and of the drafter's: 16 for each of two requests.
 TARGET_SIZES, DRAFTER_SIZES = [4, 8, 18], [16, 32]
 # Rows of a step: the interpreter is slow on every token.
-LIMIT = ("max_num_batched_tokens", 64)
+LIMIT = {"max_num_batched_tokens": 64}
 
 
 def with_graphs(engine: Engine) -> Engine:
-    """The same engine with FULL graphs for decode steps, captured for these rows."""
     compilation = {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
         "cudagraph_capture_sizes": TARGET_SIZES + DRAFTER_SIZES[1:],
     }
-    own = (("compilation_config", compilation), ("enforce_eager", False))
-    return replace(engine, extra=(*engine.extra, *own))
+    return engine.of(compilation_config=compilation, enforce_eager=False)
 
 
 def batch() -> Batch:
@@ -53,29 +51,31 @@ def batch() -> Batch:
 
 
 def costs(folder: Path, timing: str) -> dict[str, str]:
-    """Keys of an engine with a given cost table."""
     table = StepCostTable.linear(10.0, 0.4, max_rows=128)
     return {**given_costs(table, folder / "costs.json"), "budget_timing": timing}
+
+
+def graphs_of(outcome: dict[str, Any]) -> list[dict[str, Any]]:
+    return list({(g["of"], g["rows"]): g for g in outcome["probed"]}.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("timing", ["exact", "lagged"])
 def test_graphs_replay_what_decoding_needs(
-    runner: Runner, compare: Comparison, tmp_path: Path, timing: str
+    compare: Comparison, tmp_path: Path, timing: str
 ) -> None:
     """A captured launch learns about the step it is replayed for from buffers alone."""
-    plain, requests = Engine(max_num_seqs=2, eager=True, extra=(LIMIT,)).with_async(), [batch()]
+    plain, requests = Engine(max_num_seqs=2, eager=True, extra=LIMIT).with_async(), [batch()]
     # As on a GPU: no copies, where the user does not ask for them.
     tree = with_graphs(plain).with_bastion(8, top_k=4, lookup=False, **costs(tmp_path, timing))
     futures = [
-        runner.submit(plain, requests),
-        runner.submit(tree, requests, setup=SETUP, probe=REPLAYS, interpreted=True),
+        compare.submit(plain, requests),
+        compare.submit(tree, requests, setup=SETUP, probe=REPLAYS, interpreted=True),
     ]
     run = futures[1].result()
     compare.same(f"GPU path on a CPU, {timing}", requests, futures[0].result(), run)
     outcome = run["batches"][0]
-    last = {(g["of"], g["rows"]): g for g in outcome["probed"]}
-    graphs = list(last.values())
+    graphs = graphs_of(outcome)
     target = {g["rows"]: g["replays"] for g in graphs if g["of"] == "target"}
     assert sorted(target) == TARGET_SIZES
     assert sum(count > 0 for count in target.values()) > 1, target
@@ -91,75 +91,39 @@ def test_graphs_replay_what_decoding_needs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", [False, True])
-def test_fp8_queries_and_caches(
-    runner: Runner, compare: Comparison, tmp_path: Path, scales: bool
-) -> None:
+def test_fp8_queries_and_caches(compare: Comparison, tmp_path: Path, scales: bool) -> None:
     """Plain decoding uses the same backend here: another one rounds to fp8 differently."""
-    own = ("model", make_scaled(tmp_path / "scaled")) if scales else ("kv_cache_dtype", "fp8")
-    plain = Engine(max_num_seqs=2, eager=True, extra=(own, LIMIT)).with_async()
+    own = {"model": make_scaled(tmp_path / "scaled")} if scales else {"kv_cache_dtype": "fp8"}
+    plain = Engine(max_num_seqs=2, eager=True, extra=own | LIMIT).with_async()
     requests = [batch()]
-    expected = runner.run(plain, requests, setup=SETUP[:1], interpreted=True)
+    expected = compare.run(plain, requests, setup=SETUP[:1], interpreted=True)
     tree = with_graphs(plain).with_bastion(8, top_k=4, **costs(tmp_path, "exact"))
     known = {"answers": answers(expected)}
-    run = runner.run(tree, requests, setup=SETUP, oracle=known, interpreted=True)
+    run = compare.run(tree, requests, setup=SETUP, oracle=known, interpreted=True)
     compare.same(
         f"GPU path on a CPU, float8, scales {scales}", requests, expected, run, plain,
         setup=SETUP[:1], interpreted=True,
     )  # fmt: skip
-    paths = run["batches"][0]["paths"]
-    assert leaving_the_chain(paths)
-    assert max(map(len, paths)) > 2
+    assert_winding(run["batches"][0], longer_than=2)
 
 
 @pytest.mark.slow
-def test_gated_delta_states_with_graphs(
-    runner: Runner, compare: Comparison, tmp_path: Path
-) -> None:
+def test_gated_delta_states_with_graphs(compare: Comparison, tmp_path: Path) -> None:
     """Replayed launches write what acceptance needs to the buffers that acceptance reads."""
-    target = make_target("qwen3-next", tmp_path / "target")
-    extra = (("model", target), LIMIT, *ARGUMENTS["qwen3-next"].items())
-    plain, requests = Engine(max_num_seqs=2, eager=True, extra=extra).with_async(), [batch()]
-    expected = runner.run(plain, requests, **SPEC["qwen3-next"])
-    run = runner.run(
+    engine = engine_of("qwen3-next", tmp_path / "target").of(**LIMIT).with_async()
+    plain, requests = replace(engine, max_num_seqs=2, num_blocks=96), [batch()]
+    expected = compare.run(plain, requests, **SPEC["qwen3-next"])
+    run = compare.run(
         with_graphs(plain).with_bastion(8, top_k=4, **costs(tmp_path, "lagged")),
         requests,
-        setup=[*SETUP, "tests.e2e.gdn_cuda:install"],
+        setup=[*SETUP, "tests.e2e.gdn_fp32:install_cuda"],
         oracle={"answers": answers(expected)},
         probe=REPLAYS,
         interpreted=True,
     )
     compare.same("GPU path on a CPU, recurrent states", requests, expected, run)
     outcome = run["batches"][0]
-    last = {(g["of"], g["rows"]): g for g in outcome["probed"]}
-    target_graphs = [g for g in last.values() if g["of"] == "target"]
-    assert all(
-        {"gated_delta_tree_kernel", "_conv_kernel"} <= set(g["kernels"]) for g in target_graphs
-    )
-    assert sum(g["replays"] > 0 for g in target_graphs) > 1, target_graphs
-    assert leaving_the_chain(outcome["paths"])
-    assert max(map(len, outcome["paths"])) > 2
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_a_tape_replays_buffers_and_not_python(inference: bool) -> None:
-    with torch.inference_mode(inference):
-        _check_tape()
-
-
-def _check_tape() -> None:
-    source, number, out = torch.arange(6), 10, torch.zeros(3, dtype=torch.int64)
-    double = kernel(lambda x, y: y.copy_(2 * x))
-
-    def step() -> None:
-        part = source[:3].to(torch.int64) + number
-        double(part, out)
-
-    tape = Tape()
-    with capture(tape):
-        step()
-    source += 100
-    number = 1000  # a graph has the number of its capture
-    tape.replay()
-    assert out.tolist() == [220, 222, 224]
-    with capture(Tape()), pytest.raises(RuntimeError, match="makes the host wait"):
-        source.sum().item()
+    graphs = [g for g in graphs_of(outcome) if g["of"] == "target"]
+    assert all({"gated_delta_tree_kernel", "_conv_kernel"} <= set(g["kernels"]) for g in graphs)
+    assert sum(g["replays"] > 0 for g in graphs) > 1, graphs
+    assert_winding(outcome, longer_than=2)

@@ -14,7 +14,8 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import Batch, Engine, Runner
+from tests.e2e.engines import Batch, Engine
+from tests.e2e.marks import slow
 
 pytestmark = pytest.mark.e2e
 
@@ -23,23 +24,20 @@ PROBE = "tests.e2e.plain_steps:context"
 
 
 @pytest.mark.parametrize(
-    ("top_k", "caching"),
-    [(16, True), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((16, False), (1, True)))],
+    ("top_k", "caching"), [(16, True), *(slow(*how) for how in ((16, False), (1, True)))]
 )
-def test_context_waits_without_loss(
-    runner: Runner, compare: Comparison, top_k: int, caching: bool
-) -> None:
-    plain = Engine(max_num_seqs=2, eager=True, extra=(("enable_prefix_caching", caching),))
+def test_context_waits_without_loss(compare: Comparison, top_k: int, caching: bool) -> None:
+    plain = Engine(max_num_seqs=2, eager=True, extra={"enable_prefix_caching": caching})
     batch = Batch("drafts in turns")
     # The last one starts while others decode, and short ones end while their rows wait.
     for i, (name, text) in enumerate(cases.some(2, first=5)):
         tokens = 120 if i % 2 else 40
         batch.add(f"turns-{name}", text, temperature=0, max_tokens=tokens, ignore_eos=True)
-    first = runner.run(plain, [batch])
+    first = compare.run(plain, [batch])
     engine = plain.with_bastion(15, top_k=top_k, latency_model="table")
     runs = {
-        "deferred": runner.submit(engine, [batch], setup=[PLAN], probe=PROBE),
-        "at once": runner.submit(
+        "deferred": compare.submit(engine, [batch], setup=[PLAN], probe=PROBE),
+        "at once": compare.submit(
             engine, [batch], setup=[PLAN, "tests.e2e.plain_steps:at_once"], probe=PROBE
         ),
     }

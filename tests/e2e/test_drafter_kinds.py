@@ -24,12 +24,12 @@ from tests.e2e.drafters import (
     make_drafter,
 )
 from tests.e2e.engines import GAMMA, ROOT, Batch, Engine, Runner, given_costs
+from tests.e2e.marks import slow
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 PLAIN = Engine(max_num_seqs=3, eager=True)
 PROBE = "tests.e2e.drafters:drafted"
-SLOW = pytest.mark.slow
 # What vLLM has chains of; it accepts two spellings of "causal", and the chains show that both took
 # effect.
 CHAINS = [*HEADS, *MARKOV, MUSE, *XPRESS, *CAUSAL, *REDUCED]
@@ -38,20 +38,18 @@ ALL = [*CHAINS, *DOMINO]
 
 def kinds(names: Sequence[str], quick: Sequence[str]) -> pytest.MarkDecorator:
     """A parameter `kind`; those that are not `quick` are slow."""
-    slow = [name if name in quick else pytest.param(name, marks=SLOW) for name in names]
-    return pytest.mark.parametrize("kind", slow)
+    return pytest.mark.parametrize("kind", [n if n in quick else slow(n) for n in names])
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the drafters' checkpoints."""
     return tmp_path_factory.mktemp("drafters")
 
 
 def together() -> Batch:
     """Greedy and seeded requests that decode side by side."""
     batch = Batch("other kinds of drafters")
-    for i, domain in enumerate(("code", "arithmetic", "chat")):
+    for i, domain in enumerate(cases.DOMAINS):
         temperature = 0.8 if i == 1 else 0
         batch.add(domain, cases.long_prompt(domain, 40), arrive=i, temperature=temperature,
                   seed=i, max_tokens=48, ignore_eos=True)  # fmt: skip
@@ -59,7 +57,6 @@ def together() -> Batch:
 
 
 def greedy() -> Batch:
-    """Greedy requests that start together."""
     batch = Batch("other kinds of drafters, greedy")
     for domain in ("code", "arithmetic"):
         prompt = cases.long_prompt(domain, 24)
@@ -68,13 +65,10 @@ def greedy() -> Batch:
 
 
 @kinds(ALL, [*HEADS, MARKOV[0], *XPRESS, "causal", REDUCED[0], DOMINO[0]])
-def test_tokens_equal_plain_decoding(
-    kind: str, runner: Runner, compare: Comparison, folder: Path
-) -> None:
+def test_tokens_equal_plain_decoding(kind: str, compare: Comparison, folder: Path) -> None:
     drafter, batches = make_drafter(kind, folder / kind), [together()]
     tree = PLAIN.with_bastion(24, 24, model=drafter)
-    expected, run = runner.all([PLAIN, tree], batches)
-    compare.same(kind, batches, expected, run)
+    _, run = compare.both(kind, batches, PLAIN, tree)
     paths = run["batches"][0]["paths"]
     assert leaving_the_chain(paths)
     # The tiny backbone was not trained to predict from the anchor.
@@ -83,14 +77,11 @@ def test_tokens_equal_plain_decoding(
 
 
 @kinds(ALL, ["dflash2"])
-def test_tokens_with_lagged_timing(
-    kind: str, runner: Runner, compare: Comparison, folder: Path
-) -> None:
+def test_tokens_with_lagged_timing(kind: str, compare: Comparison, folder: Path) -> None:
     drafter, batches = make_drafter(kind, folder / f"{kind}-lagged"), [together()]
     costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), folder / "costs.json")
     tree = PLAIN.with_bastion(24, model=drafter, budget_timing="lagged", **costs).with_async()
-    expected, run = runner.all([PLAIN, tree], batches)
-    compare.same(f"{kind}, lagged", batches, expected, run)
+    compare.both(f"{kind}, lagged", batches, PLAIN, tree)
 
 
 @kinds(CHAINS, ["dflash2", MARKOV[0]])
@@ -123,19 +114,17 @@ def test_top_k_is_limited_to_the_candidates_a_head_scores(
     assert max(run["batches"][0]["probed"]) == CANDIDATES
 
 
-def test_a_trained_head_gains_more_with_a_tree_than_with_a_chain(
-    runner: Runner, compare: Comparison
-) -> None:
+def test_a_trained_head_gains_more_with_a_tree_than_with_a_chain(compare: Comparison) -> None:
     drafter, batches = str(ROOT / "benchmarks" / "tiny" / "dflash2"), [greedy()]
     chain = PLAIN.with_method("dflash", GAMMA, model=drafter)
     tree = PLAIN.with_bastion(63, 63, model=drafter)
-    theirs, mine = runner.all([chain, tree], batches)
     # vLLM's chain verifies greedily, so its tokens are plain decoding's.
+    theirs, mine = compare.all([chain, tree], batches)
     compare.same("trained DFlash2", batches, theirs, mine)
     assert mine["batches"][0]["forwards"] < theirs["batches"][0]["forwards"]
 
 
-@SLOW
+@pytest.mark.slow
 def test_a_width_1_tree_is_specforges_chain(runner: Runner) -> None:
     """At every position that the engine visits, with the trained Domino drafter."""
     rows, batches = specforge_chains(), []
@@ -165,10 +154,8 @@ def test_a_width_1_tree_is_specforges_chain(runner: Runner) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*HEADS, *MARKOV[:1], *XPRESS, REDUCED[0], DOMINO[0]])
-def test_a_head_in_a_compiled_engine(
-    kind: str, runner: Runner, compare: Comparison, folder: Path
-) -> None:
+def test_a_head_in_a_compiled_engine(kind: str, compare: Comparison, folder: Path) -> None:
     drafter, batches = make_drafter(kind, folder / f"{kind}-compiled"), [together()]
     engine = replace(PLAIN, eager=False)
-    runs = runner.all([engine, engine.with_bastion(24, 24, model=drafter)], batches)
-    compare.same(f"{kind}, compiled", batches, *runs)
+    tree = engine.with_bastion(24, 24, model=drafter)
+    compare.both(f"{kind}, compiled", batches, engine, tree)

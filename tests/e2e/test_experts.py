@@ -18,23 +18,67 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import ENVIRONMENT, ON_GPU, ROOT, Engine, Runner
+from tests.e2e.engines import ENVIRONMENT, ROOT, Engine, Runner
+from tests.e2e.marks import on_cpu
 from tests.e2e.targets import IMAGES, SPEC, make_target
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(ON_GPU, reason="random weights in fp32, and a CPU's router"),
-]
+pytestmark = on_cpu("random weights in fp32, and a CPU's router")
 EXPERTS, CHOSEN = 32, 2
+_FORWARDS: list[dict[str, Any]] = []
+
+
+def watch() -> None:
+    """Setup: record every forward pass of the target while step costs are measured."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    from vllm_bastion.calibration import engine
+
+    measure, route = engine.measure, CPURouter._compute_routing
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        weights, experts = route(*args, **kwargs)
+        _FORWARDS[-1]["experts"].append(len(experts.unique()))
+        return weights, experts
+
+    def measured(runner: Any, *args: Any) -> Any:
+        hook = runner.model.register_forward_pre_hook(_forward, with_kwargs=True)
+        CPURouter._compute_routing = routed
+        try:
+            return measure(runner, *args)
+        finally:
+            CPURouter._compute_routing = route
+            hook.remove()
+
+    engine.measure = measured
+
+
+def _forward(_: Any, args: Any, given: dict[str, Any]) -> None:
+    from vllm.forward_context import get_forward_context
+
+    rows = given["inputs_embeds"] if given["input_ids"] is None else given["input_ids"]
+    padding = get_forward_context().is_padding
+    assert padding is not None
+    _FORWARDS.append(
+        {
+            "rows": len(rows),
+            "different": len(rows.unique(dim=0)),
+            "padding": int(padding.sum()),
+            "experts": [],
+        }
+    )
+
+
+def seen(session: Any) -> list[dict[str, Any]]:
+    """Probe: the forward passes of the engine's calibration, with the experts of each layer."""
+    return _FORWARDS if session.forwards == 1 else []
 
 
 def _calibrated(runner: Runner, target: str, **spec: Any) -> list[dict[str, Any]]:
     """Forward passes of the calibration of an engine with this target."""
-    extra = {"model": target, **spec.pop("arguments", {})}
-    plain = Engine(max_num_seqs=8, eager=True, extra=tuple(extra.items()))
+    plain = Engine(max_num_seqs=8, eager=True).of(model=target, **spec.pop("arguments", {}))
     engine = plain.with_bastion(15, calibration="auto")
-    setup = [*spec.pop("setup", ()), "tests.e2e.experts_probe:watch"]
-    probe = "tests.e2e.experts_probe:seen"
+    setup = [*spec.pop("setup", ()), "tests.e2e.test_experts:watch"]
+    probe = "tests.e2e.test_experts:seen"
     run = runner.run(engine, [cases.greedy(1, tokens=4)], setup=setup, probe=probe, **spec)
     steps: list[dict[str, Any]] = run["batches"][0]["probed"]
     assert {step["rows"] for step in steps} >= {1, 4, 8, 16, 64}
@@ -101,7 +145,7 @@ def test_two_data_parallel_ranks(runner: Runner, tmp_path: Path, calibration: st
     Ranks that are measured together decide alone, so steps of one may be plain.
     """
     target = make_target("qwen3-moe", tmp_path / "target", num_experts=EXPERTS)
-    plain = Engine(eager=True, extra=(("model", target),))
+    plain = Engine(eager=True, extra={"model": target})
     expected = _two_ranks(plain, tmp_path / "plain", runner.caches)
     bastion = plain.with_bastion(15, calibration=calibration)
     made = _two_ranks(bastion, tmp_path / "bastion", runner.caches)

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison, answers, leaving_the_chain
-from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.compare import Comparison, assert_winding
+from tests.e2e.engines import Engine
+from tests.e2e.marks import on_cpu, slow
 from tests.e2e.targets import LAYERS, make_scaled
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(ON_GPU, reason="a cache in the CPU's own format"),
-]
+pytestmark = on_cpu("a cache in the CPU's own format")
 
 
 def dtypes(session: Any) -> list[list[str]]:
@@ -31,56 +29,33 @@ def dtypes(session: Any) -> list[list[str]]:
     ]
 
 
-def batches(few: bool) -> list[Batch]:
-    """Greedy and seeded requests, chunked prompts, prefix cache hits."""
-    free = [cases.greedy(1), cases.sampled(3)] if few else [cases.greedy(2), cases.sampled(6)]
-    return [*free, cases.chunked(), *cases.prefix_cache()]
+_KINDS = ("fp8", "checkpoint", "fp8_e5m2")
+_EVERY = [(kind, eager, False) for kind in _KINDS for eager in (True, False)]
 
 
 @pytest.mark.parametrize(
     ("kind", "eager", "few"),
-    [
-        ("fp8", True, True),
-        ("checkpoint", True, True),
-        *(
-            pytest.param(kind, eager, False, marks=pytest.mark.slow)
-            for kind, eager in (
-                ("fp8", True),
-                ("checkpoint", True),
-                ("fp8", False),
-                ("checkpoint", False),
-                ("fp8_e5m2", True),
-                ("fp8_e5m2", False),
-            )
-        ),
-    ],
+    [("fp8", True, True), ("checkpoint", True, True), *(slow(*how) for how in _EVERY)],
 )
 def test_tokens_equal_plain_decoding(
-    kind: str, eager: bool, few: bool, runner: Runner, compare: Comparison, tmp_path: Path
+    kind: str, eager: bool, few: bool, compare: Comparison, tmp_path: Path
 ) -> None:
-    asked = batches(few)
-    if kind == "checkpoint":
-        plain = Engine(eager=eager, extra=(("model", make_scaled(tmp_path / "scaled")),))
-    else:
-        plain = Engine(eager=eager, extra=(("kv_cache_dtype", kind),))
-    expected = runner.run(plain, asked)
-    known = {"answers": answers(expected)}
-    probe = "tests.e2e.test_float8_cache:dtypes"
+    """Greedy and seeded requests, chunked prompts, prefix cache hits."""
+    asked = [cases.greedy(1 if few else 2), cases.sampled(3 if few else 6)]
+    asked += [cases.chunked(), *cases.prefix_cache()]
+    scaled = kind == "checkpoint"
+    own = {"model": make_scaled(tmp_path / "scaled")} if scaled else {"kv_cache_dtype": kind}
+    plain = Engine(eager=eager, extra=own)
+    how = f"{kind}, eager" if eager else kind
     lagged = plain.with_bastion(16, budget_timing="lagged").with_async()
-    runs = {
-        "oracle": runner.submit(plain.with_bastion(16, 16), asked, oracle=known),
-        "lagged": runner.submit(lagged, asked, probe=probe),
-    }
+    probed = compare.submit(lagged, asked, probe="tests.e2e.test_float8_cache:dtypes")
+    expected, run = compare.oracle(f"{how}, oracle", asked, plain, plain.with_bastion(16, 16))
+    assert_winding(run["batches"][0])
+    compare.same(f"{how}, lagged", asked, expected, probed.result(), plain)
     if not few:
-        runs["drafter"] = runner.submit(plain.with_bastion(16), asked)
-    for name, run in runs.items():
-        how = f"{kind}, {name}, eager" if eager else f"{kind}, {name}"
-        compare.same(how, asked, expected, run.result(), plain)
-    paths = runs["oracle"].result()["batches"][0]["paths"]
-    assert leaving_the_chain(paths)
-    assert max(map(len, paths)) > 4
-    layers = runs["lagged"].result()["batches"][0]["probed"]
-    kinds = {held for _, held, *_ in layers}
-    assert kinds == {"fp8" if kind == "checkpoint" else kind}, "the drafter's are of the same"
+        drafted = compare.run(plain.with_bastion(16), asked)
+        compare.same(f"{how}, drafter", asked, expected, drafted, plain)
+    layers = probed.result()["batches"][0]["probed"]
+    assert {held for _, held, *_ in layers} == {"fp8" if scaled else kind}, "the drafter's too"
     scales = {(k, v) for _, _, k, v in layers}
-    assert len(scales) == (LAYERS + 1 if kind == "checkpoint" else 1), scales
+    assert len(scales) == (LAYERS + 1 if scaled else 1), scales

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with images: positions in three dimensions, and images in several layers of the target.
+"""Prompts with images, which vLLM's own code processes.
 
-A prompt's images are processed by vLLM's own code. A tree's nodes come after them, where M-RoPE's
-positions are the row's plus an offset that the request's images cause.
+A tree's nodes come after them, where M-RoPE's positions are the row's plus an offset that the
+request's images cause.
 """
 
 from __future__ import annotations
@@ -12,24 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison, answers, leaving_the_chain
-from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
-from tests.e2e.targets import (
-    ARGUMENTS,
-    IMAGE,
-    IMAGES,
-    SPEC,
-    VISION_END,
-    VISION_START,
-    make_target,
-)
+from tests.e2e.compare import Comparison, assert_winding
+from tests.e2e.engines import Batch
+from tests.e2e.marks import on_cpu
+from tests.e2e.targets import IMAGE, IMAGES, SPEC, VISION_END, VISION_START, engine_of
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.skipif(ON_GPU, reason="random weights in fp32"),
-]
-TARGETS = ("qwen3-vl", "qwen3.5-with-images")
+pytestmark = on_cpu("random weights in fp32", pytest.mark.slow)
 
 
 def with_images() -> Batch:
@@ -49,24 +37,16 @@ def with_images() -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_tokens_equal_plain_decoding(
-    name: str, runner: Runner, compare: Comparison, tmp_path: Path
-) -> None:
-    arguments = {key: v for key, v in ARGUMENTS[name].items() if key != "language_model_only"}
-    extra = (("model", make_target(name, tmp_path / name)), *(arguments | IMAGES).items())
-    plain, batches = Engine(eager=True, num_blocks=160, extra=extra), [with_images()]
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-with-images"])
+def test_tokens_equal_plain_decoding(name: str, compare: Comparison, tmp_path: Path) -> None:
+    plain = engine_of(name, tmp_path / name).of(language_model_only=False, **IMAGES)
     setup = [function for function in SPEC[name]["setup"] if "torchvision" not in function]
-    spec_keys = {"images": True, "setup": setup}
-    expected = runner.run(plain, batches, **spec_keys)
-    oracle = {"answers": answers(expected)}
-    lagged = plain.with_bastion(24, 24, budget_timing="lagged").with_async()
-    engines = [plain.with_bastion(24, 24), lagged]
-    tree, later = runner.all(engines, batches, oracle=oracle, **spec_keys)
-    compare.same(f"{name}, images", batches, expected, tree, plain, **spec_keys)
-    compare.same(f"{name}, images, lagged", batches, expected, later, plain, **spec_keys)
-    paths = tree["batches"][0]["paths"]
-    assert leaving_the_chain(paths)
-    assert max(map(len, paths)) > 4
+    for timing in ("exact", "lagged"):
+        tree = plain.with_bastion(24, 24, budget_timing=timing)
+        tree = tree.with_async() if timing == "lagged" else tree
+        expected, run = compare.oracle(
+            f"{name}, images, {timing}", [with_images()], plain, tree, images=True, setup=setup
+        )
+        assert_winding(run["batches"][0])
     prompts = {key: r["prompt_token_ids"] for key, r in expected["batches"][0]["requests"].items()}
     assert prompts["one"].count(IMAGE) == 6 and prompts["two"].count(IMAGE) == 8 + 4

@@ -18,23 +18,15 @@ from typing import Any
 import pytest
 
 from tests.e2e.assigned import every_change
-from tests.e2e.engines import _INTERPRETED, ENVIRONMENT, ON_GPU, ROOT, Engine
+from tests.e2e.engines import _INTERPRETED, ENVIRONMENT, ROOT, Engine
+from tests.e2e.marks import on_cpu
 from tests.e2e.test_cuda_path import LIMIT, SETUP, with_graphs
-from vllm_bastion.hooks.ledger import (
-    BASTION_WORKER,
-    EVERY_PROCESS,
-    NATIVE_WORKER,
-    Change,
-)
+from vllm_bastion.hooks.ledger import BASTION_WORKER, EVERY_PROCESS, NATIVE_WORKER, Change
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.skipif(ON_GPU, reason="engines on a CPU host"),
-]
+pytestmark = on_cpu("engines on a CPU host", pytest.mark.slow)
 
-_CPU = Engine(max_num_seqs=2, eager=True, extra=(("dtype", "bfloat16"),))
-_GPU_PATH = with_graphs(Engine(max_num_seqs=2, eager=True, extra=(LIMIT,)).with_async())
+_CPU = Engine(max_num_seqs=2, eager=True, extra={"dtype": "bfloat16"})
+_GPU_PATH = with_graphs(Engine(max_num_seqs=2, eager=True, extra=LIMIT).with_async())
 # name -> (with method "bastion", without, setup of both, environments of both)
 ENGINES: dict[str, tuple[Engine, Engine, list[str], dict[str, str], dict[str, str]]] = {
     # The second one does not load the plugin at all.
@@ -70,7 +62,6 @@ def _survey(engine: Engine, setup: list[str], variables: dict[str, str], out: Pa
 
 @cache
 def rows() -> dict[str, Change]:
-    """The ledger by target."""
     return {row.target: row for row in every_change()}
 
 

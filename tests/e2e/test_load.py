@@ -12,7 +12,8 @@ from benchmarks import RESULTS
 from benchmarks.replay.costs import CostSource, from_profile
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import GAMMA, Batch, Engine, Runner, given_costs
+from tests.e2e.engines import GAMMA, Batch, Engine, given_costs
+from tests.e2e.marks import slow
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
@@ -25,15 +26,11 @@ FLAT = StepCostTable.linear(10.0, 0.001, max_rows=TOKEN_LIMIT)
 
 
 def crowd(tokens: int) -> Batch:
-    """Twelve requests at once, T=0."""
-    batch = Batch(f"{REQUESTS} requests at once")
-    for name, text in cases.some(REQUESTS // 3):
-        batch.add(f"load-{name}", text, temperature=0, max_tokens=tokens, ignore_eos=True)
-    return batch
+    case = f"{REQUESTS} requests at once"
+    return cases.texts(case, REQUESTS // 3, prefix="load-", max_tokens=tokens, ignore_eos=True)
 
 
 def with_costs(engine: Engine, source: CostSource, folder: Path, **keys: Any) -> Engine:
-    """The engine with trees of 63 nodes and this cost table."""
     costs = given_costs(source.table, folder / "costs.json", source.calibrated)
     return engine.with_bastion(NODES, **costs, **keys)
 
@@ -42,23 +39,22 @@ def with_costs(engine: Engine, source: CostSource, folder: Path, **keys: Any) ->
     ("costs", "most", "mode"),
     [
         ("never", 1.03, "sync"),
-        pytest.param("this CPU", 1.0, "async", marks=pytest.mark.slow),
-        pytest.param("never", 1.03, "async", marks=pytest.mark.slow),
-        pytest.param("this CPU", 1.0, "sync", marks=pytest.mark.slow),
+        slow("this CPU", 1.0, "async"),
+        slow("never", 1.03, "async"),
+        slow("this CPU", 1.0, "sync"),
     ],
 )
 def test_large_batches_where_drafts_hardly_pay_take_as_many_steps_as_plain_decoding(
-    runner: Runner, compare: Comparison, tmp_path: Path, costs: str, most: float, mode: str
+    compare: Comparison, tmp_path: Path, costs: str, most: float, mode: str
 ) -> None:
     """Where trees never pay, no more steps than plain decoding and the trials."""
     if costs == "never":
         source = CostSource(costs, HOPELESS, None)
     else:
         source = from_profile(costs, RESULTS / "cpu-profile.json", TOKEN_LIMIT)
-    engine, batch = Engine(max_num_seqs=REQUESTS, eager=True), crowd(30)
-    engine = engine.with_async() if mode == "async" else engine
-    plain, tree = runner.all([engine, with_costs(engine, source, tmp_path)], [batch])
-    compare.same(f"costs of {costs}, {mode}", [batch], plain, tree)
+    engine = Engine(max_num_seqs=REQUESTS, eager=True).with_async(mode == "async")
+    asked = with_costs(engine, source, tmp_path)
+    plain, tree = compare.both(f"costs of {costs}, {mode}", [crowd(30)], engine, asked)
     left, right = plain["batches"][0], tree["batches"][0]
     print(f"{costs}, {mode}: {right['forwards']} forwards, plain {left['forwards']}")
     assert max(left["batch_sizes"]) == REQUESTS
@@ -67,33 +63,29 @@ def test_large_batches_where_drafts_hardly_pay_take_as_many_steps_as_plain_decod
 
 
 # Eager: no other test has this limit of requests, so compiling would cost a third compilation.
-@pytest.mark.parametrize(
-    "eager", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["eager", "compiled"]
-)
+@pytest.mark.parametrize("eager", [True, slow(False)], ids=["eager", "compiled"])
 def test_the_drafter_may_need_more_rows_than_a_step_has(
-    runner: Runner, compare: Comparison, tmp_path: Path, eager: bool
+    compare: Comparison, tmp_path: Path, eager: bool
 ) -> None:
     """The drafter's R x (1 + gamma) rows are more than the token limit, and drafting pays."""
-    engine, batch = Engine(max_num_seqs=REQUESTS, eager=eager), crowd(48)
+    engine = Engine(max_num_seqs=REQUESTS, eager=eager)
     # Every step drafts: none has copies alone.
     flat = with_costs(engine, CostSource("flat", FLAT, None), tmp_path, lookup=False)
-    plain, tree = runner.all([engine.with_eager(), flat], [batch])
-    compare.same("costs of flat", [batch], plain, tree)
+    plain, tree = compare.both("costs of flat", [crowd(48)], engine.with_eager(), flat)
     left, right = plain["batches"][0], tree["batches"][0]
     print(f"flat: {right['forwards']} forwards, plain {left['forwards']}")
     assert max(right["batch_sizes"]) * (1 + GAMMA) > TOKEN_LIMIT
     assert right["forwards"] < 0.7 * left["forwards"]
 
 
-def test_several_samples_of_a_prompt(runner: Runner, compare: Comparison) -> None:
+def test_several_samples_of_a_prompt(compare: Comparison) -> None:
     """`n` = 3 with a seed: every sample equals plain decoding's. vLLM refuses `n` > 1 at T=0."""
     batch = Batch("n = 3")
     for (name, text), temperature in zip(cases.some(1, first=4), (1.0, 0.8, 0.0), strict=True):
         batch.add(f"n-{name}", text, n=3, temperature=temperature, seed=11, max_tokens=24,
                   ignore_eos=True)  # fmt: skip
     plain = Engine(max_num_seqs=6, eager=True)
-    first, second = runner.all([plain, plain.with_bastion(NODES, 12)], [batch])
-    compare.same("n = 3", [batch], first, second)
+    first, second = compare.both("n = 3", [batch], plain, plain.with_bastion(NODES, 12))
     left, right = (run["batches"][0]["requests"] for run in (first, second))
     *sampled, greedy = (request["id"] for request in batch.requests)
     assert "greedy" in right[greedy]["error"]

@@ -11,7 +11,8 @@ import pytest
 from benchmarks.random_drafter import write_random
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import DRAFTER, Batch, Engine, Runner, given_costs
+from tests.e2e.engines import DRAFTER, Batch, Engine, given_costs
+from tests.e2e.marks import slow
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
@@ -45,18 +46,14 @@ def by_source(run: dict[str, Any], what: str) -> dict[str, float]:
     return {name: metrics.get(f"bastion_{what}_by_source/{name}", 0) for name in sources}
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow), "lagged"])
-def test_copies_alone_where_a_draft_is_dear(
-    runner: Runner, compare: Comparison, tmp_path: Path, mode: str
-) -> None:
-    batches = [repeating()]
+@pytest.mark.parametrize("mode", ["sync", slow("async"), "lagged"])
+def test_copies_alone_where_a_draft_is_dear(compare: Comparison, tmp_path: Path, mode: str) -> None:
     keys = costs(tmp_path, drafter_ms=1000.0)
     if mode == "lagged":
         keys["budget_timing"] = "lagged"
     tree = PLAIN.with_bastion(32, lookup=True, **keys)
-    tree = tree if mode == "sync" else tree.with_async()
-    expected, done = runner.all([PLAIN, tree], batches)
-    compare.same(f"copies alone, {mode}", batches, expected, done)
+    tree = tree.with_async(mode != "sync")
+    expected, done = compare.both(f"copies alone, {mode}", [repeating()], PLAIN, tree)
     assert steps_because(done, "copies alone") > 0
     accepted = by_source(done, "accepted")
     assert accepted["lookup"] > 0 and not accepted["both"]
@@ -73,23 +70,20 @@ def half_repeating() -> Batch:
 
 
 def test_a_drafter_that_is_never_right_gets_no_credit_for_copies(
-    runner: Runner, compare: Comparison, tmp_path: Path
+    compare: Comparison, tmp_path: Path
 ) -> None:
     """Its trees hold copies too, which are right: what they bring is not the drafter's."""
-    drafter, batches = write_random(Path(DRAFTER), tmp_path / "random"), [half_repeating()]
+    drafter = write_random(Path(DRAFTER), tmp_path / "random")
     keys = costs(tmp_path, drafter_ms=1.0)
     tree = PLAIN.with_bastion(32, lookup=True, model=str(drafter), **keys)
-    expected, done = runner.all([PLAIN, tree], batches)
-    compare.same("copies beside wrong drafts", batches, expected, done)
+    _, done = compare.both("copies beside wrong drafts", [half_repeating()], PLAIN, tree)
     assert steps_because(done, "pays") < 0.3 * steps_because(done, "copies alone")
 
 
-def test_a_fixed_budget_with_and_without_lookup(
-    runner: Runner, compare: Comparison, tmp_path: Path
-) -> None:
+def test_a_fixed_budget_with_and_without_lookup(compare: Comparison, tmp_path: Path) -> None:
     batches = [repeating()]
     trees = [PLAIN.with_bastion(16, 16, lookup=lookup) for lookup in (True, False)]
-    expected, mixed, without = runner.all([PLAIN, *trees], batches)
+    expected, mixed, without = compare.all([PLAIN, *trees], batches)
     compare.same("lookup in trees", batches, expected, mixed)
     compare.same("without lookup", batches, expected, without)
     nodes, accepted = by_source(mixed, "nodes"), by_source(mixed, "accepted")

@@ -6,7 +6,6 @@ The drafter knows no adapters. Its drafts are worse for them, and no token diffe
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,11 @@ import pytest
 from tests.e2e import cases
 from tests.e2e.adapters import RANK, make_adapter
 from tests.e2e.compare import Comparison, leaving_the_chain
-from tests.e2e.engines import ON_GPU, TARGET, Batch, Engine, Runner
+from tests.e2e.engines import TARGET, Batch, Engine
+from tests.e2e.marks import on_cpu
 from tests.e2e.test_cuda_path import costs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="engines on a CPU host")]
+pytestmark = on_cpu("engines on a CPU host")
 
 
 def adapted(folder: Path, count: int, tokens: int, head: bool = False) -> Batch:
@@ -34,26 +34,18 @@ def adapted(folder: Path, count: int, tokens: int, head: bool = False) -> Batch:
     return batch
 
 
-def with_adapters(engine: Engine) -> Engine:
-    """The same engine with room for two adapters, and one more.
-
-    On a CPU, vLLM gives rows without an adapter the last one's weights, unless no row has an
-    adapter. That one stays empty here.
-    """
-    wishes = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
-    return replace(engine, extra=(*engine.extra, *wishes.items()))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("head", [False, True])
 def test_rows_of_a_tree_get_their_requests_adapter(
-    runner: Runner, compare: Comparison, tmp_path: Path, head: bool
+    compare: Comparison, tmp_path: Path, head: bool
 ) -> None:
-    plain = with_adapters(Engine(eager=True))
+    # Room for two adapters, and one more that stays empty: on a CPU, vLLM gives rows without an
+    # adapter the last one's weights, unless no row has an adapter.
+    plain = Engine(eager=True).of(enable_lora=True, max_loras=3, max_lora_rank=RANK)
     requests = [adapted(tmp_path, 3, 40, head)]
     # Trees of different sizes in one step: budgets follow from costs, given or measured.
     tree = plain.with_bastion(24, **({"calibration": "auto"} if head else costs(tmp_path, "auto")))
-    expected, run = runner.run(plain, requests), runner.run(tree, requests)
+    expected, run = compare.run(plain, requests), compare.run(tree, requests)
     compare.same(f"adapters, head {head}", requests, expected, run, plain)
     outcome = run["batches"][0]
     if not head:

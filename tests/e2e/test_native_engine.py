@@ -18,23 +18,15 @@ import torch
 from helpers import run_python
 from tests import interpreter
 from tests.e2e.engines import DRAFTER, ROOT, TARGET, Runner
+from vllm_bastion import plugin
 from vllm_bastion.cpu import build
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        torch.cuda.is_available() or not build.is_cpu_build() or interpreter.has_cpu_backend(),
-        reason="for CPU hosts without a Triton back end",
-    ),
-]
-
-_OURS = (
-    "TRITON_INTERPRET",
-    "VLLM_USE_V2_MODEL_RUNNER",
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
-    "VLLM_LOGGING_LEVEL",
+on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available() or not build.is_cpu_build(), reason="for CPU hosts"
 )
+without_triton = pytest.mark.skipif(interpreter.has_cpu_backend(), reason="Triton has a back end")
+slow, e2e = pytest.mark.slow, pytest.mark.e2e
+
 _CODE = """
 import json, multiprocessing, os, sys
 import torch
@@ -52,12 +44,16 @@ def answer(arguments):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     tokens = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
     print("ANSWER" + json.dumps([llm.collective_rpc(look), tokens]), flush=True)
+    llm.llm_engine.engine_core.shutdown()
 
 if __name__ == "__main__":
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     first, *others = json.loads(ENGINES)
     if not others:
         answer(first)
+    elif IN_ONE_PROCESS:
+        for arguments in (first, *others):
+            answer(arguments)
     else:
         from tests.e2e.offline import fork
         fork()
@@ -66,16 +62,24 @@ if __name__ == "__main__":
             process.start()
             process.join()
 """
+_OURS = (
+    "TRITON_INTERPRET",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_LOGGING_LEVEL",
+    "OMP_NUM_THREADS",
+)
 
 
 def run(
-    runner: Runner, *engines: dict[str, Any], hide: Path | None = None
+    runner: Runner, *engines: dict[str, Any], hide: Path | None = None, in_one: bool = False
 ) -> list[tuple[Any, Any]]:
     """What each engine's worker reports (model runner, twins, threads), and its tokens.
 
     runner: only its cache folders are used.
     engines: arguments of `LLM`; a single engine runs in processes that vLLM spawns.
     hide: an empty folder; if given, Triton is hidden from all processes.
+    in_one: one after the other in one process.
     """
     usual = {
         "model": TARGET,
@@ -86,8 +90,12 @@ def run(
         "kv_cache_memory_bytes": 1 << 26,
     }
     code = _CODE.replace("ENGINES", repr(json.dumps([usual | engine for engine in engines])))
-    environment: dict[str, str | None] = dict.fromkeys((*_OURS, "OMP_NUM_THREADS"))
+    code = code.replace("IN_ONE_PROCESS", str(in_one))
+    environment: dict[str, str | None] = dict.fromkeys(_OURS)
     environment |= runner.caches
+    if in_one:
+        code = f"import numba\n{code}"  # as an engine does
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if hide is not None:
         (hide / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
         paths = [str(hide), os.environ.get("PYTHONPATH", "")]
@@ -102,19 +110,15 @@ def run(
 
 
 # A fixed budget: steps are timed in `test_serving.py`.
-TREE = {
-    "speculative_config": {
-        "method": "bastion",
-        "model": DRAFTER,
-        "num_speculative_tokens": 16,
-        "bastion_budget": 16,
-    }
-}
+_KEYS = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": 16, "bastion_budget": 16}
+TREE = {"speculative_config": _KEYS}
 
 
-def test_bastion_uses_native_twins_and_leaves_plain_engines_alone(
-    runner: Runner,
-) -> None:
+@e2e
+@slow
+@on_cpu
+@without_triton
+def test_bastion_uses_native_twins_and_leaves_plain_engines_alone(runner: Runner) -> None:
     first, second = run(runner, {}, TREE)
     (plain, plain_twins, plain_threads), tokens = first
     (tree, tree_twins, threads), tree_tokens = second
@@ -124,7 +128,35 @@ def test_bastion_uses_native_twins_and_leaves_plain_engines_alone(
     assert tree_tokens == tokens
 
 
+@e2e
+@slow
+@on_cpu
+@without_triton
 def test_triton_need_not_be_installed(runner: Runner, tmp_path: Path) -> None:
     [((_, twins, _), tokens)] = run(runner, TREE, hide=tmp_path)
     assert twins
     assert tokens == run(runner, {})[0][1]
+
+
+def test_vllms_scan_of_all_modules_gets_past_llvmlite() -> None:
+    pytest.importorskip("numba")
+    from llvmlite.binding import ffi
+    from vllm.triton_utils import dispatcher
+
+    plugin.register()
+    ffi.lib._fntab.pop("__dict__", None)
+    with pytest.raises(AttributeError, match="_lib_fn_wrapper"):
+        dispatcher._rebind_kernels.__wrapped__([])  # vLLM's own
+    ffi.lib._fntab.pop("__dict__", None)
+    dispatcher._rebind_kernels([])
+
+
+@e2e
+@slow
+@on_cpu
+def test_engines_start_one_after_another_in_one_process(runner: Runner) -> None:
+    """A process that has imported Numba, as an engine does, can start another engine."""
+    off = _KEYS | {"bastion_budget": "adaptive", "bastion_calibration": "off"}
+    adaptive = {"speculative_config": off}
+    first, *others = (tokens for _, tokens in run(runner, adaptive, adaptive, {}, in_one=True))
+    assert others == [first, first]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,20 +17,16 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import DRAFTER, ON_GPU, ROOT, TARGET, Runner
-from tests.e2e.test_serving import SPECULATIVE, Server, environment, serve, stop
+from tests.e2e.engines import DRAFTER, ROOT, TARGET, Runner
+from tests.e2e.marks import on_cpu
+from tests.e2e.test_serving import SPECULATIVE, Server, environment, serving
 from tests.page.browser import MISSING, Browser, find_chromium
 from vllm_bastion.page.document import with_data
 from vllm_bastion.telemetry.seen_trees import LOOK_S
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.skipif(ON_GPU, reason="starts a CPU server"),
-]
+pytestmark = on_cpu("starts a CPU server", pytest.mark.slow)
 EVIL = "<script>document.title='owned'</script>"
 EVIL_ID = 1023
-WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -64,31 +59,20 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def server(
     runner: Runner, target: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("serve")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     variables = {**runner.caches, "VLLM_BASTION_PAGE": "1"}
-    log = folder / "server.log"
     # A fixed budget: trees in every step, whatever this machine's step costs are.
     keys = {**SPECULATIVE, "num_speculative_tokens": 12, "bastion_budget": 12}
     options = ["--enforce-eager", "--max-num-seqs", "4", "--served-model-name", TARGET]
-    process = serve(log, port, keys, variables, *options, target=target)
-    running = Server(f"http://127.0.0.1:{port}", log)
-    try:
-        _until(lambda: running.healthy() or process.poll() is not None, 600)
-        assert process.poll() is None, log.read_text()[-4000:]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with serving(log, variables, *options, speculative=keys, target=target) as running:
         yield running
-    finally:
-        stop(process)
 
 
-def _until(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
+def _until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 120.0
+    while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.3)
-    return found
 
 
 def test_the_page_lives_while_requests_run(
@@ -113,9 +97,9 @@ def test_the_page_lives_while_requests_run(
         server.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=12,
                     allowed_token_ids=[EVIL_ID])  # fmt: skip
         time.sleep(1.2)
-    shown = _until(
-        lambda: _with(EVIL, browser.run("return document.getElementById('trees').innerText"))
-    )
+    text = "return document.getElementById('trees').innerText"
+    _until(lambda: EVIL in browser.run(text))
+    shown = browser.run(text)
     assert "●" in shown and "○" in shown
     assert browser.run("return document.title") == "vllm-bastion"
     assert browser.run("return document.scripts.length") == 2
@@ -126,10 +110,6 @@ def test_the_page_lives_while_requests_run(
     total = json.loads(server.get("/v1/bastion"))
     assert browser.run(f"return {trees}") <= total["trees"]
     assert total["trees"] == server.counters()["drafts"]
-
-
-def _with(part: str, text: str) -> str:
-    return text if part in text else ""
 
 
 def test_nothing_is_collected_while_nobody_looks(server: Server) -> None:

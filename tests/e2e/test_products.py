@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from bastion_kernels.cpu.linear import can_multiply
 from tests.e2e import cases
 from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
+from tests.e2e.marks import slow
 
 pytestmark = [
     pytest.mark.e2e,
@@ -33,33 +33,26 @@ def products(session: Any) -> list[dict[str, str]]:
     ]
 
 
-def of_every_size() -> None:
-    """Setup: use our product for the pair's small weights too."""
-    from vllm_bastion.cpu import linear
-
-    linear.MIN_WEIGHT_BYTES = 0
-
-
 @pytest.mark.parametrize(
     ("weights", "eager"),
     [
         ("auto", True),
-        pytest.param("checkpoint", True, marks=pytest.mark.slow),
+        slow("checkpoint", True),
         # Compiled code calls them too, with "checkpoint" also from layers that "auto" leaves alone.
-        pytest.param("auto", False, marks=pytest.mark.slow),
-        pytest.param("checkpoint", False, marks=pytest.mark.slow),
+        slow("auto", False),
+        slow("checkpoint", False),
     ],
     ids=["auto, eager", "checkpoint, eager", "auto", "checkpoint"],
 )
 def test_which_products_are_used(runner: Runner, weights: str, eager: bool) -> None:
-    engine = Engine(max_num_seqs=2, eager=eager)
+    engine = Engine(max_num_seqs=2, eager=eager).of(dtype="bfloat16")
     engine = engine.with_bastion(GAMMA, GAMMA, drafter_weights=weights)
     batch = Batch("products")
     for name, text in cases.some(1, first=5):
         batch.add(name, text, max_tokens=32, ignore_eos=True)
     result = runner.run(
-        replace(engine, extra=(("dtype", "bfloat16"),)), [batch],
-        setup=["tests.e2e.test_products:of_every_size"],
+        engine, [batch],
+        setup=["tests.e2e.weight_updates:of_every_size"],
         probe="tests.e2e.test_products:products",
     )["batches"][0]  # fmt: skip
     target, drafter = result["probed"][:2]
@@ -78,11 +71,10 @@ def test_which_products_are_used(runner: Runner, weights: str, eager: bool) -> N
 
 
 def test_small_weights_keep_vllms_product(runner: Runner) -> None:
-    engine = Engine(max_num_seqs=2, eager=True).with_bastion(GAMMA, GAMMA, drafter_weights="auto")
-    result = runner.run(
-        replace(engine, extra=(("dtype", "bfloat16"),)), [cases.greedy(1, tokens=4)],
-        probe="tests.e2e.test_products:products",
-    )["batches"][0]  # fmt: skip
+    engine = Engine(max_num_seqs=2, eager=True).of(dtype="bfloat16")
+    engine = engine.with_bastion(GAMMA, GAMMA, drafter_weights="auto")
+    batches, probe = [cases.greedy(1, tokens=4)], "tests.e2e.test_products:products"
+    result = runner.run(engine, batches, probe=probe)["batches"][0]
     target, drafter = result["probed"][:2]
     assert set(target.values()) == {"vllm.model_executor.layers.utils"}
     assert "int8" in drafter.values()

@@ -18,10 +18,11 @@ import torch
 
 from tests.e2e import cases
 from tests.e2e.compare import NEAR_TIE, NEAR_TIE_BF16, Comparison
-from tests.e2e.engines import ON_GPU, TARGET, Batch, Engine, Runner
+from tests.e2e.engines import Batch, Engine, Runner
+from tests.e2e.marks import on_cpu, slow
 from tests.e2e.quantised import FORMATS, make_quantised
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="formats of vLLM's CPU kernels")]
+pytestmark = on_cpu("formats of vLLM's CPU kernels")
 
 _TOKENS = 48
 # Weights that vLLM itself quantises while it loads them, by its option `quantization`.
@@ -37,31 +38,25 @@ _QUANTISED_INPUTS = 0.2
 
 def requests(**more: Any) -> Batch:
     """Six greedy requests and six at T=1, of which four run at a time."""
-    batch = Batch("quantised weights")
-    for i, (name, text) in enumerate(cases.some(4)):
-        sampling = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0}
-        batch.add(name, text, max_tokens=_TOKENS, ignore_eos=True, **sampling, **more)
-    return batch
+    more |= {"max_tokens": _TOKENS, "ignore_eos": True}
+    return cases.texts("quantised weights", 4, every=2, **more)
 
 
 def engine_of(name: str, folder: Path) -> Engine:
     """Plain decoding in the format `name`, in fp32 where vLLM takes it."""
-    dtype = "float32" if name in _FP32 else "bfloat16"
-    extra = (("dtype", dtype), ("model", TARGET), ("quantization", name))
-    if name != ONLINE:
-        extra = (("dtype", dtype), ("model", make_quantised(name, folder)))
-    return Engine(eager=True, num_blocks=160, extra=extra)
+    plain = Engine(eager=True, num_blocks=160)
+    plain = plain.of(dtype="float32" if name in _FP32 else "bfloat16")
+    return (
+        plain.of(quantization=name)
+        if name == ONLINE
+        else plain.of(model=make_quantised(name, folder))
+    )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in (*FORMATS, ONLINE)],
-)
-def test_tokens_equal_plain_decoding(
-    name: str, runner: Runner, compare: Comparison, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", [n if n == QUICK else slow(n) for n in (*FORMATS, ONLINE)])
+def test_tokens_equal_plain_decoding(name: str, compare: Comparison, tmp_path: Path) -> None:
     plain, batches = engine_of(name, tmp_path / "target"), [requests()]
-    expected, made = runner.all([plain, plain.with_bastion(24, 24)], batches)
+    expected, made = compare.all([plain, plain.with_bastion(24, 24)], batches)
     bound = _QUANTISED_INPUTS if name in _QUANTISES_INPUTS else NEAR_TIE_BF16
     compare.same(f"{name} weights", batches, expected, made, plain, near_tie=bound)
     asked = [run["batches"][0]["requests"] for run in (expected, made)]
@@ -90,7 +85,7 @@ def test_quantised_inputs_magnify_rounding(runner: Runner, tmp_path: Path) -> No
     """Plain decoding, compiled or not: fp32 alone leaves less than a near-tie."""
     batches, found = [requests(logprobs=0)], []
     quantised = engine_of("w8a8", tmp_path / "target")
-    for plain in (replace(quantised, extra=(("dtype", "float32"),)), quantised):
+    for plain in (replace(quantised, extra={"dtype": "float32"}), quantised):
         found.append(disagreement(*runner.all([plain, replace(plain, eager=False)], batches)))
     print(f"log-probabilities differ by up to {found[0]:.1e} without, {found[1]:.1e} with")
     assert found[0] < NEAR_TIE < 10 * NEAR_TIE < found[1] < _QUANTISED_INPUTS

@@ -7,14 +7,15 @@ requests without any. A request had a tree if more nodes were verified than a ch
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison
-from tests.e2e.engines import GAMMA, Batch, Engine, Runner
-from tests.e2e.test_lossless import answers
+from tests.e2e.compare import Comparison, leaving_the_chain
+from tests.e2e.engines import GAMMA, Batch, Engine
+from tests.e2e.marks import slow
 
 pytestmark = pytest.mark.e2e
 
@@ -49,42 +50,36 @@ def wishes(
 ) -> Batch:
     """Every kind at T=0 and, seeded, at T=0.8, on alternating prompts."""
     batch = Batch(case)
-    at = 0
-    for kind, wanted in kinds.items():
-        for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 11}):
-            name, text = prompts[at % len(prompts)]
-            params = {"max_tokens": tokens, **sampling, **wanted}
-            batch.add(f"{kind}-{at}-{name}", text, **params)
-            at += 1
+    samplings = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
+    for at, (kind, sampling) in enumerate(itertools.product(kinds, samplings)):
+        name, text = prompts[at % len(prompts)]
+        params = {"max_tokens": tokens, **sampling, **kinds[kind]}
+        batch.add(f"{kind}-{at}-{name}", text, **params)
     return batch
 
 
-def assert_trees(run: dict[str, Any], batch: Batch) -> None:
-    """Every request of the batch was verified with more nodes than a chain has, path for path."""
-    nodes: dict[str, int] = {}
-    for name, verified in zip(run["path_requests"], run["verified"], strict=True):
-        nodes[name] = max(nodes.get(name, 0), verified)
-    for request in batch.requests:
-        if len(run["requests"][request["id"]]["token_ids"]) > 2:
-            assert nodes[request["id"]] > GAMMA, request["id"]
+def wide(outcome: dict[str, Any]) -> set[str]:
+    """The requests that were verified with more nodes than a chain has."""
+    rows = zip(outcome["path_requests"], outcome["verified"], strict=True)
+    return {name for name, nodes in rows if nodes > GAMMA}
 
 
-def test_every_kind_in_one_batch(runner: Runner, compare: Comparison) -> None:
+def assert_trees(outcome: dict[str, Any], requests: list[dict[str, Any]]) -> None:
+    results = {request["id"]: outcome["requests"][request["id"]] for request in requests}
+    asked = {name for name, result in results.items() if len(result["token_ids"]) > 2}
+    assert asked <= wide(outcome)
+
+
+def test_every_kind_in_one_batch(compare: Comparison) -> None:
     """Four at a time with an oracle as the drafter: long paths that leave the chain."""
     batch = wishes("requests of every kind", KINDS, cases.some(4, first=16))
     plain = Engine(eager=True)
-    expected = runner.run(plain, [batch])
-    known = {"answers": answers(expected)}
-    run = runner.run(plain.with_bastion(NODES, NODES), [batch], oracle=known)
-    compare.same("24 nodes, oracle", [batch], expected, run)
-    assert_trees(run["batches"][0], batch)
-    branchy = {
-        name
-        for name, path in zip(
-            run["batches"][0]["path_requests"], run["batches"][0]["paths"], strict=True
-        )
-        if path != list(range(len(path)))
-    }
+    tree = plain.with_bastion(NODES, NODES)
+    _, run = compare.oracle("24 nodes, oracle", [batch], plain, tree)
+    outcome = run["batches"][0]
+    assert_trees(outcome, batch.requests)
+    rows = zip(outcome["path_requests"], outcome["paths"], strict=True)
+    branchy = {name for name, path in rows if leaving_the_chain([path])}
     assert len(branchy) > len(KINDS)
 
 
@@ -98,33 +93,22 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_grammars(runner: Runner, compare: Comparison, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["async", slow("sync")])
+def test_grammars(compare: Comparison, mode: str) -> None:
     """Trees with grammars beside one without: 24 of 63 nodes, an oracle as the drafter."""
     batch = wishes("grammars", GRAMMARS, cases.some(4, first=20))
     plain = Engine(eager=True, async_scheduling=mode == "async")
-    expected = runner.run(plain, [batch])
-    known = {"answers": answers(expected)}
-    run = runner.run(plain.with_bastion(63, NODES), [batch], oracle=known)
-    compare.same(f"grammars, {mode}", [batch], expected, run)
-    outcome = run["batches"][0]
-    wide = {
-        name
-        for name, nodes in zip(outcome["path_requests"], outcome["verified"], strict=True)
-        if nodes > GAMMA
-    }
-    assert {name.split("-")[0] for name in wide} >= {"json", "regex", "penalised", "scored"}
-
-
-_MODES = [(seqs, mode) for seqs in (1, 4) for mode in ("sync", "async")]
+    tree = plain.with_bastion(63, NODES)
+    _, run = compare.oracle(f"grammars, {mode}", [batch], plain, tree)
+    kinds = {name.split("-")[0] for name in wide(run["batches"][0])}
+    assert kinds >= {"json", "regex", "penalised", "scored"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("seqs", "mode"), _MODES)
-def test_every_kind_on_many_prompts(
-    runner: Runner, compare: Comparison, seqs: int, mode: str
-) -> None:
+@pytest.mark.parametrize("seqs", [1, 4])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_every_kind_on_many_prompts(compare: Comparison, seqs: int, mode: str) -> None:
     """15 prompts of each kind at T=0 and 15 at T=0.8, with the real drafter and the oracle."""
     prompts = cases.some(10)
     merged = Batch("requests of every kind, 30 prompts each")
@@ -133,9 +117,7 @@ def test_every_kind_on_many_prompts(
             merged.requests.append({**request, "id": f"{i}-{request['id']}"})
     plain = Engine(max_num_seqs=seqs, eager=True, async_scheduling=mode == "async")
     tree = plain.with_bastion(63, NODES)
-    expected, run = runner.all([plain, tree], [merged])
-    compare.same(f"batch {seqs}, {mode}", [merged], expected, run)
+    _, run = compare.both(f"batch {seqs}, {mode}", [merged], plain, tree)
     free = [request for request in merged.requests if "structured" not in str(request["params"])]
-    assert_trees(run["batches"][0], Batch("without a grammar", free))
-    oracle = runner.run(tree, [merged], oracle={"answers": answers(expected)})
-    compare.same(f"batch {seqs}, {mode}, oracle", [merged], expected, oracle)
+    assert_trees(run["batches"][0], free)
+    compare.oracle(f"batch {seqs}, {mode}, oracle", [merged], plain, tree)

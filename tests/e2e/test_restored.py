@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.engines import ON_GPU, Batch, Engine
 from tests.e2e.test_connectors import connector, over
 
 pytestmark = pytest.mark.e2e
@@ -28,14 +28,10 @@ COMMON = 0.6
 
 
 def first_turns(name: str = "first turns") -> Batch:
-    batch = Batch(name)
-    for text_name, text in cases.some(2, first=3):
-        batch.add(text_name, text, temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    return batch
+    return cases.texts(name, 2, first=3, max_tokens=TOKENS, ignore_eos=True)
 
 
 def second_turns(run: dict[str, Any]) -> Batch:
-    """Each text with its reply and the start of another text."""
     batch = Batch("second turns")
     replies = run["batches"][0]["requests"]
     others = [*list(replies)[1:], next(iter(replies))]
@@ -66,18 +62,16 @@ def assert_as_good(fresh: dict[str, Any], restored: dict[str, Any], reach: float
 @pytest.fixture
 def tree() -> Engine:
     """One request at a time, everything computed. What copies gain depends on earlier requests."""
-    alone = Engine(max_num_seqs=1, eager=True, extra=(("enable_prefix_caching", False),))
+    alone = Engine(max_num_seqs=1, eager=True, extra={"enable_prefix_caching": False})
     return alone.with_bastion(NODES, NODES, lookup=False)
 
 
-def test_after_a_prefix_hit_and_as_a_second_turn(
-    runner: Runner, compare: Comparison, tree: Engine
-) -> None:
-    fresh = runner.run(tree, [first_turns()])
+def test_after_a_prefix_hit_and_as_a_second_turn(compare: Comparison, tree: Engine) -> None:
+    fresh = compare.run(tree, [first_turns()])
     turns = second_turns(fresh)
-    fresh_turns = runner.submit(tree, [turns])
-    caching = replace(tree, extra=(("enable_prefix_caching", True),))
-    run = runner.run(caching, [first_turns(), first_turns("first turns again"), turns])
+    fresh_turns = compare.submit(tree, [turns])
+    caching = tree.of(enable_prefix_caching=True)
+    run = compare.run(caching, [first_turns(), first_turns("first turns again"), turns])
     cached, again, later = run["batches"]
     for result in again["requests"].values():
         assert result["cached_tokens"] >= BLOCK
@@ -91,25 +85,23 @@ def test_after_a_prefix_hit_and_as_a_second_turn(
     assert_as_good(fresh_turns.result()["batches"][0], later)
 
 
-def test_after_preemption(runner: Runner, compare: Comparison, tree: Engine) -> None:
-    fresh = runner.run(tree, [first_turns()])
+def test_after_preemption(compare: Comparison, tree: Engine) -> None:
+    fresh = compare.run(tree, [first_turns()])
     crowded = replace(tree, max_num_seqs=4, num_blocks=13)
-    run = runner.run(crowded, [first_turns()])
+    run = compare.run(crowded, [first_turns()])
     assert run["batches"][0]["metrics"]["num_preemptions"] > 0
     compare.same("preempted", [first_turns()], fresh, run)
     assert_as_good(fresh["batches"][0], run["batches"][0], COMMON)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the connector's blocks are a CPU's")
-def test_after_a_connectors_restore(
-    runner: Runner, compare: Comparison, tree: Engine, tmp_path: Path
-) -> None:
-    fresh = runner.run(tree, [first_turns()])
+def test_after_a_connectors_restore(compare: Comparison, tree: Engine, tmp_path: Path) -> None:
+    fresh = compare.run(tree, [first_turns()])
     turns = second_turns(fresh)
-    fresh_turns = runner.submit(tree, [turns])
+    fresh_turns = compare.submit(tree, [turns])
     config = connector(tmp_path / "blocks")
-    runner.run(over(tree, config), [first_turns()])
-    loaded = runner.run(over(tree, config), [turns])
+    compare.run(over(tree, config), [first_turns()])
+    loaded = compare.run(over(tree, config), [turns])
     assert all(r["cached_tokens"] >= BLOCK for r in loaded["batches"][0]["requests"].values())
     compare.same("restored", [turns], fresh_turns.result(), loaded)
     assert_as_good(fresh_turns.result()["batches"][0], loaded["batches"][0])

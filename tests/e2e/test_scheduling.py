@@ -7,46 +7,35 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers
-from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
+from tests.e2e.engines import GAMMA, ON_GPU, Engine
 
 pytestmark = pytest.mark.e2e
 
 
-def crowded() -> Batch:
-    """Six long requests and a cache with room for two or three."""
-    batch = Batch("preempted requests, small KV cache")
-    for i, (name, text) in enumerate(cases.some(2, first=16)):
-        extra = {"temperature": 1.0, "seed": i} if i % 3 == 2 else {"temperature": 0}
-        batch.add(f"crowded-{name}", text, max_tokens=80, ignore_eos=True, **extra)
-    return batch
-
-
-def test_preemption(runner: Runner, compare: Comparison) -> None:
+def test_preemption(compare: Comparison) -> None:
     """Preempted requests lose their blocks, start over, and end with the same tokens."""
+    # Room for two or three of six long requests.
     sync = Engine(max_model_len=224, num_blocks=14, eager=True)
-    batch = crowded()
-    engines = [sync, sync.with_bastion(16, 16), sync.with_async()]
-    plain, tree, plain_async = runner.all(engines, [batch])
-    compare.same("batch 4, sync", [batch], plain, tree)
-    known = {"answers": answers(plain)}
-    oracle = runner.run(sync.with_async().with_bastion(16, 16), [batch], oracle=known)
-    compare.same("batch 4, async, oracle", [batch], plain_async, oracle)
+    case = "preempted requests, small KV cache"
+    batches = [cases.texts(case, 2, first=16, every=3, max_tokens=80, ignore_eos=True)]
+    plain, tree = compare.both("batch 4, sync", batches, sync, sync.with_bastion(16, 16))
+    late = sync.with_async()
+    _, oracle = compare.oracle("batch 4, async, oracle", batches, late, late.with_bastion(16, 16))
     counts = [run["batches"][0]["metrics"]["num_preemptions"] for run in (plain, tree, oracle)]
     # Nodes preempt nobody. The drafter's own gamma + 1 slots may.
     print("preemptions, plain, trees and oracle:", counts)
     assert counts[2] > 0 and 0 < counts[1] <= 2 * counts[0], counts
 
 
-def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
+def test_chain_is_dflash(compare: Comparison) -> None:
     """A tree of width 1 with budget gamma equals vLLM's own DFlash, in tokens and in steps."""
-    batch = Batch("width-1 tree against dflash, T=0")
-    for name, text in cases.some(2):
-        batch.add(name, text, temperature=0, max_tokens=48, ignore_eos=True)
+    case = "width-1 tree against dflash, T=0"
+    batches = [cases.texts(case, 2, max_tokens=48, ignore_eos=True)]
     # Room for all requests: vLLM reserves gamma tokens more per request than dflash uses.
-    plain = Engine(eager=True, extra=(("max_num_batched_tokens", 512),))
+    plain = Engine(eager=True).of(max_num_batched_tokens=512)
     engines = [plain.with_method("dflash", GAMMA), plain.with_bastion(GAMMA, GAMMA, top_k=1)]
-    dflash, chain = runner.all(engines, [batch])
-    compare.same("chain against dflash", [batch], dflash, chain)
+    dflash, chain = compare.all(engines, batches)
+    compare.same("chain against dflash", batches, dflash, chain)
     left, right = dflash["batches"][0], chain["batches"][0]
     if ON_GPU:
         return  # the two have different attention kernels, and drafts may round apart
@@ -54,20 +43,15 @@ def test_chain_is_dflash(runner: Runner, compare: Comparison) -> None:
     for name, result in left["requests"].items():
         assert right["requests"][name]["chunks"] == result["chunks"], name
     assert left["metrics"]["spec_decode_num_accepted_tokens"] > 20
-    keys = [key for key in left["metrics"] if key.startswith("spec_decode")]
-    assert {key: right["metrics"][key] for key in keys} == {
-        key: left["metrics"][key] for key in keys
-    }
+    for key in (key for key in left["metrics"] if key.startswith("spec_decode")):
+        assert right["metrics"][key] == left["metrics"][key], key
 
 
-def test_logits_processor_sees_its_history(runner: Runner, compare: Comparison) -> None:
+def test_logits_processor_sees_its_history(compare: Comparison) -> None:
     """With a custom processor that reads earlier tokens, every tree is a chain."""
-    batch = Batch("custom logits processor")
-    for i, (name, text) in enumerate(cases.some(2, first=22)):
-        extra = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0}
-        batch.add(name, text, max_tokens=32, **extra)
-    plain = Engine(eager=True, extra=(("logits_processors", ["tests.e2e.processors:Alternate"]),))
-    engines = [plain, plain.with_bastion(16), Engine(eager=True)]
-    first, second, without = runner.all(engines, [batch])
-    compare.same("batch 4", [batch], first, second)
-    assert answers(first) != answers(without), "the processor had nothing to do"
+    batches = [cases.texts("custom logits processor", 2, first=22, every=2, max_tokens=32)]
+    without = Engine(eager=True)
+    plain = without.of(logits_processors=["tests.e2e.processors:Alternate"])
+    first, second, other = compare.all([plain, plain.with_bastion(16), without], batches)
+    compare.same("batch 4", batches, first, second)
+    assert answers(first) != answers(other), "the processor had nothing to do"

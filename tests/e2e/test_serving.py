@@ -5,132 +5,64 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
+import re
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import (
-    DRAFTER,
-    ENVIRONMENT,
-    ON_GPU,
-    ROOT,
-    TARGET,
-    Batch,
-    Engine,
-    Runner,
-)
+from tests.e2e.engines import DRAFTER, ENVIRONMENT, ROOT, TARGET, Engine, Runner
+from tests.e2e.marks import on_cpu, slow
+from tests.soak import server as process
 from vllm_bastion.config import COPY_DEPTH
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="starts a CPU server")]
+pytestmark = on_cpu("starts a CPU server")
 
 NODES = 32
-START_S = 600
 SPECULATIVE = {"method": "bastion", "model": DRAFTER, "num_speculative_tokens": NODES}
 # Everything else is vLLM's default.
-OPTIONS = ["--dtype", "float32", "--host", "127.0.0.1",
-           "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]  # fmt: skip
-VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+OPTIONS = ["--dtype", "float32", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 
 
 def environment(caches: dict[str, str]) -> dict[str, str]:
     """The environment of a user on a CPU host; only the cache folders are the test's own."""
     env = {**os.environ, **ENVIRONMENT, **caches, "VLLM_LOGGING_LEVEL": "INFO"}
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER"):
-        env.pop(name, None)
+    for name in ("ENABLE_V1_MULTIPROCESSING", "USE_V2_MODEL_RUNNER"):
+        env.pop(f"VLLM_{name}", None)
     env.pop("TRITON_INTERPRET", None)
     return env
-
-
-def arguments(port: int, speculative: dict[str, Any], target: str = TARGET) -> list[str]:
-    """Arguments of `vllm serve`."""
-    return [target, "--port", str(port), *OPTIONS, "--speculative-config", json.dumps(speculative)]
-
-
-def values(text: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels, from the text of /metrics."""
-    found = [
-        float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if line.partition("{")[0] == f"vllm:{name}"
-        and all(f'{label}="{value}"' in line for label, value in labels.items())
-    ]
-    return sum(found)
-
-
-def serve(
-    log: Path,
-    port: int,
-    speculative: dict[str, Any],
-    caches: dict[str, str],
-    *options: str,
-    target: str = TARGET,
-) -> subprocess.Popen[bytes]:
-    """Start a server in its own process group, with its output in `log`."""
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            [*VLLM, "serve", *arguments(port, speculative, target), *options],
-            stdout=out,
-            stderr=out,
-            env=environment(caches),
-            cwd=ROOT,
-            start_new_session=True,
-        )
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server and its processes."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 class Server:
     """A running server and its requests."""
 
-    def __init__(self, url: str, log: Path) -> None:
-        self.url, self.log = url, log
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     def get(self, path: str) -> str:
         with urlopen(self.url + path, timeout=60) as answer:
             return answer.read().decode()
 
-    def healthy(self) -> bool:
-        """Whether it answers."""
-        try:
-            self.get("/health")
-        except (URLError, HTTPError, ConnectionError):
-            return False
-        return True
-
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         return json.loads(self._open(path, body).read())
 
+    def refusal(self, path: str, **body: Any) -> str:
+        with pytest.raises(HTTPError) as refused:
+            self.post(path, **body)
+        assert refused.value.code == 400
+        return json.loads(refused.value.read())["error"]["message"]
+
     def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed answer."""
         for line in self._open(path, {**body, "stream": True}):
             text = line.decode().strip()
             if text.startswith("data: ") and text != "data: [DONE]":
                 yield json.loads(text.removeprefix("data: "))
-
-    def plain_steps(self) -> float:
-        """Steps that decoded without a tree."""
-        return values(self.get("/metrics"), "bastion_steps_total", kind="plain")
 
     def _open(self, path: str, body: dict[str, Any]) -> Any:
         data = json.dumps({"model": TARGET, **body}).encode()
@@ -138,16 +70,13 @@ class Server:
         return urlopen(request, timeout=120)
 
     def counters(self) -> dict[str, float]:
-        """The spec_decode counters of /metrics; per position `.._per_pos/i`."""
-        out = {}
-        for line in self.get("/metrics").splitlines():
-            name, _, rest = line.partition("{")
-            if name.startswith("vllm:spec_decode") and not name.endswith("_created"):
-                labels, _, value = rest.rpartition("} ")
-                position = [part for part in labels.split(",") if part.startswith("position=")]
-                key = name.removeprefix("vllm:spec_decode_num_").removesuffix("_total")
-                key += "/" + position[0].split('"')[1] if position else ""
-                out[key] = float(value)
+        """The spec_decode counters of /metrics, per position `.._per_pos/i`; and plain steps."""
+        text = self.get("/metrics")
+        out = {"plain_steps": process.values(text, "bastion_steps_total", kind="plain")}
+        found = re.findall(r"^vllm:spec_decode_num_(\w+)_total{(.*)} (\S+)$", text, re.MULTILINE)
+        for name, labels, value in found:
+            position = re.search(r'position="(\d+)"', labels)
+            out[name + (f"/{position[1]}" if position else "")] = float(value)
         return out
 
 
@@ -157,58 +86,40 @@ def serving(
     caches: dict[str, str],
     *options: str,
     speculative: dict[str, Any] = SPECULATIVE,
+    target: str = TARGET,
 ) -> Iterator[Server]:
     """A server that is ready; `options` are further ones of `vllm serve`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = serve(log, port, speculative, caches, *options)
-    running = Server(f"http://127.0.0.1:{port}", log)
-    try:
-        deadline = time.monotonic() + START_S
-        while True:
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            if running.healthy():
-                break
-            time.sleep(1)
-        yield running
-    finally:
-        stop(process)
+    given = [target, *OPTIONS, "--speculative-config", json.dumps(speculative), *options]
+    with process.serving(given, environment(caches), log) as running:
+        yield Server(running.url)
 
 
 # Compiling for the default limits of a step and timing such steps take a minute.
 SMALL = ("--enforce-eager", "--max-num-seqs", "4", "--max-num-batched-tokens", "256")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[SMALL, pytest.param((), marks=pytest.mark.slow)],
-    ids=["small", "vLLM's defaults"],
-)
+@pytest.fixture(scope="module", params=[SMALL, slow(())], ids=["small", "vLLM's defaults"])
 def server(
     runner: Runner, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("serve") / "server.log"
-    with serving(log, runner.caches, *request.param) as running:
+    with serving(
+        tmp_path_factory.mktemp("serve") / "log", runner.caches, *request.param
+    ) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def plain(runner: Runner) -> dict[str, Any]:
     """The same prompts decoded by a plain engine, which runs beside the server."""
-    batch = Batch("serving")
-    for name, text in cases.some(1, first=25):
-        batch.add(name, text, temperature=0, max_tokens=40)
-    batch.add(
-        "seeded", cases.prompts()["chat"][26], temperature=1.0, seed=5, top_p=0.9, max_tokens=40
-    )
+    batch = cases.texts("serving", 1, first=25, max_tokens=40)
+    seeded = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "max_tokens": 40}
+    batch.add("seeded", cases.prompts()["chat"][26], **seeded)
     return {"batch": batch, "run": runner.submit(Engine(max_num_seqs=2, eager=True), [batch])}
 
 
 def test_answers_streams_and_counters(plain: dict[str, Any], server: Server) -> None:
     """Completions, plain and streamed, give plain decoding's text; the counters add up."""
-    before, plain_before = server.counters(), server.plain_steps()
+    before = server.counters()
     expected = plain["run"].result()["batches"][0]["requests"]
     emitted = 0
     for request in plain["batch"].requests:
@@ -233,13 +144,11 @@ def test_answers_streams_and_counters(plain: dict[str, Any], server: Server) -> 
     assert gained["accepted_tokens"] <= gained["draft_tokens"]
     # Every step emits the accepted tokens and one more; a request's last step may be cut short.
     requests = 2 * len(plain["batch"].requests)
-    plain_steps = server.plain_steps() - plain_before
-    total = requests + plain_steps + gained["drafts"] + gained["accepted_tokens"]
+    total = requests + gained["plain_steps"] + gained["drafts"] + gained["accepted_tokens"]
     assert emitted <= total <= emitted + requests * (depth + 1)
 
 
 def test_chat_stream(server: Server) -> None:
-    """Streamed and complete chat answers are the same text."""
     body = {"messages": [{"role": "user", "content": "Hi, can you help me plan my week?"}],
             "temperature": 0, "max_tokens": 24}  # fmt: skip
     answer = server.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
@@ -274,7 +183,6 @@ def test_tool_call(sampling: dict[str, Any], server: Server) -> None:
 
 
 def test_requests_with_grammar_and_penalties(server: Server) -> None:
-    """The same in the server's own processes."""
     answer = server.post(
         "/v1/completions", prompt="Answer: ", temperature=0, max_tokens=16,
         structured_outputs={"choice": ["positive", "negative"]},
@@ -288,7 +196,6 @@ def test_requests_with_grammar_and_penalties(server: Server) -> None:
 
 
 def test_there_is_no_page_unless_asked_for(server: Server) -> None:
-    """Its paths are unknown."""
     for path in ("/bastion", "/v1/bastion"):
         with pytest.raises(HTTPError) as missing:
             server.get(path)
@@ -303,10 +210,8 @@ def test_a_requests_own_budget(server: Server) -> None:
     plain = server.post("/v1/completions", **given, vllm_xargs={"bastion_budget": 0})
     assert plain["choices"][0]["text"] == text
     assert server.counters()["draft_tokens"] == before
-    with pytest.raises(HTTPError) as refused:
-        server.post("/v1/completions", **given, vllm_xargs={"bastion_budget": -1})
-    assert refused.value.code == 400
-    assert '"bastion_budget" in extra_args' in json.loads(refused.value.read())["error"]["message"]
+    said = server.refusal("/v1/completions", **given, vllm_xargs={"bastion_budget": -1})
+    assert '"bastion_budget" in extra_args' in said
     assert server.post("/v1/completions", **given)["choices"][0]["text"] == text
 
 
@@ -322,11 +227,9 @@ def test_a_request_beyond_the_workers_tables(
     given: dict[str, Any], named: str, server: Server
 ) -> None:
     """It gets status 400 with the reason, and the server goes on."""
-    with pytest.raises(HTTPError) as refused:
-        server.post("/v1/completions", prompt="x = ", max_tokens=8, temperature=0, **given)
-    assert refused.value.code == 400
-    assert named in json.loads(refused.value.read())["error"]["message"]
-    answer = server.post("/v1/completions", prompt="x = ", max_tokens=8, temperature=0)
+    asked = {"prompt": "x = ", "max_tokens": 8, "temperature": 0}
+    assert named in server.refusal("/v1/completions", **asked, **given)
+    answer = server.post("/v1/completions", **asked)
     assert answer["usage"]["completion_tokens"] > 0
 
 
@@ -343,8 +246,9 @@ def test_bench_serve(server: Server, runner: Runner) -> None:
 
 def test_wrong_configuration(runner: Runner) -> None:
     """An unknown key ends the start with one sentence that names it, and no traceback."""
+    wrong = SPECULATIVE | {"bastion_budgte": 8}
     done = subprocess.run(
-        [*VLLM, "serve", *arguments(1, SPECULATIVE | {"bastion_budgte": 8})],
+        [*process.VLLM, "serve", TARGET, *OPTIONS, "--speculative-config", json.dumps(wrong)],
         env=environment(runner.caches), cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
@@ -368,9 +272,6 @@ def test_a_budget_in_the_wrong_place_or_misspelt(
     path: str, given: dict[str, Any], server: Server
 ) -> None:
     """It gets status 400 and the right spelling, instead of no effect."""
-    with pytest.raises(HTTPError) as refused:
-        server.post(path, temperature=0, **given)
-    assert refused.value.code == 400
-    said = json.loads(refused.value.read())["error"]["message"]
+    said = server.refusal(path, temperature=0, **given)
     wrong = next(key for key in {**given, **given.get("vllm_xargs", {})} if "bastion" in key)
     assert f'"{wrong}"' in said and "bastion_budget" in said and "vllm_xargs" in said

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import ON_GPU, PAIR, Engine, Runner
-from tests.e2e.targets import HYBRID
+from tests.e2e.engines import Engine, Runner
+from tests.e2e.marks import on_cpu, slow
+from tests.e2e.targets import hybrid_pair
 from tests.e2e.test_connectors import connector, over
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(ON_GPU, reason="tokens are compared without near-ties"),
-]
+pytestmark = on_cpu("tokens are compared without near-ties")
 
 # (tokens of a chunk, max_tokens of a turn, turns, further parameters)
 SHAPES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
@@ -78,10 +76,7 @@ _EVERY = itertools.product(("sync", "async"), ("exact", "lagged"), (False, True)
 
 @pytest.mark.parametrize(
     ("mode", "timing", "ahead", "everything"),
-    [
-        ("async", "lagged", True, False),
-        *(pytest.param(*how, True, marks=pytest.mark.slow) for how in _EVERY),
-    ],
+    [("async", "lagged", True, False), *(slow(*how, True) for how in _EVERY)],
 )
 def test_sessions_equal_ordinary_requests(
     runner: Runner, mode: str, timing: str, ahead: bool, everything: bool
@@ -89,9 +84,8 @@ def test_sessions_equal_ordinary_requests(
     """Prompts that find the sessions' blocks in the prefix cache are continued rightly, too."""
     plain = Engine(eager=True, async_scheduling=mode == "async")
     expected = ordinary(runner, plain, sessions(False, everything))
-    tree = plain.with_bastion(16, budget_timing=timing)
-    if timing == "exact":
-        tree = plain.with_bastion(16, 16)
+    budget = 16 if timing == "exact" else "adaptive"
+    tree = plain.with_bastion(16, budget, budget_timing=timing)
     made = sessions(ahead, everything)
     run = runner.run(tree, [], sessions=made, continued=expected["prompts"])
     assert_same(expected, run)
@@ -103,14 +97,10 @@ def test_the_drafter_keeps_its_context(runner: Runner) -> None:
     made = [session(name, "code", 25, n, 6, False) for name, n in (("long", 20), ("odd", 13))]
     ordinary = runner.submit(tree, [], sessions=made, ordinary=True)
     run = runner.run(tree, [], sessions=made)
-    counters = [
-        [
-            result["metrics"][f"vllm:spec_decode_num_{what}"]
-            for what in ("drafts", "accepted_tokens")
-        ]
-        for result in (ordinary.result(), run)
-    ]
-    assert counters[0] == counters[1] and counters[0][1] > counters[0][0]
+    metrics, other = (result["metrics"] for result in (ordinary.result(), run))
+    drafts, accepted = (f"vllm:spec_decode_num_{what}" for what in ("drafts", "accepted_tokens"))
+    assert (metrics[drafts], metrics[accepted]) == (other[drafts], other[accepted])
+    assert metrics[accepted] > metrics[drafts]
 
 
 @pytest.mark.slow
@@ -142,11 +132,9 @@ def test_over_a_connector(runner: Runner, tmp_path: Path, mode: str) -> None:
 
 def test_a_target_with_recurrent_layers_takes_none(runner: Runner) -> None:
     """Its state may be past the cut. One sentence says so, and ordinary requests are served."""
-    pair = PAIR / "hybrid"
-    extra = (("model", str(pair / "target")), ("dtype", "bfloat16"), *HYBRID.items())
-    plain = Engine(eager=True, extra=extra)
+    plain, drafter = hybrid_pair()
     made = [session("hybrid", "code", 25, 13, 2, False)]
-    tree = plain.with_bastion(16, 16, model=str(pair / "drafter"))
+    tree = plain.with_bastion(16, 16, **drafter)
     run = runner.run(tree, [], sessions=made, continued={"one": made[0]["turns"][0]["chunk"]})
     error = run["sessions"]["hybrid, code"]["error"]
     assert error.startswith("VLLMValidationError: Streaming-input sessions")
@@ -155,11 +143,7 @@ def test_a_target_with_recurrent_layers_takes_none(runner: Runner) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "ahead"),
-    [
-        ("sync", False),
-        *(pytest.param(*how, marks=pytest.mark.slow) for how in (("async", True), ("sync", True))),
-        pytest.param("async", False, marks=pytest.mark.slow),
-    ],
+    [("sync", False), slow("sync", True), slow("async", False), slow("async", True)],
 )
 def test_a_session_that_outgrows_the_model_ends_alone(
     runner: Runner, mode: str, ahead: bool
@@ -191,6 +175,5 @@ def test_a_session_that_outgrows_the_model_ends_alone(
         assert grown["reasons"] == whole["reasons"] == [["length", None]] * 3
     assert_same(expected.result(), run)
     assert len(expected.result()["sessions"]["full"]["token_ids"]) == 7
-    assert [reason for reason, _ in run["sessions"]["full"]["reasons"]] == ["length"] * 2 + [
-        "error"
-    ]
+    reasons = [reason for reason, _ in run["sessions"]["full"]["reasons"]]
+    assert reasons == ["length", "length", "error"]

@@ -7,17 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e import cases
-from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
+from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+from tests.e2e.marks import on_cpu
 from vllm_bastion.policy.cost.doubts import doubts
 from vllm_bastion.policy.cost.store import read_profile
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(ON_GPU, reason="engines on a GPU are not compiled in these tests"),
-]
+pytestmark = on_cpu("engines on a GPU are not compiled in these tests")
 
 
 def loads(session: Any) -> list[tuple[int, int]]:

@@ -9,21 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison, answers, leaving_the_chain
+from tests.e2e.compare import Comparison, assert_winding
 from tests.e2e.drafters import make_drafter
-from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
-from tests.e2e.targets import ARGUMENTS, SPEC, TARGETS, make_target
+from tests.e2e.engines import Batch
+from tests.e2e.marks import on_cpu
+from tests.e2e.targets import SPEC, TARGETS, engine_of
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(ON_GPU, reason="random weights in fp32"),
-]
+pytestmark = on_cpu("random weights in fp32")
 QUICK = (("gpt-oss-window-16", "right"), ("qwen3.5-with-images", "right"))
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the targets' checkpoints."""
     return tmp_path_factory.mktemp("targets")
 
 
@@ -49,50 +46,39 @@ def past_the_windows() -> Batch:
     ],
 )
 def test_tokens_equal_plain_decoding(
-    name: str, drafts: str, runner: Runner, compare: Comparison, folder: Path
+    name: str, drafts: str, compare: Comparison, folder: Path
 ) -> None:
-    target = make_target(name, folder / name)
-    batches = [past_the_windows()]
-    arguments, spec_keys = ARGUMENTS.get(name, {}), SPEC.get(name, {})
-    plain = Engine(eager=True, num_blocks=160, extra=(("model", target), *arguments.items()))
-    expected = runner.run(plain, batches, **spec_keys)
+    batches, spec_keys = [past_the_windows()], SPEC.get(name, {})
+    plain = engine_of(name, folder / name)
     if drafts == "noise":
         lagged = plain.with_bastion(24, 24, budget_timing="lagged").with_async()
-        run = runner.run(lagged, batches, oracle={"answers": {}}, **spec_keys)
+        expected = compare.run(plain, batches, **spec_keys)
+        run = compare.run(lagged, batches, oracle={"answers": {}}, **spec_keys)
         compare.same(f"{name}, noise, lagged", batches, expected, run, plain, **spec_keys)
         return
-    known = {"answers": answers(expected)}
-    run = runner.run(plain.with_bastion(24, 24), batches, oracle=known, **spec_keys)
-    compare.same(f"{name}, oracle", batches, expected, run, plain, **spec_keys)
-    paths = run["batches"][0]["paths"]
-    assert leaving_the_chain(paths)
-    assert max(map(len, paths)) > 4
+    tree = plain.with_bastion(24, 24)
+    _, run = compare.oracle(f"{name}, oracle", batches, plain, tree, **spec_keys)
+    assert_winding(run["batches"][0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dflash2", "specforge-dspark"])
 def test_a_hybrid_target_with_a_head_over_candidates(
-    kind: str, runner: Runner, compare: Comparison, folder: Path
+    kind: str, compare: Comparison, folder: Path
 ) -> None:
     """The two drafters that are published for Qwen3.8-27B, which has this target's layers."""
-    name, batches = "qwen3.5-with-images", [past_the_windows()]
-    extra = (("model", make_target(name, folder / kind)), *ARGUMENTS[name].items())
-    plain = Engine(eager=True, num_blocks=160, extra=extra)
+    name = "qwen3.5-with-images"
+    plain = engine_of(name, folder / kind)
     tree = plain.with_bastion(24, 24, model=make_drafter(kind, folder / f"{kind}-drafter"))
-    expected, made = runner.all([plain, tree], batches, **SPEC[name])
-    compare.same(f"{name}, {kind}", batches, expected, made, plain, **SPEC[name])
+    _, made = compare.both(f"{name}, {kind}", [past_the_windows()], plain, tree, **SPEC[name])
     assert sum(made["batches"][0]["verified"]) > 24
 
 
 @pytest.mark.slow
-def test_gated_delta_states_in_a_compiled_engine(
-    runner: Runner, compare: Comparison, folder: Path
-) -> None:
-    name, batches = "qwen3-next", [past_the_windows()]
-    extra = (("model", make_target(name, folder / "compiled")), *ARGUMENTS[name].items())
-    plain = Engine(eager=True, num_blocks=160, extra=extra)
-    expected = runner.run(plain, batches, **SPEC[name])
+def test_gated_delta_states_in_a_compiled_engine(compare: Comparison, folder: Path) -> None:
+    name = "qwen3-next"
+    plain = engine_of(name, folder / "compiled")
     tree = replace(plain, eager=False).with_bastion(24, 24)
-    run = runner.run(tree, batches, oracle={"answers": answers(expected)}, **SPEC[name])
-    compare.same(f"{name}, compiled", batches, expected, run, plain, **SPEC[name])
+    label = f"{name}, compiled"
+    _, run = compare.oracle(label, [past_the_windows()], plain, tree, **SPEC[name])
     assert max(map(len, run["batches"][0]["paths"])) > 4

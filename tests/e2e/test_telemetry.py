@@ -17,34 +17,26 @@ import pytest
 
 from benchmarks.random_drafter import write_random
 from tests.e2e import cases
-from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Batch, Engine, Runner
-from tests.e2e.test_serving import SPECULATIVE, Server, serving, values
+from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Engine, Runner
+from tests.e2e.test_serving import SPECULATIVE, Server, serving
+from tests.soak.server import values
 from vllm_bastion.config import COPY_DEPTH
 from vllm_bastion.telemetry.recorder import ONLY_COPIES
 
 pytestmark = [pytest.mark.e2e]
 
 NODES = 32
-DETAILED = (("per_request_spec_decode_metrics", "detailed"),)
 
 
-@pytest.fixture(scope="module")
-def run(runner: Runner) -> dict[str, Any]:
-    """One batch of an engine whose budget adapts."""
+def test_metrics_are_what_the_engine_did(runner: Runner) -> None:
+    """`llm.get_metrics()` against the target's batches, in one whose budget adapts."""
     engine = Engine(eager=True).with_bastion(nodes=NODES)
-    return runner.run(engine, [cases.greedy(2)])["batches"][0]
-
-
-def test_metrics_are_what_the_engine_did(run: dict[str, Any]) -> None:
-    """`llm.get_metrics()` against the target's batches: nodes, depths and steps."""
-    check_metrics(run)
+    check_metrics(runner.run(engine, [cases.greedy(2)])["batches"][0])
 
 
 @pytest.mark.slow
 def test_nothing_drifts_in_a_thousand_steps(runner: Runner) -> None:
-    batch = Batch("many")
-    for name, prompt in cases.some(20):
-        batch.add(name, prompt, temperature=0.0, max_tokens=200, ignore_eos=True)
+    batch = cases.texts("many", 20, max_tokens=200, ignore_eos=True)
     engine = Engine(max_num_seqs=2).with_bastion(nodes=16)
     run = runner.run(engine, [batch])["batches"][0]
     assert run["forwards"] >= 1000
@@ -52,7 +44,6 @@ def test_nothing_drifts_in_a_thousand_steps(runner: Runner) -> None:
 
 
 def check_metrics(run: dict[str, Any]) -> None:
-    """Counts of the metrics are those of the process."""
     metrics = run["metrics"]
     nodes = [count for count in run["verified"] if count]
     depths = [len(p) - 1 for p, count in zip(run["paths"], run["verified"], strict=True) if count]
@@ -90,7 +81,9 @@ def test_a_requests_own_metrics_have_its_trees(runner: Runner) -> None:
 
     The budget is fixed: a busy machine's gate may leave a request without trees.
     """
-    engine = Engine(eager=True, extra=DETAILED).with_bastion(NODES, 16)
+    engine = Engine(eager=True, extra={"per_request_spec_decode_metrics": "detailed"}).with_bastion(
+        NODES, 16
+    )
     run = runner.run(engine, [cases.greedy(2)])["batches"][0]
     trees = list(zip(run["path_requests"], run["verified"], run["paths"], strict=True))
     for name, result in run["requests"].items():
@@ -103,22 +96,29 @@ def test_a_requests_own_metrics_have_its_trees(runner: Runner) -> None:
         assert len(found["acceptance_histogram"]) == max(GAMMA, COPY_DEPTH) + 1
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="starts a CPU server")
+def ask_all(server: Server, tokens: int) -> None:
+    def ask(prompt: str) -> int:
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return int(server.post("/v1/completions", **body)["usage"]["completion_tokens"])
+
+    prompts = [text for _, text in cases.some(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, prompts)) == [tokens] * len(prompts)
+
+
+def cpu_server(test: Any) -> Any:
+    return pytest.mark.slow(pytest.mark.skipif(ON_GPU, reason="starts a CPU server")(test))
+
+
+@cpu_server
 @pytest.mark.parametrize("options", [(), ("--api-server-count", "2")], ids=["one", "two"])
 def test_the_servers_metrics_are_whole(
     runner: Runner, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """However many API servers there are, /metrics of any has all trees, and the line is logged."""
-    prompts = [text for _, text in cases.some(4)]
-    with serving(tmp_path / "log", {**runner.caches, **SHORT}, *options) as server:
-
-        def ask(prompt: str) -> int:
-            body = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
-            return int(server.post("/v1/completions", **body)["usage"]["completion_tokens"])
-
-        with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(ask, prompts)) == [48] * len(prompts)
+    short = {"VLLM_LOG_STATS_INTERVAL": "1"}
+    with serving(tmp_path / "log", runner.caches | short, *options) as server:
+        ask_all(server, 48)
         for _ in range(4):  # either of two servers may answer
             text = server.get("/metrics")
             drafted = values(text, "spec_decode_num_draft_tokens_total")
@@ -143,22 +143,7 @@ def test_the_servers_metrics_are_whole(
     assert "does not fit the target" not in log and "was trained for at most" not in log
 
 
-SHORT = {"VLLM_LOG_STATS_INTERVAL": "1"}
-
-
-def ask_all(server: Server, tokens: int) -> None:
-    """Let a server decode twelve requests."""
-
-    def ask(prompt: str) -> None:
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        server.post("/v1/completions", **body)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(ask, [text for _, text in cases.some(4)]))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="starts a CPU server")
+@cpu_server
 def test_a_running_server_warns_of_its_drafter(runner: Runner, tmp_path: Path) -> None:
     """One with random weights, which was trained for 64 tokens: a line each, and no more."""
     drafter = tmp_path / "random"
@@ -175,8 +160,7 @@ def test_a_running_server_warns_of_its_drafter(runner: Runner, tmp_path: Path) -
     assert int(length) > 64
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="starts a CPU server")
+@cpu_server
 def test_data_parallel_engines_have_metrics_each(runner: Runner, tmp_path: Path) -> None:
     """Ranks of a dense model are engines of their own, with vLLM's label."""
     options = ("--data-parallel-size", "2", "--enforce-eager")
@@ -219,8 +203,7 @@ def collector() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     server.shutdown()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="starts a CPU server")
+@cpu_server
 def test_a_requests_span_has_its_trees(
     runner: Runner, tmp_path: Path, collector: tuple[str, list[dict[str, Any]]]
 ) -> None:

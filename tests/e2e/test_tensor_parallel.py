@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +10,29 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.drafters import DOMINO, REDUCED, make_drafter
-from tests.e2e.engines import DRAFTER, ON_GPU, Batch, Engine, Runner
+from tests.e2e.engines import DRAFTER, Batch, Engine, Runner
+from tests.e2e.marks import on_cpu, slow
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(ON_GPU, reason="splits the model over CPU workers"),
-]
+pytestmark = on_cpu("splits the model over CPU workers")
 
 COUNTERS = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
 
 
 def generate(runner: Runner, engine: Engine, batch: Batch, **spec_keys: Any) -> dict[str, Any]:
     """Run two workers with the offline API, each in its own process."""
-    two = replace(engine, extra=(("tensor_parallel_size", 2),))
-    return runner.run(two, [batch], offline=True, **spec_keys)
+    return runner.run(engine.of(tensor_parallel_size=2), [batch], offline=True, **spec_keys)
 
 
 @pytest.mark.parametrize(
     ("eager", "kind"),
-    [
-        (True, None),
-        pytest.param(False, None, marks=pytest.mark.slow),
-        pytest.param(True, REDUCED[0], marks=pytest.mark.slow),
-        pytest.param(True, DOMINO[0], marks=pytest.mark.slow),
-    ],
+    [(True, None), slow(False, None), slow(True, REDUCED[0]), slow(True, DOMINO[0])],
     ids=["eager", "compiled", "reduced vocabulary", "a head with a state"],
 )
 def test_two_workers_give_the_tokens_and_trees_of_one(
     runner: Runner, tmp_path: Path, eager: bool, kind: str | None
 ) -> None:
-    batch = Batch("two tensor-parallel workers")
-    for i, (name, text) in enumerate(cases.some(1, first=3)):
-        sampling = {"temperature": 1.0, "seed": 3} if i == 2 else {"temperature": 0}
-        batch.add(name, text, **sampling, max_tokens=40, ignore_eos=True)
+    case = "two tensor-parallel workers"
+    batch = cases.texts(case, 1, first=3, every=3, seed=3, max_tokens=40, ignore_eos=True)
     # A fixed budget: arrival times, and with them the batches, differ between processes.
     plain = Engine(max_num_seqs=3, eager=eager)
     drafter = make_drafter(kind, tmp_path / "drafter") if kind else DRAFTER

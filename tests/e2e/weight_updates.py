@@ -121,6 +121,5 @@ def _in_place(llm: Any, path: str) -> None:
     name = "model.embed_tokens.weight"
     rows = load_file(Path(path) / WEIGHTS)[name]
     llm.collective_rpc(
-        "reload_weights",
-        kwargs={"weights_iterator": [(name, rows)], "is_checkpoint_format": False},
+        "reload_weights", kwargs={"weights_iterator": [(name, rows)], "is_checkpoint_format": False}
     )

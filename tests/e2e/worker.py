@@ -22,11 +22,10 @@ def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
         log: the file that this process prints to.
 
     Returns:
-        `{"info": ..., "batches": [...]}`; with `spec["may_fail"]`, if the engine does not start,
-        `{"error": "Type: text"}`; with `spec["offline"]` the result of `offline.generate`; with
-        `spec["sessions"]` that of `sessions.run`; with
-        `spec["command"]` what `vllm` prints for these words, as `{"output": "..."}`. And `cpu_s`,
-        the CPU seconds of this process and its children.
+        `{"info": ..., "batches": [...]}`; with `spec["offline"]` the result of `offline.generate`;
+        with `spec["sessions"]` that of `sessions.run`; with `spec["command"]` what `vllm` prints
+        for these words, as `{"output": "..."}`. And `cpu_s`, the CPU seconds of this process and
+        its children.
     """
     before = _cpu_s()
     if spec.get("images"):
@@ -40,16 +39,6 @@ def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
 
 def _cpu_s() -> float:
     return sum(os.times()[:4])
-
-
-def _find_instructions() -> None:
-    """Let PyTorch find the compiler's instruction sets in the cache folder of the session.
-
-    vLLM gives each model's compilation a cache folder of its own, where PyTorch would search again.
-    """
-    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-
-    valid_vec_isa_list()
 
 
 def _command(words: list[str], log: Path) -> dict[str, Any]:
@@ -78,16 +67,14 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
     from tests.e2e.session import Session
 
     if not (engine["enforce_eager"] or "compilation_config" in engine):
-        _find_instructions()
-    try:
-        session = Session(spec)
-        if "oracle" in spec:
-            from tests.e2e import oracle
+        # PyTorch would look for the compiler's instruction sets anew in each model's cache folder.
+        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-            oracle.install(session.runner, **spec["oracle"])
-    except Exception as error:
-        if spec.get("may_fail"):
-            return {"error": f"{type(error).__name__}: {error}"}
-        raise
+        valid_vec_isa_list()
+    session = Session(spec)
+    if "oracle" in spec:
+        from tests.e2e import oracle
+
+        oracle.install(session.runner, **spec["oracle"])
     batches = [session.run(batch) for batch in spec["batches"]]
     return {"info": session.info(), "batches": batches}

@@ -18,7 +18,6 @@ from benchmarks import ROOT, TINY
 
 
 def main() -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak",
         description=__doc__,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 
 class Judge:
@@ -24,6 +23,8 @@ class Judge:
 
     @cached_property
     def _target(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
         return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
@@ -39,30 +40,27 @@ class Judge:
         logits = self._target(torch.tensor([[*prompt, *made]])).logits[0, -1].float()
 
         def score(logits: torch.Tensor) -> torch.Tensor:
-            scores = _scores(logits.clone(), prompt, made, index, given)
+            scored = scores(logits.clone(), prompt, made, index, given)
             if not _excludes(given):
-                return scores
+                return scored
             # A grammar and the like exclude tokens that are unknown here, but neither of these.
             pair = torch.tensor([one, other])
-            return torch.full_like(scores, -torch.inf).index_copy(0, pair, scores[pair])
+            return torch.full_like(scored, -torch.inf).index_copy(0, pair, scored[pair])
 
         return all(_can_win(token, logits, self._bound / 2, score) for token in (one, other))
 
 
 def _can_win(
-    token: int,
-    logits: torch.Tensor,
-    error: float,
-    score: Callable[[torch.Tensor], torch.Tensor],
+    token: int, logits: torch.Tensor, error: float, score: Callable[[torch.Tensor], torch.Tensor]
 ) -> bool:
     """Whether `token` has the best score if each logit is off by at most `error`."""
     moved = {token}
     logits = logits.clone()
     logits[token] += error
     while True:
-        scores = score(logits)
-        best = int(scores.argmax())
-        if scores[token] == scores[best]:
+        scored = score(logits)
+        best = int(scored.argmax())
+        if scored[token] == scored[best]:
             return True
         if best in moved:
             return False
@@ -75,7 +73,7 @@ def _excludes(given: dict[str, Any]) -> bool:
     return any(given.get(key) for key in keys)
 
 
-def _scores(
+def scores(
     logits: torch.Tensor, prompt: list[int], made: list[int], index: int, given: dict[str, Any]
 ) -> torch.Tensor:
     """What vLLM takes the maximum of, [V]: after penalties, temperature, filters and noise."""

@@ -24,20 +24,12 @@ from benchmarks.harness.engine import GAMMA, bastion, sampling_params
 from benchmarks.harness.process import EngineError, EngineProcess
 from benchmarks.prompts import DOMAINS, load_prompts
 from benchmarks.provenance import provenance
+from tests.e2e.engines import ENVIRONMENT, Engine
 
 OUTSTANDING = 7  # requests in the engine at any time; four of them run
 NEAR_TIE = 1e-4
 _REPORT_S = 30
 _AT_ONCE = 8  # requests that are checked together
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 _GRAMMARS = (
     {"choice": ["one apple", "two pears", "none at all"]},
     {"regex": r"(ab|cd){2,12} [0-9]{2,6}"},
@@ -45,24 +37,12 @@ _GRAMMARS = (
 
 
 def engine_arguments(pair: Path, asynchronous: bool) -> dict[str, Any]:
-    """Both engines' settings: four requests at once, and blocks for about half of them."""
-    return {
-        "model": str(pair / "target"),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_num_seqs": 4,
-        "max_model_len": 288,
-        "max_num_batched_tokens": 128,
-        "block_size": 32,
-        "num_gpu_blocks_override": 20,
-        "async_scheduling": asynchronous,
-        "disable_log_stats": False,
-    }
+    # Four requests at once, and blocks for about half of them.
+    engine = Engine(max_model_len=288, num_blocks=20, async_scheduling=asynchronous, eager=True)
+    return engine.of(model=str(pair / "target"), dtype="float32").arguments()
 
 
 class Requests:
-    """An endless supply of random requests, the same for the same seed."""
-
     def __init__(self, prompts: list[list[int]], seed: int) -> None:
         self._rng = random.Random(seed)
         self._prompts = prompts
@@ -142,7 +122,6 @@ class Soak:
 
     @property
     def idle(self) -> bool:
-        """Whether the engine has no requests left."""
         return not self._session.engine.has_unfinished_requests()
 
 
@@ -159,12 +138,10 @@ class Checker:
         self.mismatches: list[dict[str, Any]] = []
 
     def add(self, request: dict[str, Any]) -> None:
-        """Check a request, now or later."""
         self._pending.append(request)
         self._work(wait=False)
 
     def finish(self) -> None:
-        """Wait until all requests are checked, and end the process."""
         while self._pending or self._busy:
             self._work(wait=True)
         self._process.close()
@@ -182,8 +159,6 @@ class Checker:
 
 
 class PlainEngine:
-    """The checker's engine, in its process."""
-
     def __init__(self, arguments: dict[str, Any]) -> None:
         from tests.e2e.session import Session
 
@@ -217,7 +192,6 @@ class PlainEngine:
 
 
 def resident_mib() -> float:
-    """Resident memory of this process, MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -260,7 +234,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     except EngineError as failure:
         error = error or str(failure)
     session.read_steps()
-    depths = [len(path) - 1 for path in session.paths]
+    paths = [path for *_, path in session.trees]
+    depths = [len(path) - 1 for path in paths]
     return {
         "what": "random requests against method bastion; T=0 ones decoded again plainly",
         **provenance(),
@@ -275,7 +250,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "prefix_cache_hits": session.metrics()["prefix_cache_hits"],
         "trees": len(depths),
         "accepted_tokens": sum(depths),
-        "paths_off_the_first_rows": sum(p != list(range(len(p))) for p in session.paths),
+        "paths_off_the_first_rows": sum(p != list(range(len(p))) for p in paths),
         "blocks": [free, session.free_blocks()],
         "resident_mib": [round(memory[0]), round(memory[len(memory) // 2]), round(resident_mib())],
         "error": error,

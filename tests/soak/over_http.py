@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from benchmarks.provenance import provenance
 from tests.soak.client import Answer, Choice, send
 from tests.soak.judge import Judge
 from tests.soak.requests import MAX_MODEL_LEN, Request, Requests
-from tests.soak.server import Server, serving, users_environment
+from tests.soak.server import Server, serving, users_environment, values
 
 OUTSTANDING = 9  # requests at the server at any time; six of them run
 NODES = 63
@@ -56,8 +55,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     config = json.loads((options.pair / "target" / "config.json").read_text())
     hybrid = "linear_num_key_heads" in config
     dtype = "bfloat16" if hybrid else "float32"
-    rows = load_prompts(options.pair.parent / "prompts.jsonl" if hybrid else
-                        options.pair / "prompts.jsonl")  # fmt: skip
+    rows = load_prompts((options.pair.parent if hybrid else options.pair) / "prompts.jsonl")
     assert {row["domain"] for row in rows} == set(DOMAINS)
     target = str(options.pair / "target")
     prompts = [row["prompt"] for row in rows]
@@ -121,20 +119,18 @@ def _phase(
         _settle(server)
         memory.append(_resident_mib(server.group))
         metrics = server.metrics()
-        known = {
+        known: dict[str, Any] = {
             "healthy": server.healthy(),
             "minutes": round(elapsed / 60, 2),
             "start_s": round(server.start_s),
             "resident_mib": memory,
-            "left": {key: _value(metrics, key) for key in _LEFT},
-            "counters": {key: _value(metrics, key) for key in _COUNTERS},
+            "left": {key: values(metrics, key) for key in _LEFT},
+            "counters": {key: values(metrics, key) for key in _COUNTERS},
         }
     # The API server logs some of its own, as for a tool call that is no JSON.
     engine = (line for line in log.read_text(errors="replace").splitlines() if "(API" not in line)
-    return {
-        **known,
-        "tracebacks": sum("Traceback (most recent" in line for line in engine),
-    }, answers
+    known["tracebacks"] = sum("Traceback (most recent" in line for line in engine)
+    return known, answers
 
 
 def _load(port: int, requests: Iterator[Request], name: str) -> Iterator[Pair]:
@@ -168,15 +164,9 @@ def _settle(server: Server) -> None:
     """Wait until aborted requests are gone, at most half a minute."""
     for _ in range(30):
         metrics = server.metrics()
-        if not any(_value(metrics, key) for key in _LEFT):
+        if not any(values(metrics, key) for key in _LEFT):
             return
         time.sleep(1)
-
-
-def _value(metrics: str, name: str) -> float:
-    """The sum of a metric's samples, without the prefix `vllm:`."""
-    found = re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
-    return sum(map(float, found))
 
 
 def _resident_mib(group: int) -> int:

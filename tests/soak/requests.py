@@ -9,23 +9,18 @@ from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_MODEL_LEN = 512
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "find",
-        "description": "d",
-        "parameters": {
-            "type": "object",
-            "properties": {"name": {"enum": ["Ada", "Tom"]}, "age": {"enum": [7, 44]}},
-            "required": ["name", "age"],
-            "additionalProperties": False,
-        },
-    },
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Tom"]}, "age": {"enum": [7, 44]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
 }
+_FIND = {"name": "find", "description": "d", "parameters": _SCHEMA}
+_TOOL = {"type": "function", "function": _FIND}
 _GRAMMARS: tuple[dict[str, Any], ...] = (
     {"choice": ["one apple", "two pears", "none at all"]},
     {"regex": r"(ab|cd){2,12} [0-9]{2,6}"},
-    {"json": _TOOL["function"]["parameters"]},  # type: ignore[index]
+    {"json": _SCHEMA},
 )
 _LISTS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.2},
@@ -112,7 +107,6 @@ class Request:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The body, or no keys."""
         return self.body if isinstance(self.body, dict) else {}
 
     @property
@@ -143,7 +137,6 @@ class Requests:
         self._count = 0
 
     def draw(self) -> Request:
-        """The next request."""
         self._count += 1
         kind, rng = self._rng.random(), self._rng
         if kind < 0.08:
@@ -191,11 +184,9 @@ class Requests:
             if rng.random() < 0.3:
                 messages.insert(0, {"role": "system", "content": "Answer shortly."})
             return {"model": self._model, "messages": messages}
-        several = rng.random() < 0.1
-        return {
-            "model": self._model,
-            "prompt": [text, rng.choice(self._prompts)] if several else text,
-        }
+        if rng.random() < 0.1:
+            return {"model": self._model, "prompt": [text, rng.choice(self._prompts)]}
+        return {"model": self._model, "prompt": text}
 
     def _sampling(self) -> dict[str, Any]:
         rng = self._rng

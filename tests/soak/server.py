@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
+
+from benchmarks import ROOT
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 _START_S, _STOP_S = 900, 60
@@ -30,7 +33,6 @@ class Server:
     start_s: float
 
     def healthy(self) -> bool:
-        """Whether GET /health gets status 200."""
         try:
             with urlopen(f"{self.url}/health", timeout=30) as answer:
                 return bool(answer.status == 200)
@@ -38,9 +40,15 @@ class Server:
             return False
 
     def metrics(self) -> str:
-        """The text of GET /metrics."""
         with urlopen(f"{self.url}/metrics", timeout=30) as answer:
             return str(answer.read().decode())
+
+
+def values(text: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that have these labels, from the text of GET /metrics."""
+    found = re.findall(rf"^vllm:{name}{{(.*)}} (\S+)$", text, re.MULTILINE)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(value) for given, value in found if all(one in given for one in wanted))
 
 
 @contextmanager
@@ -55,7 +63,9 @@ def serving(arguments: Sequence[str], env: dict[str, str], log: Path) -> Iterato
         port = probe.getsockname()[1]
     command = [*VLLM, "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=env, cwd=ROOT, start_new_session=True
+        )
     try:
         begin = time.monotonic()
         starting = Server(f"http://127.0.0.1:{port}", port, process.pid, 0.0)
@@ -72,6 +82,7 @@ def serving(arguments: Sequence[str], env: dict[str, str], log: Path) -> Iterato
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def users_environment(more: dict[str, str]) -> dict[str, str]:
