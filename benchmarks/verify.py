@@ -83,7 +83,6 @@ PROMPTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     given = _arguments(argv)
     requests, domains = _requests(given)
     runs = {}

@@ -53,8 +53,7 @@ class Pair:
     def write(self) -> None:
         """Write the pair to the cache folder, unless it is there or comes from elsewhere.
 
-        Raises:
-            CannotWrite: writing failed; the partial pair is removed.
+        Raises CannotWrite: writing failed; the partial pair is removed.
         """
         if self.chat:
             from benchmarks.smollm2.install import pair as real_pair

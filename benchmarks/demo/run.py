@@ -35,7 +35,6 @@ NODES, _ROWS, _KV_CACHE_BYTES = 31, 48, 256 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(
         description=benchmarks.demo.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,8 +100,7 @@ def load_note(busy: float | None = None) -> str | None:
 def decode(pair: Pair, requests: list[Request], prompts: list[dict[str, str]]) -> dict[str, Run]:
     """Decode with each engine in its own process, one after the other.
 
-    Raises:
-        CannotWrite: the disk has no room for the pair after all.
+    Raises CannotWrite: the disk has no room for the pair after all.
     """
     runs: dict[str, Run] = {}
     with ExitStack() as stack:

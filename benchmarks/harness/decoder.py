@@ -80,8 +80,7 @@ def run_engine(
 ) -> Run:
     """Decode `requests` in a new process. `progress` is called a few times a second.
 
-    Raises:
-        EngineError: the engine failed to start or to decode.
+    Raises EngineError: the engine failed to start or to decode.
     """
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
         process = EngineProcess(Path(folder) / "engine.log", engine.variables())

@@ -98,7 +98,6 @@ class Engine:
     timed: bool = False
 
     def variables(self) -> dict[str, str]:
-        """Environment variables to add to the user's."""
         return {
             name: value
             for name, value in _ENVIRONMENT.items()
@@ -106,7 +105,6 @@ class Engine:
         }
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `LLM`."""
         return {
             "model": str(self.target),
             "speculative_config": self.speculative,
@@ -135,7 +133,6 @@ class UserEngine(Engine):
     more: dict[str, Any] = field(default_factory=dict)  # further arguments, which win
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `LLM`."""
         arguments = super().arguments()
         if self.memory is not None:
             arguments["gpu_memory_utilization"] = self.memory
@@ -144,7 +141,6 @@ class UserEngine(Engine):
         return arguments | self.more
 
     def variables(self) -> dict[str, str]:
-        """Environment variables to add to the user's."""
         return self.environment
 
 

@@ -87,11 +87,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def target_of(given: argparse.Namespace) -> Target:
-    """The target; fills in what a pair of ours implies.
-
-    Raises:
-        DataError: it cannot be had.
-    """
+    """The target; fills in what a pair of ours implies. Raises DataError: it cannot be had."""
     if given.pair is not None:
         source = folder = pair_folder(given.pair)
         if given.max_model_len:
@@ -117,8 +113,7 @@ def target_of(given: argparse.Namespace) -> Target:
 def drafter_of(name: str) -> Drafter:
     """A further drafter, by its checkpoint.
 
-    Raises:
-        DataError: method bastion does not support it.
+    Raises DataError: method bastion does not support it.
     """
     config = config_of(name)
     kind = kind_of(architectures_of(config))
@@ -132,8 +127,7 @@ def drafter_of(name: str) -> Drafter:
 def pair_folder(name: str) -> Path:
     """A pair of `benchmarks/tiny`, of `benchmarks.smollm2`, or of a shape of `benchmarks.widen`.
 
-    Raises:
-        DataError: there is no such pair.
+    Raises DataError: there is no such pair.
     """
     if name == "tiny":
         return TINY

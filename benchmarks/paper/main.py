@@ -44,7 +44,6 @@ _LENGTH_STEP = 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         return report.main(given[1:]) if given[:1] == ["report"] else _run(parse(given), given)

@@ -255,8 +255,7 @@ def gpu_share(what: Target, alive: int) -> Callable[[int, int], dict[str, Any]]:
 def _token_bytes(what: Target) -> int:
     """Bytes of a token in the KV caches of a target and its drafter, in two-byte numbers.
 
-    Raises:
-        DataError: a config has not the usual names, so the size is not known.
+    Raises DataError: a config has not the usual names, so the size is not known.
     """
     total = 0
     for name in (what.target, what.drafter):
@@ -301,11 +300,7 @@ def reference_of(method: Method, temperature: float, ran: Sequence[str]) -> str 
 
 
 def config_of(name: str) -> Any:
-    """A checkpoint's config, of a folder or of the Hub.
-
-    Raises:
-        DataError: it cannot be had.
-    """
+    """A checkpoint's config, of a folder or of the Hub. Raises DataError: it cannot be had."""
     try:
         config, _ = PretrainedConfig.get_config_dict(name)
     except OSError as error:

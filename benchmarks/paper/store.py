@@ -49,11 +49,7 @@ class Key(NamedTuple):
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The finished lines of a file.
-
-    Raises:
-        StoreError: it is no results file.
-    """
+    """The finished lines of a file. Raises StoreError: it is no results file."""
     with path.open("rb") as file:
         for number, line in enumerate(file):
             if line.endswith(b"\n"):
@@ -69,8 +65,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 class Store:
     """A results file that is open for appending, by one process at a time.
 
-    Raises:
-        StoreError: another process writes to the file, or its settings differ.
+    Raises StoreError: another process writes to the file, or its settings differ.
     """
 
     def __init__(self, path: Path, settings: Row, header: Row) -> None:

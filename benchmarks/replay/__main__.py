@@ -31,7 +31,6 @@ from benchmarks.replay.studies import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recording", type=Path, nargs="+")
     parser.add_argument("--cost", action="append", default=[], metavar="NAME=PROFILE.json")

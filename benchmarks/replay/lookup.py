@@ -74,7 +74,6 @@ class Engine:
         self._decision = Decision(True, "nothing is known")
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         recording, controller = self._corpus.recording, self._controller
         slots = recording.step_requests[list(steps)].astype(np.int64)
         positions = recording.step_positions[list(steps)]
@@ -97,7 +96,6 @@ class Engine:
         return outcome
 
     def timed(self, step: StepTimes) -> None:
-        """See `Policy`."""
         verified = step.rows > step.num_reqs
         self._controller.observe([replace(step, verified=verified)])
 

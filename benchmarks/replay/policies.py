@@ -32,7 +32,6 @@ class Plain(_Untaught):
     name: str = "plain"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         return Outcome([0] * len(steps), 0, drafted=False)
 
 
@@ -44,7 +43,6 @@ class Chain(_Untaught):
     name: str = "chain"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         corpus = self.corpus
         accepted = [chain_accepted(corpus.scores(s), corpus.ranks[s]) for s in steps]
         return Outcome(accepted, len(steps) * self.corpus.recording.depth)
@@ -63,7 +61,6 @@ class Beam(_Untaught):
         return f"beam {self.width}x{self.corpus.recording.depth}"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         corpus = self.corpus
         accepted = [beam_accepted(corpus.scores(s), corpus.ranks[s], self.width) for s in steps]
         # the first level has at most K nodes
@@ -85,7 +82,6 @@ class Fixed(_Untaught):
         return f"fixed {self.nodes}"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         trees = [self.corpus.tree(step) for step in steps]
         total = sum(min(self.nodes, len(tree.rho)) for tree in trees)
         return Outcome([tree.accepted(self.nodes) for tree in trees], total)
@@ -147,7 +143,6 @@ class Adaptive:
         self.predictions: list[tuple[float, int]] = []
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         requests = self._requests(steps)
         self._history.append(_Trees())
         if self.lag:

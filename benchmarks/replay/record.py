@@ -98,7 +98,6 @@ def record_profile(target: Path, drafter: Path, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

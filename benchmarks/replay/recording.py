@@ -101,9 +101,8 @@ class Recording:
     def check(self) -> None:
         """Check that replay can read the recording.
 
-        Raises:
-            ValueError: shapes disagree, scores are not sorted log-probabilities, or a step's
-                continuation is shorter than D + 1 tokens.
+        Raises ValueError: shapes disagree, scores are not sorted log-probabilities, or a step's
+        continuation is shorter than D + 1 tokens.
         """
         num_reqs, m = len(self.request_ids), self.num_steps
         shape = (m, *self.topk_tokens.shape[1:])
@@ -205,11 +204,7 @@ def recording_of(
 
 
 def save_recording(recording: Recording, path: str | Path) -> None:
-    """Write atomically.
-
-    Raises:
-        ValueError: see `Recording.check`.
-    """
+    """Write atomically. Raises ValueError: see `Recording.check`."""
     recording.check()
     tokens = recording.topk_tokens
     small = not tokens.size or int(tokens.max()) < 1 << 16
@@ -241,8 +236,7 @@ def save_recording(recording: Recording, path: str | Path) -> None:
 def load_recording(path: str | Path) -> Recording:
     """Read and check a recording.
 
-    Raises:
-        ValueError: another format version, or see `Recording.check`.
+    Raises ValueError: another format version, or see `Recording.check`.
     """
     with np.load(path, allow_pickle=False) as file:
         if "version" not in file or int(file["version"]) != FORMAT:

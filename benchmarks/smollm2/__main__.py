@@ -12,7 +12,6 @@ from benchmarks.smollm2.target import CannotFetch, fetch
 
 
 def main() -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.smollm2",
         description=benchmarks.smollm2.__doc__,

@@ -22,8 +22,7 @@ _HEAD, _PLACES = "lm_head.weight", "d2t"
 def pair(wheel: str | None = None) -> Path:
     """The folder of target and drafters, after writing what is missing or has changed.
 
-    Raises:
-        CannotFetch: see `fetch`; or this checkout has no drafter.
+    Raises CannotFetch: see `fetch`; or this checkout has no drafter.
     """
     target = fetch(wheel)
     if not OURS.exists():

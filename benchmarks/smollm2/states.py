@@ -72,7 +72,7 @@ class States:
         return draw
 
     def batch(self, rows: list[Row]) -> dict[str, Tensor]:
-        """The rows as `make_rollouts` of benchmarks/tiny has them, padded at the end."""
+        """The rows, padded at the end."""
         longest = max(row.length for row in rows)
         out = {
             name: values.new_zeros(len(rows), longest, *values.shape[1:])
@@ -171,7 +171,6 @@ def states_of(target: Target, rows: list[dict], greedy: bool) -> dict[str, Tenso
 
 
 def main() -> None:
-    """Store what is missing."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2.states")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the drafter on the target's replies: `python -m benchmarks.smollm2.train`.
 
-The steps, the loss and the model are those of benchmarks/tiny, the data what
-`benchmarks.smollm2.states` has stored. Checkpoints and a log are in the pair's folder; an
-interrupted run goes on from the last checkpoint, also with other data or another number of steps.
+It reads what `benchmarks.smollm2.states` has stored, and writes checkpoints and a log to the pair's
+folder. An interrupted run goes on from the last checkpoint, also with other data or more steps.
 `--export` writes the checkpoint's drafter. `--selector` trains a DFlash2 selector on the exported
 drafter, whose weights stay; it drafts the whole vocabulary, because vLLM's DFlash2 reads no `d2t`.
 """
@@ -23,24 +22,16 @@ from torch import Tensor
 
 from benchmarks.smollm2.install import OURS, write_compact
 from benchmarks.smollm2.states import Following, States
+from benchmarks.smollm2.steps import draft_steps
 from benchmarks.smollm2.target import fetch, pair_folder
-from benchmarks.tiny.drafter import (
-    DRAFTER_LAYERS,
-    Drafter,
-    fix_key_norms,
-    load_drafter,
-    save_drafter,
-)
+from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
 from benchmarks.tiny.heads import Selector
 from benchmarks.tiny.model import Dims, load_target
-from benchmarks.tiny.train import draft_steps
 
 MASK = "<reponame>"  # which no chat contains
 WORDS = 8192  # tokens that can be drafted
 BLOCK = 8  # chains and trees deeper than 7 would pay seldom with replies this hard to guess
-FEED_FORWARD = 1024
-DECAY = 4.0  # of the loss over depth
-SOFT_LABELS = 0.5
+LAYERS, FEED_FORWARD = 3, 1024
 RANK = 64  # of the selector
 NAME = "drafter"
 
@@ -62,13 +53,17 @@ def vocabulary(shards: Path, size: int) -> Tensor:
 
 
 def new_drafter(target: torch.nn.Module, words: Tensor, mask_id: int) -> Drafter:
-    """Three layers; key norms are fixed from the start (see `fix_key_norms`)."""
+    """An untrained drafter, whose key norms stay 1.
+
+    vLLM 0.32's CPU kernel applies the first layer's key norm to the context of every layer.
+    """
     torch.manual_seed(1)
     sizes = {k: getattr(target.dims, k) for k in Dims.__dataclass_fields__}
-    sizes |= {"num_hidden_layers": DRAFTER_LAYERS, "intermediate_size": FEED_FORWARD}
+    sizes |= {"num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD}
     model = Drafter(Dims(**sizes), mask_id, vocabulary=words, block_size=BLOCK)
     model.norm.weight.data.copy_(target.norm.weight)  # which the shared head expects
-    fix_key_norms(model)
+    for layer in model.layers:
+        layer.self_attn.k_norm.requires_grad_(False)
     return model
 
 
@@ -82,7 +77,6 @@ def with_selector(drafter: Path) -> Drafter:
 
 
 def main() -> None:
-    """Train, write the drafter."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.smollm2.train",
         description=__doc__,
@@ -125,18 +119,7 @@ def main() -> None:
             print(f"{len(states.rows)} replies", flush=True)
         else:
             states = Following(target, folder / "rollouts")
-        draft_steps(
-            name,
-            model,
-            target,
-            states.batches(args.rows),
-            args.steps,
-            args.lr,
-            args,
-            SOFT_LABELS,
-            anchors=args.anchors,
-            decay=DECAY,
-        )
+        draft_steps(name, model, target, states.batches(args.rows), args)
     save_drafter(model, args.work / name, target, eos_of(source))
     if args.publish:
         write_compact(args.work / name, OURS.with_name(name), OURS if args.selector else None)

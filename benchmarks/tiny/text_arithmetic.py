@@ -7,17 +7,84 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from benchmarks.tiny.words import words
-
-NAMES = words(
-    "Mia Tom Ana Ben Lena Omar Sara Paul Nina Alex Rosa Ivan Emma Luca Zoe Hugo Ella Max Ruth Noah "
-    "Dina Karl Lily Adam Maya Leo Vera Finn Iris Sam Clara Jonas Tara Felix Aisha Peter Yuki Marco"
-)
-ITEMS = words(
-    "apples pencils stickers marbles books cards shells coins stamps buttons cookies oranges "
-    "flowers stones beads balloons ribbons candles tickets badges pears plums bottles boxes"
-)
-PLACES = words("market shop fair farm school garden library bakery station museum")
+NAMES = [
+    "Mia",
+    "Tom",
+    "Ana",
+    "Ben",
+    "Lena",
+    "Omar",
+    "Sara",
+    "Paul",
+    "Nina",
+    "Alex",
+    "Rosa",
+    "Ivan",
+    "Emma",
+    "Luca",
+    "Zoe",
+    "Hugo",
+    "Ella",
+    "Max",
+    "Ruth",
+    "Noah",
+    "Dina",
+    "Karl",
+    "Lily",
+    "Adam",
+    "Maya",
+    "Leo",
+    "Vera",
+    "Finn",
+    "Iris",
+    "Sam",
+    "Clara",
+    "Jonas",
+    "Tara",
+    "Felix",
+    "Aisha",
+    "Peter",
+    "Yuki",
+    "Marco",
+]
+ITEMS = [
+    "apples",
+    "pencils",
+    "stickers",
+    "marbles",
+    "books",
+    "cards",
+    "shells",
+    "coins",
+    "stamps",
+    "buttons",
+    "cookies",
+    "oranges",
+    "flowers",
+    "stones",
+    "beads",
+    "balloons",
+    "ribbons",
+    "candles",
+    "tickets",
+    "badges",
+    "pears",
+    "plums",
+    "bottles",
+    "boxes",
+]
+PLACES = [
+    "market",
+    "shop",
+    "fair",
+    "farm",
+    "school",
+    "garden",
+    "library",
+    "bakery",
+    "station",
+    "museum",
+]
 
 
 def _money(rng: Random) -> str:
@@ -130,17 +197,6 @@ KINDS: tuple[Callable[[Random], str], ...] = (
 )  # fmt: skip
 
 
-def problem(rng: Random) -> str:
-    """One problem with its worked answer."""
-    return rng.choice(KINDS)(rng)
-
-
 def document(rng: Random) -> str:
     """Three problems, as one training document."""
-    return "\n".join(problem(rng) for _ in range(3))
-
-
-def prompt(rng: Random) -> str:
-    """A problem up to the word that opens its answer."""
-    text = problem(rng)
-    return text[: text.index("Answer:") + len("Answer:")]
+    return "\n".join(rng.choice(KINDS)(rng) for _ in range(3))

@@ -7,12 +7,38 @@ from __future__ import annotations
 import re
 from random import Random
 
-from benchmarks.tiny.words import words
-
-NAMES = words(
-    "Mia Tom Ana Ben Lena Omar Sara Paul Nina Alex Rosa Ivan Emma Luca Zoe Hugo Ella Max Ruth Noah "
-    "Dina Karl Lily Adam Maya Leo Vera Finn Iris Sam"
-)
+NAMES = [
+    "Mia",
+    "Tom",
+    "Ana",
+    "Ben",
+    "Lena",
+    "Omar",
+    "Sara",
+    "Paul",
+    "Nina",
+    "Alex",
+    "Rosa",
+    "Ivan",
+    "Emma",
+    "Luca",
+    "Zoe",
+    "Hugo",
+    "Ella",
+    "Max",
+    "Ruth",
+    "Noah",
+    "Dina",
+    "Karl",
+    "Lily",
+    "Adam",
+    "Maya",
+    "Leo",
+    "Vera",
+    "Finn",
+    "Iris",
+    "Sam",
+]
 
 # Every <symbol> is replaced by one of its lines, until none is left. <name> and <topic words> are
 # drawn once for a dialogue, so that later turns can refer back to them.
@@ -98,22 +124,11 @@ def _expand(text: str, rng: Random, fixed: dict[str, str]) -> str:
     return text
 
 
-def turns(rng: Random, count: int) -> list[str]:
-    """`count` exchanges, each "User: ...\\nAssistant: ...\\n"."""
-    fixed: dict[str, str] = {}
-    out = []
-    for i in range(count):
-        user = _expand("<hello>, <ask>" if i == 0 else "<more>", rng, fixed)
-        out.append(f"User: {user}\nAssistant: {_expand('<reply>', rng, fixed)}\n")
-    return out
-
-
 def document(rng: Random) -> str:
     """A dialogue of four to six exchanges."""
-    return "".join(turns(rng, rng.randint(4, 6)))
-
-
-def prompt(rng: Random) -> str:
-    """A dialogue up to the word that opens the assistant's turn."""
-    text = "".join(turns(rng, rng.randint(1, 2)))
-    return text[: text.rindex("Assistant:") + len("Assistant:")]
+    fixed: dict[str, str] = {}
+    out = []
+    for i in range(rng.randint(4, 6)):
+        user = _expand("<hello>, <ask>" if i == 0 else "<more>", rng, fixed)
+        out.append(f"User: {user}\nAssistant: {_expand('<reply>', rng, fixed)}\n")
+    return "".join(out)

@@ -7,18 +7,95 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from benchmarks.tiny.words import words
-
-NOUNS = words(
-    "user order item page record event client account token node edge path row column field entry "
-    "message request session ticket invoice product sensor device worker task job batch report "
-    "image frame block chunk query filter rule group member price stock branch version label"
-)
-ATTRS = words(
-    "name size count total price weight height width status level index start end limit score "
-    "rank owner title value kind color speed offset length depth rate code key"
-)
-VERBS = words("update remove insert validate render parse collect merge split load store count")
+NOUNS = [
+    "user",
+    "order",
+    "item",
+    "page",
+    "record",
+    "event",
+    "client",
+    "account",
+    "token",
+    "node",
+    "edge",
+    "path",
+    "row",
+    "column",
+    "field",
+    "entry",
+    "message",
+    "request",
+    "session",
+    "ticket",
+    "invoice",
+    "product",
+    "sensor",
+    "device",
+    "worker",
+    "task",
+    "job",
+    "batch",
+    "report",
+    "image",
+    "frame",
+    "block",
+    "chunk",
+    "query",
+    "filter",
+    "rule",
+    "group",
+    "member",
+    "price",
+    "stock",
+    "branch",
+    "version",
+    "label",
+]
+ATTRS = [
+    "name",
+    "size",
+    "count",
+    "total",
+    "price",
+    "weight",
+    "height",
+    "width",
+    "status",
+    "level",
+    "index",
+    "start",
+    "end",
+    "limit",
+    "score",
+    "rank",
+    "owner",
+    "title",
+    "value",
+    "kind",
+    "color",
+    "speed",
+    "offset",
+    "length",
+    "depth",
+    "rate",
+    "code",
+    "key",
+]
+VERBS = [
+    "update",
+    "remove",
+    "insert",
+    "validate",
+    "render",
+    "parse",
+    "collect",
+    "merge",
+    "split",
+    "load",
+    "store",
+    "count",
+]
 
 
 def _cap(word: str) -> str:
@@ -118,18 +195,6 @@ def _convert(rng: Random) -> str:
 KINDS: tuple[Callable[[Random], str], ...] = (_class, _class, _loop, _loop, _tests, _main, _convert)
 
 
-def snippet(rng: Random) -> str:
-    """One function, class or test."""
-    return rng.choice(KINDS)(rng)
-
-
 def document(rng: Random) -> str:
     """A module of three to five snippets."""
-    return "\n".join(snippet(rng) for _ in range(rng.randint(3, 5)))
-
-
-def prompt(rng: Random) -> str:
-    """The first lines of a class, test or main function that is long enough to be continued."""
-    lines = rng.choice((_class, _tests, _main, _convert))(rng).split("\n")
-    # No newline at the end: the tokenizer joins it with the indent that follows.
-    return "\n".join(lines[: rng.randint(4, 6)]).rstrip()
+    return "\n".join(rng.choice(KINDS)(rng) for _ in range(rng.randint(3, 5)))

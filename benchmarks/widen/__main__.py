@@ -14,7 +14,6 @@ from benchmarks.widen.widening import SHAPES, Shape
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(
         description=benchmarks.widen.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -51,8 +51,7 @@ def make_pair(
 def make_drafter(shape: Shape, folder: Path, kind: str, source: Path = TINY) -> None:
     """Write `folder`/`kind`, another drafter for the pair there.
 
-    Raises:
-        ValueError: the shape is too small, or the drafter has a head that cannot be widened.
+    Raises ValueError: the shape is too small, or the drafter has a head that cannot be widened.
     """
     target, drafter = load_target(source / "target"), load_drafter(source / kind)
     torch.manual_seed(1)
@@ -94,8 +93,7 @@ def _write(
 def pair_of(name: str, shape: Shape | None = None) -> Path:
     """The cached pair of a known shape or of `shape`, made where it is not there.
 
-    Raises:
-        ValueError: see `make_pair`.
+    Raises ValueError: see `make_pair`.
     """
     shape = SHAPES[name] if shape is None else shape
     made_of = _made_of(shape, "target", "drafter")

@@ -64,8 +64,7 @@ SHAPES = {
 class Widening:
     """Maps the tiny pair's channels, heads and layers into a shape.
 
-    Raises:
-        ValueError: the tiny pair does not fit; the text names the size.
+    Raises ValueError: the tiny pair does not fit; the text names the size.
     """
 
     def __init__(self, tiny: Dims, shape: Shape) -> None:
@@ -212,7 +211,7 @@ class Widening:
         for i, layer in enumerate(model.layers):
             for name, weight in self._layer(layer):
                 yield f"{prefix}.{i}.{name}", weight
-        # One key norm for all layers of a drafter: see `fix_key_norms`.
+        # One key norm for all layers of a drafter, as vLLM's CPU kernel wants.
         k_norm = self._head_norm(model.layers[0].self_attn.k_norm.weight, self.key_scale)
         like = Layer(self.dims(1)).state_dict() if count > len(model.layers) else {}
         for i in range(len(model.layers), count):

@@ -54,7 +54,6 @@ class Case:
     long: int = 0
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `EngineArgs`."""
         speculative = self.speculative
         if speculative is not None:
             speculative = {"model": str(self.pair / "drafter"), **speculative}

@@ -12,11 +12,7 @@ _NodeCallback = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 class FakeDriver:
-    """`libcuda.so.1` of this process.
-
-    Raises:
-        AttributeError: a real driver is loaded.
-    """
+    """`libcuda.so.1` of this process. Raises AttributeError: a real driver is loaded."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
