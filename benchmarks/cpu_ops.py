@@ -42,9 +42,7 @@ from bastion_kernels import (
     tree_positions,
 )
 from bastion_kernels.cpu.linear import pack_weight
-from vllm_bastion.cpu.attention import (
-    cache_layout,
-)
+from vllm_bastion.cpu.attention import cache_layout
 from vllm_bastion.cpu.linear import has_linear
 
 NODES, DEPTH, TOP_K, PATH, SLOTS, PAGE = 63, 15, 16, 6, 16, 128

@@ -23,11 +23,7 @@ QUESTIONS = (
         "prompt": "A baker sells 14 loaves in the morning and 9 in the afternoon, each for 4 "
         "dollars. How much does she earn in 5 days? Think step by step.",
     },
-    {
-        "id": "prose",
-        "domain": "prose",
-        "prompt": "Why is the sky blue?",
-    },
+    {"id": "prose", "domain": "prose", "prompt": "Why is the sky blue?"},
 )
 TOKENS = 128
 

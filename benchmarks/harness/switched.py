@@ -199,9 +199,7 @@ class Switched:
         )
 
 
-def _medians(
-    timed: dict[tuple[int, int, bool], list[tuple[float, float]]],
-) -> list[list[float]]:
+def _medians(timed: dict[tuple[int, int, bool], list[tuple[float, float]]]) -> list[list[float]]:
     return [
         [reqs, rows, int(verified), len(times), *(float(x) for x in np.median(times, axis=0))]
         for (reqs, rows, verified), times in sorted(timed.items())

@@ -40,13 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--sets", nargs="+", default=[], metavar="SET", help=f"of {', '.join(SETS)}")
     add("--long", action="store_true", help="the seven sets of LongBench too")
     add("--data", nargs="+", default=[], metavar="SET=FILE", help="local copies of sets")
-    add(
-        "--jsonl",
-        nargs="+",
-        type=Path,
-        default=[],
-        help="own prompts; Spec-Bench, SPEED-Bench",
-    )
+    add("--jsonl", nargs="+", type=Path, default=[], help="own prompts; Spec-Bench, SPEED-Bench")
     add("--samples", type=int, help="prompts per set (default: the paper's)")
     add("--tokens", type=int, default=2048, help="most new tokens (default 2048)")
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
@@ -61,11 +55,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--cudagraphs", metavar="MODE", help="vLLM's cudagraph_mode, such as FULL_DECODE_ONLY")
     add("--raw", action="store_true", help="no chat template (toy pairs: always)")
     add("--ignore-eos", action="store_true", help="always decode --tokens (toy pairs: always)")
-    add(
-        "--max-model-len",
-        type=int,
-        help="default: what prompts need and the model has",
-    )
+    add("--max-model-len", type=int, help="default: what prompts need and the model has")
     add("--replay-prompts", type=int, default=4, help="prompts per set to replay; 0: none")
     add("--quick", action="store_true", help="minutes on two cores: the tiny pair, own prompts")
     add("--out", type=Path, help="the JSONL file (default: results/paper/NAME.jsonl)")

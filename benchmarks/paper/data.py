@@ -97,12 +97,7 @@ SETS: dict[str, DataSet] = {
     ),
     "alpaca": DataSet("tatsu-lab/alpaca", "train", _alpaca),
     **{
-        name: DataSet(
-            "json",
-            "test",
-            _longbench,
-            files=(_HUB + "THUDM/LongBench/data.zip",),
-        )
+        name: DataSet("json", "test", _longbench, files=(_HUB + "THUDM/LongBench/data.zip",))
         for name in _LONGBENCH
     },
 }

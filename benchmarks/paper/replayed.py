@@ -36,10 +36,7 @@ def measure_costs(engine: UserEngine, drafter: str, nodes: int, path: Path) -> C
 
 
 def record(
-    engine: UserEngine,
-    drafter: str,
-    requests: dict[str, tuple[Request, str]],
-    progress: Any,
+    engine: UserEngine, drafter: str, requests: dict[str, tuple[Request, str]], progress: Any
 ) -> Recording:
     """The drafts at every position of `requests`: name -> request and its set."""
     probing = replace(

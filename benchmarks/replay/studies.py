@@ -116,10 +116,7 @@ def score_study(corpus: Corpus, source: CostSource) -> dict[str, float]:
     )
     chain = np.exp(np.cumsum(logprobs, axis=1)).sum(axis=1)
     truth = np.cumprod(corpus.ranks[steps] == chains, axis=1).sum(axis=1)
-    return {
-        **_correlations("chain", chain, truth),
-        **_correlations("tree", predicted, accepted),
-    }
+    return {**_correlations("chain", chain, truth), **_correlations("tree", predicted, accepted)}
 
 
 def _by_domain(corpus: Corpus, result: Result, plain: Result) -> dict[str, dict[str, float]]:
@@ -127,11 +124,7 @@ def _by_domain(corpus: Corpus, result: Result, plain: Result) -> dict[str, dict[
     for domain in corpus.domains:
         requests = [r for r in corpus.requests if r.domain == domain]
         part, base = result.of(requests), plain.of(requests)
-        rows[domain] = {
-            "speedup": base.ms / part.ms,
-            "tau": part.tau,
-            "nodes": part.mean_nodes,
-        }
+        rows[domain] = {"speedup": base.ms / part.ms, "tau": part.tau, "nodes": part.mean_nodes}
     rows["average"] = _mean(rows.values())
     return rows
 

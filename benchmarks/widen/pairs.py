@@ -16,12 +16,7 @@ from benchmarks import TINY
 from benchmarks.tiny.drafter import Drafter, load_drafter
 from benchmarks.tiny.model import load_target
 from benchmarks.widen.checkpoint import SHARD_BYTES, read_config, write_weights
-from benchmarks.widen.widening import (
-    SHAPES,
-    Shape,
-    Weights,
-    Widening,
-)
+from benchmarks.widen.widening import SHAPES, Shape, Weights, Widening
 from vllm_bastion.envs import cache_dir
 
 _VERSION = 1

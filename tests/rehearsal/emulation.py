@@ -382,8 +382,7 @@ class Emulation:
             given = self.alias({name: kwargs[name] for name in names})
             rows, target = self.alias((x, weight, bias)), self.alias(out)
             self.add(
-                "causal_conv1d",
-                lambda: target.copy_(arithmetic.causal_conv1d(*rows, **given)),
+                "causal_conv1d", lambda: target.copy_(arithmetic.causal_conv1d(*rows, **given))
             )
             return out
 
