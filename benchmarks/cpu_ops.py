@@ -12,7 +12,6 @@ On a busy machine, trust the minimum over many repeats, and the ratio of two min
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +41,7 @@ from bastion_kernels import (
     tree_positions,
 )
 from bastion_kernels.cpu.linear import pack_weight
+from benchmarks import parser_of
 from vllm_bastion.cpu.attention import cache_layout
 from vllm_bastion.cpu.linear import has_linear
 
@@ -224,7 +224,7 @@ def compare(name: str, runs: dict[str, Callable[[], object]], repeats: int) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=200)
     repeats = parser.parse_args().repeats
     current_platform.import_kernels()

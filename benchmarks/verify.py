@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.decoder import Run, count, run_engine
+from benchmarks import parser_of
+from benchmarks.harness.decoder import Run, count, first_difference, run_engine
 from benchmarks.harness.engine import Request, UserEngine, bastion, dflash
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.engines import engine_of
@@ -222,16 +223,14 @@ def _errors(
     wrong = 0
     with engine_of(engine, Scorer) as process:
         for request, plain, ours in differing:
-            at = next(i for i, (a, b) in enumerate(zip(plain, ours)) if a != b)
+            at = first_difference(plain, ours)
             process.call("gaps", [*request.prompt, *plain[:at]], [plain[at], ours[at]])
             wrong += max(process.answer()) >= bound
     return wrong
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("target", help="name or folder")
     parser.add_argument("drafter", help="name or folder")
     parser.add_argument("--file", type=Path, help="prompts of your own, decoded as they are")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.demo.drawing import draw_tree
 from benchmarks.demo.pair import Pair
-from benchmarks.harness.decoder import Completion, Run, count
+from benchmarks.harness.decoder import Completion, Run, count, first_difference
 from benchmarks.probes import SeenTree
 
 WIDTH = 100
@@ -38,7 +38,7 @@ def print_same(by_mode: dict[str, Completion], label: str = "") -> None:
         count = len(plain.token_ids)
         print(f"  {label}{count} token ids, identical in plain, dflash and bastion")
     for name in other:
-        at = _first_difference(by_mode[name].token_ids, plain.token_ids)
+        at = first_difference(by_mode[name].token_ids, plain.token_ids)
         print(f"  {label}{name} differs from plain at token {at}:")
         print_text(by_mode[name].text, "rejected")
 
@@ -108,11 +108,6 @@ def print_tree(target: Path, prompts: list[dict[str, str]], trees: list[SeenTree
     print(style("note", _fill(facts)))
     emitted = tokenizer.decode(seen.emitted, skip_special_tokens=False)
     print(f"  Emitted by this step: {emitted!r}")
-
-
-def _first_difference(ours: list[int], theirs: list[int]) -> int:
-    pairs = enumerate(zip(ours, theirs))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 def print_piece(text: str) -> None:

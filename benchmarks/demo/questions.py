@@ -11,20 +11,13 @@ from benchmarks.harness.engine import Request
 from benchmarks.paper.chat import Renderer
 from benchmarks.prompts import Prompt
 
-QUESTIONS = (
-    {
-        "id": "code",
-        "domain": "code",
-        "prompt": "Write a Python function that returns the most frequent word of a text.",
-    },
-    {
-        "id": "arithmetic",
-        "domain": "arithmetic",
-        "prompt": "A baker sells 14 loaves in the morning and 9 in the afternoon, each for 4 "
-        "dollars. How much does she earn in 5 days? Think step by step.",
-    },
-    {"id": "prose", "domain": "prose", "prompt": "Why is the sky blue?"},
-)
+_ASKED = {
+    "code": "Write a Python function that returns the most frequent word of a text.",
+    "arithmetic": "A baker sells 14 loaves in the morning and 9 in the afternoon, each for 4 "
+    "dollars. How much does she earn in 5 days? Think step by step.",
+    "prose": "Why is the sky blue?",
+}
+QUESTIONS = [{"id": name, "domain": name, "prompt": text} for name, text in _ASKED.items()]
 TOKENS = 128
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 
 import benchmarks.demo
-from benchmarks import TINY
+from benchmarks import TINY, parser_of
 from benchmarks.demo import questions
 from benchmarks.demo.pages import print_completion, print_numbers, print_same, print_tree, title
 from benchmarks.demo.pair import REAL, SHAPE, CannotWrite, Pair, pair_of, tiny_pair
@@ -35,9 +34,7 @@ NODES, _ROWS, _KV_CACHE_BYTES = 31, 48, 256 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=benchmarks.demo.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(benchmarks.demo.__doc__)
     parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="of a toy pair: ids")
     parser.add_argument(
         "--pair",
@@ -54,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pair.write()
         except CannotWrite as error:
             pair = tiny_pair(str(error))
-    prompts = list(QUESTIONS) if pair.chat else [rows[name] for name in given.prompts]
+    prompts = QUESTIONS if pair.chat else [rows[name] for name in given.prompts]
     print(title(f"Three prompts, three engines: vLLM on this CPU with {pair.name}"), flush=True)
     busy = load_note()
     if busy is not None:

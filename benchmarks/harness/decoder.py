@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from benchmarks.harness.engine import Engine, Request
-from benchmarks.harness.process import EngineProcess, no_progress, report_item, report_state
+from benchmarks.harness.process import EngineProcess, ignore, report_item, report_state
 
 # Imported before an engine is built; takes seconds and reads no model.
 IMPORTS = ("vllm.entrypoints.llm",)
@@ -75,8 +75,16 @@ def count(completions: Iterable[Completion]) -> Count:
     )
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two texts first differ, or None."""
+    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return at
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
 def run_engine(
-    engine: Engine, requests: list[Request], progress: Callable[[str], None] = no_progress
+    engine: Engine, requests: list[Request], progress: Callable[[str], None] = ignore
 ) -> Run:
     """Decode `requests` in a new process. `progress` is called a few times a second.
 
@@ -161,6 +169,15 @@ def reported_nodes(output: Any) -> dict[str, int] | None:
     return None if report is None else report.num_verified
 
 
+def emissions(scheduled: Any, output: Any) -> Iterator[tuple[str, list[int], int]]:
+    """(request, tokens that it emitted, nodes verified for it) of a step; no parts of prompts."""
+    nodes = reported_nodes(output)
+    for name, tokens in zip(output.req_ids, output.sampled_token_ids or (), strict=False):
+        if len(tokens):
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            yield name, tokens, drafts if nodes is None else nodes.get(name, 0)
+
+
 def count_steps(
     llm: Any,
     completions: list[Completion],
@@ -175,22 +192,16 @@ def count_steps(
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
         nonlocal total
-        verified = reported_nodes(output)
-        for row, request_id in enumerate(output.req_ids):
-            emitted = len(output.sampled_token_ids[row]) if output.sampled_token_ids else 0
-            if not emitted:
-                continue  # part of a prompt
-            total += emitted
+        for request_id, tokens, verified in emissions(scheduled, output):
+            total += len(tokens)
+            index = request_index(request_id)
             if stream:
-                new = [int(token) for token in output.sampled_token_ids[row]]
-                report_item((request_index(request_id), new))
+                report_item((index, [int(token) for token in tokens]))
             if request_id not in prefilled:
                 prefilled.add(request_id)
                 continue
-            drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
-            completion = completions[request_index(request_id)]
-            completion.emitted.append(emitted)
-            completion.verified.append(drafts if verified is None else verified.get(request_id, 0))
+            completions[index].emitted.append(len(tokens))
+            completions[index].verified.append(verified)
         if progress is not None:
             progress(total)
         return update(scheduled, output)

@@ -30,14 +30,14 @@ class Response:
     """
 
     name: str
-    token_ids: list[int]
-    prompt_len: int
-    begin_s: float
-    first_s: float
-    end_s: float
-    emitted: int
-    forwards: int
-    verified: int
+    token_ids: list[int] = field(default_factory=list)
+    prompt_len: int = 0
+    begin_s: float = 0.0
+    first_s: float = 0.0
+    end_s: float = 0.0
+    emitted: int = 0
+    forwards: int = 0
+    verified: int = 0
     steps: int = 0
     step_ms: float = 0.0
     verify_ms: float = 0.0
@@ -158,9 +158,7 @@ class Driver:
         """
         engine = self._llm.llm_engine
         completions = [Completion(request.name) for request in requests]
-        self._responses = [
-            Response(request.name, [], 0, 0.0, 0.0, 0.0, 0, 0, 0) for request in requests
-        ]
+        self._responses = [Response(request.name) for request in requests]
         original = self._scheduler.update_from_output
         count_steps(self._llm, completions)
         self._watch_steps()
@@ -181,19 +179,15 @@ class Driver:
                 response.first_s = response.first_s or now
                 if output.finished:
                     self._running.discard(index)
-                    completions[index].token_ids = list(output.outputs[0].token_ids)
-                    self._finish(response, completions[index], output, now)
+                    total = count([completions[index]])
+                    response.token_ids = list(output.outputs[0].token_ids)
+                    response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
+                    response.end_s = now
+                    response.emitted, response.forwards = total.tokens, total.forwards
+                    response.verified = total.verified
                     report_item(response)
         self._scheduler.update_from_output = original
         return self._responses
-
-    def _finish(self, response: Response, done: Completion, output: Any, now: float) -> None:
-        total = count([done])
-        response.token_ids = done.token_ids
-        response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
-        response.end_s = now
-        response.emitted, response.forwards = total.tokens, total.forwards
-        response.verified = total.verified
 
     def _watch_steps(self) -> None:
         """Add up the times of steps, each from the end of the one before to its own end."""

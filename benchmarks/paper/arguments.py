@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks.paper
-from benchmarks import TINY
+from benchmarks import TINY, parser_of
 from benchmarks.paper.data import SETS
 from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.methods import Drafter, Target, config_of
@@ -26,11 +26,7 @@ _QUICK = {"samples": 3, "tokens": 48, "replay_prompts": 2}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper",
-        description=benchmarks.paper.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(benchmarks.paper.__doc__)
     add = parser.add_argument
     add("--target", help="a model of the Hub, or a folder")
     add("--drafter", help="its DFlash drafter")

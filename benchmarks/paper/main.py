@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from benchmarks import RESULTS
 from benchmarks.harness.engine import Request, UserEngine
 from benchmarks.harness.process import EngineError
-from benchmarks.paper import replayed, report
+from benchmarks.paper import report
 from benchmarks.paper.arguments import REAL, config_of, parse, target_of, without_folders
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import LONG, SHORT, load_set
@@ -28,16 +28,19 @@ from benchmarks.paper.judge import judge_all
 from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.methods import PLAIN, Target, chosen, engines_of, fitting, methods
 from benchmarks.paper.plan import Plan
+from benchmarks.paper.replayed import replay
 from benchmarks.paper.run import Runner
 from benchmarks.paper.store import Store, StoreError
 from benchmarks.progress import Progress
 from benchmarks.prompts import DataError, Prompt, load_jsonl
 from benchmarks.provenance import provenance
+from benchmarks.replay.costs import from_profile
+from benchmarks.replay.record import record, record_profile
 from vllm_bastion.policy.cost.devices import device_name
 
 OUT = RESULTS / "paper"
 # Tokens of a replayed prompt; a recording of one has 1.5 KB for each.
-_REPLAY_TOKENS = 256
+_REPLAY_TOKENS, _REPLAY_ROWS = 256, 1025
 _ROOM = 32
 # Lengths are rounded up, because vLLM compiles again for each.
 _LENGTH_STEP = 256
@@ -177,22 +180,20 @@ def _replay(
     requests = {}
     length = min(given.tokens, _REPLAY_TOKENS) + what.gamma + 1
     for temperature in missing:
-        taken: dict[str, int] = {}
         for prompt in plan.prompts:
-            number = taken[prompt.set] = taken.get(prompt.set, 0) + 1
-            if number > given.replay_prompts:
-                continue
-            name = f"{prompt.set}/{prompt.id}/T{temperature:g}"
             seed = plan.seeds()[prompt.set, prompt.id]
-            ids = runner.first_prompt(prompt)
-            requests[name] = Request(name, ids, length, temperature, seed), prompt.set
+            if seed - plan.seed < given.replay_prompts:
+                name = f"{prompt.set}/{prompt.id}/T{temperature:g}"
+                ids = runner.first_prompt(prompt)
+                requests[name] = Request(name, ids, length, temperature, seed), prompt.set
     progress = Progress("recording drafts")
+    drafter, costs = Path(what.drafter), out.with_suffix(".profile.json")
     try:
-        costs = out.with_suffix(".profile.json")
-        source = replayed.measure_costs(engine, what.drafter, 4 * what.gamma, costs)
-        recording = replayed.record(engine, what.drafter, requests, progress)
-        for row in replayed.replay(recording, source, missing, 4 * what.gamma):
-            store.append(row)
+        if not costs.exists():
+            record_profile(engine, drafter, 4 * what.gamma, costs)
+        source = from_profile("this machine", costs, _REPLAY_ROWS)
+        recording = record(engine, drafter, requests, progress, {})
+        store.append(*replay(recording, source, missing))
         progress.done(f"{recording.num_steps} steps")
     except EngineError as error:
         reason = short_reason(str(error))

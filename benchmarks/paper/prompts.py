@@ -12,7 +12,6 @@ retrieval. Prompts of a length are a set, and all begin with the same passages.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import re
@@ -21,7 +20,7 @@ from importlib import import_module
 from random import Random
 from typing import Any
 
-from benchmarks import TINY
+from benchmarks import TINY, parser_of
 from benchmarks.tiny import text_arithmetic, text_chat, text_code
 
 # Short modules of pure Python whose functions take tens of lines.
@@ -79,11 +78,7 @@ def passage(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper.prompts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("kind", choices=("editing", "passages"))
     parser.add_argument("lengths", nargs="*", type=int, help="of passages, in tokens")
     parser.add_argument("--number", type=int, default=1, help="prompts of each length")

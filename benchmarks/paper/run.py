@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.harness.decoder import first_difference
 from benchmarks.harness.driver import Response
 from benchmarks.harness.engine import Request
 from benchmarks.harness.process import EngineError, EngineProcess
@@ -250,11 +251,3 @@ class Runner:
             if row["differs_at"] is not None:
                 row["token"] = [*ids, None][row["differs_at"]]
         return row
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two texts first differ, or None."""
-    for at, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return at
-    return None if len(one) == len(other) else min(len(one), len(other))

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.replay.costs import CostSource
 from benchmarks.replay.policies import Plain
-from benchmarks.replay.simulation import Corpus, Outcome, Request, Result, Truth, simulate
+from benchmarks.replay.simulation import Corpus, Outcome, Policy, Request, Result, Truth, simulate
 from vllm_bastion.config import COPY_DEPTH
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import LatencyModel
@@ -25,7 +25,7 @@ _BUDGETS = (16, 32, NODES)
 _CPU = torch.device("cpu")
 
 
-class Engine:
+class Engine(Policy):
     """What an engine on a CPU does in a step, but for the target and the drafter.
 
     A request is a slot, so a batch must not hold one twice.
@@ -173,7 +173,7 @@ def lookup_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
         plain = _replay(corpus, source, Plain(), batch)
         groups = {"all": corpus.interleaved()}
         if batch == 1:
-            groups |= {d: [r for r in corpus.requests if r.domain == d] for d in corpus.domains}
+            groups |= {domain: corpus.of_domain(domain) for domain in corpus.domains}
         for name, requests in groups.items():
             row: dict[str, Any] = {"batch": batch, "set": name}
             parts = {m: r if name == "all" else r.of(requests) for m, r in results.items()}

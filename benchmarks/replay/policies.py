@@ -11,22 +11,15 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.replay.controller import Budget, choose_budget
-from benchmarks.replay.simulation import Corpus, Outcome
+from benchmarks.replay.simulation import Corpus, Outcome, Policy
 from benchmarks.replay.steps import StepTree, beam_accepted, chain_accepted
 from vllm_bastion.policy.controller import Batch, Controller
 from vllm_bastion.policy.cost.latency import LatencyModel
 from vllm_bastion.step_times import StepTimes
 
 
-class _Untaught:
-    """A policy that learns nothing."""
-
-    def timed(self, step: StepTimes) -> None:
-        """See `Policy`."""
-
-
 @dataclass
-class Plain(_Untaught):
+class Plain(Policy):
     """One token per request and step, nothing drafted."""
 
     name: str = "plain"
@@ -36,7 +29,7 @@ class Plain(_Untaught):
 
 
 @dataclass
-class Chain(_Untaught):
+class Chain(Policy):
     """The best child at every depth: the chain that vLLM's own drafters verify."""
 
     corpus: Corpus
@@ -49,16 +42,14 @@ class Chain(_Untaught):
 
 
 @dataclass
-class Beam(_Untaught):
+class Beam(Policy):
     """`width` nodes at every depth."""
 
     corpus: Corpus
     width: int
 
-    @property
-    def name(self) -> str:
-        """E.g. beam 4x15."""
-        return f"beam {self.width}x{self.corpus.recording.depth}"
+    def __post_init__(self) -> None:
+        self.name = f"beam {self.width}x{self.corpus.recording.depth}"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         corpus = self.corpus
@@ -70,16 +61,14 @@ class Beam(_Untaught):
 
 
 @dataclass
-class Fixed(_Untaught):
+class Fixed(Policy):
     """The best `nodes` nodes of every request."""
 
     corpus: Corpus
     nodes: int
 
-    @property
-    def name(self) -> str:
-        """E.g. fixed 64."""
-        return f"fixed {self.nodes}"
+    def __post_init__(self) -> None:
+        self.name = f"fixed {self.nodes}"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         trees = [self.corpus.tree(step) for step in steps]
@@ -101,7 +90,7 @@ class _Trees:
     accepted: list[int] = field(default_factory=list)
 
 
-class Adaptive:
+class Adaptive(Policy):
     """The controller as the engine runs it (`vllm_bastion/engine/verification.py`, `lagged.py`).
 
     Args:

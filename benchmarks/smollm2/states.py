@@ -7,7 +7,6 @@ It is most of a training step otherwise, so it is stored once for every shard of
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -20,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
+from benchmarks import parser_of
 from benchmarks.smollm2.target import fetch, pair_folder
 from benchmarks.tiny.model import Target, load_target
 
@@ -171,7 +171,7 @@ def states_of(target: Target, rows: list[dict], greedy: bool) -> dict[str, Tenso
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2.states")
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -9,7 +9,6 @@ drafter, whose weights stay; it drafts the whole vocabulary, because vLLM's DFla
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections import Counter
@@ -20,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
+from benchmarks import parser_of
 from benchmarks.smollm2.install import OURS, write_compact
 from benchmarks.smollm2.states import Following, States
 from benchmarks.smollm2.steps import draft_steps
@@ -77,11 +77,7 @@ def with_selector(drafter: Path) -> Drafter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.smollm2.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seconds", type=float, help="end earlier, with the whole course of rates")
     parser.add_argument("--lr", type=float, default=3e-3)

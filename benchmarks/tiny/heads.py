@@ -25,7 +25,6 @@ class Selector(nn.Module):
     """DFlash2's low-rank scores of neighbouring tokens."""
 
     name = "candidate_selector"
-    architecture = "DFlash2DraftModel"
 
     def __init__(self, dims: Dims, rank: int) -> None:
         super().__init__()
@@ -63,7 +62,6 @@ class Markov(nn.Module):
     """DSpark's bias given the previous token."""
 
     name = "markov_head"
-    architecture = "Qwen3DSparkModel"
 
     def __init__(self, dims: Dims, rank: int) -> None:
         super().__init__()
@@ -89,7 +87,6 @@ class Domino(nn.Module):
     """Domino's bias given all tokens of the block before: a GRU over them, then an MLP."""
 
     name = "domino"  # of the module here; a checkpoint has its parts at the top level
-    architecture = "DFlashDraftModel"
 
     def __init__(self, dims: Dims, rank: int, state: int) -> None:
         super().__init__()

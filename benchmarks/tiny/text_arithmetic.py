@@ -7,84 +7,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-NAMES = [
-    "Mia",
-    "Tom",
-    "Ana",
-    "Ben",
-    "Lena",
-    "Omar",
-    "Sara",
-    "Paul",
-    "Nina",
-    "Alex",
-    "Rosa",
-    "Ivan",
-    "Emma",
-    "Luca",
-    "Zoe",
-    "Hugo",
-    "Ella",
-    "Max",
-    "Ruth",
-    "Noah",
-    "Dina",
-    "Karl",
-    "Lily",
-    "Adam",
-    "Maya",
-    "Leo",
-    "Vera",
-    "Finn",
-    "Iris",
-    "Sam",
-    "Clara",
-    "Jonas",
-    "Tara",
-    "Felix",
-    "Aisha",
-    "Peter",
-    "Yuki",
-    "Marco",
-]
-ITEMS = [
-    "apples",
-    "pencils",
-    "stickers",
-    "marbles",
-    "books",
-    "cards",
-    "shells",
-    "coins",
-    "stamps",
-    "buttons",
-    "cookies",
-    "oranges",
-    "flowers",
-    "stones",
-    "beads",
-    "balloons",
-    "ribbons",
-    "candles",
-    "tickets",
-    "badges",
-    "pears",
-    "plums",
-    "bottles",
-    "boxes",
-]
-PLACES = [
-    "market",
-    "shop",
-    "fair",
-    "farm",
-    "school",
-    "garden",
-    "library",
-    "bakery",
-    "station",
-    "museum",
-]
+from benchmarks.tiny.words import words
+
+NAMES = words(
+    "Mia Tom Ana Ben Lena Omar Sara Paul Nina Alex Rosa Ivan Emma Luca Zoe Hugo Ella Max Ruth Noah "
+    "Dina Karl Lily Adam Maya Leo Vera Finn Iris Sam Clara Jonas Tara Felix Aisha Peter Yuki Marco"
+)
+ITEMS = words(
+    "apples pencils stickers marbles books cards shells coins stamps buttons cookies oranges "
+    "flowers stones beads balloons ribbons candles tickets badges pears plums bottles boxes"
+)
+PLACES = words("market shop fair farm school garden library bakery station museum")
 
 
 def _money(rng: Random) -> str:

@@ -7,38 +7,12 @@ from __future__ import annotations
 import re
 from random import Random
 
-NAMES = [
-    "Mia",
-    "Tom",
-    "Ana",
-    "Ben",
-    "Lena",
-    "Omar",
-    "Sara",
-    "Paul",
-    "Nina",
-    "Alex",
-    "Rosa",
-    "Ivan",
-    "Emma",
-    "Luca",
-    "Zoe",
-    "Hugo",
-    "Ella",
-    "Max",
-    "Ruth",
-    "Noah",
-    "Dina",
-    "Karl",
-    "Lily",
-    "Adam",
-    "Maya",
-    "Leo",
-    "Vera",
-    "Finn",
-    "Iris",
-    "Sam",
-]
+from benchmarks.tiny.words import words
+
+NAMES = words(
+    "Mia Tom Ana Ben Lena Omar Sara Paul Nina Alex Rosa Ivan Emma Luca Zoe Hugo Ella Max Ruth Noah "
+    "Dina Karl Lily Adam Maya Leo Vera Finn Iris Sam"
+)
 
 # Every <symbol> is replaced by one of its lines, until none is left. <name> and <topic words> are
 # drawn once for a dialogue, so that later turns can refer back to them.

@@ -7,95 +7,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-NOUNS = [
-    "user",
-    "order",
-    "item",
-    "page",
-    "record",
-    "event",
-    "client",
-    "account",
-    "token",
-    "node",
-    "edge",
-    "path",
-    "row",
-    "column",
-    "field",
-    "entry",
-    "message",
-    "request",
-    "session",
-    "ticket",
-    "invoice",
-    "product",
-    "sensor",
-    "device",
-    "worker",
-    "task",
-    "job",
-    "batch",
-    "report",
-    "image",
-    "frame",
-    "block",
-    "chunk",
-    "query",
-    "filter",
-    "rule",
-    "group",
-    "member",
-    "price",
-    "stock",
-    "branch",
-    "version",
-    "label",
-]
-ATTRS = [
-    "name",
-    "size",
-    "count",
-    "total",
-    "price",
-    "weight",
-    "height",
-    "width",
-    "status",
-    "level",
-    "index",
-    "start",
-    "end",
-    "limit",
-    "score",
-    "rank",
-    "owner",
-    "title",
-    "value",
-    "kind",
-    "color",
-    "speed",
-    "offset",
-    "length",
-    "depth",
-    "rate",
-    "code",
-    "key",
-]
-VERBS = [
-    "update",
-    "remove",
-    "insert",
-    "validate",
-    "render",
-    "parse",
-    "collect",
-    "merge",
-    "split",
-    "load",
-    "store",
-    "count",
-]
+from benchmarks.tiny.words import words
+
+NOUNS = words(
+    "user order item page record event client account token node edge path row column field entry "
+    "message request session ticket invoice product sensor device worker task job batch report "
+    "image frame block chunk query filter rule group member price stock branch version label"
+)
+ATTRS = words(
+    "name size count total price weight height width status level index start end limit score "
+    "rank owner title value kind color speed offset length depth rate code key"
+)
+VERBS = words("update remove insert validate render parse collect merge split load store count")
 
 
 def _cap(word: str) -> str:
