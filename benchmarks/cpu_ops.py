@@ -50,8 +50,6 @@ NODES, DEPTH, TOP_K, PATH, SLOTS, PAGE = 63, 15, 16, 6, 16, 128
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a pair of models that the ops depend on."""
-
     vocab: int
     hidden: int
     aux_layers: int
@@ -69,7 +67,6 @@ PAIRS = {
 
 
 def milliseconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Times of every function in ms, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 3):
         for name, run in runs.items():

@@ -39,7 +39,6 @@ def steps_by_reason(llm: Any) -> Callable[[], dict[str, float]]:
 
 
 def engine_of(pair: Path, name: str, workers: int, at_once: int, *, bastion: bool) -> UserEngine:
-    """Plain decoding, or method "bastion" with its defaults."""
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if workers > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -57,7 +56,6 @@ def engine_of(pair: Path, name: str, workers: int, at_once: int, *, bastion: boo
 
 
 def main() -> int:
-    """Print a row for each number of workers."""
     parser = parser_of(__doc__)
     parser.add_argument("--pair", default="tiny")
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])

@@ -36,8 +36,7 @@ def requests(target: Path, questions: list[dict[str, str]]) -> list[Request]:
 class Streamed:
     """Prints what an engine emits as soon as it is emitted.
 
-    Args:
-        name: the engine's, for the headings.
+    name: the engine's, for the headings.
     """
 
     def __init__(self, target: Path, name: str, questions: list[dict[str, str]]) -> None:
@@ -62,6 +61,5 @@ class Streamed:
             self._shown = text
 
     def end(self) -> None:
-        """End the last answer."""
         if self._number >= 0:
             print("\n")

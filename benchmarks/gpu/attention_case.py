@@ -118,7 +118,6 @@ def check_attention(
 
 
 def causal_tails(step: Step) -> Tensor:
-    """The tails of causal attention."""
     tails = torch.ones(step.rows, step.rows, dtype=torch.bool).tril()
     return tails.expand(len(step.lengths), -1, -1)
 
@@ -166,8 +165,7 @@ def attention_case(
 ) -> Case:
     """Trees of `nodes` nodes over `context` cached rows.
 
-    Args:
-        cache: a float8 for caches and queries, as vLLM has them; default: the model's.
+    cache: a float8 for caches and queries, as vLLM has them; default: the model's.
     """
     rows, dim = nodes + 1, model.head_dim
     length = context + rows

@@ -57,7 +57,6 @@ OPS = ("draft", "walk", "compact", "gather", "attention")
 
 
 def line(row: Row) -> str:
-    """One line of the table."""
     if row.timing is None:
         return f"{row.name:44} {row.failed.upper()} FAILED, not timed: {row.error}"
     t = row.timing

@@ -126,7 +126,6 @@ class Row:
     seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain types, without empty fields."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "", [])}
 
 
@@ -217,7 +216,6 @@ def run_entry(entry: Entry, ceilings: Ceilings, replays: int, timer: Timer = tim
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line."""
     text = f"{type(error).__name__}: {error}".strip()
     return " ".join(text.split())[:300]
 

@@ -39,8 +39,6 @@ class Completion:
 
 @dataclass
 class Run:
-    """What an engine decoded."""
-
     completions: list[Completion] = field(default_factory=list)
     decode_s: float = 0.0
     probed: Any = None
@@ -48,15 +46,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Count:
-    """Sums over completions."""
-
     tokens: int
     forwards: int
     verified: int
 
     @property
     def tau(self) -> float:
-        """Tokens per target forward."""
         return self.tokens / max(1, self.forwards)
 
     @property
@@ -66,7 +61,6 @@ class Count:
 
 
 def count(completions: Iterable[Completion]) -> Count:
-    """Add up completions."""
     done = list(completions)
     return Count(
         sum(sum(c.emitted) for c in done),
@@ -102,8 +96,6 @@ def run_engine(
 
 
 class Decoder:
-    """An engine in this process."""
-
     def __init__(self, engine: Engine) -> None:
         from vllm import LLM
 
@@ -114,8 +106,7 @@ class Decoder:
     def decode(self, requests: list[Request], stream: bool = False) -> Run:
         """Decode all requests and report progress in tokens.
 
-        Args:
-            stream: send (index of a request, new token ids) to the caller's `items` callback.
+        stream: send (index of a request, new token ids) to the caller's `items` callback.
         """
         llm, result = self._llm, Run([Completion(request.name) for request in requests])
         if self._timed:  # touch memory and load code
@@ -145,12 +136,10 @@ class Decoder:
 
 
 def engine_core(llm: Any) -> Any:
-    """vLLM's engine core, in this process."""
     return llm.llm_engine.engine_core.engine_core
 
 
 def model_runner(llm: Any) -> Any:
-    """vLLM's model runner, in this process."""
     return engine_core(llm).model_executor.driver_worker.worker.model_runner
 
 

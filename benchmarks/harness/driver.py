@@ -88,7 +88,6 @@ class Clock:
         setattr(owner, name, timed)
 
     def lap(self) -> dict[str, float]:
-        """The milliseconds of each part since the last lap."""
         done, self._ms = self._ms, {}
         return done
 
@@ -124,8 +123,6 @@ class CudaClock(Clock):
 
 
 class Driver:
-    """Drives one engine, as often as asked."""
-
     def __init__(self, llm: Any) -> None:
         import torch
 

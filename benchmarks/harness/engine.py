@@ -53,14 +53,12 @@ class Request:
         )
 
     def vllm_prompt(self) -> Any:
-        """The prompt as vLLM takes it."""
         if isinstance(self.prompt, str):
             return self.prompt
         return {"prompt_token_ids": self.prompt}
 
 
 def sampling_params(given: dict[str, Any]) -> Any:
-    """vLLM's `SamplingParams` from JSON."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -145,7 +143,6 @@ class UserEngine(Engine):
 
 
 def dflash(drafter: Path, gamma: int = GAMMA, method: str = "dflash") -> dict[str, Any]:
-    """`speculative_config` of vLLM's own chain."""
     return {"method": method, "model": str(drafter), "num_speculative_tokens": gamma}
 
 

@@ -156,7 +156,6 @@ class EngineProcess:
                 return
 
     def has_answer(self) -> bool:
-        """Whether `answer` would return at once."""
         return bool(self._connection.poll())
 
     def pause(self) -> None:
@@ -164,7 +163,6 @@ class EngineProcess:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue after `pause`."""
         self._signal(signal.SIGCONT)
 
     def close(self, wait_s: float = 0.0) -> None:
@@ -188,7 +186,6 @@ class EngineProcess:
             raise self._died() from None
 
     def _poll(self, items: Callable[[Any], None]) -> bool:
-        """Wait a moment for an answer."""
         try:
             if not self._connection.poll(_POLL_S):
                 return False

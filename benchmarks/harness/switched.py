@@ -165,7 +165,6 @@ class Switched:
         controller.plan = planned
 
     def block(self, mode: str, part: str, concurrency: int) -> Block:
-        """Decode the requests of a part, `concurrency` at a time."""
         self._mode = mode
         engine = self._engines.get(mode, self._engines[ADAPTIVE])
         self._forget()

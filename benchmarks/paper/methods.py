@@ -52,7 +52,6 @@ def chain_name(length: int, drafter: str = "") -> str:
 
 
 def fixed_name(nodes: int) -> str:
-    """Row of a fixed budget."""
     return f"bastion N={nodes}"
 
 
@@ -91,8 +90,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table."""
-
     name: str
     speculative: dict[str, Any] | None
     ours: bool = False
@@ -107,7 +104,6 @@ class Method:
         return (self.speculative or {}).get("bastion_budget") == "adaptive"
 
     def engine(self, target: str, cpu: bool, **settings: Any) -> UserEngine:
-        """The engine; `settings` are fields of `UserEngine`."""
         environment = dict(_ENVIRONMENT)
         if not (self.ours or self.second_runner):
             environment["VLLM_PLUGINS"] = ""

@@ -46,7 +46,6 @@ def editing() -> Iterator[dict[str, str]]:
 
 
 def passages(lengths: list[int], number: int) -> Iterator[dict[str, str]]:
-    """`number` rows for each length."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY / "target")

@@ -21,7 +21,6 @@ BEAMS = 4
 
 
 def replay(recording: Recording, source: CostSource, temperatures: Sequence[float]) -> list[Row]:
-    """Rows of kind `replayed`."""
     rows: list[Row] = []
     nodes = BEAMS * recording.depth
     for temperature in temperatures:

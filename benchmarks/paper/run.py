@@ -33,11 +33,7 @@ _STARTS = 2  # engines that start side by side where several live
 
 
 class Runner:
-    """Runs a plan.
-
-    Args:
-        engine: a method's engine for a concurrency.
-    """
+    """Runs a plan. engine: a method's engine for a concurrency."""
 
     def __init__(self, plan: Plan, store: Store, renderer: Renderer, engine: Any) -> None:
         self._plan, self._store, self._renderer, self._engine = plan, store, renderer, engine
@@ -47,7 +43,6 @@ class Runner:
         self._sessions: dict[Key, str] = {}
 
     def run(self) -> None:
-        """Decode every missing response."""
         with tqdm(unit="response", disable=None, smoothing=0.05) as bar:
             for levels in self._plan.levels():
                 for group in groups(list(self._plan.methods), self._plan.alive):
@@ -211,7 +206,6 @@ class Runner:
         )
 
     def first_prompt(self, prompt: Prompt) -> list[int]:
-        """The token ids of a conversation's first turn."""
         return self._renderer.ids(prompt, [])
 
     def prompt_and_reply(self, key: Key) -> tuple[list[int], list[int]]:

@@ -44,7 +44,6 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> Key:
-        """The key of a row."""
         return cls(*(row[name] for name in cls._fields))
 
 
@@ -108,7 +107,6 @@ class Store:
         return found
 
     def of_kind(self, kind: str) -> Iterable[Row]:
-        """All rows of a kind."""
         return (row for row in self.rows if row["kind"] == kind)
 
     def _drop_torn_line(self) -> None:

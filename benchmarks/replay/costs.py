@@ -41,7 +41,6 @@ class CostSource:
     calibrated: CalibratedRoofline | None
 
     def latency(self, name: LatencyName) -> LatencyModel:
-        """A new estimator."""
         bare = self.calibrated.roofline if self.calibrated else None
         return make_latency(name, self.table, roofline=bare, calibrated=self.calibrated)
 

@@ -20,8 +20,6 @@ from vllm_bastion.step_times import StepTimes
 
 @dataclass
 class Plain(Policy):
-    """One token per request and step, nothing drafted."""
-
     name: str = "plain"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:

@@ -82,7 +82,6 @@ def record(
 
 
 def record_profile(engine: Engine, drafter: Path, nodes: int, path: Path) -> None:
-    """Start an engine that measures its step costs and stores them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     speculative = bastion(drafter, nodes, "adaptive", calibration=f"write:{path}")
     progress = Progress("step costs")

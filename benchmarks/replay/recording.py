@@ -70,7 +70,6 @@ class Recording:
 
     @property
     def depth(self) -> int:
-        """Drafted depths, D."""
         return self.topk_tokens.shape[1]
 
     @property
@@ -80,7 +79,6 @@ class Recording:
 
     @property
     def num_steps(self) -> int:
-        """Recorded steps, M."""
         return len(self.step_requests)
 
     def continuation(self, step: int, length: int | None = None) -> NDArray[np.int32]:

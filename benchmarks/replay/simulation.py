@@ -60,11 +60,9 @@ class Corpus:
 
     @property
     def domains(self) -> list[str]:
-        """Domains in order of appearance."""
         return list(dict.fromkeys(request.domain for request in self.requests))
 
     def of_domain(self, name: str) -> list[Request]:
-        """The requests of a domain."""
         return [request for request in self.requests if request.domain == name]
 
     def interleaved(self) -> list[Request]:
@@ -81,7 +79,6 @@ class Corpus:
         return self.recording.scores[step].astype(np.float64)
 
     def tree(self, step: int) -> StepTree:
-        """The raw best-first tree of a step."""
         tree = self._trees[step]
         if tree is None:
             tree = best_first(self.scores(step), self.ranks[step], self.max_nodes)
@@ -91,8 +88,6 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one step under a policy."""
-
     # [R] draft tokens accepted
     accepted: Sequence[int]
     # draft nodes verified, whole batch
@@ -102,8 +97,6 @@ class Outcome:
 
 
 class Policy:
-    """Decides how many nodes of every request are verified."""
-
     name: str  # the row in the tables
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
@@ -167,17 +160,14 @@ class Result:
 
     @property
     def tau(self) -> float:
-        """Tokens per request and target forward pass."""
         return self.tokens / self.request_steps
 
     @property
     def mean_nodes(self) -> float:
-        """Draft nodes verified per request and step."""
         return self.nodes / self.request_steps
 
     @property
     def request_ms(self) -> dict[int, float]:
-        """Milliseconds of each request (batch 1 only)."""
         return {index: part.ms for index, part in self.parts.items()}
 
     def of(self, requests: Iterable[Request]) -> Result:
@@ -189,7 +179,6 @@ class Result:
         return total
 
     def add(self, ms: float, tokens: int, nodes: int, steps: int, request_steps: int) -> None:
-        """Add steps."""
         self.ms += ms
         self.tokens += tokens
         self.nodes += nodes

@@ -121,7 +121,6 @@ def score_study(corpus: Corpus, source: CostSource) -> dict[str, float]:
 
 
 def by_domain(corpus: Corpus, result: Result, plain: Result) -> dict[str, dict[str, float]]:
-    """Speed-up over plain decoding, tau and nodes of each domain."""
     requests = {domain: corpus.of_domain(domain) for domain in corpus.domains}
     return {name: _numbers(result.of(own), plain.of(own)) for name, own in requests.items()}
 

@@ -32,8 +32,7 @@ CHUNK = 16  # rows of a forward pass
 class Row:
     """A conversation in a shard's states: positions `begin` to `begin + length` of it.
 
-    Args:
-        first: where the first block starts, the last token of the prompt.
+    first: where the first block starts, the last token of the prompt.
     """
 
     shard: int
@@ -56,7 +55,6 @@ class States:
             self.add(torch.load(path, mmap=True))
 
     def add(self, shard: dict[str, Tensor]) -> None:
-        """Add what `states_of` returns."""
         for begin, length, first, greedy in shard.pop("rows").tolist():
             self.rows.append(Row(len(self.shards), begin, length, first, bool(greedy)))
         self.shards.append(shard)
@@ -72,7 +70,6 @@ class States:
         return draw
 
     def batch(self, rows: list[Row]) -> dict[str, Tensor]:
-        """The rows, padded at the end."""
         longest = max(row.length for row in rows)
         out = {
             name: values.new_zeros(len(rows), longest, *values.shape[1:])
@@ -112,7 +109,6 @@ class Following(States):
         return grown
 
     def _look(self) -> bool:
-        """Add a shard that is new, if there is one."""
         found = sorted(self._shards.glob("*.jsonl"))
         new = next((path for path in found if path.stem not in self._known), None)
         if new is None:
@@ -136,7 +132,6 @@ def store(target: Target, shards: Path, folder: Path) -> None:
 
 
 def shard_of(target: Target, path: Path) -> dict[str, Tensor]:
-    """The states of a shard of replies."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
     return states_of(target, rows, greedy=path.stem.endswith("-t0"))

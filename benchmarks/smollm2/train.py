@@ -122,13 +122,11 @@ def main() -> None:
 
 
 def mask_of(source: Path) -> int:
-    """The id of the mask token."""
     tokens = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
     return next(token["id"] for token in tokens if token["content"] == MASK)
 
 
 def eos_of(source: Path) -> int:
-    """The id that ends a turn."""
     return json.loads((source / "config.json").read_text())["eos_token_id"]
 
 

@@ -38,7 +38,6 @@ class Selector(nn.Module):
         return left @ self.successor_codebook.T
 
     def config(self) -> dict[str, Any]:
-        """Entries of `dflash_config`."""
         return {
             "selector_rank": self.successor_codebook.shape[1],
             "selector_top_k": CANDIDATES,

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes shared by target and drafter."""
-
     vocab_size: int = 1024
     hidden_size: int = 192
     intermediate_size: int = 512
@@ -37,8 +35,6 @@ class Dims:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -104,8 +100,6 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward."""
-
     def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(dims.hidden_size, dims.intermediate_size, bias=False)
@@ -185,7 +179,6 @@ def save_bf16(weights: Mapping[str, Tensor], folder: Path, config: dict) -> None
 
 
 def hf_config(dims: Dims, **extra: object) -> dict:
-    """The Qwen3 config.json of these sizes."""
     sizes = asdict(dims)
     theta = sizes.pop("rope_theta")
     return {

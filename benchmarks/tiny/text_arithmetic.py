@@ -131,5 +131,4 @@ KINDS: tuple[Callable[[Random], str], ...] = (
 
 
 def document(rng: Random) -> str:
-    """Three problems, as one training document."""
     return "\n".join(rng.choice(KINDS)(rng) for _ in range(3))

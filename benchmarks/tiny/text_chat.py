@@ -99,7 +99,6 @@ def _expand(text: str, rng: Random, fixed: dict[str, str]) -> str:
 
 
 def document(rng: Random) -> str:
-    """A dialogue of four to six exchanges."""
     fixed: dict[str, str] = {}
     out = []
     for i in range(rng.randint(4, 6)):

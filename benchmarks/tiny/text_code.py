@@ -119,5 +119,4 @@ KINDS: tuple[Callable[[Random], str], ...] = (_class, _class, _loop, _loop, _tes
 
 
 def document(rng: Random) -> str:
-    """A module of three to five snippets."""
     return "\n".join(rng.choice(KINDS)(rng) for _ in range(rng.randint(3, 5)))

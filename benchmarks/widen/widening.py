@@ -42,7 +42,6 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Shape:
-        """The shape of a config.json."""
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         known = {"head_dim": head_dim, "tie_word_embeddings": False, **config}
         names = [field.name for field in fields(cls) if field.name != "drafter_layers"]
@@ -101,7 +100,6 @@ class Widening:
         self.features = TARGET_LAYER_IDS + tuple(others[len(others) - added :])
 
     def dims(self, layers: int) -> Dims:
-        """Sizes of the wide target or drafter, for the plain models."""
         own = {name: getattr(self.shape, name) for name in _SIZES}
         return Dims(
             **own,
@@ -204,7 +202,6 @@ class Widening:
                 yield name, torch.zeros(rows, hidden)
 
     def drafter_layers(self, drafter: Drafter) -> int:
-        """Depth of the wide drafter."""
         return max(self.shape.drafter_layers, len(drafter.layers))
 
     def _layers(self, model: Target | Drafter, prefix: str, count: int) -> Weights:

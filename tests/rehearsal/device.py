@@ -32,7 +32,6 @@ class FakeDriver:
         self._library.fakecuda_begin_step()
 
     def faults(self) -> list[str]:
-        """Every breach of a rule of CUDA so far."""
         return list(self._library.fakecuda_faults().decode().splitlines())
 
     def on_wait(self, callback: Callable[[str], None]) -> None:

@@ -158,7 +158,6 @@ class Emulation:
     # ---- PyTorch's operators --------------------------------------------------------------------
 
     def dispatch(self, mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-        """What PyTorch calls in place of an operator."""
         qualified = func._schema.name
         library, _, name = qualified.partition("::")
         if qualified in self._custom_ops:
