@@ -196,9 +196,13 @@ class Driver:
             done = update(scheduled, output)
             now = time.perf_counter()
             parts = self._clock.lap()
-            if before is not None and decodes_only(scheduled):
+            drafts = scheduled.scheduled_spec_decode_tokens
+            rows = scheduled.num_scheduled_tokens
+            # Each request has one row and its drafts, and none a prompt.
+            decodes = all(n == 1 + len(drafts.get(name, ())) for name, n in rows.items())
+            if before is not None and decodes:
                 step_ms = 1e3 * (now - before)
-                for name in scheduled.num_scheduled_tokens:
+                for name in rows:
                     one = self._responses[request_index(name)]
                     one.steps += 1
                     one.step_ms += step_ms
@@ -218,13 +222,6 @@ class Driver:
             for name, error in errors.items():
                 before = response.squared_ms.get(name, 0.0)
                 response.squared_ms[name] = before + error * error
-
-
-def decodes_only(scheduled: Any) -> bool:
-    """Whether a step only decodes: each request has one row and its drafts, and none a prompt."""
-    drafts = scheduled.scheduled_spec_decode_tokens
-    rows = scheduled.num_scheduled_tokens
-    return all(count == 1 + len(drafts.get(name, ())) for name, count in rows.items())
 
 
 def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], None]) -> None:

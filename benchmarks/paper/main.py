@@ -17,7 +17,8 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from benchmarks import RESULTS
-from benchmarks.harness.engine import Request, UserEngine
+from benchmarks.harness.decoder import run_engine
+from benchmarks.harness.engine import Request, UserEngine, bastion
 from benchmarks.harness.process import EngineError
 from benchmarks.paper import report
 from benchmarks.paper.arguments import REAL, config_of, parse, target_of, without_folders
@@ -35,7 +36,7 @@ from benchmarks.progress import Progress
 from benchmarks.prompts import DataError, Prompt, load_jsonl
 from benchmarks.provenance import provenance
 from benchmarks.replay.costs import from_profile
-from benchmarks.replay.record import record, record_profile
+from benchmarks.replay.record import record
 from vllm_bastion.policy.cost.devices import device_name
 
 OUT = RESULTS / "paper"
@@ -130,7 +131,7 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
         runner.run()
         judge_all(store, engine(picked[PLAIN], 1), runner.prompt_and_reply, given.dtype)
         if what.drafter is not None and given.replay_prompts:
-            _replay(store, plan, runner, engine(rows["bastion adaptive"], 1), what, given, out)
+            _replay(store, plan, renderer, engine(rows["bastion adaptive"], 1), what, given, out)
     return report.write([out], out.parent, out.stem)
 
 
@@ -165,7 +166,7 @@ def _length(
 def _replay(
     store: Store,
     plan: Plan,
-    runner: Runner,
+    renderer: Renderer,
     engine: UserEngine,
     what: Target,
     given: argparse.Namespace,
@@ -184,13 +185,15 @@ def _replay(
             seed = plan.seeds()[prompt.set, prompt.id]
             if seed - plan.seed < given.replay_prompts:
                 name = f"{prompt.set}/{prompt.id}/T{temperature:g}"
-                ids = runner.first_prompt(prompt)
+                ids = renderer.ids(prompt, [])
                 requests[name] = Request(name, ids, length, temperature, seed), prompt.set
     progress = Progress("recording drafts")
     drafter, costs = Path(what.drafter), out.with_suffix(".profile.json")
     try:
         if not costs.exists():
-            record_profile(engine, drafter, 4 * what.gamma, costs)
+            nodes, calibration = 4 * what.gamma, f"write:{costs}"
+            measuring = bastion(drafter, nodes, "adaptive", calibration=calibration)
+            run_engine(replace(engine, speculative=measuring), [])
         source = from_profile("this machine", costs, _REPLAY_ROWS)
         recording = record(engine, drafter, requests, progress, {})
         store.append(*replay(recording, source, missing))

@@ -26,7 +26,6 @@ from benchmarks.paper.engines import begun, short_reason, wait_until_started
 from benchmarks.paper.methods import PLAIN, REFERENCE, groups, reference_of
 from benchmarks.paper.plan import Plan, batches
 from benchmarks.paper.store import Key, Row, Store
-from benchmarks.prompts import Prompt
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 24
 _STARTS = 2  # engines that start side by side where several live
@@ -110,7 +109,7 @@ class Runner:
                 if not rounds.get(name):
                     continue
                 bar.set_description(f"{name}, concurrency {concurrency}")
-                keep = found.__setitem__ if paired else self._keep
+                keep = found.__setitem__ if paired else lambda k, r: self._keep_round({k: r}, {})
                 cold = (name, unit[0].temperature) not in warm
                 warm.add((name, unit[0].temperature))
                 try:
@@ -181,9 +180,6 @@ class Runner:
         process.call("drive", list(requests.values()), concurrency)
         process.answer(items=received)
 
-    def _keep(self, key: Key, response: Response) -> None:
-        self._keep_round({key: response}, {})
-
     def _keep_round(self, found: dict[Key, Response], fields: Row) -> None:
         """Append responses; those that others are compared with come first."""
         rows = []
@@ -204,9 +200,6 @@ class Runner:
             self._seeds[where],
             {"ignore_eos": self._plan.ignore_eos} | self._prompts[where].params,
         )
-
-    def first_prompt(self, prompt: Prompt) -> list[int]:
-        return self._renderer.ids(prompt, [])
 
     def prompt_and_reply(self, key: Key) -> tuple[list[int], list[int]]:
         """The token ids of a known response's prompt, and plain decoding's of its reply."""

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.replay.costs import CostSource
 from benchmarks.replay.policies import Plain
-from benchmarks.replay.simulation import Corpus, Outcome, Policy, Request, Result, Truth, simulate
+from benchmarks.replay.simulation import Corpus, Outcome, Policy, Result, Truth, simulate
 from vllm_bastion.config import COPY_DEPTH
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import LatencyModel
@@ -180,7 +180,9 @@ def lookup_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
             base = plain if name == "all" else plain.of(requests)
             row |= {method: base.ms / part.ms for method, part in parts.items()}
             if batch == 1:
-                row["oracle"] = base.ms / _hindsight(requests, [plain, *results.values()])
+                every = [plain, *results.values()]
+                best = sum(min(one.request_ms[r.index] for one in every) for r in requests)
+                row["oracle"] = base.ms / best
             for method in ("adaptive", "with copies"):
                 row[f"tau, {method}"] = parts[method].tau
             rows.append(row)
@@ -205,7 +207,3 @@ def _engines(corpus: Corpus, source: CostSource) -> list[Engine]:
 
 def _replay(corpus: Corpus, source: CostSource, policy: Any, batch: int) -> Result:
     return simulate(corpus, policy, Truth(source.table), batch=batch)
-
-
-def _hindsight(requests: list[Request], results: list[Result]) -> float:
-    return sum(min(result.request_ms[r.index] for result in results) for r in requests)

@@ -4,15 +4,12 @@
     python -m benchmarks.replay.record                     # results/recordings/tiny.npz
     python -m benchmarks.replay.record --drafter benchmarks/tiny/dflash2 --temperatures 0
     python -m benchmarks.replay.record --target T --drafter D --jsonl FILE   # chats of any pair
-    python -m benchmarks.replay.record --profile           # instead: results/cpu-profile.json
 
 A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) and verifies
 nothing, so it emits one token per step, and the drafter's top-K is recorded at every position.
 Tokens and drafts do not depend on what is verified, so any budget policy can be replayed on the
 recording. If the drafter has a head over its candidates, all of its scores are recorded too
 (17 times the size: such a file is not in the repository).
-
-The profile holds this machine's step costs (`bastion_calibration`). Measure it on an idle machine.
 """
 
 from __future__ import annotations
@@ -31,8 +28,6 @@ from benchmarks.provenance import provenance
 from benchmarks.replay.recording import Drafted, Emitted, Recording, recording_of, save_recording
 
 BATCH = 4
-# Step costs are measured up to the root and 1,023 nodes, with room for their context.
-PROFILE_ROWS, PROFILE_LEN = 1024, 2048
 
 
 def requests_for(
@@ -81,14 +76,6 @@ def record(
     return collect(run_engine(probing, [one for one, _ in asked.values()], progress), asked, meta)
 
 
-def record_profile(engine: Engine, drafter: Path, nodes: int, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    speculative = bastion(drafter, nodes, "adaptive", calibration=f"write:{path}")
-    progress = Progress("step costs")
-    run_engine(replace(engine, speculative=speculative), [], progress)
-    progress.done(f"{path.name}, {progress.seconds:.0f} s")
-
-
 def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, str]]:
     """The files' prompts, each as the first turn of a chat with the target."""
     from transformers import AutoTokenizer
@@ -110,18 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=36, help="steps per request (default 36)")
     parser.add_argument("--top-k", type=int, default=16, help="candidates per depth (default 16)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--profile", action="store_true", help="measure step costs instead")
     parser.add_argument("--target", type=Path, default=TINY / "target")
     parser.add_argument("--drafter", type=Path, default=TINY / "drafter")
     parser.add_argument("--jsonl", type=Path, nargs="+", help="chats, in place of its prompts")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
-    if given.profile:
-        rows = {"max_num_batched_tokens": PROFILE_ROWS, "max_model_len": PROFILE_LEN}
-        path = given.out / "cpu-profile.json"
-        path.unlink(missing_ok=True)
-        record_profile(Engine(target=given.target, **rows), given.drafter, GAMMA, path)
-        return 0
     if given.jsonl:
         rows = chats(given.target, given.jsonl, given.prompts)
     else:

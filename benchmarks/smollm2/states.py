@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,40 +84,6 @@ class States:
         }
 
 
-class Following(States):
-    """States in a GPU's memory, which grow while `benchmarks.smollm2.rollouts` writes shards."""
-
-    def __init__(self, target: Target, shards: Path) -> None:
-        super().__init__()
-        self._target, self._shards, self._known = target, shards, set[str]()
-
-    def batches(self, size: int) -> Callable[[], dict[str, Tensor]]:
-        """As `States.batches`; waits for the first rows, then looks for more every 25 draws."""
-        draw, drawn = super().batches(size), 0
-
-        def grown() -> dict[str, Tensor]:
-            nonlocal drawn
-            if drawn % 25 == 0:
-                self._look()
-            while len(self.rows) < size:
-                if not self._look():
-                    time.sleep(0.5)
-            drawn += 1
-            return draw()
-
-        return grown
-
-    def _look(self) -> bool:
-        found = sorted(self._shards.glob("*.jsonl"))
-        new = next((path for path in found if path.stem not in self._known), None)
-        if new is None:
-            return False
-        self._known.add(new.stem)
-        self.add(shard_of(self._target, new))
-        print(f"{new.stem}: {len(self.rows)} replies", flush=True)
-        return True
-
-
 def store(target: Target, shards: Path, folder: Path) -> None:
     """Compute the states of every shard of replies that has none yet."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,15 +91,12 @@ def store(target: Target, shards: Path, folder: Path) -> None:
         out = folder / f"{path.stem}.pt"
         if out.exists():
             continue
-        torch.save(shard_of(target, path), out.with_suffix(".part"))
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
+        states = states_of(target, rows, greedy=path.stem.endswith("-t0"))
+        torch.save(states, out.with_suffix(".part"))
         out.with_suffix(".part").rename(out)
         print(f"states of {path.stem}", flush=True)
-
-
-def shard_of(target: Target, path: Path) -> dict[str, Tensor]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
-    return states_of(target, rows, greedy=path.stem.endswith("-t0"))
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import parser_of
 from benchmarks.smollm2.install import OURS, write_compact
-from benchmarks.smollm2.states import Following, States
+from benchmarks.smollm2.states import States
 from benchmarks.smollm2.steps import draft_steps
 from benchmarks.smollm2.target import fetch, pair_folder
 from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
@@ -85,7 +85,6 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=16, help="blocks of a reply")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--begin", type=Path, help="a drafter whose weights training starts from")
     parser.add_argument("--selector", action="store_true", help="a DFlash2 selector alone")
     parser.add_argument("--export", action="store_true", help="only write the checkpoint's drafter")
     parser.add_argument("--publish", action="store_true", help="write it to this repository too")
@@ -98,36 +97,23 @@ def main() -> None:
     name = "dflash2" if args.selector else NAME
     if args.selector:
         model = with_selector(args.work / NAME)
-    elif args.begin is not None:
-        begin = load_drafter(args.begin)
-        model = new_drafter(target, begin.vocabulary, begin.mask_id)
-        model.load_state_dict(begin.state_dict())
     else:
-        model = new_drafter(target, vocabulary(folder / "rollouts", WORDS), mask_of(source))
+        tokens = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
+        mask = next(token["id"] for token in tokens if token["content"] == MASK)
+        model = new_drafter(target, vocabulary(folder / "rollouts", WORDS), mask)
     model.to(args.device)
     if args.export:
         state = torch.load(args.work / f"{name}.ckpt", map_location=args.device)
         model.load_state_dict(state["model"])
     else:
-        if args.device == "cpu":
-            states = States()
-            states.load(folder / "states")
-            print(f"{len(states.rows)} replies", flush=True)
-        else:
-            states = Following(target, folder / "rollouts")
+        states = States()
+        states.load(folder / "states")
+        print(f"{len(states.rows)} replies", flush=True)
         draft_steps(name, model, target, states.batches(args.rows), args)
-    save_drafter(model, args.work / name, target, eos_of(source))
+    eos = json.loads((source / "config.json").read_text())["eos_token_id"]
+    save_drafter(model, args.work / name, target, eos)
     if args.publish:
         write_compact(args.work / name, OURS.with_name(name), OURS if args.selector else None)
-
-
-def mask_of(source: Path) -> int:
-    tokens = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
-    return next(token["id"] for token in tokens if token["content"] == MASK)
-
-
-def eos_of(source: Path) -> int:
-    return json.loads((source / "config.json").read_text())["eos_token_id"]
 
 
 if __name__ == "__main__":

@@ -150,7 +150,9 @@ def save_drafter(model: Drafter, folder: Path, target: Target, eos_id: int) -> N
         dflash["causal"] = True
     if model.vocabulary is not None:
         kind["draft_vocab_size"] = len(model.vocabulary)
-        weights |= head_of_some(target.embed_tokens.weight, model.vocabulary)
+        places = torch.arange(len(model.vocabulary), device=model.vocabulary.device)
+        weights["lm_head.weight"] = target.embed_tokens.weight[model.vocabulary]
+        weights["d2t"] = model.vocabulary - places
     if isinstance(model.head, Selector):
         kind["architectures"] = ["DFlash2DraftModel"]
         dflash |= model.head.config()
@@ -173,12 +175,6 @@ def save_drafter(model: Drafter, folder: Path, target: Target, eos_id: int) -> N
         pad_token_id=eos_id,
     )
     save_bf16(weights, folder, config)
-
-
-def head_of_some(head: Tensor, vocabulary: Tensor) -> dict[str, Tensor]:
-    """A reduced head's weights in a checkpoint: some rows of a head, and which they are."""
-    offsets = vocabulary - torch.arange(len(vocabulary), device=vocabulary.device)
-    return {"lm_head.weight": head[vocabulary], "d2t": offsets}
 
 
 def load_drafter(folder: Path, device: str = "cpu") -> Drafter:
