@@ -177,17 +177,10 @@ def _engines(given: argparse.Namespace) -> dict[str, UserEngine]:
     trees = bastion(Path(given.drafter), 63 if on_cpu else 255, "adaptive")
     chain = dflash(Path(given.drafter), gamma, kind.method)
     rows = (Method("plain", None), Method("dflash", chain), Method("bastion", trees, ours=True))
+    names = ("dtype", "max_model_len", "max_num_batched_tokens", "eager")
+    settings = {name: getattr(given, name) for name in names}
     return {
-        row.name: row.engine(
-            given.target,
-            on_cpu,
-            dtype=given.dtype,
-            max_num_seqs=1,
-            max_model_len=given.max_model_len,
-            max_num_batched_tokens=given.max_num_batched_tokens,
-            eager=given.eager,
-            timed=True,
-        )
+        row.name: row.engine(given.target, on_cpu, max_num_seqs=1, timed=True, **settings)
         for row in rows
     }
 

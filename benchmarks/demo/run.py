@@ -140,17 +140,9 @@ def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
     """The engines of `benchmarks.paper`, but eager, with a batch of one and little memory."""
     target = str(pair.folder / "target")
     named = methods(Target(target, str(pair.folder / "drafter"), pair.gamma), cpu=True)
+    small = {"max_num_seqs": 1, "max_num_batched_tokens": _ROWS, "kv_cache_bytes": _KV_CACHE_BYTES}
     rows = {
-        name: named[name].engine(
-            target,
-            False,
-            dtype=pair.dtype,
-            eager=True,
-            max_num_seqs=1,
-            max_num_batched_tokens=_ROWS,
-            kv_cache_bytes=_KV_CACHE_BYTES,
-            timed=True,
-        )
+        name: named[name].engine(target, False, dtype=pair.dtype, eager=True, timed=True, **small)
         for name in (PLAIN, chain_name(pair.chain), ADAPTIVE)
     }
     trees = bastion(pair.folder / "drafter", NODES, "adaptive", calibration=f"write:{costs}")

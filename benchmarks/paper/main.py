@@ -101,29 +101,14 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
     renderer = Renderer(tokenizer, given.raw, longest - given.tokens - what.gamma - 1)
 
     alive = given.alive or (fitting(what, longest) if cpu else 1)
-    engine = engines_of(
-        what,
-        cpu,
-        alive,
-        max_model_len=longest,
-        dtype=given.dtype,
-        eager=given.eager,
-        cudagraphs=given.cudagraphs,
-    )
+    settings = {name: getattr(given, name) for name in ("dtype", "eager", "cudagraphs")}
+    engine = engines_of(what, cpu, alive, max_model_len=longest, **settings)
     name = given.pair or Path(what.target).name
     out = given.out or OUT / f"{name}{'-quick' if given.quick else ''}.jsonl"
     device = device_name("cpu" if cpu else "cuda")
     header = {"provenance": provenance(without_folders(argv)) | {"device": device}, "name": name}
-    plan = Plan(
-        picked,
-        prompts,
-        given.temperatures,
-        given.concurrency,
-        given.tokens,
-        given.seed,
-        given.ignore_eos,
-        alive,
-    )
+    order = given.temperatures, given.concurrency
+    plan = Plan(picked, prompts, *order, given.tokens, given.seed, given.ignore_eos, alive)
     with Store(out, _settings(given, what) | {"alive": alive}, header) as store:
         for gap, reason in gaps.items():
             store.append({"kind": "gap", "set": gap, "reason": reason})
