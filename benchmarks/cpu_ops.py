@@ -12,7 +12,6 @@ On a busy machine, trust the minimum over many repeats, and the ratio of two min
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,9 +41,8 @@ from bastion_kernels import (
     tree_positions,
 )
 from bastion_kernels.cpu.linear import pack_weight
-from vllm_bastion.cpu.attention import (
-    cache_layout,
-)
+from benchmarks import parser_of
+from vllm_bastion.cpu.attention import cache_layout
 from vllm_bastion.cpu.linear import has_linear
 
 NODES, DEPTH, TOP_K, PATH, SLOTS, PAGE = 63, 15, 16, 6, 16, 128
@@ -52,8 +50,6 @@ NODES, DEPTH, TOP_K, PATH, SLOTS, PAGE = 63, 15, 16, 6, 16, 128
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a pair of models that the ops depend on."""
-
     vocab: int
     hidden: int
     aux_layers: int
@@ -71,7 +67,6 @@ PAIRS = {
 
 
 def milliseconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Times of every function in ms, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 3):
         for name, run in runs.items():
@@ -226,7 +221,7 @@ def compare(name: str, runs: dict[str, Callable[[], object]], repeats: int) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=200)
     repeats = parser.parse_args().repeats
     current_platform.import_kernels()

@@ -33,7 +33,6 @@ class SeenTree:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens accepted."""
         return len(self.path) - 1
 
     def chain_length(self) -> int:

@@ -27,7 +27,6 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Time since the start."""
         return time.monotonic() - self._begin
 
     def __call__(self, state: str) -> None:

@@ -54,8 +54,7 @@ def command_line(argv: Sequence[str] | None = None) -> str:
 def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The command, the commit and the versions behind a result.
 
-    Args:
-        argv: the arguments of the command, by default this process's own.
+    argv: the arguments of the command, by default this process's own.
     """
     named = os.environ.get(COMMIT_VARIABLE)
     commit = named or command_output("git", "rev-parse", "HEAD")

@@ -11,12 +11,11 @@ on the machine.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import TINY
+from benchmarks import TINY, parser_of
 from benchmarks.harness.decoder import run_engine
 from benchmarks.harness.engine import Request, UserEngine
 from benchmarks.paper.arguments import pair_dtype, pair_folder
@@ -40,7 +39,6 @@ def steps_by_reason(llm: Any) -> Callable[[], dict[str, float]]:
 
 
 def engine_of(pair: Path, name: str, workers: int, at_once: int, *, bastion: bool) -> UserEngine:
-    """Plain decoding, or method "bastion" with its defaults."""
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if workers > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -58,10 +56,7 @@ def engine_of(pair: Path, name: str, workers: int, at_once: int, *, bastion: boo
 
 
 def main() -> int:
-    """Print a row for each number of workers."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--pair", default="tiny")
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--tokens", type=int, default=14)

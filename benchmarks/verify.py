@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.decoder import Run, count, run_engine
+from benchmarks import parser_of
+from benchmarks.harness.decoder import Run, count, first_difference, run_engine
 from benchmarks.harness.engine import Request, UserEngine, bastion, dflash
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.engines import engine_of
@@ -83,7 +84,6 @@ PROMPTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     given = _arguments(argv)
     requests, domains = _requests(given)
     runs = {}
@@ -177,17 +177,10 @@ def _engines(given: argparse.Namespace) -> dict[str, UserEngine]:
     trees = bastion(Path(given.drafter), 63 if on_cpu else 255, "adaptive")
     chain = dflash(Path(given.drafter), gamma, kind.method)
     rows = (Method("plain", None), Method("dflash", chain), Method("bastion", trees, ours=True))
+    names = ("dtype", "max_model_len", "max_num_batched_tokens", "eager")
+    settings = {name: getattr(given, name) for name in names}
     return {
-        row.name: row.engine(
-            given.target,
-            on_cpu,
-            dtype=given.dtype,
-            max_num_seqs=1,
-            max_model_len=given.max_model_len,
-            max_num_batched_tokens=given.max_num_batched_tokens,
-            eager=given.eager,
-            timed=True,
-        )
+        row.name: row.engine(given.target, on_cpu, max_num_seqs=1, timed=True, **settings)
         for row in rows
     }
 
@@ -223,16 +216,14 @@ def _errors(
     wrong = 0
     with engine_of(engine, Scorer) as process:
         for request, plain, ours in differing:
-            at = next(i for i, (a, b) in enumerate(zip(plain, ours)) if a != b)
+            at = first_difference(plain, ours)
             process.call("gaps", [*request.prompt, *plain[:at]], [plain[at], ours[at]])
             wrong += max(process.answer()) >= bound
     return wrong
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("target", help="name or folder")
     parser.add_argument("drafter", help="name or folder")
     parser.add_argument("--file", type=Path, help="prompts of your own, decoded as they are")

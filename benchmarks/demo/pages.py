@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.demo.drawing import draw_tree
 from benchmarks.demo.pair import Pair
-from benchmarks.harness.decoder import Completion, Run, count
+from benchmarks.harness.decoder import Completion, Run, count, first_difference
 from benchmarks.probes import SeenTree
 
 WIDTH = 100
@@ -23,7 +23,6 @@ _COLOURS = {"accepted": "32;1", "rejected": "0", "note": "2", "title": "1"}
 
 
 def print_completion(row: dict[str, str], by_mode: dict[str, Completion]) -> None:
-    """The prompt and its text, and the texts of modes that differ."""
     print("\n" + title(f"{row['domain']}  ({row['id']})"))
     print_text(row["prompt"], "note")
     print_text(by_mode["plain"].text, "accepted")
@@ -38,7 +37,7 @@ def print_same(by_mode: dict[str, Completion], label: str = "") -> None:
         count = len(plain.token_ids)
         print(f"  {label}{count} token ids, identical in plain, dflash and bastion")
     for name in other:
-        at = _first_difference(by_mode[name].token_ids, plain.token_ids)
+        at = first_difference(by_mode[name].token_ids, plain.token_ids)
         print(f"  {label}{name} differs from plain at token {at}:")
         print_text(by_mode[name].text, "rejected")
 
@@ -46,7 +45,6 @@ def print_same(by_mode: dict[str, Completion], label: str = "") -> None:
 def print_numbers(
     pair: Pair, nodes: int, prompts: list[dict[str, str]], runs: dict[str, Run]
 ) -> None:
-    """tau, verified nodes, forwards, seconds."""
     print("\n" + title("Tokens per target forward (tau), and seconds"))
     domains = [row["domain"] for row in prompts]
     head = "".join(f"{domain:>12s}" for domain in domains)
@@ -110,18 +108,11 @@ def print_tree(target: Path, prompts: list[dict[str, str]], trees: list[SeenTree
     print(f"  Emitted by this step: {emitted!r}")
 
 
-def _first_difference(ours: list[int], theirs: list[int]) -> int:
-    pairs = enumerate(zip(ours, theirs))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-
-
 def print_piece(text: str) -> None:
-    """A piece of a streamed text."""
     print(style("accepted", text), end="", flush=True)
 
 
 def print_text(text: str, kind: str) -> None:
-    """A text in lines of the page."""
     for line in text.strip("\n").splitlines():
         for part in textwrap.wrap(line, WIDTH - 4, drop_whitespace=False) or [""]:
             print(style(kind, f"  │ {part}"))
@@ -132,12 +123,10 @@ def _fill(text: str) -> str:
 
 
 def title(text: str) -> str:
-    """A heading."""
     return style("title", text)
 
 
 def style(kind: str, text: str) -> str:
-    """Colour `text` on a terminal."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\033[{_COLOURS[kind]}m{text}\033[0m"

@@ -53,8 +53,7 @@ class Pair:
     def write(self) -> None:
         """Write the pair to the cache folder, unless it is there or comes from elsewhere.
 
-        Raises:
-            CannotWrite: writing failed; the partial pair is removed.
+        Raises CannotWrite: writing failed; the partial pair is removed.
         """
         if self.chat:
             from benchmarks.smollm2.install import pair as real_pair
@@ -65,7 +64,7 @@ class Pair:
             except CannotFetch as error:
                 raise CannotWrite(str(error)) from None
             return
-        if self.folder != _wide_folder():
+        if self.folder != cache_dir() / "pairs" / SHAPE:
             return
         # Imported here, because it imports PyTorch.
         from benchmarks.widen.pairs import pair_of as wide_pair_of
@@ -136,10 +135,6 @@ def shown(folder: Path) -> str:
     """A folder's name, shortened if it is in the user's home."""
     home = Path.home()
     return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
-
-
-def _wide_folder() -> Path:
-    return cache_dir() / "pairs" / SHAPE
 
 
 def _no_room(name: str, folder: Path) -> str | None:

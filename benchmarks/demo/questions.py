@@ -11,24 +11,13 @@ from benchmarks.harness.engine import Request
 from benchmarks.paper.chat import Renderer
 from benchmarks.prompts import Prompt
 
-QUESTIONS = (
-    {
-        "id": "code",
-        "domain": "code",
-        "prompt": "Write a Python function that returns the most frequent word of a text.",
-    },
-    {
-        "id": "arithmetic",
-        "domain": "arithmetic",
-        "prompt": "A baker sells 14 loaves in the morning and 9 in the afternoon, each for 4 "
-        "dollars. How much does she earn in 5 days? Think step by step.",
-    },
-    {
-        "id": "prose",
-        "domain": "prose",
-        "prompt": "Why is the sky blue?",
-    },
-)
+_ASKED = {
+    "code": "Write a Python function that returns the most frequent word of a text.",
+    "arithmetic": "A baker sells 14 loaves in the morning and 9 in the afternoon, each for 4 "
+    "dollars. How much does she earn in 5 days? Think step by step.",
+    "prose": "Why is the sky blue?",
+}
+QUESTIONS = [{"id": name, "domain": name, "prompt": text} for name, text in _ASKED.items()]
 TOKENS = 128
 
 
@@ -47,8 +36,7 @@ def requests(target: Path, questions: list[dict[str, str]]) -> list[Request]:
 class Streamed:
     """Prints what an engine emits as soon as it is emitted.
 
-    Args:
-        name: the engine's, for the headings.
+    name: the engine's, for the headings.
     """
 
     def __init__(self, target: Path, name: str, questions: list[dict[str, str]]) -> None:
@@ -73,6 +61,5 @@ class Streamed:
             self._shown = text
 
     def end(self) -> None:
-        """End the last answer."""
         if self._number >= 0:
             print("\n")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 
 import benchmarks.demo
-from benchmarks import TINY
+from benchmarks import TINY, parser_of
 from benchmarks.demo import questions
 from benchmarks.demo.pages import print_completion, print_numbers, print_same, print_tree, title
 from benchmarks.demo.pair import REAL, SHAPE, CannotWrite, Pair, pair_of, tiny_pair
@@ -35,10 +34,7 @@ NODES, _ROWS, _KV_CACHE_BYTES = 31, 48, 256 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=benchmarks.demo.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(benchmarks.demo.__doc__)
     parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="of a toy pair: ids")
     parser.add_argument(
         "--pair",
@@ -55,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pair.write()
         except CannotWrite as error:
             pair = tiny_pair(str(error))
-    prompts = list(QUESTIONS) if pair.chat else [rows[name] for name in given.prompts]
+    prompts = QUESTIONS if pair.chat else [rows[name] for name in given.prompts]
     print(title(f"Three prompts, three engines: vLLM on this CPU with {pair.name}"), flush=True)
     busy = load_note()
     if busy is not None:
@@ -101,8 +97,7 @@ def load_note(busy: float | None = None) -> str | None:
 def decode(pair: Pair, requests: list[Request], prompts: list[dict[str, str]]) -> dict[str, Run]:
     """Decode with each engine in its own process, one after the other.
 
-    Raises:
-        CannotWrite: the disk has no room for the pair after all.
+    Raises CannotWrite: the disk has no room for the pair after all.
     """
     runs: dict[str, Run] = {}
     with ExitStack() as stack:
@@ -145,17 +140,9 @@ def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
     """The engines of `benchmarks.paper`, but eager, with a batch of one and little memory."""
     target = str(pair.folder / "target")
     named = methods(Target(target, str(pair.folder / "drafter"), pair.gamma), cpu=True)
+    small = {"max_num_seqs": 1, "max_num_batched_tokens": _ROWS, "kv_cache_bytes": _KV_CACHE_BYTES}
     rows = {
-        name: named[name].engine(
-            target,
-            False,
-            dtype=pair.dtype,
-            eager=True,
-            max_num_seqs=1,
-            max_num_batched_tokens=_ROWS,
-            kv_cache_bytes=_KV_CACHE_BYTES,
-            timed=True,
-        )
+        name: named[name].engine(target, False, dtype=pair.dtype, eager=True, timed=True, **small)
         for name in (PLAIN, chain_name(pair.chain), ADAPTIVE)
     }
     trees = bastion(pair.folder / "drafter", NODES, "adaptive", calibration=f"write:{costs}")

@@ -117,12 +117,6 @@ def check_attention(
             raise AssertionError(f"{name}: error {error:.3g}, PyTorch's {usual:.3g}")
 
 
-def causal_tails(step: Step) -> Tensor:
-    """The tails of causal attention."""
-    tails = torch.ones(step.rows, step.rows, dtype=torch.bool).tril()
-    return tails.expand(len(step.lengths), -1, -1)
-
-
 def in_turn(calls: Sequence[Callable[[], object]], least: int) -> list[Call]:
     """All of them, repeated in order until there are `least`."""
     return [calls[i % len(calls)] for i in range(max(least, len(calls)))]
@@ -148,7 +142,8 @@ def rival_of(name: str, step: Step, query: Tensor, caches: Sequence[Tensor], lea
         calls = [flash_attention_3(_SPLITS[name], step, query, kv_cache) for kv_cache in caches]
 
         def check() -> None:
-            check_attention(name, calls[0](), step, query, caches[0], causal_tails(step))
+            tails = torch.ones(len(step.lengths), step.rows, step.rows, dtype=torch.bool).tril()
+            check_attention(name, calls[0](), step, query, caches[0], tails)
 
         return in_turn(calls, least), check
 
@@ -166,8 +161,7 @@ def attention_case(
 ) -> Case:
     """Trees of `nodes` nodes over `context` cached rows.
 
-    Args:
-        cache: a float8 for caches and queries, as vLLM has them; default: the model's.
+    cache: a float8 for caches and queries, as vLLM has them; default: the model's.
     """
     rows, dim = nodes + 1, model.head_dim
     length = context + rows

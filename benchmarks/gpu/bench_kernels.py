@@ -22,13 +22,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [
-    str(ROOT),
-    str(ROOT / "kernels"),
-]  # run from a checkout, even if the package is not installed
+# run from a checkout, even if the package is not installed
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 NEEDS = (
     "Speed is measured on a CUDA GPU, by a Python (3.11 or newer) whose PyTorch is built for CUDA "
     "and which has Triton; vLLM's FlashAttention 3, where installed, is timed beside ours. Choose "
@@ -50,7 +47,6 @@ else:
 from benchmarks.gpu.cases import cases  # noqa: E402
 from benchmarks.gpu.device import gpu_provenance  # noqa: E402
 from benchmarks.gpu.harness import (  # noqa: E402
-    Ceilings,
     Row,
     measure_ceilings,
     run_entry,
@@ -61,7 +57,6 @@ OPS = ("draft", "walk", "compact", "gather", "attention")
 
 
 def line(row: Row) -> str:
-    """One line of the table."""
     if row.timing is None:
         return f"{row.name:44} {row.failed.upper()} FAILED, not timed: {row.error}"
     t = row.timing
@@ -79,58 +74,31 @@ def line(row: Row) -> str:
     return text
 
 
-class Report:
-    """The results so far, in a file that is always valid JSON."""
-
-    def __init__(self, path: Path, ceilings: Ceilings | None, planned: int) -> None:
-        self.path = path
-        self.rows: list[Row] = []
-        self.head: dict[str, Any] = {
-            "provenance": gpu_provenance(),
-            "ceilings": ceilings
-            and {"copy_gb_per_s": ceilings.copy, "matmul_tflop_per_s": ceilings.matmul},
-            "planned": planned,
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.write()
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.write()
-
-    def write(self) -> None:
-        rows = [row.as_json() for row in self.rows]
-        whole = {**self.head, "complete": len(rows) == self.head["planned"], "rows": rows}
-        unfinished = self.path.with_suffix(".part")
-        unfinished.write_text(json.dumps(whole) + "\n")
-        os.replace(unfinished, self.path)
-
-    def summary(self) -> str:
-        verdicts = Counter(row.verdict for row in self.rows if row.verdict)
-        parts = [f"{count} {verdict}" for verdict, count in verdicts.items()]
-        failed = sum(bool(row.failed) for row in self.rows)
-        return f"bars: {', '.join(parts) or 'none'}" + (f"; {failed} FAILED" if failed else "")
-
-
-def run_timings(ops: Sequence[str], replays: int, quick: bool, out: Path) -> Report:
-    """Check and time all cases, and write `out` after each."""
+def run_timings(ops: Sequence[str], replays: int, quick: bool, out: Path) -> list[Row]:
+    """Check and time all cases, and write `out` after each, so that it is always valid JSON."""
     entries = [e for e in cases(QWEN3_8B, "cuda", quick) if not ops or e.op in ops]
     ceilings = measure_ceilings(replays)
-    torch.cuda.empty_cache()
-    report = Report(out, ceilings, len(entries))
     print(f"{torch.cuda.get_device_name()}: a copy reaches {ceilings.copy:.0f} GB/s,", end=" ")
     print(f"a bf16 matrix product {ceilings.matmul:.0f} TFLOP/s")
     print(f"{'case':44} {'median us':>9} {'p20':>9} {'p80':>9}", end=" ")
     print(f"{'GB/s':>8} {'TFLOP/s':>8} {'of it':>8} {'MHz':>5}", flush=True)
+    limits = {"copy_gb_per_s": ceilings.copy, "matmul_tflop_per_s": ceilings.matmul}
+    head = {"provenance": gpu_provenance(), "ceilings": limits, "planned": len(entries)}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished, rows = out.with_suffix(".part"), list[Row]()
     for entry in entries:
+        torch.cuda.empty_cache()
         row = run_entry(entry, ceilings, replays)
-        report.add(row)
+        rows.append(row)
+        found = [row.as_json() for row in rows]
+        whole = {**head, "complete": len(rows) == len(entries), "rows": found}
+        unfinished.write_text(json.dumps(whole) + "\n")
+        os.replace(unfinished, out)
         print(line(row), flush=True)
         for rival in row.rivals:
             if "error" in rival:
                 print(f"  not {rival['name']}: {rival['error'][:160]}", flush=True)
-        torch.cuda.empty_cache()
-    return report
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,9 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
     out = args.out or ROOT / "benchmarks" / "results" / f"kernels-{gpu}.json"
-    report = run_timings(args.op or (), args.replays, args.quick, out)
-    print(f"{report.summary()}; {time.perf_counter() - begin:.0f} s; written to {out}")
-    return 1 if any(row.failed for row in report.rows) else 0
+    rows = run_timings(args.op or (), args.replays, args.quick, out)
+    verdicts = Counter(row.verdict for row in rows if row.verdict)
+    bars = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "none"
+    failed = sum(bool(row.failed) for row in rows)
+    told = f"bars: {bars}" + (f"; {failed} FAILED" if failed else "")
+    print(f"{told}; {time.perf_counter() - begin:.0f} s; written to {out}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

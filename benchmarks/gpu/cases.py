@@ -30,7 +30,6 @@ from benchmarks.gpu.shapes import POISON, Model
 
 
 def same(name: str, got: Tensor, want: Tensor) -> None:
-    """Assert bit equality, on any devices."""
     if not torch.equal(got.cpu(), want.cpu()):
         raise AssertionError(f"{name} differs from its reference")
 
@@ -138,7 +137,6 @@ def draft_case(model: Model, reqs: int, nodes: int, top_k: int, part: str, devic
 
 
 def walk_case(model: Model, reqs: int, nodes: int, device: str) -> Case:
-    """The acceptance walk along the first child of every node."""
     stage = DraftStage(model, reqs, nodes, model.top_ks[0], device)
     stage.all()
     node_ids = torch.arange(reqs * (nodes + 1), device=device) + 1000
@@ -254,7 +252,6 @@ def _draft_entries(model: Model, device: str) -> list[Entry]:
 
 
 def cases(model: Model, device: str, quick: bool = False) -> list[Entry]:
-    """All cases, or with `quick` those that have a bar."""
     nodes = model.nodes[0]
     found = _draft_entries(model, device)
     for reqs in (1, model.many):

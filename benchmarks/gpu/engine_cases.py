@@ -35,8 +35,7 @@ def plan_case(model: Model, reqs: int, most: int, device: str) -> Case:
     starts = torch.arange(reqs + 1, dtype=torch.int32, device=device) * _BLOCK
     lengths = torch.full((reqs,), _CONTEXT + _BLOCK, dtype=torch.int32, device=device)
     workspace = TreeAttentionWorkspace(
-        *(model.heads, model.kv_heads, model.head_dim, model.dtype),
-        *(most * _BLOCK, most, device),
+        *(model.heads, model.kv_heads, model.head_dim, model.dtype), *(most * _BLOCK, most, device)
     )
     rows = reqs * _BLOCK
 

@@ -126,7 +126,6 @@ class Row:
     seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain types, without empty fields."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "", [])}
 
 
@@ -141,16 +140,16 @@ def quantiles(samples: Sequence[float]) -> Timing:
     return Timing(statistics.median(samples), cuts[1], cuts[7])
 
 
-def warm_up(run: Call, wait: Call, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Run for WARM_UP_S. Returns the seconds per run."""
-    done, batch, start = 0, 1, clock()
-    while done == 0 or clock() - start < WARM_UP_S:
+def warm_up(graph: torch.cuda.CUDAGraph) -> float:
+    """Replay for WARM_UP_S. Returns the seconds per replay."""
+    done, batch, start = 0, 1, time.perf_counter()
+    while done == 0 or time.perf_counter() - start < WARM_UP_S:
         for _ in range(batch):
-            run()
-        wait()
+            graph.replay()
+        torch.cuda.synchronize()
         done += batch
         batch = min(2 * batch, 32)
-    return (clock() - start) / done
+    return (time.perf_counter() - start) / done
 
 
 def time_calls(calls: Sequence[Call], replays: int) -> Timing:
@@ -166,12 +165,10 @@ def time_calls(calls: Sequence[Call], replays: int) -> Timing:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    each = warm_up(graph.replay, torch.cuda.synchronize)
+    each = warm_up(graph)
     replays = max(min(replays, int(MEASURED_S / each)), min(replays, LEAST_REPLAYS))
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(replays)
-    ]
+    timed = partial(torch.cuda.Event, enable_timing=True)
+    events = [(timed(), timed()) for _ in range(replays)]
     for start, end in events:
         start.record()
         graph.replay()
@@ -219,7 +216,6 @@ def run_entry(entry: Entry, ceilings: Ceilings, replays: int, timer: Timer = tim
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line."""
     text = f"{type(error).__name__}: {error}".strip()
     return " ".join(text.split())[:300]
 

@@ -2,9 +2,8 @@
 """Run vLLM engines in processes of their own: for the benchmarks and the end-to-end tests.
 
 `process` starts and ends such a process, `engine` configures an engine and its requests, `decoder`
-decodes with one and counts its steps, `session` drives one step by step.
+decodes with one and counts its steps, `driver` times them, `switched` switches a budget.
 
-Each engine gets its own process because engines in one process share global state. An engine that
-runs without the plugin must not import it, so nothing here imports `vllm_bastion`, and vLLM is
-imported only in the engines' processes.
+Engines in one process would share global state. One that runs without the plugin must not import
+it, and vLLM is imported in the engines' processes alone.
 """

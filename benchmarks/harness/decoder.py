@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from benchmarks.harness.engine import Engine, Request
-from benchmarks.harness.process import EngineProcess, no_progress, report_item, report_state
+from benchmarks.harness.process import EngineProcess, ignore, report_item, report_state
 
 # Imported before an engine is built; takes seconds and reads no model.
 IMPORTS = ("vllm.entrypoints.llm",)
@@ -39,8 +39,6 @@ class Completion:
 
 @dataclass
 class Run:
-    """What an engine decoded."""
-
     completions: list[Completion] = field(default_factory=list)
     decode_s: float = 0.0
     probed: Any = None
@@ -48,15 +46,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Count:
-    """Sums over completions."""
-
     tokens: int
     forwards: int
     verified: int
 
     @property
     def tau(self) -> float:
-        """Tokens per target forward."""
         return self.tokens / max(1, self.forwards)
 
     @property
@@ -66,7 +61,6 @@ class Count:
 
 
 def count(completions: Iterable[Completion]) -> Count:
-    """Add up completions."""
     done = list(completions)
     return Count(
         sum(sum(c.emitted) for c in done),
@@ -75,13 +69,20 @@ def count(completions: Iterable[Completion]) -> Count:
     )
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two texts first differ, or None."""
+    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return at
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
 def run_engine(
-    engine: Engine, requests: list[Request], progress: Callable[[str], None] = no_progress
+    engine: Engine, requests: list[Request], progress: Callable[[str], None] = ignore
 ) -> Run:
     """Decode `requests` in a new process. `progress` is called a few times a second.
 
-    Raises:
-        EngineError: the engine failed to start or to decode.
+    Raises EngineError: the engine failed to start or to decode.
     """
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
         process = EngineProcess(Path(folder) / "engine.log", engine.variables())
@@ -95,8 +96,6 @@ def run_engine(
 
 
 class Decoder:
-    """An engine in this process."""
-
     def __init__(self, engine: Engine) -> None:
         from vllm import LLM
 
@@ -107,8 +106,7 @@ class Decoder:
     def decode(self, requests: list[Request], stream: bool = False) -> Run:
         """Decode all requests and report progress in tokens.
 
-        Args:
-            stream: send (index of a request, new token ids) to the caller's `items` callback.
+        stream: send (index of a request, new token ids) to the caller's `items` callback.
         """
         llm, result = self._llm, Run([Completion(request.name) for request in requests])
         if self._timed:  # touch memory and load code
@@ -138,12 +136,10 @@ class Decoder:
 
 
 def engine_core(llm: Any) -> Any:
-    """vLLM's engine core, in this process."""
     return llm.llm_engine.engine_core.engine_core
 
 
 def model_runner(llm: Any) -> Any:
-    """vLLM's model runner, in this process."""
     return engine_core(llm).model_executor.driver_worker.worker.model_runner
 
 
@@ -162,6 +158,15 @@ def reported_nodes(output: Any) -> dict[str, int] | None:
     return None if report is None else report.num_verified
 
 
+def emissions(scheduled: Any, output: Any) -> Iterator[tuple[str, list[int], int]]:
+    """(request, tokens that it emitted, nodes verified for it) of a step; no parts of prompts."""
+    nodes = reported_nodes(output)
+    for name, tokens in zip(output.req_ids, output.sampled_token_ids or (), strict=False):
+        if len(tokens):
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            yield name, tokens, drafts if nodes is None else nodes.get(name, 0)
+
+
 def count_steps(
     llm: Any,
     completions: list[Completion],
@@ -176,22 +181,16 @@ def count_steps(
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
         nonlocal total
-        verified = reported_nodes(output)
-        for row, request_id in enumerate(output.req_ids):
-            emitted = len(output.sampled_token_ids[row]) if output.sampled_token_ids else 0
-            if not emitted:
-                continue  # part of a prompt
-            total += emitted
+        for request_id, tokens, verified in emissions(scheduled, output):
+            total += len(tokens)
+            index = request_index(request_id)
             if stream:
-                new = [int(token) for token in output.sampled_token_ids[row]]
-                report_item((request_index(request_id), new))
+                report_item((index, [int(token) for token in tokens]))
             if request_id not in prefilled:
                 prefilled.add(request_id)
                 continue
-            drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
-            completion = completions[request_index(request_id)]
-            completion.emitted.append(emitted)
-            completion.verified.append(drafts if verified is None else verified.get(request_id, 0))
+            completions[index].emitted.append(len(tokens))
+            completions[index].verified.append(verified)
         if progress is not None:
             progress(total)
         return update(scheduled, output)

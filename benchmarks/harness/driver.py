@@ -30,14 +30,14 @@ class Response:
     """
 
     name: str
-    token_ids: list[int]
-    prompt_len: int
-    begin_s: float
-    first_s: float
-    end_s: float
-    emitted: int
-    forwards: int
-    verified: int
+    token_ids: list[int] = field(default_factory=list)
+    prompt_len: int = 0
+    begin_s: float = 0.0
+    first_s: float = 0.0
+    end_s: float = 0.0
+    emitted: int = 0
+    forwards: int = 0
+    verified: int = 0
     steps: int = 0
     step_ms: float = 0.0
     verify_ms: float = 0.0
@@ -88,7 +88,6 @@ class Clock:
         setattr(owner, name, timed)
 
     def lap(self) -> dict[str, float]:
-        """The milliseconds of each part since the last lap."""
         done, self._ms = self._ms, {}
         return done
 
@@ -124,8 +123,6 @@ class CudaClock(Clock):
 
 
 class Driver:
-    """Drives one engine, as often as asked."""
-
     def __init__(self, llm: Any) -> None:
         import torch
 
@@ -158,9 +155,7 @@ class Driver:
         """
         engine = self._llm.llm_engine
         completions = [Completion(request.name) for request in requests]
-        self._responses = [
-            Response(request.name, [], 0, 0.0, 0.0, 0.0, 0, 0, 0) for request in requests
-        ]
+        self._responses = [Response(request.name) for request in requests]
         original = self._scheduler.update_from_output
         count_steps(self._llm, completions)
         self._watch_steps()
@@ -181,19 +176,15 @@ class Driver:
                 response.first_s = response.first_s or now
                 if output.finished:
                     self._running.discard(index)
-                    completions[index].token_ids = list(output.outputs[0].token_ids)
-                    self._finish(response, completions[index], output, now)
+                    total = count([completions[index]])
+                    response.token_ids = list(output.outputs[0].token_ids)
+                    response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
+                    response.end_s = now
+                    response.emitted, response.forwards = total.tokens, total.forwards
+                    response.verified = total.verified
                     report_item(response)
         self._scheduler.update_from_output = original
         return self._responses
-
-    def _finish(self, response: Response, done: Completion, output: Any, now: float) -> None:
-        total = count([done])
-        response.token_ids = done.token_ids
-        response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
-        response.end_s = now
-        response.emitted, response.forwards = total.tokens, total.forwards
-        response.verified = total.verified
 
     def _watch_steps(self) -> None:
         """Add up the times of steps, each from the end of the one before to its own end."""
@@ -205,9 +196,13 @@ class Driver:
             done = update(scheduled, output)
             now = time.perf_counter()
             parts = self._clock.lap()
-            if before is not None and decodes_only(scheduled):
+            drafts = scheduled.scheduled_spec_decode_tokens
+            rows = scheduled.num_scheduled_tokens
+            # Each request has one row and its drafts, and none a prompt.
+            decodes = all(n == 1 + len(drafts.get(name, ())) for name, n in rows.items())
+            if before is not None and decodes:
                 step_ms = 1e3 * (now - before)
-                for name in scheduled.num_scheduled_tokens:
+                for name in rows:
                     one = self._responses[request_index(name)]
                     one.steps += 1
                     one.step_ms += step_ms
@@ -227,13 +222,6 @@ class Driver:
             for name, error in errors.items():
                 before = response.squared_ms.get(name, 0.0)
                 response.squared_ms[name] = before + error * error
-
-
-def decodes_only(scheduled: Any) -> bool:
-    """Whether a step only decodes: each request has one row and its drafts, and none a prompt."""
-    drafts = scheduled.scheduled_spec_decode_tokens
-    rows = scheduled.num_scheduled_tokens
-    return all(count == 1 + len(drafts.get(name, ())) for name, count in rows.items())
 
 
 def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], None]) -> None:

@@ -53,14 +53,12 @@ class Request:
         )
 
     def vllm_prompt(self) -> Any:
-        """The prompt as vLLM takes it."""
         if isinstance(self.prompt, str):
             return self.prompt
         return {"prompt_token_ids": self.prompt}
 
 
 def sampling_params(given: dict[str, Any]) -> Any:
-    """vLLM's `SamplingParams` from JSON."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -98,7 +96,6 @@ class Engine:
     timed: bool = False
 
     def variables(self) -> dict[str, str]:
-        """Environment variables to add to the user's."""
         return {
             name: value
             for name, value in _ENVIRONMENT.items()
@@ -106,7 +103,6 @@ class Engine:
         }
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `LLM`."""
         return {
             "model": str(self.target),
             "speculative_config": self.speculative,
@@ -135,7 +131,6 @@ class UserEngine(Engine):
     more: dict[str, Any] = field(default_factory=dict)  # further arguments, which win
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `LLM`."""
         arguments = super().arguments()
         if self.memory is not None:
             arguments["gpu_memory_utilization"] = self.memory
@@ -144,12 +139,10 @@ class UserEngine(Engine):
         return arguments | self.more
 
     def variables(self) -> dict[str, str]:
-        """Environment variables to add to the user's."""
         return self.environment
 
 
 def dflash(drafter: Path, gamma: int = GAMMA, method: str = "dflash") -> dict[str, Any]:
-    """`speculative_config` of vLLM's own chain."""
     return {"method": method, "model": str(drafter), "num_speculative_tokens": gamma}
 
 

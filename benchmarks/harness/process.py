@@ -51,12 +51,8 @@ class EngineError(RuntimeError):
     """An engine failed to start or to decode. The text ends with the end of its log."""
 
 
-def no_progress(state: str) -> None:
-    """The default `progress` callback: report nothing."""
-
-
-def no_items(item: Any) -> None:
-    """The default `items` callback: drop what the process sends."""
+def ignore(_: Any) -> None:
+    """The default callback for what the process says."""
 
 
 def report_state(state: str) -> None:
@@ -121,9 +117,9 @@ class EngineProcess:
 
     def answer(
         self,
-        progress: Callable[[str], None] = no_progress,
+        progress: Callable[[str], None] = ignore,
         timeout_s: float = float("inf"),
-        items: Callable[[Any], None] = no_items,
+        items: Callable[[Any], None] = ignore,
     ) -> Any:
         """Wait for the answer to the last call.
 
@@ -160,7 +156,6 @@ class EngineProcess:
                 return
 
     def has_answer(self) -> bool:
-        """Whether `answer` would return at once."""
         return bool(self._connection.poll())
 
     def pause(self) -> None:
@@ -168,7 +163,6 @@ class EngineProcess:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue after `pause`."""
         self._signal(signal.SIGCONT)
 
     def close(self, wait_s: float = 0.0) -> None:
@@ -192,7 +186,6 @@ class EngineProcess:
             raise self._died() from None
 
     def _poll(self, items: Callable[[Any], None]) -> bool:
-        """Wait a moment for an answer."""
         try:
             if not self._connection.poll(_POLL_S):
                 return False

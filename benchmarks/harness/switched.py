@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.decoder import engine_core, model_runner, reported_nodes
+from benchmarks.harness.decoder import emissions, engine_core, model_runner
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import report_state
 from vllm_bastion.policy.step_size import StepSize
@@ -96,23 +96,16 @@ class Switched:
 
         def update_from_output(scheduled: Any, output: Any) -> Any:
             self._steps += 1
-            self._count_tokens(scheduled, output)
+            for name, tokens, verified in emissions(scheduled, output):
+                if name not in self._prompts:
+                    self._prompts.add(name)
+                    continue
+                self._nodes += verified
+                self._forwards += 1
+                self._emitted += len(tokens)
             return update(scheduled, output)
 
         scheduler.update_from_output = update_from_output
-
-    def _count_tokens(self, scheduled: Any, output: Any) -> None:
-        verified = reported_nodes(output)
-        for name, tokens in zip(output.req_ids, output.sampled_token_ids or (), strict=False):
-            if not len(tokens):
-                continue  # part of a prompt
-            if name not in self._prompts:
-                self._prompts.add(name)
-                continue
-            drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
-            self._nodes += drafts if verified is None else verified.get(name, 0)
-            self._forwards += 1
-            self._emitted += len(tokens)
 
     def _watch_times(self, runtime: Any) -> None:
         """Sort what the worker times by requests and rows, beside what the profile says."""
@@ -172,7 +165,6 @@ class Switched:
         controller.plan = planned
 
     def block(self, mode: str, part: str, concurrency: int) -> Block:
-        """Decode the requests of a part, `concurrency` at a time."""
         self._mode = mode
         engine = self._engines.get(mode, self._engines[ADAPTIVE])
         self._forget()
@@ -199,9 +191,7 @@ class Switched:
         )
 
 
-def _medians(
-    timed: dict[tuple[int, int, bool], list[tuple[float, float]]],
-) -> list[list[float]]:
+def _medians(timed: dict[tuple[int, int, bool], list[tuple[float, float]]]) -> list[list[float]]:
     return [
         [reqs, rows, int(verified), len(times), *(float(x) for x in np.median(times, axis=0))]
         for (reqs, rows, verified), times in sorted(timed.items())

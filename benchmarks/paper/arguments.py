@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks.paper
-from benchmarks import TINY
+from benchmarks import TINY, parser_of
 from benchmarks.paper.data import SETS
 from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.methods import Drafter, Target, config_of
@@ -26,11 +26,7 @@ _QUICK = {"samples": 3, "tokens": 48, "replay_prompts": 2}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper",
-        description=benchmarks.paper.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(benchmarks.paper.__doc__)
     add = parser.add_argument
     add("--target", help="a model of the Hub, or a folder")
     add("--drafter", help="its DFlash drafter")
@@ -40,13 +36,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--sets", nargs="+", default=[], metavar="SET", help=f"of {', '.join(SETS)}")
     add("--long", action="store_true", help="the seven sets of LongBench too")
     add("--data", nargs="+", default=[], metavar="SET=FILE", help="local copies of sets")
-    add(
-        "--jsonl",
-        nargs="+",
-        type=Path,
-        default=[],
-        help="own prompts; Spec-Bench, SPEED-Bench",
-    )
+    add("--jsonl", nargs="+", type=Path, default=[], help="own prompts; Spec-Bench, SPEED-Bench")
     add("--samples", type=int, help="prompts per set (default: the paper's)")
     add("--tokens", type=int, default=2048, help="most new tokens (default 2048)")
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
@@ -61,11 +51,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--cudagraphs", metavar="MODE", help="vLLM's cudagraph_mode, such as FULL_DECODE_ONLY")
     add("--raw", action="store_true", help="no chat template (toy pairs: always)")
     add("--ignore-eos", action="store_true", help="always decode --tokens (toy pairs: always)")
-    add(
-        "--max-model-len",
-        type=int,
-        help="default: what prompts need and the model has",
-    )
+    add("--max-model-len", type=int, help="default: what prompts need and the model has")
     add("--replay-prompts", type=int, default=4, help="prompts per set to replay; 0: none")
     add("--quick", action="store_true", help="minutes on two cores: the tiny pair, own prompts")
     add("--out", type=Path, help="the JSONL file (default: results/paper/NAME.jsonl)")
@@ -87,11 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def target_of(given: argparse.Namespace) -> Target:
-    """The target; fills in what a pair of ours implies.
-
-    Raises:
-        DataError: it cannot be had.
-    """
+    """The target; fills in what a pair of ours implies. Raises DataError: it cannot be had."""
     if given.pair is not None:
         source = folder = pair_folder(given.pair)
         if given.max_model_len:
@@ -117,8 +99,7 @@ def target_of(given: argparse.Namespace) -> Target:
 def drafter_of(name: str) -> Drafter:
     """A further drafter, by its checkpoint.
 
-    Raises:
-        DataError: method bastion does not support it.
+    Raises DataError: method bastion does not support it.
     """
     config = config_of(name)
     kind = kind_of(architectures_of(config))
@@ -132,8 +113,7 @@ def drafter_of(name: str) -> Drafter:
 def pair_folder(name: str) -> Path:
     """A pair of `benchmarks/tiny`, of `benchmarks.smollm2`, or of a shape of `benchmarks.widen`.
 
-    Raises:
-        DataError: there is no such pair.
+    Raises DataError: there is no such pair.
     """
     if name == "tiny":
         return TINY

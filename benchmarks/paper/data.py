@@ -97,12 +97,7 @@ SETS: dict[str, DataSet] = {
     ),
     "alpaca": DataSet("tatsu-lab/alpaca", "train", _alpaca),
     **{
-        name: DataSet(
-            "json",
-            "test",
-            _longbench,
-            files=(_HUB + "THUDM/LongBench/data.zip",),
-        )
+        name: DataSet("json", "test", _longbench, files=(_HUB + "THUDM/LongBench/data.zip",))
         for name in _LONGBENCH
     },
 }
@@ -133,8 +128,9 @@ def load_set(
     try:
         if local is not None or known.files:
             names = known.files if local is None else (str(local),)
+            builder = {".parquet": "parquet", ".csv": "csv"}.get(Path(names[0]).suffix, "json")
             files = {known.split: [_inside(one, name) for one in names]}
-            rows = datasets.load_dataset(_builder(names[0]), data_files=files, split=known.split)
+            rows = datasets.load_dataset(builder, data_files=files, split=known.split)
         else:
             rows = datasets.load_dataset(known.path, known.subset, split=known.split)
         count = min(len(rows), known.samples if samples is None else samples)
@@ -149,10 +145,6 @@ def load_set(
         raise DataError(
             f'set "{name}" cannot be had ({reason}): name a copy with --data {name}=FILE'
         ) from error
-
-
-def _builder(name: str) -> str:
-    return {".parquet": "parquet", ".csv": "csv"}.get(Path(name).suffix, "json")
 
 
 def _inside(file: str, name: str) -> str:

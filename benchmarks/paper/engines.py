@@ -22,22 +22,14 @@ _FOLDER = re.compile(r"(?:/[\w.@+-]+)+/")
 
 @contextmanager
 def engine_of(engine: UserEngine, factory: Any = start_driver) -> Iterator[EngineProcess]:
-    """A process with a started engine.
-
-    Raises:
-        EngineError: it does not start.
-    """
+    """A process with a started engine. Raises EngineError: it does not start."""
     with begun(engine, factory) as process:
         wait_until_started(process)
         yield process
 
 
 def wait_until_started(process: EngineProcess) -> None:
-    """Wait for what `begun` began.
-
-    Raises:
-        EngineError: the engine does not start.
-    """
+    """Wait for what `begun` began. Raises EngineError: the engine does not start."""
     process.answer()  # its imports
     process.answer()
 

@@ -23,8 +23,6 @@ _TOKENS = 20  # vLLM's largest default for `logprobs`
 
 
 class Scorer:
-    """A plain engine in this process."""
-
     def __init__(self, engine: Any) -> None:
         from vllm import LLM
 

@@ -16,8 +16,6 @@ Cells = dict[str, dict[str, Cell]]  # method -> set -> its responses
 
 @dataclass
 class Machine:
-    """Everything of one target on one device."""
-
     name: str
     device: str
     commands: list[str] = field(default_factory=list)
@@ -30,7 +28,6 @@ class Machine:
     replayed: list[Row] = field(default_factory=list)
 
     def cells(self, temperature: float, concurrency: int) -> Cells:
-        """The responses of a temperature and a load."""
         found: dict[str, dict[str, list[Row]]] = {}
         for (key, _), row in self.responses.items():
             if (key.temperature, key.concurrency) == (temperature, concurrency):
@@ -41,17 +38,14 @@ class Machine:
         }
 
     def same(self, sets: dict[str, Cell]) -> str:
-        """The losslessness column of one method's responses."""
         rows = [row for cell in sets.values() for row in cell.rows]
         return sameness(rows, self.near_ties, Key.of)
 
     def situations(self) -> list[tuple[float, int]]:
-        """(temperature, concurrency), sorted."""
         return sorted({(key.temperature, key.concurrency) for key, _ in self.responses})
 
 
 def machines(files: Iterable[Path]) -> list[Machine]:
-    """Read results files."""
     found: dict[tuple[str, str], Machine] = {}
     for path in files:
         current: Machine | None = None

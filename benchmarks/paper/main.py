@@ -17,9 +17,10 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from benchmarks import RESULTS
-from benchmarks.harness.engine import Request, UserEngine
+from benchmarks.harness.decoder import run_engine
+from benchmarks.harness.engine import Request, UserEngine, bastion
 from benchmarks.harness.process import EngineError
-from benchmarks.paper import replayed, report
+from benchmarks.paper import report
 from benchmarks.paper.arguments import REAL, config_of, parse, target_of, without_folders
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import LONG, SHORT, load_set
@@ -28,23 +29,25 @@ from benchmarks.paper.judge import judge_all
 from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.methods import PLAIN, Target, chosen, engines_of, fitting, methods
 from benchmarks.paper.plan import Plan
+from benchmarks.paper.replayed import replay
 from benchmarks.paper.run import Runner
 from benchmarks.paper.store import Store, StoreError
 from benchmarks.progress import Progress
 from benchmarks.prompts import DataError, Prompt, load_jsonl
 from benchmarks.provenance import provenance
+from benchmarks.replay.costs import from_profile
+from benchmarks.replay.record import record
 from vllm_bastion.policy.cost.devices import device_name
 
 OUT = RESULTS / "paper"
 # Tokens of a replayed prompt; a recording of one has 1.5 KB for each.
-_REPLAY_TOKENS = 256
+_REPLAY_TOKENS, _REPLAY_ROWS = 256, 1025
 _ROOM = 32
 # Lengths are rounded up, because vLLM compiles again for each.
 _LENGTH_STEP = 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         return report.main(given[1:]) if given[:1] == ["report"] else _run(parse(given), given)
@@ -98,29 +101,14 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
     renderer = Renderer(tokenizer, given.raw, longest - given.tokens - what.gamma - 1)
 
     alive = given.alive or (fitting(what, longest) if cpu else 1)
-    engine = engines_of(
-        what,
-        cpu,
-        alive,
-        max_model_len=longest,
-        dtype=given.dtype,
-        eager=given.eager,
-        cudagraphs=given.cudagraphs,
-    )
+    settings = {name: getattr(given, name) for name in ("dtype", "eager", "cudagraphs")}
+    engine = engines_of(what, cpu, alive, max_model_len=longest, **settings)
     name = given.pair or Path(what.target).name
     out = given.out or OUT / f"{name}{'-quick' if given.quick else ''}.jsonl"
     device = device_name("cpu" if cpu else "cuda")
     header = {"provenance": provenance(without_folders(argv)) | {"device": device}, "name": name}
-    plan = Plan(
-        picked,
-        prompts,
-        given.temperatures,
-        given.concurrency,
-        given.tokens,
-        given.seed,
-        given.ignore_eos,
-        alive,
-    )
+    order = given.temperatures, given.concurrency
+    plan = Plan(picked, prompts, *order, given.tokens, given.seed, given.ignore_eos, alive)
     with Store(out, _settings(given, what) | {"alive": alive}, header) as store:
         for gap, reason in gaps.items():
             store.append({"kind": "gap", "set": gap, "reason": reason})
@@ -128,7 +116,7 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
         runner.run()
         judge_all(store, engine(picked[PLAIN], 1), runner.prompt_and_reply, given.dtype)
         if what.drafter is not None and given.replay_prompts:
-            _replay(store, plan, runner, engine(rows["bastion adaptive"], 1), what, given, out)
+            _replay(store, plan, renderer, engine(rows["bastion adaptive"], 1), what, given, out)
     return report.write([out], out.parent, out.stem)
 
 
@@ -163,7 +151,7 @@ def _length(
 def _replay(
     store: Store,
     plan: Plan,
-    runner: Runner,
+    renderer: Renderer,
     engine: UserEngine,
     what: Target,
     given: argparse.Namespace,
@@ -178,22 +166,22 @@ def _replay(
     requests = {}
     length = min(given.tokens, _REPLAY_TOKENS) + what.gamma + 1
     for temperature in missing:
-        taken: dict[str, int] = {}
         for prompt in plan.prompts:
-            number = taken[prompt.set] = taken.get(prompt.set, 0) + 1
-            if number > given.replay_prompts:
-                continue
-            name = f"{prompt.set}/{prompt.id}/T{temperature:g}"
             seed = plan.seeds()[prompt.set, prompt.id]
-            ids = runner.first_prompt(prompt)
-            requests[name] = Request(name, ids, length, temperature, seed), prompt.set
+            if seed - plan.seed < given.replay_prompts:
+                name = f"{prompt.set}/{prompt.id}/T{temperature:g}"
+                ids = renderer.ids(prompt, [])
+                requests[name] = Request(name, ids, length, temperature, seed), prompt.set
     progress = Progress("recording drafts")
+    drafter, costs = Path(what.drafter), out.with_suffix(".profile.json")
     try:
-        costs = out.with_suffix(".profile.json")
-        source = replayed.measure_costs(engine, what.drafter, 4 * what.gamma, costs)
-        recording = replayed.record(engine, what.drafter, requests, progress)
-        for row in replayed.replay(recording, source, missing, 4 * what.gamma):
-            store.append(row)
+        if not costs.exists():
+            nodes, calibration = 4 * what.gamma, f"write:{costs}"
+            measuring = bastion(drafter, nodes, "adaptive", calibration=calibration)
+            run_engine(replace(engine, speculative=measuring), [])
+        source = from_profile("this machine", costs, _REPLAY_ROWS)
+        recording = record(engine, drafter, requests, progress, {})
+        store.append(*replay(recording, source, missing))
         progress.done(f"{recording.num_steps} steps")
     except EngineError as error:
         reason = short_reason(str(error))

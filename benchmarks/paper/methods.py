@@ -52,7 +52,6 @@ def chain_name(length: int, drafter: str = "") -> str:
 
 
 def fixed_name(nodes: int) -> str:
-    """Row of a fixed budget."""
     return f"bastion N={nodes}"
 
 
@@ -91,8 +90,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table."""
-
     name: str
     speculative: dict[str, Any] | None
     ours: bool = False
@@ -107,7 +104,6 @@ class Method:
         return (self.speculative or {}).get("bastion_budget") == "adaptive"
 
     def engine(self, target: str, cpu: bool, **settings: Any) -> UserEngine:
-        """The engine; `settings` are fields of `UserEngine`."""
         environment = dict(_ENVIRONMENT)
         if not (self.ours or self.second_runner):
             environment["VLLM_PLUGINS"] = ""
@@ -255,8 +251,7 @@ def gpu_share(what: Target, alive: int) -> Callable[[int, int], dict[str, Any]]:
 def _token_bytes(what: Target) -> int:
     """Bytes of a token in the KV caches of a target and its drafter, in two-byte numbers.
 
-    Raises:
-        DataError: a config has not the usual names, so the size is not known.
+    Raises DataError: a config has not the usual names, so the size is not known.
     """
     total = 0
     for name in (what.target, what.drafter):
@@ -301,11 +296,7 @@ def reference_of(method: Method, temperature: float, ran: Sequence[str]) -> str 
 
 
 def config_of(name: str) -> Any:
-    """A checkpoint's config, of a folder or of the Hub.
-
-    Raises:
-        DataError: it cannot be had.
-    """
+    """A checkpoint's config, of a folder or of the Hub. Raises DataError: it cannot be had."""
     try:
         config, _ = PretrainedConfig.get_config_dict(name)
     except OSError as error:

@@ -32,7 +32,6 @@ class Plan:
     alive: int = 1
 
     def keys(self, method: str) -> Iterator[Key]:
-        """Every response of a method, in the order of decoding."""
         longest = max(len(prompt.turns) for prompt in self.prompts)
         for concurrency in self.concurrency:
             for temperature in self.temperatures:
@@ -46,7 +45,6 @@ class Plan:
         return [self.concurrency] if self.alive > 1 else [[one] for one in self.concurrency]
 
     def seeds(self) -> dict[tuple[str, str], int]:
-        """The seed of each prompt, by set and id."""
         numbers: dict[str, int] = {}
         seeds = {}
         for prompt in self.prompts:

@@ -12,7 +12,6 @@ retrieval. Prompts of a length are a set, and all begin with the same passages.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import re
@@ -21,7 +20,8 @@ from importlib import import_module
 from random import Random
 from typing import Any
 
-from benchmarks import TINY
+from benchmarks import TINY, parser_of
+from benchmarks.tiny import text_arithmetic, text_chat, text_code
 
 # Short modules of pure Python whose functions take tens of lines.
 _MODULES = (
@@ -31,6 +31,7 @@ _MODULES = (
 _CHARACTERS = 2400
 _ASKED = "Here is a Python file:\n\n{code}\nRename {name} to {name}_new everywhere, and change \
 nothing else. Answer with the whole file only."
+_TEXTS = (text_arithmetic, text_chat, text_code)
 _LEAD = 24  # tokens of the passage that a prompt repeats
 
 
@@ -45,7 +46,6 @@ def editing() -> Iterator[dict[str, str]]:
 
 
 def passages(lengths: list[int], number: int) -> Iterator[dict[str, str]]:
-    """`number` rows for each length."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY / "target")
@@ -57,13 +57,11 @@ def passages(lengths: list[int], number: int) -> Iterator[dict[str, str]]:
 
 def passage(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[int]]:
     """A prompt of `length` tokens, whose end repeats a piece of a passage, and how that goes on."""
-    from benchmarks.tiny import data
-
     rng = Random("passages")
     texts: list[list[int]] = []
     total = 0
     while total < length:
-        text = data.generate_documents(rng.choice(("arithmetic", "chat", "code")), 1, rng)[0]
+        text = rng.choice(_TEXTS).document(rng)
         ids = tokenizer(f"Passage {len(texts) + 1}:\n{text.strip()}\n\n")["input_ids"]
         texts.append(ids)
         total += len(ids)
@@ -79,12 +77,7 @@ def passage(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[i
 
 
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper.prompts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("kind", choices=("editing", "passages"))
     parser.add_argument("lengths", nargs="*", type=int, help="of passages, in tokens")
     parser.add_argument("--number", type=int, default=1, help="prompts of each length")

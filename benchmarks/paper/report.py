@@ -33,7 +33,6 @@ _COLUMNS = (
 
 
 def markdown(machine: Machine) -> str:
-    """The tables of one machine."""
     lines = [f"# {machine.name} on {machine.device}", ""]
     lines += [f"`{command}`" for command in machine.commands]
     lines += ["", f"Commits {', '.join(machine.commits)}; {_said(machine)}.", ""]

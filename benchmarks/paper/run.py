@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.harness.decoder import first_difference
 from benchmarks.harness.driver import Response
 from benchmarks.harness.engine import Request
 from benchmarks.harness.process import EngineError, EngineProcess
@@ -25,18 +26,13 @@ from benchmarks.paper.engines import begun, short_reason, wait_until_started
 from benchmarks.paper.methods import PLAIN, REFERENCE, groups, reference_of
 from benchmarks.paper.plan import Plan, batches
 from benchmarks.paper.store import Key, Row, Store
-from benchmarks.prompts import Prompt
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 24
 _STARTS = 2  # engines that start side by side where several live
 
 
 class Runner:
-    """Runs a plan.
-
-    Args:
-        engine: a method's engine for a concurrency.
-    """
+    """Runs a plan. engine: a method's engine for a concurrency."""
 
     def __init__(self, plan: Plan, store: Store, renderer: Renderer, engine: Any) -> None:
         self._plan, self._store, self._renderer, self._engine = plan, store, renderer, engine
@@ -46,7 +42,6 @@ class Runner:
         self._sessions: dict[Key, str] = {}
 
     def run(self) -> None:
-        """Decode every missing response."""
         with tqdm(unit="response", disable=None, smoothing=0.05) as bar:
             for levels in self._plan.levels():
                 for group in groups(list(self._plan.methods), self._plan.alive):
@@ -114,7 +109,7 @@ class Runner:
                 if not rounds.get(name):
                     continue
                 bar.set_description(f"{name}, concurrency {concurrency}")
-                keep = found.__setitem__ if paired else self._keep
+                keep = found.__setitem__ if paired else lambda k, r: self._keep_round({k: r}, {})
                 cold = (name, unit[0].temperature) not in warm
                 warm.add((name, unit[0].temperature))
                 try:
@@ -185,9 +180,6 @@ class Runner:
         process.call("drive", list(requests.values()), concurrency)
         process.answer(items=received)
 
-    def _keep(self, key: Key, response: Response) -> None:
-        self._keep_round({key: response}, {})
-
     def _keep_round(self, found: dict[Key, Response], fields: Row) -> None:
         """Append responses; those that others are compared with come first."""
         rows = []
@@ -208,10 +200,6 @@ class Runner:
             self._seeds[where],
             {"ignore_eos": self._plan.ignore_eos} | self._prompts[where].params,
         )
-
-    def first_prompt(self, prompt: Prompt) -> list[int]:
-        """The token ids of a conversation's first turn."""
-        return self._renderer.ids(prompt, [])
 
     def prompt_and_reply(self, key: Key) -> tuple[list[int], list[int]]:
         """The token ids of a known response's prompt, and plain decoding's of its reply."""
@@ -250,11 +238,3 @@ class Runner:
             if row["differs_at"] is not None:
                 row["token"] = [*ids, None][row["differs_at"]]
         return row
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two texts first differ, or None."""
-    for at, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return at
-    return None if len(one) == len(other) else min(len(one), len(other))

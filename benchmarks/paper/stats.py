@@ -28,7 +28,6 @@ class Cell:
         return sum(row[above] for row in self.rows) / total if total else float("nan")
 
     def numbers(self) -> dict[str, float]:
-        """Everything but the ratios to plain decoding."""
         verify, draft, step = (self.rate(f"{p}_ms", "steps") for p in ("verify", "draft", "step"))
         tokens = sum(row["tokens"] for row in self.rows)
         own = [row["emitted"] / row["forwards"] for row in self.rows if row["forwards"]]
@@ -49,7 +48,6 @@ class Cell:
 
 
 def token_ms(row: Row) -> float:
-    """A response's time per token after the first."""
     return 1e3 * (row["end_s"] - row["first_s"]) / max(1, row["tokens"] - 1)
 
 
@@ -69,8 +67,6 @@ def spent(rows: Iterable[Row], begin: str, end: str) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A mean speed-up and its 95% interval."""
-
     mean: float
     low: float
     high: float

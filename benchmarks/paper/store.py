@@ -44,16 +44,11 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> Key:
-        """The key of a row."""
         return cls(*(row[name] for name in cls._fields))
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The finished lines of a file.
-
-    Raises:
-        StoreError: it is no results file.
-    """
+    """The finished lines of a file. Raises StoreError: it is no results file."""
     with path.open("rb") as file:
         for number, line in enumerate(file):
             if line.endswith(b"\n"):
@@ -69,8 +64,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 class Store:
     """A results file that is open for appending, by one process at a time.
 
-    Raises:
-        StoreError: another process writes to the file, or its settings differ.
+    Raises StoreError: another process writes to the file, or its settings differ.
     """
 
     def __init__(self, path: Path, settings: Row, header: Row) -> None:
@@ -113,7 +107,6 @@ class Store:
         return found
 
     def of_kind(self, kind: str) -> Iterable[Row]:
-        """All rows of a kind."""
         return (row for row in self.rows if row["kind"] == kind)
 
     def _drop_torn_line(self) -> None:

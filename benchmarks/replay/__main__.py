@@ -9,30 +9,23 @@ among the cost tables. `--cost` adds a measured latency profile.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import parser_of
 from benchmarks.replay.costs import CostSource, from_profile, mixture_of_experts, paper_a100
 from benchmarks.replay.gate_study import gate_study
 from benchmarks.replay.lookup import lookup_study
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
-from benchmarks.replay.studies import (
-    BATCH_NODES,
-    BATCHES,
-    batch_study,
-    budget_study,
-    score_study,
-)
+from benchmarks.replay.studies import BATCH_NODES, BATCHES, batch_study, budget_study, score_study
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("recording", type=Path, nargs="+")
     parser.add_argument("--cost", action="append", default=[], metavar="NAME=PROFILE.json")
     parser.add_argument("--max-nodes", type=int, default=1024)

@@ -39,11 +39,7 @@ class Budget:
 
 
 def choose_budget(
-    rho: ArrayLike,
-    limits: ArrayLike,
-    cost_ms: CostArray,
-    base_rows: int,
-    total: int | None = None,
+    rho: ArrayLike, limits: ArrayLike, cost_ms: CostArray, base_rows: int, total: int | None = None
 ) -> Budget:
     """The budget of a batch whose nodes compete for one step (see the module).
 

@@ -41,7 +41,6 @@ class CostSource:
     calibrated: CalibratedRoofline | None
 
     def latency(self, name: LatencyName) -> LatencyModel:
-        """A new estimator."""
         bare = self.calibrated.roofline if self.calibrated else None
         return make_latency(name, self.table, roofline=bare, calibrated=self.calibrated)
 
@@ -74,8 +73,7 @@ def mixture_of_experts(max_rows: int) -> CostSource:
 def from_profile(name: str, path: Path, max_rows: int) -> CostSource:
     """A measured profile (`vllm-bastion calibrate`, or a file in `benchmarks/results`).
 
-    Raises:
-        ValueError: the file is not a profile.
+    Raises ValueError: the file is not a profile.
     """
     profile = read_profile(path)
     data = profile.table.to_json() | {"max_rows": max_rows}

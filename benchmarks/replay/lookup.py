@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.replay.costs import CostSource
 from benchmarks.replay.policies import Plain
-from benchmarks.replay.simulation import Corpus, Outcome, Request, Result, Truth, simulate
+from benchmarks.replay.simulation import Corpus, Outcome, Policy, Result, Truth, simulate
 from vllm_bastion.config import COPY_DEPTH
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import LatencyModel
@@ -25,7 +25,7 @@ _BUDGETS = (16, 32, NODES)
 _CPU = torch.device("cpu")
 
 
-class Engine:
+class Engine(Policy):
     """What an engine on a CPU does in a step, but for the target and the drafter.
 
     A request is a slot, so a batch must not hold one twice.
@@ -74,7 +74,6 @@ class Engine:
         self._decision = Decision(True, "nothing is known")
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         recording, controller = self._corpus.recording, self._controller
         slots = recording.step_requests[list(steps)].astype(np.int64)
         positions = recording.step_positions[list(steps)]
@@ -97,7 +96,6 @@ class Engine:
         return outcome
 
     def timed(self, step: StepTimes) -> None:
-        """See `Policy`."""
         verified = step.rows > step.num_reqs
         self._controller.observe([replace(step, verified=verified)])
 
@@ -173,14 +171,16 @@ def lookup_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
         plain = _replay(corpus, source, Plain(), batch)
         groups = {"all": corpus.interleaved()}
         if batch == 1:
-            groups |= {d: [r for r in corpus.requests if r.domain == d] for d in corpus.domains}
+            groups |= {domain: corpus.of_domain(domain) for domain in corpus.domains}
         for name, requests in groups.items():
             row: dict[str, Any] = {"batch": batch, "set": name}
             parts = {m: r if name == "all" else r.of(requests) for m, r in results.items()}
             base = plain if name == "all" else plain.of(requests)
             row |= {method: base.ms / part.ms for method, part in parts.items()}
             if batch == 1:
-                row["oracle"] = base.ms / _hindsight(requests, [plain, *results.values()])
+                every = [plain, *results.values()]
+                best = sum(min(one.request_ms[r.index] for one in every) for r in requests)
+                row["oracle"] = base.ms / best
             for method in ("adaptive", "with copies"):
                 row[f"tau, {method}"] = parts[method].tau
             rows.append(row)
@@ -205,7 +205,3 @@ def _engines(corpus: Corpus, source: CostSource) -> list[Engine]:
 
 def _replay(corpus: Corpus, source: CostSource, policy: Any, batch: int) -> Result:
     return simulate(corpus, policy, Truth(source.table), batch=batch)
-
-
-def _hindsight(requests: list[Request], results: list[Result]) -> float:
-    return sum(min(result.request_ms[r.index] for result in results) for r in requests)

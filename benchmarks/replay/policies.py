@@ -11,59 +11,45 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.replay.controller import Budget, choose_budget
-from benchmarks.replay.simulation import Corpus, Outcome
+from benchmarks.replay.simulation import Corpus, Outcome, Policy
 from benchmarks.replay.steps import StepTree, beam_accepted, chain_accepted
 from vllm_bastion.policy.controller import Batch, Controller
 from vllm_bastion.policy.cost.latency import LatencyModel
 from vllm_bastion.step_times import StepTimes
 
 
-class _Untaught:
-    """A policy that learns nothing."""
-
-    def timed(self, step: StepTimes) -> None:
-        """See `Policy`."""
-
-
 @dataclass
-class Plain(_Untaught):
-    """One token per request and step, nothing drafted."""
-
+class Plain(Policy):
     name: str = "plain"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         return Outcome([0] * len(steps), 0, drafted=False)
 
 
 @dataclass
-class Chain(_Untaught):
+class Chain(Policy):
     """The best child at every depth: the chain that vLLM's own drafters verify."""
 
     corpus: Corpus
     name: str = "chain"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         corpus = self.corpus
         accepted = [chain_accepted(corpus.scores(s), corpus.ranks[s]) for s in steps]
         return Outcome(accepted, len(steps) * self.corpus.recording.depth)
 
 
 @dataclass
-class Beam(_Untaught):
+class Beam(Policy):
     """`width` nodes at every depth."""
 
     corpus: Corpus
     width: int
 
-    @property
-    def name(self) -> str:
-        """E.g. beam 4x15."""
-        return f"beam {self.width}x{self.corpus.recording.depth}"
+    def __post_init__(self) -> None:
+        self.name = f"beam {self.width}x{self.corpus.recording.depth}"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         corpus = self.corpus
         accepted = [beam_accepted(corpus.scores(s), corpus.ranks[s], self.width) for s in steps]
         # the first level has at most K nodes
@@ -73,19 +59,16 @@ class Beam(_Untaught):
 
 
 @dataclass
-class Fixed(_Untaught):
+class Fixed(Policy):
     """The best `nodes` nodes of every request."""
 
     corpus: Corpus
     nodes: int
 
-    @property
-    def name(self) -> str:
-        """E.g. fixed 64."""
-        return f"fixed {self.nodes}"
+    def __post_init__(self) -> None:
+        self.name = f"fixed {self.nodes}"
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         trees = [self.corpus.tree(step) for step in steps]
         total = sum(min(self.nodes, len(tree.rho)) for tree in trees)
         return Outcome([tree.accepted(self.nodes) for tree in trees], total)
@@ -105,7 +88,7 @@ class _Trees:
     accepted: list[int] = field(default_factory=list)
 
 
-class Adaptive:
+class Adaptive(Policy):
     """The controller as the engine runs it (`vllm_bastion/engine/verification.py`, `lagged.py`).
 
     Args:
@@ -147,7 +130,6 @@ class Adaptive:
         self.predictions: list[tuple[float, int]] = []
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        """See `Policy`."""
         requests = self._requests(steps)
         self._history.append(_Trees())
         if self.lag:

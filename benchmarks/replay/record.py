@@ -4,25 +4,22 @@
     python -m benchmarks.replay.record                     # results/recordings/tiny.npz
     python -m benchmarks.replay.record --drafter benchmarks/tiny/dflash2 --temperatures 0
     python -m benchmarks.replay.record --target T --drafter D --jsonl FILE   # chats of any pair
-    python -m benchmarks.replay.record --profile           # instead: results/cpu-profile.json
 
 A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) and verifies
 nothing, so it emits one token per step, and the drafter's top-K is recorded at every position.
 Tokens and drafts do not depend on what is verified, so any budget policy can be replayed on the
 recording. If the drafter has a head over its candidates, all of its scores are recorded too
 (17 times the size: such a file is not in the repository).
-
-The profile holds this machine's step costs (`bastion_calibration`). Measure it on an idle machine.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, TINY
+from benchmarks import RESULTS, TINY, parser_of
 from benchmarks.harness.decoder import Run, run_engine
 from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
 from benchmarks.progress import Progress
@@ -31,8 +28,6 @@ from benchmarks.provenance import provenance
 from benchmarks.replay.recording import Drafted, Emitted, Recording, recording_of, save_recording
 
 BATCH = 4
-# Step costs are measured up to the root and 1,023 nodes, with room for their context.
-PROFILE_ROWS, PROFILE_LEN = 1024, 2048
 
 
 def requests_for(
@@ -52,14 +47,8 @@ def requests_for(
 def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Recording:
     """The recording of a run whose probe was `benchmarks.probes:drafts`."""
     requests = [
-        Emitted(
-            one.name,
-            asked[one.name][1],
-            asked[one.name][0].temperature,
-            one.prompt_ids,
-            one.token_ids,
-        )
-        for one in done.completions
+        Emitted(one.name, domain, request.temperature, one.prompt_ids, one.token_ids)
+        for one, (request, domain) in zip(done.completions, asked.values(), strict=True)
     ]
     names = list(asked)
     drafts = (
@@ -67,6 +56,24 @@ def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Reco
         for d in done.probed
     )
     return recording_of(meta, requests, drafts)
+
+
+def record(
+    engine: Engine,
+    drafter: Path,
+    asked: dict[str, tuple[Request, str]],
+    progress: Any,
+    meta: Any,
+    **keys: Any,
+) -> Recording:
+    """The drafts at every position of requests, which are named with their domains."""
+    probing = replace(
+        engine,
+        speculative=bastion(drafter, 1, 1, lookup=False, **keys),
+        eager=True,
+        probe="benchmarks.probes:drafts",
+    )
+    return collect(run_engine(probing, [one for one, _ in asked.values()], progress), asked, meta)
 
 
 def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, str]]:
@@ -84,54 +91,26 @@ def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, s
     return [{"id": f"{p.set}/{p.id}", "domain": p.set, "prompt": text(p.turns[0])} for p in prompts]
 
 
-def record_profile(target: Path, drafter: Path, path: Path) -> None:
-    """Start an engine that measures its step costs and stores them."""
-    path.unlink(missing_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    speculative = bastion(drafter, GAMMA, "adaptive", calibration=f"write:{path}")
-    engine = Engine(
-        speculative, target, max_num_batched_tokens=PROFILE_ROWS, max_model_len=PROFILE_LEN
-    )
-    progress = Progress("step costs")
-    run_engine(engine, [], progress)
-    progress.done(f"{path.name}, {progress.seconds:.0f} s")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=int, default=8, help="per domain (default 8)")
     parser.add_argument("--steps", type=int, default=36, help="steps per request (default 36)")
     parser.add_argument("--top-k", type=int, default=16, help="candidates per depth (default 16)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--profile", action="store_true", help="measure step costs instead")
     parser.add_argument("--target", type=Path, default=TINY / "target")
     parser.add_argument("--drafter", type=Path, default=TINY / "drafter")
-    parser.add_argument("--data", type=Path, default=TINY / "prompts.jsonl")
-    parser.add_argument("--jsonl", type=Path, nargs="+", help="in place of it, as chats")
+    parser.add_argument("--jsonl", type=Path, nargs="+", help="chats, in place of its prompts")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
-    if given.profile:
-        record_profile(given.target, given.drafter, given.out / "cpu-profile.json")
-        return 0
     if given.jsonl:
         rows = chats(given.target, given.jsonl, given.prompts)
     else:
-        rows = load_prompts(given.data, given.prompts)
+        rows = load_prompts(TINY / "prompts.jsonl", given.prompts)
     asked = requests_for(rows, given.temperatures, given.steps)
-    engine = Engine(
-        bastion(given.drafter, 1, 1, top_k=given.top_k, lookup=False),
-        given.target,
-        max_num_seqs=BATCH,
-        max_model_len=1024,
-        probe="benchmarks.probes:drafts",
-    )
+    engine = Engine(target=given.target, max_num_seqs=BATCH, max_model_len=1024)
     progress = Progress("recording")
     meta = provenance() | {"pair": given.target.parent.name, "steps": given.steps}
-    done = run_engine(engine, [request for request, _ in asked.values()], progress)
-    recording = collect(done, asked, meta)
+    recording = record(engine, given.drafter, asked, progress, meta, top_k=given.top_k)
     kind = "" if given.drafter.name == "drafter" else f"-{given.drafter.name}"
     path = given.out / "recordings" / f"{given.target.parent.name}{kind}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,6 @@ class Recording:
 
     @property
     def depth(self) -> int:
-        """Drafted depths, D."""
         return self.topk_tokens.shape[1]
 
     @property
@@ -80,7 +79,6 @@ class Recording:
 
     @property
     def num_steps(self) -> int:
-        """Recorded steps, M."""
         return len(self.step_requests)
 
     def continuation(self, step: int, length: int | None = None) -> NDArray[np.int32]:
@@ -101,9 +99,8 @@ class Recording:
     def check(self) -> None:
         """Check that replay can read the recording.
 
-        Raises:
-            ValueError: shapes disagree, scores are not sorted log-probabilities, or a step's
-                continuation is shorter than D + 1 tokens.
+        Raises ValueError: shapes disagree, scores are not sorted log-probabilities, or a step's
+        continuation is shorter than D + 1 tokens.
         """
         num_reqs, m = len(self.request_ids), self.num_steps
         shape = (m, *self.topk_tokens.shape[1:])
@@ -205,63 +202,42 @@ def recording_of(
 
 
 def save_recording(recording: Recording, path: str | Path) -> None:
-    """Write atomically.
-
-    Raises:
-        ValueError: see `Recording.check`.
-    """
+    """Write atomically. Raises ValueError: see `Recording.check`."""
     recording.check()
+    stored = {name: value for name, value in vars(recording).items() if value is not None}
     tokens = recording.topk_tokens
     small = not tokens.size or int(tokens.max()) < 1 << 16
+    stored |= {
+        "version": np.int32(FORMAT),
+        "meta": np.array(json.dumps(recording.meta)),
+        "request_ids": np.array(recording.request_ids, dtype=np.str_),
+        "domains": np.array(recording.domains, dtype=np.str_),
+        "topk_tokens": tokens.astype(np.uint16) if small else tokens,
+        "topk_logprobs": recording.topk_logprobs.astype(np.float16),
+    }
     path = Path(path)
-    transitions = {} if recording.transitions is None else {"transitions": recording.transitions}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
-        np.savez_compressed(
-            file,
-            version=np.int32(FORMAT),
-            meta=np.array(json.dumps(recording.meta)),
-            request_ids=np.array(recording.request_ids, dtype=np.str_),
-            domains=np.array(recording.domains, dtype=np.str_),
-            temperatures=recording.temperatures,
-            prompt_lens=recording.prompt_lens,
-            prompts=recording.prompts,
-            token_offsets=recording.token_offsets,
-            tokens=recording.tokens,
-            step_requests=recording.step_requests,
-            step_positions=recording.step_positions,
-            context_lens=recording.context_lens,
-            topk_tokens=tokens.astype(np.uint16) if small else tokens,
-            topk_logprobs=recording.topk_logprobs.astype(np.float16),
-            **transitions,
-        )
+        np.savez_compressed(file, **stored)
     os.replace(temporary, path)
 
 
 def load_recording(path: str | Path) -> Recording:
     """Read and check a recording.
 
-    Raises:
-        ValueError: another format version, or see `Recording.check`.
+    Raises ValueError: another format version, or see `Recording.check`.
     """
     with np.load(path, allow_pickle=False) as file:
         if "version" not in file or int(file["version"]) != FORMAT:
             raise ValueError(f"{path} is no recording of format {FORMAT}")
-        recording = Recording(
-            meta=json.loads(str(file["meta"])),
-            request_ids=[str(name) for name in file["request_ids"]],
-            domains=[str(name) for name in file["domains"]],
-            temperatures=file["temperatures"],
-            prompt_lens=file["prompt_lens"],
-            prompts=file["prompts"],
-            token_offsets=file["token_offsets"],
-            tokens=file["tokens"],
-            step_requests=file["step_requests"],
-            step_positions=file["step_positions"],
-            context_lens=file["context_lens"],
-            topk_tokens=file["topk_tokens"].astype(np.int32),
-            topk_logprobs=file["topk_logprobs"].astype(np.float32),
-            transitions=file.get("transitions"),
-        )
+        stored = {name: file[name] for name in file if name != "version"}
+    stored |= {
+        "meta": json.loads(str(stored["meta"])),
+        "request_ids": [str(name) for name in stored["request_ids"]],
+        "domains": [str(name) for name in stored["domains"]],
+        "topk_tokens": stored["topk_tokens"].astype(np.int32),
+        "topk_logprobs": stored["topk_logprobs"].astype(np.float32),
+    }
+    recording = Recording(**stored)
     recording.check()
     return recording

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import zip_longest
 
 import numpy as np
 
@@ -60,14 +60,15 @@ class Corpus:
 
     @property
     def domains(self) -> list[str]:
-        """Domains in order of appearance."""
         return list(dict.fromkeys(request.domain for request in self.requests))
+
+    def of_domain(self, name: str) -> list[Request]:
+        return [request for request in self.requests if request.domain == name]
 
     def interleaved(self) -> list[Request]:
         """All requests, alternating between the domains."""
-        by_domain = {name: [r for r in self.requests if r.domain == name] for name in self.domains}
-        longest = max((len(rows) for rows in by_domain.values()), default=0)
-        return [rows[i] for i in range(longest) for rows in by_domain.values() if i < len(rows)]
+        turns = zip_longest(*map(self.of_domain, self.domains))
+        return [request for turn in turns for request in turn if request is not None]
 
     def remaining(self, step: int) -> int:
         """Tokens that the request still emits in this step and later."""
@@ -78,7 +79,6 @@ class Corpus:
         return self.recording.scores[step].astype(np.float64)
 
     def tree(self, step: int) -> StepTree:
-        """The raw best-first tree of a step."""
         tree = self._trees[step]
         if tree is None:
             tree = best_first(self.scores(step), self.ranks[step], self.max_nodes)
@@ -88,8 +88,6 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one step under a policy."""
-
     # [R] draft tokens accepted
     accepted: Sequence[int]
     # draft nodes verified, whole batch
@@ -98,21 +96,15 @@ class Outcome:
     drafted: bool = True
 
 
-class Policy(Protocol):
-    """Decides how many nodes of every request are verified."""
-
-    @property
-    def name(self) -> str:
-        """The row in the tables."""
-        ...
+class Policy:
+    name: str  # the row in the tables
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         """One step of the batch whose recorded steps are `steps`."""
-        ...
+        raise NotImplementedError
 
     def timed(self, step: StepTimes) -> None:
-        """The times of that step, as the engine measures them."""
-        ...
+        """The times of that step, as the engine measures them; by default nothing is learned."""
 
 
 @dataclass
@@ -156,7 +148,7 @@ class Truth:
 
 @dataclass
 class Result:
-    """Sums over a replay."""
+    """Sums over a replay; `parts` are those of each request, by its index (batch 1 only)."""
 
     name: str
     ms: float = 0.0
@@ -164,34 +156,34 @@ class Result:
     steps: int = 0
     request_steps: int = 0
     nodes: int = 0
-    # per request index (batch 1 only): ms
-    request_ms: dict[int, float] = field(default_factory=dict)
-    request_tokens: dict[int, int] = field(default_factory=dict)
-    request_rounds: dict[int, int] = field(default_factory=dict)
-    request_nodes: dict[int, int] = field(default_factory=dict)
+    parts: dict[int, Result] = field(default_factory=dict)
 
     @property
     def tau(self) -> float:
-        """Tokens per request and target forward pass."""
         return self.tokens / self.request_steps
 
     @property
     def mean_nodes(self) -> float:
-        """Draft nodes verified per request and step."""
         return self.nodes / self.request_steps
+
+    @property
+    def request_ms(self) -> dict[int, float]:
+        return {index: part.ms for index, part in self.parts.items()}
 
     def of(self, requests: Iterable[Request]) -> Result:
         """The part of a batch-1 replay that belongs to `requests`."""
-        picked = [r.index for r in requests]
-        rounds = sum(self.request_rounds[q] for q in picked)
-        return Result(
-            self.name,
-            sum(self.request_ms[q] for q in picked),
-            sum(self.request_tokens[q] for q in picked),
-            rounds,
-            rounds,
-            sum(self.request_nodes[q] for q in picked),
-        )
+        total = Result(self.name)
+        for request in requests:
+            part = self.parts[request.index]
+            total.add(part.ms, part.tokens, part.nodes, part.steps, part.request_steps)
+        return total
+
+    def add(self, ms: float, tokens: int, nodes: int, steps: int, request_steps: int) -> None:
+        self.ms += ms
+        self.tokens += tokens
+        self.nodes += nodes
+        self.steps += steps
+        self.request_steps += request_steps
 
 
 def simulate(
@@ -218,19 +210,15 @@ def simulate(
         rows = len(active) + outcome.nodes
         ms, measured = truth.step_ms(rows, len(active), context, outcome.drafted)
         policy.timed(measured)
-        result.ms += ms
-        result.steps += 1
-        result.request_steps += len(active)
-        result.nodes += outcome.nodes
+        tokens, reqs = 0, len(active)
         for row, accepted in zip(active, outcome.accepted, strict=True):
             emitted = min(accepted + 1, row[3] + 1 - row[2])
             row[2] += emitted
-            result.tokens += emitted
-            if batch == 1:
-                q = row[0]
-                result.request_ms[q] = result.request_ms.get(q, 0.0) + ms
-                result.request_tokens[q] = result.request_tokens.get(q, 0) + emitted
-                result.request_rounds[q] = result.request_rounds.get(q, 0) + 1
-                result.request_nodes[q] = result.request_nodes.get(q, 0) + outcome.nodes
+            tokens += emitted
+        sums = [result]
+        if batch == 1:
+            sums.append(result.parts.setdefault(active[0][0], Result(policy.name)))
+        for one in sums:
+            one.add(ms, tokens, outcome.nodes, 1, reqs)
         active = [row for row in active if row[2] <= row[3]]
     return result

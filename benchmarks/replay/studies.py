@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.replay.costs import CostSource
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
-from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
+from benchmarks.replay.simulation import Corpus, Policy, Result, Truth, simulate
 from benchmarks.replay.steps import greedy_chain
 
 BUDGETS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -43,9 +43,10 @@ def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
     results = [simulate(corpus, policy, truth) for policy in others]
     # a name of its own, because the number may also be a budget of the sweep
     results[2].name = f"best-first {matched}"
-    rows = {r.name: _by_domain(corpus, r, plain) for r in [plain, *fixed.values(), *results]}
+    rows = {r.name: by_domain(corpus, r, plain) for r in [plain, *fixed.values(), *results]}
     rows["oracle per domain"] = _oracle(corpus, fixed, plain, per_prompt=False)
     rows["oracle per prompt"] = _oracle(corpus, fixed, plain, per_prompt=True)
+    rows = {name: _with_mean(own) for name, own in rows.items()}
     best = max((rows[r.name]["average"]["speedup"], n) for n, r in fixed.items())
     speed = {name: row["average"]["speedup"] for name, row in rows.items()}
     return {
@@ -116,24 +117,16 @@ def score_study(corpus: Corpus, source: CostSource) -> dict[str, float]:
     )
     chain = np.exp(np.cumsum(logprobs, axis=1)).sum(axis=1)
     truth = np.cumprod(corpus.ranks[steps] == chains, axis=1).sum(axis=1)
-    return {
-        **_correlations("chain", chain, truth),
-        **_correlations("tree", predicted, accepted),
-    }
+    return {**_correlations("chain", chain, truth), **_correlations("tree", predicted, accepted)}
 
 
-def _by_domain(corpus: Corpus, result: Result, plain: Result) -> dict[str, dict[str, float]]:
-    rows = {}
-    for domain in corpus.domains:
-        requests = [r for r in corpus.requests if r.domain == domain]
-        part, base = result.of(requests), plain.of(requests)
-        rows[domain] = {
-            "speedup": base.ms / part.ms,
-            "tau": part.tau,
-            "nodes": part.mean_nodes,
-        }
-    rows["average"] = _mean(rows.values())
-    return rows
+def by_domain(corpus: Corpus, result: Result, plain: Result) -> dict[str, dict[str, float]]:
+    requests = {domain: corpus.of_domain(domain) for domain in corpus.domains}
+    return {name: _numbers(result.of(own), plain.of(own)) for name, own in requests.items()}
+
+
+def _numbers(part: Result, plain: Result) -> dict[str, float]:
+    return {"speedup": plain.ms / part.ms, "tau": part.tau, "nodes": part.mean_nodes}
 
 
 def _oracle(
@@ -142,25 +135,20 @@ def _oracle(
     """The best fixed budget in hindsight, of every domain or of every prompt."""
     rows = {}
     for domain in corpus.domains:
-        requests = [r for r in corpus.requests if r.domain == domain]
-        groups: list[list[Request]] = [[r] for r in requests] if per_prompt else [requests]
-        best = [
-            min((result.of(group) for result in fixed.values()), key=lambda part: part.ms)
-            for group in groups
-        ]
-        rounds = sum(part.steps for part in best)
-        rows[domain] = {
-            "speedup": plain.of(requests).ms / sum(part.ms for part in best),
-            "tau": sum(part.tokens for part in best) / rounds,
-            "nodes": sum(part.nodes for part in best) / rounds,
-        }
-    rows["average"] = _mean(rows.values())
+        requests = corpus.of_domain(domain)
+        best = Result("oracle")
+        for group in [[request] for request in requests] if per_prompt else [requests]:
+            part = min((result.of(group) for result in fixed.values()), key=lambda part: part.ms)
+            best.add(part.ms, part.tokens, part.nodes, part.steps, part.request_steps)
+        rows[domain] = _numbers(best, plain.of(requests))
     return rows
 
 
-def _mean(rows: Any) -> dict[str, float]:
-    rows = list(rows)
-    return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+def _with_mean(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    numbers = list(rows.values())
+    keys = ("speedup", "tau", "nodes")
+    mean = {key: float(np.mean([row[key] for row in numbers])) for key in keys}
+    return {**rows, "average": mean}
 
 
 def _correlations(

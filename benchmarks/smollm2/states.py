@@ -7,10 +7,8 @@ It is most of a training step otherwise, so it is stored once for every shard of
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
+from benchmarks import parser_of
 from benchmarks.smollm2.target import fetch, pair_folder
 from benchmarks.tiny.model import Target, load_target
 
@@ -32,8 +31,7 @@ CHUNK = 16  # rows of a forward pass
 class Row:
     """A conversation in a shard's states: positions `begin` to `begin + length` of it.
 
-    Args:
-        first: where the first block starts, the last token of the prompt.
+    first: where the first block starts, the last token of the prompt.
     """
 
     shard: int
@@ -56,7 +54,6 @@ class States:
             self.add(torch.load(path, mmap=True))
 
     def add(self, shard: dict[str, Tensor]) -> None:
-        """Add what `states_of` returns."""
         for begin, length, first, greedy in shard.pop("rows").tolist():
             self.rows.append(Row(len(self.shards), begin, length, first, bool(greedy)))
         self.shards.append(shard)
@@ -72,7 +69,6 @@ class States:
         return draw
 
     def batch(self, rows: list[Row]) -> dict[str, Tensor]:
-        """The rows as `make_rollouts` of benchmarks/tiny has them, padded at the end."""
         longest = max(row.length for row in rows)
         out = {
             name: values.new_zeros(len(rows), longest, *values.shape[1:])
@@ -88,41 +84,6 @@ class States:
         }
 
 
-class Following(States):
-    """States in a GPU's memory, which grow while `benchmarks.smollm2.rollouts` writes shards."""
-
-    def __init__(self, target: Target, shards: Path) -> None:
-        super().__init__()
-        self._target, self._shards, self._known = target, shards, set[str]()
-
-    def batches(self, size: int) -> Callable[[], dict[str, Tensor]]:
-        """As `States.batches`; waits for the first rows, then looks for more every 25 draws."""
-        draw, drawn = super().batches(size), 0
-
-        def grown() -> dict[str, Tensor]:
-            nonlocal drawn
-            if drawn % 25 == 0:
-                self._look()
-            while len(self.rows) < size:
-                if not self._look():
-                    time.sleep(0.5)
-            drawn += 1
-            return draw()
-
-        return grown
-
-    def _look(self) -> bool:
-        """Add a shard that is new, if there is one."""
-        found = sorted(self._shards.glob("*.jsonl"))
-        new = next((path for path in found if path.stem not in self._known), None)
-        if new is None:
-            return False
-        self._known.add(new.stem)
-        self.add(shard_of(self._target, new))
-        print(f"{new.stem}: {len(self.rows)} replies", flush=True)
-        return True
-
-
 def store(target: Target, shards: Path, folder: Path) -> None:
     """Compute the states of every shard of replies that has none yet."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,16 +91,12 @@ def store(target: Target, shards: Path, folder: Path) -> None:
         out = folder / f"{path.stem}.pt"
         if out.exists():
             continue
-        torch.save(shard_of(target, path), out.with_suffix(".part"))
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
+        states = states_of(target, rows, greedy=path.stem.endswith("-t0"))
+        torch.save(states, out.with_suffix(".part"))
         out.with_suffix(".part").rename(out)
         print(f"states of {path.stem}", flush=True)
-
-
-def shard_of(target: Target, path: Path) -> dict[str, Tensor]:
-    """The states of a shard of replies."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
-    return states_of(target, rows, greedy=path.stem.endswith("-t0"))
 
 
 @torch.no_grad()
@@ -171,8 +128,7 @@ def states_of(target: Target, rows: list[dict], greedy: bool) -> dict[str, Tenso
 
 
 def main() -> None:
-    """Store what is missing."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2.states")
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

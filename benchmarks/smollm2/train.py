@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the drafter on the target's replies: `python -m benchmarks.smollm2.train`.
 
-The steps, the loss and the model are those of benchmarks/tiny, the data what
-`benchmarks.smollm2.states` has stored. Checkpoints and a log are in the pair's folder; an
-interrupted run goes on from the last checkpoint, also with other data or another number of steps.
+It reads what `benchmarks.smollm2.states` has stored, and writes checkpoints and a log to the pair's
+folder. An interrupted run goes on from the last checkpoint, also with other data or more steps.
 `--export` writes the checkpoint's drafter. `--selector` trains a DFlash2 selector on the exported
 drafter, whose weights stay; it drafts the whole vocabulary, because vLLM's DFlash2 reads no `d2t`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections import Counter
@@ -21,26 +19,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
+from benchmarks import parser_of
 from benchmarks.smollm2.install import OURS, write_compact
-from benchmarks.smollm2.states import Following, States
+from benchmarks.smollm2.states import States
+from benchmarks.smollm2.steps import draft_steps
 from benchmarks.smollm2.target import fetch, pair_folder
-from benchmarks.tiny.drafter import (
-    DRAFTER_LAYERS,
-    Drafter,
-    fix_key_norms,
-    load_drafter,
-    save_drafter,
-)
+from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
 from benchmarks.tiny.heads import Selector
 from benchmarks.tiny.model import Dims, load_target
-from benchmarks.tiny.train import draft_steps
 
 MASK = "<reponame>"  # which no chat contains
 WORDS = 8192  # tokens that can be drafted
 BLOCK = 8  # chains and trees deeper than 7 would pay seldom with replies this hard to guess
-FEED_FORWARD = 1024
-DECAY = 4.0  # of the loss over depth
-SOFT_LABELS = 0.5
+LAYERS, FEED_FORWARD = 3, 1024
 RANK = 64  # of the selector
 NAME = "drafter"
 
@@ -62,13 +53,17 @@ def vocabulary(shards: Path, size: int) -> Tensor:
 
 
 def new_drafter(target: torch.nn.Module, words: Tensor, mask_id: int) -> Drafter:
-    """Three layers; key norms are fixed from the start (see `fix_key_norms`)."""
+    """An untrained drafter, whose key norms stay 1.
+
+    vLLM 0.32's CPU kernel applies the first layer's key norm to the context of every layer.
+    """
     torch.manual_seed(1)
     sizes = {k: getattr(target.dims, k) for k in Dims.__dataclass_fields__}
-    sizes |= {"num_hidden_layers": DRAFTER_LAYERS, "intermediate_size": FEED_FORWARD}
+    sizes |= {"num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD}
     model = Drafter(Dims(**sizes), mask_id, vocabulary=words, block_size=BLOCK)
     model.norm.weight.data.copy_(target.norm.weight)  # which the shared head expects
-    fix_key_norms(model)
+    for layer in model.layers:
+        layer.self_attn.k_norm.requires_grad_(False)
     return model
 
 
@@ -82,12 +77,7 @@ def with_selector(drafter: Path) -> Drafter:
 
 
 def main() -> None:
-    """Train, write the drafter."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.smollm2.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seconds", type=float, help="end earlier, with the whole course of rates")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -95,7 +85,6 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=16, help="blocks of a reply")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--begin", type=Path, help="a drafter whose weights training starts from")
     parser.add_argument("--selector", action="store_true", help="a DFlash2 selector alone")
     parser.add_argument("--export", action="store_true", help="only write the checkpoint's drafter")
     parser.add_argument("--publish", action="store_true", help="write it to this repository too")
@@ -108,49 +97,23 @@ def main() -> None:
     name = "dflash2" if args.selector else NAME
     if args.selector:
         model = with_selector(args.work / NAME)
-    elif args.begin is not None:
-        begin = load_drafter(args.begin)
-        model = new_drafter(target, begin.vocabulary, begin.mask_id)
-        model.load_state_dict(begin.state_dict())
     else:
-        model = new_drafter(target, vocabulary(folder / "rollouts", WORDS), mask_of(source))
+        tokens = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
+        mask = next(token["id"] for token in tokens if token["content"] == MASK)
+        model = new_drafter(target, vocabulary(folder / "rollouts", WORDS), mask)
     model.to(args.device)
     if args.export:
         state = torch.load(args.work / f"{name}.ckpt", map_location=args.device)
         model.load_state_dict(state["model"])
     else:
-        if args.device == "cpu":
-            states = States()
-            states.load(folder / "states")
-            print(f"{len(states.rows)} replies", flush=True)
-        else:
-            states = Following(target, folder / "rollouts")
-        draft_steps(
-            name,
-            model,
-            target,
-            states.batches(args.rows),
-            args.steps,
-            args.lr,
-            args,
-            SOFT_LABELS,
-            anchors=args.anchors,
-            decay=DECAY,
-        )
-    save_drafter(model, args.work / name, target, eos_of(source))
+        states = States()
+        states.load(folder / "states")
+        print(f"{len(states.rows)} replies", flush=True)
+        draft_steps(name, model, target, states.batches(args.rows), args)
+    eos = json.loads((source / "config.json").read_text())["eos_token_id"]
+    save_drafter(model, args.work / name, target, eos)
     if args.publish:
         write_compact(args.work / name, OURS.with_name(name), OURS if args.selector else None)
-
-
-def mask_of(source: Path) -> int:
-    """The id of the mask token."""
-    tokens = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
-    return next(token["id"] for token in tokens if token["content"] == MASK)
-
-
-def eos_of(source: Path) -> int:
-    """The id that ends a turn."""
-    return json.loads((source / "config.json").read_text())["eos_token_id"]
 
 
 if __name__ == "__main__":

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny pair, its other drafters, and how they were trained: see README.md."""
+"""The tiny pair, its other drafters, and their models in plain torch: see README.md."""

@@ -29,7 +29,6 @@ from benchmarks.tiny.model import Dims, Layer, RMSNorm, Target, hf_config, rope_
 
 BLOCK_SIZE = 16
 TARGET_LAYER_IDS = Target.feature_layers
-DRAFTER_LAYERS = 3
 
 
 class Drafter(nn.Module):
@@ -138,22 +137,6 @@ class Drafter(nn.Module):
         return torch.cat([context, own.expand(batch, -1, -1)], dim=-1)[:, None]
 
 
-def fix_key_norms(model: Drafter) -> None:
-    """Freeze the scale of all key norms at 1, and move most of it to the query norms.
-
-    vLLM 0.32 norms the context's keys of all layers in one call with one scale per layer, but its
-    CPU kernel applies the first layer's scale to every layer. With equal scales CPU and GPU agree.
-    The move is exact only if both halves of a rotary pair have the same scale.
-    """
-    for layer in model.layers:
-        scale = layer.self_attn.k_norm.weight
-        with torch.no_grad():
-            pair = scale.unflatten(0, (2, -1)).mean(0).repeat(2)
-            layer.self_attn.q_norm.weight.mul_(pair)
-            scale.fill_(1.0)
-        scale.requires_grad_(False)
-
-
 def save_drafter(model: Drafter, folder: Path, target: Target, eos_id: int) -> None:
     """Write the checkpoint in vLLM's format, without the embedding.
 
@@ -167,7 +150,9 @@ def save_drafter(model: Drafter, folder: Path, target: Target, eos_id: int) -> N
         dflash["causal"] = True
     if model.vocabulary is not None:
         kind["draft_vocab_size"] = len(model.vocabulary)
-        weights |= head_of_some(target.embed_tokens.weight, model.vocabulary)
+        places = torch.arange(len(model.vocabulary), device=model.vocabulary.device)
+        weights["lm_head.weight"] = target.embed_tokens.weight[model.vocabulary]
+        weights["d2t"] = model.vocabulary - places
     if isinstance(model.head, Selector):
         kind["architectures"] = ["DFlash2DraftModel"]
         dflash |= model.head.config()
@@ -190,12 +175,6 @@ def save_drafter(model: Drafter, folder: Path, target: Target, eos_id: int) -> N
         pad_token_id=eos_id,
     )
     save_bf16(weights, folder, config)
-
-
-def head_of_some(head: Tensor, vocabulary: Tensor) -> dict[str, Tensor]:
-    """A reduced head's weights in a checkpoint: some rows of a head, and which they are."""
-    offsets = vocabulary - torch.arange(len(vocabulary), device=vocabulary.device)
-    return {"lm_head.weight": head[vocabulary], "d2t": offsets}
 
 
 def load_drafter(folder: Path, device: str = "cpu") -> Drafter:

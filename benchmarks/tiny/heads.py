@@ -25,7 +25,6 @@ class Selector(nn.Module):
     """DFlash2's low-rank scores of neighbouring tokens."""
 
     name = "candidate_selector"
-    architecture = "DFlash2DraftModel"
 
     def __init__(self, dims: Dims, rank: int) -> None:
         super().__init__()
@@ -39,7 +38,6 @@ class Selector(nn.Module):
         return left @ self.successor_codebook.T
 
     def config(self) -> dict[str, Any]:
-        """Entries of `dflash_config`."""
         return {
             "selector_rank": self.successor_codebook.shape[1],
             "selector_top_k": CANDIDATES,
@@ -63,7 +61,6 @@ class Markov(nn.Module):
     """DSpark's bias given the previous token."""
 
     name = "markov_head"
-    architecture = "Qwen3DSparkModel"
 
     def __init__(self, dims: Dims, rank: int) -> None:
         super().__init__()
@@ -89,7 +86,6 @@ class Domino(nn.Module):
     """Domino's bias given all tokens of the block before: a GRU over them, then an MLP."""
 
     name = "domino"  # of the module here; a checkpoint has its parts at the top level
-    architecture = "DFlashDraftModel"
 
     def __init__(self, dims: Dims, rank: int, state: int) -> None:
         super().__init__()

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes shared by target and drafter."""
-
     vocab_size: int = 1024
     hidden_size: int = 192
     intermediate_size: int = 512
@@ -37,8 +35,6 @@ class Dims:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -92,19 +88,18 @@ class Attention(nn.Module):
         keys = rotate(self.k_norm(self.heads(self.k_proj(x))), cos, sin)
         return keys, self.heads(self.v_proj(x))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False
-    ) -> Tensor:
-        """q [B, NH, T, D], k and v [B, NK, S, D], mask [B or 1, 1, T, S] -> [B, T, H]."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q [B, NH, T, D], k and v [B, NK, S, D] -> [B, T, H].
+
+        mask: [B, 1, T, S]; None for a causal one.
+        """
         out = F.scaled_dot_product_attention(
-            q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, is_causal=causal, enable_gqa=True
+            q, k.to(q.dtype), v.to(q.dtype), mask, is_causal=mask is None, enable_gqa=True
         )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward."""
-
     def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(dims.hidden_size, dims.intermediate_size, bias=False)
@@ -126,15 +121,6 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
 
 
-class Cache:
-    """Keys and values per layer, written at explicit positions."""
-
-    def __init__(self, dims: Dims, batch: int, length: int, device: torch.device) -> None:
-        shape = (batch, dims.num_key_value_heads, length, dims.head_dim)
-        self.k = [torch.zeros(shape, device=device) for _ in range(dims.num_hidden_layers)]
-        self.v = [torch.zeros(shape, device=device) for _ in range(dims.num_hidden_layers)]
-
-
 class Target(nn.Module):
     """Qwen3 language model with a tied head; a Llama model without `head_norms`."""
 
@@ -154,37 +140,22 @@ class Target(nn.Module):
                 nn.init.normal_(p, std=0.02 / (2 * dims.num_hidden_layers) ** 0.5 if out else 0.02)
 
     def forward(
-        self,
-        ids: Tensor,
-        *,
-        cache: Cache | None = None,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        features: tuple[int, ...] = (),
+        self, ids: Tensor, *, features: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the decoder over ids [B, T].
+        """A causal pass over ids [B, T].
 
-        Without a cache: a causal pass over positions 0..T-1. With one: keys are written at
-        `positions` [T] (shared by the batch) and `mask` [B or 1, 1, T, S] says what a row sees.
         Returns the final normed states [B, T, H] and the outputs of the layers in `features`
         side by side [B, T, len(features)*H], which is what vLLM hands to a DFlash drafter for
         `target_layer_ids == features`.
         """
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device)
+        positions = torch.arange(ids.shape[1], device=ids.device)
         cos, sin = (t[None, None] for t in rope_tables(self.dims, positions))
         x = self.embed_tokens(ids)
         states: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             attn, normed = layer.self_attn, layer.input_layernorm(x)
-            q = attn.queries(normed, cos, sin)
             k, v = attn.keys_values(normed, cos, sin)
-            if cache is not None:
-                cache.k[i][:, :, positions] = k.float()
-                cache.v[i][:, :, positions] = v.float()
-                end = mask.shape[-1]
-                k, v = cache.k[i][:, :, :end], cache.v[i][:, :, :end]
-            x = x + attn.attend(q, k, v, mask, causal=cache is None)
+            x = x + attn.attend(attn.queries(normed, cos, sin), k, v)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
             if i in features:
                 states.append(x)
@@ -208,7 +179,6 @@ def save_bf16(weights: Mapping[str, Tensor], folder: Path, config: dict) -> None
 
 
 def hf_config(dims: Dims, **extra: object) -> dict:
-    """The Qwen3 config.json of these sizes."""
     sizes = asdict(dims)
     theta = sizes.pop("rope_theta")
     return {

@@ -130,17 +130,5 @@ KINDS: tuple[Callable[[Random], str], ...] = (
 )  # fmt: skip
 
 
-def problem(rng: Random) -> str:
-    """One problem with its worked answer."""
-    return rng.choice(KINDS)(rng)
-
-
 def document(rng: Random) -> str:
-    """Three problems, as one training document."""
-    return "\n".join(problem(rng) for _ in range(3))
-
-
-def prompt(rng: Random) -> str:
-    """A problem up to the word that opens its answer."""
-    text = problem(rng)
-    return text[: text.index("Answer:") + len("Answer:")]
+    return "\n".join(rng.choice(KINDS)(rng) for _ in range(3))

@@ -98,22 +98,10 @@ def _expand(text: str, rng: Random, fixed: dict[str, str]) -> str:
     return text
 
 
-def turns(rng: Random, count: int) -> list[str]:
-    """`count` exchanges, each "User: ...\\nAssistant: ...\\n"."""
+def document(rng: Random) -> str:
     fixed: dict[str, str] = {}
     out = []
-    for i in range(count):
+    for i in range(rng.randint(4, 6)):
         user = _expand("<hello>, <ask>" if i == 0 else "<more>", rng, fixed)
         out.append(f"User: {user}\nAssistant: {_expand('<reply>', rng, fixed)}\n")
-    return out
-
-
-def document(rng: Random) -> str:
-    """A dialogue of four to six exchanges."""
-    return "".join(turns(rng, rng.randint(4, 6)))
-
-
-def prompt(rng: Random) -> str:
-    """A dialogue up to the word that opens the assistant's turn."""
-    text = "".join(turns(rng, rng.randint(1, 2)))
-    return text[: text.rindex("Assistant:") + len("Assistant:")]
+    return "".join(out)

@@ -118,18 +118,5 @@ def _convert(rng: Random) -> str:
 KINDS: tuple[Callable[[Random], str], ...] = (_class, _class, _loop, _loop, _tests, _main, _convert)
 
 
-def snippet(rng: Random) -> str:
-    """One function, class or test."""
-    return rng.choice(KINDS)(rng)
-
-
 def document(rng: Random) -> str:
-    """A module of three to five snippets."""
-    return "\n".join(snippet(rng) for _ in range(rng.randint(3, 5)))
-
-
-def prompt(rng: Random) -> str:
-    """The first lines of a class, test or main function that is long enough to be continued."""
-    lines = rng.choice((_class, _tests, _main, _convert))(rng).split("\n")
-    # No newline at the end: the tokenizer joins it with the indent that follows.
-    return "\n".join(lines[: rng.randint(4, 6)]).rstrip()
+    return "\n".join(rng.choice(KINDS)(rng) for _ in range(rng.randint(3, 5)))

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks.widen
+from benchmarks import parser_of
 from benchmarks.widen.pairs import drafter_of, pair_of
 from benchmarks.widen.widening import SHAPES, Shape
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=benchmarks.widen.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(benchmarks.widen.__doc__)
     parser.add_argument("name", nargs="?", choices=SHAPES, help="a known shape")
     parser.add_argument(
         "--config", type=Path, help="a Qwen3-like config.json; its stem is the name"

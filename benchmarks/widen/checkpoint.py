@@ -51,5 +51,4 @@ def write_weights(weights: Weights, folder: Path, shard_bytes: int = SHARD_BYTES
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json in a folder."""
     return json.loads((folder / "config.json").read_text())

@@ -16,12 +16,7 @@ from benchmarks import TINY
 from benchmarks.tiny.drafter import Drafter, load_drafter
 from benchmarks.tiny.model import load_target
 from benchmarks.widen.checkpoint import SHARD_BYTES, read_config, write_weights
-from benchmarks.widen.widening import (
-    SHAPES,
-    Shape,
-    Weights,
-    Widening,
-)
+from benchmarks.widen.widening import SHAPES, Shape, Weights, Widening
 from vllm_bastion.envs import cache_dir
 
 _VERSION = 1
@@ -51,8 +46,7 @@ def make_pair(
 def make_drafter(shape: Shape, folder: Path, kind: str, source: Path = TINY) -> None:
     """Write `folder`/`kind`, another drafter for the pair there.
 
-    Raises:
-        ValueError: the shape is too small, or the drafter has a head that cannot be widened.
+    Raises ValueError: the shape is too small, or the drafter has a head that cannot be widened.
     """
     target, drafter = load_target(source / "target"), load_drafter(source / kind)
     torch.manual_seed(1)
@@ -94,8 +88,7 @@ def _write(
 def pair_of(name: str, shape: Shape | None = None) -> Path:
     """The cached pair of a known shape or of `shape`, made where it is not there.
 
-    Raises:
-        ValueError: see `make_pair`.
+    Raises ValueError: see `make_pair`.
     """
     shape = SHAPES[name] if shape is None else shape
     made_of = _made_of(shape, "target", "drafter")

@@ -42,7 +42,6 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Shape:
-        """The shape of a config.json."""
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         known = {"head_dim": head_dim, "tie_word_embeddings": False, **config}
         names = [field.name for field in fields(cls) if field.name != "drafter_layers"]
@@ -64,8 +63,7 @@ SHAPES = {
 class Widening:
     """Maps the tiny pair's channels, heads and layers into a shape.
 
-    Raises:
-        ValueError: the tiny pair does not fit; the text names the size.
+    Raises ValueError: the tiny pair does not fit; the text names the size.
     """
 
     def __init__(self, tiny: Dims, shape: Shape) -> None:
@@ -102,7 +100,6 @@ class Widening:
         self.features = TARGET_LAYER_IDS + tuple(others[len(others) - added :])
 
     def dims(self, layers: int) -> Dims:
-        """Sizes of the wide target or drafter, for the plain models."""
         own = {name: getattr(self.shape, name) for name in _SIZES}
         return Dims(
             **own,
@@ -205,14 +202,13 @@ class Widening:
                 yield name, torch.zeros(rows, hidden)
 
     def drafter_layers(self, drafter: Drafter) -> int:
-        """Depth of the wide drafter."""
         return max(self.shape.drafter_layers, len(drafter.layers))
 
     def _layers(self, model: Target | Drafter, prefix: str, count: int) -> Weights:
         for i, layer in enumerate(model.layers):
             for name, weight in self._layer(layer):
                 yield f"{prefix}.{i}.{name}", weight
-        # One key norm for all layers of a drafter: see `fix_key_norms`.
+        # One key norm for all layers of a drafter, as vLLM's CPU kernel wants.
         k_norm = self._head_norm(model.layers[0].self_attn.k_norm.weight, self.key_scale)
         like = Layer(self.dims(1)).state_dict() if count > len(model.layers) else {}
         for i in range(len(model.layers), count):

@@ -72,7 +72,6 @@ def _patch() -> None:
 
 
 def _engines(compiled: bool) -> dict[str, Any]:
-    """Name -> what starts it."""
     from benchmarks import TINY
     from benchmarks.gpu.quarter.adaptive import BEST_CHAIN, others
     from benchmarks.gpu.quarter.shapes import (

@@ -56,10 +56,7 @@ _RULES: dict[str, tuple[bool, Callable[[_Things], Any]]] = {
     "item()": (False, lambda x: x.device[0].item()),
     "nonzero()": (False, lambda x: x.device.nonzero()),
     "a blocking copy": (False, lambda x: x.pageable.copy_(x.device)),
-    "a copy from pageable memory": (
-        False,
-        lambda x: x.device.copy_(x.pageable, non_blocking=True),
-    ),
+    "a copy from pageable memory": (False, lambda x: x.device.copy_(x.pageable, non_blocking=True)),
     "synchronize()": (False, _synchronise),
     "event.synchronize()": (False, lambda x: x.event.synchronize()),
     "event.query()": (False, lambda x: x.event.query()),

@@ -54,7 +54,6 @@ class Case:
     long: int = 0
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `EngineArgs`."""
         speculative = self.speculative
         if speculative is not None:
             speculative = {"model": str(self.pair / "drafter"), **speculative}
@@ -74,16 +73,13 @@ class Case:
         }
 
 
-def _bastion(nodes: int, budget: int | str, **keys: Any) -> dict[str, Any]:
-    own = {f"bastion_{name}": value for name, value in keys.items() if name != "model"}
-    given = {name: str(value) for name, value in keys.items() if name == "model"}
-    return {
-        "method": "bastion",
-        "num_speculative_tokens": nodes,
-        "bastion_budget": budget,
-        **given,
-        **own,
-    }
+def _bastion(
+    nodes: int, budget: int | str, model: Path | None = None, **keys: Any
+) -> dict[str, Any]:
+    given = {} if model is None else {"model": str(model)}
+    own = {f"bastion_{name}": value for name, value in keys.items()}
+    sizes = {"num_speculative_tokens": nodes, "bastion_budget": budget}
+    return {"method": "bastion", **sizes, **given, **own}
 
 
 def _paper(method: str) -> dict[str, Any]:
@@ -135,6 +131,11 @@ _ADAPTERS: dict[str, Any] = {
 # These weights give the second prompt the same tokens.
 _NEW: dict[str, Any] = {"unlike": (0, 2)}
 
+
+def _updated(name: str, title: str, plain: str = "varied", **more: Any) -> Case:
+    return Case(name, title, _bastion(16, 16), plain, weights=name, like_fresh=True, **more)
+
+
 CASES = (
     Case("plain", "plain"),
     Case("dflash", "dflash, 15 tokens", {"method": "dflash", "num_speculative_tokens": 15}),
@@ -165,42 +166,9 @@ CASES = (
         **_ADAPTERS,
     ),
     Case("plain-varied", "other weights, plain", plain="plain-varied", weights="varied", **_NEW),
-    Case(
-        "varied", "other weights, N = 16", _bastion(16, 16), plain="plain-varied", weights="varied"
-    ),
-    Case(
-        "reload",
-        "weights reloaded while serving, N = 16",
-        _bastion(16, 16),
-        "varied",
-        weights="reload",
-        like_fresh=True,
-        **_NEW,
-    ),
-    Case(
-        "transfer",
-        "weights transferred while serving, N = 16",
-        _bastion(16, 16),
-        "varied",
-        weights="transfer",
-        like_fresh=True,
-        **_NEW,
-    ),
-    Case(
-        "sleep",
-        "after sleep at level 1, N = 16",
-        _bastion(16, 16),
-        "fixed",
-        weights="sleep",
-        like_fresh=True,
-    ),
-    Case(
-        "refill",
-        "after sleep at level 2, other weights, N = 16",
-        _bastion(16, 16),
-        "varied",
-        weights="refill",
-        like_fresh=True,
-        **_NEW,
-    ),
+    Case("varied", "other weights, N = 16", _bastion(16, 16), "plain-varied", weights="varied"),
+    _updated("reload", "weights reloaded while serving, N = 16", **_NEW),
+    _updated("transfer", "weights transferred while serving, N = 16", **_NEW),
+    _updated("sleep", "after sleep at level 1, N = 16", plain="fixed"),
+    _updated("refill", "after sleep at level 2, other weights, N = 16", **_NEW),
 )

@@ -12,11 +12,7 @@ _NodeCallback = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 class FakeDriver:
-    """`libcuda.so.1` of this process.
-
-    Raises:
-        AttributeError: a real driver is loaded.
-    """
+    """`libcuda.so.1` of this process. Raises AttributeError: a real driver is loaded."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -36,7 +32,6 @@ class FakeDriver:
         self._library.fakecuda_begin_step()
 
     def faults(self) -> list[str]:
-        """Every breach of a rule of CUDA so far."""
         return list(self._library.fakecuda_faults().decode().splitlines())
 
     def on_wait(self, callback: Callable[[str], None]) -> None:

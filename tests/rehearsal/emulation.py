@@ -158,7 +158,6 @@ class Emulation:
     # ---- PyTorch's operators --------------------------------------------------------------------
 
     def dispatch(self, mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-        """What PyTorch calls in place of an operator."""
         qualified = func._schema.name
         library, _, name = qualified.partition("::")
         if qualified in self._custom_ops:
@@ -382,8 +381,7 @@ class Emulation:
             given = self.alias({name: kwargs[name] for name in names})
             rows, target = self.alias((x, weight, bias)), self.alias(out)
             self.add(
-                "causal_conv1d",
-                lambda: target.copy_(arithmetic.causal_conv1d(*rows, **given)),
+                "causal_conv1d", lambda: target.copy_(arithmetic.causal_conv1d(*rows, **given))
             )
             return out
 

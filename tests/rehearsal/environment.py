@@ -44,8 +44,7 @@ def variables() -> dict[str, str]:
 def enter(arguments: list[str]) -> None:
     """Start this program again with the driver loaded, unless it is.
 
-    Raises:
-        FileNotFoundError: the driver has not been built.
+    Raises FileNotFoundError: the driver has not been built.
     """
     if "libcuda.so.1" in os.environ.get("LD_PRELOAD", ""):
         return

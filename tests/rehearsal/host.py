@@ -35,7 +35,6 @@ _ENGINES: dict[str, dict[str, Any] | None] = {
 
 
 def measure(arguments: list[str]) -> int:
-    """Print milliseconds a step of every engine; 0 if all could be measured."""
     parser = argparse.ArgumentParser(prog="python -m tests.rehearsal host", description=__doc__)
     parser.add_argument("--only", choices=_ENGINES, help="in this process")
     parser.add_argument("--profile", type=int, default=0, help="functions to list, at 16 requests")

@@ -74,7 +74,6 @@ def problems(cases: list[Case], results: _Results) -> list[str]:
 
 
 def table(cases: list[Case], results: _Results) -> str:
-    """A row per case, in markdown."""
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     for case in cases:
         result = results[case.name]

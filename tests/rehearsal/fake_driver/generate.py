@@ -64,7 +64,6 @@ def _current_versions(include: Path) -> dict[str, str]:
 
 
 def main(include: Path, out: Path) -> None:
-    """Write both files."""
     here = Path(__file__).parent
     sources = "\n".join(path.read_text() for path in sorted(here.glob("*.cpp")))
     ours = set(re.findall(r"^DRIVER_CALL\((cu\w+)\)", sources, re.MULTILINE))
