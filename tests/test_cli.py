@@ -212,9 +212,7 @@ def test_calibrate_names_a_folder_that_is_not_there(capsys):
     assert "drafter cannot be read: there is no folder ./models/nope" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "missing"), [("calibrate", "torch"), ("calibrate", "vllm"), ("check", "vllm")]
-)
+@pytest.mark.parametrize(("command", "missing"), [("calibrate", "torch"), ("check", "vllm")])
 def test_without_torch_or_vllm_there_is_one_sentence(command, missing):
     code = f"import sys; sys.modules[{missing!r}] = None; from vllm_bastion.cli import main; "
     code += f"raise SystemExit(main([{command!r}, 'T', 'D']))"

@@ -22,3 +22,10 @@ class StepTimes:
     total_ms: float | None
     # positions of its block that the drafter did not predict
     spared: int = 0
+    # whether what it verified are copies alone: the step before it did not draft
+    copies: bool = False
+
+    @property
+    def undrafted(self) -> bool:
+        """Whether neither it nor the step before it drafted: a plain step, or one of copies."""
+        return not self.drafted and (self.copies or not self.verified)

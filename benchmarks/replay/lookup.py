@@ -97,7 +97,8 @@ class Engine(Policy):
 
     def timed(self, step: StepTimes) -> None:
         verified = step.rows > step.num_reqs
-        self._controller.observe([replace(step, verified=verified)])
+        copies = verified and not step.drafted
+        self._controller.observe([replace(step, verified=verified, copies=copies)])
 
     def _plan(self, slots: np.ndarray, remaining: np.ndarray, context_len: float) -> Decision:
         batch = Batch(slots.tolist(), remaining.tolist(), len(slots), context_len)

@@ -35,7 +35,7 @@ _EVERY = [(kind, eager, False) for kind in _KINDS for eager in (True, False)]
 
 @pytest.mark.parametrize(
     ("kind", "eager", "few"),
-    [("fp8", True, True), ("checkpoint", True, True), *(slow(*how) for how in _EVERY)],
+    [("fp8", True, True), slow("checkpoint", True, True), *(slow(*how) for how in _EVERY)],
 )
 def test_tokens_equal_plain_decoding(
     kind: str, eager: bool, few: bool, compare: Comparison, tmp_path: Path

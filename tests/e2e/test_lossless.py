@@ -16,11 +16,14 @@ import pytest
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers, leaving_the_chain
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
+from tests.e2e.marks import slow
 
 pytestmark = pytest.mark.e2e
 
 Run = dict[str, Any]
 MODES = ("sync", "async")
+# vLLM's default scheduler in the quick lane.
+DEFAULT_FIRST = [slow("sync"), "async"]
 
 
 def batches_of(mode: str, everything: bool = False) -> list[Batch]:
@@ -72,7 +75,7 @@ def matrix(runner: Runner, mode: str) -> Matrix:
     return Matrix(runner, mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", DEFAULT_FIRST)
 def test_drafter(matrix: Matrix, compare: Comparison, mode: str) -> None:
     """The tiny pair with an adaptive budget, under the scheduler that was asked for."""
     run = matrix.tree()
@@ -82,7 +85,7 @@ def test_drafter(matrix: Matrix, compare: Comparison, mode: str) -> None:
     assert run["info"]["scheduler"] == matrix.plain()["info"]["scheduler"] == expected
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", DEFAULT_FIRST)
 def test_oracle(matrix: Matrix, compare: Comparison, mode: str) -> None:
     """Long paths that leave the chain of best candidates."""
     run = matrix.oracle()

@@ -94,6 +94,7 @@ def test_after_preemption(compare: Comparison, tree: Engine) -> None:
     assert_as_good(fresh["batches"][0], run["batches"][0], COMMON)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="the connector's blocks are a CPU's")
 def test_after_a_connectors_restore(compare: Comparison, tree: Engine, tmp_path: Path) -> None:
     fresh = compare.run(tree, [first_turns()])

@@ -47,6 +47,7 @@ def test_chain_is_dflash(compare: Comparison) -> None:
         assert right["metrics"][key] == left["metrics"][key], key
 
 
+@pytest.mark.slow
 def test_logits_processor_sees_its_history(compare: Comparison) -> None:
     """With a custom processor that reads earlier tokens, every tree is a chain."""
     batches = [cases.texts("custom logits processor", 2, first=22, every=2, max_tokens=32)]

@@ -244,6 +244,7 @@ def test_bench_serve(server: Server, runner: Runner) -> None:
     assert "Successful requests:                     4" in printed
 
 
+@pytest.mark.slow
 def test_wrong_configuration(runner: Runner) -> None:
     """An unknown key ends the start with one sentence that names it, and no traceback."""
     wrong = SPECULATIVE | {"bastion_budgte": 8}

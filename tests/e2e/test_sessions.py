@@ -143,7 +143,7 @@ def test_a_target_with_recurrent_layers_takes_none(runner: Runner) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "ahead"),
-    [("sync", False), slow("sync", True), slow("async", False), slow("async", True)],
+    [slow("sync", False), slow("sync", True), slow("async", False), slow("async", True)],
 )
 def test_a_session_that_outgrows_the_model_ends_alone(
     runner: Runner, mode: str, ahead: bool

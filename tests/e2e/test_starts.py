@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e import cases
 from tests.e2e.engines import GAMMA, Batch, Engine, Runner
 from tests.e2e.marks import on_cpu
@@ -43,6 +45,7 @@ def test_a_second_start_compiles_nothing(runner: Runner) -> None:
     assert tokens[0] == tokens[1] and all(tokens[0])
 
 
+@pytest.mark.slow
 def test_a_start_measures_a_contradictory_profile_again(runner: Runner) -> None:
     """A stored time that larger steps contradict is not loaded; what replaces it is sound."""
     nodes, length = 8, 251  # a length of its own, so that no other engine has this profile

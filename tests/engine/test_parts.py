@@ -292,6 +292,8 @@ def test_steps_are_timed_when_they_are_over(monkeypatch: pytest.MonkeyPatch) -> 
     assert {one.forward_ms for one in seen} == {3.0}
     assert [one.drafted for one in seen] == [step % 2 == 0 for step in range(40) if step != 20]
     assert [one.spared for one in seen] == [step % 3 for step in range(40) if step != 20]
+    # Verified after a step that did not draft.
+    assert [one.rows - 8 for one in seen if one.copies] == [n for n in range(2, 40, 2) if n != 20]
     unknown = [one.rows - 8 for one in seen if one.total_ms is None]
     assert unknown == [0, 21]
     assert {one.total_ms for one in seen if one.total_ms is not None} == {4.5}

@@ -55,6 +55,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
     assert [line for line in kernels if int(line[3]) > 99 * 1024] == []
 
 
+@pytest.mark.slow
 def test_a_batch_of_any_size_runs_the_same_code() -> None:
     variants = compiled("90", "variants")
     assert [line for line in variants if line[1] != "1"] == []

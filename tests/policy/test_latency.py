@@ -249,10 +249,11 @@ def test_steps_of_copies_show_what_a_plain_step_takes():
     """They verify nodes and draft nothing; a host that is in the way doubles every step."""
     model = CorrectedLatency(_table())
     nodes_ms = float(np.diff(model.estimate(1, 0).tree_ms[[1, 8]])[0])
-    model.observe(_plain(5.2))  # follows a step with a draft
+    total = 2 * (2.6 + nodes_ms)
+    # Verifies the last draft, so it is of neither kind. No plain step has to follow.
+    model.observe(StepTimes(8, 1, 0.0, True, False, 100.0, 100.0))
     for _ in range(30):
-        total = 2 * (2.6 + nodes_ms)
-        model.observe(StepTimes(8, 1, 0.0, True, False, total, total))
+        model.observe(StepTimes(8, 1, 0.0, True, False, total, total, copies=True))
     assert model.estimate(1, 0).plain_ms == pytest.approx(5.2, rel=0.02)
     assert model.plain_is_known(1)
 
@@ -264,7 +265,8 @@ def test_steps_of_copies_tell_costly_nodes_from_a_slow_machine():
     for _ in range(200):
         rows = int(rng.choice([1, 8, 32]))
         total = 2.6 + 2.0 * float(curve[rows] - curve[1])
-        model.observe(StepTimes(rows, 1, 0.0, rows > 1, False, total, total))
+        copies = rows > 1
+        model.observe(StepTimes(rows, 1, 0.0, copies, False, total, total, copies=copies))
     after = model.estimate(1, 0)
     assert after.plain_ms == pytest.approx(2.6, rel=0.05)
     added = after.curve[32] - after.curve[1]

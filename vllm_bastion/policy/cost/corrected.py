@@ -158,8 +158,8 @@ class CorrectedLatency:
         kind may compile, and is skipped. So is the first plain step after steps with trees: on the
         tiny pair it takes 1.3 times as long as the tenth in a row.
         """
-        undrafted = not step.drafted and (self._after_undrafted or not step.verified)
-        first = undrafted and not self._after_undrafted and passed == 1
+        undrafted = step.undrafted
+        first = undrafted and not (step.copies or self._after_undrafted) and passed == 1
         self._after_undrafted = undrafted
         if step.total_ms is None or first or not (undrafted or (step.drafted and step.verified)):
             return

@@ -119,6 +119,7 @@ class StepTimer:
             step.times.forward_ms = start.elapsed_time(logits)
             if before is not None and step.follows:
                 step.times.total_ms = before.marks[2].elapsed_time(end)
+                step.times.copies = step.times.verified and not before.times.drafted
             yield step.times
             if before is not None:
                 self._free.append(before)
