@@ -10,10 +10,11 @@ rows (`LatencyModel`), the speed-up of trees over plain steps, in tokens per tim
 The next step drafts if x >= 0.
 
 With lookup, a step without a draft ends with trees of copies alone, which cost no drafter pass: a
-step with n rows takes P + C(n) - C(R). The promised tokens e_r of request r's copy are known with
-or without a draft, and have a kappa_r of their own. So a draft must beat the copies that could be
-verified without one: `plan` uses the promised tokens of the latest copies, and `prefers_copies`
-those of the current ones, where the host knows them before it drafts.
+step with n rows takes Q + C(n) - C(R), with Q what it takes with one row for each request. The
+promised tokens e_r of request r's copy are known with or without a draft, and have a kappa_r of
+their own. So a draft must beat the copies that could be verified without one: `plan` uses the
+promised tokens of the latest copies, and `prefers_copies` those of the current ones, where the host
+knows them before it drafts.
 
 Once the trees exist, the number of verified nodes follows from their scores kappa_r rho and the
 same costs. `bastion_kernels.choose_budget` chooses it on the device, from buffers that `plan`
@@ -45,7 +46,7 @@ _FIRST_DOUBT, _DOUBT = 2.5, 1.5
 # Trees after which their mean gain is trusted.
 _KNOWN_TREES = 16
 # Weight of a new copy's expected tokens in their mean; fewest expected tokens of a copy worth
-# verifying; change of a plain step's time after which costs are installed again.
+# verifying; change of Q after which costs are installed again.
 _NEW_COPY, _MIN_COPY, _COST_STEP = 0.25, 0.3, 0.05
 # kappa is installed again when its logarithm has changed by this much: it is copied to the device.
 _KAPPA_STEP = 0.05
@@ -236,13 +237,14 @@ class Controller:
 
     def _price_copies(self, num_reqs: int) -> None:
         """Install what steps without a draft cost, if it has changed."""
-        curve, plain_ms = self.costs.curve, self.costs.plain_ms / self.costs.factor
+        curve, root_ms = self.costs.curve, self.costs.copies_ms
+        root_ms = (self.costs.plain_ms if root_ms is None else root_ms) / self.costs.factor
         of, reqs, before = self._copy_cost_of
-        if of is curve and reqs == num_reqs and abs(plain_ms / before - 1.0) < _COST_STEP:
+        if of is curve and reqs == num_reqs and abs(root_ms / before - 1.0) < _COST_STEP:
             return
-        self._copy_cost_of = curve, num_reqs, plain_ms
+        self._copy_cost_of = curve, num_reqs, root_ms
         root = curve[min(num_reqs, len(curve) - 1)]
-        self.copy_cost_ms = np.maximum(plain_ms + curve - root, 0.1 * plain_ms).astype(np.float32)
+        self.copy_cost_ms = np.maximum(root_ms + curve - root, 0.1 * root_ms).astype(np.float32)
         if self._buffers is not None:
             self._buffers.set_copy_cost_ms(self.copy_cost_ms)
 

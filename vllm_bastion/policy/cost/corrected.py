@@ -5,13 +5,13 @@ Calibration runs without a scheduler, and the machine may change later. With P a
 table, a batch of R requests is estimated to take
 
     plain step           e^p P
-    step of copies       e^p (P + e^s (C(n) - C(R)))
+    step of copies       e^c Q + e^(a + s) (C(n) - C(R))       Q: C(R) without the drafter
     step with trees      e^a (C(R) + e^s (C(n) - C(R)))
 
-a, p and s are moving averages of y = ln(measured / estimated), clipped, for batches of about that
-size. With f the fraction of the estimate that e^s scales, a step has weight 1 - f for a or p, and
-2 f for s. A machine that slows down slows both kinds: once a kind has been measured itself, it also
-follows 80% of the other one's changes.
+a, c, p and s are moving averages of y = ln(measured / estimated), clipped, for batches of about
+that size; c is p until it is measured. With f the fraction of the estimate that e^s scales, a step
+has weight 1 - f for a, c or p, and 2 f for s. A machine that slows down slows all kinds: once a
+kind has been measured itself, it also follows 80% of another one's changes.
 
 Steps with trees beyond the largest captured graph have a factor of their own: the host launches
 their kernels one by one, so their times say nothing about the cost of a row within a graph.
@@ -73,15 +73,22 @@ class _Factors:
     """Logarithms for batches of one size, in powers of two."""
 
     plain: _Log = field(default_factory=_Log)
+    copies: _Log = field(default_factory=_Log)
     tree: _Log = field(default_factory=_Log)
     slope: float = 0.0
 
+    @property
+    def copies_value(self) -> float:
+        """c."""
+        return self.copies.value if self.copies.count else self.plain.value
+
     def of_another_size(self) -> _Factors:
         """Initial values for another size, which its own steps soon outweigh."""
-        plain, tree = (
-            _Log(log.value, min(log.count, _KNOWN), (log.value,)) for log in (self.plain, self.tree)
+        plain, copies, tree = (
+            _Log(log.value, min(log.count, _KNOWN), (log.value,))
+            for log in (self.plain, self.copies, self.tree)
         )
-        return _Factors(plain, tree, self.slope)
+        return _Factors(plain, copies, tree, self.slope)
 
 
 class CorrectedLatency:
@@ -131,8 +138,14 @@ class CorrectedLatency:
             self._slopes[size],
             self._beyond_in_curves,
         )
-        plain_ms = self.table.plain_ms(num_reqs, context_len) * math.exp(factors.plain.value)
-        return StepEstimate(curve, plain_ms, math.exp(factors.tree.value))
+        prior = self.table.estimate(num_reqs, context_len, spared)
+        assert prior.copies_ms is not None
+        return StepEstimate(
+            curve,
+            prior.plain_ms * math.exp(factors.plain.value),
+            math.exp(factors.tree.value),
+            prior.copies_ms * math.exp(factors.copies_value),
+        )
 
     def _make_curve(
         self, num_reqs: int, bucket: int, spared: int, slope: float, beyond: float
@@ -174,16 +187,22 @@ class CorrectedLatency:
             return
         prior = self.table.estimate(num_reqs, step.context_len, step.spared)
         factors = self.factors(num_reqs)
-        plain_log, tree_log = factors.plain, factors.tree
+        plain_log, copies_log, tree_log = factors.plain, factors.copies, factors.tree
         ms, root = float(prior.curve[row]), float(prior.curve[min(num_reqs, row)])
         if beyond:
             if not undrafted:
                 log = math.log(step.total_ms / ms) - tree_log.value
                 self._beyond.value += self._beyond.add(log)
             return
-        own, other = (plain_log, tree_log) if undrafted else (tree_log, plain_log)
-        base = prior.plain_ms if undrafted else root
+        own, base = tree_log, root
+        if undrafted:
+            own, base = plain_log, prior.plain_ms
+        if undrafted and step.verified:
+            assert prior.copies_ms is not None
+            own, base = copies_log, prior.copies_ms
         added = math.exp(factors.slope) * (ms - root) if step.verified else 0.0
+        if own is copies_log:  # estimated as a factor of the whole step
+            added *= math.exp(tree_log.value - factors.copies_value)
         fraction = added / (base + added)
         change = own.add(math.log(step.total_ms / (base + added)))
         if own.count > _FIRST:
@@ -191,11 +210,12 @@ class CorrectedLatency:
             factors.slope = min(max(slope, -_MAX_SLOPE), _MAX_SLOPE)
             change *= 1.0 - fraction
         own.value += change
-        if other.count >= _KNOWN and own.count >= _SETTLED:
-            other.value += _COMMON * change
+        for other in (plain_log, copies_log, tree_log):
+            if other is not own and other.count >= _KNOWN and own.count >= _SETTLED:
+                other.value += _COMMON * change
 
     def correction(self, num_reqs: int) -> dict[str, float]:
         """See `LatencyModel`."""
         factors = self.factors(num_reqs)
-        logs = factors.plain.value, factors.tree.value, factors.slope
-        return dict(zip(("plain", "tree", "rows"), map(math.exp, logs), strict=True))
+        logs = factors.plain.value, factors.copies_value, factors.tree.value, factors.slope
+        return dict(zip(("plain", "copies", "tree", "rows"), map(math.exp, logs), strict=True))

@@ -24,6 +24,8 @@ class StepEstimate(NamedTuple):
     # ms of a step that neither drafts nor verifies.
     plain_ms: float
     factor: float = 1.0
+    # ms of a step that verifies copies alone, with a row for each request; None: as a plain one.
+    copies_ms: float | None = None
 
     def tree_step_ms(self, rows: int) -> float:
         """ms of a step with trees and `rows` target rows."""
@@ -59,7 +61,7 @@ class LatencyModel(Protocol):
     def correction(self, num_reqs: int) -> dict[str, float]:
         """Factors by which real steps of such a batch differ from the profile; empty without.
 
-        "plain": plain steps. "tree": steps with trees and one row for each request. "rows": what
-        further rows add, beyond "tree".
+        "plain": plain steps. "copies", "tree": steps of copies, and of drafts, with one row for
+        each request. "rows": what further rows add, beyond "tree".
         """
         ...

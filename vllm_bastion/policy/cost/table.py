@@ -141,8 +141,9 @@ class StepCostTable:
         """The costs of a step from those of the forward pass, [max_rows + 1] by target rows."""
         curve = (forward_ms + self.drafter_ms(num_reqs, spared) + self.aux_ms).astype(np.float32)
         curve.setflags(write=False)
-        plain_ms = float(forward_ms[min(num_reqs, self.max_rows)]) + self.plain_aux_ms
-        return StepEstimate(curve, plain_ms)
+        root_ms = float(forward_ms[min(num_reqs, self.max_rows)])
+        # Copies are grown, verified and walked like drafts.
+        return StepEstimate(curve, root_ms + self.plain_aux_ms, copies_ms=root_ms + self.aux_ms)
 
     def cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
         """[max_rows + 1] float32 ms of a step with trees by target rows, see `StepEstimate`."""
