@@ -58,7 +58,7 @@ class Steps:
     def __init__(self, kind: type[BastionVerificationManager], slots: list[int], **given: Any):
         budget = given.get("budget")
         self.trees = make_trees(SLOTS, NODES, DEPTH, rows=128, budget=budget)
-        latency: Any = SimpleNamespace(estimate=lambda *_: StepEstimate(COST, plain_ms=4.0))
+        latency: Any = SimpleNamespace(estimate=lambda *_: StepEstimate(COST, 4.0, 4.0))
         controller = Drafts(15, SLOTS, latency, self.trees)
         self.gains = controller.gains = Told()
         self.runtime = Runtime(self.trees, controller=None if budget else controller)

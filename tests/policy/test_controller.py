@@ -16,7 +16,7 @@ PLAIN_MS, SLOTS = 10.0, 2000
 
 
 def estimate(tree_ms, plain_ms=PLAIN_MS):
-    return StepEstimate(np.full(3000, tree_ms, dtype=np.float32), plain_ms)
+    return StepEstimate(np.full(3000, tree_ms, dtype=np.float32), plain_ms, plain_ms)
 
 
 class Costs:
@@ -242,7 +242,7 @@ def test_kappa_tracks_what_is_accepted():
 def test_the_cost_is_that_of_the_rows():
     # trees of 16 nodes pay for two requests and not for four: rows beyond 40 are expensive
     cost = np.where(np.arange(200) <= 40, 12.0, 90.0).astype(np.float32)
-    control = controller(StepEstimate(cost, PLAIN_MS))
+    control = controller(StepEstimate(cost, PLAIN_MS, PLAIN_MS))
     for _ in range(16):
         control.gains.add_trees([0, 1, 2, 3], [2.0] * 4, [16] * 4)
     assert drafts(control, [0, 1])
@@ -307,7 +307,8 @@ def test_a_request_that_never_has_trees_only_makes_the_others_pay_more():
 
     def control(tokens):
         # A step with trees takes 1.5 plain steps: 2 tokens more must come from the one tree.
-        told_control = told(tokens, StepEstimate(cost, float(cost[10]) / 1.5))
+        plain_ms = float(cost[10]) / 1.5
+        told_control = told(tokens, StepEstimate(cost, plain_ms, plain_ms))
         told_control.gains.exclude(2)
         return told_control
 

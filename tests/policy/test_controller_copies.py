@@ -15,7 +15,9 @@ def with_copies(promised, *, tree_ms=15.0, per_row=0.1, plain_ms=10.0):
     """A controller that knows its trees, and what copies of two requests promise."""
     curve = (tree_ms + per_row * np.arange(129)).astype(np.float32)
     buffers = Buffers()
-    control = Controller(15, 4, Costs(StepEstimate(curve, plain_ms)), buffers, looks_up=True)
+    control = Controller(
+        15, 4, Costs(StepEstimate(curve, plain_ms, plain_ms)), buffers, looks_up=True
+    )
     for _ in range(40):
         control.gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
         control.gains.add_outcomes([0, 1], [2.0, 2.0], [2.0, 2.0])
@@ -39,7 +41,7 @@ def test_a_draft_gives_way_to_copies_that_pay_more():
     """Where the host sees the copies: drafts bring 3 tokens for 15.8 ms, plain steps 1 for 10."""
     batch, buffers = Batch([0, 1], [100, 100], 2, 100.0), Buffers()
     curve = (15.0 + 0.1 * np.arange(129)).astype(np.float32)
-    costs = Costs(StepEstimate(curve, 10.0))
+    costs = Costs(StepEstimate(curve, 10.0, 10.0))
     control = Controller(15, 4, costs, buffers, looks_up=True, sees_copies=True)
     # Nothing is known of drafts: one is made.
     assert control.plan(batch).drafts
@@ -95,5 +97,5 @@ def test_steps_without_a_draft_look_up_and_cost_no_drafter():
     ending = control.plan(Batch([0], [1], 1, 100.0))
     waiting = control.plan(replace(batch, backlog=True))
     assert not ending.looks_up and not waiting.looks_up
-    off = Controller(15, 4, Costs(StepEstimate(control.costs.curve, 10.0)), Buffers())
+    off = Controller(15, 4, Costs(StepEstimate(control.costs.curve, 10.0, 10.0)), Buffers())
     assert not off.plan(batch).looks_up

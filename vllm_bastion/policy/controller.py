@@ -237,8 +237,7 @@ class Controller:
 
     def _price_copies(self, num_reqs: int) -> None:
         """Install what steps without a draft cost, if it has changed."""
-        curve, root_ms = self.costs.curve, self.costs.copies_ms
-        root_ms = (self.costs.plain_ms if root_ms is None else root_ms) / self.costs.factor
+        curve, root_ms = self.costs.curve, self.costs.copies_ms / self.costs.factor
         of, reqs, before = self._copy_cost_of
         if of is curve and reqs == num_reqs and abs(root_ms / before - 1.0) < _COST_STEP:
             return

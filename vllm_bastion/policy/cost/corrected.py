@@ -139,12 +139,11 @@ class CorrectedLatency:
             self._beyond_in_curves,
         )
         prior = self.table.estimate(num_reqs, context_len, spared)
-        assert prior.copies_ms is not None
         return StepEstimate(
             curve,
             prior.plain_ms * math.exp(factors.plain.value),
-            math.exp(factors.tree.value),
             prior.copies_ms * math.exp(factors.copies_value),
+            math.exp(factors.tree.value),
         )
 
     def _make_curve(
@@ -194,14 +193,14 @@ class CorrectedLatency:
                 log = math.log(step.total_ms / ms) - tree_log.value
                 self._beyond.value += self._beyond.add(log)
             return
-        own, base = tree_log, root
-        if undrafted:
-            own, base = plain_log, prior.plain_ms
-        if undrafted and step.verified:
-            assert prior.copies_ms is not None
-            own, base = copies_log, prior.copies_ms
         added = math.exp(factors.slope) * (ms - root) if step.verified else 0.0
-        if own is copies_log:  # estimated as a factor of the whole step
+        if not undrafted:
+            own, base = tree_log, root
+        elif not step.verified:
+            own, base = plain_log, prior.plain_ms
+        else:
+            own, base = copies_log, prior.copies_ms
+            # e^c is a factor of the whole below, but nodes have trees' factor.
             added *= math.exp(tree_log.value - factors.copies_value)
         fraction = added / (base + added)
         change = own.add(math.log(step.total_ms / (base + added)))

@@ -23,9 +23,9 @@ class StepEstimate(NamedTuple):
     curve: CostArray
     # ms of a step that neither drafts nor verifies.
     plain_ms: float
+    # ms of a step that verifies copies alone, with one row for each request.
+    copies_ms: float
     factor: float = 1.0
-    # ms of a step that verifies copies alone, with a row for each request; None: as a plain one.
-    copies_ms: float | None = None
 
     def tree_step_ms(self, rows: int) -> float:
         """ms of a step with trees and `rows` target rows."""

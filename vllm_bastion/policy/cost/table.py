@@ -143,7 +143,7 @@ class StepCostTable:
         curve.setflags(write=False)
         root_ms = float(forward_ms[min(num_reqs, self.max_rows)])
         # Copies are grown, verified and walked like drafts.
-        return StepEstimate(curve, root_ms + self.plain_aux_ms, copies_ms=root_ms + self.aux_ms)
+        return StepEstimate(curve, root_ms + self.plain_aux_ms, root_ms + self.aux_ms)
 
     def cost_ms(self, num_reqs: int, context_len: float) -> CostArray:
         """[max_rows + 1] float32 ms of a step with trees by target rows, see `StepEstimate`."""
