@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import folder_of, pair_engine, rounds, speculative, texts
+from benchmarks.gpu.quarter.shapes import folder_of, pair_engine, speculative, tell_turns, texts
 from benchmarks.harness.engine import UserEngine
 from benchmarks.harness.switched import ADAPTIVE, PLAIN, Switched
 
@@ -41,8 +41,4 @@ def ask(job: Job) -> None:
     for part in job.lacks(*names):
         fixed = ("8",) if job.small else _FIXED[names[part][0]]
         modes = [PLAIN, BEST_CHAIN, *fixed, ADAPTIVE]
-        for mode in [] if job.small else modes:  # touch memory and load code
-            switched.block(mode, part, names[part][0])
-        turns = rounds(modes, 1 if job.small else 2)
-        blocks = [asdict(switched.block(mode, part, names[part][0])) for mode in turns]
-        job.note(part, blocks=blocks)
+        tell_turns(job, switched, part, names[part][0], modes, 2)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from benchmarks import TINY
 from benchmarks.gpu.quarter.adaptive import others
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import SMALL, pair_engine, rounds, texts, with_lookup
+from benchmarks.gpu.quarter.shapes import SMALL, pair_engine, tell_turns, texts, with_lookup
 from benchmarks.harness.switched import ADAPTIVE, Switched
 
 LOOKUP = "adaptive, lookup"
@@ -32,7 +32,4 @@ def ask(job: Job) -> None:
     job.note("starts", **switched.start_s)
     modes = [*engines, ADAPTIVE]
     for name in job.lacks(*names):
-        for mode in [] if job.small else modes:
-            switched.block(mode, name, names[name])
-        turns = rounds(modes, 1 if job.small else 3)
-        job.note(name, blocks=[asdict(switched.block(mode, name, names[name])) for mode in turns])
+        tell_turns(job, switched, name, names[name], modes, 3)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import RESULTS, TINY
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import pair_engine, rounds, speculative, texts, with_lookup
+from benchmarks.gpu.quarter.shapes import pair_engine, speculative, tell_turns, texts, with_lookup
 from benchmarks.harness.engine import Request, UserEngine
 from benchmarks.harness.switched import ADAPTIVE, PLAIN, Switched
 from benchmarks.replay.recording import load_recording
@@ -48,11 +48,7 @@ def ask(job: Job) -> None:
     switched = Switched(modes[ADAPTIVE], requests | few, others)
     job.note("starts", **switched.start_s)
     for part in job.lacks(*names):
-        for mode in [] if job.small else modes:  # touch memory and load code
-            switched.block(mode, f"warm-up, {part}", names[part][0])
-        turns = rounds(list(modes), 1 if job.small else 2)
-        blocks = [asdict(switched.block(mode, part, names[part][0])) for mode in turns]
-        job.note(part, blocks=blocks)
+        tell_turns(job, switched, part, names[part][0], list(modes), 2, f"warm-up, {part}")
 
 
 def recorded(number: int, tokens: int, temperature: float = 0.0) -> list[Request]:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import TINY
+from benchmarks.gpu.quarter.job import Job
 from benchmarks.harness.engine import GAMMA, Request, UserEngine
+from benchmarks.harness.switched import Switched
 from benchmarks.paper.methods import Target, gpu_share
 from benchmarks.prompts import DOMAINS, load_prompts
 
@@ -183,6 +185,21 @@ def noise(number: int, tokens: int, length: int = 128, vocabulary: int = 1000) -
     ]
 
 
-def rounds(modes: Sequence[str], number: int) -> list[str]:
-    """Modes in their order, then in the reverse one, and so on."""
-    return [mode for i in range(number) for mode in (modes if i % 2 == 0 else modes[::-1])]
+def tell_turns(
+    job: Job,
+    switched: Switched,
+    part: str,
+    at_once: int,
+    modes: Sequence[str],
+    rounds: int,
+    warm_up: str | None = None,
+) -> None:
+    """Decode a part in each mode, in their order, then in the reverse one, and so on.
+
+    warm_up: the part of the blocks before, which touch memory and load code; default: the same.
+    """
+    if not job.small:
+        for mode in modes:
+            switched.block(mode, warm_up or part, at_once)
+    turns = [mode for i in range(1 if job.small else rounds) for mode in modes[:: 1 - 2 * (i % 2)]]
+    job.note(part, blocks=[asdict(switched.block(mode, part, at_once)) for mode in turns])
