@@ -17,11 +17,17 @@ import numpy as np
 
 from benchmarks import parser_of
 from benchmarks.replay.costs import CostSource, from_profile, mixture_of_experts, paper_a100
-from benchmarks.replay.gate_study import gate_study
-from benchmarks.replay.lookup import lookup_study
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
-from benchmarks.replay.studies import BATCH_NODES, BATCHES, batch_study, budget_study, score_study
+from benchmarks.replay.studies import (
+    BATCH_NODES,
+    BATCHES,
+    batch_study,
+    budget_study,
+    gate_study,
+    lookup_study,
+    score_study,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

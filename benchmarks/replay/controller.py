@@ -7,8 +7,8 @@ the decision for a request is one number. Nodes of all requests compete by rho. 
 
     S(n) = (R + sum of the n best rho) / C(base_rows + n)          tokens per millisecond
 
-and N* = argmax S, the smallest of equals. The op gives the counts alone; replay needs the expected
-tokens too, in float64, and the tests compare the two.
+and N* = argmax S, the smallest of equals. The op gives the counts alone, in float32; the tests
+compare the two.
 """
 
 from __future__ import annotations

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 
-from benchmarks.replay.controller import Budget, choose_budget
+from benchmarks.replay.controller import choose_budget
 from benchmarks.replay.simulation import Corpus, Outcome, Policy
-from benchmarks.replay.steps import StepTree, beam_accepted, chain_accepted
-from vllm_bastion.policy.controller import Batch, Controller
+from benchmarks.replay.steps import IntArray, StepTree, beam_accepted, chain_accepted
+from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import LatencyModel
 from vllm_bastion.step_times import StepTimes
 
@@ -74,7 +73,50 @@ class Fixed(Policy):
         return Outcome([tree.accepted(self.nodes) for tree in trees], total)
 
 
-Timing = Literal["exact", "lagged"]
+class Controlled(Policy):
+    """The product's controller decides before each step whether it drafts, as in an engine.
+
+    A request is a slot.
+
+    Args:
+        plans: whether the controller decides; if not, every step drafts.
+    """
+
+    def __init__(self, corpus: Corpus, name: str, controller: Controller, *, plans: bool) -> None:
+        self.corpus, self.name, self.controller, self._plans = corpus, name, controller, plans
+        self._decision = Decision(True, "nothing is known")
+
+    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+        recording, remaining = self.corpus.recording, self.corpus.remaining[list(steps)]
+        slots = recording.step_requests[list(steps)].astype(np.int64)
+        positions = recording.step_positions[list(steps)]
+        self._begin(slots, positions)
+        if self._plans and (positions == 1).any():
+            for slot in slots[positions == 1].tolist():
+                self.controller.restart(slot, 0)
+            # The engine also drafts after a prompt's last chunk, for the whole batch.
+            self._plan(slots, remaining, len(steps), context_len)
+        outcome = self._run(steps, slots, remaining, context_len)
+        if self._plans:
+            # The engine decides before it knows what a step emits: one token at least.
+            goes_on = remaining > 1
+            self._plan(slots[goes_on], remaining[goes_on] - 1, len(steps), context_len)
+        return outcome
+
+    def _begin(self, slots: IntArray, positions: IntArray) -> None:
+        """A step begins: the requests in it, and the tokens that each has emitted."""
+
+    def _run(
+        self, steps: Sequence[int], slots: IntArray, remaining: IntArray, context_len: float
+    ) -> Outcome:
+        """Do what was decided, and learn from it."""
+        raise NotImplementedError
+
+    def _plan(
+        self, slots: IntArray, remaining: IntArray, num_reqs: int, context_len: float
+    ) -> None:
+        batch = Batch(slots.tolist(), remaining.tolist(), num_reqs, context_len)
+        self._decision = self.controller.plan(batch)
 
 
 @dataclass
@@ -88,16 +130,14 @@ class _Trees:
     accepted: list[int] = field(default_factory=list)
 
 
-class Adaptive(Policy):
-    """The controller as the engine runs it (`vllm_bastion/engine/verification.py`, `lagged.py`).
+class Adaptive(Controlled):
+    """Recorded trees, cut to the budget of `choose_budget`.
 
     Args:
-        corpus: trees and outcomes.
-        latency: the controller's cost model.
         max_nodes: N_max of every request.
-        timing: `exact` sizes a step by its own scores. `lagged` sizes it by those of the step
-            before, and fills it with this step's best nodes; the controller observes everything one
-            step later, too.
+        lagged: size a step by the scores of the step before, and fill it with its own best nodes;
+            the controller observes everything one step later, too. If not, a step's own scores
+            size it.
         shared: whether the batch's nodes compete; if not, every request maximises its own S(N) on
             the cost of a batch of one.
         plain: whether a step may be plain decoding.
@@ -110,49 +150,44 @@ class Adaptive(Policy):
         *,
         name: str = "adaptive",
         max_nodes: int | None = None,
-        timing: Timing = "exact",
+        lagged: bool = False,
         shared: bool = True,
         plain: bool = True,
     ) -> None:
-        self.name = name
-        self.corpus = corpus
-        self.latency = latency
+        slots = len(corpus.recording.request_ids)
+        controller = Controller(corpus.recording.depth, slots, latency)
+        super().__init__(corpus, name, controller, plans=plain)
         self.max_nodes = max_nodes or corpus.max_nodes
-        self.shared = shared
-        self.lag = int(timing == "lagged")
-        self._history = deque([_Trees() for _ in range(2 + self.lag)], 2 + self.lag)
-        num_slots = len(corpus.recording.request_ids)
-        self.controller = Controller(corpus.recording.depth, num_slots, latency)
-        self._plain = plain
-        self._graphs = np.array(latency.table.captured_sizes, dtype=np.int64)
-        self._drafted = True
+        self._lagged, self._shared = lagged, shared
+        self._history = deque([_Trees() for _ in range(2 + lagged)], 2 + lagged)
         # (A-hat, accepted) of every request and step that had a tree
         self.predictions: list[tuple[float, int]] = []
 
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        requests = self._requests(steps)
+    def timed(self, step: StepTimes) -> None:
+        """See `Policy`. A recorded step drafts for itself, the engine's for the next one."""
+        self.controller.observe([replace(step, drafted=self._decision.drafts)])
+
+    def _begin(self, slots: IntArray, positions: IntArray) -> None:
         self._history.append(_Trees())
-        if self.lag:
-            self._observe(requests)
-        self._decide_drafting(steps, context_len, arrived=True)
+        if self._lagged:
+            self._observe(slots)
+
+    def _run(
+        self, steps: Sequence[int], slots: IntArray, remaining: IntArray, context_len: float
+    ) -> Outcome:
         outcome = Outcome([0] * len(steps), 0, drafted=False)
-        if self._drafted:
+        if self._decision.drafts:
             trees = [self.corpus.tree(step) for step in steps]
-            wanted, budget = self._decide(trees, requests, context_len)
-            accepted = [tree.accepted(int(n)) for tree, n in zip(trees, budget.counts, strict=True)]
-            promised = [_promise(tree, n) for tree, n in zip(trees, budget.counts, strict=True)]
-            self.predictions.extend(zip(promised, accepted, strict=True))
-            nodes = wanted.counts.tolist()
-            if self.lag:
-                promised = [_promise(tree, n) for tree, n in zip(trees, nodes, strict=True)]
-            self._history[-1] = _Trees(requests, nodes, promised, list(accepted))
-            outcome = Outcome(accepted, budget.num_nodes)
-        if not self.lag:
-            self._observe(requests)
-        self._decide_drafting(steps, context_len)
+            wanted, verified = self._decide(trees, slots, context_len)
+            accepted = [tree.accepted(n) for tree, n in zip(trees, verified, strict=True)]
+            self.predictions.extend(zip(_promises(trees, verified), accepted, strict=True))
+            self._history[-1] = _Trees(slots.tolist(), wanted, _promises(trees, wanted), accepted)
+            outcome = Outcome(accepted, sum(verified))
+        if not self._lagged:
+            self._observe(slots)
         return outcome
 
-    def _observe(self, present: Sequence[int]) -> None:
+    def _observe(self, present: IntArray) -> None:
         """Pass what the engine knows at this step to the controller."""
         before, trees = self._history[0], self._history[1]
         gains = self.controller.gains
@@ -167,70 +202,32 @@ class Adaptive(Policy):
             [trees.nodes[r] for r in rows],
         )
 
-    def timed(self, step: StepTimes) -> None:
-        """See `Policy`. A recorded step drafts for itself, the engine's for the next one."""
-        self.controller.observe([replace(step, drafted=self._drafted)])
-
-    def _requests(self, steps: Sequence[int]) -> list[int]:
-        return [int(q) for q in self.corpus.recording.step_requests[list(steps)]]
-
-    def _decide_drafting(
-        self, steps: Sequence[int], context_len: float, *, arrived: bool = False
-    ) -> None:
-        """Decide if the next step has trees; with `arrived`, only if the batch has new requests.
-
-        The engine also drafts after a prompt's last chunk, for the whole batch.
-        """
-        if not self._plain:
-            return
-        requests = self._requests(steps)
-        if arrived:
-            positions = self.corpus.recording.step_positions[list(steps)]
-            new = [name for name, at in zip(requests, positions, strict=True) if at == 1]
-            for name in new:
-                self.controller.restart(name, 0)
-            if not new:
-                return
-        # The engine decides before it knows what a step emits: one token at least.
-        left = [self.corpus.remaining(step) - (not arrived) for step in steps]
-        rows = [row for row, tokens in enumerate(left) if tokens > 0]
-        batch = Batch(
-            [requests[row] for row in rows], [left[row] for row in rows], len(steps), context_len
-        )
-        self._drafted = self.controller.plan(batch).drafts
-
     def _decide(
-        self, trees: list[StepTree], requests: list[int], context_len: float
-    ) -> tuple[Budget, Budget]:
-        """The budget that the step's own scores call for, and the one that is verified."""
-        rho = np.zeros((len(trees), self.max_nodes))
-        limits = []
-        for row, tree, request in zip(rho, trees, requests, strict=True):
-            used = min(len(tree.rho), self.max_nodes)
-            row[:used] = self.controller.gains.kappa_of(request) * tree.rho[:used]
-            limits.append(used)
-        if not self.shared:
-            alone = self._decide_alone(rho, limits, context_len)
-            return alone, alone
-        num_reqs = len(limits)
-        cost = self.latency.estimate(num_reqs, context_len).tree_ms
+        self, trees: list[StepTree], slots: IntArray, context_len: float
+    ) -> tuple[list[int], list[int]]:
+        """The nodes that the step's own scores call for, and those that are verified."""
+        num_reqs, latency = len(trees), self.controller.latency
+        rho = np.zeros((num_reqs, self.max_nodes))
+        limits = [min(len(tree.rho), self.max_nodes) for tree in trees]
+        for row, tree, slot, used in zip(rho, trees, slots.tolist(), limits, strict=True):
+            row[:used] = self.controller.gains.kappa_of(slot) * tree.rho[:used]
+        if not self._shared:
+            alone = latency.estimate(1, context_len).tree_ms
+            counts = [
+                choose_budget(rho[r : r + 1], limits[r : r + 1], alone, 1).num_nodes
+                for r in range(num_reqs)
+            ]
+            return counts, counts
+        cost = latency.estimate(num_reqs, context_len).tree_ms
         wanted = budget = choose_budget(rho, limits, cost, num_reqs)
-        if self.lag:
-            most = min(sum(limits), len(cost) - 1 - num_reqs)
-            n = self.controller.size.choose(num_reqs, num_reqs, num_reqs, most, cost, self._graphs)
+        if self._lagged:
+            most, size = min(sum(limits), len(cost) - 1 - num_reqs), self.controller.size
+            graphs = np.array(latency.table.captured_sizes, dtype=np.int64)
+            n = size.choose(num_reqs, num_reqs, num_reqs, most, cost, graphs)
             budget = choose_budget(rho, limits, cost, num_reqs, n)
-        return wanted, budget
-
-    def _decide_alone(self, rho: np.ndarray, limits: Sequence[int], context_len: float) -> Budget:
-        alone = self.latency.estimate(1, context_len).tree_ms
-        parts = [
-            choose_budget(rho[r : r + 1], limits[r : r + 1], alone, 1) for r in range(len(limits))
-        ]
-        counts = np.concatenate([part.counts for part in parts])
-        cost = self.latency.estimate(len(limits), context_len).tree_ms
-        rows = min(len(limits) + int(counts.sum()), len(cost) - 1)
-        return Budget(counts, sum(part.expected_tokens for part in parts), float(cost[rows]))
+        return wanted.counts.tolist(), budget.counts.tolist()
 
 
-def _promise(tree: StepTree, nodes: int) -> float:
-    return float(tree.rho[:nodes].sum())
+def _promises(trees: Sequence[StepTree], nodes: Sequence[int]) -> list[float]:
+    """Expected tokens of each tree's best nodes."""
+    return [float(tree.rho[:n].sum()) for tree, n in zip(trees, nodes, strict=True)]

@@ -40,7 +40,7 @@ class Corpus:
         self._trees: list[StepTree | None] = [None] * recording.num_steps
         self.requests: list[Request] = []
         # [steps] tokens that a request still emits, from that step on.
-        self._remaining = np.zeros(recording.num_steps, dtype=np.int64)
+        self.remaining = np.zeros(recording.num_steps, dtype=np.int64)
         for q in range(len(recording.request_ids)):
             if temperature is not None and recording.temperatures[q] != np.float32(temperature):
                 continue
@@ -53,7 +53,7 @@ class Corpus:
                     f"request {recording.request_ids[q]} has no step at some position; record "
                     "with one token per step"
                 )
-            self._remaining[steps] = positions[::-1]
+            self.remaining[steps] = positions[::-1]
             self.requests.append(
                 Request(q, recording.domains[q], int(steps[0]), int(positions[-1]))
             )
@@ -69,10 +69,6 @@ class Corpus:
         """All requests, alternating between the domains."""
         turns = zip_longest(*map(self.of_domain, self.domains))
         return [request for turn in turns for request in turn if request is not None]
-
-    def remaining(self, step: int) -> int:
-        """Tokens that the request still emits in this step and later."""
-        return int(self._remaining[step])
 
     def scores(self, step: int) -> FloatArray:
         """[D, K] or [D, K, K]: what a step's tree is grown from, see `steps.best_first`."""
@@ -166,16 +162,13 @@ class Result:
     def mean_nodes(self) -> float:
         return self.nodes / self.request_steps
 
-    @property
-    def request_ms(self) -> dict[int, float]:
-        return {index: part.ms for index, part in self.parts.items()}
-
     def of(self, requests: Iterable[Request]) -> Result:
         """The part of a batch-1 replay that belongs to `requests`."""
         total = Result(self.name)
         for request in requests:
             part = self.parts[request.index]
             total.add(part.ms, part.tokens, part.nodes, part.steps, part.request_steps)
+            total.parts[request.index] = part
         return total
 
     def add(self, ms: float, tokens: int, nodes: int, steps: int, request_steps: int) -> None:

@@ -9,14 +9,29 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replay.costs import CostSource
+from benchmarks.replay.lookup import NODES, Engine
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
-from benchmarks.replay.simulation import Corpus, Policy, Result, Truth, simulate
+from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
 from benchmarks.replay.steps import greedy_chain
 
 BUDGETS = (8, 16, 32, 64, 128, 256, 512, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 # most nodes of a request in batches; larger graphs would never be captured
 BATCH_NODES = 128
+
+# Of the gate: factors on plain steps and on steps with trees, batches, budgets, and most nodes.
+_REALLY = {
+    "as calibrated": (1.0, 1.0),
+    "plain steps 0.6": (0.6, 1.0),
+    "trees 2.0": (1.0, 2.0),
+    "trees 3.0": (1.0, 3.0),
+    "plain steps 1.5": (1.5, 1.0),
+}
+_GATE_BATCHES, _GATE_BUDGETS, _GATE_NODES = (1, 4, 16), (4, 8, 16, 32, 64), 64
+_NOISE, _STALLS = 0.15, 0.01
+
+# Of lookup.
+_LOOKUP_BATCHES, _LOOKUP_BUDGETS = (1, 4, 16), (16, 32, NODES)
 
 
 def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
@@ -38,7 +53,7 @@ def budget_study(corpus: Corpus, source: CostSource) -> dict[str, Any]:
         Beam(corpus, 4),
         Fixed(corpus, matched),
         Adaptive(corpus, table, name="adaptive"),
-        Adaptive(corpus, table, name="adaptive, lagged", timing="lagged"),
+        Adaptive(corpus, table, name="adaptive, lagged", lagged=True),
     ]
     results = [simulate(corpus, policy, truth) for policy in others]
     # a name of its own, because the number may also be a budget of the sweep
@@ -118,6 +133,88 @@ def score_study(corpus: Corpus, source: CostSource) -> dict[str, float]:
     chain = np.exp(np.cumsum(logprobs, axis=1)).sum(axis=1)
     truth = np.cumprod(corpus.ranks[steps] == chains, axis=1).sum(axis=1)
     return {**_correlations("chain", chain, truth), **_correlations("tree", predicted, accepted)}
+
+
+def gate_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
+    """Never slower: the gate against the better of plain decoding and the best fixed budget.
+
+    What steps really cost differs from the calibrated costs that the controller starts from, by a
+    factor on each kind of step, and is measured with noise and stalls. The controller must find out
+    which kind pays while it decodes.
+
+    Returns:
+        A row for each case and batch: `fixed / plain`, the best fixed budget's speed; then the
+        shares that exact and lagged timing reach, and that of trees in every step. 1 is as fast as
+        the best choice in hindsight.
+    """
+
+    def row(really: str, batch: int) -> dict[str, Any]:
+        plain, tree = _REALLY[really]
+        requests = corpus.interleaved() * max(1, batch // 8)
+
+        def milliseconds(policy: Policy) -> float:
+            truth = Truth(source.table, plain=plain, tree=tree, noise=_NOISE, stalls=_STALLS)
+            return simulate(corpus, policy, truth, requests=requests, batch=batch).ms
+
+        def share(**options: bool) -> float:
+            latency = source.latency("ema_table")
+            return best / milliseconds(Adaptive(corpus, latency, max_nodes=_GATE_NODES, **options))
+
+        plain_ms = milliseconds(Plain())
+        fixed_ms = min(milliseconds(Fixed(corpus, n)) for n in _GATE_BUDGETS)
+        best = min(plain_ms, fixed_ms)
+        return {
+            "really": really,
+            "batch": batch,
+            "fixed / plain": plain_ms / fixed_ms,
+            "exact": share(),
+            "lagged": share(lagged=True),
+            "always drafting": share(plain=False),
+        }
+
+    return [row(really, batch) for really in _REALLY for batch in _GATE_BATCHES]
+
+
+def lookup_study(corpus: Corpus, source: CostSource) -> list[dict[str, Any]]:
+    """Speed-up over plain decoding with and without copies, by batch and domain; and tau.
+
+    The oracle takes the faster of all methods for each prompt, in hindsight.
+    """
+    truth = Truth(source.table)
+
+    def engine(name: str, **options: Any) -> Engine:
+        return Engine(corpus, source.latency("ema_table"), name=name, **options)
+
+    def row(name: str, batch: int, results: dict[str, Result], requests: Sequence[Request]) -> Any:
+        plain, *others = results.values()
+        found: dict[str, Any] = {"batch": batch, "set": name}
+        found |= {one.name: plain.ms / one.ms for one in others}
+        if batch == 1:
+            best = sum(min(r.parts[q.index].ms for r in results.values()) for q in requests)
+            found["oracle"] = plain.ms / best
+        taus = ("adaptive", "with copies")
+        return found | {f"tau, {method}": results[method].tau for method in taus}
+
+    rows = []
+    for batch in _LOOKUP_BATCHES:
+        policies = [
+            Plain(),
+            engine("adaptive", lookup=False),
+            engine("with copies"),
+            engine("copies alone", drafter=False),
+            *(
+                engine(f"N={n}{' with copies' * lookup}", lookup=lookup, budget=n)
+                for n in _LOOKUP_BUDGETS
+                for lookup in (False, True)
+            ),
+        ]
+        whole = {one.name: simulate(corpus, one, truth, batch=batch) for one in policies}
+        rows.append(row("all", batch, whole, corpus.requests))
+        for domain in corpus.domains if batch == 1 else ():
+            requests = corpus.of_domain(domain)
+            parts = {name: result.of(requests) for name, result in whole.items()}
+            rows.append(row(domain, batch, parts, requests))
+    return rows
 
 
 def by_domain(corpus: Corpus, result: Result, plain: Result) -> dict[str, dict[str, float]]:

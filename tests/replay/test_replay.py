@@ -44,7 +44,7 @@ def test_every_policy_emits_every_token(corpus, batch):
     expected = sum(request.last for request in corpus.requests)
     policies = [Plain(), Chain(corpus), Beam(corpus, 4), Fixed(corpus, 32)]
     policies.append(Adaptive(corpus, CurveLatency(table)))
-    policies.append(Adaptive(corpus, CurveLatency(table), timing="lagged", shared=False))
+    policies.append(Adaptive(corpus, CurveLatency(table), lagged=True, shared=False))
     for policy in policies:
         assert simulate(corpus, policy, Truth(table), batch=batch).tokens == expected
 
@@ -56,7 +56,7 @@ def test_times_are_the_sums_of_the_steps(corpus):
     assert plain.ms == pytest.approx(11.2 * plain.tokens) and plain.tau == 1.0
     fixed = simulate(corpus, Fixed(corpus, 8), Truth(table))
     assert fixed.ms == pytest.approx(fixed.steps * (10.0 + 0.2 * 9 + 6.0), rel=1e-6)
-    assert sum(fixed.request_ms.values()) == pytest.approx(fixed.ms)
+    assert sum(part.ms for part in fixed.parts.values()) == pytest.approx(fixed.ms)
     assert fixed.mean_nodes == 8
 
 
@@ -205,6 +205,6 @@ def test_lagged_budgets_keep_up_with_the_best_fixed_one(recorded, batch, budgets
         return simulate(recorded, policy, truth, requests=requests, batch=batch).ms / 1e3
 
     latency = source.latency("ema_table")
-    adaptive = seconds(Adaptive(recorded, latency, max_nodes=MOST, timing="lagged"))
+    adaptive = seconds(Adaptive(recorded, latency, max_nodes=MOST, lagged=True))
     fixed = min(seconds(Fixed(recorded, nodes)) for nodes in budgets)
     assert adaptive <= fixed / 0.99 and adaptive < 0.4 * seconds(Plain())
