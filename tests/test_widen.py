@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from benchmarks.tiny.drafter import load_drafter, save_drafter
 from benchmarks.tiny.heads import Domino, Selector
 from benchmarks.tiny.model import load_target, save_target
-from benchmarks.widen.checkpoint import read_config
-from benchmarks.widen.pairs import make_drafter, make_pair
+from benchmarks.widen.pairs import make_drafter, make_pair, read_config
 from benchmarks.widen.widening import (
     SHAPES,
     TARGET_LAYER_IDS,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -84,15 +85,37 @@ def run_engine(
 
     Raises EngineError: the engine failed to start or to decode.
     """
+    with engine_of(engine, Decoder, progress) as process:
+        process.call("decode", requests)
+        return process.answer(progress)
+
+
+@contextmanager
+def engine_of(
+    engine: Engine, factory: Any, progress: Callable[[str], None] = ignore
+) -> Iterator[EngineProcess]:
+    """A process with a started engine. Raises EngineError: it does not start."""
+    with begun(engine, factory) as process:
+        wait_until_started(process, progress)
+        yield process
+
+
+@contextmanager
+def begun(engine: Engine, factory: Any) -> Iterator[EngineProcess]:
+    """A process that is starting an engine, so that several can start side by side."""
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
-        process = EngineProcess(Path(folder) / "engine.log", engine.variables())
+        process = EngineProcess(Path(folder) / "engine.log", engine.variables(), IMPORTS)
         try:
-            process.start(Decoder, engine)
-            process.answer(progress)
-            process.call("decode", requests)
-            return process.answer(progress)  # type: ignore[no-any-return]
+            process.start(factory, engine)
+            yield process
         finally:
             process.close()
+
+
+def wait_until_started(process: EngineProcess, progress: Callable[[str], None] = ignore) -> None:
+    """Wait for what `begun` began. Raises EngineError: the engine does not start."""
+    process.answer(progress)  # its imports
+    process.answer(progress)
 
 
 class Decoder:

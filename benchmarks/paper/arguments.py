@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks.paper
@@ -174,8 +172,3 @@ def pair_dtype(name: str) -> str:
     vLLM's linear attention on a CPU takes bfloat16 only, so the hybrid pair cannot.
     """
     return "float32" if name == "tiny" else "bfloat16"
-
-
-def without_folders(argv: Sequence[str]) -> list[str]:
-    """Arguments as results name them: of an absolute path, the last part."""
-    return [re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", one) for one in argv]

@@ -8,13 +8,12 @@ engine's own type. A difference is a near-tie if both are within the bound of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.paper.engines import engine_of
+from benchmarks.harness.decoder import engine_of
 from benchmarks.paper.store import Key, Row, Store
 
 # Of log-probabilities, as in the end-to-end tests: bfloat16's, and float32's.
@@ -50,31 +49,29 @@ def to_judge(store: Store) -> list[tuple[Key, Row]]:
     ]
 
 
-def judge_all(store: Store, engine: Any, request_of: Any, dtype: str) -> None:
-    """Judge every open question with plain decoding's `engine`; without any, start none."""
-    rows = to_judge(store)
-    if rows:
-        with engine_of(replace(engine, speculative=None, max_num_seqs=1), Scorer) as process:
-            judge(store, rows, process, request_of, dtype)
-
-
-def judge(
-    store: Store, rows: Iterable[tuple[Key, Row]], process: Any, request_of: Any, dtype: str
-) -> None:
-    """Append a `judged` row for each of `rows`.
+def judge(store: Store, engine: Any, request_of: Any, dtype: str) -> None:
+    """Append a `judged` row for each open question; without any, no engine starts.
 
     Args:
-        process: an `EngineProcess` with a `Scorer`.
+        engine: of plain decoding.
         request_of: a key -> the token ids of its prompt, and plain decoding's of its reply.
     """
-    bound = FLOAT32_BOUND if dtype == "float32" else BOUND
-    for key, row in tqdm(list(rows), desc="near-ties", disable=None):
-        prompt, reply = request_of(key)
-        at = row["differs_at"]
-        tokens = [*reply, None][at], row["token"]
-        if None in tokens:  # one text ends where the other goes on; no token to score
-            tied = False
-        else:
-            process.call("gaps", [*prompt, *reply[:at]], list(tokens))
-            tied = max(process.answer()) < bound
-        store.append({"kind": "judged", **key._asdict(), "near_tie": tied})
+    rows = to_judge(store)
+    if not rows:
+        return
+    with engine_of(replace(engine, speculative=None, max_num_seqs=1), Scorer) as process:
+        for key, row in tqdm(rows, desc="near-ties", disable=None):
+            prompt, reply = request_of(key)
+            at = row["differs_at"]
+            tokens = [[*reply, None][at], row["token"]]
+            # Where one text ends and the other goes on, there is no token to score.
+            tied = None not in tokens and is_near_tie(
+                process, [*prompt, *reply[:at]], tokens, dtype
+            )
+            store.append({"kind": "judged", **key._asdict(), "near_tie": tied})
+
+
+def is_near_tie(process: Any, ids: list[int], tokens: list[int], dtype: str) -> bool:
+    """Whether tokens are about equally good after `ids`; process: an engine's with a `Scorer`."""
+    process.call("gaps", ids, tokens)
+    return max(process.answer()) < (FLOAT32_BOUND if dtype == "float32" else BOUND)

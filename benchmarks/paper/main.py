@@ -21,20 +21,19 @@ from benchmarks.harness.decoder import run_engine
 from benchmarks.harness.engine import Request, UserEngine, bastion
 from benchmarks.harness.process import EngineError
 from benchmarks.paper import report
-from benchmarks.paper.arguments import REAL, config_of, parse, target_of, without_folders
+from benchmarks.paper.arguments import REAL, config_of, parse, target_of
 from benchmarks.paper.chat import Renderer
 from benchmarks.paper.data import LONG, SHORT, load_set
-from benchmarks.paper.engines import short_reason
-from benchmarks.paper.judge import judge_all
+from benchmarks.paper.judge import judge
 from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.methods import PLAIN, Target, chosen, engines_of, fitting, methods
 from benchmarks.paper.plan import Plan
 from benchmarks.paper.replayed import replay
-from benchmarks.paper.run import Runner
+from benchmarks.paper.run import Runner, short_reason
 from benchmarks.paper.store import Store, StoreError
 from benchmarks.progress import Progress
 from benchmarks.prompts import DataError, Prompt, load_jsonl
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, without_folders
 from benchmarks.replay.costs import from_profile
 from benchmarks.replay.record import record
 from vllm_bastion.policy.cost.devices import device_name
@@ -114,7 +113,7 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
             store.append({"kind": "gap", "set": gap, "reason": reason})
         runner = Runner(plan, store, renderer, engine)
         runner.run()
-        judge_all(store, engine(picked[PLAIN], 1), runner.prompt_and_reply, given.dtype)
+        judge(store, engine(picked[PLAIN], 1), runner.prompt_and_reply, given.dtype)
         if what.drafter is not None and given.replay_prompts:
             _replay(store, plan, renderer, engine(rows["bastion adaptive"], 1), what, given, out)
     return report.write([out], out.parent, out.stem)

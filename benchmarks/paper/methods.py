@@ -117,17 +117,12 @@ class Method:
         return UserEngine(self.speculative, Path(target), environment=environment, **settings)
 
 
-def methods(
-    what: Target, *, cpu: bool, budgets: Sequence[int] = (), nodes: int | None = None
-) -> dict[str, Method]:
+def methods(what: Target, *, cpu: bool, budgets: Sequence[int] = ()) -> dict[str, Method]:
     """All methods by name, plain decoding first.
 
-    Args:
-        budgets: fixed budgets, by default those of the machine.
-        nodes: the most that the adaptive engine verifies.
+    budgets: fixed budgets, by default those of the machine.
     """
     budgets = budgets or (BUDGETS_CPU if cpu else BUDGETS_GPU)
-    nodes = nodes or (63 if cpu else 255)
     rows = [Method(PLAIN, None, same_draws=True)]
     if cpu:
         rows.append(Method(REFERENCE, None, same_draws=True, second_runner=True))
@@ -136,19 +131,17 @@ def methods(
             Method(f"{EAGLE3} {n}", dflash(Path(what.eagle3), n, "eagle3")) for n in EAGLE3_CHAINS
         ]
     if what.drafter is not None:
-        rows += _of_drafter("", Drafter(what.drafter, what.gamma), cpu, budgets, nodes)
+        rows += _of_drafter("", Drafter(what.drafter, what.gamma), cpu, budgets)
     for other in what.others:
-        rows += _of_drafter(Path(other.name).name, other, cpu, budgets, nodes)
+        rows += _of_drafter(Path(other.name).name, other, cpu, budgets)
     lookup = {"num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
     rows.append(Method(NGRAM, {"method": "ngram", **lookup}))
     rows.append(Method(SUFFIX, {"method": "suffix", "num_speculative_tokens": 32}))
     return {row.name: row for row in rows}
 
 
-def _of_drafter(
-    label: str, drafter: Drafter, cpu: bool, budgets: Sequence[int], nodes: int
-) -> list[Method]:
-    folder, gamma = Path(drafter.name), drafter.gamma
+def _of_drafter(label: str, drafter: Drafter, cpu: bool, budgets: Sequence[int]) -> list[Method]:
+    folder, gamma, nodes = Path(drafter.name), drafter.gamma, 63 if cpu else 255
 
     def ours(name: str, most: int, budget: int | str, **keys: Any) -> Method:
         full = name.replace("bastion", f"bastion {label}") if label else name
@@ -219,33 +212,23 @@ def engines_of(
     On a GPU, `alive` engines get equal shares of the memory and a KV cache of the size they need:
     vLLM would measure what is free, which changes while others start.
     """
-    room = gpu_share(what, alive) if alive > 1 and not cpu else None
 
     def engine(method: Method, concurrency: int) -> UserEngine:
         own = dict(settings)
-        if room is not None:
-            own |= room(concurrency, settings["max_model_len"])
+        if alive > 1 and not cpu:
+            own |= gpu_share(what, alive, concurrency, settings["max_model_len"])
         return method.engine(what.target, cpu, max_num_seqs=concurrency, **own)
 
     return engine
 
 
-def gpu_share(what: Target, alive: int) -> Callable[[int, int], dict[str, Any]]:
-    """The memory of a GPU that one of `alive` engines gets.
+def gpu_share(what: Target, alive: int, concurrency: int, max_model_len: int) -> dict[str, Any]:
+    """The memory of a GPU that one of `alive` engines gets, as fields of `UserEngine`.
 
-    Returns:
-        A function of concurrency and model length. It returns fields of `UserEngine`.
-
-    Raises:
-        DataError: the size of the KV cache is not known.
+    Raises DataError: the size of the KV cache is not known.
     """
-    token_bytes = _token_bytes(what)
-
-    def share(concurrency: int, max_model_len: int) -> dict[str, Any]:
-        tokens = concurrency * (max_model_len + _SLOTS)
-        return {"memory": _GPU_SHARE / alive, "kv_cache_bytes": token_bytes * tokens}
-
-    return share
+    tokens = concurrency * (max_model_len + _SLOTS)
+    return {"memory": _GPU_SHARE / alive, "kv_cache_bytes": _token_bytes(what) * tokens}
 
 
 def _token_bytes(what: Target) -> int:

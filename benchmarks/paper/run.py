@@ -9,6 +9,7 @@ so a ratio to plain decoding always has both of its sides.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -17,15 +18,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.harness.decoder import first_difference
-from benchmarks.harness.driver import Response
+from benchmarks.harness.decoder import begun, first_difference, wait_until_started
+from benchmarks.harness.driver import Response, start_driver
 from benchmarks.harness.engine import Request
 from benchmarks.harness.process import EngineError, EngineProcess
 from benchmarks.paper.chat import Renderer
-from benchmarks.paper.engines import begun, short_reason, wait_until_started
 from benchmarks.paper.methods import PLAIN, REFERENCE, groups, reference_of
 from benchmarks.paper.plan import Plan, batches
 from benchmarks.paper.store import Key, Row, Store
+from benchmarks.provenance import FOLDER
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 24
 _STARTS = 2  # engines that start side by side where several live
@@ -72,7 +73,9 @@ class Runner:
     ) -> dict[str, EngineProcess]:
         bar.set_description(f"{' and '.join(names)}, concurrency {most}, starting")
         started = {
-            name: stack.enter_context(begun(self._engine(self._plan.methods[name], most)))
+            name: stack.enter_context(
+                begun(self._engine(self._plan.methods[name], most), start_driver)
+            )
             for name in names
         }
         for name, process in list(started.items()):
@@ -238,3 +241,15 @@ class Runner:
             if row["differs_at"] is not None:
                 row["token"] = [*ids, None][row["differs_at"]]
         return row
+
+
+def short_reason(text: str) -> str:
+    """The line of an engine's failure that says why, without the machine's folders."""
+    lines = [line.strip() for line in text.splitlines()]
+    told = [n for n, line in enumerate(lines) if re.search(r"\b\w*(Error|Exception): ", line)]
+    line = lines[told[-1]] if told else (lines or [""])[0]
+    if told and re.search(r"\d+ validation errors? for ", line):  # pydantic's reason is below
+        below = [one for one in lines[told[-1] + 1 :] if one.startswith("Value error, ")]
+        line = f"ValueError: {below[0][13:].partition(' [type=')[0]}" if below else line
+    line = re.sub(r"^.*?(?=\b\w*(?:Error|Exception): )", "", line)
+    return FOLDER.sub("", line)[:240]

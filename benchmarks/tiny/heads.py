@@ -99,19 +99,13 @@ class Domino(nn.Module):
         nn.init.normal_(self.embed_proj[0].weight, std=0.05)
         nn.init.normal_(self.embed_proj[2].weight, std=0.02)
 
-    def prefix_states(self, embeddings: Tensor) -> Tensor:
-        """The GRU's state after each token of embedded sequences: [..., T, H] -> [..., T, g]."""
-        with torch.autocast(embeddings.device.type, enabled=False):
-            states, _ = self.prefix_gru(embeddings.float().flatten(0, -3))
-        return states.unflatten(0, embeddings.shape[:-2])
-
-    def correction(self, prefix: Tensor, states: Tensor) -> Tensor:
-        """The logits' bias given the GRU's states [..., g]: [..., V]."""
-        return self.embed_proj(torch.cat([states, prefix.to(states.dtype)], dim=-1))
-
     def bias(self, before: Tensor, states: Tensor, embedding: nn.Embedding) -> Tensor:
-        """The same for whole blocks: before [..., D] are the anchor and the tokens after it."""
-        return self.correction(self.prefix_states(embedding(before)), states)
+        """The logits' bias [..., V]; before [..., D]: a block's anchor, and the tokens after it."""
+        embedded = embedding(before)
+        with torch.autocast(embedded.device.type, enabled=False):
+            prefix, _ = self.prefix_gru(embedded.float().flatten(0, -3))
+        prefix = prefix.unflatten(0, embedded.shape[:-2]).to(states.dtype)
+        return self.embed_proj(torch.cat([states, prefix], dim=-1))
 
     def config(self) -> dict[str, Any]:
         """Entries of `dflash_config`. Mask j gives the logits of its own position."""

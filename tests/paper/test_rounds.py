@@ -41,7 +41,7 @@ class _Host:
         self.started: list[tuple[str, int]] = []
 
     @contextmanager
-    def begun(self, engine: tuple[Method, int]) -> Iterator[_Process]:
+    def begun(self, engine: tuple[Method, int], _: object) -> Iterator[_Process]:
         name = engine[0].name
         self.started.append((name, engine[1]))
         yield _Process(name, self)

@@ -106,7 +106,7 @@ def test_near_ties_are_judged_by_gaps_that_transformers_computes_too(tmp_path: P
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from benchmarks import TINY
-    from benchmarks.paper.engines import engine_of
+    from benchmarks.harness.decoder import engine_of
     from benchmarks.paper.judge import Scorer
     from benchmarks.paper.methods import Target, methods
 

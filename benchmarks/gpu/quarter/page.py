@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.gpu.quarter.questions import QUESTIONS
 from benchmarks.gpu.quarter.store import ANSWERED, UNASKED, Answers
 from benchmarks.harness.switched import ADAPTIVE, NEVER, PLAIN
+from benchmarks.provenance import FOLDER
 
 _Row = dict[str, Any]
 
@@ -73,7 +74,7 @@ def _reason(text: str) -> str:
     """The last line that names an error, without folders, else the last one."""
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return re.sub(r"(?:/[\w.@+-]+)+/", "", (errors or lines)[-1])
+    return FOLDER.sub("", (errors or lines)[-1])
 
 
 def _with(rows: Sequence[_Row], key: str) -> list[_Row]:

@@ -8,7 +8,6 @@ a process; otherwise it imports vLLM itself. Each engine is built in its questio
 from __future__ import annotations
 
 import multiprocessing
-import re
 import shutil
 import sys
 import time
@@ -21,14 +20,11 @@ from benchmarks.gpu.quarter.job import ask
 from benchmarks.gpu.quarter.questions import Question
 from benchmarks.gpu.quarter.store import ANSWERED, FAILED, INTERRUPTED, UNASKED, Answers
 from benchmarks.harness.process import EngineError, EngineProcess
-from benchmarks.paper.arguments import without_folders
-from benchmarks.provenance import provenance
+from benchmarks.provenance import FOLDER, provenance, without_folders
 
 _IMPORTS = ["vllm.entrypoints.llm", "benchmarks.gpu.quarter.job", "benchmarks.gpu.device"]
 # Kept of a failure, whose whole log is a file.
 _ERROR_CHARACTERS = 3000
-# A folder of this machine, which no result names.
-_FOLDER = re.compile(r"(?:/[\w.@+-]+)+/")
 # To end a process, and to write what is left.
 _RESERVE_S = 15.0
 
@@ -149,7 +145,7 @@ class Runner:
             process.call(ask, question.function, self._small, known)
             process.answer(timeout_s=limit, items=note)
         except EngineError as error:
-            text = _FOLDER.sub("", str(error))[-_ERROR_CHARACTERS:]
+            text = FOLDER.sub("", str(error))[-_ERROR_CHARACTERS:]
             status = INTERRUPTED if str(error).startswith("no answer after") else FAILED
         finally:
             process.close()

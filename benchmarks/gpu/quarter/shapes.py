@@ -115,7 +115,7 @@ def pair_engine(folder: Path, small: bool, most: int, alive: int, length: int) -
     """
     drafter = folder / "drafter"
     what = Target(str(folder / "target"), str(drafter), GAMMA)
-    settings: dict[str, Any] = {"dtype": "bfloat16", **gpu_share(what, alive)(most, length)}
+    settings: dict[str, Any] = {"dtype": "bfloat16", **gpu_share(what, alive, most, length)}
     # As a server has it. Logits of twice as many rows, in float32, would not fit beside the others.
     settings["max_num_batched_tokens"] = 2048 if small else 8192
     return UserEngine(
