@@ -45,13 +45,14 @@ else:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 from benchmarks.gpu.cases import cases  # noqa: E402
-from benchmarks.gpu.device import gpu_provenance  # noqa: E402
+from benchmarks.gpu.device import gpu_facts  # noqa: E402
 from benchmarks.gpu.harness import (  # noqa: E402
     Row,
     measure_ceilings,
     run_entry,
 )
 from benchmarks.gpu.shapes import QWEN3_8B  # noqa: E402
+from benchmarks.provenance import provenance  # noqa: E402
 
 OPS = ("draft", "walk", "compact", "gather", "attention")
 
@@ -83,7 +84,7 @@ def run_timings(ops: Sequence[str], replays: int, quick: bool, out: Path) -> lis
     print(f"{'case':44} {'median us':>9} {'p20':>9} {'p80':>9}", end=" ")
     print(f"{'GB/s':>8} {'TFLOP/s':>8} {'of it':>8} {'MHz':>5}", flush=True)
     limits = {"copy_gb_per_s": ceilings.copy, "matmul_tflop_per_s": ceilings.matmul}
-    head = {"provenance": gpu_provenance(), "ceilings": limits, "planned": len(entries)}
+    head = {"provenance": provenance() | gpu_facts(), "ceilings": limits, "planned": len(entries)}
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished, rows = out.with_suffix(".part"), list[Row]()
     for entry in entries:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
-from benchmarks.provenance import command_output, provenance, version
+from benchmarks.provenance import command_output, version
 
 
 def _smi(field: str) -> str | None:
@@ -29,13 +28,11 @@ def sm_clock() -> int | None:
     return int(read) if read is not None and read.isdigit() else None
 
 
-def gpu_provenance() -> dict[str, Any]:
-    """`provenance`, the GPU and the libraries for it."""
+def gpu_facts() -> dict[str, Any]:
+    """The GPU and the libraries for it."""
     cuda = torch.cuda.is_available()
     gpu = torch.cuda.get_device_properties(0) if cuda else None
     return {
-        **provenance(),
-        "argv": sys.argv,
         "gpu": gpu.name if gpu else None,
         "multiprocessors": gpu.multi_processor_count if gpu else None,
         "l2_bytes": getattr(gpu, "L2_cache_size", None),

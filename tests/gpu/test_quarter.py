@@ -19,9 +19,17 @@ from tests.gpu.asked import breaks, hangs_after_a_part, hears_nothing, tells
 CALL = {"time": "2026", "command": "python", "commit": "abcdef123", "gpu": "a GPU", "vllm": "0.32"}
 
 
+class Asked(Question):
+    """A question of `asked.py`."""
+
+    @property
+    def function(self) -> str:
+        return f"tests.gpu.asked:{self.name}"
+
+
 def question(function: Any, limit_s: float = 60.0, needs_s: float = 1.0) -> Question:
     name = function.__name__
-    return Question(name, name, "nothing", f"{function.__module__}:{name}", limit_s, needs_s)
+    return Asked(name, name, "nothing", limit_s, needs_s)
 
 
 class Call(Runner):

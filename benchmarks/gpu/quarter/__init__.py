@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quarter of an hour on a GPU: seven questions, each result written as it comes, and a page.
+"""A quarter of an hour on a GPU: eight questions, each result written as it comes, and a page.
 
     python -m benchmarks.gpu.quarter --seconds 430        # asks until then
     python -m benchmarks.gpu.quarter --seconds 330        # goes on with what is missing

@@ -20,7 +20,6 @@ _FIXED = {1: ("16", "64"), 4: ("16", "64"), 16: ("8", "16"), 64: ("4",)}
 
 def others(engine: UserEngine, *, best: bool) -> dict[str, UserEngine]:
     """Plain decoding and vLLM's chain of 15, on the settings of an engine."""
-    assert engine.speculative is not None
     drafter = engine.speculative["model"]
     keys: dict[str, Any] = {"enable_adaptive_verification": True} if best else {}
     chain = replace(engine, speculative=speculative("dflash", drafter, **keys))

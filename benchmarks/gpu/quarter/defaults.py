@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import wraps
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import dummy_engine, noise
+from benchmarks.gpu.quarter.shapes import dummy_engine, noise, tell_turns
 from benchmarks.harness.switched import ADAPTIVE, NEVER, Switched
 from vllm_bastion.cli.buffers import largest, total
 from vllm_bastion.cli.memory import memory_of
@@ -33,12 +32,7 @@ def ask(job: Job) -> None:
     switched = Switched(engine, {name: noise(n, tokens) for name, n in names.items()}, {})
     job.note("start", **_memory(switched.core, peak), seconds=switched.start_s[ADAPTIVE])
     for name in job.lacks(*names):
-        blocks = []
-        for mode in (NEVER, "15", ADAPTIVE):
-            if not job.small:  # touch memory and load code
-                switched.block(mode, name, names[name])
-            blocks.append(asdict(switched.block(mode, name, names[name])))
-        job.note(name, blocks=blocks)
+        tell_turns(job, switched, name, names[name], (NEVER, "15", ADAPTIVE), 1)
 
 
 def _watch_warm_up() -> dict[str, float]:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import dummy_engine, noise
+from benchmarks.gpu.quarter.shapes import dummy_engine, noise, tell_turns
 from benchmarks.harness.switched import NEVER, Switched
 
 _LOADS = (1, 16)
@@ -25,9 +23,4 @@ def ask(job: Job) -> None:
     switched = Switched(engine, {name: noise(n, tokens) for name, n in names.items()}, {})
     job.note("start", **switched.start_s)
     for name in job.lacks(*names):
-        blocks = []
-        for mode in (NEVER, "16"):
-            if not job.small:
-                switched.block(mode, name, names[name])
-            blocks.append(asdict(switched.block(mode, name, names[name])))
-        job.note(name, blocks=blocks)
+        tell_turns(job, switched, name, names[name], (NEVER, "16"), 1)

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks.gpu.quarter
-from benchmarks import RESULTS
+from benchmarks import RESULTS, parser_of
 from benchmarks.gpu.quarter.page import page
 from benchmarks.gpu.quarter.questions import QUESTIONS
 from benchmarks.gpu.quarter.runner import Runner
@@ -26,11 +25,7 @@ _ENVIRONMENT = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. The exit status is 1 while a question has no answer."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.quarter",
-        description=benchmarks.gpu.quarter.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(benchmarks.gpu.quarter.__doc__)
     names = [question.name for question in QUESTIONS]
     parser.add_argument("--seconds", type=float, default=430, help="of this call (default 430)")
     parser.add_argument("--only", nargs="+", choices=names, default=names)

@@ -12,7 +12,6 @@ class Question:
 
     Args:
         decides: what its answer decides.
-        function: `module:name`, called with a `Job`.
         limit_s: it is interrupted after so long.
         needs_s: expected seconds, an estimate; it is not begun with less than half of that left.
         pair: a pair of `benchmarks.widen` that it reads.
@@ -22,21 +21,22 @@ class Question:
     name: str
     title: str
     decides: str
-    function: str
     limit_s: float
     needs_s: float
     pair: str | None = None
     timed: bool = True
 
+    @property
+    def function(self) -> str:
+        """`module:name` of what is called with a `Job`."""
+        return f"benchmarks.gpu.quarter.{self.name}:ask"
 
-_HERE = "benchmarks.gpu.quarter"
 
 QUESTIONS = (
     Question(
         "tokens",
         "Are the tokens plain decoding's, with graphs and asynchronous scheduling?",
         "whether any time below is worth anything",
-        f"{_HERE}.tokens:ask",
         limit_s=150,
         needs_s=140,
         timed=False,
@@ -46,7 +46,6 @@ QUESTIONS = (
         "Does the adaptive budget reach the best fixed one at the 4B shape?",
         "whether the controller needs another mend, what README's GPU table says of plain decoding "
         "and vLLM's best chain, and which rows cost more than the profile says",
-        f"{_HERE}.adaptive:ask",
         limit_s=420,
         needs_s=330,
         pair="4B",
@@ -55,7 +54,6 @@ QUESTIONS = (
         "real",
         "Do trees pay with a real chat model on real text, and do copies of the context?",
         "whether `bastion_lookup` may be on by default on a GPU",
-        f"{_HERE}.real:ask",
         limit_s=300,
         needs_s=240,
     ),
@@ -65,7 +63,6 @@ QUESTIONS = (
         "whether the defaults may stay: memory of the warm-up beside what `check` calculates, "
         "seconds to start, and what a step costs at 33 and 64 requests, the first and the last of "
         "the draft's graphs beyond the target's",
-        f"{_HERE}.defaults:ask",
         limit_s=150,
         needs_s=110,
     ),
@@ -73,7 +70,6 @@ QUESTIONS = (
         "experts",
         "Is the profile's plain step right for a mixture of experts?",
         "whether calibration must draw its tokens at random: dummy batches may visit fewer experts",
-        f"{_HERE}.experts:ask",
         limit_s=120,
         needs_s=75,
     ),
@@ -81,7 +77,6 @@ QUESTIONS = (
         "host",
         "How much host time does a step have?",
         "whether host code is worth work: with the tiny pair a step is little else",
-        f"{_HERE}.host:ask",
         limit_s=100,
         needs_s=70,
     ),
@@ -90,7 +85,6 @@ QUESTIONS = (
         "Which device ops miss their bars?",
         "which kernels to tune: attention by head size and for fp8 caches, the plan, vLLM's input "
         "kernel, gated delta trees, top-p",
-        f"{_HERE}.ops:ask",
         limit_s=120,
         needs_s=80,
     ),
@@ -98,7 +92,6 @@ QUESTIONS = (
         "drafter",
         "Does an fp8 drafter pay?",
         "whether docs may recommend it: draft time against tokens lost",
-        f"{_HERE}.drafter:ask",
         limit_s=150,
         needs_s=110,
         pair="4B",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.device import gpu_provenance
+from benchmarks.gpu.device import gpu_facts
 from benchmarks.gpu.quarter.job import ask
 from benchmarks.gpu.quarter.questions import Question
 from benchmarks.gpu.quarter.store import ANSWERED, FAILED, INTERRUPTED, UNASKED, Answers
@@ -95,9 +95,8 @@ class Runner:
         for context in (forked, multiprocessing.get_context("spawn")):
             process = EngineProcess(self._logs / "gpu.log", context=context)
             try:
-                process.call(gpu_provenance)
+                process.call(gpu_facts)
                 found = process.answer(timeout_s=self._left())
-                del found["argv"]  # names folders
                 if found["gpu"] is None:
                     raise SystemExit("quarter: no CUDA device here")
                 return context, found

@@ -16,6 +16,8 @@ from benchmarks.harness.engine import GAMMA, Request, UserEngine
 from benchmarks.harness.switched import Switched
 from benchmarks.paper.methods import Target, gpu_share
 from benchmarks.prompts import DOMAINS, load_prompts
+from benchmarks.widen.pairs import pair_of
+from benchmarks.widen.widening import SHAPES
 
 # Without torch.compile, whose code the emulation cannot run, and in the type that Triton's
 # interpreter multiplies rightly.
@@ -25,24 +27,19 @@ SMALL: dict[str, Any] = {
     "more": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
 }
 # The published configurations of Qwen3-8B and of its DFlash drafter (5 layers, block 16).
-_COMMON: dict[str, Any] = {
+_SIZES = {name: size for name, size in asdict(SHAPES["8B"]).items() if name != "drafter_layers"}
+_QWEN3_8B: dict[str, Any] = {
+    **_SIZES,
+    "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000,
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
 }
-_QWEN3_8B = {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36}
 _QWEN3_8B_DRAFTER = {
-    **_COMMON,
+    **_QWEN3_8B,
     "architectures": ["DFlashDraftModel"],
     "num_hidden_layers": 5,
     "num_target_layers": 36,
@@ -99,11 +96,7 @@ def speculative(
 
 def folder_of(shape: str, small: bool) -> Path:
     """The tiny pair widened to a shape, or in a rehearsal the tiny pair itself."""
-    if small:
-        return TINY
-    from benchmarks.widen.pairs import pair_of
-
-    return pair_of(shape)
+    return TINY if small else pair_of(shape)
 
 
 def pair_engine(folder: Path, small: bool, most: int, alive: int, length: int) -> UserEngine:
@@ -115,22 +108,21 @@ def pair_engine(folder: Path, small: bool, most: int, alive: int, length: int) -
     """
     drafter = folder / "drafter"
     what = Target(str(folder / "target"), str(drafter), GAMMA)
-    settings: dict[str, Any] = {"dtype": "bfloat16", **gpu_share(what, alive, most, length)}
-    # As a server has it. Logits of twice as many rows, in float32, would not fit beside the others.
-    settings["max_num_batched_tokens"] = 2048 if small else 8192
+    settings = {"dtype": "bfloat16", **gpu_share(what, alive, most, length)}
     return UserEngine(
         # The emulation computes every node that is calibrated.
         speculative("bastion", drafter, 31 if small else None),
         target=folder / "target",
         max_num_seqs=most,
         max_model_len=length,
-        **{**settings, **(SMALL if small else {})},
+        # As a server has it. Logits of twice as many rows, in float32, would not fit beside others.
+        max_num_batched_tokens=2048 if small else 8192,
+        **settings | (SMALL if small else {}),
     )
 
 
 def with_lookup(engine: UserEngine) -> UserEngine:
     """The same engine with copies of the context in its trees, which a GPU's default leaves out."""
-    assert engine.speculative is not None
     return replace(engine, speculative={**engine.speculative, "bastion_lookup": True})
 
 
