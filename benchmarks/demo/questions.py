@@ -44,7 +44,7 @@ class Streamed:
 
         self._tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
         self._name, self._questions = name, questions
-        self._number, self._ids, self._shown = -1, [], ""  # type: ignore[var-annotated]
+        self._number, self._ids, self._shown = -1, [], ""
 
     def __call__(self, item: Any) -> None:
         """Print an item of `Decoder.decode`: the number of a request, and new token ids."""

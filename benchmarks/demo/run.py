@@ -80,12 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load_note(busy: float | None = None) -> str | None:
-    """What to say of this run's seconds where other processes use the cores; None if they do not.
-
-    busy: per cent of this machine's cores in use; measured for a second by default.
-    """
-    busy = psutil.cpu_percent(interval=1.0) if busy is None else busy
+def load_note() -> str | None:
+    """What to say of this run's seconds if other processes use the cores; else None."""
+    busy = psutil.cpu_percent(interval=1.0)
     if busy < 25:
         return None
     return (

@@ -229,13 +229,12 @@ def _run_rival(rival: Rival, replays: int, timer: Timer) -> dict[str, Any]:
     except Exception as error:  # not every rival supports every shape
         outcome["error"] = reason(error)
     if torch.cuda.is_available():
-        calls = check = None  # type: ignore[assignment]  # free its copies of the caches
+        calls = check = None  # free its copies of the caches
         torch.cuda.empty_cache()
     return outcome
 
 
 def _rate(row: Row, case: Case, ceilings: Ceilings) -> None:
-    assert row.timing is not None
     fractions = []
     if case.bytes_moved:
         row.gb_per_s = 1e-3 * case.bytes_moved / row.timing.median
@@ -247,7 +246,6 @@ def _rate(row: Row, case: Case, ceilings: Ceilings) -> None:
 
 
 def _judge(row: Row, ceilings: Ceilings) -> None:
-    assert row.timing is not None
     timed = [outcome for outcome in row.rivals if "timing" in outcome]
     if timed:
         best = min(timed, key=lambda outcome: outcome["timing"].median)
@@ -257,7 +255,6 @@ def _judge(row: Row, ceilings: Ceilings) -> None:
     if row.bar.kind == US:
         row.bar_ratio = row.timing.median / row.bar.limit
     elif row.bar.kind == OF_COPY:
-        assert row.gb_per_s is not None
         row.bar_ratio = row.bar.limit * ceilings.copy / row.gb_per_s
     elif row.judge_timing is not None:
         row.bar_ratio = row.timing.median / row.judge_timing.median / row.bar.limit

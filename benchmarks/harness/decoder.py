@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import EngineProcess, ignore, report_item, report_state
@@ -137,12 +138,21 @@ class Decoder:
             first = Request("warm-up", requests[0].prompt, _WARM_UP_TOKENS)
             llm.generate([first.vllm_prompt()], first.sampling_params())
             llm.request_counter.reset()
-        total = sum(request.max_tokens for request in requests)
+        total, emitted = sum(request.max_tokens for request in requests), 0
 
-        def report(tokens: int) -> None:
-            report_state(f"decoding, {min(tokens, total)} of {total} tokens")
+        def note(emissions: list[Emission]) -> None:
+            nonlocal emitted
+            for request_id, tokens, verified, ends_prompt in emissions:
+                emitted += len(tokens)
+                index = request_index(request_id)
+                if stream:
+                    report_item((index, [int(token) for token in tokens]))
+                if not ends_prompt:
+                    result.completions[index].emitted.append(len(tokens))
+                    result.completions[index].verified.append(verified)
+            report_state(f"decoding, {min(emitted, total)} of {total} tokens")
 
-        count_steps(llm, result.completions, report, stream)
+        watch_steps(engine_core(llm).scheduler, note)
         begin = time.perf_counter()
         if requests:
             params = [request.sampling_params() for request in requests]
@@ -181,41 +191,61 @@ def reported_nodes(output: Any) -> dict[str, int] | None:
     return None if report is None else report.num_verified
 
 
-def emissions(scheduled: Any, output: Any) -> Iterator[tuple[str, list[int], int]]:
-    """(request, tokens that it emitted, nodes verified for it) of a step; no parts of prompts."""
-    nodes = reported_nodes(output)
-    for name, tokens in zip(output.req_ids, output.sampled_token_ids or (), strict=False):
-        if len(tokens):
-            drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
-            yield name, tokens, drafts if nodes is None else nodes.get(name, 0)
+class Emission(NamedTuple):
+    """What a step emitted for a request, and how many nodes it verified."""
+
+    request_id: str
+    tokens: list[int]
+    verified: int
+    ends_prompt: bool
 
 
-def count_steps(
-    llm: Any,
-    completions: list[Completion],
-    progress: Callable[[int], None] | None = None,
-    stream: bool = False,
-) -> None:
-    """Record what each step emits and verifies, where the scheduler receives it."""
-    scheduler = engine_core(llm).scheduler
+def watch_steps(scheduler: Any, note: Callable[[list[Emission]], None]) -> None:
+    """Call `note` for each step, where the scheduler receives it; parts of prompts emit nothing."""
     update = scheduler.update_from_output
     prefilled: set[str] = set()
-    total = 0
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
-        nonlocal total
-        for request_id, tokens, verified in emissions(scheduled, output):
-            total += len(tokens)
-            index = request_index(request_id)
-            if stream:
-                report_item((index, [int(token) for token in tokens]))
-            if request_id not in prefilled:
-                prefilled.add(request_id)
-                continue
-            completions[index].emitted.append(len(tokens))
-            completions[index].verified.append(verified)
-        if progress is not None:
-            progress(total)
+        nodes, found = reported_nodes(output), []
+        for name, tokens in zip(output.req_ids, output.sampled_token_ids or (), strict=False):
+            if len(tokens):
+                drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+                verified = drafts if nodes is None else nodes.get(name, 0)
+                found.append(Emission(name, tokens, verified, name not in prefilled))
+                prefilled.add(name)
+        note(found)
         return update(scheduled, output)
 
     scheduler.update_from_output = update_from_output
+
+
+def keep_busy(
+    engine: Any,
+    requests: Iterable[tuple[str, Request]],
+    concurrency: int,
+    begun: Callable[[str], None] = ignore,
+) -> Iterator[Any]:
+    """Decode named requests, `concurrency` at a time, and yield the outputs of each step.
+
+    begun: called with a name just before the engine gets the request.
+    """
+    waiting = deque(requests)
+    while waiting or engine.has_unfinished_requests():
+        while waiting and engine.get_num_unfinished_requests() < concurrency:
+            name, request = waiting.popleft()
+            begun(name)
+            engine.add_request(name, request.vllm_prompt(), request.sampling_params())
+        yield from engine.step()
+
+
+def watch_times(timer: Any, note: Callable[[Any], None]) -> None:
+    """Call `note` with the `StepTimes` of each whole step that an engine's timer completes."""
+    completed = timer.completed
+
+    def watched() -> Iterator[Any]:
+        for step in completed():
+            if step.total_ms is not None:
+                note(step)
+            yield step
+
+    timer.completed = watched

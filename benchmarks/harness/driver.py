@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.harness.decoder import (
-    Completion,
-    count,
-    count_steps,
+    Emission,
     engine_core,
+    keep_busy,
     model_runner,
     request_index,
+    watch_steps,
+    watch_times,
 )
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import report_item
@@ -153,40 +154,38 @@ class Driver:
 
         Each `Response` is also sent to the caller's `items` as soon as it is finished.
         """
-        engine = self._llm.llm_engine
-        completions = [Completion(request.name) for request in requests]
+        named = [(str(index), request) for index, request in enumerate(requests)]
         self._responses = [Response(request.name) for request in requests]
         original = self._scheduler.update_from_output
-        count_steps(self._llm, completions)
-        self._watch_steps()
-        waiting = deque(enumerate(requests))
-        self._running = set()
-        while waiting or self._running:
-            while waiting and len(self._running) < concurrency:
-                index, request = waiting.popleft()
-                response = self._responses[index]
-                response.begin_s = time.perf_counter()
-                engine.add_request(str(index), request.vllm_prompt(), request.sampling_params())
-                self._running.add(index)
-            outputs = engine.step()
+        watch_steps(self._scheduler, self._count)
+        self._watch_times()
+        for output in keep_busy(self._llm.llm_engine, named, concurrency, self._begin):
             now = time.perf_counter()
-            for output in outputs:
-                index = request_index(output.request_id)
-                response = self._responses[index]
-                response.first_s = response.first_s or now
-                if output.finished:
-                    self._running.discard(index)
-                    total = count([completions[index]])
-                    response.token_ids = list(output.outputs[0].token_ids)
-                    response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
-                    response.end_s = now
-                    response.emitted, response.forwards = total.tokens, total.forwards
-                    response.verified = total.verified
-                    report_item(response)
+            index = request_index(output.request_id)
+            response = self._responses[index]
+            response.first_s = response.first_s or now
+            if output.finished:
+                self._running.discard(index)
+                response.token_ids = list(output.outputs[0].token_ids)
+                response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
+                response.end_s = now
+                report_item(response)
         self._scheduler.update_from_output = original
         return self._responses
 
-    def _watch_steps(self) -> None:
+    def _begin(self, name: str) -> None:
+        self._responses[int(name)].begin_s = time.perf_counter()
+        self._running.add(int(name))
+
+    def _count(self, emissions: list[Emission]) -> None:
+        for one in emissions:
+            if not one.ends_prompt:
+                response = self._responses[request_index(one.request_id)]
+                response.emitted += len(one.tokens)
+                response.forwards += 1
+                response.verified += one.verified
+
+    def _watch_times(self) -> None:
         """Add up the times of steps, each from the end of the one before to its own end."""
         update = self._scheduler.update_from_output
         before: float | None = None
@@ -241,27 +240,25 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], Non
     from vllm_bastion.calibration.engine import bare_roofline
     from vllm_bastion.policy.cost.paper import calibrate
 
-    timer, table = runtime.timer, runtime.controller.latency.table
+    table = runtime.controller.latency.table
     roofline = bare_roofline(runner, get_world_group())
     curves = {} if roofline is None else {"roofline": roofline}
     if roofline is not None:
         curves["calibrated"] = calibrate(roofline, table.samples)
-    completed = timer.completed
 
-    def watched() -> Iterator[Any]:
-        for step in completed():
-            if step.verified and step.drafted and step.total_ms is not None:
-                rows, reqs, context = step.rows, step.num_reqs, step.context_len
-                forward = table.forward_ms(reqs, context)[min(rows, table.max_rows)]
-                start_up = table.cost_ms(reqs, context)[min(rows, table.max_rows)]
-                errors = {"table": forward - step.forward_ms}
-                for name, curve in curves.items():
-                    errors[name] = curve.predict_ms(rows, context, reqs) - step.forward_ms
-                errors["C(N) at start-up"] = start_up - step.total_ms
-                estimate = runtime.controller.latency.estimate(reqs, context)
-                errors["C(N)"] = estimate.tree_step_ms(rows) - step.total_ms
-                found = {name: float(error) for name, error in errors.items()}
-                note(found, float(step.total_ms))
-            yield step
+    def watched(step: Any) -> None:
+        if not (step.verified and step.drafted):
+            return
+        rows, reqs, context = step.rows, step.num_reqs, step.context_len
+        forward = table.forward_ms(reqs, context)[min(rows, table.max_rows)]
+        start_up = table.cost_ms(reqs, context)[min(rows, table.max_rows)]
+        errors = {"table": forward - step.forward_ms}
+        for name, curve in curves.items():
+            errors[name] = curve.predict_ms(rows, context, reqs) - step.forward_ms
+        errors["C(N) at start-up"] = start_up - step.total_ms
+        estimate = runtime.controller.latency.estimate(reqs, context)
+        errors["C(N)"] = estimate.tree_step_ms(rows) - step.total_ms
+        found = {name: float(error) for name, error in errors.items()}
+        note(found, float(step.total_ms))
 
-    timer.completed = watched
+    watch_times(runtime.timer, watched)

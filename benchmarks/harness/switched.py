@@ -15,13 +15,19 @@ several times as many prompts as run at a time: once the queue is empty, the bat
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.decoder import emissions, engine_core, model_runner
+from benchmarks.harness.decoder import (
+    Emission,
+    engine_core,
+    keep_busy,
+    model_runner,
+    watch_steps,
+    watch_times,
+)
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import report_state
 from vllm_bastion.policy.step_size import StepSize
@@ -76,7 +82,7 @@ class Switched:
             llm = LLM(**one.arguments())
             self._engines[mode] = llm.llm_engine
             self.start_s[mode] = time.perf_counter() - begin
-            self._count_steps(engine_core(llm).scheduler)
+            watch_steps(engine_core(llm).scheduler, self._count)
         self._requests, self._sent, self._mode = requests, 0, ADAPTIVE
         self._plain: dict[str, list[list[int]]] = {}
         self._forget()
@@ -84,49 +90,31 @@ class Switched:
         manager = self.runner.adaptive_verification
         self._switch_budget(manager)
         self._switch_drafting(manager.runtime.controller)
-        self._watch_times(manager.runtime)
+        self._table = manager.runtime.controller.latency.table
+        watch_times(manager.runtime.timer, self._sort_times)
 
     def _forget(self) -> None:
         self._steps = self._nodes = self._forwards = self._emitted = 0
-        self._prompts: set[str] = set()
         self._timed: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}
 
-    def _count_steps(self, scheduler: Any) -> None:
-        update = scheduler.update_from_output
-
-        def update_from_output(scheduled: Any, output: Any) -> Any:
-            self._steps += 1
-            for name, tokens, verified in emissions(scheduled, output):
-                if name not in self._prompts:
-                    self._prompts.add(name)
-                    continue
-                self._nodes += verified
+    def _count(self, emissions: list[Emission]) -> None:
+        self._steps += 1
+        for one in emissions:
+            if not one.ends_prompt:
+                self._nodes += one.verified
                 self._forwards += 1
-                self._emitted += len(tokens)
-            return update(scheduled, output)
+                self._emitted += len(one.tokens)
 
-        scheduler.update_from_output = update_from_output
-
-    def _watch_times(self, runtime: Any) -> None:
+    def _sort_times(self, step: Any) -> None:
         """Sort what the worker times by requests and rows, beside what the profile says."""
-        timer, table = runtime.timer, runtime.controller.latency.table
-        completed = timer.completed
-
-        def watched() -> Iterator[Any]:
-            for step in completed():
-                if step.total_ms is not None:
-                    reqs, context = step.num_reqs, step.context_len
-                    rows = min(step.rows, table.max_rows)
-                    profile = (
-                        float(table.cost_ms(reqs, context)[rows])
-                        if step.drafted
-                        else table.plain_ms(reqs, context)
-                    )
-                    key = reqs, int(table.padded_rows[rows]), step.verified
-                    self._timed.setdefault(key, []).append((step.total_ms, profile))
-                yield step
-
-        timer.completed = watched
+        table, reqs, context = self._table, step.num_reqs, step.context_len
+        rows = min(step.rows, table.max_rows)
+        if step.drafted:
+            profile = float(table.cost_ms(reqs, context)[rows])
+        else:
+            profile = table.plain_ms(reqs, context)
+        key = reqs, int(table.padded_rows[rows]), step.verified
+        self._timed.setdefault(key, []).append((step.total_ms, profile))
 
     def _switch_budget(self, manager: Any) -> None:
         choose, observe = manager._choose, manager._observe
@@ -168,19 +156,14 @@ class Switched:
         self._mode = mode
         engine = self._engines.get(mode, self._engines[ADAPTIVE])
         self._forget()
-        waiting, replies = list(self._requests[part]), dict[str, list[int]]()
-        names = []
+        named = [(str(self._sent + i), one) for i, one in enumerate(self._requests[part])]
+        self._sent += len(named)
+        replies: dict[str, list[int]] = {}
         begin = time.perf_counter()
-        while waiting or engine.has_unfinished_requests():
-            while waiting and engine.get_num_unfinished_requests() < concurrency:
-                request, self._sent = waiting.pop(0), self._sent + 1
-                params = request.sampling_params()
-                names.append(str(self._sent))
-                engine.add_request(names[-1], request.vllm_prompt(), params)
-            for output in engine.step():
-                replies[output.request_id] = list(output.outputs[0].token_ids)
+        for output in keep_busy(engine, named, concurrency):
+            replies[output.request_id] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - begin
-        found = [replies[name] for name in names]
+        found = [replies[name] for name, _ in named]
         if mode == PLAIN:
             self._plain.setdefault(part, found)
         plain = self._plain.get(part)

@@ -48,7 +48,6 @@ class Machine:
 def machines(files: Iterable[Path]) -> list[Machine]:
     found: dict[tuple[str, str], Machine] = {}
     for path in files:
-        current: Machine | None = None
         for row in read_rows(path):
             if row["kind"] == "run":
                 source = row["provenance"]
@@ -58,7 +57,6 @@ def machines(files: Iterable[Path]) -> list[Machine]:
                 if source["command"] not in current.commands:
                     current.commands.append(source["command"])
                 current.commits[str(source["commit"])[:7]] = None
-            assert current is not None  # a results file starts with a run
             _add(current, row)
     return list(found.values())
 

@@ -161,7 +161,6 @@ def _replay(
     missing = [t for t in plan.temperatures if t not in done]
     if not missing:
         return
-    assert what.drafter is not None
     requests = {}
     length = min(given.tokens, _REPLAY_TOKENS) + what.gamma + 1
     for temperature in missing:

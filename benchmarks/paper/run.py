@@ -206,10 +206,8 @@ class Runner:
 
     def prompt_and_reply(self, key: Key) -> tuple[list[int], list[int]]:
         """The token ids of a known response's prompt, and plain decoding's of its reply."""
-        plain = self._reference(key, PLAIN)
-        assert plain is not None
         ids = self._renderer.ids(self._prompts[key.set, key.id], self._replies(key) or [])
-        return ids, plain["token_ids"]
+        return ids, self._reference(key, PLAIN)["token_ids"]
 
     def _replies(self, key: Key) -> list[list[int]] | None:
         """Plain decoding's replies to the turns before, or None where one is missing."""

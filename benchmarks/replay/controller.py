@@ -29,8 +29,6 @@ class Budget:
     counts: NDArray[np.int32]
     # expected tokens of the step: R + sum of the chosen rho
     expected_tokens: float
-    # cost of the whole cycle at this size, ms
-    cost_ms: float
 
     @property
     def num_nodes(self) -> int:
@@ -65,4 +63,4 @@ def choose_budget(
         total = int(np.argmax(expected[: most + 1] / cost))
     total = min(total, most)
     counts = np.bincount(owners[:total], minlength=num_reqs).astype(np.int32)
-    return Budget(counts, float(expected[total]), float(cost_ms[base_rows + total]))
+    return Budget(counts, float(expected[total]))

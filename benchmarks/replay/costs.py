@@ -52,7 +52,6 @@ def paper_a100(max_rows: int) -> CostSource:
     samples = [(n, 0, _LOW[1] + slope * max(0, n - _LOW[0])) for n in rows]
     table = StepCostTable(samples, [(1, _DRAFTER_MS)], 0.0, max_rows=max_rows)
     device = known_device("NVIDIA A100 80GB PCIe")
-    assert device is not None
     return CostSource("paper's A100", table, calibrate(Roofline(_QWEN3_8B, device), table.samples))
 
 
