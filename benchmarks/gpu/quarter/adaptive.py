@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import folder_of, pair_engine, speculative, tell_turns, texts
-from benchmarks.harness.engine import UserEngine
+from benchmarks.harness.engine import GAMMA, UserEngine
 from benchmarks.harness.switched import ADAPTIVE, PLAIN, Switched
 
 BEST_CHAIN = "dflash 15, adaptive verification"
@@ -18,12 +18,16 @@ _LOADS = {1: 6, 4: 12, 16: 48, 64: 128}
 _FIXED = {1: ("16", "64"), 4: ("16", "64"), 16: ("8", "16"), 64: ("4",)}
 
 
-def others(engine: UserEngine, *, best: bool) -> dict[str, UserEngine]:
-    """Plain decoding and vLLM's chain of 15, on the settings of an engine."""
+def others(engine: UserEngine, *, best: bool, gamma: int = GAMMA) -> dict[str, UserEngine]:
+    """Plain decoding and vLLM's chain, on the settings of an engine.
+
+    best: whether vLLM sizes the chain by its confidence.
+    """
     drafter = engine.speculative["model"]
     keys: dict[str, Any] = {"enable_adaptive_verification": True} if best else {}
-    chain = replace(engine, speculative=speculative("dflash", drafter, **keys))
-    return {PLAIN: replace(engine, speculative=None), BEST_CHAIN if best else "dflash 15": chain}
+    chain = replace(engine, speculative=speculative("dflash", drafter, gamma, **keys))
+    name = BEST_CHAIN if best else f"dflash {gamma}"
+    return {PLAIN: replace(engine, speculative=None), name: chain}
 
 
 def ask(job: Job) -> None:

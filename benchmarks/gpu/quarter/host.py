@@ -8,10 +8,9 @@ from dataclasses import replace
 from benchmarks import TINY
 from benchmarks.gpu.quarter.adaptive import others
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import SMALL, pair_engine, tell_turns, texts, with_lookup
+from benchmarks.gpu.quarter.shapes import LOOKUP, SMALL, pair_engine, tell_turns, texts, with_lookup
 from benchmarks.harness.switched import ADAPTIVE, Switched
 
-LOOKUP = "adaptive, lookup"
 _LOADS = {1: 12, 16: 64}
 
 

@@ -3,34 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 from benchmarks import RESULTS, TINY
+from benchmarks.gpu.quarter.adaptive import others
 from benchmarks.gpu.quarter.job import Job
-from benchmarks.gpu.quarter.shapes import pair_engine, speculative, tell_turns, texts, with_lookup
-from benchmarks.harness.engine import Request, UserEngine
-from benchmarks.harness.switched import ADAPTIVE, PLAIN, Switched
+from benchmarks.gpu.quarter.shapes import LOOKUP, pair_engine, tell_turns, texts, with_lookup
+from benchmarks.harness.engine import Request
+from benchmarks.harness.switched import ADAPTIVE, Switched
 from benchmarks.replay.recording import load_recording
 from benchmarks.smollm2.target import pair_folder
 
-LOOKUP = "adaptive, lookup"
 # Requests at a time -> prompts of each of the recording's ten sets.
 _LOADS = {1: 2, 16: 8, 64: 16}
 _LENGTH, _TOKENS, _GAMMA = 1536, 128, 7
-
-
-def engines(folder: Path, small: bool, most: int) -> dict[str, UserEngine]:
-    """By mode, the engine whose budget is switched last."""
-    drafter = folder / "drafter"
-    ours = pair_engine(folder, small, most, alive=4, length=512 if small else _LENGTH)
-    chain = speculative("dflash", drafter, _GAMMA)
-    return {
-        PLAIN: replace(ours, speculative=None),
-        f"dflash {_GAMMA}": replace(ours, speculative=chain),
-        LOOKUP: with_lookup(ours),
-        ADAPTIVE: ours,
-    }
 
 
 def ask(job: Job) -> None:
@@ -43,12 +27,14 @@ def ask(job: Job) -> None:
     ask_for = texts if job.small else recorded
     requests = {part: ask_for(loads[n], tokens, t) for part, (n, t) in names.items()}
     few = {f"warm-up, {part}": found[: 2 * names[part][0]] for part, found in requests.items()}
-    modes = engines(folder, job.small, max(loads))
-    others = {mode: engine for mode, engine in modes.items() if mode != ADAPTIVE}
-    switched = Switched(modes[ADAPTIVE], requests | few, others)
+    length = 512 if job.small else _LENGTH
+    engine = pair_engine(folder, job.small, max(loads), alive=4, length=length)
+    engines = {**others(engine, best=False, gamma=_GAMMA), LOOKUP: with_lookup(engine)}
+    switched = Switched(engine, requests | few, engines)
+    modes = [*engines, ADAPTIVE]
     job.note("starts", **switched.start_s)
     for part in job.lacks(*names):
-        tell_turns(job, switched, part, names[part][0], list(modes), 2, f"warm-up, {part}")
+        tell_turns(job, switched, part, names[part][0], modes, 2, f"warm-up, {part}")
 
 
 def recorded(number: int, tokens: int, temperature: float = 0.0) -> list[Request]:

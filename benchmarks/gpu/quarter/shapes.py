@@ -19,6 +19,7 @@ from benchmarks.prompts import DOMAINS, load_prompts
 from benchmarks.widen.pairs import pair_of
 from benchmarks.widen.widening import SHAPES
 
+LOOKUP = "adaptive, lookup"  # the mode of `with_lookup`
 # Without torch.compile, whose code the emulation cannot run, and in the type that Triton's
 # interpreter multiplies rightly.
 SMALL: dict[str, Any] = {
