@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -49,6 +50,11 @@ def ask(folder: Path, *questions: Question, seconds: float = 60.0) -> Answers:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_RESERVE_S", 0.0)
     monkeypatch.setattr("benchmarks.harness.process._TRACE_S", 1.0)
+
+
+def test_every_question_can_be_asked() -> None:
+    for one in QUESTIONS:
+        assert callable(resolve_name(one.function))
 
 
 def test_a_limit_keeps_what_was_told_and_the_next_call_asks_for_the_rest(tmp_path: Path) -> None:

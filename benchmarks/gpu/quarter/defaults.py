@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import dummy_engine, noise, tell_turns
 from benchmarks.harness.switched import ADAPTIVE, NEVER, Switched
-from vllm_bastion.cli.buffers import largest, total
+from vllm_bastion.cli.buffers import total
 from vllm_bastion.cli.memory import memory_of
 
 _LOADS = (1, 16, 32, 33, 64)
@@ -62,7 +62,7 @@ def _memory(core: Any, peak: dict[str, float]) -> dict[str, float]:
     return {
         **peak,
         "buffers_by_calculation_gib": total(list(expected.buffers)).ours / _GIB,
-        "logits_by_calculation_gib": largest(list(expected.logits)).ours / _GIB,
+        "logits_by_calculation_gib": max(part.ours for part in expected.logits) / _GIB,
         "kv_gib": sum(tensor.size for tensor in tensors) / _GIB,
         "free_gib": free / _GIB,
         "total_gib": whole / _GIB,
