@@ -44,22 +44,23 @@ class Runner:
 
     def run(self) -> None:
         with tqdm(unit="response", disable=None, smoothing=0.05) as bar:
+            self._bar = bar
             for levels in self._plan.levels():
                 for group in groups(list(self._plan.methods), self._plan.alive):
-                    self._run_group(group, levels, bar)
+                    self._run_group(group, levels)
 
-    def _run_group(self, group: Sequence[str], levels: Sequence[int], bar: Any) -> None:
+    def _run_group(self, group: Sequence[str], levels: Sequence[int]) -> None:
         paired, most = len(group) > 1, max(levels)
         with ExitStack() as stack:
             alive: dict[str, EngineProcess] = {}
             others = [name for name in group if name != PLAIN and self._missing(name, levels)]
             for names in self._starts(others, paired):
-                alive |= self._start(names, most, paired, stack, bar)
+                alive |= self._start(names, most, paired, stack)
             # Plain decoding last: it is not needed where none of the others starts.
             if PLAIN in group and (alive or self._missing(PLAIN, levels)):
-                alive |= self._start([PLAIN], most, paired, stack, bar)
+                alive |= self._start([PLAIN], most, paired, stack)
             for concurrency in levels:
-                self._run_rounds(group, alive, concurrency, paired, bar)
+                self._run_rounds(group, alive, concurrency, paired)
 
     def _starts(self, names: Sequence[str], paired: bool) -> list[Sequence[str]]:
         """Which engines start side by side: not those that time their own steps."""
@@ -69,9 +70,9 @@ class Runner:
         return [*(others[i : i + size] for i in range(0, len(others), size)), *measuring]
 
     def _start(
-        self, names: Sequence[str], most: int, paired: bool, stack: ExitStack, bar: Any
+        self, names: Sequence[str], most: int, paired: bool, stack: ExitStack
     ) -> dict[str, EngineProcess]:
-        bar.set_description(f"{' and '.join(names)}, concurrency {most}, starting")
+        self._bar.set_description(f"{' and '.join(names)}, concurrency {most}, starting")
         started = {
             name: stack.enter_context(
                 begun(self._engine(self._plan.methods[name], most), start_driver)
@@ -82,7 +83,7 @@ class Runner:
             try:
                 wait_until_started(process)
             except EngineError as error:
-                self._gap(name, most, error, bar)
+                self._gap(name, most, error)
                 del started[name]
             else:
                 if paired:
@@ -95,10 +96,9 @@ class Runner:
         alive: dict[str, EngineProcess],
         concurrency: int,
         paired: bool,
-        bar: Any,
     ) -> None:
         units = list(batches(self._plan.keys(PLAIN), concurrency, paired))
-        bar.total = bar.n + sum(
+        self._bar.total = self._bar.n + sum(
             len(keys) for unit in units for keys in self._round(alive, unit, paired).values()
         )
         warm: set[tuple[str, float]] = set()
@@ -111,17 +111,17 @@ class Runner:
             for name in order:
                 if not rounds.get(name):
                     continue
-                bar.set_description(f"{name}, concurrency {concurrency}")
+                self._bar.set_description(f"{name}, concurrency {concurrency}")
                 keep = found.__setitem__ if paired else lambda k, r: self._keep_round({k: r}, {})
                 cold = (name, unit[0].temperature) not in warm
                 warm.add((name, unit[0].temperature))
                 try:
                     alive[name].resume()
-                    self._drive(alive[name], concurrency, rounds[name], cold, keep, bar)
+                    self._drive(alive[name], concurrency, rounds[name], cold, keep)
                     if paired:
                         alive[name].pause()
                 except EngineError as error:
-                    self._gap(name, concurrency, error, bar)
+                    self._gap(name, concurrency, error)
                     del alive[name]
             self._keep_round(found, fields)
 
@@ -143,11 +143,11 @@ class Runner:
             lacks[PLAIN] = [key for key in unit if key in wanted]
         return lacks
 
-    def _gap(self, name: str, concurrency: int, error: EngineError, bar: Any) -> None:
+    def _gap(self, name: str, concurrency: int, error: EngineError) -> None:
         reason = short_reason(str(error))
         row = {"method": name, "concurrency": concurrency, "reason": reason}
         self._store.append({"kind": "gap", **row})
-        bar.write(f"{name}, concurrency {concurrency}: {reason}")
+        self._bar.write(f"{name}, concurrency {concurrency}: {reason}")
 
     def _drive(
         self,
@@ -156,7 +156,6 @@ class Runner:
         keys: list[Key],
         cold: bool,
         keep: Callable[[Key, Response], None],
-        bar: Any,
     ) -> None:
         """Decode the responses of one temperature, set and turn."""
         requests = {}
@@ -178,7 +177,7 @@ class Runner:
             key = named[int(response.name)]
             self._sessions[key] = session
             keep(key, response)
-            bar.update()
+            self._bar.update()
 
         process.call("drive", list(requests.values()), concurrency)
         process.answer(items=received)
