@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which vLLM this package works with, and why it is switched off where it is.
 
-`SUPPORTED_VLLM` is the only place that names the range; the extras in pyproject.toml are tested to
-equal it. The reason for being off is remembered here rather than raised, so that an unsupported
+`SUPPORTED_VLLM` is the range; pyproject.toml and README.md repeat it, and tests compare them. The
+reason for being off is remembered here rather than raised, so that an unsupported
 vLLM keeps working for everybody who does not ask for method "bastion".
 """
 

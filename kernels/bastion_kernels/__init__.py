@@ -6,9 +6,10 @@ into preallocated outputs of fixed shape, so a CUDA graph can capture it. Sizes:
 
     R  requests of the batch, in batch order        N  node budget, without the root
     S  persistent request slots; slots[r] = -1      D  drafted depth (gamma)
-       marks an inert row                           K  candidates per depth
-    T  rows (tokens) of the step                    V  vocabulary
-    L  logits rows of the step                      W  ceil((N + 1) / 32) mask words
+       marks an inert row                           L  depth of a tree: D, or more with copies
+    T  rows (tokens) of the step                    K  candidates per depth
+    P  logits rows of the step                      V  vocabulary
+    W  ceil((N + 1) / 32) mask words
 
 Node 0 is the root, the last sampled token; draft node j of a row of [.., N] is node j + 1. Nodes
 are stored by non-increasing path score, parents first, so any prefix of the columns is a tree.

@@ -234,7 +234,7 @@ class ContextRows(Op):
     """`[R + 1]` int32, first logits row of each request; its last `cu[r+1] - cu[r]` rows are its
     tail."""
     path: Tensor
-    """`[>= R, D + 1]` int32, nodes of the accepted path, -1 past its end."""
+    """`[>= R, L + 1]` int32, nodes of the accepted path, -1 past its end."""
     positions: Tensor
     """`[T]` int64, position of every row of the target's batch, linear in a request."""
     num_sampled: Tensor

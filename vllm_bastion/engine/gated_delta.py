@@ -2,14 +2,14 @@
 """Targets with gated delta layers: a tree is one chunk of the recurrence, without a state per node.
 
 vLLM keeps 1 + N states of such a layer for a request, one after each draft token. Here a request
-has one state. A forward pass reads it and saves what the commit needs (`CommitInputs`). After the
-acceptance walk `postprocess_state` moves the state along the accepted path. Prompts stay on vLLM's
-own kernels, which write the state in place.
+has one current state. A forward pass reads it and saves what the commit needs (`CommitInputs`).
+After the acceptance walk `postprocess_state` moves the state along the accepted path. Prompts stay
+on vLLM's own kernels, which write the state in place.
 
 With prefix caching (vLLM's mode "align") a block's state is the one after the block's last token,
 and the state after c tokens is always in the block of token c. A prompt's chunk copies it there
-first and runs in place. A step with trees reads it where it is. It then commits the end of the path
-and, if the path crosses a block's end, that too, from the same rows.
+first and runs in place. A step with trees reads it where it is. It then commits the state at the
+end of the path and, if the path crosses a block's end, also the state there, from the same rows.
 
 A FULL graph is replayed for every step, so the buffers of a forward pass live as long as the
 engine.

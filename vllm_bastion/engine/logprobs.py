@@ -51,8 +51,8 @@ class PathLogprobs:
     ) -> None:
         """Score the next R requests.
 
-        logits: [L, V]; cu_num_logits: [R + 1] first row of each request; path: [R, D + 1] nodes,
-        -1 past the end; sampled: [R, D + 1] the token drawn at each; slots, slots_np: [R].
+        logits: [P, V]; cu_num_logits: [R + 1] first row of each request; path: [R, L + 1] nodes,
+        -1 past the end; sampled: [R, L + 1] the token drawn at each; slots, slots_np: [R].
         """
         if self._dims is None:
             return

@@ -78,7 +78,7 @@ def keep_tree(
 
     Args:
         node_ids: [L] tokens of the step's roots and nodes.
-        sampled: [R, D + 1] tokens that the step emits.
+        sampled: [R, L + 1] tokens that the step emits.
         num_sampled: [R] how many of them.
     """
     with gpu_sync_allowed():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many of the scheduled placeholders are verified: N* of every request, every step.
 
-vLLM's scheduler schedules ``1 + num_speculative_tokens`` tokens for a decoding request and knows
+The scheduler gives a decoding request its root and a share of the step's placeholders, and knows
 nothing of trees. ``AdaptiveVerificationManager`` is vLLM's seam for verifying fewer; this subclass
 cuts every request to its share of the budget, always a tree's first nodes.
 

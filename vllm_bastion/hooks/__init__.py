@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: everything in vLLM that this package changes, and why.
+"""The ledger: what this package changes in vLLM, and why.
 
-`apply_all` wraps the functions in the table below in each vLLM process. The adapters inside the
-model runner (`hooks.runner`, `hooks.warm_up`, `hooks.gated_delta`) are installed later, by
-`worker.install_adapters` in a worker of method "bastion"; a server's are in `hooks.server`.
+`apply_all` wraps the functions in the table below in each vLLM process. Four more tables belong to
+the ledger: `hooks.runner`, `hooks.warm_up` and `hooks.gated_delta`, which
+`worker.install_adapters` installs in a worker of method "bastion", and `hooks.server`.
 tests/e2e/assigned.py lists what is changed without a wrapper, and tests/e2e/test_ledger.py compares
 running engines with all of it.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks inside a worker of method "bastion": the ledger's second half.
+"""Hooks that only a worker of method "bastion" installs.
 
 `hooks.worker.install_adapters` installs them, later than the rest: the model runner must not be
 imported before the platform has applied its own patches. Functions that

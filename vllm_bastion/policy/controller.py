@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller: decides after each step whether the next one drafts, and prices its rows.
+"""The controller: decides before a step whether it ends with a draft, and prices the next step.
 
 With R requests, g_r the draft tokens that a tree of request r is expected to have accepted
 (`Gains`), n_r its nodes, and the costs P of a plain step and C(n) of a step with trees and n target
@@ -7,7 +7,7 @@ rows (`LatencyModel`), the speed-up of trees over plain steps, in tokens per tim
 
     x = ln( sum_r (1 + g_r) / R ) - ln( C(R + sum_r n_r) / P )
 
-The next step drafts if x >= 0.
+The next step has trees, so the current one ends with a draft, if x >= 0.
 
 With lookup, a step without a draft ends with trees of copies alone, which cost no drafter pass: a
 step with n rows takes Q + C(n) - C(R), with Q what it takes with one row for each request. The

@@ -78,18 +78,18 @@ class AncestorTokens(Op):
     """
 
     node_ids: Tensor
-    """`[L]` integer, input token of every logits row."""
+    """`[P]` integer, input token of every logits row."""
     parents: Tensor
     """`[S, N]` int32, node number of each column's parent."""
     slots: Tensor
-    """`[L]` integer, request slot of each row."""
+    """`[P]` integer, request slot of each row."""
     nodes: Tensor
-    """`[L]` integer, node number of each row, 0 = root."""
+    """`[P]` integer, node number of each row, 0 = root."""
     out_tokens: Tensor
-    """`[L, D]` int64 contiguous, written: tokens at depth 1, 2, .., ending with the row's own; then
+    """`[P, L]` int64 contiguous, written: tokens at depth 1, 2, .., ending with the row's own; then
     -1."""
     out_depths: Tensor
-    """`[L]` int32, written: the number of those tokens."""
+    """`[P]` int32, written: the number of those tokens."""
 
     def check(self) -> None:
         integers, rows = (torch.int32, torch.int64), self.out_tokens.shape[0]
@@ -171,14 +171,14 @@ class PenaliseAncestors(Op):
     """
 
     logits: Tensor
-    """`[L, V]` fp32, written at `tokens`."""
+    """`[P, V]` fp32, written at `tokens`."""
     before: Tensor
-    """`[L, D]` fp32 contiguous, the logits of `tokens` before any penalty; arbitrary where `tokens`
+    """`[P, L]` fp32 contiguous, the logits of `tokens` before any penalty; arbitrary where `tokens`
     is -1."""
     tokens: Tensor
-    """`[L, D]` int64 contiguous, see `ancestor_tokens`."""
+    """`[P, L]` int64 contiguous, see `ancestor_tokens`."""
     slots: Tensor
-    """`[L]` integer, request slot of each row."""
+    """`[P]` integer, request slot of each row."""
     repetition: Tensor
     """`[S]` fp32."""
     frequency: Tensor
@@ -277,13 +277,13 @@ class MaskBadWords(Op):
     """Set a bad word's last token to -inf where output plus ancestors end in its other tokens."""
 
     logits: Tensor
-    """`[L, V]` fp32, written."""
+    """`[P, V]` fp32, written."""
     tokens: Tensor
-    """`[L, D]` int64 contiguous, `out_tokens` of `ancestor_tokens`."""
+    """`[P, L]` int64 contiguous, `out_tokens` of `ancestor_tokens`."""
     depths: Tensor
-    """`[L]` int32, `out_depths` of `ancestor_tokens`."""
+    """`[P]` int32, `out_depths` of `ancestor_tokens`."""
     slots: Tensor
-    """`[L]` integer, request slot of each row."""
+    """`[P]` integer, request slot of each row."""
     word_tokens: Tensor
     """`[S, X]` int32, the concatenated words of a slot."""
     word_offsets: Tensor

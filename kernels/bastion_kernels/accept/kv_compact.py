@@ -67,7 +67,7 @@ def _compact_kernel(
     # [R+1] int32 each
     query_start_loc,
     cu_num_logits,
-    # [R, D+1] int32
+    # [R, L + 1] int32
     path,
     stride_slot_mappings,
     stride_path,
@@ -278,7 +278,7 @@ class KVCompactor:
             query_start_loc: `[R+1]` int32, first row of each request.
             cu_num_logits: `[R+1]` int32, first logits row of each request; the last
                 `cu[r+1] - cu[r]` rows of a request are its tail (root and nodes).
-            path: `[R, D+1]` int32, node numbers of the accepted path, path[r, 0] = 0, -1 past
+            path: `[R, L + 1]` int32, node numbers of the accepted path, path[r, 0] = 0, -1 past
                 its end. Ignored for a request without a tail.
         """
         op, num_reqs = "KVCompactor.compact", path.shape[0]

@@ -92,9 +92,9 @@ class AcceptPath(Op):
     """
 
     sampled: Tensor
-    """`[L]` int64, token drawn at every logits row."""
+    """`[P]` int64, token drawn at every logits row."""
     node_ids: Tensor
-    """`[L]` int64, input token of every logits row."""
+    """`[P]` int64, input token of every logits row."""
     parents: Tensor
     """`[S, N]` int32, node number of each column's parent; -1 unused."""
     slots: Tensor
@@ -102,9 +102,9 @@ class AcceptPath(Op):
     cu_num_logits: Tensor
     """`[R+1]` int32, first logits row of each request."""
     out_path: Tensor
-    """`[R, D+1]` int32, node number at depth 0, 1, ..; -1 past the end, written."""
+    """`[R, L + 1]` int32, node number at depth 0, 1, ..; -1 past the end, written."""
     out_tokens: Tensor
-    """`[R, D+1]` int64, accepted tokens and the bonus token; 0 past the end, written."""
+    """`[R, L + 1]` int64, accepted tokens and the bonus token; 0 past the end, written."""
     num_sampled: Tensor
     """`[R]` int32, tokens emitted, written."""
 

@@ -122,7 +122,7 @@ def accept_greedily(
     """`bastion_kernels.accept_path` with the argmax of every visited row as its token.
 
     Args:
-        logits: `[L, V]` of one of `GREEDY_DTYPES`, rows contiguous, on the CPU.
+        logits: `[P, V]` of one of `GREEDY_DTYPES`, rows contiguous, on the CPU.
         node_ids, parents, slots, cu_num_logits, out_path, out_tokens, num_sampled: as in
             `accept_path`.
     """

@@ -152,7 +152,7 @@ class ExpandBestFirst(ReadsLattice):
     parents: Tensor
     """`[S, N]` int32, node number of the parent, written."""
     depths: Tensor
-    """`[S, N]` int32, 1..D, written."""
+    """`[S, N]` int32, 1..L, written."""
     log_rho: Tensor
     """`[S, N]` fp32, path scores, written."""
     num_nodes: Tensor

@@ -200,7 +200,7 @@ class GatedDeltaCommit(Op):
     """`[R+1]` int32, first logits row of each request; its last `cu[r+1] - cu[r]` rows are its
     tail."""
     path: Tensor
-    """`[R, D+1]` int32, node numbers of the accepted path, path[r, 0] = 0, -1 past its end; a
+    """`[R, depth + 1]` int32, node numbers of the accepted path, path[r, 0] = 0, -1 past its end; a
     request whose path is empty keeps its state."""
 
     def check(self) -> None:
