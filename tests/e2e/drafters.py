@@ -279,10 +279,3 @@ def drafted(session: Any) -> list[list[int]]:
     slots = [slot for _, slot in sorted(states.req_id_to_index.items())]
     steps = session.runner.speculator.num_speculative_steps
     return [row[:steps] for row in states.draft_tokens[slots].tolist()]
-
-
-def children(session: Any) -> list[int]:
-    """A probe: the largest number of children of a node in the trees of the last step."""
-    trees = session.runner.speculator.trees
-    parents = trees.parents[trees.row_slots[: session.batch_sizes[-1]]]
-    return [int(row[row >= 0].bincount().max()) for row in parents if (row >= 0).any()]

@@ -12,7 +12,6 @@ import pytest
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.engines import GAMMA, Batch, Engine, given_costs
-from tests.e2e.marks import slow
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
@@ -32,28 +31,16 @@ _BUDGETS: list[tuple[str, Engine]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("label", "engine"), [one for one in _BUDGETS if one[0] == "63 nodes, fixed"]
-)
-def test_budgets(compare: Comparison, label: str, engine: Engine) -> None:
-    batches = [cases.greedy(1, tokens=48), cases.sampled(3, tokens=48)]
-    assert_budget(compare, label, engine, batches)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("label", "engine"), _BUDGETS, ids=[label for label, _ in _BUDGETS])
 def test_all_budgets(compare: Comparison, label: str, engine: Engine) -> None:
-    batches = [cases.greedy(6), cases.sampled(9)]
-    assert_budget(compare, label, engine, batches)
-    compare.oracle(f"{label}, oracle", batches, replace(engine, speculative={}), engine)
-
-
-def assert_budget(compare: Comparison, label: str, engine: Engine, batches: list[Batch]) -> None:
-    _, tree = compare.both(label, batches, replace(engine, speculative={}), engine)
+    batches, plain = [cases.greedy(6), cases.sampled(9)], replace(engine, speculative={})
+    _, tree = compare.both(label, batches, plain, engine)
     budget = engine.speculative["bastion_budget"]
     if budget != "adaptive" and engine.speculative.get("bastion_budget_timing") != "lagged":
         assert max(tree["batches"][0]["verified"], default=0) == budget
+    compare.oracle(f"{label}, oracle", batches, plain, engine)
 
 
 def test_lagged(compare: Comparison, tmp_path: Path) -> None:
@@ -76,7 +63,8 @@ def test_lagged(compare: Comparison, tmp_path: Path) -> None:
     assert sum(max(share) - min(share) > 1 for share in shares) > 10
 
 
-@pytest.mark.parametrize("timing", [slow("exact"), "lagged"])
+@pytest.mark.slow
+@pytest.mark.parametrize("timing", ["exact", "lagged"])
 def test_requests_with_their_own_budgets(compare: Comparison, tmp_path: Path, timing: str) -> None:
     """Plain decoding, small trees and full ones in the same steps."""
     costs = given_costs(StepCostTable.linear(10.0, 0.05, max_rows=128), tmp_path / "costs.json")

@@ -49,6 +49,7 @@ def test_a_drafter_trained_on_shorter_contexts(compare: Comparison, tmp_path: Pa
     assert accepted > len(other["batches"][0]["paths"])
 
 
+@pytest.mark.slow
 def test_every_drafter_layer_norms_its_keys_by_its_own_weights(
     runner: Runner, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def poison() -> None:
     guards._empty_strided_cpu = poisoned
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="poisons a CPU's memory")
 def test_nothing_reads_uninitialised_memory(compare: Comparison) -> None:
     """This includes the profiling run, which has no attention metadata."""

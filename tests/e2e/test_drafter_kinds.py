@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tests.drafters.recording import specforge_chains
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, leaving_the_chain
 from tests.e2e.drafters import (
-    CANDIDATES,
     CAUSAL,
     DOMINO,
     HEADS,
@@ -34,11 +32,8 @@ PROBE = "tests.e2e.drafters:drafted"
 # effect.
 CHAINS = [*HEADS, *MARKOV, MUSE, *XPRESS, *CAUSAL, *REDUCED]
 ALL = [*CHAINS, *DOMINO]
-
-
-def kinds(names: Sequence[str], quick: Sequence[str]) -> pytest.MarkDecorator:
-    """A parameter `kind`; those that are not `quick` are slow."""
-    return pytest.mark.parametrize("kind", [n if n in quick else slow(n) for n in names])
+# A head over candidates, and one that knows the token above.
+QUICK = ("dflash2", MARKOV[0])
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +59,7 @@ def greedy() -> Batch:
     return batch
 
 
-@kinds(ALL, [*HEADS, MARKOV[0], REDUCED[0]])
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in ALL])
 def test_tokens_equal_plain_decoding(kind: str, compare: Comparison, folder: Path) -> None:
     drafter, batches = make_drafter(kind, folder / kind), [together()]
     tree = PLAIN.with_bastion(24, 24, model=drafter)
@@ -76,7 +71,8 @@ def test_tokens_equal_plain_decoding(kind: str, compare: Comparison, folder: Pat
     assert from_anchor or max(map(len, paths)) > 2, "accepted beyond the first node"
 
 
-@kinds(ALL, ["dflash2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
 def test_tokens_with_lagged_timing(kind: str, compare: Comparison, folder: Path) -> None:
     drafter, batches = make_drafter(kind, folder / f"{kind}-lagged"), [together()]
     costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), folder / "costs.json")
@@ -84,7 +80,8 @@ def test_tokens_with_lagged_timing(kind: str, compare: Comparison, folder: Path)
     compare.both(f"{kind}, lagged", batches, PLAIN, tree)
 
 
-@kinds(CHAINS, ["dflash2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHAINS)
 def test_a_width_1_tree_is_vllms_own_chain(kind: str, runner: Runner, folder: Path) -> None:
     drafter = make_drafter(kind, folder / f"{kind}-chain")
     method = "dspark" if "dspark" in kind else "dflash"
@@ -103,17 +100,7 @@ def test_a_width_1_tree_is_vllms_own_chain(kind: str, runner: Runner, folder: Pa
     assert len(set(drafts)) > 10 and all(len(draft) == GAMMA for draft in drafts)
 
 
-@kinds(["dflash2", "lilicorr", MARKOV[0]], ["dflash2"])
-def test_top_k_is_limited_to_the_candidates_a_head_scores(
-    kind: str, runner: Runner, folder: Path
-) -> None:
-    """A root can have no more children than the head scores."""
-    drafter = make_drafter(kind, folder / f"{kind}-all")
-    engine = PLAIN.with_bastion(40, 40, model=drafter, top_k=32)
-    run = runner.run(engine, [greedy()], probe="tests.e2e.drafters:children")
-    assert max(run["batches"][0]["probed"]) == CANDIDATES
-
-
+@pytest.mark.slow
 def test_a_trained_head_gains_more_with_a_tree_than_with_a_chain(compare: Comparison) -> None:
     drafter, batches = str(ROOT / "benchmarks" / "tiny" / "dflash2"), [greedy()]
     chain = PLAIN.with_method("dflash", GAMMA, model=drafter)

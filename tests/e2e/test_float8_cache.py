@@ -30,32 +30,38 @@ def dtypes(session: Any) -> list[list[str]]:
 
 
 _KINDS = ("fp8", "checkpoint", "fp8_e5m2")
-_EVERY = [(kind, eager, False) for kind in _KINDS for eager in (True, False)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "eager", "few"),
-    [("fp8", True, True), slow("checkpoint", True, True), *(slow(*how) for how in _EVERY)],
-)
+@pytest.mark.parametrize("eager", [True, slow(False)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["fp8", *map(slow, _KINDS[1:])])
 def test_tokens_equal_plain_decoding(
-    kind: str, eager: bool, few: bool, compare: Comparison, tmp_path: Path
+    kind: str, eager: bool, compare: Comparison, tmp_path: Path
 ) -> None:
     """Greedy and seeded requests, chunked prompts, prefix cache hits."""
-    asked = [cases.greedy(1 if few else 2), cases.sampled(3 if few else 6)]
-    asked += [cases.chunked(), *cases.prefix_cache()]
-    scaled = kind == "checkpoint"
-    own = {"model": make_scaled(tmp_path / "scaled")} if scaled else {"kv_cache_dtype": kind}
-    plain = Engine(eager=eager, extra=own)
-    how = f"{kind}, eager" if eager else kind
-    lagged = plain.with_bastion(16, budget_timing="lagged").with_async()
-    probed = compare.submit(lagged, asked, probe="tests.e2e.test_float8_cache:dtypes")
-    expected, run = compare.oracle(f"{how}, oracle", asked, plain, plain.with_bastion(16, 16))
+    plain, how = _engine(kind, eager, tmp_path), f"{kind}, {'eager' if eager else 'compiled'}"
+    asked = [cases.greedy(1), cases.sampled(3), cases.chunked(), *cases.prefix_cache()]
+    tree, probe = plain.with_bastion(16, 16), "tests.e2e.test_float8_cache:dtypes"
+    _, run = compare.oracle(f"{how}, oracle", asked, plain, tree, probe=probe)
     assert_winding(run["batches"][0])
-    compare.same(f"{how}, lagged", asked, expected, probed.result(), plain)
-    if not few:
-        drafted = compare.run(plain.with_bastion(16), asked)
-        compare.same(f"{how}, drafter", asked, expected, drafted, plain)
-    layers = probed.result()["batches"][0]["probed"]
+    layers, scaled = run["batches"][0]["probed"], kind == "checkpoint"
     assert {held for _, held, *_ in layers} == {"fp8" if scaled else kind}, "the drafter's too"
     scales = {(k, v) for _, _, k, v in layers}
     assert len(scales) == (LAYERS + 1 if scaled else 1), scales
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _KINDS)
+def test_more_tokens_with_the_drafter(kind: str, compare: Comparison, tmp_path: Path) -> None:
+    plain, asked = _engine(kind, True, tmp_path), [cases.greedy(2), cases.sampled(6)]
+    expected = compare.run(plain, asked)
+    lagged = plain.with_bastion(16, budget_timing="lagged").with_async()
+    for tree in (plain.with_bastion(16), lagged):
+        label = f"{kind}, {'lagged' if tree is lagged else 'drafter'}"
+        compare.same(label, asked, expected, compare.run(tree, asked), plain)
+
+
+def _engine(kind: str, eager: bool, folder: Path) -> Engine:
+    """Plain decoding with caches of this kind; a checkpoint may bring their scales."""
+    if kind == "checkpoint":
+        return Engine(eager=eager).of(model=make_scaled(folder / "scaled"))
+    return Engine(eager=eager).of(kv_cache_dtype=kind)

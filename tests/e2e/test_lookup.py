@@ -46,7 +46,7 @@ def by_source(run: dict[str, Any], what: str) -> dict[str, float]:
     return {name: metrics.get(f"bastion_{what}_by_source/{name}", 0) for name in sources}
 
 
-@pytest.mark.parametrize("mode", ["sync", slow("async"), "lagged"])
+@pytest.mark.parametrize("mode", ["lagged", slow("sync"), slow("async")])
 def test_copies_alone_where_a_draft_is_dear(compare: Comparison, tmp_path: Path, mode: str) -> None:
     keys = costs(tmp_path, drafter_ms=1000.0)
     if mode == "lagged":

@@ -15,15 +15,12 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers, leaving_the_chain
-from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
-from tests.e2e.marks import slow
+from tests.e2e.engines import Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
 
 Run = dict[str, Any]
 MODES = ("sync", "async")
-# vLLM's default scheduler in the quick lane.
-DEFAULT_FIRST = [slow("sync"), "async"]
 
 
 def batches_of(everything: bool = False) -> list[Batch]:
@@ -78,43 +75,27 @@ class Matrix:
 
 
 @pytest.fixture
-def matrix(runner: Runner, mode: str) -> Matrix:
-    return Matrix(runner, mode)
+def matrix(runner: Runner) -> Matrix:
+    """vLLM's default scheduler; `test_every_case` has both."""
+    return Matrix(runner, "async")
 
 
-@pytest.mark.parametrize("mode", DEFAULT_FIRST)
-def test_drafter(matrix: Matrix, compare: Comparison, mode: str) -> None:
-    """The tiny pair with an adaptive budget, under the scheduler that was asked for."""
+def test_drafter(matrix: Matrix, compare: Comparison) -> None:
+    """The tiny pair with an adaptive budget."""
     run = matrix.tree()
-    compare.same(f"batch 4, {mode}", matrix.batches, matrix.plain(), run)
+    compare.same("batch 4, async", matrix.batches, matrix.plain(), run)
     assert run["info"]["speculator"] == "BastionSpeculator"
-    expected = {"sync": "Scheduler", "async": "AsyncScheduler"}[mode]
-    assert run["info"]["scheduler"] == matrix.plain()["info"]["scheduler"] == expected
 
 
-@pytest.mark.parametrize("mode", DEFAULT_FIRST)
-def test_oracle(matrix: Matrix, compare: Comparison, mode: str) -> None:
+def test_oracle(matrix: Matrix, compare: Comparison) -> None:
     """Long paths that leave the chain of best candidates."""
     run = matrix.oracle()
-    compare.same(f"batch 4, {mode}, oracle", matrix.batches, matrix.plain(), run)
+    compare.same("batch 4, async, oracle", matrix.batches, matrix.plain(), run)
     branchy = leaving_the_chain([path for batch in run["batches"] for path in batch["paths"]])
     assert len(branchy) > 60
     assert max(len(path) for path in branchy) > 6
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="compares two ways to run vLLM's kernels on a CPU")
-def test_vllms_own_kernels(compare: Comparison) -> None:
-    """Plain decoding and trees in Triton's interpreter instead of on our native twins."""
-    batches = [cases.greedy(3), cases.sampled(3), cases.structured()]
-    engines = [Engine(), Engine().with_bastion(16)]
-    native = compare.submit(engines[0], batches)
-    runs = compare.all(engines, batches, interpreted=True)
-    for name, run in zip(("plain", "trees"), runs, strict=True):
-        compare.same(f"in the interpreter, {name}", batches, native.result(), run)
-
-
-@pytest.mark.parametrize("mode", ["async"])
 def test_the_edge_cases_happened(matrix: Matrix) -> None:
     run = matrix.oracle()
     by_case = dict(zip([b.case for b in matrix.batches], run["batches"], strict=True))
@@ -144,18 +125,6 @@ def test_the_edge_cases_happened(matrix: Matrix) -> None:
         assert found >= least, prefix
 
 
-@pytest.mark.parametrize("mode", ["sync"])
-def test_metrics(matrix: Matrix) -> None:
-    """vLLM's four counters against the paths and rows seen in the target's batches."""
-    for run in (matrix.oracle()["batches"][0], matrix.tree()["batches"][0]):
-        depths, metrics = [len(path) - 1 for path in run["paths"]], run["metrics"]
-        assert metrics["spec_decode_num_drafts"] == len(depths)
-        assert metrics["spec_decode_num_draft_tokens"] == sum(run["verified"])
-        assert metrics["spec_decode_num_accepted_tokens"] == sum(depths)
-        by_position = metrics["spec_decode_num_accepted_tokens_per_pos"]
-        assert by_position == [sum(depth > at for depth in depths) for at in range(16)]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mode", MODES)
@@ -164,6 +133,8 @@ def test_every_case(compare: Comparison, mode: str, eager: bool) -> None:
     """All edge cases with either scheduler, in vLLM's default mode and without torch.compile."""
     matrix = Matrix(compare, mode, everything=True, eager=eager)
     how = f"{mode}, eager" if eager else mode
+    expected = {"sync": "Scheduler", "async": "AsyncScheduler"}[mode]
+    assert matrix.tree()["info"]["scheduler"] == matrix.plain()["info"]["scheduler"] == expected
     for label, run in (("", matrix.tree()), (", oracle", matrix.oracle())):
         compare.same(f"batch 4, {how}{label}", matrix.batches, matrix.plain(), run)
 

@@ -91,6 +91,7 @@ def test_sessions_equal_ordinary_requests(
     assert_same(expected, run)
 
 
+@pytest.mark.slow
 def test_the_drafter_keeps_its_context(runner: Runner) -> None:
     """Trees of sessions are accepted as those of ordinary requests over the same history."""
     tree = Engine(eager=True, max_num_seqs=1).with_bastion(16, 16, lookup=False)
