@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts are as good after restored state as after computed state.
 
-The same texts are decoded fresh, after a prefix hit, after preemption, after a connector's restore
-and as a second turn. Tokens alone would not show a lost context of the drafter: they stay right
-while drafts become useless. So what is compared is how much of the tree is accepted at each
-position, which must be equal.
+The same texts are decoded fresh, after a prefix hit, after preemption and as a second turn;
+`test_connectors` has blocks that a connector restores. Tokens alone would not show a lost context
+of the drafter: they stay right while drafts become useless. So what is compared is how much of the
+tree is accepted at each position, which must be equal.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import ON_GPU, Batch, Engine
-from tests.e2e.test_connectors import connector, over
+from tests.e2e.engines import Batch, Engine
 
 pytestmark = pytest.mark.e2e
 
@@ -92,17 +90,3 @@ def test_after_preemption(compare: Comparison, tree: Engine) -> None:
     assert run["batches"][0]["metrics"]["num_preemptions"] > 0
     compare.same("preempted", [first_turns()], fresh, run)
     assert_as_good(fresh["batches"][0], run["batches"][0], COMMON)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="the connector's blocks are a CPU's")
-def test_after_a_connectors_restore(compare: Comparison, tree: Engine, tmp_path: Path) -> None:
-    fresh = compare.run(tree, [first_turns()])
-    turns = second_turns(fresh)
-    fresh_turns = compare.submit(tree, [turns])
-    config = connector(tmp_path / "blocks")
-    compare.run(over(tree, config), [first_turns()])
-    loaded = compare.run(over(tree, config), [turns])
-    assert all(r["cached_tokens"] >= BLOCK for r in loaded["batches"][0]["requests"].values())
-    compare.same("restored", [turns], fresh_turns.result(), loaded)
-    assert_as_good(fresh_turns.result()["batches"][0], loaded["batches"][0])
