@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 # Each registers its cases.
 from tests.cpu import batch_cases, other_method_cases, sampler_cases  # noqa: F401
 from tests.cpu.twin_cases import CASES, USUAL, Draw, Launch
+from tests.e2e.engines import ENVIRONMENT
 from vllm_bastion.cpu.twins import TWINS, WITHOUT, Twin, TwinError, install, parameters
 from vllm_bastion.versions import capabilities
 
@@ -99,6 +100,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of floats: NaN equals NaN, and -0 differs from 0."""
     kinds = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
     return tensor.view(kinds.get(tensor.dtype, tensor.dtype))
+
+
+def test_twins_and_engines_of_the_tests_check_every_index() -> None:
+    import numba
+
+    assert numba.config.BOUNDSCHECK == 1
+    assert ENVIRONMENT["NUMBA_BOUNDSCHECK"] == "1"
 
 
 def test_every_twin_has_a_case() -> None:

@@ -6,7 +6,8 @@
 
 The target is transformers' Qwen3, in float32. It continues some prompts greedily. At positions of
 each continuation SpecForge's own model computes the block from the target's hidden states, and its
-own sampler takes the chain, as in its `spec_generate`. `test_specforge.py` drafts the same chains.
+own sampler takes the chain, as in its `spec_generate`. `tests/e2e/test_drafter_kinds.py` drafts the
+same chains.
 """
 
 from __future__ import annotations
