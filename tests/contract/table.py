@@ -129,8 +129,12 @@ cpu/stored_graphs.py
 cpu/twins/__init__.py
   GPU.buffer_utils:UvaBackedTensor @calls copy_to_uva(self, n) @names cpu gpu
 drafters/candidate_heads.py
-  MODELS.qwen3_dflash2:DFlash2Qwen3ForCausalLM @names compute_candidates
-  SPEC.dflash2.speculator:DFlash2Speculator @names _score_candidates
+  MODELS.qwen3_dflash2:DFlash2Qwen3ForCausalLM @calls compute_candidates(self, hidden_states)
+  MODELS.lilicorr:LiLiCorrForCausalLM @calls compute_candidates(self, hidden_states)
+  SPEC.dflash2.speculator:DFlash2Speculator @calls _score_candidates(self, candidate_ids,
+      unary_logits, hidden_states)
+  SPEC.lilicorr.speculator:LiLiCorrSpeculator @calls _score_candidates(self, candidate_ids,
+      unary_logits, hidden_states)
 drafters/dflash.py
   LAYERS.logits_processor:LogitsProcessor @calls forward(self, lm_head, hidden_states,
       embedding_bias, skip_gather)
@@ -171,12 +175,16 @@ drafters/domino_model.py
     @why weights keep their names but for a prefix
     @body self.model = self.model_cls(
 drafters/dspark.py
-  MODELS.qwen3_dspark:Qwen3DSparkForCausalLM @names compute_draft_logits map_draft_to_target
-      markov_embed
+  MODELS.qwen3_dspark:Qwen3DSparkForCausalLM @calls compute_draft_logits(self, hidden_states);
+      map_draft_to_target(self, draft_ids); markov_embed(self, token_ids)
   SPEC.dspark.speculator:DSparkSpeculator @names _anchor_idx
 drafters/xpress.py
   SPEC.xpress.speculator:XPressSpeculator @needs has_xpress_drafter
     @names _anchor_idx num_jacobi_passes
+  MODELS.qwen3_xpress:Qwen3XPressForCausalLM @needs has_xpress_drafter
+    @calls compute_draft_logits(self, hidden_states)
+  MODELS.qwen3_xpress:XPressRefinerHead @needs has_xpress_drafter
+    @calls hidden_cache(self, h_full)
 engine/deferred.py
   torch @names _foreach_copy_
 engine/draft_tokens.py
