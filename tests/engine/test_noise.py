@@ -41,25 +41,6 @@ def test_draws_equal_the_kernel(vocab_size: int, kind: str) -> None:
     assert host.unique().numel() > 3 or kind == "masked"
 
 
-def test_noise_is_equal_token_by_token() -> None:
-    """The noise of a token is bracketed: token 0 wins or loses against it by the smallest step."""
-    vocab_size = 64
-    seeds, pos = torch.tensor([12345678901]), torch.tensor([77])
-    noise = gumbel_noise(seeds, pos, vocab_size)
-    slots, temperature = torch.zeros(2, dtype=torch.int64), torch.ones(1)
-    for token in range(1, vocab_size, 9):
-        even = torch.full((2, vocab_size), -torch.inf)
-        even[:, token] = 0.0
-        gap = (noise[0, token].double() - noise[0, 0].double()).float()
-        step = torch.tensor(1e-5)
-        even[0, 0], even[1, 0] = gap - step, gap + step
-        drawn = gumbel_sample(
-            even, slots, temperature, seeds, pos.expand(2), apply_temperature=False,
-            is_drafting=False,
-        )  # fmt: skip
-        assert drawn.tolist() == [token, 0]
-
-
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 30.0, 1e6])
 def test_the_winner_is_found_without_most_of_the_noise(spread: float) -> None:
     """Against logits with the whole noise added, of blocks of tokens."""

@@ -76,22 +76,6 @@ def test_head_dims_and_types_with_their_default_tiles(
         batch.check(batch.triton(tiles=default_tiles(dtype, block_d, heads[0] // heads[1])))
 
 
-@pytest.mark.parametrize(
-    ("path", "batches"),
-    [("reference", 50), pytest.param("triton", 4, marks=pytest.mark.slow), ("cpu", 50)],
-)
-def test_random_trees(path: str, batches: int) -> None:
-    g = torch.Generator().manual_seed(4)
-    for seed in range(batches):
-        sizes = torch.randint(1, 14, (20,), generator=g).tolist()
-        cached = torch.randint(0, 30, (20,), generator=g).tolist()
-        requests = [
-            Request(c, parents=random_parents(n, g)) for c, n in zip(cached, sizes, strict=True)
-        ]
-        batch = Batch(requests, heads=(2, 1), page=4, seed=seed)
-        batch.check(getattr(batch, path)())
-
-
 @pytest.mark.thorough
 def test_cut_blocks_are_merged_alike_whoever_arrives_last(monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_helpers import DEVICE, call, depths_of, poisoned, refuses, runs, shaped_parents, versions
+from op_helpers import call, depths_of, poisoned, refuses, runs, shaped_parents
 from torch import Tensor
 
 from bastion_kernels import accept_path
@@ -83,19 +83,10 @@ def test_hostile_shapes(run) -> None:
         ("random", 37, 1),  # plain decoding
         ("chain", 0, 1),
         ("random", 20, 0),  # no logits rows at all
+        *(("random", 8, rows) for rows in range(2, 10)),  # few tokens, so equal siblings
     ]
     for seed in range(3):
         Batch(shapes, 37, seed).check(run)
-
-
-def test_random_trees() -> None:
-    for seed in range(200):
-        shapes = [("random", 8, 1 + (seed + r) % 9) for r in range(5)]
-        batch = Batch(shapes, 8, 100 + seed)
-        for run in versions(accept_path.reference, accept_path.cpu):
-            batch.check(run)
-        if DEVICE.type == "cuda" or seed % 20 == 0:
-            batch.check(accept_path.triton)
 
 
 @runs(accept_path)
