@@ -37,7 +37,7 @@ def enable() -> None:
     # A kernel is bound to the compiler or the interpreter when it is decorated.
     os.environ["TRITON_INTERPRET"] = "1"
     _interpret_triton_library()
-    _keep_masks_boolean()
+    keep_masks_boolean()
     from triton.backends import Backend, backends
 
     compiler: Any = None
@@ -75,7 +75,7 @@ def _interpret_triton_library() -> None:
                 setattr(module, attribute, interpreted[id(value)])
 
 
-def _keep_masks_boolean() -> None:
+def keep_masks_boolean() -> None:
     """Let a scalar comparison be a mask, as in vLLM's grammar kernel.
 
     Triton 3.9's interpreter gives the result of a comparison the type of its operands, so a scalar

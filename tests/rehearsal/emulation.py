@@ -32,6 +32,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from tests.interpreter import keep_masks_boolean
 from tests.rehearsal import arithmetic, lora
 from tests.rehearsal.device import FakeDriver
 
@@ -247,7 +248,7 @@ class Emulation:
 
         # By the driver's clock a launch takes no time, so that timing one would never end.
         Autotuner._bench = lambda tuner, *args, config, **meta: [1.0, 1.0, 1.0]
-        _keep_masks_boolean()
+        keep_masks_boolean()
         _interpret_dependent_launches()
         interpreted: dict[int, Any] = {}
         run = JITFunction.run
@@ -440,22 +441,6 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._emulation.dispatch(self, func, args, kwargs or {})
-
-
-def _keep_masks_boolean() -> None:
-    """Let a scalar comparison be used as a mask in Triton's interpreter, as the compiler does."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    original = InterpreterBuilder.create_splat
-
-    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
-        if arg.data.dtype == np.bool_:
-            arg = TensorHandle(arg.data, tl.int1)
-        return original(self, ret_ty, arg)
-
-    InterpreterBuilder.create_splat = create_splat
 
 
 def _interpret_dependent_launches() -> None:
