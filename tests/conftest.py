@@ -34,7 +34,7 @@ _ON_CPU = {
     # Read by Triton when it is imported, see tests/interpreter.py.
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",
-    # Compiled functions check every index; see tests/cpu/test_bounds.py.
+    # Compiled functions check every index.
     "NUMBA_BOUNDSCHECK": "1",
 }
 for _name, _value in (_ENVIRONMENT | ({} if ON_GPU else _ON_CPU)).items():
@@ -80,9 +80,9 @@ def pytest_collection() -> Iterator[Any]:
 
 # The files that take longest, the longest first, so that no core idles at the end.
 _FIRST = (
-    "test_lossless", "test_cuda_path", "test_serving", "test_drafter_kinds", "test_budget",
+    "test_lossless", "test_serving", "test_drafter_kinds", "test_budget",
     "test_scheduling", "test_sessions", "test_best_first", "test_float8_cache", "test_restored",
-    "test_load", "test_starts", "test_cpu_library", "test_copies", "test_lookup",
+    "test_load", "test_cpu_library", "test_copies", "test_lookup",
     "test_twins", "test_replay",
 )  # fmt: skip
 

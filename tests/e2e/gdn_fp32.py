@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
-from tests.e2e.cuda_graphs import kernel
-
 
 def core(
     mixed_qkv: torch.Tensor,
@@ -67,9 +65,8 @@ def recurrence(
                 for p in (query, key)
             )
             gate = -layer.A_log.float().exp() * F.softplus(a[row].float() + layer.dt_bias.float())
-            # on a CPU the cache holds [H, K, V], although its shape differs
-            on_cpu = layer._forward_method == layer.forward_cpu
-            memory = state.view(len(value), layer.head_k_dim, -1) if on_cpu else state.mT
+            # the cache holds [H, K, V], although its shape differs
+            memory = state.view(len(value), layer.head_k_dim, -1)
             memory *= gate.exp()[:, None, None]
             recalled = (memory * key[..., None]).sum(1)
             beta = b[row].float().sigmoid()[:, None]
@@ -88,41 +85,3 @@ def install() -> None:
     gdn_attention._cpu_gdn_attention_nonspec = recurrence
     # counts accepted tokens, which plain decoding does not read
     MambaHybridModelState.postprocess_state = DefaultModelState.postprocess_state
-
-
-# ---- the version for CUDA, used with `flash_backend` ------------------------------------
-
-_prompts = kernel(recurrence)
-
-
-def forward_core(
-    self: Any, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: Any
-) -> None:
-    """Replaces vLLM's kernel: requests without rows of ours."""
-    of_layers = get_forward_context().attn_metadata
-    if of_layers is not None:
-        metadata = of_layers[self.prefix]
-        assert metadata.spec_sequence_masks is None
-        _prompts(self, metadata, mixed_qkv, b, a, core_attn_out)
-
-
-def install_cuda() -> None:
-    """Use the layer's CUDA Python in this process, together with `cuda_graphs.install`.
-
-    Convolution, recurrence and commit of trees are our Triton kernels, in the interpreter. vLLM's
-    kernels for prompts need a GPU: the recurrence above runs on states in CUDA's layout.
-    """
-    import vllm.v1.worker.cpu_worker  # noqa: F401  before any module of the V2 runner
-    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as module
-
-    layer = module.QwenGatedDeltaNetAttention
-    init = layer.__init__
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self._forward_method = self.forward_cuda
-
-    layer.__init__ = __init__
-    layer._forward_core = forward_core
-    # The tape then records the launches inside.
-    torch.ops.vllm.qwen_gdn_attention_core = module.qwen_gdn_attention_core

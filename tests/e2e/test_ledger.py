@@ -20,19 +20,18 @@ import pytest
 from tests.e2e.assigned import every_change
 from tests.e2e.engines import _INTERPRETED, ENVIRONMENT, ROOT, Engine
 from tests.e2e.marks import on_cpu
-from tests.e2e.test_cuda_path import LIMIT, SETUP, with_graphs
+from tests.e2e.test_cuda_path import PLAIN, SETUP
 from vllm_bastion.hooks.ledger import BASTION_WORKER, EVERY_PROCESS, NATIVE_WORKER, Change
 
 pytestmark = on_cpu("engines on a CPU host", pytest.mark.slow)
 
 _CPU = Engine(max_num_seqs=2, eager=True, extra={"dtype": "bfloat16"})
-_GPU_PATH = with_graphs(Engine(max_num_seqs=2, eager=True, extra=LIMIT).with_async())
 # name -> (with method "bastion", without, setup of both, environments of both)
 ENGINES: dict[str, tuple[Engine, Engine, list[str], dict[str, str], dict[str, str]]] = {
     # The second one does not load the plugin at all.
     "CPU": (_CPU.with_bastion(8, calibration="off"), _CPU, [], {}, {"VLLM_PLUGINS": ""}),
     "CUDA path": (
-        _GPU_PATH.with_bastion(8, top_k=4, calibration="off"), _GPU_PATH, SETUP, _INTERPRETED,
+        PLAIN.with_bastion(8, top_k=4, calibration="off"), PLAIN, SETUP, _INTERPRETED,
         _INTERPRETED,
     ),
 }  # fmt: skip
