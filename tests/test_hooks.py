@@ -17,9 +17,11 @@ import prometheus_client
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 
 from vllm_bastion import compat, hooks, plugin
@@ -198,9 +200,13 @@ class Core:
         self.requests = requests
         self.running = list(requests.values())
         self.waiting: list[Any] = []
+        self.kv_holding_waiting: list[Any] = []
+        self.pause_state, self.num_waiting_for_streaming_input = PauseState.UNPAUSED, 0
         self.max_num_scheduled_tokens = 2048
         self.max_num_running_reqs = self.max_num_active_reqs = 4096
-        self.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
+        self.scheduler_config = SimpleNamespace(
+            long_prefill_token_threshold=0, prefill_schedule_interval=1
+        )
         self.dynamic_sd_lookup: list[int] | None = None
         self.num_lookahead_tokens, self.max_model_len = GAMMA + 1, 4096
         self.blocks: dict[str, list[int]] = {}
@@ -298,6 +304,7 @@ def _scheduled(**drafts: int) -> Any:
         total_num_scheduled_tokens=sum(1 + count for count in drafts.values()),
         num_invalid_spec_tokens=None,
         finished_req_ids=set(),
+        kv_cache_block_copies=None,
     )
 
 
@@ -352,6 +359,17 @@ def test_a_step_with_a_grammar_must_say_which_nodes_it_verifies(plan: bool) -> N
             execute_model(lambda *_: ran.append(output), runner, output)
 
 
+def test_rows_that_wait_are_stored_before_vllm_copies_blocks() -> None:
+    runner, order = SimpleNamespace(vllm_config=_engine_with(_settings())), []
+    runtime = runner.vllm_config.speculative_config.worker_runtime = Runtime(SimpleNamespace())
+    runtime.deferred = SimpleNamespace(flush=lambda: order.append("stored"))
+    for copies in (None, [object()]):
+        output = SchedulerOutput.make_empty()
+        output.kv_cache_block_copies = copies
+        execute_model(lambda *_: order.append("runs"), runner, output)
+    assert order == ["runs", "stored", "runs"]
+
+
 def test_records_survive_the_way_between_processes() -> None:
     """vLLM's executors send both through this queue."""
     queue = MessageQueue(1, 1)
@@ -374,7 +392,7 @@ def test_records_survive_the_way_between_processes() -> None:
 
 def _request(grammar: bool = False, drafts: int = 0, **more: int) -> Any:
     given = {"num_tokens": 30, "num_computed_tokens": 29, "num_output_placeholders": 0, **more}
-    given = {"sampling_params": None, **given}
+    given = {"sampling_params": None, "status": RequestStatus.WAITING, **given}
     return SimpleNamespace(use_structured_output=grammar, spec_token_ids=[-1] * drafts, **given)
 
 

@@ -101,6 +101,8 @@ class SchedulerState(Carrier):
     """From the last StepReports, on their way to all ranks."""
     blocked_at: int | None = None
     """Number of running requests at which the waiting ones did not fit into the KV cache."""
+    blocked_for: int = 0
+    """Steps for which this is believed: something else may have held them up."""
     collector: Collector | None = None
     """Adds up the records of steps; None before the first."""
     ended: dict[str, None] = field(default_factory=dict)

@@ -339,9 +339,10 @@ hooks/scheduler.py
       placeholders before the next step
     @body request.spec_token_ids = self._spec_token_placeholders
     @beside 131e68f6 131e68f6
-  SCHED.scheduler:Scheduler @names dynamic_sd_lookup log_stats max_num_active_reqs
-      max_num_running_reqs max_num_scheduled_tokens num_spec_tokens requests running
-      scheduler_config structured_output_manager vllm_config waiting
+  SCHED.scheduler:Scheduler @names dynamic_sd_lookup kv_holding_waiting log_stats
+      max_num_active_reqs max_num_running_reqs max_num_scheduled_tokens num_spec_tokens
+      num_waiting_for_streaming_input pause_state requests running scheduler_config
+      structured_output_manager vllm_config waiting
   SCHED.scheduler:Scheduler.__init__ @why the hooks read these
     @body self.vllm_config = vllm_config … self.log_stats … self.requests
   SCHED.scheduler:Scheduler.make_spec_decoding_stats @why vLLM subtracts them from the draft tokens
@@ -352,7 +353,8 @@ hooks/scheduler.py
       request gets N
     @body token_budget = self.max_num_scheduled_tokens … spec.max_num_new_slots_for_drafting …
       self.running … request.num_tokens_with_spec … scheduled_spec_decode_tokens[request.request_id]
-      = spec_token_ids … self.max_num_active_reqs … self.dynamic_sd_lookup is None …
+      = spec_token_ids … while token_budget > 0: … request_queue =
+      self.kv_holding_waiting … self.max_num_active_reqs … self.dynamic_sd_lookup is None …
       scheduled_new_reqs.extend(scheduled_resumed_reqs) … self.dynamic_sd_lookup[
   SCHED.scheduler:Scheduler.update_from_output @why nodes that were not verified are handed over
       under this name

@@ -369,6 +369,9 @@ def execute_model(
     try:
         if runtime.plan.times and runtime.controller is not None:
             runtime.controller.observe(runtime.plan.times)
+        if scheduler_output.kv_cache_block_copies and runtime.deferred is not None:
+            # vLLM copies whole blocks, those of the drafter too.
+            runtime.deferred.flush()
         drafts = scheduler_output.scheduled_spec_decode_tokens
         if scheduler_output.has_structured_output_requests and drafts:
             # The step comes from the scheduler: warm-up and calibration have no grammar.

@@ -10,11 +10,14 @@ step, the worker is told not to draft. Grammars are in `hooks.grammar`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import islice
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_bastion.carriers import (
@@ -35,6 +38,13 @@ from vllm_bastion.hooks.grammar import attach_plan
 from vllm_bastion.hooks.sessions import send_endings
 from vllm_bastion.hooks.telemetry import collect
 from vllm_bastion.hooks.tracing import count_for_span
+
+# Requests that wait for something else than tokens and the KV cache.
+_UNREADY = (
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    RequestStatus.WAITING_FOR_REMOTE_KVS,
+)
+_BLOCKED_FOR = 32
 
 
 class TreeSpecDecodingStats(SpecDecodingStats):
@@ -168,17 +178,20 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         # The list always says N. With it, vLLM neither pads a new request to 1 + N rows nor lets
         # it wait until there is room for them.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+    state = SchedulerState.ensure(self)
     _share_out(self, spec_config)
     _leave_blocks(self)
-    waited = bool(self.waiting)
+    waited = any(request.status not in _UNREADY for request in _waiting(self))
+    before = len(self.running)
     output = original(self, *args, **kwargs)
-    state = SchedulerState.ensure(self)
-    if waited and not output.scheduled_new_reqs:
-        if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
-            # Tokens were left, so the requests wait for the KV cache until another one leaves.
-            state.blocked_at = len(self.running)
-    elif output.scheduled_new_reqs:
+    came_in = bool(output.scheduled_new_reqs) or len(self.running) > before
+    tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+    state.blocked_for -= 1
+    if came_in:
         state.blocked_at = None
+    elif waited and tokens_left and self.scheduler_config.prefill_schedule_interval <= 1:
+        # Tokens were left, so the requests most likely wait for the KV cache, until another leaves.
+        state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
     room = self.max_num_scheduled_tokens - len(self.running)
     backlog = room <= 0 or _prompt_tokens(self, room) >= room
     times, state.times = state.times, []
@@ -236,7 +249,7 @@ def _leave_blocks(scheduler: Any) -> None:
         return
 
     def missing(request: Any, drafts: int) -> int:
-        """Blocks that the request's next step with `drafts` placeholders lacks."""
+        """Blocks that the request's next step lacks, non-decreasing in its placeholders."""
         tokens = request.num_tokens + request.num_output_placeholders
         tokens = min(tokens, request.num_computed_tokens + limit) + drafts + lookahead
         tokens, name = min(tokens, scheduler.max_model_len), request.request_id
@@ -246,14 +259,16 @@ def _leave_blocks(scheduler: Any) -> None:
     lacking = [missing(request, 0) for request in scheduler.running]
     free -= sum(lacking)
     for request, without in zip(scheduler.running, lacking, strict=True):
-        drafts = len(request.spec_token_ids)
-        if not drafts:
+        wanted = len(request.spec_token_ids)
+        if not wanted:
             continue
-        while drafts and missing(request, drafts) - without > max(free, 0):
-            drafts -= 1
-        free -= missing(request, drafts) - without
-        if drafts < len(request.spec_token_ids):
+        room = without + max(free, 0)
+        drafts = wanted
+        if missing(request, wanted) > room:
+            fits = range(wanted)
+            drafts = bisect_right(fits, room, key=lambda n: missing(request, n)) - 1
             request.spec_token_ids = request.spec_token_ids[:drafts]
+        free -= missing(request, drafts) - without
 
 
 def _wanted(request: Any, max_drafts: int) -> int:
@@ -272,12 +287,24 @@ def _prompt_tokens(scheduler: Any, limit: int) -> int:
     )
     # Negative while a step with drafts is in flight.
     tokens = sum(min(max(tokens, 0), most) for tokens in left)
-    free = scheduler.max_num_active_reqs - len(scheduler.running)
-    blocked_at = SchedulerState.ensure(scheduler).blocked_at
-    if blocked_at is not None and len(scheduler.running) >= blocked_at:
-        return tokens
-    for request in islice(scheduler.waiting, max(free, 0)):
+    for request in _waiting(scheduler):
         if tokens >= limit:
             break
-        tokens += min(request.num_tokens - request.num_computed_tokens, most)
+        # vLLM looks whether an unready one has become ready only while tokens are left.
+        rows = 1 if request.status in _UNREADY else request.num_tokens - request.num_computed_tokens
+        tokens += min(rows, most)
     return tokens
+
+
+def _waiting(scheduler: Any) -> Iterator[Any]:
+    """Requests that may come in, in the order in which vLLM's scheduler takes them."""
+    state = SchedulerState.ensure(scheduler)
+    running = len(scheduler.running)
+    if state.blocked_for > 0 and state.blocked_at is not None and running >= state.blocked_at:
+        return iter(())
+    # Sessions that wait for their user keep their seats.
+    waits_for_user = RequestStatus.WAITING_FOR_STREAMING_REQ
+    seats = scheduler.max_num_active_reqs - running - scheduler.num_waiting_for_streaming_input
+    holding = (r for r in scheduler.kv_holding_waiting if r.status != waits_for_user)
+    others = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
+    return islice(chain(holding, others), max(seats, 0))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that wait come in beside trees: vLLM's own schedulers, with our hooks and no model.
+
+Four requests decode with trees whose placeholders could fill every step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from benchmarks import TINY
+from vllm_bastion import plugin
+from vllm_bastion.carriers import StepReport
+
+NODES, ROWS, BLOCKS = 64, 128, 4096
+SOON = 40  # steps; the others take 300
+
+
+class Loop:
+    """A scheduler, and a runner that accepts no draft token."""
+
+    def __init__(self, kind: type[Scheduler]) -> None:
+        plugin.register()
+        settings = {
+            "method": "bastion",
+            "model": str(TINY / "drafter"),
+            "bastion_calibration": "off",
+        }
+        config = EngineArgs(
+            model=str(TINY / "target"), max_num_seqs=8, max_model_len=1024, block_size=16,
+            max_num_batched_tokens=ROWS, enable_prefix_caching=False,
+            speculative_config=settings | {"num_speculative_tokens": NODES},
+        ).create_engine_config()  # fmt: skip
+        config.cache_config.num_gpu_blocks = BLOCKS
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        groups = [KVCacheGroupSpec([name], spec) for name in ("target", "drafter")]
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(BLOCKS, [], groups),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=16,
+        )
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._ahead = int(kind is AsyncScheduler)
+        for name in "abcd":
+            self.add(name, 300)
+        for _ in range(6):
+            full = self.step()
+        assert sum(full.num_scheduled_tokens.values()) == ROWS
+
+    def add(self, name: str, max_tokens: int = 3, **more: Any) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(name, list(range(1, 21)), params, None, **more)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> SchedulerOutput:
+        """Schedule a step, and return the output of the one that has ended."""
+        step = self.scheduler.schedule()
+        names = list(step.num_scheduled_tokens)
+        tokens = [[] if self.scheduler.requests[n].is_prefill_chunk else [7] for n in names]
+        output = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, tokens)
+        verified = {n: len(drafts) for n, drafts in step.scheduled_spec_decode_tokens.items()}
+        StepReport(verified).attach(output)
+        self._in_flight.append((step, output))
+        if len(self._in_flight) > self._ahead:
+            ended, output = self._in_flight.popleft()
+            self.scheduler.update_from_output(ended, output)
+            if not self._ahead:
+                drafts = DraftTokenIds(names, [[-1] * NODES for _ in names])
+                self.scheduler.update_draft_token_ids(drafts)
+        return step
+
+    def comes_in(self, name: str) -> bool:
+        """Whether the request has rows soon."""
+        return any(name in self.step().num_scheduled_tokens for _ in range(SOON))
+
+
+@pytest.fixture(params=[Scheduler, AsyncScheduler])
+def loop(request: pytest.FixtureRequest) -> Loop:
+    return Loop(request.param)
+
+
+def test_a_new_request(loop: Loop) -> None:
+    loop.add("new")
+    assert loop.comes_in("new")
+
+
+def test_the_next_chunk_of_a_session(loop: Loop) -> None:
+    """It has KV blocks, so vLLM keeps it in a queue of its own."""
+    session = loop.add("session", resumable=True)
+    while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        loop.step()
+    loop.add("session", resumable=True)
+    assert loop.comes_in("session")
+
+
+def test_a_request_whose_grammar_was_compiled_meanwhile(loop: Loop) -> None:
+    request: Any = loop.add("grammar")
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    request.structured_output_request = SimpleNamespace(grammar=None)
+    for _ in range(3):
+        loop.step()
+    request.structured_output_request.grammar = object()
+    assert loop.comes_in("grammar")
+
+
+def test_a_request_that_came_during_a_pause(loop: Loop) -> None:
+    loop.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    loop.add("new")
+    for _ in range(3):
+        loop.step()
+    loop.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert loop.comes_in("new")
