@@ -45,6 +45,8 @@ class Step:
     refused: bool = False
     # Whether steps that are scheduled from now on get placeholders.
     announces: bool = True
+    # Whether the draft that they get is a trial.
+    is_trial: bool = False
 
     @property
     def grows(self) -> bool:

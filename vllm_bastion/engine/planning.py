@@ -48,6 +48,7 @@ def make_step(runtime: Runtime, batch: InputBatch, *, always_binds: bool, captur
         walks=batch.num_draft_tokens > 0,
         spared=timed or 0,
         announces=runtime.step.announces,
+        is_trial=runtime.step.is_trial,
     )
     is_real = runtime.scheduled is not None and timed is None
     return _decide(runtime, step, batch) if is_real else step
@@ -64,7 +65,9 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
     if reach is not None:
         slots = batch.idx_mapping_np
         if step.walks:
-            reach.observe(slots, runtime.trees.deepest(slots, step.nodes))
+            decodes = step.base_rows == 1
+            deepest = runtime.trees.deepest(slots, step.nodes)
+            reach.observe(slots[decodes], deepest[decodes])
         spared = reach.depth - reach.of(slots)
     step = replace(step, drafts=wanted, spared=spared)
     if controller is None:
@@ -85,11 +88,19 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
     announces = decision.drafts or (decision.looks_up and controller.copies_pay)
     drafts = decision.drafts
     if runtime.announces_early:
-        # Placeholders that were announced for a draft get copies if copies now pay more.
-        drafts = step.announces and (drafts or not decision.looks_up)
+        # Placeholders that were announced for a draft get copies if copies now pay more, but those
+        # of a trial show what a draft costs.
+        drafts = step.announces and (drafts or step.is_trial or not decision.looks_up)
     looks_up = decision.looks_up and drafts == decision.drafts
     refused = not drafts and not runtime.plan.backlog
-    return replace(step, drafts=drafts, looks_up=looks_up, announces=announces, refused=refused)
+    return replace(
+        step,
+        drafts=drafts,
+        looks_up=looks_up,
+        announces=announces,
+        is_trial=decision.drafts and decision.is_trial,
+        refused=refused,
+    )
 
 
 def decide_again(runtime: Runtime, batch: InputBatch, num_sampled: torch.Tensor) -> Step:
@@ -130,7 +141,8 @@ def _with_copies(
     assert controller is not None and copies is not None
     rows = runtime.trees.row_slots[:num_reqs]
     copies.find(rows)
-    promised = copies.promised(slots, remaining - 1)
+    most = np.minimum(remaining - 1, runtime.trees.node_limits_host[slots])
+    promised = copies.promised(slots, most)
     if controller.prefers_copies(slots.tolist(), remaining.tolist(), promised, step.drafts):
         if step.drafts and runtime.recorder is not None:
             runtime.recorder.copied()

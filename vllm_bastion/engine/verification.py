@@ -406,7 +406,8 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         if controller.looks_up and published.grown_for is not None:
             grown = published.grown_for
             wanted = int(published.num_verify[grown].sum()) if published.only_copies else None
-            controller.observe_copies(grown, published.copied[grown], wanted)
+            promised = np.minimum(published.copied[grown], self.trees.node_limits_host[grown])
+            controller.observe_copies(grown, promised, wanted)
 
     def _is_live(self, trees: VerifiedTrees) -> np.ndarray:
         """[T] bool, whether the slots still belong to the trees' requests."""

@@ -94,6 +94,8 @@ class Decision:
     looks_up: bool = False
     # Whether no request of the batch can use a draft: each may emit one token at most.
     replies_end: bool = False
+    # Whether the other kind of step seems to pay.
+    is_trial: bool = False
 
 
 class Controller:
@@ -344,10 +346,9 @@ class Controller:
             ends_in=max(batch.remaining),
         ):
             kind = "plain steps" if decision.drafts else "trees"
-            decision = Decision(not decision.drafts, f"trial of {kind}", plain_ms)
-        trial = decision.reason.startswith("trial")
+            decision = Decision(not decision.drafts, f"trial of {kind}", plain_ms, is_trial=True)
         may = self.looks_up and (self._sees_copies or not decision.drafts)
-        return replace(decision, looks_up=may and not trial)
+        return replace(decision, looks_up=may and not decision.is_trial)
 
     def _install_kappa(self, slots: Sequence[int], only_copies: bool) -> None:
         if self._buffers is None or not slots:

@@ -46,7 +46,7 @@ class DraftReach:
         """Trees are verified.
 
         Args:
-            slots: [T] their request slots, T >= 1.
+            slots: [T] slots of requests that decode.
             deepest: [T] depth of the deepest node verified of each; 0 for none.
         """
         for slot, depth in zip(slots.tolist(), deepest.tolist(), strict=True):
