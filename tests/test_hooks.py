@@ -359,17 +359,6 @@ def test_a_step_with_a_grammar_must_say_which_nodes_it_verifies(plan: bool) -> N
             execute_model(lambda *_: ran.append(output), runner, output)
 
 
-def test_rows_that_wait_are_stored_before_vllm_copies_blocks() -> None:
-    runner, order = SimpleNamespace(vllm_config=_engine_with(_settings())), []
-    runtime = runner.vllm_config.speculative_config.worker_runtime = Runtime(SimpleNamespace())
-    runtime.deferred = SimpleNamespace(flush=lambda: order.append("stored"))
-    for copies in (None, [object()]):
-        output = SchedulerOutput.make_empty()
-        output.kv_cache_block_copies = copies
-        execute_model(lambda *_: order.append("runs"), runner, output)
-    assert order == ["runs", "stored", "runs"]
-
-
 def test_records_survive_the_way_between_processes() -> None:
     """vLLM's executors send both through this queue."""
     queue = MessageQueue(1, 1)

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 
+from tests.test_hooks import _engine_with, _settings
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.engine.deferred import DeferredContext
+from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.hooks.runner import execute_model
 
 BLOCK, DROPPED = 4, -1
 
@@ -105,3 +109,14 @@ def test_a_full_buffer_is_stored() -> None:
     assert context.has_room(2) and not context.has_room(3)
     _add(context, [2], ["a"])  # no room for a row of each of two requests
     assert stored == [[0, 1, 2]] and context.has_room(4)
+
+
+def test_rows_that_wait_are_stored_before_vllm_copies_blocks() -> None:
+    runner, order = SimpleNamespace(vllm_config=_engine_with(_settings())), []
+    runtime = runner.vllm_config.speculative_config.worker_runtime = Runtime(SimpleNamespace())
+    runtime.deferred = SimpleNamespace(flush=lambda: order.append("stored"))
+    for copies in (None, [object()]):
+        output = SchedulerOutput.make_empty()
+        output.kv_cache_block_copies = copies
+        execute_model(lambda *_: order.append("runs"), runner, output)
+    assert order == ["runs", "stored", "runs"]
