@@ -70,7 +70,7 @@ class Loop:
         return request
 
     def step(self) -> SchedulerOutput:
-        """Schedule a step, and return the output of the one that has ended."""
+        """Schedule a step, and hand in the output of the one that has ended."""
         step = self.scheduler.schedule()
         names = list(step.num_scheduled_tokens)
         tokens = [[] if self.scheduler.requests[n].is_prefill_chunk else [7] for n in names]

@@ -3,7 +3,8 @@
 
 `Host` is the GPU's side and the default. `vllm_bastion.cpu.host.CpuHost` overrides what a CPU does
 differently, and `vllm_bastion.platform.current_host` picks one of them. `policy`, which imports no
-vLLM, looks at a tensor's device itself: to copy to the host, to time a step, and to name a device.
+vLLM, looks at a device's type itself: to copy to the host, to time a step, and to measure or name a
+device.
 
 The methods import what they need when they are called: the configuration asks this module in
 processes that must not import vLLM's model runner.

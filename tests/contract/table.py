@@ -315,6 +315,10 @@ hooks/runner.py
   vllm.compilation.backends @names model_tag
   RUNNER:GPUModelRunner.__init__ @why warm_up finds our manager under this name
     @body self.adaptive_verification
+  RUNNER:GPUModelRunner.execute_model @why blocks are copied within it, so after our hook
+    @body self.update_requests(scheduler_output)
+  RUNNER:GPUModelRunner.update_requests @why the copied blocks include the drafter's
+    @body scheduler_output.kv_cache_block_copies … self.kv_caches
   RUNNER:GPUModelRunner @names adaptive_verification draft_tokens_handler execute_model_state
       num_speculative_steps req_states speculator
   RUNNER:ExecuteModelState @names aux_hidden_states hidden_states input_batch
@@ -339,6 +343,8 @@ hooks/scheduler.py
       placeholders before the next step
     @body request.spec_token_ids = self._spec_token_placeholders
     @beside 131e68f6 131e68f6
+  vllm.config.scheduler:SchedulerConfig @names long_prefill_token_threshold
+      prefill_schedule_interval
   SCHED.scheduler:Scheduler @names dynamic_sd_lookup kv_holding_waiting log_stats
       max_num_active_reqs max_num_running_reqs max_num_scheduled_tokens num_spec_tokens
       num_waiting_for_streaming_input pause_state requests running scheduler_config

@@ -85,6 +85,7 @@ def test_drafter(matrix: Matrix, compare: Comparison) -> None:
     run = matrix.tree()
     compare.same("batch 4, async", matrix.batches, matrix.plain(), run)
     assert run["info"]["speculator"] == "BastionSpeculator"
+    assert run["info"]["scheduler"] == matrix.plain()["info"]["scheduler"] == "AsyncScheduler"
 
 
 def test_oracle(matrix: Matrix, compare: Comparison) -> None:

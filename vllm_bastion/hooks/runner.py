@@ -128,8 +128,9 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
             "(self, scheduler_output, intermediate_tensors=, dummy_run=, skip_attn_for_dummy_run=, "
             "is_profile=, context_len=, valid_dummy_state_slots=, randomize_inputs=)"
         ),
-        why="a grammar may reject nodes of a tree that the worker already has",
-        what="removes these nodes before the step",
+        why="a grammar may reject nodes of a tree that the worker already has; vLLM copies whole "
+        "blocks, in which rows of the drafter may be missing until they are stored",
+        what="removes these nodes, and stores these rows, before the step",
         upstream="draft tokens with parents",
         when=BASTION_WORKER,
     ),
@@ -370,7 +371,6 @@ def execute_model(
         if runtime.plan.times and runtime.controller is not None:
             runtime.controller.observe(runtime.plan.times)
         if scheduler_output.kv_cache_block_copies and runtime.deferred is not None:
-            # vLLM copies whole blocks, those of the drafter too.
             runtime.deferred.flush()
         drafts = scheduler_output.scheduled_spec_decode_tokens
         if scheduler_output.has_structured_output_requests and drafts:

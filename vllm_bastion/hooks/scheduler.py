@@ -39,11 +39,12 @@ from vllm_bastion.hooks.sessions import send_endings
 from vllm_bastion.hooks.telemetry import collect
 from vllm_bastion.hooks.tracing import count_for_span
 
-# Requests that wait for something else than tokens and the KV cache.
+# Requests that wait for something other than tokens and the KV cache.
 _UNREADY = (
     RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
     RequestStatus.WAITING_FOR_REMOTE_KVS,
 )
+# Steps for which requests that did not come in are believed to wait for the KV cache.
 _BLOCKED_FOR = 32
 
 
@@ -182,15 +183,14 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     _share_out(self, spec_config)
     _leave_blocks(self)
     waited = any(request.status not in _UNREADY for request in _waiting(self))
-    before = len(self.running)
     output = original(self, *args, **kwargs)
-    came_in = bool(output.scheduled_new_reqs) or len(self.running) > before
     tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
     state.blocked_for -= 1
-    if came_in:
+    if output.scheduled_new_reqs:
         state.blocked_at = None
     elif waited and tokens_left and self.scheduler_config.prefill_schedule_interval <= 1:
-        # Tokens were left, so the requests most likely wait for the KV cache, until another leaves.
+        # The requests most likely wait for the KV cache, until another one leaves. With a longer
+        # interval vLLM holds them back in most steps.
         state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
     room = self.max_num_scheduled_tokens - len(self.running)
     backlog = room <= 0 or _prompt_tokens(self, room) >= room
