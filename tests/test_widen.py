@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from benchmarks.tiny.model import load_target, save_target
 from benchmarks.widen.pairs import make_drafter, make_pair, read_config
 from benchmarks.widen.widening import (
     SHAPES,
-    TARGET_LAYER_IDS,
     Dims,
     Drafter,
     Shape,
@@ -38,9 +38,12 @@ EXACT = Shape(192, 96, 9, 8, 4, 64, 200, tie_word_embeddings=False, drafter_laye
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random pair whose parts all matter: attention is peaked, norms differ by channel."""
-    folder = tmp_path_factory.mktemp("pair")
+    drafter = Drafter(replace(DIMS, num_hidden_layers=2), mask_id=1)
+    return write(tmp_path_factory.mktemp("pair"), Target(DIMS), drafter)
+
+
+def write(folder: Path, target: Target, drafter: Drafter) -> Path:
     torch.manual_seed(3)
-    target, drafter = Target(DIMS), Drafter(replace(DIMS, num_hidden_layers=2), mask_id=1)
     for model in (target, drafter):
         for name, weight in model.named_parameters():
             with torch.no_grad():
@@ -70,7 +73,7 @@ def open_pair(folder: Path, kind: str) -> tuple[Target, Drafter, Tensor]:
     own, theirs = (read_config(folder / name) for name in ("target", kind))
     names = [field.name for field in fields(Dims)]
     dims, drafter_dims = (Dims(**{name: c[name] for name in names}) for c in (own, theirs))
-    target, settings = Target(dims), theirs["dflash_config"]
+    target, settings = Target(dims, own["model_type"] != "llama"), theirs["dflash_config"]
     fill(target, stored, "model.")
     drafter = Drafter(drafter_dims, settings["mask_token_id"])
     drafter.fc = nn.Linear(drafted["fc.weight"].shape[1], dims.hidden_size, bias=False)
@@ -103,7 +106,7 @@ def check(source: Path, folder: Path, kind: str = "drafter") -> None:
     small, small_drafter = load_target(source / "target"), load_drafter(source / kind)
     wide, wide_drafter, head = open_pair(folder, kind)
     wide_features = tuple(read_config(folder / kind)["dflash_config"]["target_layer_ids"])
-    states, features = small(IDS, features=TARGET_LAYER_IDS)
+    states, features = small(IDS, features=small.feature_layers)
     wide_states, read_features = wide(IDS, features=wide_features)
     assert_equal(small.logits(states), wide_states @ head.T)
     last = IDS.shape[1] - 1
@@ -112,7 +115,10 @@ def check(source: Path, folder: Path, kind: str = "drafter") -> None:
     block = small_drafter(small, features, tokens, anchors)
     wide_block = wide_drafter(wide, read_features, tokens, anchors)
     before = torch.cat([tokens[..., None], small.logits(block).argmax(-1)[..., :-1]], dim=-1)
-    logits = wide_block @ head.T
+    drafted = read(folder / kind)
+    logits = wide_block @ drafted.get("lm_head.weight", head).float().T
+    if "d2t" in drafted:
+        assert torch.equal(drafted["d2t"], read(source / kind)["d2t"])
     if wide_drafter.head is not None:
         embedding = [wide.embed_tokens] if kind == "domino" else []
         logits += wide_drafter.head.bias(before, wide_block, *embedding)
@@ -137,6 +143,20 @@ def test_a_wide_pair_computes_the_tiny_ones_function(
 ) -> None:
     make_pair(shape, tmp_path, source, shard_bytes=200_000)
     check(source, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_wide_llama_computes_the_small_ones_function(tmp_path: Path, tied: bool) -> None:
+    """Without norms of heads, and with a drafter that knows every third token."""
+    drafter = Drafter(
+        replace(DIMS, num_hidden_layers=2), mask_id=1, vocabulary=torch.arange(0, VOCAB, 3)
+    )
+    small = write(tmp_path / "small", Target(DIMS, head_norms=False), drafter)
+    config = read_config(small / "target")
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (small / "target" / "config.json").write_text(json.dumps(config))
+    make_pair(replace(EXACT, tie_word_embeddings=tied), tmp_path / "wide", small)
+    check(small, tmp_path / "wide")
 
 
 @pytest.mark.parametrize("shape", [EXACT, replace(EXACT, tie_word_embeddings=True)])
@@ -165,4 +185,4 @@ def test_a_wide_head_corrects_as_the_tiny_one(
 
 def test_the_tiny_pair_fits_every_known_shape() -> None:
     for shape in SHAPES.values():
-        Widening(Dims(), shape)
+        Widening(Dims(), shape, Target.feature_layers)

@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import TINY
+from benchmarks.smollm2.install import pair as smollm2_pair
 from benchmarks.tiny.drafter import Drafter, load_drafter
-from benchmarks.tiny.model import load_target
+from benchmarks.tiny.model import Target, load_target
 from benchmarks.widen.widening import SHAPES, Shape, Weights, Widening
 from vllm_bastion.envs import cache_dir
 
-_VERSION = 1
+_VERSION = 2
 SHARD_BYTES = 1 << 30
 
 
@@ -37,12 +38,12 @@ def make_pair(
         ValueError: the shape is too small.
     """
     target, drafter = load_target(source / "target"), load_drafter(source / "drafter")
-    wide = Widening(target.dims, shape)
+    wide = Widening(target.dims, shape, target.feature_layers)
     torch.manual_seed(0)
     keys = {"tie_word_embeddings": shape.tie_word_embeddings}
     layers = shape.num_hidden_layers
     _write(wide, wide.target(target), layers, keys, source / "target", folder, shard_bytes)
-    _write_drafter(wide, drafter, source / "drafter", folder, shard_bytes)
+    _write_drafter(wide, drafter, target, source / "drafter", folder, shard_bytes)
 
 
 def make_drafter(shape: Shape, folder: Path, kind: str, source: Path = TINY) -> None:
@@ -52,11 +53,17 @@ def make_drafter(shape: Shape, folder: Path, kind: str, source: Path = TINY) -> 
     """
     target, drafter = load_target(source / "target"), load_drafter(source / kind)
     torch.manual_seed(1)
-    _write_drafter(Widening(target.dims, shape), drafter, source / kind, folder, SHARD_BYTES)
+    wide = Widening(target.dims, shape, target.feature_layers)
+    _write_drafter(wide, drafter, target, source / kind, folder, SHARD_BYTES)
 
 
 def _write_drafter(
-    wide: Widening, drafter: Drafter, source: Path, folder: Path, shard_bytes: int | None
+    wide: Widening,
+    drafter: Drafter,
+    target: Target,
+    source: Path,
+    folder: Path,
+    shard_bytes: int | None,
 ) -> None:
     layers = wide.drafter_layers(drafter)
     keys = {
@@ -66,7 +73,7 @@ def _write_drafter(
     }
     settings = {"target_layer_ids": list(wide.features), **wide.head_settings(drafter)}
     keys["dflash_config"] = {**read_config(source)["dflash_config"], **settings}
-    _write(wide, wide.drafter(drafter), layers, keys, source, folder, shard_bytes)
+    _write(wide, wide.drafter(drafter, target), layers, keys, source, folder, shard_bytes)
 
 
 def _write(
@@ -87,13 +94,21 @@ def _write(
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def source_of(name: str) -> Path:
+    """The pair to widen into a shape: SmolLM2's, which is fetched once, or the tiny one."""
+    return smollm2_pair() if name.startswith("smollm2-") else TINY
+
+
 def pair_of(name: str, shape: Shape | None = None) -> Path:
     """The cached pair of a known shape or of `shape`, made where it is not there.
 
-    Raises ValueError: see `make_pair`.
+    Raises:
+        ValueError: see `make_pair`.
+        CannotFetch: see `benchmarks.smollm2`.
     """
+    source = source_of(name)
     shape = SHAPES[name] if shape is None else shape
-    made_of = _made_of(shape, "target", "drafter")
+    made_of = _made_of(shape, source, "target", "drafter")
     folder = cache_dir() / "pairs" / name
     note = folder / "pair.json"
     if _known(note, made_of):
@@ -102,14 +117,14 @@ def pair_of(name: str, shape: Shape | None = None) -> Path:
     for old in (part, folder):
         shutil.rmtree(old, ignore_errors=True)
     part.mkdir(parents=True)
-    make_pair(shape, part)
+    make_pair(shape, part, source)
     (part / note.name).write_text(json.dumps(made_of, indent=1) + "\n")
     part.rename(folder)
     return folder
 
 
-def _made_of(shape: Shape, *kinds: str) -> dict[str, Any]:
-    files = sorted(path for kind in kinds for path in TINY.glob(f"{kind}/*"))
+def _made_of(shape: Shape, source: Path, *kinds: str) -> dict[str, Any]:
+    files = sorted(path for kind in kinds for path in source.glob(f"{kind}/*"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     return {"version": _VERSION, "source": digest, "shape": asdict(shape)}
 
@@ -129,13 +144,13 @@ def drafter_of(name: str, kind: str) -> Path:
     Raises:
         ValueError: see `make_drafter`.
     """
-    shape, folder = SHAPES[name], pair_of(name)
-    made_of, note = _made_of(shape, kind), folder / f"{kind}.json"
+    shape, folder, source = SHAPES[name], pair_of(name), source_of(name)
+    made_of, note = _made_of(shape, source, kind), folder / f"{kind}.json"
     if _known(note, made_of):
         return folder / kind
     note.unlink(missing_ok=True)
     shutil.rmtree(folder / kind, ignore_errors=True)
-    make_drafter(shape, folder, kind)
+    make_drafter(shape, folder, kind, source)
     note.write_text(json.dumps(made_of, indent=1) + "\n")
     return folder / kind
 
@@ -155,7 +170,8 @@ def write_weights(weights: Weights, folder: Path, shard_bytes: int) -> None:
         size = 0
 
     for name, weight in weights:
-        shard[name] = weight.detach().to(torch.bfloat16).contiguous().clone()
+        kind = torch.bfloat16 if weight.is_floating_point() else weight.dtype
+        shard[name] = weight.detach().to(kind).contiguous().clone()
         part_of[name] = len(parts)
         size += shard[name].nbytes
         total += shard[name].nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Map the tiny pair's weights into a wide one: see the package's docstring."""
+"""Map a small pair's weights into a wide one: see the package's docstring."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.tiny.drafter import TARGET_LAYER_IDS, Drafter
+from benchmarks.tiny.drafter import Drafter
 from benchmarks.tiny.heads import Domino, Selector
-from benchmarks.tiny.model import Attention, Dims, Layer, Target
+from benchmarks.tiny.model import Attention, Dims, Layer, RMSNorm, Target
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -51,24 +51,31 @@ class Shape:
         return cls(**{name: known[name] for name in names})
 
 
+# Of the tiny pair, by name.
 SHAPES = {
     "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936, True),
     "1.7B": Shape(2048, 6144, 28, 16, 8, 128, 151936, True),
     "4B": Shape(2560, 9728, 36, 32, 8, 128, 151936, True),
+    # SmolLM2-135M in place of the tiny pair, with its vocabulary.
+    "smollm2-4B": Shape(2560, 9728, 36, 32, 8, 128, 49152, True),
     "8B": Shape(4096, 12288, 36, 32, 8, 128, 151936, False),
     "llama-8B": Shape(4096, 14336, 32, 32, 8, 128, 128256, False),
 }
 
 
 class Widening:
-    """Maps the tiny pair's channels, heads and layers into a shape.
+    """Maps a small pair's channels, heads and layers into a shape.
 
-    Raises ValueError: the tiny pair does not fit; the text names the size.
+    Args:
+        tiny: sizes of the small target.
+        read: the layers whose outputs its drafters read.
+
+    Raises ValueError: the small pair does not fit; the text names the size.
     """
 
-    def __init__(self, tiny: Dims, shape: Shape) -> None:
+    def __init__(self, tiny: Dims, shape: Shape, read: tuple[int, ...]) -> None:
         self.tiny, self.shape = tiny, shape
-        group = shape.num_attention_heads // shape.num_key_value_heads
+        self.group = group = shape.num_attention_heads // shape.num_key_value_heads
         tiny_group = tiny.num_attention_heads // tiny.num_key_value_heads
         copies = math.ceil(tiny_group / group)
         needed = {
@@ -81,10 +88,10 @@ class Widening:
         }
         for name, least in needed.items():
             if getattr(shape, name) < least:
-                raise ValueError(f"{name} is {getattr(shape, name)}, the tiny pair needs {least}")
+                raise ValueError(f"{name} is {getattr(shape, name)}, the small pair needs {least}")
         self.padded = shape.vocab_size > tiny.vocab_size
         if self.padded and shape.hidden_size == tiny.hidden_size:
-            raise ValueError("a padded vocabulary needs a hidden_size beyond the tiny pair's")
+            raise ValueError("a padded vocabulary needs a hidden_size beyond the small pair's")
         # Indices of the tiny heads: queries [tiny NH], keys [copies, tiny NK].
         number = torch.arange(tiny.num_attention_heads)
         key, member = number // tiny_group, number % tiny_group
@@ -92,12 +99,17 @@ class Widening:
         self.keys = torch.arange(tiny.num_key_value_heads * copies).view(-1, copies).T
         half = torch.arange(tiny.head_dim // 2)
         self.lanes = torch.cat([half, shape.head_dim // 2 + half])
+        # As large as the largest matrix that is filled with it, one after another.
+        entries = shape.hidden_size * max(
+            shape.intermediate_size, shape.num_attention_heads * shape.head_dim
+        )
+        self._noise = torch.empty(entries).normal_(std=_NOISE_STD)
         self.norm_scale = math.sqrt(tiny.hidden_size / shape.hidden_size)
         self.key_scale = math.sqrt(tiny.head_dim / shape.head_dim)
-        others = [i for i in range(shape.num_hidden_layers) if i not in TARGET_LAYER_IDS]
-        added = max(0, shape.drafter_layers - len(TARGET_LAYER_IDS))
+        others = [i for i in range(shape.num_hidden_layers) if i not in read]
+        added = max(0, shape.drafter_layers - len(read))
         # The added features only add to the cost of the drafter's input: their columns are zero.
-        self.features = TARGET_LAYER_IDS + tuple(others[len(others) - added :])
+        self.features = read + tuple(others[len(others) - added :])
 
     def dims(self, layers: int) -> Dims:
         own = {name: getattr(self.shape, name) for name in _SIZES}
@@ -128,15 +140,21 @@ class Widening:
                 head[self.tiny.vocab_size :, h] = _PUSH_HEAD
             yield "lm_head.weight", head
 
-    def drafter(self, drafter: Drafter) -> Weights:
-        """The wide drafter's weights under z-lab's names."""
+    def drafter(self, drafter: Drafter, target: Target) -> Weights:
+        """The wide drafter's weights under z-lab's names; `target` is the small one."""
         h, wide = self.tiny.hidden_size, self.shape.hidden_size
         fc = drafter.fc.weight.new_zeros(wide, len(self.features), wide)
-        fc[:h, : len(TARGET_LAYER_IDS), :h] = drafter.fc.weight.unflatten(1, (-1, h))
+        columns = drafter.fc.weight.unflatten(1, (-1, h))
+        fc[:h, : columns.shape[1], :h] = columns
         yield "fc.weight", fc.flatten(1)
         yield "hidden_norm.weight", self._norm(drafter.hidden_norm.weight)
         yield from self._layers(drafter, "layers", self.drafter_layers(drafter))
         yield "norm.weight", self._final_norm(drafter.norm.weight)
+        if drafter.vocabulary is not None:
+            places = torch.arange(len(drafter.vocabulary))
+            head = target.embed_tokens.weight[drafter.vocabulary]
+            yield "lm_head.weight", _pad(head, len(places), wide)
+            yield "d2t", drafter.vocabulary - places
         if isinstance(drafter.head, Domino):
             yield from self._domino(drafter.head)
         elif isinstance(drafter.head, Selector):
@@ -209,16 +227,21 @@ class Widening:
             for name, weight in self._layer(layer):
                 yield f"{prefix}.{i}.{name}", weight
         # One key norm for all layers of a drafter, as vLLM's CPU kernel wants.
-        k_norm = self._head_norm(model.layers[0].self_attn.k_norm.weight, self.key_scale)
-        like = Layer(self.dims(1)).state_dict() if count > len(model.layers) else {}
+        k_norm = model.layers[0].self_attn.k_norm
+        head_norms = isinstance(k_norm, RMSNorm)
+        k_scale = self._head_norm(k_norm.weight, self.key_scale) if head_norms else None
+        added = count > len(model.layers)
+        like = Layer(self.dims(1), head_norms).state_dict() if added else {}
         for i in range(len(model.layers), count):
             for name, weight in like.items():
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     filled = torch.zeros_like(weight)
                 elif weight.dim() == 2:
-                    filled = torch.empty_like(weight).normal_(std=_NOISE_STD)
+                    filled = self._noise[: weight.numel()].view_as(weight)
                 else:
-                    filled = k_norm if name.endswith("k_norm.weight") else torch.ones_like(weight)
+                    filled = torch.ones_like(weight)
+                    if k_scale is not None and name.endswith("k_norm.weight"):
+                        filled = k_scale
                 yield f"{prefix}.{i}.{name}", filled
 
     def _layer(self, layer: Layer) -> Weights:
@@ -228,27 +251,49 @@ class Widening:
         for name, weight in self._attention(layer.self_attn):
             yield f"self_attn.{name}.weight", weight
         inner, hidden = shape.intermediate_size, shape.hidden_size
-        yield "mlp.gate_proj.weight", _pad(mlp.gate_proj.weight, inner, hidden)
-        yield "mlp.up_proj.weight", _pad(mlp.up_proj.weight, inner, hidden)
-        yield "mlp.down_proj.weight", _pad(mlp.down_proj.weight, hidden, inner)
+        for name in ("gate_proj", "up_proj"):
+            wide = _pad(getattr(mlp, name).weight, inner, hidden)
+            yield f"mlp.{name}.weight", self._unread(wide, self._added)
+        down = _pad(mlp.down_proj.weight, hidden, inner)
+        yield "mlp.down_proj.weight", self._unread(down, slice(mlp.down_proj.in_features, None))
+
+    @property
+    def _added(self) -> slice:
+        """The channels that are always 0: all but the small ones, and the constant one."""
+        return slice(self.tiny.hidden_size + 1, None)
+
+    def _unread(self, weight: Tensor, columns: slice | Tensor) -> Tensor:
+        """The weight with noise in columns that are multiplied by 0."""
+        shape = weight[:, columns].shape
+        weight[:, columns] = self._noise[: shape.numel()].view(shape)
+        return weight
 
     def _attention(self, attention: Attention) -> Weights:
         shape, h, d = self.shape, self.tiny.hidden_size, self.tiny.head_dim
         heads = (shape.num_attention_heads, shape.head_dim)
+        head_norms = isinstance(attention.q_norm, RMSNorm)
+        # Attention divides by sqrt(D). Without norms, the queries make up for it.
+        scale = 1.0 if head_norms else 1.0 / self.key_scale
         q = attention.q_proj.weight.new_zeros(*heads, shape.hidden_size)
-        q[self.queries[:, None], self.lanes, :h] = attention.q_proj.weight.unflatten(0, (-1, d))
-        yield "q_proj", q.flatten(0, 1)
+        q[self.queries[:, None], self.lanes, :h] = scale * attention.q_proj.weight.unflatten(
+            0, (-1, d)
+        )
+        yield "q_proj", self._unread(q.flatten(0, 1), self._added)
         for name in ("k_proj", "v_proj"):
             weight = getattr(attention, name).weight.unflatten(0, (-1, d))
             out = weight.new_zeros(shape.num_key_value_heads, shape.head_dim, shape.hidden_size)
             for heads_of_copy in self.keys:
                 out[heads_of_copy[:, None], self.lanes, :h] = weight
-            yield name, out.flatten(0, 1)
+            yield name, self._unread(out.flatten(0, 1), self._added)
         o = attention.o_proj.weight.new_zeros(shape.hidden_size, *heads)
         o[:h, self.queries[:, None], self.lanes] = attention.o_proj.weight.unflatten(1, (-1, d))
-        yield "o_proj", o.flatten(1)
-        yield "q_norm", self._head_norm(attention.q_norm.weight, 1.0)
-        yield "k_norm", self._head_norm(attention.k_norm.weight, self.key_scale)
+        # An added query in a group of a small KV head averages its values.
+        unread = torch.ones(shape.num_key_value_heads, self.group, shape.head_dim, dtype=torch.bool)
+        unread[self.keys.flatten()[:, None], :, self.lanes] = False
+        yield "o_proj", self._unread(o.flatten(1), unread.flatten())
+        if head_norms:
+            yield "q_norm", self._head_norm(attention.q_norm.weight, 1.0)
+            yield "k_norm", self._head_norm(attention.k_norm.weight, self.key_scale)
 
     def _norm(self, weight: Tensor) -> Tensor:
         return _pad(weight * self.norm_scale, self.shape.hidden_size)

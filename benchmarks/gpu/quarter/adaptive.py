@@ -11,7 +11,7 @@ from benchmarks.gpu.quarter.shapes import folder_of, pair_engine, speculative, t
 from benchmarks.harness.engine import GAMMA, UserEngine
 from benchmarks.harness.switched import ADAPTIVE, PLAIN, Switched
 
-BEST_CHAIN = "dflash 15, adaptive verification"
+BEST_CHAIN = f"dflash {GAMMA}, adaptive verification"
 # Requests at a time -> prompts: at least twice as many as decode together.
 _LOADS = {1: 6, 4: 12, 16: 48, 64: 128}
 # Of which the largest still fits a CUDA graph.
@@ -26,7 +26,7 @@ def others(engine: UserEngine, *, best: bool, gamma: int = GAMMA) -> dict[str, U
     drafter = engine.speculative["model"]
     keys: dict[str, Any] = {"enable_adaptive_verification": True} if best else {}
     chain = replace(engine, speculative=speculative("dflash", drafter, gamma, **keys))
-    name = BEST_CHAIN if best else f"dflash {gamma}"
+    name = f"dflash {gamma}" + (", adaptive verification" if best else "")
     return {PLAIN: replace(engine, speculative=None), name: chain}
 
 

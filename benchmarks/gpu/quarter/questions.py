@@ -54,8 +54,9 @@ QUESTIONS = (
         "real",
         "Do trees pay with a real chat model on real text, and do copies of the context?",
         "whether `bastion_lookup` may be on by default on a GPU",
-        limit_s=300,
-        needs_s=240,
+        limit_s=560,
+        needs_s=400,
+        pair="smollm2-4B",
     ),
     Question(
         "defaults",
