@@ -52,9 +52,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_top_k: Annotated[int, Field(ge=1, le=32)] = 16
     """Candidate tokens kept at each drafted depth, 1 to 32, and no more than the drafter's own head
     scores."""
-    bastion_lookup: bool | None = None
+    bastion_lookup: bool = True
     """Whether trees get a branch that copies what followed the same words earlier in the prompt or
-    the reply. Default: true on a CPU, false on a GPU and with `bastion_top_k` 1."""
+    the reply; never with `bastion_top_k` 1."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
     """exact: a step is sized by its own scores, for which the host waits. lagged: by the previous
     step's. auto: lagged on CUDA, exact on a CPU or with LoRA."""
@@ -87,9 +87,8 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         assert gamma is not None  # `checks.models.check_drafter` has checked it
         self.bastion_gamma = gamma
         self.bastion_top_k = min(self.bastion_top_k, candidates_of(drafter) or self.bastion_top_k)
-        if self.bastion_lookup is None:
-            # With K = 1 the user wants the drafter's plain chain.
-            self.bastion_lookup = current_host().looks_up and self.bastion_top_k > 1
+        if self.bastion_top_k == 1:  # the user wants the drafter's plain chain
+            self.bastion_lookup = False
         if self.rope_only_sizes_cache():
             # The drafter gets the target's positions, and reading past its rotary cache is not
             # checked. vLLM 0.33 extends the cache itself; 0.32 does so for EAGLE drafters only.
@@ -132,7 +131,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     @property
     def tree_depth(self) -> int:
         """Depth of a tree with as many nodes as it needs: gamma, or more where a copy goes on."""
-        if not self.bastion_lookup or self.bastion_top_k == 1:
+        if not self.bastion_lookup:
             return self.bastion_gamma
         return max(self.bastion_gamma, min(COPY_DEPTH, self.num_speculative_tokens))
 

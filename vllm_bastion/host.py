@@ -57,9 +57,6 @@ class Host:
     # N where the user names none. The paper's adaptive trees have 139 (Qwen3-8B) and 202 (4B) nodes
     # on average on an A100.
     default_nodes = 255
-    # Whether trees copy from their context unless the user says otherwise. Not on a GPU: the only
-    # model that has run there with lookup, a toy, lost half of its speed with 16 requests.
-    looks_up = False
 
     # ---- what the host can serve --------------------------------------------------------
 

@@ -28,7 +28,7 @@ def pair(wheel: str | None = None) -> Path:
     if not OURS.exists():
         raise CannotFetch(f"no drafter is in {OURS}: train one with --publish ({OURS.parent.name})")
     install([OURS], target, pair_folder() / OURS.name)
-    if SELECTOR.exists():
+    if (SELECTOR / "config.json").exists():  # a sparse checkout leaves an empty folder
         install([OURS, SELECTOR], target, pair_folder() / SELECTOR.name)
     return pair_folder()
 

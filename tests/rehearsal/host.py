@@ -29,8 +29,8 @@ _DRAFTER = {"model": str(TINY / "drafter")}
 _ENGINES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "dflash, 15 tokens": {"method": "dflash", "num_speculative_tokens": 15, **_DRAFTER},
-    "bastion, adaptive": {"method": "bastion", **_DRAFTER},
-    "bastion, adaptive, lookup": {"method": "bastion", "bastion_lookup": True, **_DRAFTER},
+    "bastion, adaptive": {"method": "bastion", "bastion_lookup": False, **_DRAFTER},
+    "bastion, adaptive, lookup": {"method": "bastion", **_DRAFTER},
 }
 
 

@@ -18,7 +18,6 @@ class CpuHost(Host):
 
     runs_ahead = False
     default_nodes = 63  # rows have a price from the first one on
-    looks_up = True
 
     # ---- what the host can serve --------------------------------------------------------
 

@@ -62,8 +62,9 @@ class BastionSpeculator(DFlashSpeculator):
         req_states: RequestState,
     ) -> None:
         step_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        super().__init__(with_room(chain_view_of(vllm_config)), device)
+        # vLLM 0.33 asks for `_num_graph_context_tokens` while it is being built.
         self.runtime, self.trees = runtime, runtime.trees
+        super().__init__(with_room(chain_view_of(vllm_config)), device)
         self._req_states = req_states
         spec_config = settings_of(vllm_config)
         if spec_config.bastion_lookup:
@@ -173,8 +174,13 @@ class BastionSpeculator(DFlashSpeculator):
         self._precompute_context_kv(0, count)
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        """Rows whose keys and values the drafter's graph stores: all that `_accepted_context` has.
+
+        Rows beyond them are stored outside the graph, in tens of launches.
+        """
         # vLLM 0.33 also sizes a buffer by it, for all requests; no graph has as many.
-        return int(super()._num_graph_context_tokens(min(num_reqs, MOST_AT_ONCE)))
+        rows = min(num_reqs, MOST_AT_ONCE) * (self.trees.depth + 1)
+        return min(rows, int(self.max_num_tokens))
 
     # ---- the drafter's forward and the trees --------------------------------------------
 

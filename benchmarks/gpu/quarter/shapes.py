@@ -111,8 +111,9 @@ def pair_engine(folder: Path, small: bool, most: int, alive: int, length: int) -
     what = Target(str(folder / "target"), str(drafter), GAMMA)
     settings = {"dtype": "bfloat16", **gpu_share(what, alive, most, length)}
     return UserEngine(
-        # The emulation computes every node that is calibrated.
-        speculative("bastion", drafter, 31 if small else None),
+        # The emulation computes every node that is calibrated. Budgets of one engine are compared
+        # on the drafter's nodes alone.
+        speculative("bastion", drafter, 31 if small else None, bastion_lookup=False),
         target=folder / "target",
         max_num_seqs=most,
         max_model_len=length,
@@ -123,7 +124,7 @@ def pair_engine(folder: Path, small: bool, most: int, alive: int, length: int) -
 
 
 def with_lookup(engine: UserEngine) -> UserEngine:
-    """The same engine with copies of the context in its trees, which a GPU's default leaves out."""
+    """The same engine with copies of the context in its trees, as a user has it."""
     return replace(engine, speculative={**engine.speculative, "bastion_lookup": True})
 
 
