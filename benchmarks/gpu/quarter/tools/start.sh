@@ -34,6 +34,12 @@ END
   touch "$home/complete"
 fi
 echo "unpacked after $((SECONDS - begin)) s"
+if [ -d "$home/staged" ]; then
+  for _ in $(seq 150); do [ -e "$home/model.done" ] && break; sleep 1; done
+  cat "$home/model.log"
+  cp -r "$home/staged/drafter" benchmarks/smollm2/
+  echo "model ready after $((SECONDS - begin)) s"
+fi
 
 export PYTHONPATH=$home/site:$PWD:$PWD/kernels PYTHONUNBUFFERED=1
 export VLLM_USE_FLASHINFER_SAMPLER=0  # the kit has no FlashInfer
