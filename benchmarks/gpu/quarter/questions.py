@@ -71,8 +71,8 @@ QUESTIONS = (
         "experts",
         "Is the profile's plain step right for a mixture of experts?",
         "whether calibration must draw its tokens at random: dummy batches may visit fewer experts",
-        limit_s=120,
-        needs_s=75,
+        limit_s=220,
+        needs_s=170,
     ),
     Question(
         "host",
