@@ -217,13 +217,12 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("bushy", "T=1.3, top-p 0.8"),
         ("best-first", "T=1, penalties"),
-        ("bushy", "T=1.5, min-p 0.1, biases"),
         *(
             pytest.param(shape, kind, marks=pytest.mark.slow)
             for shape, kind in (
                 ("bushy", "T=1"), ("chain", "T=1"), ("star", "T=1"), ("best-first", "T=1"),
                 ("bushy", "T=0.7, top-k 5"), ("best-first", "T=0.7, top-k 5"),
-                ("bushy", "T=1, penalties"),
+                ("bushy", "T=1, penalties"), ("bushy", "T=1.5, min-p 0.1, biases"),
             )
         ),
     ],

@@ -57,6 +57,7 @@ def test_every_question_can_be_asked() -> None:
         assert callable(resolve_name(one.function))
 
 
+@pytest.mark.slow
 def test_a_limit_keeps_what_was_told_and_the_next_call_asks_for_the_rest(tmp_path: Path) -> None:
     one = question(hangs_after_a_part, limit_s=5.0)
     answers = ask(tmp_path, one)
@@ -70,6 +71,7 @@ def test_a_limit_keeps_what_was_told_and_the_next_call_asks_for_the_rest(tmp_pat
     assert len(ask(tmp_path, one).calls) == 2  # nothing was left to ask
 
 
+@pytest.mark.slow
 def test_a_process_that_hears_nothing_leaves_a_trace_too(tmp_path: Path) -> None:
     one = question(hears_nothing, limit_s=5.0)
     answers = ask(tmp_path, one)

@@ -241,9 +241,9 @@ def test_take_best_against_a_greedy_walk(run, kind: str) -> None:
             assert sum(counts[slot] for slot in slots.tolist() if slot >= 0) == min(total, room)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("run", versions(take_best.triton, take_best.cpu))
-@pytest.mark.parametrize("total", [17, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("total", [17, 300])
 def test_take_best_of_many_requests(run, total: int) -> None:
     generator = torch.Generator().manual_seed(8)
     reqs, limit = 70, 16  # several rounds of rivals

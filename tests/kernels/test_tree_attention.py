@@ -76,7 +76,7 @@ def test_head_dims_and_types_with_their_default_tiles(
         batch.check(batch.triton(tiles=default_tiles(dtype, block_d, heads[0] // heads[1])))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_cut_blocks_are_merged_alike_whoever_arrives_last(monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(5)
     requests = [Request(500, parents=random_parents(19, g)), Request(60, parents=chain(5))]
