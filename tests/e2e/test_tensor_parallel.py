@@ -61,7 +61,7 @@ def test_two_workers_have_the_same_costs(runner: Runner, calibration: str) -> No
 @pytest.mark.slow
 def test_two_workers_learn_the_same_from_the_first_ones_clock(runner: Runner) -> None:
     """Step times go to the scheduler and come back to both workers."""
-    engine = Engine(max_num_seqs=2, eager=True).with_bastion(16, calibration="off")
+    engine = Engine(max_num_seqs=2, eager=True).with_bastion(16, calibration="off", lookup=False)
     batch = cases.greedy(1, tokens=120)
     result = generate(runner, engine, batch, slows_down=True)
     before, after = result["corrections"]

@@ -26,6 +26,7 @@ from vllm_bastion.telemetry.record import (
     StepTime,
     Totals,
     bucket_of,
+    drafted,
 )
 from vllm_bastion.telemetry.recorder import NO_TREE, Recorder
 from vllm_bastion.telemetry.text import interval_line
@@ -190,35 +191,51 @@ def fit(clock: Clock) -> DrafterFit:
 def test_a_drafter_that_does_not_fit_is_told_once_an_hour() -> None:
     clock = Clock()
     judge = fit(clock)
-    assert all(judge.observe([0]) is None for _ in range(BARREN_TREES - 1))
-    warning = judge.observe([0])
+    assert all(judge.observe(1, 0) is None for _ in range(BARREN_TREES - 1))
+    warning = judge.observe(1, 0)
     assert warning is not None
     for words in ("some/drafter", "some/target", "chat template", "4096", "quantised", "target"):
         assert words in warning
     clock.now = 3599.0
-    assert judge.observe([0] * TREES) is None
+    assert judge.observe(TREES, 0) is None
     clock.now = 3600.0
-    assert judge.observe([0] * TREES) is not None
+    assert judge.observe(TREES, 0) is not None
 
 
 def test_a_token_that_is_accepted_by_chance_does_not_delay_the_warning() -> None:
     judge = fit(Clock())
-    assert judge.observe([0] * (BARREN_TREES - 2)) is None
-    assert judge.observe([1]) is None
-    warning = judge.observe([0])
+    assert judge.observe(BARREN_TREES - 2, 0) is None
+    assert judge.observe(1, 1) is None
+    warning = judge.observe(1, 0)
     assert warning is not None and f"{BARREN_TREES} trees yielded 1 draft tokens" in warning
     # One that fits may begin badly.
     judge = fit(Clock())
-    assert judge.observe([0] * (BARREN_TREES - 1)) is None
-    assert judge.observe([5]) is None and judge.observe([0] * BARREN_TREES) is None
+    assert judge.observe(BARREN_TREES - 1, 0) is None
+    assert judge.observe(1, 5) is None and judge.observe(BARREN_TREES, 0) is None
 
 
 def test_a_drafter_that_fits_is_not_told() -> None:
     judge = fit(Clock())
-    assert all(judge.observe([0, 1, 0, 0]) is None for _ in range(TREES))
-    assert judge.observe([0] * 999) is None
+    assert all(judge.observe(4, 1) is None for _ in range(TREES))
+    assert judge.observe(999, 0) is None
     # Only the last thousand trees count.
-    assert judge.observe([1000]) is None
+    assert judge.observe(1, 1000) is None
+
+
+def test_copies_say_nothing_of_the_drafter() -> None:
+    """Copies are right where the drafter never is, and a tree may hold copies alone."""
+    copies = StepRecord(nodes=[6, 6], accepted=[6, 5], sources=[0, 12, 0, 0, 11, 0])
+    both = StepRecord(nodes=[8], accepted=[4], sources=[4, 3, 1, 0, 3, 1])
+    assert drafted([copies]) == (0, 0) and drafted([copies, both]) == (1, 1)
+    assert drafted([StepRecord(nodes=[8, 3], accepted=[2, 0])]) == (2, 2)
+    told: list[str] = []
+    collector = Collector(fit(Clock()), told.append)
+    wrong = StepRecord(nodes=[8], accepted=[3], sources=[5, 3, 0, 0, 3, 0])
+    for _ in range(BARREN_TREES):
+        collector.add(copies)
+        collector.add(wrong)
+    collector.take()
+    assert len(told) == 1 and f"{BARREN_TREES} trees yielded 0 draft tokens" in told[0]
 
 
 def test_a_context_beyond_the_drafters_training_is_told_once_an_hour() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
-from vllm_bastion.telemetry.record import MOST_PENDING, PERIOD, StepRecord, Totals
+from vllm_bastion.telemetry.record import MOST_PENDING, PERIOD, StepRecord, Totals, drafted
 
 # Seconds over which the estimated gain is averaged, by exponential decay.
 _GAIN_PERIOD = 60.0
@@ -55,8 +55,8 @@ class Collector:
     def _add_pending(self) -> None:
         steps, self._pending = self._pending, []
         self._sums.add(steps)
-        accepted = [count for step in steps for count in step.accepted]
-        if accepted and (warning := self.fit.observe(accepted)) is not None:
+        trees, tokens = drafted(steps)
+        if trees and (warning := self.fit.observe(trees, tokens)) is not None:
             self._warn(warning)
 
     def context(self, length: int) -> None:

@@ -43,27 +43,26 @@ class DrafterFit:
         self._all_trees = self._all_accepted = 0
         self._next_fit = self._next_context = -float("inf")
 
-    def observe(self, accepted: list[int]) -> str | None:
-        """Add verified trees, [T] draft tokens accepted of each. Returns a warning, or None."""
-        tokens = sum(accepted)
-        self._trees, self._accepted = self._trees + len(accepted), self._accepted + tokens
+    def observe(self, trees: int, accepted: int) -> str | None:
+        """Add verified trees and their accepted draft tokens. Returns a warning, or None."""
+        self._trees, self._accepted = self._trees + trees, self._accepted + accepted
         self._all_trees, self._all_accepted = (
-            self._all_trees + len(accepted),
-            self._all_accepted + tokens,
+            self._all_trees + trees,
+            self._all_accepted + accepted,
         )
         barren = self._all_accepted <= _BY_CHANCE * self._all_trees
         if self._trees < (BARREN_TREES if barren else TREES):
             return None
-        trees, tokens = self._trees, self._accepted
+        judged, tokens = self._trees, self._accepted
         self._trees = self._accepted = 0
         now = self._clock()
-        if tokens >= FEWEST_ACCEPTED * trees or now < self._next_fit:
+        if tokens >= FEWEST_ACCEPTED * judged or now < self._next_fit:
             return None
         self._next_fit = now + _PAUSE
         trained = f" ({self.positions} tokens)" if self.positions is not None else ""
         return (
             f'The drafter "{self._drafter}" does not fit the target "{self._target}": '
-            f"{trees} trees yielded {tokens} draft tokens. Likely causes: it was trained for "
+            f"{judged} trees yielded {tokens} draft tokens. Likely causes: it was trained for "
             "another target; the prompts use another chat template than its training data; the "
             f"context is longer than the drafter's positions{trained}; or the target is quantised "
             "and its hidden states differ. The output is right, but drafting gains nothing"

@@ -70,6 +70,22 @@ class StepRecord:
     sources: Sequence[int] = ()
 
 
+def drafted(steps: Sequence[StepRecord]) -> tuple[int, int]:
+    """Trees of steps that verified nodes of the drafter, and how many of these were accepted.
+
+    A copy of the context says nothing about the drafter.
+    """
+    trees = tokens = 0
+    without_copies: list[int] = []
+    for step in steps:
+        if not step.sources:
+            without_copies += step.accepted
+        elif step.sources[0] or step.sources[2]:
+            trees += len(step.nodes)
+            tokens += step.sources[3] + step.sources[5]
+    return trees + len(without_copies), tokens + sum(without_copies)
+
+
 @dataclass
 class Totals:
     """Sums over steps. Every field but `now` only grows."""
