@@ -61,11 +61,11 @@ def test_two_workers_have_the_same_costs(runner: Runner, calibration: str) -> No
 @pytest.mark.slow
 def test_two_workers_learn_the_same_from_the_first_ones_clock(runner: Runner) -> None:
     """Step times go to the scheduler and come back to both workers."""
-    engine = Engine(max_num_seqs=2, eager=True).with_bastion(16, calibration="off", lookup=False)
-    batch = cases.greedy(1, tokens=120)
+    engine = Engine(max_num_seqs=2, eager=True).with_bastion(16, calibration="off")
+    batch = cases.greedy(6, tokens=120)
     result = generate(runner, engine, batch, slows_down=True)
     before, after = result["corrections"]
     assert before[0] == before[1] and after[0] == after[1]
     # A roofline knows little of a CPU: what was learned first is large, and then three times that.
-    slower = [after[0][kind] / before[0][kind] for kind in ("plain", "tree")]
-    assert max(slower) > 1.8, (before, after)
+    slower = [after[0][kind] / before[0][kind] for kind in ("plain", "copies", "tree")]
+    assert min(slower) > 1.8, (before, after)
