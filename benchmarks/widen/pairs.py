@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import TINY
-from benchmarks.smollm2.install import pair as smollm2_pair
 from benchmarks.tiny.drafter import Drafter, load_drafter
 from benchmarks.tiny.model import Target, load_target
 from benchmarks.widen.widening import SHAPES, Shape, Weights, Widening
@@ -95,16 +94,22 @@ def _write(
 
 
 def source_of(name: str) -> Path:
-    """The pair to widen into a shape: SmolLM2's, which is fetched once, or the tiny one."""
-    return smollm2_pair() if name.startswith("smollm2-") else TINY
+    """The pair to widen into a shape: SmolLM2's, or the tiny one.
+
+    Raises ValueError: SmolLM2 has not been fetched.
+    """
+    if not name.startswith("smollm2-"):
+        return TINY
+    folder = cache_dir() / "pairs" / "smollm2"
+    if not (folder / "drafter").exists():
+        raise ValueError(f"{name} is SmolLM2, widened: run python -m benchmarks.smollm2 first")
+    return folder
 
 
 def pair_of(name: str, shape: Shape | None = None) -> Path:
     """The cached pair of a known shape or of `shape`, made where it is not there.
 
-    Raises:
-        ValueError: see `make_pair`.
-        CannotFetch: see `benchmarks.smollm2`.
+    Raises ValueError: see `make_pair` and `source_of`.
     """
     source = source_of(name)
     shape = SHAPES[name] if shape is None else shape

@@ -37,7 +37,6 @@ echo "unpacked after $((SECONDS - begin)) s"
 if [ -d "$home/staged" ]; then
   for _ in $(seq 150); do [ -e "$home/model.done" ] && break; sleep 1; done
   cat "$home/model.log"
-  cp -r "$home/staged/drafter" benchmarks/smollm2/
   echo "model ready after $((SECONDS - begin)) s"
 fi
 
