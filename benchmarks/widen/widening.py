@@ -229,7 +229,7 @@ class Widening:
         # One key norm for all layers of a drafter, as vLLM's CPU kernel wants.
         k_norm = model.layers[0].self_attn.k_norm
         head_norms = isinstance(k_norm, RMSNorm)
-        k_scale = self._head_norm(k_norm.weight, self.key_scale) if head_norms else None
+        keys = self._head_norm(k_norm.weight, self.key_scale) if head_norms else None
         added = count > len(model.layers)
         like = Layer(self.dims(1), head_norms).state_dict() if added else {}
         for i in range(len(model.layers), count):
@@ -239,9 +239,8 @@ class Widening:
                 elif weight.dim() == 2:
                     filled = self._noise[: weight.numel()].view_as(weight)
                 else:
-                    filled = torch.ones_like(weight)
-                    if k_scale is not None and name.endswith("k_norm.weight"):
-                        filled = k_scale
+                    is_keys = name.endswith("k_norm.weight")
+                    filled = keys if keys is not None and is_keys else torch.ones_like(weight)
                 yield f"{prefix}.{i}.{name}", filled
 
     def _layer(self, layer: Layer) -> Weights:

@@ -134,8 +134,8 @@ def test_the_budget_follows_the_cost_table(compare: Comparison, tmp_path: Path) 
     plain = Engine(max_num_seqs=1, eager=True)
     runs = {}
     for name, table in TABLES.items():
-        # A tree of copies alone has as many nodes as the copy.
         costs = given_costs(table, tmp_path / f"{name}.json")
+        # A tree of copies alone has only as many nodes as the copy has tokens.
         engine = plain.with_bastion(NODES, lookup=False, **costs)
         runs[name] = compare.submit(engine, [batch])
     expected = compare.run(plain, [batch])

@@ -174,9 +174,9 @@ class BastionSpeculator(DFlashSpeculator):
         self._precompute_context_kv(0, count)
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
-        """Rows whose keys and values the drafter's graph stores: all that `_accepted_context` has.
+        """Rows whose keys and values the drafter's graph stores: a whole path of each request.
 
-        Rows beyond them are stored outside the graph, in tens of launches.
+        Further rows, those of prompts, are stored outside the graph.
         """
         # vLLM 0.33 also sizes a buffer by it, for all requests; no graph has as many.
         rows = min(num_reqs, MOST_AT_ONCE) * (self.trees.depth + 1)

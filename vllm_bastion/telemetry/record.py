@@ -80,9 +80,11 @@ def drafted(steps: Sequence[StepRecord]) -> tuple[int, int]:
     for step in steps:
         if not step.sources:
             without_copies += step.accepted
-        elif step.sources[0] or step.sources[2]:
+            continue
+        by_drafter, _, by_both, accepted, _, accepted_of_both = step.sources
+        if by_drafter or by_both:
             trees += len(step.nodes)
-            tokens += step.sources[3] + step.sources[5]
+            tokens += accepted + accepted_of_both
     return trees + len(without_copies), tokens + sum(without_copies)
 
 

@@ -11,7 +11,12 @@ from benchmarks.gpu.quarter.shapes import folder_of, pair_engine, speculative, t
 from benchmarks.harness.engine import GAMMA, UserEngine
 from benchmarks.harness.switched import ADAPTIVE, PLAIN, Switched
 
-BEST_CHAIN = f"dflash {GAMMA}, adaptive verification"
+
+def _chain(gamma: int, best: bool) -> str:
+    return f"dflash {gamma}" + (", adaptive verification" if best else "")
+
+
+BEST_CHAIN = _chain(GAMMA, best=True)
 # Requests at a time -> prompts: at least twice as many as decode together.
 _LOADS = {1: 6, 4: 12, 16: 48, 64: 128}
 # Of which the largest still fits a CUDA graph.
@@ -26,8 +31,7 @@ def others(engine: UserEngine, *, best: bool, gamma: int = GAMMA) -> dict[str, U
     drafter = engine.speculative["model"]
     keys: dict[str, Any] = {"enable_adaptive_verification": True} if best else {}
     chain = replace(engine, speculative=speculative("dflash", drafter, gamma, **keys))
-    name = f"dflash {gamma}" + (", adaptive verification" if best else "")
-    return {PLAIN: replace(engine, speculative=None), name: chain}
+    return {PLAIN: replace(engine, speculative=None), _chain(gamma, best): chain}
 
 
 def ask(job: Job) -> None:

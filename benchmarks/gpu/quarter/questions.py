@@ -44,8 +44,7 @@ QUESTIONS = (
     Question(
         "adaptive",
         "Does the adaptive budget reach the best fixed one at the 4B shape?",
-        "whether the controller needs another mend, what README's GPU table says of plain decoding "
-        "and vLLM's best chain, and which rows cost more than the profile says",
+        "whether the controller needs another mend, and which rows cost more than the profile says",
         limit_s=420,
         needs_s=330,
         pair="4B",
@@ -53,7 +52,7 @@ QUESTIONS = (
     Question(
         "real",
         "Do trees pay with a real chat model on real text, and do copies of the context?",
-        "whether `bastion_lookup` may be on by default on a GPU",
+        "README's GPU table, and whether `bastion_lookup` may stay on by default on a GPU",
         limit_s=560,
         needs_s=400,
         pair="smollm2-4B",
