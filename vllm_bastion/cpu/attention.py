@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -65,9 +64,9 @@ def cache_layout(
 
 @dataclass
 class Part:
-    """Consecutive requests of a batch that run on one kernel: vLLM's (`plain`) or ours (`step`)."""
+    """Requests of a batch that run on one kernel: vLLM's (`plain`) or ours (`step`)."""
 
-    rows: slice | None  # None: all
+    rows: torch.Tensor | None  # of the batch, [M] int64; None: all
     plain: CPUAttentionMetadata | None = None
     step: AttentionStep | None = None
 
@@ -116,19 +115,28 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         self, common: CommonAttentionMetadata, trees: Trees, nodes: np.ndarray
     ) -> Iterator[Part]:
         """Separate requests with `nodes` [R] from those without."""
-        if not nodes.any():
+        drafted = nodes > 0
+        if not drafted.any():
             yield Part(None, super().build(0, common))
             return
-        starts, drafted = common.query_start_loc, nodes > 0
-        bounds = [0, *(np.flatnonzero(np.diff(drafted)) + 1).tolist(), common.num_reqs]
-        for first, last in pairwise(bounds):
-            rows, requests = slice(int(starts[first]), int(starts[last])), slice(first, last)
-            part, own_starts = Part(rows), starts[first : last + 1] - rows.start
-            if drafted[first]:
+        counts = np.diff(common.query_start_loc.numpy()[: len(nodes) + 1])
+        # One call for all requests of a kernel: it divides its work among threads.
+        for chosen in (~drafted, drafted):
+            requests = torch.from_numpy(np.flatnonzero(chosen))
+            if not len(requests):
+                continue
+            rows = torch.from_numpy(np.flatnonzero(np.repeat(chosen, counts)))
+            part = Part(None if len(requests) == len(nodes) else rows)
+            starts = np.zeros(len(requests) + 1, dtype=np.int32)
+            np.cumsum(counts[chosen], out=starts[1:])
+            own_starts = torch.from_numpy(starts)
+            table = common.block_table_tensor[requests]
+            seq_lens = common.seq_lens[requests]
+            if chosen is drafted:
                 part.step = AttentionStep(
-                    common.block_table_tensor[requests],
+                    table,
                     own_starts,
-                    common.seq_lens[requests],
+                    seq_lens,
                     trees.tail_lens[requests],
                     trees.step_slots[requests],
                     trees.bits,
@@ -139,11 +147,11 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
                     0,
                     replace(
                         common,
-                        num_reqs=last - first,
-                        num_actual_tokens=rows.stop - rows.start,
+                        num_reqs=len(requests),
+                        num_actual_tokens=len(rows),
                         query_start_loc=own_starts,
-                        seq_lens=common.seq_lens[requests],
-                        block_table_tensor=common.block_table_tensor[requests],
+                        seq_lens=seq_lens,
+                        block_table_tensor=table,
                         slot_mapping=common.slot_mapping[rows],
                     ),
                 )
@@ -189,19 +197,22 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         for part in attn_metadata.parts():
             queries, outputs = query, output
             if part.rows is not None:
-                queries, outputs = query[part.rows], output[part.rows]
+                queries = query.index_select(0, part.rows)
+                outputs = torch.empty_like(queries)
             plain = part.plain
             if plain is None:
                 assert part.step is not None
                 self._with_cache(layer, query, kv_cache)(part.step, queries, outputs)
-                continue
-            ops.cpu_attention_with_kv_cache(
-                queries, keys, values, outputs, plain.query_start_loc, plain.seq_lens, self.scale,
-                plain.causal, self.alibi_slopes, self.sliding_window, plain.block_table,
-                self.logits_soft_cap, plain.scheduler_metadata, self.tree_sinks,
-                plain.dynamic_causal, layer._k_scale_float, layer._v_scale_float,
-                self.kv_cache_dtype,
-            )  # fmt: skip
+            else:
+                ops.cpu_attention_with_kv_cache(
+                    queries, keys, values, outputs, plain.query_start_loc, plain.seq_lens,
+                    self.scale, plain.causal, self.alibi_slopes, self.sliding_window,
+                    plain.block_table, self.logits_soft_cap, plain.scheduler_metadata,
+                    self.tree_sinks, plain.dynamic_causal, layer._k_scale_float,
+                    layer._v_scale_float, self.kv_cache_dtype,
+                )  # fmt: skip
+            if part.rows is not None:
+                output.index_copy_(0, part.rows, outputs)
         return output
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
