@@ -21,6 +21,7 @@ def test_trees_of_one_and_a_few_requests_are_measured() -> None:
     one = [(1, 3), (1, 7), (1, 15), (1, 31), (1, 63)]
     assert tree_shapes(63, 512, 1) == one
     assert tree_shapes(63, 128, 256) == [*one, (4, 3), (4, 7), (4, 15), (4, 31), (16, 3), (16, 7)]
+    assert [shape for shape in tree_shapes(63, 8192, 256) if shape[0] > 16] == [(64, 3), (64, 7)]
     assert tree_shapes(64, 65, 4)[:6] == [*one, (1, 64)]
     assert tree_shapes(1, 2, 8) == [(1, 1)]
 

@@ -122,6 +122,24 @@ def test_a_tree_and_as_many_requests_of_one_row_have_their_own_times():
     np.testing.assert_allclose(at(1, 0), list(base.values()))
 
 
+@pytest.mark.parametrize(("reqs", "nodes", "exact"), [(16, 8, True), (16, 48, True), (8, 8, False)])
+def test_a_few_nodes_more_pay_for_their_rows_at_any_context(reqs, nodes, exact):
+    """Dummy batches of more rows than requests have no context, which does not make them cheap."""
+    base = {n: 10.0 + 0.5 * n for n in (1, 4, 8, 16, 24, 32, 64, 128)}
+    samples = [(n, 0, ms, min(n, 16)) for n, ms in base.items()]
+    # 16 requests: their caches cost 20 ms to read, and 0.4 ms more for each further row
+    samples += [(n, 500, base[n] + 20.0 + 0.4 * (n - 16), 16) for n in (16, 64, 128)]
+    samples += [(n, 500, base[n] + 2.0, 1) for n in (1, 4, 8, 16, 32)]
+    table = StepCostTable(samples, max_rows=128)
+    cost = table.forward_ms(reqs, bucket_context(context_bucket(500)))
+    added = cost[reqs + nodes] - cost[reqs]
+    assert added >= 0.5 * nodes - 1e-6
+    if exact:
+        context = bucket_context(context_bucket(500))
+        per_row = 0.5 + 0.4 * min(1.0, context / 500)
+        assert added == pytest.approx(per_row * nodes, rel=0.02)
+
+
 def test_one_slow_outlier_does_not_lift_the_larger_sizes():
     table = StepCostTable([(1, 0, 5.0), (2, 0, 50.0), (3, 0, 5.5), (4, 0, 6.0)] * 1, max_rows=4)
     assert table.cost_ms(1, 0)[4] < 50.0

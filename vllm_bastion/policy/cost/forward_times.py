@@ -7,7 +7,8 @@ G is the time at each measured number of rows with the shortest context measured
 matrix products, and steps up where a tile or a graph is full. D is what a longer context adds. D
 depends on how the rows are divided among requests (a tree reads one request's cache, 64 requests of
 one row each read 64), so there is a D for each measured number of requests R, interpolated in
-log R between them. The context axis is R * c, the cached tokens of the whole batch: what is read.
+log R between them, and between the rows that were measured with context. The context axis is
+R * c, the cached tokens of the whole batch: what is read.
 """
 
 from __future__ import annotations
@@ -60,14 +61,17 @@ class ForwardTimes:
             if shortest[rows][0] < cached[0]:  # for every R, D is 0 where G was measured
                 cached, added = np.append(shortest[rows][0], cached), np.append(0.0, added)
             self._added.setdefault(reqs, {})[rows] = (cached, added)
-        with_context = {
+        # Samples without context contain nothing about D.
+        for by_rows in self._added.values():
+            if any(cached[-1] for cached, _ in by_rows.values()):
+                for rows in [n for n, (cached, _) in by_rows.items() if not cached[-1]]:
+                    del by_rows[rows]
+        with_context = [
             reqs
             for reqs, by_rows in self._added.items()
-            for cached, _ in by_rows.values()
-            if cached[-1]
-        }
-        # Samples without context contain nothing about D.
-        self._reqs = sorted(with_context) or sorted(self._added)
+            if any(cached[-1] for cached, _ in by_rows.values())
+        ]
+        self._reqs = sorted(with_context or self._added)
 
     def ms(self, num_reqs: int, cached: float) -> FloatArray:
         """Milliseconds at each of `rows`, [P] float64.
