@@ -130,12 +130,11 @@ def test_a_few_nodes_more_pay_for_their_rows_at_any_context(reqs, nodes, exact):
     # 16 requests: their caches cost 20 ms to read, and 0.4 ms more for each further row
     samples += [(n, 500, base[n] + 20.0 + 0.4 * (n - 16), 16) for n in (16, 64, 128)]
     samples += [(n, 500, base[n] + 2.0, 1) for n in (1, 4, 8, 16, 32)]
-    table = StepCostTable(samples, max_rows=128)
-    cost = table.forward_ms(reqs, bucket_context(context_bucket(500)))
+    context = bucket_context(context_bucket(500))
+    cost = StepCostTable(samples, max_rows=128).forward_ms(reqs, context)
     added = cost[reqs + nodes] - cost[reqs]
     assert added >= 0.5 * nodes - 1e-6
     if exact:
-        context = bucket_context(context_bucket(500))
         per_row = 0.5 + 0.4 * min(1.0, context / 500)
         assert added == pytest.approx(per_row * nodes, rel=0.02)
 

@@ -2,9 +2,9 @@
 """The target's attention on a CPU: our loops for requests with drafts, else vLLM's C++ kernel.
 
 The cache is vLLM's own. Its layout depends on the instruction set, so `learn_layout` finds it out
-by running vLLM's op that writes it. Prompts and plain rows stay on vLLM's kernel: they get the same
-numbers as without this package, whatever else is in the batch. Trees and chains run on our loops,
-in which a row's result depends on its path only. The drafter keeps vLLM's kernel.
+by running vLLM's op that writes it. Prompts and plain rows stay on vLLM's kernel: they get the
+numbers that it computes for a batch of them alone. Trees and chains run on our loops, in which a
+row's result depends on its path only. The drafter keeps vLLM's kernel.
 
 A layer's call also writes its rows' keys and values, for which vLLM calls a second op, and keeps
 its views of the cache between calls. This saves 6% of a plain step of the tiny pair.
@@ -133,14 +133,9 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             table = common.block_table_tensor[requests]
             seq_lens = common.seq_lens[requests]
             if chosen is drafted:
+                tails, slots = trees.tail_lens[requests], trees.step_slots[requests]
                 part.step = AttentionStep(
-                    table,
-                    own_starts,
-                    seq_lens,
-                    trees.tail_lens[requests],
-                    trees.step_slots[requests],
-                    trees.bits,
-                    trees.depths,
+                    table, own_starts, seq_lens, tails, slots, trees.bits, trees.depths
                 )
             else:
                 part.plain = super().build(

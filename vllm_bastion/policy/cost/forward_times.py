@@ -55,23 +55,19 @@ class ForwardTimes:
         self._base = _monotone([shortest[rows][1] for rows in sorted(shortest)])
         base = dict(zip(sorted(shortest), self._base.tolist(), strict=True))
         # requests -> rows -> (cached tokens [k] ascending, D [k])
-        self._added: dict[int, dict[int, tuple[FloatArray, FloatArray]]] = {}
+        added: dict[int, dict[int, tuple[FloatArray, FloatArray]]] = {}
         for (reqs, rows), (cached, times) in columns.items():
-            added = times - base[rows]
+            over = times - base[rows]
             if shortest[rows][0] < cached[0]:  # for every R, D is 0 where G was measured
-                cached, added = np.append(shortest[rows][0], cached), np.append(0.0, added)
-            self._added.setdefault(reqs, {})[rows] = (cached, added)
+                cached, over = np.append(shortest[rows][0], cached), np.append(0.0, over)
+            added.setdefault(reqs, {})[rows] = (cached, over)
         # Samples without context contain nothing about D.
-        for by_rows in self._added.values():
-            if any(cached[-1] for cached, _ in by_rows.values()):
-                for rows in [n for n, (cached, _) in by_rows.items() if not cached[-1]]:
-                    del by_rows[rows]
-        with_context = [
-            reqs
-            for reqs, by_rows in self._added.items()
-            if any(cached[-1] for cached, _ in by_rows.values())
-        ]
-        self._reqs = sorted(with_context or self._added)
+        with_context = {
+            reqs: {rows: column for rows, column in by_rows.items() if column[0][-1]}
+            for reqs, by_rows in added.items()
+        }
+        self._added = {reqs: by_rows for reqs, by_rows in with_context.items() if by_rows} or added
+        self._reqs = sorted(self._added)
 
     def ms(self, num_reqs: int, cached: float) -> FloatArray:
         """Milliseconds at each of `rows`, [P] float64.
