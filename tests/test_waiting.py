@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait come in beside trees: vLLM's own schedulers, with our hooks and no model.
-
-Four requests decode with trees whose placeholders could fill every step.
-"""
+"""What is scheduled beside trees: vLLM's own schedulers, with our hooks and no model."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ SOON = 40  # steps; the others take 300
 class Loop:
     """A scheduler, and a runner that accepts no draft token."""
 
-    def __init__(self, kind: type[Scheduler]) -> None:
+    def __init__(self, kind: type[Scheduler], max_model_len: int = 1024) -> None:
         plugin.register()
         settings = {
             "method": "bastion",
@@ -42,7 +39,8 @@ class Loop:
             "bastion_calibration": "off",
         }
         config = EngineArgs(
-            model=str(TINY / "target"), max_num_seqs=8, max_model_len=1024, block_size=16,
+            model=str(TINY / "target"), max_num_seqs=8, max_model_len=max_model_len,
+            block_size=16,
             max_num_batched_tokens=ROWS, enable_prefix_caching=False,
             speculative_config=settings | {"num_speculative_tokens": NODES},
         ).create_engine_config()  # fmt: skip
@@ -57,11 +55,6 @@ class Loop:
         )
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._ahead = int(kind is AsyncScheduler)
-        for name in "abcd":
-            self.add(name, 300)
-        for _ in range(6):
-            full = self.step()
-        assert sum(full.num_scheduled_tokens.values()) == ROWS
 
     def add(self, name: str, max_tokens: int = 3, **more: Any) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -93,7 +86,14 @@ class Loop:
 
 @pytest.fixture(params=[Scheduler, AsyncScheduler])
 def loop(request: pytest.FixtureRequest) -> Loop:
-    return Loop(request.param)
+    """Four requests decode with trees whose placeholders could fill every step."""
+    loop = Loop(request.param)
+    for name in "abcd":
+        loop.add(name, 300)
+    for _ in range(6):
+        full = loop.step()
+    assert sum(full.num_scheduled_tokens.values()) == ROWS
+    return loop
 
 
 def test_a_new_request(loop: Loop) -> None:
@@ -127,3 +127,15 @@ def test_a_request_that_came_during_a_pause(loop: Loop) -> None:
         loop.step()
     loop.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert loop.comes_in("new")
+
+
+@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
+def test_steps_follow_each_other_up_to_the_models_length(kind: type[Scheduler]) -> None:
+    loop = Loop(kind, max_model_len=2 * NODES)
+    request = loop.add("long", max_tokens=2 * NODES)
+    nodes = []
+    while request.num_tokens < loop.scheduler.max_model_len - 2:
+        step = loop.step()
+        assert step.total_num_scheduled_tokens > 0
+        nodes.append(len(step.scheduled_spec_decode_tokens.get("long", ())))
+    assert max(nodes) > NODES // 2 and nodes[-1] < 4

@@ -201,8 +201,11 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 
 def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
     """Cut the placeholders of the running requests, `spec_token_ids`, to their shares."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
     from vllm_bastion.policy.shares import share_placeholders
 
+    runs_ahead = isinstance(scheduler, AsyncScheduler)
     decodes = [request for request in scheduler.running if request.spec_token_ids]
     if not SchedulerState.ensure(scheduler).drafting:
         for request in decodes:
@@ -218,6 +221,7 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
                 len(r.spec_token_ids),
                 max_with_grammar if r.use_structured_output else max_drafts,
                 request_budget(r.sampling_params, max_drafts),
+                _most_near_the_end(r, scheduler.max_model_len) if runs_ahead else max_drafts,
             )
             for r in decodes
         ],
@@ -230,6 +234,16 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
         if share < len(request.spec_token_ids):
             # Make a new list: with async scheduling all requests share one list of placeholders.
             request.spec_token_ids = request.spec_token_ids[:share]
+
+
+def _most_near_the_end(request: Any, max_model_len: int) -> int:
+    """Most placeholders of a request that leave its next step as many positions.
+
+    vLLM counts each placeholder as a position. After a step that may fill the model's length there
+    are none left, so with async scheduling the next step had to wait for its output.
+    """
+    known: int = request.num_computed_tokens - request.num_output_placeholders
+    return max((max_model_len - known) // 2 - 1, 0)
 
 
 def _leave_blocks(scheduler: Any) -> None:
