@@ -10,7 +10,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
 # Steps with drafts, then plain ones: more than the rows of a request may wait.
-DRAFTED, PLAIN = 5, 70
+DRAFTED, PLAIN, COPIES = 5, 70, 12
 
 
 def in_turns() -> None:
@@ -24,6 +24,21 @@ def in_turns() -> None:
         return Decision(decisions[0] % (DRAFTED + PLAIN) < DRAFTED, "by plan", 1.0)
 
     Controller._weigh = weigh  # type: ignore[method-assign]
+
+
+def copies_in_turns() -> None:
+    """The same, and every step without a draft ends with copies where there are any."""
+    from vllm_bastion.policy.controller import Controller, Decision
+
+    decisions = [0]
+
+    def weigh(self: Controller, *args: Any) -> Decision:
+        decisions[0] += 1
+        drafts = decisions[0] % (DRAFTED + COPIES) < DRAFTED
+        return Decision(drafts, "by plan", 1.0, looks_up=not drafts)
+
+    Controller._weigh = weigh  # type: ignore[method-assign]
+    Controller.prefers_copies = lambda *_: True  # type: ignore[method-assign]
 
 
 def at_once() -> None:
@@ -40,7 +55,7 @@ def context(session: Any) -> list[dict[str, Any]]:
     """
     runner = session.runner
     deferred = runner.speculator.runtime.deferred
-    waiting = 0 if deferred is None else deferred._num_rows
+    waiting = 0 if deferred is None else deferred.num_rows
     layers = get_layers_from_vllm_config(runner.vllm_config, Attention)
     size = session.scheduler.cache_config.block_size
     out = []

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """While nothing is drafted, the drafter's context waits, and nothing is lost by it.
 
-Two engines draft and decode plainly in turns. One stores the drafter's keys and values in every
-step, the other when drafting resumes. Both must take the same steps, accept the same drafts and
-hold the same keys and values, up to the rounding of a product over more rows.
+Two engines draft and decode plainly, or with copies alone, in turns. One stores the drafter's keys
+and values in every step, the other when drafting resumes. Both must take the same steps, accept the
+same drafts and hold the same keys and values, up to the rounding of a product over more rows.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,14 +20,21 @@ from tests.e2e.marks import slow
 
 pytestmark = pytest.mark.e2e
 
-PLAN = "tests.e2e.plain_steps:in_turns"
+PLAIN, COPIES = (f"tests.e2e.plain_steps:{name}in_turns" for name in ("", "copies_"))
 PROBE = "tests.e2e.plain_steps:context"
 
 
 @pytest.mark.parametrize(
-    ("top_k", "caching"), [(16, True), *(slow(*how) for how in ((16, False), (1, True)))]
+    ("plan", "top_k", "caching"),
+    [
+        (PLAIN, 16, True),
+        (COPIES, 16, True),
+        *(slow(*how) for how in ((PLAIN, 16, False), (PLAIN, 1, True), (COPIES, 16, False))),
+    ],
 )
-def test_context_waits_without_loss(compare: Comparison, top_k: int, caching: bool) -> None:
+def test_context_waits_without_loss(
+    compare: Comparison, plan: str, top_k: int, caching: bool
+) -> None:
     plain = Engine(max_num_seqs=2, eager=True, extra={"enable_prefix_caching": caching})
     batch = Batch("drafts in turns")
     # The last one starts while others decode, and short ones end while their rows wait.
@@ -36,13 +44,13 @@ def test_context_waits_without_loss(compare: Comparison, top_k: int, caching: bo
     first = compare.run(plain, [batch])
     engine = plain.with_bastion(15, top_k=top_k, latency_model="table")
     runs = {
-        "deferred": compare.submit(engine, [batch], setup=[PLAN], probe=PROBE),
+        "deferred": compare.submit(engine, [batch], setup=[plan], probe=PROBE),
         "at once": compare.submit(
-            engine, [batch], setup=[PLAN, "tests.e2e.plain_steps:at_once"], probe=PROBE
+            engine, [batch], setup=[plan, "tests.e2e.plain_steps:at_once"], probe=PROBE
         ),
     }
     for name, run in runs.items():
-        label = f"{name}, K = {top_k}{'' if caching else ', no prefix caching'}"
+        label = f"{name}, {plan}, K = {top_k}{'' if caching else ', no prefix caching'}"
         compare.same(label, [batch], first, run.result(), plain)
     deferred, at_once = (run.result()["batches"][0]["probed"] for run in runs.values())
     assert len(deferred) == len(at_once)
@@ -54,6 +62,15 @@ def test_context_waits_without_loss(compare: Comparison, top_k: int, caching: bo
             for sums, expected in zip(mine["sums"], other["sums"], strict=True):
                 assert sums == pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert waited > 30  # several rows of both requests
+    if plan == COPIES:  # a path waited behind other rows
+        by_request: dict[str, list[dict[str, Any]]] = {}
+        for one in deferred:
+            by_request.setdefault(one["request"], []).append(one)
+        assert any(
+            after["waiting"] > before["waiting"] > 0 and after["emitted"] > before["emitted"] + 1
+            for steps in by_request.values()
+            for before, after in pairwise(steps)
+        )
     # A prompt after which drafting was refused.
     assert any(one["emitted"] == 1 and one["waiting"] >= one["prompt"] for one in deferred)
     assert any(one["computed"] > 64 and not one["waiting"] for one in deferred)

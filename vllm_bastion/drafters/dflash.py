@@ -50,7 +50,7 @@ class BastionSpeculator(DFlashSpeculator):
     vllm_config: VllmConfig
     # Whether a request keeps its drafter blocks while rows wait to be stored, and while a prompt's
     # rows wait; false before `set_attn`.
-    _may_defer = _may_defer_prompts = False
+    _may_defer = _may_defer_several = False
     # Whether this kind of drafter can grow trees from the first positions of a block.
     may_stop_early = True
 
@@ -131,11 +131,11 @@ class BastionSpeculator(DFlashSpeculator):
         # A KV connector may read the drafter's blocks at the end of any step.
         specs = [group.kv_cache_spec for group in groups]
         self._may_defer = self.vllm_config.kv_transfer_config is None and all(map(may_defer, specs))
-        self._may_defer_prompts = self._may_defer and all(may_defer(spec, True) for spec in specs)
+        self._may_defer_several = self._may_defer and all(may_defer(spec, True) for spec in specs)
         self.runtime.deferred = None
 
     def _deferred(self) -> DeferredContext | None:
-        """Rows of plain steps, in the buffers of accepted paths; None if no row may wait."""
+        """Rows that wait, in the buffers of accepted paths; None if no row may."""
         if self.runtime.deferred is None and self._may_defer and self._context_hidden:
             rows = min(len(self._context_source), self.max_num_tokens)
             self._deferred_slots = torch.zeros(
@@ -323,31 +323,43 @@ class BastionSpeculator(DFlashSpeculator):
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
     ) -> None:
-        """End a step without a draft: its rows wait if none may be rejected, or are stored.
-
-        A prompt's rows wait only if the controller refused to draft at its end: otherwise the next
-        chunk or prompt would fill the buffer in the next step.
+        """End a step without a draft: its rows wait, or are stored.
 
         hidden: the target's hidden states that the drafter reads, [T, H] each.
         """
         slots = [slot_mappings[layer] for layer in self._context_layers]
-        count, deferred = batch.num_tokens, self._deferred()
-        if deferred is not None and not step.walks:
-            prompts = step.refused and self._may_defer_prompts
-            if count == batch.num_reqs or (prompts and deferred.has_room(count)):
-                deferred.add(hidden, batch.positions, slots, count, batch.req_ids)
-                return
-        if deferred is not None:
-            deferred.flush()
+        in_place = step.walks and not self.trees.chains
+        count, waiting = batch.num_tokens, self._deferred()
+        if in_place:
+            count = int(self._context_lens(step).sum())
+        if waiting is not None and not (self._may_wait(step, batch) and waiting.make_room(count)):
+            waiting.flush()
+            waiting = None
         positions = batch.positions[:count]
         if step.walks:
             source = batch.query_start_loc
-            if not self.trees.chains:
+            if in_place:
+                first = 0 if waiting is None else waiting.num_rows
                 batch, hidden, num_rejected = self._accepted_context(
-                    step, batch, hidden, num_sampled, num_rejected
+                    step, batch, hidden, num_sampled, num_rejected, first
                 )
             positions, slots = self._accepted_rows(batch, source, slots, num_rejected)
-        self._store(hidden, positions, slots, len(positions))
+        if waiting is None:
+            self._store(hidden, positions, slots, len(positions))
+        else:
+            kept = () if in_place else hidden
+            waiting.add(kept, positions, slots, len(positions), batch.req_ids)
+
+    def _may_wait(self, step: Step, batch: InputBatch) -> bool:
+        """Whether the rows of a step without a draft may be stored later, if there is room.
+
+        A prompt's rows wait only if the controller refused to draft at its end: otherwise the next
+        chunk or prompt would fill the buffer in the next step.
+        """
+        if batch.num_tokens == batch.num_reqs:
+            return True
+        prompts_wait = step.refused or not batch.has_prefill
+        return self._may_defer_several and prompts_wait
 
     def _accepted_rows(
         self,
@@ -382,28 +394,26 @@ class BastionSpeculator(DFlashSpeculator):
         hidden: list[torch.Tensor],
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
+        first: int = 0,
     ) -> tuple[InputBatch, list[torch.Tensor], torch.Tensor]:
         """Replace each request's tree rows by its accepted path, padded to at most L + 1 rows.
 
-        hidden: tensors [T, H]; num_sampled, num_rejected: [R]. Returns the batch, the hidden states
-        [M, H] and num_rejected [R] for the drafter: vLLM drops a request's last ``num_rejected``
-        rows.
+        hidden: tensors [T, H]; num_sampled, num_rejected: [R]; first: row of the buffers that the
+        path begins at. Returns the batch, the hidden states [M, H] and num_rejected [R] for the
+        drafter: vLLM drops a request's last ``num_rejected`` rows.
 
-        Only the device may know how many nodes were verified, so the host lays out rows by what was
-        scheduled. Row i of a request is the i-th node of its path, or a row that is dropped.
+        Row i of a request is the i-th node of its path, or a row that is dropped.
         """
-        num_reqs, width = batch.num_reqs, self.trees.depth + 1
-        tail = np.minimum(step.nodes + 1, width)
-        # Prompt rows in front of the root; a decoding request has none.
-        before = step.base_rows - 1
+        num_reqs, lens = batch.num_reqs, self._context_lens(step)
         layout = np.zeros(2 * num_reqs + 1, dtype=np.int32)
         start = layout[: num_reqs + 1]
-        np.cumsum(before + tail, out=start[1:])
-        layout[num_reqs + 1 :] = before
+        np.cumsum(lens, out=start[1:])
+        layout[num_reqs + 1 :] = step.base_rows - 1
         total = int(start[-1])
         on_device = async_tensor_h2d(layout, out=self._context_layout[: len(layout)])
         starts, source = on_device[: num_reqs + 1], self._context_source[:total]
-        positions, rejected = self._accepted_positions[:total], self._context_rejected[:num_reqs]
+        positions = self._accepted_positions[first : first + total]
+        rejected = self._context_rejected[:num_reqs]
         context_rows(
             starts,
             on_device[num_reqs + 1 :],
@@ -417,20 +427,27 @@ class BastionSpeculator(DFlashSpeculator):
             # Positions stay linear: after compaction node i of the path is the request's row i.
             positions,
             rejected,
-            int((before + tail).max()),
+            int(lens.max()),
         )
-        accepted_hidden = [out[:total] for out in self._context_hidden]
+        accepted_hidden = [out[first : first + total] for out in self._context_hidden]
         gather_rows(hidden, source, accepted_hidden)
         accepted_batch = replace(
             batch,
             num_tokens=total,
             num_tokens_after_padding=total,
-            num_scheduled_tokens=(before + tail).astype(np.int32),
+            num_scheduled_tokens=lens.astype(np.int32),
             positions=positions,
             query_start_loc=starts,
             query_start_loc_np=start,
         )
         return accepted_batch, accepted_hidden, rejected
+
+    def _context_lens(self, step: Step) -> np.ndarray:
+        """[R] rows of each request in the drafter's context: before its root, and of its path.
+
+        Only the device may know how many nodes were verified, so it is as many as were scheduled.
+        """
+        return step.base_rows + np.minimum(step.nodes, self.trees.depth)
 
     def warm_up(self) -> None:
         """Compile the kernels of the first request and of the first accepted path."""

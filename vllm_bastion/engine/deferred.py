@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's context while nothing is drafted: rows are kept, and stored many at a time.
 
-A drafter attends to keys and values that it computes from the target's hidden states. A plain step
-only keeps the hidden states of its rows, and of prompts where there is room. They become keys and
-values when drafting resumes; when a request leaves, because its blocks may then be cached or belong
-to another request; and after a limited number of steps, before a sliding window frees a block. If
-all rows belong to a request that leaves, and nothing can reuse its blocks, they are dropped.
+A drafter attends to keys and values that it computes from the target's hidden states. A step
+without a draft only keeps the hidden states of its rows, of prompts and accepted paths where there
+is room. They become keys and values when drafting resumes; when a request leaves, because its
+blocks may then be cached or belong to another request; and after a limited number of steps, before
+a sliding window frees a block. If all rows belong to a request that leaves, and nothing can reuse
+its blocks, they are dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MIN_WINDOW = 2 * _MAX_STEPS
 
 
 class DeferredContext:
-    """Rows of plain steps that the drafter has not stored yet.
+    """Rows of steps without a draft that the drafter has not stored yet.
 
     Args:
         hidden: the target's hidden states, tensors [M, H].
@@ -49,7 +50,7 @@ class DeferredContext:
         self._max_rows, self._store = len(positions), store
         # With at most this many rows kept, a plain step always fits.
         self._full = self._max_rows - max_num_reqs
-        self._num_rows = self._num_steps = 0
+        self.num_rows = self._num_steps = 0
         self._requests: set[str] = set()  # owners of the rows
         # [begin, end) of rows -> views of these rows in every buffer; most steps reuse them.
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -62,11 +63,14 @@ class DeferredContext:
         count: int,
         requests: Sequence[str],
     ) -> None:
-        """Keep the first `count` rows of a step, all of them accepted; see `has_room`.
+        """Keep the first `count` rows of a step; see `has_room`. Rejected ones have no slot.
 
-        requests: ids of the step's requests.
+        Args:
+            hidden: tensors [count or more, H]; empty: they are in the buffers, from `num_rows` on.
+            positions, slots: of the same rows.
+            requests: ids of the step's requests.
         """
-        begin, end = self._num_rows, self._num_rows + count
+        begin, end = self.num_rows, self.num_rows + count
         into = self._views.get((begin, end))
         if into is None:
             if len(self._views) >= _MAX_VIEWS:
@@ -74,8 +78,10 @@ class DeferredContext:
             buffers = (*self._hidden, self._positions, *self._slots)
             into = self._views[begin, end] = [buffer[begin:end] for buffer in buffers]
         rows = (*hidden, positions, *slots)
-        torch._foreach_copy_(into, [row if row.shape[0] == count else row[:count] for row in rows])
-        self._num_rows = end
+        torch._foreach_copy_(
+            into[-len(rows) :], [row if row.shape[0] == count else row[:count] for row in rows]
+        )
+        self.num_rows = end
         self._num_steps += 1
         self._requests.update(requests)
         if self._num_steps == _MAX_STEPS or end > self._full:
@@ -83,19 +89,25 @@ class DeferredContext:
 
     def has_room(self, count: int) -> bool:
         """Whether `count` rows can be added. There is always room for one row of each request."""
-        return self._num_rows + count <= self._max_rows
+        return self.num_rows + count <= self._max_rows
+
+    def make_room(self, count: int) -> bool:
+        """Whether `count` rows can be added, if need be after storing those that were kept."""
+        if not self.has_room(count):
+            self.flush()
+        return self.has_room(count)
 
     def leave(self, request: str, needed: bool) -> None:
         """A request gives up its blocks. `needed`: whether their content may be used again."""
         if request not in self._requests:
             return
         if not needed and len(self._requests) == 1:
-            self._num_rows = 0
+            self.num_rows = 0
         self.flush()
 
     def flush(self) -> None:
         """Store the rows that were kept."""
-        count, self._num_rows, self._num_steps = self._num_rows, 0, 0
+        count, self.num_rows, self._num_steps = self.num_rows, 0, 0
         self._requests.clear()
         if count:
             self._store(count)
@@ -104,7 +116,7 @@ class DeferredContext:
 def may_defer(spec: KVCacheSpec, prompts: bool = False) -> bool:
     """Whether a row may wait: whether the request keeps the row's block until it is stored.
 
-    prompts: for a prompt's rows, whose blocks a sliding window may free at once.
+    prompts: for several rows of a request, whose blocks a sliding window may free at once.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return all(may_defer(inner, prompts) for inner in spec.kv_cache_specs.values())
