@@ -49,6 +49,9 @@ class Block:
     # ratio of the two.
     forwards: int = 0
     emitted: int = 0
+    # Steps in which prompts ended, and those that emitted nothing.
+    prompt_steps: int = 0
+    idle_steps: int = 0
     # Replies that equal plain decoding's; None without plain decoding.
     equal: int | None = None
     # Steps that the worker timed: [requests, rows, 1 if verified, number, median ms, profile's ms].
@@ -95,10 +98,13 @@ class Switched:
 
     def _forget(self) -> None:
         self._steps = self._nodes = self._forwards = self._emitted = 0
+        self._prompt_steps = self._idle_steps = 0
         self._timed: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}
 
     def _count(self, emissions: list[Emission]) -> None:
         self._steps += 1
+        self._prompt_steps += any(one.ends_prompt for one in emissions)
+        self._idle_steps += not emissions
         for one in emissions:
             if not one.ends_prompt:
                 self._nodes += one.verified
@@ -170,7 +176,7 @@ class Switched:
         equal = None if plain is None else sum(a == b for a, b in zip(found, plain, strict=True))
         return Block(
             *(mode, part, concurrency, seconds, self._steps, self._nodes, self._forwards),
-            *(self._emitted, equal, _medians(self._timed)),
+            *(self._emitted, self._prompt_steps, self._idle_steps, equal, _medians(self._timed)),
         )
 
 

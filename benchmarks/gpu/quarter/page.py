@@ -114,6 +114,7 @@ def _speeds(rows: Sequence[_Row]) -> list[str]:
                     sum(block["emitted"] for block in own) / max(1, forwards),
                     sum(block["nodes"] for block in own) / max(1, forwards),
                     1e3 * sum(b["seconds"] for b in own) / sum(b["steps"] for b in own),
+                    *(own[0].get(kind) for kind in ("steps", "prompt_steps", "idle_steps")),
                     f"{own[0]['equal']}",
                     beside,
                 )
@@ -125,6 +126,9 @@ def _speeds(rows: Sequence[_Row]) -> list[str]:
         "tau",
         "nodes",
         "ms a step",
+        "steps",
+        "with prompts",
+        "idle",
         "replies equal plain's",
         "over the best fixed",
     )

@@ -6,6 +6,7 @@ SmolLM2-135M widened to 4B's sizes: its function and its drafter's, at the cost 
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from benchmarks import RESULTS
@@ -53,7 +54,12 @@ def ask(job: Job) -> None:
 
 
 def recorded(number: int, tokens: int, temperature: float = 0.0) -> list[Request]:
-    """`number` prompts of each set of the recording in turn, again and again; seeded above T=0."""
+    """`number` prompts of each set of the recording in turn, again and again; seeded above T=0.
+
+    Replies have a quarter to five quarters of `tokens`. If all had one length, those of plain
+    decoding alone would end together, and its prompts would come in few steps.
+    """
+    lengths = random.Random(5)
     known = load_recording(RESULTS / "recordings" / "smollm2.npz")
     sets: dict[str, list[list[int]]] = {}
     begin = 0
@@ -63,7 +69,8 @@ def recorded(number: int, tokens: int, temperature: float = 0.0) -> list[Request
     turns = [found[i % len(found)] for i in range(number) for found in sets.values()]
     return [
         Request(
-            *(str(i), prompt, tokens, temperature, i if temperature else None),
+            *(str(i), prompt, lengths.randint(tokens // 4, tokens * 5 // 4), temperature),
+            seed=i if temperature else None,
             params={"ignore_eos": False},
         )
         for i, prompt in enumerate(turns)
