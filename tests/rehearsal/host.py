@@ -3,7 +3,8 @@
 
 Nothing is emulated, so no number on the device means anything. Each step emits what it would on
 average: the count of sampled tokens is written into the memory that the driver calls the device's.
-Drafts are forced, with as many nodes in every step. Nothing else may run on the machine.
+Drafts, or copies alone, are forced, with as many nodes in every step. Nothing else may run on the
+machine.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _ENGINES: dict[str, dict[str, Any] | None] = {
     "dflash, 15 tokens": {"method": "dflash", "num_speculative_tokens": 15, **_DRAFTER},
     "bastion, adaptive": {"method": "bastion", "bastion_lookup": False, **_DRAFTER},
     "bastion, adaptive, lookup": {"method": "bastion", **_DRAFTER},
+    "bastion, copies alone": {"method": "bastion", **_DRAFTER},
 }
 
 
@@ -40,7 +42,7 @@ def measure(arguments: list[str]) -> int:
     parser.add_argument("--profile", type=int, default=0, help="functions to list, at 16 requests")
     given = parser.parse_args(arguments)
     if given.only:
-        _run(_ENGINES[given.only], given.profile)
+        _run(_ENGINES[given.only], "copies" not in given.only, given.profile)
         sys.stdout.flush()
         os._exit(0)  # vLLM's own way out takes long
     failed = 0
@@ -55,13 +57,13 @@ def measure(arguments: list[str]) -> int:
     return int(failed > 0)
 
 
-def _run(speculative: dict[str, Any] | None, listed: int) -> None:
+def _run(speculative: dict[str, Any] | None, drafts: bool, listed: int) -> None:
     from vllm import EngineArgs, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
     _emit()
     if speculative is not None and speculative["method"] == "bastion":
-        _always_draft()
+        _force(drafts)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(TINY / "target"),
@@ -118,7 +120,8 @@ def _emit() -> None:
     GPUModelRunner.sample = sampled
 
 
-def _always_draft() -> None:
+def _force(drafts: bool) -> None:
+    """Every step ends with a draft, or with copies alone."""
     from vllm_bastion.policy.controller import Controller, Decision
     from vllm_bastion.policy.step_size import StepSize
     from vllm_bastion.policy.trees import Trees
@@ -127,7 +130,7 @@ def _always_draft() -> None:
 
     def drafting(self: Any, batch: Any, costs: Any) -> Decision:
         decision = weigh(self, batch, costs)
-        return Decision(True, "by plan", decision.plain_ms)
+        return Decision(drafts, "by plan", decision.plain_ms, looks_up=not drafts)
 
     def nodes(self: Any, active: int, reqs: int, rows: int, most: int, *costs: Any) -> int:
         choose(self, active, reqs, rows, most, *costs)  # its time is part of a step
