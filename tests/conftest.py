@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,15 @@ def _inspect_models_here() -> None:
         from helpers import inspect_models_here
 
         inspect_models_here()
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """A command that runs in the test's process shows errors only, and only there."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
