@@ -85,6 +85,7 @@ def check_user_keys(given: dict[str, Any]) -> None:
     for key, (value, why) in _FIXED_KEYS.items():
         if given.get(key, value) != value:
             raise BastionConfigError(f'"{key}": {given[key]!r} {_DOES_NOT_WORK} ({why}): remove it')
+    _check_cache_dtype(given.get("kv_cache_dtype"))
     for key, value in given.items():
         is_read = key in _READ_KEYS or key in _FIXED_KEYS or key in user_keys()
         if not is_read and value not in (None, default_of(key)):
@@ -101,6 +102,19 @@ def check_user_keys(given: dict[str, Any]) -> None:
     nodes = given.get("num_speculative_tokens")
     if nodes is not None:  # otherwise `config.default_nodes` chooses
         _check_nodes(nodes, given.get("bastion_budget", "adaptive"))
+
+
+def _check_cache_dtype(name: Any) -> None:
+    """Refuse what no KV cache has. vLLM 0.33 checks the engine's key, but not the drafter's."""
+    from vllm.config import CacheConfig
+
+    try:
+        CacheConfig(cache_dtype="auto" if name is None else name)
+    except ValueError:
+        raise BastionConfigError(
+            f'"kv_cache_dtype": {name!r} in speculative_config is unknown to vLLM: remove it, or '
+            "name one that the engine's kv_cache_dtype can have"
+        ) from None
 
 
 def check_quantization(keys: dict[str, Any]) -> None:
