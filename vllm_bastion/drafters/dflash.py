@@ -48,8 +48,8 @@ class BastionSpeculator(DFlashSpeculator):
 
     _speculator_name = "BASTION"
     vllm_config: VllmConfig
-    # Whether a request keeps its drafter blocks while rows wait to be stored, and while a prompt's
-    # rows wait; false before `set_attn`.
+    # Whether a request keeps its drafter blocks while rows wait to be stored, one of each step or
+    # several; false before `set_attn`.
     _may_defer = _may_defer_several = False
     # Whether this kind of drafter can grow trees from the first positions of a block.
     may_stop_early = True

@@ -113,13 +113,13 @@ class DeferredContext:
             self._store(count)
 
 
-def may_defer(spec: KVCacheSpec, prompts: bool = False) -> bool:
+def may_defer(spec: KVCacheSpec, several: bool = False) -> bool:
     """Whether a row may wait: whether the request keeps the row's block until it is stored.
 
-    prompts: for several rows of a request, whose blocks a sliding window may free at once.
+    several: for several rows of a step, whose blocks a sliding window may free at once.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(may_defer(inner, prompts) for inner in spec.kv_cache_specs.values())
+        return all(may_defer(inner, several) for inner in spec.kv_cache_specs.values())
     if isinstance(spec, SlidingWindowSpec):
-        return not prompts and bool(spec.sliding_window >= _MIN_WINDOW)
+        return not several and bool(spec.sliding_window >= _MIN_WINDOW)
     return isinstance(spec, FullAttentionSpec)
