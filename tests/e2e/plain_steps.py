@@ -9,36 +9,34 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
-# Steps with drafts, then plain ones: more than the rows of a request may wait.
+# Steps with drafts; then plain ones, more than the rows of a request may wait, or copies.
 DRAFTED, PLAIN, COPIES = 5, 70, 12
 
 
 def in_turns() -> None:
     """Let the controller follow this plan, whatever drafts are worth."""
-    from vllm_bastion.policy.controller import Controller, Decision
-
-    decisions = [0]
-
-    def weigh(self: Controller, *args: Any) -> Decision:
-        decisions[0] += 1
-        return Decision(decisions[0] % (DRAFTED + PLAIN) < DRAFTED, "by plan", 1.0)
-
-    Controller._weigh = weigh  # type: ignore[method-assign]
+    _follow_plan(PLAIN, looks_up=False)
 
 
 def copies_in_turns() -> None:
     """The same, and every step without a draft ends with copies where there are any."""
+    from vllm_bastion.policy.controller import Controller
+
+    _follow_plan(COPIES, looks_up=True)
+    Controller.prefers_copies = lambda *_: True  # type: ignore[method-assign]
+
+
+def _follow_plan(undrafted: int, *, looks_up: bool) -> None:
     from vllm_bastion.policy.controller import Controller, Decision
 
     decisions = [0]
 
     def weigh(self: Controller, *args: Any) -> Decision:
         decisions[0] += 1
-        drafts = decisions[0] % (DRAFTED + COPIES) < DRAFTED
-        return Decision(drafts, "by plan", 1.0, looks_up=not drafts)
+        drafts = decisions[0] % (DRAFTED + undrafted) < DRAFTED
+        return Decision(drafts, "by plan", 1.0, looks_up=looks_up and not drafts)
 
     Controller._weigh = weigh  # type: ignore[method-assign]
-    Controller.prefers_copies = lambda *_: True  # type: ignore[method-assign]
 
 
 def at_once() -> None:

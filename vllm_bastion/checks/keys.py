@@ -85,7 +85,8 @@ def check_user_keys(given: dict[str, Any]) -> None:
     for key, (value, why) in _FIXED_KEYS.items():
         if given.get(key, value) != value:
             raise BastionConfigError(f'"{key}": {given[key]!r} {_DOES_NOT_WORK} ({why}): remove it')
-    _check_cache_dtype(given.get("kv_cache_dtype"))
+    if given.get("kv_cache_dtype") is not None:
+        _check_cache_dtype(given["kv_cache_dtype"])
     for key, value in given.items():
         is_read = key in _READ_KEYS or key in _FIXED_KEYS or key in user_keys()
         if not is_read and value not in (None, default_of(key)):
@@ -109,7 +110,7 @@ def _check_cache_dtype(name: Any) -> None:
     from vllm.config import CacheConfig
 
     try:
-        CacheConfig(cache_dtype="auto" if name is None else name)
+        CacheConfig(cache_dtype=name)
     except ValueError:
         raise BastionConfigError(
             f'"kv_cache_dtype": {name!r} in speculative_config is unknown to vLLM: remove it, or '

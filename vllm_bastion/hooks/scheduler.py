@@ -239,8 +239,8 @@ def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
 def _most_near_the_end(request: Any, max_model_len: int) -> int:
     """Most placeholders of a request that leave its next step as many positions.
 
-    vLLM counts each placeholder as a position. After a step that may fill the model's length there
-    are none left, so with async scheduling the next step had to wait for its output.
+    vLLM counts each placeholder as a position. A step that may fill the model's length would leave
+    none, and with async scheduling the next step would have to wait for its output.
     """
     known: int = request.num_computed_tokens - request.num_output_placeholders
     return max((max_model_len - known) // 2 - 1, 0)
