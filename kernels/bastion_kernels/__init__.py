@@ -33,6 +33,7 @@ from bastion_kernels.draft.mix_copy import copy_chances, copy_priors, mix_copy
 from bastion_kernels.draft.prefix_lattice import PrefixHead, PrefixLattice, recurrent_lattice
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
 from bastion_kernels.draft.topk_merge import merge_topk
+from bastion_kernels.gated_delta.blocks import StateBlocks, find_commits, find_states
 from bastion_kernels.gated_delta.recurrence import gated_delta_commit, gated_delta_tree
 from bastion_kernels.gated_delta.short_conv import short_conv_commit, short_conv_tree
 from bastion_kernels.gated_delta.states import LayerStates
@@ -47,6 +48,7 @@ __all__ = [
     "LayerStates",
     "PrefixHead",
     "PrefixLattice",
+    "StateBlocks",
     "TreeAttentionWorkspace",
     "accept_path",
     "advance_states",
@@ -61,7 +63,9 @@ __all__ = [
     "count_sources",
     "expand_best_first",
     "extend_frontier",
+    "find_commits",
     "find_copy",
+    "find_states",
     "gated_delta_commit",
     "gated_delta_tree",
     "gather_rows",

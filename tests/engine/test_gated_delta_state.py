@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
+from bastion_kernels import StateBlocks
 from vllm_bastion.attention.gated_delta import (
     GatedDeltaTreeMetadata,
     TreeRows,
@@ -24,10 +25,10 @@ from vllm_bastion.attention.gated_delta import (
 )
 from vllm_bastion.cpu.host import CpuHost
 from vllm_bastion.engine.gated_delta import GatedDeltaModelState
+from vllm_bastion.engine.recurrent_states import RecurrentStates
 from vllm_bastion.engine.target import BastionModelState
 from vllm_bastion.hooks import gated_delta
 from vllm_bastion.host import Host
-from vllm_bastion.step import Step as Record
 
 HEADS, KEY_HEADS, DIM, WIDTH, TAPS = 4, 2, 16, 32, 4
 CHANNELS = 2 * KEY_HEADS * DIM + HEADS * WIDTH
@@ -122,78 +123,72 @@ def test_rows_beyond_what_steps_can_have_are_padding() -> None:
     assert bool((step.out[:5] != 7).all())
 
 
-def test_requests_past_the_kept_rows_are_left_alone() -> None:
-    """A dummy batch may have more rows than any step that is trimmed."""
-    state: Any = object.__new__(GatedDeltaModelState)
-    state.trees, state._max_rows, state._commit_inputs_by_layer = None, 5, {}
-    state._no_state = torch.tensor(-1, dtype=torch.int32)
-    state._starts = torch.zeros(4, dtype=torch.int32)
-    state._native = Host().run_gated_delta
-    state._tables = {0: torch.tensor([[7], [8], [9]], dtype=torch.int32)}
-    state._align_mode, state._block_size = False, 64
-    decode, places = torch.tensor([True, False, True]), torch.tensor([0, 1, 2, 6, 7, 8])
-    for prompts, lengths, expected in (
-        (0, [3, 0, 3], [7, -1, -1]),
-        (0, [3, 0, 2], [7, -1, 9]),
-        (1, [3, 3, 3], [7, -1, -1]),
-        (1, [3, 3, 2], [7, -1, 9]),
-    ):
-        metadata = SimpleNamespace(
-            spec_sequence_masks=decode, num_prefills=prompts, spec_token_indx=places
-        )
-        starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
-        batch = SimpleNamespace(
-            query_start_loc=starts, num_tokens=sum(lengths), seq_lens=starts.diff() + 20
-        )
-        rows = state._tree_rows(metadata, batch, 0, torch.zeros(3, dtype=torch.int32))
-        assert rows.state_rows.tolist() == expected
-
-
 @pytest.mark.parametrize("align", [True, False])
 def test_blocks_hold_the_state_of_their_end_wherever_a_path_crosses_it(align: bool) -> None:
     """Every number of tokens before a step, and every length of the path, side by side.
 
-    A state is written as the text that it has seen: position by position, then the path's rows.
+    A row's input of the convolution is its number in the request's text, so a state tells the text
+    that it has seen.
     """
-    size, longest = 4 if align else 100, 4
+    size, longest = 4 if align else 0, 4
     cases = [(c, n) for c in range(1, 2 * 4 + 1) for n in range(1, longest + 1)]
-    count = len(cases)
-    tables = torch.arange(4 * count, dtype=torch.int32).view(count, 4)
+    count, width = len(cases), 2 * longest - 1  # rows of a tree, of which a path takes every other
+    table = torch.arange(4 * count, dtype=torch.int32).view(count, 4)
+    layer = make_layer(False)
+    layer.kv_cache = (
+        torch.full((4 * count, TAPS - 1, CHANNELS), -99.0),
+        torch.zeros(4 * count, HEADS, WIDTH, DIM),
+    )
+    saved = allocate([layer], width * count, torch.float32, torch.device("cpu"))
+    for x in saved.tensors():
+        x.zero_()
+    root_only = torch.full((count, longest + 1), -1, dtype=torch.int32)
+    root_only[:, 0] = 0
+    states = RecurrentStates(
+        {"layer": layer}, {"layer": 0}, StateBlocks([table], size), saved, 10**6, root_only
+    )
+    conv, starts = layer.kv_cache[0], width * torch.arange(count + 1, dtype=torch.int32)
     path = torch.full((count, longest + 1), -1, dtype=torch.int32)
-    memory: dict[int, list[int]] = {}
     for r, (before, length) in enumerate(cases):
-        path[r, :length] = torch.arange(0, 2 * length, 2)  # rows of a tree, every other
-        memory[int(tables[r, -(-before // size) - 1])] = [-1] * before
-
-    def commit(read: Any, into: Any, starts: Any, logits: Any, paths: Any) -> None:
-        for r, (one, other) in enumerate(zip(read[0].tolist(), into[0].tolist(), strict=True)):
-            if other >= 0:
-                memory[other] = memory[one] + [row for row in paths[r].tolist() if row >= 0]
-
-    state: Any = object.__new__(GatedDeltaModelState)
-    state.trees = SimpleNamespace(path=path, chains=True)
-    starts = torch.arange(count + 1, dtype=torch.int32)
-    batch: Any = SimpleNamespace(num_reqs=count, cu_num_logits=starts)
-    state.runtime = SimpleNamespace(step=Record(batch, walks=True))
-    state._rows = {0: SimpleNamespace(query_start_loc=starts)}
-    state._tables, state._block_size, state._align_mode = {0: tables}, size, align
-    state._no_state = torch.tensor(-1, dtype=torch.int32)
-    state._depths = torch.arange(longest + 1, dtype=torch.int32)
-    state._computed = torch.tensor([before for before, _ in cases], dtype=torch.int32)
-    state._state_rows = state._blocks(0, state._computed)[None]
-    state._into_rows = torch.full_like(state._state_rows, -1)
-    state._commit = commit
-    state.postprocess_state(starts[:-1], starts[:-1])
+        path[r, :length] = torch.arange(0, 2 * length, 2)
+        place = int(table[r, -(-before // size) - 1 if size else 0])
+        conv[place] = torch.arange(before - TAPS + 1, before)[:, None]
+        for node in range(0, width, 2):
+            saved.conv_input[0, width * r + node] = before + node // 2
+    states.find(starts, torch.tensor([before + width for before, _ in cases]).int())
+    assert states.rows[0].tolist() == [
+        int(table[r, -(-before // size) - 1 if size else 0]) for r, (before, _) in enumerate(cases)
+    ]
+    states.commit(count, starts, path)
 
     crossed = 0
     for r, (before, length) in enumerate(cases):
-        text = [-1] * before + path[r, :length].tolist()
-        for end in range(before + 1, len(text) + 1):
+        last = before + length
+        for end in range(before + 1, last + 1):
             # the path's end, and the end of each block that is full
-            if end == len(text) or (align and end % size == 0):
-                crossed += end < len(text)
-                assert memory[int(tables[r, -(-end // size) - 1])] == text[:end]
+            if end == last or (size and end % size == 0):
+                crossed += end < last
+                place = int(table[r, -(-end // size) - 1 if size else 0])
+                assert conv[place, :, 0].tolist() == [end - 3, end - 2, end - 1]
     assert crossed == (12 if align else 0)
+
+
+def test_a_step_without_drafts_accepts_the_root() -> None:
+    layer = make_layer(False)
+    saved = allocate([layer], 2, torch.float32, torch.device("cpu"))
+    for x in saved.tensors():
+        x.fill_(5.0)
+    table, root_only = torch.tensor([[2]], dtype=torch.int32), torch.tensor([[0, -1]]).int()
+    states = RecurrentStates(
+        {"layer": layer}, {"layer": 0}, StateBlocks([table], 0), saved, 2, root_only
+    )
+    before = layer.kv_cache[0].clone()
+    one = torch.tensor([0, 1], dtype=torch.int32)
+    states.find(one, torch.tensor([9], dtype=torch.int32))
+    states.commit(1, one, None)
+    expected = torch.cat([before[2, 1:], saved.conv_input[0, :1]])
+    assert torch.equal(layer.kv_cache[0][2], expected)
+    assert torch.equal(layer.kv_cache[0][:2], before[:2])
 
 
 def test_a_tree_larger_than_a_cached_block_is_refused() -> None:

@@ -21,6 +21,7 @@ from cross_compile import compile_instead, usage
 
 import bastion_kernels as ops
 from bastion_kernels.accept.kv_compact import KVCompactor
+from bastion_kernels.gated_delta.blocks import StateBlocks
 from bastion_kernels.gated_delta.states import LayerStates
 
 
@@ -75,14 +76,16 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     rows = torch.zeros(reqs * (limit + 1), dtype=torch.int64)
     ops.tree_positions.triton(rows, depths, slots, ends, ends, rows)
     path = torch.zeros(reqs, depth + 1, dtype=torch.int32)
-    ops.accept_path.triton(rows, rows, parents, slots, ends, path, path.long(), counts)
+    ops.accept_path.triton(rows, rows.int(), parents, slots, ends, path, path.long(), counts)
     ops.count_sources.triton(parents, slots, ends, path, parents[:2, :3].contiguous())
     history(rows, slots_total, parents, 0)
     ops.bind_slots.triton(slots, counts, slots, base, counts)
     ops.bind_tails.triton(slots, ends, slots, counts)
     ops.bind_tails.triton(slots, None, slots, counts)
     few = counts[:reqs]
-    ops.context_rows.triton(ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
+    context = (ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
+    for caches in ((), [rows], [rows, rows]):
+        ops.context_rows.triton(*context, caches, caches)
 
 
 def copies(
@@ -149,12 +152,20 @@ def launch_recurrent(dtype: torch.dtype) -> None:
         decays,
     )  # fmt: skip
     kept, layers = (x[None] for x in (query, updates, decays)), LayerStates([states], [0])
-    ops.gated_delta_commit.triton(*kept, layers, one[None], one[None], ints, ints, path)
+    commits = (one[None], one[None, None].repeat(2, 1, 1), ints, ints, path, one.repeat(2, 1))
+    ops.gated_delta_commit.triton(*kept, layers, *commits)
     x, weight = torch.zeros(rows, channels, dtype=dtype), torch.zeros(channels, 4, dtype=dtype)
     inputs = torch.zeros(4, 3, channels, dtype=dtype).mT
     ops.short_conv_tree.triton(x, weight, inputs, one, ints, one, slots, parents, x)
     layers = LayerStates([inputs], [0])
-    ops.short_conv_commit.triton(x[None], layers, one[None], one[None], ints, ints, path)
+    ops.short_conv_commit.triton(x[None], layers, *commits)
+    blocks, requests = StateBlocks([ints[None]] * 3, 64), torch.zeros(1025, dtype=torch.int32)
+    some, three = requests[1:].bool(), requests[1:].repeat(3, 1)
+    for decodes in (None, some):
+        ops.find_states.triton(
+            requests, requests[1:], decodes, blocks, 1, requests, requests[1:], three
+        )
+    ops.find_commits.triton(one, path, blocks, three[:, :1].repeat(2, 1, 1), one.repeat(2, 1))
 
 
 def history(rows: torch.Tensor, slots_total: int, parents: torch.Tensor, start: int) -> None:
@@ -185,6 +196,7 @@ def serve(slots_total: int, limit: int) -> None:
     log_rho, counts = torch.zeros(slots_total, limit), torch.zeros(slots_total, dtype=torch.int32)
     cost, path = torch.ones(600), torch.zeros(2 * slots_total, depth + 1, dtype=torch.int32)
     rows = torch.zeros(2 * slots_total * (limit + 1), dtype=torch.int64)
+    ids = rows.int()
     emitted = path.long()
     cache = torch.zeros(4, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2)
     compactor = KVCompactor([cache, cache.clone()], [0, 0])
@@ -196,13 +208,14 @@ def serve(slots_total: int, limit: int) -> None:
         total = reqs * limit // 2
         ops.take_best.triton(log_rho, slots[part], counts, counts, total, ends[edges], ends, ends)
         ops.accept_path.triton(
-            rows[reqs:], rows[start:], parents, slots[part], ends[edges],
+            rows[reqs:], ids[start:], parents, slots[part], ends[edges],
             path[part], emitted[part], ends[part],
         )  # fmt: skip
         few = ends[part]
         ops.bind_tails.triton(slots[part], ends[edges], slots, counts)
         ops.context_rows.triton(
-            ends[edges], few, ends[edges], ends[edges], path, rows, few, few, rows, rows, few, 16
+            ends[edges], few, ends[edges], ends[edges], path, rows, few, few, rows, rows[start:],
+            few, 16, [rows], [rows[2:]],
         )  # fmt: skip
         history(rows[: reqs * 7], slots_total, parents, start)
         mapping = rows[None, : reqs * (limit + 1)]

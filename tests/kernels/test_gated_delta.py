@@ -198,7 +198,8 @@ def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtyp
     kept = (torch.stack([0 * x, x]).to(DEVICE) for x in (step.key, updates, decays))
     places = torch.stack([step.places, step.places.flip(0)])
     function = getattr(recurrence.gated_delta_commit, version)
-    function(*kept, states, *(x.to(DEVICE) for x in (places, places, step.starts, logits, path)))
+    tables = (places, places[None], step.starts, logits, path)
+    function(*kept, states, *(x.to(DEVICE) for x in tables))
     assert torch.equal(first, before)
     step.state = before.float().cpu()
     touched = set()
@@ -226,18 +227,12 @@ def test_the_state_after_any_part_of_a_path(version: str) -> None:
     function = getattr(recurrence.gated_delta_commit, version)
     other = next(i for i in range(len(step.state)) if i != place)
     rows = int(starts[1])
-
-    def commit(state: Tensor, into: int, length: int) -> None:
-        path = torch.full((1, 9), -1, dtype=torch.int32)
-        path[0, :length] = torch.arange(length)
-        own, to = (torch.tensor([[x]], dtype=torch.int32) for x in (place, into))
-        given = (own, to, starts[:2], starts[:2], path)
-        function(*kept, LayerStates([state], [0]), *(x.to(DEVICE) for x in given))
-
+    path = torch.arange(9, dtype=torch.int32)[None]
+    own, into = (torch.tensor(x, dtype=torch.int32) for x in ([[place]], [[[other]], [[place]]]))
     for offset in range(1, rows):
-        state = step.state.to(DEVICE, copy=True)
-        commit(state, other, rows)
-        commit(state, place, offset)
+        state, lengths = step.state.to(DEVICE, copy=True), torch.tensor([[rows], [offset]]).int()
+        given = (own, into, starts[:2], starts[:2], path, lengths)
+        function(*kept, LayerStates([state], [0]), *(x.to(DEVICE) for x in given))
         for at, length in ((other, rows), (place, offset)):
             _, truth = step.along(0, list(range(length)))
             torch.testing.assert_close(state[at].cpu().double(), truth, rtol=1e-4, atol=1e-5)
@@ -259,6 +254,7 @@ def test_refusals_name_the_argument() -> None:
         "4 value heads over 3", gated_delta_tree, *[torch.zeros(rows, 3, 16)] * 2, *args[2:], decays
     )
     states, kept = LayerStates([step.state], [0]), (x[None] for x in (step.key, made[0], decays))
-    tables = *[step.places[None]] * 2, step.starts, step.starts, torch.zeros(2, 3).int()
+    places = step.places[None]
+    tables = places, places[None], step.starts, step.starts, torch.zeros(2, 3).int()
     refuses("state_rows must have shape", gated_delta_commit, *kept, states, *tables)
     refuses("2 states of 2 layouts", LayerStates, [step.state, step.state[1:]], [0, 0])

@@ -81,7 +81,7 @@ def test_the_last_inputs_of_the_accepted_text_are_kept(version: str) -> None:
     # a layer of another group comes before, whose requests have no state
     first = state.clone()
     places = torch.stack([step.places, torch.full_like(step.places, -1)])
-    given = (places, places, step.starts, logits, path)
+    given = (places, places[None], step.starts, logits, path)
     function = getattr(short_conv.short_conv_commit, version)
     x = torch.stack([torch.zeros_like(step.x), step.x]).to(DEVICE)
     function(x, LayerStates([first, state], [1, 0]), *(t.to(DEVICE) for t in given))
@@ -96,16 +96,15 @@ def test_the_inputs_before_any_part_of_a_path(version: str) -> None:
     place, rows = int(step.places[0]), int(step.starts[1])
     other = next(i for i in range(len(step.state)) if i != place)
     function = getattr(short_conv.short_conv_commit, version)
+    path = torch.arange(8, dtype=torch.int32)[None]
+    own, into = (torch.tensor(x, dtype=torch.int32) for x in ([[place]], [[[other]], [[place]]]))
     for offset in range(1, rows):
-        state = step.state.to(DEVICE, copy=True)
-        for into, length in ((other, rows), (place, offset)):
-            path = torch.full((1, 8), -1, dtype=torch.int32)
-            path[0, :length] = torch.arange(length)
-            own, to = (torch.tensor([[x]], dtype=torch.int32) for x in (place, into))
-            given = (own, to, step.starts[:2], step.starts[:2], path)
-            x = step.x[None].to(DEVICE)
-            function(x, LayerStates([state], [0]), *(t.to(DEVICE) for t in given))
-            assert torch.equal(state[into].cpu(), step.text(0, length - 1)[-3:].T)
+        state, lengths = step.state.to(DEVICE, copy=True), torch.tensor([[rows], [offset]]).int()
+        given = (own, into, step.starts[:2], step.starts[:2], path, lengths)
+        x = step.x[None].to(DEVICE)
+        function(x, LayerStates([state], [0]), *(t.to(DEVICE) for t in given))
+        for at, length in ((other, rows), (place, offset)):
+            assert torch.equal(state[at].cpu(), step.text(0, length - 1)[-3:].T)
 
 
 def test_refusals_name_the_argument() -> None:

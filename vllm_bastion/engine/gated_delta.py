@@ -11,6 +11,9 @@ and the state after c tokens is always in the block of token c. A prompt's chunk
 first and runs in place. A step with trees reads it where it is. It then commits the state at the
 end of the path and, if the path crosses a block's end, also the state there, from the same rows.
 
+vLLM's builder makes metadata for its own kernels, in some twenty launches for a batch of decoding
+requests. None of them is needed for our rows, so it is only asked in steps with prompts.
+
 A FULL graph is replayed for every step, so the buffers of a forward pass live as long as the
 engine.
 """
@@ -20,24 +23,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.utils import AttentionGroup
 
-from bastion_kernels import LayerStates, gated_delta_commit, short_conv_commit
+from bastion_kernels import StateBlocks
 from vllm_bastion.attention.gated_delta import (
     CommitInputs,
     GatedDeltaTreeMetadata,
     TreeRows,
     allocate,
-    states_of,
 )
 from vllm_bastion.engine.limits import max_verified_rows
+from vllm_bastion.engine.recurrent_states import RecurrentStates
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.target import BastionModelState
 from vllm_bastion.logger import init_logger
@@ -51,6 +56,24 @@ class _OneState(MambaHybridModelState):
 
     postprocess_state = DefaultModelState.postprocess_state
 
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Those counts are gathered only for groups of recurrent layers."""
+        groups = [group for of_cache in attn_groups for group in of_cache]
+        recurrent = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+        prepare = (MambaHybridModelState if recurrent else DefaultModelState).prepare_attn
+        batch = (self, input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups)
+        metadata: dict[str, Any] = prepare(*batch, *args, **kwargs)
+        return metadata
+
 
 class GatedDeltaModelState(BastionModelState, _OneState):
     """See the module docstring. Built by the hook on ``init_model_state``."""
@@ -61,20 +84,14 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         super().__init__(runtime, vllm_config, *args)
         self._native = current_host().run_gated_delta
         self._layers: dict[str, Any] = {}
-        self._groups: dict[str, int] = {}  # KV-cache group by layer name
+        self._groups: dict[str, int] = {}  # group of such layers, by layer name
         # For all layers; None until the profiling run, or until the caches are bound.
         self._commit_inputs: CommitInputs | None = None
         self._commit_inputs_by_layer: dict[str, CommitInputs] = {}
         self._max_rows = max_verified_rows(vllm_config)
-        self._states: tuple[LayerStates, LayerStates] | None = None
-        # The step's tree rows by KV-cache group; None in a step with prompts only.
-        self._rows: dict[int, TreeRows | None] = {}
-        # [G, max_num_reqs] each: the states that a step reads, and writes
-        self._state_rows = torch.empty(0, dtype=torch.int32, device=self.device)
-        self._into_rows = self._state_rows
-        # The step's block tables by KV-cache group, and tokens before the step, [R].
-        self._tables: dict[int, torch.Tensor] = {}
-        self._computed = self._state_rows
+        self._states: RecurrentStates | None = None  # of the latest KV cache
+        # Whether the step has tree rows.
+        self._has_rows = False
         self._block_size = 0
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
@@ -102,26 +119,29 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
-        # Not in `__init__`: sleep of level 2 discards what is allocated with the weights.
-        self._no_state = torch.tensor(-1, dtype=torch.int32, device=self.device)
-        self._depths = torch.arange(self.trees.path.shape[1], dtype=torch.int32, device=self.device)
-        self._starts = torch.zeros(self.max_num_reqs + 1, dtype=torch.int32, device=self.device)
         self._allocate()
         groups = kv_cache_config.kv_cache_groups
-        self._groups = {
-            name: group
-            for group, spec in enumerate(groups)
-            for name in spec.layer_names
-            if name in self._layers
-        }
-        self._states = None
-        self._state_rows = torch.full_like(self._starts[1:], -1).repeat(len(groups), 1)
-        self._into_rows = self._state_rows.clone()
+        held: list[int] = []  # groups of such layers
+        self._groups = {}
+        for index, group in enumerate(groups):
+            names = [name for name in group.layer_names if name in self._layers]
+            if names:
+                self._groups.update(dict.fromkeys(names, len(held)))
+                held.append(index)
         # All such layers have one block size; without prefix caching it is max_model_len.
-        self._block_size = next(
-            groups[group].kv_cache_spec.block_size for group in self._groups.values()
-        )
+        self._block_size = groups[held[0]].kv_cache_spec.block_size
         self._check_block_size()
+        blocks = StateBlocks(
+            [block_tables.input_block_tables[index] for index in held],
+            self._block_size if self._align_mode else 0,
+        )
+        # Not in `__init__`: sleep of level 2 discards what is allocated with the weights.
+        root_only = torch.full_like(self.trees.path, -1)
+        root_only[:, 0] = 0
+        assert self._commit_inputs is not None
+        self._states = RecurrentStates(
+            self._layers, self._groups, blocks, self._commit_inputs, self._max_rows, root_only
+        )
 
     def _check_block_size(self) -> None:
         """Refuse trees that could cross two block ends: vLLM allocates one block per step."""
@@ -169,87 +189,96 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         """The block table's column of the state after `tokens` tokens, -1 = no state."""
         return (tokens + self._block_size - 1) // self._block_size - 1
 
-    def _blocks(self, group: int, tokens: torch.Tensor) -> torch.Tensor:
-        """The blocks of the states after `tokens` [R] tokens."""
-        table = self._tables[group][: len(tokens)]
-        if not self._align_mode:
-            return table[:, 0]  # the request's one state
-        # A dummy batch can have any number of tokens.
-        columns = self._column(tokens).clamp(0, table.shape[1] - 1)
-        return table.gather(1, columns.long()[:, None])[:, 0]
-
     def _is_target(self, group: AttentionGroup) -> bool:
         return group.layer_names[0] in self._groups or super()._is_target(group)
 
     def prepare_attn(
-        self, input_batch: Any, cudagraph_mode: Any, block_tables: Any, *args: Any, **kwargs: Any
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        **kwargs: Any,
     ) -> dict[str, Any]:
-        metadata = super().prepare_attn(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
-        self._rows, self._tables = {}, dict(enumerate(block_tables))
-        with_rows: dict[int, GatedDeltaTreeMetadata] = {}
-        for name, group in self._groups.items():
-            layer_metadata = metadata.get(name)
-            if layer_metadata is None:
-                continue  # vLLM leaves these layers out of a profiling run
-            if group not in self._rows:
-                # All layers of a group have the same metadata.
-                rows = self._rows[group] = self._tree_rows(
-                    layer_metadata, input_batch, group, self._state_rows[group]
-                )
-                if rows is not None:
-                    with_rows[group] = GatedDeltaTreeMetadata(
-                        **vars(layer_metadata), tree_rows=rows
-                    )
-            metadata[name] = with_rows.get(group, layer_metadata)
+        groups = [group for of_cache in attn_groups for group in of_cache]
+        recurrent = any(group.layer_names[0] in self._groups for group in groups)
+        # vLLM captures decoding requests only.
+        rows_only = recurrent and (for_capture or self._has_rows_only(input_batch))
+        if rows_only:
+            attn_groups = [
+                [group for group in of_cache if group.layer_names[0] not in self._groups]
+                for of_cache in attn_groups
+            ]
+        metadata = super().prepare_attn(
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+            for_capture,
+            **kwargs,
+        )
+        # The graph's padding included: a graph reads all of its requests.
+        padded = cudagraph_mode == CUDAGraphMode.FULL
+        reqs = input_batch.num_reqs_after_padding if padded else input_batch.num_reqs
+        decodes, by_group = None, []
+        if rows_only:
+            rows = input_batch.num_tokens_after_padding if padded else input_batch.num_tokens
+            by_group = [_metadata(reqs, rows)] * (1 + max(self._groups.values()))
+        elif recurrent:
+            # All layers of a group have the same metadata.
+            by_group = list({group: metadata[n] for n, group in self._groups.items()}.values())
+            decodes = by_group[0].spec_sequence_masks
+        self._has_rows = rows_only or decodes is not None
+        if self._has_rows:
+            self._add_rows(metadata, input_batch, by_group, reqs, decodes)
         return metadata
 
-    def _tree_rows(
-        self, metadata: Any, batch: Any, group: int, state_rows: torch.Tensor
-    ) -> TreeRows | None:
-        """The rows of decoding requests; vLLM calls them speculative, with drafts or without."""
-        decode = metadata.spec_sequence_masks
-        if decode is None:
-            return None
-        # The graph's padding included: a graph reads all of its requests.
-        count = len(decode)
-        state_rows = state_rows[:count]
-        starts, step_rows = batch.query_start_loc[: count + 1], None
-        self._computed = batch.seq_lens[:count] - starts.diff()
-        blocks = self._blocks(group, self._computed)
-        torch.where(decode, blocks, self._no_state, out=state_rows)
-        if metadata.num_prefills:
-            rows = starts.diff() * decode
-            starts, step_rows = self._starts[: count + 1], metadata.spec_token_indx
-            torch.cumsum(rows, 0, dtype=torch.int32, out=starts[1:])
-        if int(batch.num_tokens) > self._max_rows:
-            # A dummy batch is not trimmed: skip the requests that do not fit the buffers.
-            fits = starts[1:] <= self._max_rows
-            torch.where(fits, state_rows, self._no_state, out=state_rows)
-        return TreeRows(
-            self.trees, starts, state_rows, step_rows, self._commit_inputs_by_layer, self._native
-        )
+    def _has_rows_only(self, batch: InputBatch) -> bool:
+        """Whether all requests decode; see vLLM's ``MambaHybridModelState.prepare_attn``."""
+        spec_config = self.vllm_config.speculative_config
+        assert spec_config is not None
+        most = 1 + spec_config.num_speculative_tokens
+        return not batch.has_prefill and bool((batch.num_scheduled_tokens <= most).all())
+
+    def _add_rows(
+        self,
+        metadata: dict[str, Any],
+        batch: InputBatch,
+        by_group: list[GDNAttentionMetadata],
+        num_reqs: int,
+        decodes: torch.Tensor | None,
+    ) -> None:
+        """Find the tree rows, those of decoding requests, and add them to the layers' metadata.
+
+        decodes: [num_reqs] bool, which requests decode; vLLM calls them speculative, with drafts or
+        without. None: all.
+        """
+        states = self._states
+        assert states is not None
+        states.find(batch.query_start_loc[: num_reqs + 1], batch.seq_lens[:num_reqs], decodes)
+        with_rows = []
+        for state_rows, of_group in zip(states.rows, by_group, strict=True):
+            tree_rows = TreeRows(
+                self.trees,
+                states.starts[: num_reqs + 1],
+                state_rows[:num_reqs],
+                of_group.spec_token_indx if of_group.num_prefills else None,
+                self._commit_inputs_by_layer,
+                self._native,
+            )
+            with_rows.append(GatedDeltaTreeMetadata(**vars(of_group), tree_rows=tree_rows))
+        for name, group in self._groups.items():
+            metadata[name] = with_rows[group]
 
     def warm_up(self) -> None:
         super().warm_up()
-        nothing = torch.zeros(2, dtype=torch.int32, device=self.device)
-        no_rows = self._state_rows[:, :1].fill_(-1)
-        self._commit(no_rows, no_rows, nothing, nothing, self.trees.path[:1])
-
-    def _commit(self, *where: torch.Tensor) -> None:
-        """Move the states of all layers along accepted paths.
-
-        where: the arguments of `gated_delta_commit` from state_rows on.
-        """
-        if self._states is None:
-            both = zip(*(states_of(self._layers[name]) for name in self._layers), strict=True)
-            groups = [self._groups[name] for name in self._layers]
-            conv_states, states = (LayerStates(by_layer, groups) for by_layer in both)
-            self._states = conv_states, states
-        conv_states, states = self._states
-        saved = self._commit_inputs
-        assert saved is not None
-        gated_delta_commit(saved.key, saved.updates, saved.decays, states, *where)
-        short_conv_commit(saved.conv_input, conv_states, *where)
+        assert self._states is not None
+        self._states.warm_up()
 
     def postprocess_state(
         self,
@@ -258,31 +287,23 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
-        batch, by_group = self.runtime.step.batch, self._rows
-        self._rows = {}
-        # All groups have the same rows.
-        rows = next(iter(by_group.values()), None)
-        if batch is None or rows is None:
+        batch, has_rows = self.runtime.step.batch, self._has_rows
+        self._has_rows = False
+        if batch is None or not has_rows:
             return
-        count = batch.num_reqs
-        path = self.trees.path[:count]
-        if not self.runtime.step.walks:
-            # The accepted path is the root.
-            path.fill_(-1)
-            path[:, 0] = 0
-        starts, computed = rows.query_start_loc[: count + 1], self._computed[:count]
-        state_rows, into_rows = self._state_rows[:, :count], self._into_rows[:, :count]
-        if not self._align_mode:
-            self._commit(state_rows, state_rows, starts, batch.cu_num_logits, path)
-            return
-        end = computed + (path >= 0).sum(1, dtype=torch.int32)
-        for group in by_group:
-            into_rows[group] = self._blocks(group, end)
-        # The path's end first: the block's end may overwrite the state that both read.
-        self._commit(state_rows, into_rows, starts, batch.cu_num_logits, path)
-        boundary = end // self._block_size * self._block_size
-        inside = (boundary > computed) & (boundary < end)
-        for group in by_group:
-            into_rows[group] = torch.where(inside, self._blocks(group, boundary), self._no_state)
-        to_boundary = path.masked_fill(self._depths >= (boundary - computed)[:, None], -1)
-        self._commit(state_rows, into_rows, starts, batch.cu_num_logits, to_boundary)
+        assert self._states is not None
+        path = self.trees.path if self.runtime.step.walks else None
+        self._states.commit(batch.num_reqs, batch.cu_num_logits, path)
+
+
+def _metadata(num_reqs: int, num_rows: int) -> GDNAttentionMetadata:
+    """What vLLM's layer reads in a step of tree rows."""
+    return GDNAttentionMetadata(
+        num_prefills=0,
+        num_prefill_tokens=0,
+        num_decodes=0,
+        num_decode_tokens=0,
+        num_spec_decodes=num_reqs,
+        num_spec_decode_tokens=num_rows,
+        num_actual_tokens=num_rows,
+    )

@@ -10,6 +10,7 @@ arguments of a layer and those of a step are prepared once each. The kernels are
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -47,7 +48,7 @@ _RowsArgs = library.struct(
 _CommitArgs = library.struct(
     "CommitArgs",
     "threads layers requests *table *places places_group *into into_group *starts *logits "
-    "*path path_row depths",
+    "*path path_row depths *lengths",
 )
 
 _DeltaCommitArgs = library.struct(
@@ -167,19 +168,17 @@ class GatedDeltaLayer:
         self._run(ctypes.byref(self._args), ctypes.byref(step.args), ctypes.byref(rows))
 
 
-def _commit_args(
-    op: GatedDeltaCommit | ShortConvCommit,
-) -> tuple[ctypes.Structure, tuple[Tensor, ...]]:
-    """Common arguments of both commits, and tensors to keep alive until the call returns."""
-    path, states = op.path, op.states
-    rows = [x.to(torch.int32) for x in (op.state_rows, op.into_rows)]
-    args = _CommitArgs(
-        torch.get_num_threads(), len(states.states), path.shape[0], states.table.data_ptr(),
-        rows[0].data_ptr(), rows[0].stride(0), rows[1].data_ptr(), rows[1].stride(0),
-        op.query_start_loc.data_ptr(), op.cu_num_logits.data_ptr(), path.data_ptr(),
-        path.stride(0), path.shape[1],
-    )  # fmt: skip
-    return args, tuple(rows)
+def _commits(op: GatedDeltaCommit | ShortConvCommit) -> Iterator[ctypes.Structure]:
+    """Common arguments of both ops, for each commit in order."""
+    path, states, reads = op.path, op.states, op.state_rows
+    for commit, into in enumerate(op.into_rows):
+        yield _CommitArgs(
+            torch.get_num_threads(), len(states.states), path.shape[0], states.table.data_ptr(),
+            reads.data_ptr(), reads.stride(0), into.data_ptr(), into.stride(0),
+            op.query_start_loc.data_ptr(), op.cu_num_logits.data_ptr(), path.data_ptr(),
+            path.stride(0), path.shape[1],
+            None if op.lengths is None else op.lengths[commit].data_ptr(),
+        )  # fmt: skip
 
 
 def _has(states: LayerStates, *tensors: Tensor) -> bool:
@@ -191,14 +190,14 @@ def gated_delta_commit(op: GatedDeltaCommit) -> None:
     if not _has(op.states, op.key):
         op.reference()
         return
-    paths, _rows = _commit_args(op)
     first = op.states.first
-    args = _DeltaCommitArgs(
-        paths, op.updates.shape[2], *op.key.shape[2:], op.updates.shape[3], _numbers(op.key),
-        *op.key.stride()[:3], op.updates.data_ptr(), op.updates.stride(0), op.decays.data_ptr(),
-        op.decays.stride(0), FORMATS[first.dtype], *first.stride(),
-    )  # fmt: skip
-    library.load().bastion_gated_delta_commit(ctypes.byref(args))
+    for paths in _commits(op):
+        args = _DeltaCommitArgs(
+            paths, op.updates.shape[2], *op.key.shape[2:], op.updates.shape[3], _numbers(op.key),
+            *op.key.stride()[:3], op.updates.data_ptr(), op.updates.stride(0),
+            op.decays.data_ptr(), op.decays.stride(0), FORMATS[first.dtype], *first.stride(),
+        )  # fmt: skip
+        library.load().bastion_gated_delta_commit(ctypes.byref(args))
 
 
 def short_conv_commit(op: ShortConvCommit) -> None:
@@ -206,10 +205,10 @@ def short_conv_commit(op: ShortConvCommit) -> None:
     if not _has(op.states, op.x):
         op.reference()
         return
-    paths, _rows = _commit_args(op)
     first = op.states.first
-    args = _ConvCommitArgs(
-        paths, first.shape[1], first.shape[2], _numbers(op.x), *op.x.stride()[:2],
-        FORMATS[first.dtype], *first.stride(),
-    )  # fmt: skip
-    library.load().bastion_short_conv_commit(ctypes.byref(args))
+    for paths in _commits(op):
+        args = _ConvCommitArgs(
+            paths, first.shape[1], first.shape[2], _numbers(op.x), *op.x.stride()[:2],
+            FORMATS[first.dtype], *first.stride(),
+        )  # fmt: skip
+        library.load().bastion_short_conv_commit(ctypes.byref(args))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from bastion_kernels.attention.kernels import bits_from
+from bastion_kernels.gated_delta.states import path_length
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["gated_delta_commit_kernel", "gated_delta_tree_kernel"]
@@ -216,12 +217,13 @@ def gated_delta_commit_kernel(
     decays,
     # [L, 2] int64: address of each layer's [B, HEADS, DIM, WIDTH] (written), and its group
     table,
-    # [G, R] each, [R+1] int32 each, [R, PATH] int32
+    # [G, R], [COMMITS, G, R], [R+1] int32 each, [R, PATH] int32, [COMMITS, R] int32 or None
     state_rows,
     into_rows,
     query_start_loc,
     cu_num_logits,
     path,
+    lengths,
     stride_key_layer,
     stride_key_row,
     stride_key_head,
@@ -232,12 +234,15 @@ def gated_delta_commit_kernel(
     stride_state_dim,
     stride_state_col,
     stride_state_rows,
+    stride_commit,
     stride_into_rows,
     stride_path,
+    stride_lengths,
     ELEMENT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PATH: tl.constexpr,
     PATHS: tl.constexpr,
+    COMMITS: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -251,48 +256,51 @@ def gated_delta_commit_kernel(
     i_l, i_h = (i_lh // HEADS).to(tl.int64), i_lh % HEADS
     group = tl.load(table + i_l * 2 + 1)
     place = tl.load(state_rows + group * stride_state_rows + i_r).to(tl.int64)
-    into = tl.load(into_rows + group * stride_into_rows + i_r).to(tl.int64)
     end = tl.load(cu_num_logits + i_r + 1)
     tail = end - tl.load(cu_num_logits + i_r)
     first = tl.load(query_start_loc + i_r).to(tl.int64)
     # counted from the request's first row
     root = (tl.load(query_start_loc + i_r + 1) - first).to(tl.int32) - tail
     path += i_r.to(tl.int64) * stride_path
-    o_path = tl.arange(0, PATHS)
-    b_node = tl.load(path + o_path, mask=o_path < PATH, other=-1)
-    # the path ends at the first entry outside the tail
-    length = tl.min(tl.where((b_node >= 0) & (b_node < tail), PATHS, o_path), 0)
-    if (place >= 0) & (into >= 0) & (length > 0):
-        o_d = tl.arange(0, BLOCK_D)
-        i_v = tl.program_id(2)
-        o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-        m_state = (o_d < DIM)[:, None] & (o_v < WIDTH)[None, :]
-        p_state = tl.load(table + i_l * 2).to(tl.pointer_type(ELEMENT))
-        p_state = tl.multiple_of(p_state, ALIGNMENT)
-        p_state += i_h * stride_state_head
-        p_state += o_d[:, None] * stride_state_dim + o_v[None, :] * stride_state_col
-        key += i_l * stride_key_layer + first * stride_key_row + i_h // GROUP * stride_key_head
-        updates += i_l * stride_updates_layer + (first * HEADS + i_h) * WIDTH
-        decays += i_l * stride_decays_layer + first * HEADS + i_h
-        final = tl.load(decays + (root + tl.load(path + length - 1)) * HEADS)
-        b_state = tl.load(p_state + place * stride_state, mask=m_state, other=0.0).to(tl.float32)
-        b_state *= tl.exp(final.to(tl.float32))
-        for start in range(0, root + length, BLOCK):
-            o_r = start + tl.arange(0, BLOCK)
-            m_r = o_r < root + length
-            b_on_path = tl.load(path + o_r - root, mask=m_r & (o_r >= root), other=0)
-            b_row = tl.where(o_r < root, o_r, root + b_on_path)
-            b_k = tl.load(
-                key + (b_row * stride_key_row)[:, None] + o_d[None, :],
-                mask=m_r[:, None] & (o_d < DIM)[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            b_u = tl.load(
-                updates + (b_row * HEADS * WIDTH)[:, None] + o_v[None, :],
-                mask=m_r[:, None] & (o_v < WIDTH)[None, :],
-                other=0.0,
-            )
-            b_decay = tl.load(decays + b_row * HEADS, mask=m_r, other=0.0)
-            b_weight = tl.where(m_r, tl.exp((final - b_decay).to(tl.float32)), 0.0)
-            b_state += tl.dot(tl.trans(b_k), b_u * b_weight[:, None], input_precision="ieee")
-        tl.store(p_state + into * stride_state, b_state.to(ELEMENT), mask=m_state)
+    longest = path_length(path, tail, PATH, PATHS)
+    o_d = tl.arange(0, BLOCK_D)
+    i_v = tl.program_id(2)
+    o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_state = (o_d < DIM)[:, None] & (o_v < WIDTH)[None, :]
+    p_state = tl.load(table + i_l * 2).to(tl.pointer_type(ELEMENT))
+    p_state = tl.multiple_of(p_state, ALIGNMENT)
+    p_state += i_h * stride_state_head
+    p_state += o_d[:, None] * stride_state_dim + o_v[None, :] * stride_state_col
+    key += i_l * stride_key_layer + first * stride_key_row + i_h // GROUP * stride_key_head
+    updates += i_l * stride_updates_layer + (first * HEADS + i_h) * WIDTH
+    decays += i_l * stride_decays_layer + first * HEADS + i_h
+    # in order: a later commit may write the state that all of them read
+    for i_c in tl.static_range(COMMITS):
+        into = tl.load(into_rows + i_c * stride_commit + group * stride_into_rows + i_r)
+        length = longest
+        if lengths is not None:
+            length = tl.minimum(length, tl.load(lengths + i_c * stride_lengths + i_r))
+        if (place >= 0) & (into >= 0) & (length > 0):
+            final = tl.load(decays + (root + tl.load(path + length - 1)) * HEADS)
+            b_state = tl.load(p_state + place * stride_state, mask=m_state, other=0.0)
+            b_state = b_state.to(tl.float32) * tl.exp(final.to(tl.float32))
+            for start in range(0, root + length, BLOCK):
+                o_r = start + tl.arange(0, BLOCK)
+                m_r = o_r < root + length
+                b_on_path = tl.load(path + o_r - root, mask=m_r & (o_r >= root), other=0)
+                b_row = tl.where(o_r < root, o_r, root + b_on_path)
+                b_k = tl.load(
+                    key + (b_row * stride_key_row)[:, None] + o_d[None, :],
+                    mask=m_r[:, None] & (o_d < DIM)[None, :],
+                    other=0.0,
+                ).to(tl.float32)
+                b_u = tl.load(
+                    updates + (b_row * HEADS * WIDTH)[:, None] + o_v[None, :],
+                    mask=m_r[:, None] & (o_v < WIDTH)[None, :],
+                    other=0.0,
+                )
+                b_decay = tl.load(decays + b_row * HEADS, mask=m_r, other=0.0)
+                b_weight = tl.where(m_r, tl.exp((final - b_decay).to(tl.float32)), 0.0)
+                b_state += tl.dot(tl.trans(b_k), b_u * b_weight[:, None], input_precision="ieee")
+            p_into = p_state + into.to(tl.int64) * stride_state
+            tl.store(p_into, b_state.to(ELEMENT), mask=m_state)

@@ -18,8 +18,8 @@ state along the accepted rows, the last of which is a:
 
     S <- e^{G_a} S + sum_{j accepted} e^{G_a - G_j} k_j u_j^T
 
-This holds for any prefix of the path, so a step can commit twice: to the end of a block inside the
-path, and to the end of the path.
+This holds for any prefix of the path, so a step can commit twice: to the end of the path, and to
+the end of a block inside it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from bastion_kernels.attention.mask import visible_rows
 from bastion_kernels.gated_delta.kernels import gated_delta_commit_kernel, gated_delta_tree_kernel
-from bastion_kernels.gated_delta.states import LayerStates, accepted_rows
+from bastion_kernels.gated_delta.states import LayerStates, accepted_rows, check_commits
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import triton
 
@@ -191,9 +191,10 @@ class GatedDeltaCommit(Op):
     states: LayerStates
     """The states `[B, H, K, V]` of the L layers, written."""
     state_rows: Tensor
-    """`[G, R]` integer, the request's row of the states in each group of layers; -1 = none."""
+    """`[G, R]` int32, the request's row of the states in each group of layers; -1 = none."""
     into_rows: Tensor
-    """`[G, R]` integer, the row to write; -1 = none. It may be the row that is read."""
+    """`[C, G, R]` int32, the row that each of C commits writes; -1 = none. The last may write the
+    row that all read."""
     query_start_loc: Tensor
     """`[R+1]` int32, first row of each request."""
     cu_num_logits: Tensor
@@ -202,24 +203,29 @@ class GatedDeltaCommit(Op):
     path: Tensor
     """`[R, depth + 1]` int32, node numbers of the accepted path, path[r, 0] = 0, -1 past its end; a
     request whose path is empty keeps its state."""
+    lengths: Tensor | None = None
+    """`[C, R]` int32, entries of the path that each commit follows at most; None: all."""
 
     def check(self) -> None:
-        reqs, layers = self.path.shape[0], len(self.states.states)
+        layers = len(self.states.states)
         _, heads, dim, width = self.states.first.shape
         self.expect("key", (layers, None, None, dim), self.key.dtype)
         self.expect("updates", (layers, None, heads, width), torch.float32)
         self.expect("decays", (layers, None, heads), torch.float64)
-        for name in ("state_rows", "into_rows"):
-            self.expect(name, (None, reqs), torch.int32, torch.int64)
-        self.expect("query_start_loc", (reqs + 1,), torch.int32)
-        self.expect("cu_num_logits", (reqs + 1,), torch.int32)
-        self.expect("path", (reqs, None), torch.int32)
+        check_commits(self, self.into_rows, self.path, self.lengths)
 
     def reference(self) -> None:
         """Request by request, in fp32."""
         group = self.updates.shape[2] // self.key.shape[2]
-        where = self.into_rows, self.query_start_loc, self.cu_num_logits, self.path
-        for layer, state, into, rows in accepted_rows(self.states, self.state_rows, *where):
+        for layer, state, into, rows in accepted_rows(
+            self.states,
+            self.state_rows,
+            self.into_rows,
+            self.query_start_loc,
+            self.cu_num_logits,
+            self.path,
+            self.lengths,
+        ):
             decay = self.decays[layer, rows]  # [n, H]
             weight = (decay[-1] - decay).float().exp()[..., None]
             k = self.key[layer, rows].float().repeat_interleave(group, 1) * weight
@@ -243,6 +249,7 @@ class GatedDeltaCommit(Op):
             query_start_loc=self.query_start_loc,
             cu_num_logits=self.cu_num_logits,
             path=self.path,
+            lengths=self.lengths,
             stride_key_layer=self.key.stride(0),
             stride_key_row=self.key.stride(1),
             stride_key_head=self.key.stride(2),
@@ -253,11 +260,14 @@ class GatedDeltaCommit(Op):
             stride_state_dim=self.states.first.stride(2),
             stride_state_col=self.states.first.stride(3),
             stride_state_rows=self.state_rows.stride(0),
-            stride_into_rows=self.into_rows.stride(0),
+            stride_commit=self.into_rows.stride(0),
+            stride_into_rows=self.into_rows.stride(1),
             stride_path=self.path.stride(0),
+            stride_lengths=0 if self.lengths is None else self.lengths.stride(0),
             **self.states.arguments(),
             PATH=self.path.shape[1],
             PATHS=triton.next_power_of_2(self.path.shape[1]),
+            COMMITS=self.into_rows.shape[0],
             HEADS=heads,
             GROUP=heads // self.key.shape[2],
             DIM=dim,

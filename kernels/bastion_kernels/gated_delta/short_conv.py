@@ -18,7 +18,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bastion_kernels.gated_delta.states import LayerStates, accepted_rows
+from bastion_kernels.gated_delta.states import (
+    LayerStates,
+    accepted_rows,
+    check_commits,
+    path_length,
+)
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -182,12 +187,13 @@ def _commit_kernel(
     x,
     # [L, 2] int64: address of each layer's [B, C, KEPT] (written), and its group
     table,
-    # [G, R] each, [R+1] int32 each, [R, PATH] int32
+    # [G, R], [COMMITS, G, R], [R+1] int32 each, [R, PATH] int32, [COMMITS, R] int32 or None
     state_rows,
     into_rows,
     query_start_loc,
     cu_num_logits,
     path,
+    lengths,
     channels,
     stride_x_layer,
     stride_x,
@@ -195,55 +201,61 @@ def _commit_kernel(
     stride_state_channel,
     stride_state_col,
     stride_state_rows,
+    stride_commit,
     stride_into_rows,
     stride_path,
+    stride_lengths,
     ELEMENT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PATH: tl.constexpr,
     PATHS: tl.constexpr,
+    COMMITS: tl.constexpr,
     KEPT: tl.constexpr,
     KEPT_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """BLOCK_C channels of one request. Grid: (R, L, ceil(C / BLOCK_C))."""
-    i_r, i_l, i_c = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_r, i_l, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     group = tl.load(table + i_l * 2 + 1)
     place = tl.load(state_rows + group * stride_state_rows + i_r).to(tl.int64)
-    into = tl.load(into_rows + group * stride_into_rows + i_r).to(tl.int64)
     tail = tl.load(cu_num_logits + i_r + 1) - tl.load(cu_num_logits + i_r)
     first = tl.load(query_start_loc + i_r).to(tl.int64)
     root = (tl.load(query_start_loc + i_r + 1) - first).to(tl.int32) - tail
     path += i_r.to(tl.int64) * stride_path
-    o_path = tl.arange(0, PATHS)
-    b_node = tl.load(path + o_path, mask=o_path < PATH, other=-1)
-    length = tl.min(tl.where((b_node >= 0) & (b_node < tail), PATHS, o_path), 0)
-    if (place >= 0) & (into >= 0) & (length > 0):
-        o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
-        o_k = tl.arange(0, KEPT_PAD)
-        m_ck = (o_k < KEPT)[None, :] & (o_c < channels)[:, None]
-        # index among the accepted rows; negative = in the state
-        b_at = root + length - KEPT + o_k
-        b_on_path = tl.load(path + b_at - root, mask=(b_at >= root) & (o_k < KEPT), other=0)
-        b_row = tl.where(b_at < root, b_at, root + b_on_path)
-        p_state = tl.load(table + i_l * 2).to(tl.pointer_type(ELEMENT))
-        p_state = tl.multiple_of(p_state, ALIGNMENT)
-        x += i_l * stride_x_layer
-        p_state += o_c[:, None] * stride_state_channel
-        b_x = tl.load(
-            x + first * stride_x + (b_row * stride_x)[None, :] + o_c[:, None],
-            mask=m_ck & (b_at >= 0)[None, :],
-            other=0.0,
-        ).to(ELEMENT)
-        b_old = tl.load(
-            p_state + place * stride_state + ((KEPT + b_at) * stride_state_col)[None, :],
-            mask=m_ck & (b_at < 0)[None, :],
-            other=0.0,
-        )
-        # all threads must read before any thread writes
-        tl.debug_barrier()
-        b_kept = tl.where((b_at >= 0)[None, :], b_x, b_old)
-        p_into = p_state + into * stride_state
-        tl.store(p_into + (o_k * stride_state_col)[None, :], b_kept, mask=m_ck)
+    longest = path_length(path, tail, PATH, PATHS)
+    o_c = i_b * BLOCK_C + tl.arange(0, BLOCK_C)
+    o_k = tl.arange(0, KEPT_PAD)
+    m_ck = (o_k < KEPT)[None, :] & (o_c < channels)[:, None]
+    p_state = tl.load(table + i_l * 2).to(tl.pointer_type(ELEMENT))
+    p_state = tl.multiple_of(p_state, ALIGNMENT)
+    p_state += o_c[:, None] * stride_state_channel
+    x += i_l * stride_x_layer + first * stride_x
+    # in order: a later commit may write the state that all of them read
+    for i_c in tl.static_range(COMMITS):
+        into = tl.load(into_rows + i_c * stride_commit + group * stride_into_rows + i_r)
+        length = longest
+        if lengths is not None:
+            length = tl.minimum(length, tl.load(lengths + i_c * stride_lengths + i_r))
+        if (place >= 0) & (into >= 0) & (length > 0):
+            # index among the accepted rows; negative = in the state
+            b_at = root + length - KEPT + o_k
+            b_on_path = tl.load(path + b_at - root, mask=(b_at >= root) & (o_k < KEPT), other=0)
+            b_row = tl.where(b_at < root, b_at, root + b_on_path)
+            b_x = tl.load(
+                x + (b_row * stride_x)[None, :] + o_c[:, None],
+                mask=m_ck & (b_at >= 0)[None, :],
+                other=0.0,
+            ).to(ELEMENT)
+            b_old = tl.load(
+                p_state + place * stride_state + ((KEPT + b_at) * stride_state_col)[None, :],
+                mask=m_ck & (b_at < 0)[None, :],
+                other=0.0,
+            )
+            # all threads must read before any thread writes
+            tl.debug_barrier()
+            b_kept = tl.where((b_at >= 0)[None, :], b_x, b_old)
+            p_into = p_state + into.to(tl.int64) * stride_state
+            tl.store(p_into + (o_k * stride_state_col)[None, :], b_kept, mask=m_ck)
 
 
 @dataclass(slots=True)
@@ -255,9 +267,10 @@ class ShortConvCommit(Op):
     states: LayerStates
     """The states `[B, C, W - 1]` of the L layers, written."""
     state_rows: Tensor
-    """`[G, R]` integer, the request's row of the states in each group of layers; -1 = none."""
+    """`[G, R]` int32, the request's row of the states in each group of layers; -1 = none."""
     into_rows: Tensor
-    """`[G, R]` integer, the row to write; -1 = none. It may be the row that is read."""
+    """`[C, G, R]` int32, the row that each of C commits writes; -1 = none. The last may write the
+    row that all read."""
     query_start_loc: Tensor
     """`[R+1]` int32, first row of each request."""
     cu_num_logits: Tensor
@@ -266,19 +279,23 @@ class ShortConvCommit(Op):
     path: Tensor
     """`[R, depth + 1]` int32, node numbers of the accepted path, -1 past its end; a request whose
     path is empty keeps its state."""
+    lengths: Tensor | None = None
+    """`[C, R]` int32, entries of the path that each commit follows at most; None: all."""
 
     def check(self) -> None:
-        reqs = self.path.shape[0]
         self.expect("x", (len(self.states.states), None, self.states.first.shape[1]), self.x.dtype)
-        for name in ("state_rows", "into_rows"):
-            self.expect(name, (None, reqs), torch.int32, torch.int64)
-        self.expect("query_start_loc", (reqs + 1,), torch.int32)
-        self.expect("cu_num_logits", (reqs + 1,), torch.int32)
-        self.expect("path", (reqs, None), torch.int32)
+        check_commits(self, self.into_rows, self.path, self.lengths)
 
     def reference(self) -> None:
-        where = (self.into_rows, self.query_start_loc, self.cu_num_logits, self.path)
-        for layer, state, into, rows in accepted_rows(self.states, self.state_rows, *where):
+        for layer, state, into, rows in accepted_rows(
+            self.states,
+            self.state_rows,
+            self.into_rows,
+            self.query_start_loc,
+            self.cu_num_logits,
+            self.path,
+            self.lengths,
+        ):
             inputs = torch.cat([state.T, self.x[layer, rows].to(state.dtype)])
             into.copy_(inputs[-state.shape[1] :].T)
 
@@ -290,14 +307,17 @@ class ShortConvCommit(Op):
         _commit_kernel[(reqs, layers, triton.cdiv(channels, _BLOCK_C))](
             x=self.x, table=self.states.table, state_rows=self.state_rows, into_rows=self.into_rows,
             query_start_loc=self.query_start_loc, cu_num_logits=self.cu_num_logits, path=self.path,
-            channels=channels, stride_x_layer=self.x.stride(0), stride_x=self.x.stride(1),
+            lengths=self.lengths, channels=channels, stride_x_layer=self.x.stride(0),
+            stride_x=self.x.stride(1),
             stride_state=self.states.first.stride(0),
             stride_state_channel=self.states.first.stride(1),
             stride_state_col=self.states.first.stride(2),
-            stride_state_rows=self.state_rows.stride(0), stride_into_rows=self.into_rows.stride(0),
-            stride_path=self.path.stride(0), **self.states.arguments(), PATH=self.path.shape[1],
-            PATHS=triton.next_power_of_2(self.path.shape[1]), KEPT=kept,
-            KEPT_PAD=triton.next_power_of_2(kept), BLOCK_C=_BLOCK_C,
+            stride_state_rows=self.state_rows.stride(0), stride_commit=self.into_rows.stride(0),
+            stride_into_rows=self.into_rows.stride(1), stride_path=self.path.stride(0),
+            stride_lengths=0 if self.lengths is None else self.lengths.stride(0),
+            **self.states.arguments(), PATH=self.path.shape[1],
+            PATHS=triton.next_power_of_2(self.path.shape[1]), COMMITS=self.into_rows.shape[0],
+            KEPT=kept, KEPT_PAD=triton.next_power_of_2(kept), BLOCK_C=_BLOCK_C,
         )  # fmt: skip
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bastion_kernels.triton_or_none import tl
+from bastion_kernels.op import Op
+from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["LayerStates", "accepted_rows"]
+__all__ = ["LayerStates", "accepted_rows", "check_commits", "path_length"]
 
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -49,6 +50,26 @@ class LayerStates:
         return {"ELEMENT": _ELEMENTS[self.first.dtype], "ALIGNMENT": self._alignment}
 
 
+@triton.jit
+def path_length(p_path, tail, PATH: tl.constexpr, PATHS: tl.constexpr):
+    """Entries of a request's path before the first that is outside the tail; others are stale."""
+    o_path = tl.arange(0, PATHS)
+    b_node = tl.load(p_path + o_path, mask=o_path < PATH, other=-1)
+    return tl.min(tl.where((b_node >= 0) & (b_node < tail), PATHS, o_path), 0)
+
+
+def check_commits(op: Op, into_rows: Tensor, path: Tensor, lengths: Tensor | None) -> None:
+    """Raise ValueError or TypeError unless these arguments of a commit fit together."""
+    reqs, commits = path.shape[0], into_rows.shape[0]
+    op.expect("state_rows", (None, reqs), torch.int32)
+    op.expect("into_rows", (None, None, reqs), torch.int32)
+    op.expect("query_start_loc", (reqs + 1,), torch.int32)
+    op.expect("cu_num_logits", (reqs + 1,), torch.int32)
+    op.expect("path", (reqs, None), torch.int32)
+    if lengths is not None:
+        op.expect("lengths", (commits, reqs), torch.int32)
+
+
 def accepted_rows(
     states: LayerStates,
     state_rows: Tensor,
@@ -56,22 +77,25 @@ def accepted_rows(
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     path: Tensor,
+    lengths: Tensor | None,
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """For every layer and request: layer number, state read, state written, accepted rows.
+    """For every commit, layer and request: layer, state read, state written, accepted rows.
 
     Accepted rows are those before the root, the root and the nodes of the path.
     """
     starts, logits = query_start_loc.tolist(), cu_num_logits.tolist()
-    rows: list[Tensor] = []
-    for r, (first, last) in enumerate(pairwise(starts)):
-        tail = logits[r + 1] - logits[r]
-        live = ((path[r] >= 0) & (path[r] < tail)).long().cumprod(0).bool()
-        # a request without a state may have a tail but no rows
-        root = max(first, last - tail)
-        before = torch.arange(first, root if live.any() else first, device=path.device)
-        rows.append(torch.cat([before, root + path[r][live].long()]))
-    from_rows, to_rows = state_rows.tolist(), into_rows.tolist()
-    for layer, (state, group) in enumerate(zip(states.states, states.groups, strict=True)):
-        for own, into, accepted in zip(from_rows[group], to_rows[group], rows, strict=False):
-            if own >= 0 and into >= 0 and len(accepted):
-                yield layer, state[own], state[into], accepted
+    from_rows = state_rows.tolist()
+    for commit, to_rows in enumerate(into_rows.tolist()):
+        rows: list[Tensor] = []
+        for r, (first, last) in enumerate(pairwise(starts)):
+            tail = logits[r + 1] - logits[r]
+            nodes = path[r] if lengths is None else path[r, : int(lengths[commit, r])]
+            nodes = nodes[((nodes >= 0) & (nodes < tail)).long().cumprod(0).bool()]
+            # a request without a state may have a tail but no rows
+            root = max(first, last - tail)
+            before = torch.arange(first, root if len(nodes) else first, device=path.device)
+            rows.append(torch.cat([before, root + nodes.long()]))
+        for layer, (state, group) in enumerate(zip(states.states, states.groups, strict=True)):
+            for own, into, accepted in zip(from_rows[group], to_rows[group], rows, strict=False):
+                if own >= 0 and into >= 0 and len(accepted):
+                    yield layer, state[own], state[into], accepted

@@ -91,6 +91,7 @@ struct CommitArgs {
   const int32_t* path;    // [requests, depths]
   int64_t path_row;
   int64_t depths;
+  const int32_t* lengths; // [requests]: most entries of the path; null: depths
 };
 
 struct DeltaCommitArgs {

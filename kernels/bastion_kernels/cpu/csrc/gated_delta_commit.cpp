@@ -17,8 +17,9 @@ Span<int64_t> accepted(const CommitArgs& a, int64_t request, Scratch& scratch) {
   const int64_t first = a.starts[request], last = a.starts[request + 1];
   const int64_t tail = a.logits[request + 1] - a.logits[request];
   const int32_t* path = a.path + request * a.path_row;
+  const int64_t limit = a.lengths == nullptr ? a.depths : min(a.depths, a.lengths[request]);
   int64_t length = 0;
-  while (length < a.depths && path[length] >= 0 && path[length] < tail) ++length;
+  while (length < limit && path[length] >= 0 && path[length] < tail) ++length;
   // A request without a state may have a tail but no rows.
   const int64_t root = max(first, last - tail);
   if (length == 0 || first == last) return {};
