@@ -53,9 +53,12 @@ def fork() -> None:
 def generate(spec: dict[str, Any]) -> dict[str, Any]:
     """Generate for every request of the spec's only batch; the counters are vLLM's own.
 
-    spec: that of `tests.e2e.worker.work`; with `spawn` vLLM spawns its processes as usual.
+    spec: that of `tests.e2e.worker.work`; with `spawn` vLLM spawns its processes as usual, with
+        `in_process` the engine core is none.
     """
     os.environ.update(ENVIRONMENT)
+    if spec.get("in_process"):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not spec.get("spawn"):
         fork()
     from vllm import LLM, SamplingParams

@@ -37,10 +37,11 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
     plain = Engine(max_num_seqs=3, eager=eager)
     drafter = make_drafter(kind, tmp_path / "drafter") if kind else DRAFTER
     bastion = plain.with_bastion(16, 16, model=drafter)
-    # Compiled engines start their workers as vLLM does.
-    two = generate(runner, bastion, batch, spawn=not eager)
-    # The same API, which adds all requests at once: what was learned of copies depends on batches.
-    one = runner.run(bastion, [batch], offline=True)
+    # What is learned of copies depends on batches. An engine core of this process starts with all
+    # requests; another process may start with the first one. Compiled workers are spawned.
+    alike = {"offline": True, "in_process": True}
+    two = runner.run(bastion.of(tensor_parallel_size=2), [batch], spawn=not eager, **alike)
+    one = runner.run(bastion, [batch], **alike)
     expected = runner.run(plain, [batch])["batches"][0]
     tokens = [expected["requests"][request["id"]]["token_ids"] for request in batch.requests]
     assert two["token_ids"] == tokens
