@@ -9,16 +9,18 @@ request r the rows before its root, then its accepted path. With d = i - rows_be
     source[context_start[r] + i] = root + path[r, d]    for d >= 0
 
 followed by padding up to the scheduled number of rows, because the host does not know how many
-nodes were accepted.
+nodes were accepted. Accepted row i of a request is in the cache slot of the request's row i.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bastion_kernels.checks import check
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -74,6 +76,7 @@ def _bind_kernel(
         "path",
         "num_sampled",
         "num_rejected",
+        "context_positions",
         "context_rejected",
     ],
 )
@@ -89,6 +92,9 @@ def _context_rows_kernel(
     source,
     context_positions,
     context_rejected,
+    # tuples of [T] int64 and [>= M] int64 (written), or None; variants by alignment
+    slot_mappings,
+    context_slots,
     stride_path,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -100,6 +106,8 @@ def _context_rows_kernel(
     before = tl.load(rows_before + i_r)
     tail = tl.load(cu_num_logits + i_r + 1) - tl.load(cu_num_logits + i_r)
     root = (tl.load(query_start_loc + i_r + 1) - tail).to(tl.int64)
+    sampled = tl.load(num_sampled + i_r)
+    rejected = tl.where(sampled > 0, end - start - before - sampled, tl.load(num_rejected + i_r))
     i_b = tl.program_id(1)
     o_r = start + i_b * BLOCK + tl.arange(0, BLOCK)
     o_d = o_r - start - before
@@ -107,12 +115,17 @@ def _context_rows_kernel(
     b_node = tl.load(p_path + o_d, mask=(o_d >= 0) & (o_d < WIDTH), other=-1)
     b_source = root + tl.where(b_node >= 0, b_node, tl.minimum(o_d, 0))
     tl.store(source + o_r, b_source, mask=o_r < end)
-    tl.store(context_positions + o_r, tl.load(positions + root) + o_d, mask=o_r < end)
+    b_position = tl.load(positions + root) + o_d
+    if slot_mappings is not None:
+        m_kept = o_r < end - rejected
+        b_position = tl.where(m_kept, b_position, 0)
+        o_slot = tl.load(query_start_loc + i_r) + o_r - start
+        for i in tl.static_range(len(slot_mappings)):
+            b_slot = tl.load(slot_mappings[i] + o_slot, mask=m_kept, other=-1)
+            tl.store(context_slots[i] + o_r, b_slot, mask=o_r < end)
+    tl.store(context_positions + o_r, b_position, mask=o_r < end)
     if i_b == 0:
-        sampled = tl.load(num_sampled + i_r)
-        rejected = tl.load(num_rejected + i_r)
-        unaccepted = end - start - before - sampled
-        tl.store(context_rejected + i_r, tl.where(sampled > 0, unaccepted, rejected))
+        tl.store(context_rejected + i_r, rejected)
 
 
 @dataclass(slots=True)
@@ -249,9 +262,21 @@ class ContextRows(Op):
     """`[R]` int32, written: context rows from the root on that were rejected."""
     max_rows: int
     """Most context rows of any request."""
+    slot_mappings: Sequence[Tensor] = ()
+    """`[T]` int64 of each cache, the slot of every row of the target's batch."""
+    context_slots: Sequence[Tensor] = ()
+    """`[>= M]` int64 of each, written: the slot of every context row, -1 for rejected ones, whose
+    positions are 0 then."""
 
     def check(self) -> None:
         reqs = self.num_sampled.shape[0]
+        if len(self.slot_mappings) != len(self.context_slots):
+            raise ValueError(
+                f"{self.name}: {len(self.slot_mappings)} slot_mappings but "
+                f"{len(self.context_slots)} context_slots"
+            )
+        for slots in (*self.slot_mappings, *self.context_slots):
+            check(self.name, "slots of a cache", slots, (None,), torch.int64)
         self.expect("context_start", (reqs + 1,), torch.int32)
         self.expect("query_start_loc", (reqs + 1,), torch.int32)
         self.expect("cu_num_logits", (reqs + 1,), torch.int32)
@@ -273,6 +298,11 @@ class ContextRows(Op):
                 self.context_positions[row] = self.positions[root] + depth
             tail_rows = end - start - int(self.rows_before[r])
             self.context_rejected[r] = tail_rows - sampled if sampled > 0 else self.num_rejected[r]
+            kept, first = end - int(self.context_rejected[r]), int(self.query_start_loc[r])
+            for slots, into in zip(self.slot_mappings, self.context_slots, strict=True):
+                into[start:kept] = slots[first : first + kept - start]
+                into[kept:end] = -1
+                self.context_positions[kept:end] = 0
 
     def triton(self) -> None:
         _context_rows_kernel[(self.num_sampled.shape[0], triton.cdiv(self.max_rows, _BLOCK))](
@@ -287,6 +317,8 @@ class ContextRows(Op):
             source=self.source,
             context_positions=self.context_positions,
             context_rejected=self.context_rejected,
+            slot_mappings=tuple(self.slot_mappings) or None,
+            context_slots=tuple(self.context_slots) or None,
             stride_path=self.path.stride(0),
             WIDTH=self.path.shape[1],
             BLOCK=_BLOCK,

@@ -48,8 +48,9 @@ def test_tails_of_a_verified_batch(run, size):
 
 
 @runs(context_rows, context_rows)
+@pytest.mark.parametrize("caches", [0, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_context_rows_are_the_accepted_path(run, seed):
+def test_context_rows_are_the_accepted_path(run, seed, caches):
     rng = np.random.default_rng(seed)
     reqs, width, slack = int(rng.integers(1, 6)), int(rng.integers(2, 17)), 3
     prompts = [int(rng.choice([0, 0, 1, 5, 300])) for _ in range(reqs)]
@@ -77,14 +78,27 @@ def test_context_rows_are_the_accepted_path(run, seed):
         full = sampled[r] > 0
         expected_rejected.append(allowed[r] - sampled[r] if full else rejected[r])
     total = int(kept[-1])
+    mapped = [(7 * np.arange(starts[-1]) + cache).tolist() for cache in range(caches)]
+    expected_slots = [[] for _ in mapped]
+    for r in range(reqs):
+        length = int(kept[r + 1] - kept[r]) - expected_rejected[r]
+        for slots, expected in zip(mapped, expected_slots, strict=True):
+            expected += slots[starts[r] : starts[r] + length] + [-1] * expected_rejected[r]
+        if caches:
+            rows = slice(int(kept[r]) + length, int(kept[r + 1]))
+            expected_positions[rows] = [0] * expected_rejected[r]
     source = poisoned(total + slack, dtype=torch.int64).to(DEVICE)
     out_positions, out_rejected = source.clone(), poisoned(reqs, dtype=torch.int32).to(DEVICE)
+    out_slots = [source.clone() for _ in mapped]
     cu = np.cumsum([0] + [1 + n for n in nodes])
     run(
         ints(kept.tolist()), ints(prompts), ints(starts.tolist()), ints(cu.tolist()),
         ints([*paths, [-1] * width]), ints(positions.tolist(), torch.int64), ints(sampled),
         ints(rejected), source, out_positions, out_rejected, int(np.diff(kept).max()),
+        [ints(slots, torch.int64) for slots in mapped], out_slots,
     )  # fmt: skip
+    for out, expected in zip(out_slots, expected_slots, strict=True):
+        assert out.tolist() == expected + [POISON] * slack
     assert source.tolist() == expected_rows + [POISON] * slack
     assert out_positions.tolist() == expected_positions + [POISON] * slack
     assert out_rejected.tolist() == expected_rejected
@@ -99,3 +113,5 @@ def test_wrong_arguments_are_named():
     one, two = torch.zeros(1).int(), torch.zeros(2).int()
     rows = one, one, two, two, two[None], slots, one, one, slots, slots, one, 1
     refuses("context_start", context_rows, *rows)
+    rows = two, one, two, two, two[None], slots, one, one, slots, slots, one, 1
+    refuses("1 slot_mappings but 0 context_slots", context_rows, *rows, [slots])

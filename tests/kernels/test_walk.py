@@ -63,14 +63,15 @@ class Batch:
         self.depth = max((max(depths_of(parents), default=0) for *_, parents in self.requests))
 
     def check(self, run) -> None:
-        inputs = (self.sampled, self.fed, self.parents, self.slots, self.starts, self.depth)
-        path, tokens, count = accept(run, *inputs)
-        for row, (draws, fed, parents) in enumerate(self.requests):
-            expected = accepted(draws, fed, parents) if fed else []
-            padding = self.depth + 1 - len(expected)
-            assert path[row].tolist() == expected + [-1] * padding
-            assert tokens[row].tolist() == [draws[node] for node in expected] + [0] * padding
-            assert count[row].item() == len(expected)
+        for node_ids in (self.fed, self.fed.int()):
+            inputs = (self.sampled, node_ids, self.parents, self.slots, self.starts, self.depth)
+            path, tokens, count = accept(run, *inputs)
+            for row, (draws, fed, parents) in enumerate(self.requests):
+                expected = accepted(draws, fed, parents) if fed else []
+                padding = self.depth + 1 - len(expected)
+                assert path[row].tolist() == expected + [-1] * padding
+                assert tokens[row].tolist() == [draws[node] for node in expected] + [0] * padding
+                assert count[row].item() == len(expected)
 
 
 @runs(accept_path, accept_path)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.rehearsal host`: the host's time in a step, with launches that do nothing.
 
-Nothing is emulated, so no number on the device means anything. Each step emits what it would on
-average: the count of sampled tokens is written into the memory that the driver calls the device's.
-Drafts, or copies alone, are forced, with as many nodes in every step. Nothing else may run on the
-machine.
+Drafts, or copies alone, are forced, with as many nodes in every step; see `forced`. Nothing else
+may run on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
-import ctypes
 import os
 import pstats
 import subprocess
@@ -20,11 +17,9 @@ import time
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from tests.rehearsal.cases import TINY
+from tests.rehearsal.forced import Steps
 
-NODES, EMITTED = 16, 4
 _WARM_UP, _STEPS, _LOADS = 30, 150, (1, 16, 64)
 _DRAFTER = {"model": str(TINY / "drafter")}
 _ENGINES: dict[str, dict[str, Any] | None] = {
@@ -42,7 +37,7 @@ def measure(arguments: list[str]) -> int:
     parser.add_argument("--profile", type=int, default=0, help="functions to list, at 16 requests")
     given = parser.parse_args(arguments)
     if given.only:
-        _run(_ENGINES[given.only], "copies" not in given.only, given.profile)
+        _run(_ENGINES[given.only], Steps(*["copies"] * ("copies" in given.only)), given.profile)
         sys.stdout.flush()
         os._exit(0)  # vLLM's own way out takes long
     failed = 0
@@ -57,13 +52,11 @@ def measure(arguments: list[str]) -> int:
     return int(failed > 0)
 
 
-def _run(speculative: dict[str, Any] | None, drafts: bool, listed: int) -> None:
+def _run(speculative: dict[str, Any] | None, steps: Steps, listed: int) -> None:
     from vllm import EngineArgs, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    _emit()
-    if speculative is not None and speculative["method"] == "bastion":
-        _force(drafts)
+    steps.install()
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(TINY / "target"),
@@ -99,48 +92,3 @@ def _run(speculative: dict[str, Any] | None, drafts: bool, listed: int) -> None:
         engine.abort_request(names)
         while engine.has_unfinished_requests():
             engine.step()
-
-
-def _emit() -> None:
-    """Each request emits `EMITTED` tokens in a step, or as many as it has drafts and one more."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    sample = GPUModelRunner.sample
-
-    def sampled(self: Any, hidden: Any, batch: Any, grammar: Any) -> Any:
-        found = sample(self, hidden, batch, grammar)
-        drafts = batch.num_draft_tokens_per_req
-        counts = (
-            [1] * batch.num_reqs if drafts is None else np.minimum(1 + drafts, EMITTED).tolist()
-        )
-        numbers = (ctypes.c_int32 * batch.num_reqs).from_address(found[1].data_ptr())
-        numbers[:] = counts
-        return found
-
-    GPUModelRunner.sample = sampled
-
-
-def _force(drafts: bool) -> None:
-    """Every step ends with a draft, or with copies alone."""
-    from vllm_bastion.policy.controller import Controller, Decision
-    from vllm_bastion.policy.step_size import StepSize
-    from vllm_bastion.policy.trees import Trees
-
-    weigh = Controller._weigh
-
-    def drafting(self: Any, batch: Any, costs: Any) -> Decision:
-        decision = weigh(self, batch, costs)
-        return Decision(drafts, "by plan", decision.plain_ms, looks_up=not drafts)
-
-    def nodes(self: Any, active: int, reqs: int, rows: int, most: int, *costs: Any) -> int:
-        choose(self, active, reqs, rows, most, *costs)  # its time is part of a step
-        return min(NODES * active, most)
-
-    def published(self: Any, step: int) -> Any:
-        found = read(self, step)
-        if found is not None:
-            found.num_verify[:], found.promised[:], found.emitted[:] = NODES, EMITTED - 1, EMITTED
-        return found
-
-    choose, read = StepSize.choose, Trees.published
-    Controller._weigh, StepSize.choose, Trees.published = drafting, nodes, published

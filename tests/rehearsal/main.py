@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.rehearsal import capture_rules, environment, report, serving
+from tests.rehearsal import capture_rules, compiles, environment, report, serving
 from tests.rehearsal.cases import CASES, Case
 
 _AT_ONCE = 2
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--interpret", action="store_true", help="our kernels, not references")
     parser.add_argument("--verbose", action="store_true", help="logs, counters, waits by place")
-    if arguments[:1] in (["quarter"], ["caches"], ["host"]):
+    if arguments[:1] in (["quarter"], ["caches"], ["host"], ["compiles"]):
         return _command(arguments)
     given = parser.parse_args(arguments)
     cases = _chosen(parser, given.cases)
@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
         results = _run_all(cases, given, folder)
         if not given.cases:
             failures += serving.check(folder / "serve.log")
+            failures += compiles.check()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     table, problems = report.table(cases, results), report.problems(cases, results)
@@ -56,9 +57,14 @@ def main(arguments: list[str]) -> int:
 
 def _command(arguments: list[str]) -> int:
     environment.enter(arguments)
-    from tests.rehearsal import caches, host, quarter
+    from tests.rehearsal import caches, compiles, host, quarter
 
-    commands = {"caches": caches.fill, "host": host.measure, "quarter": quarter.rehearse}
+    commands = {
+        "caches": caches.fill,
+        "compiles": compiles.report,
+        "host": host.measure,
+        "quarter": quarter.rehearse,
+    }
     try:
         return commands[arguments[0]](arguments[1:])
     finally:

@@ -133,25 +133,23 @@ class BastionSpeculator(DFlashSpeculator):
         self._may_defer = self.vllm_config.kv_transfer_config is None and all(map(may_defer, specs))
         self._may_defer_several = self._may_defer and all(may_defer(spec, True) for spec in specs)
         self.runtime.deferred = None
+        rows = min(len(self._context_source), self.max_num_tokens)
+        self._context_slots = torch.zeros(len(groups), rows, dtype=torch.int64, device=self.device)
 
     def _deferred(self) -> DeferredContext | None:
         """Rows that wait, in the buffers of accepted paths; None if no row may."""
         if self.runtime.deferred is None and self._may_defer and self._context_hidden:
-            rows = min(len(self._context_source), self.max_num_tokens)
-            self._deferred_slots = torch.zeros(
-                len(self._context_layers), rows, dtype=torch.int64, device=self.device
-            )
             self.runtime.deferred = DeferredContext(
                 self._context_hidden,
-                self._accepted_positions[:rows],
-                self._deferred_slots,
+                self._accepted_positions[: self._context_slots.shape[1]],
+                self._context_slots,
                 self.max_num_reqs,
                 self._store_deferred,
             )
         return self.runtime.deferred
 
     def _store_deferred(self, count: int) -> None:
-        positions, slots = self._accepted_positions, list(self._deferred_slots)
+        positions, slots = self._accepted_positions, list(self._context_slots)
         self._store(self._context_hidden, positions, slots, count)
 
     def _store(
@@ -336,19 +334,20 @@ class BastionSpeculator(DFlashSpeculator):
             waiting.flush()
             waiting = None
         positions = batch.positions[:count]
-        if step.walks:
-            source = batch.query_start_loc
-            if in_place:
-                first = 0 if waiting is None else waiting.num_rows
-                batch, hidden, num_rejected = self._accepted_context(
-                    step, batch, hidden, num_sampled, num_rejected, first
-                )
-            positions, slots = self._accepted_rows(batch, source, slots, num_rejected)
+        if in_place:
+            first = 0 if waiting is None else waiting.num_rows
+            into = [group[first : first + count] for group in self._context_slots]
+            batch, hidden, _ = self._accepted_context(
+                step, batch, hidden, num_sampled, num_rejected, first, slots, into
+            )
+            positions, slots = batch.positions, into
+        elif step.walks:
+            positions, slots = self._accepted_chains(batch, slots, num_rejected)
         if waiting is None:
-            self._store(hidden, positions, slots, len(positions))
+            self._store(hidden, positions, slots, count)
         else:
-            kept = () if in_place else hidden
-            waiting.add(kept, positions, slots, len(positions), batch.req_ids)
+            rows = () if in_place else (*hidden, positions, *slots)
+            waiting.add(rows, count, batch.req_ids)
 
     def _may_wait(self, step: Step, batch: InputBatch) -> bool:
         """Whether the rows of a step without a draft may be stored later, if there is room.
@@ -361,29 +360,16 @@ class BastionSpeculator(DFlashSpeculator):
         prompts_wait = step.refused or not batch.has_prefill
         return self._may_defer_several and prompts_wait
 
-    def _accepted_rows(
-        self,
-        batch: InputBatch,
-        source_start: torch.Tensor,
-        slots: list[torch.Tensor],
-        num_rejected: torch.Tensor,
+    def _accepted_chains(
+        self, batch: InputBatch, slots: list[torch.Tensor], num_rejected: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Positions and cache slots, [M], of a batch whose last `num_rejected` rows are dropped.
-
-        Accepted row i of a request is in the slot of the request's row i in the step.
-
-        Args:
-            source_start: [R + 1 or more] first row of each request in the step.
-            slots: [T] slots of the step's rows, in each KV cache group.
-        """
-        reqs = batch.num_reqs
-        begins, ends = batch.query_start_loc[:reqs], batch.query_start_loc[1 : reqs + 1]
+        """Positions and cache slots, [T], of chains whose last `num_rejected` rows are dropped."""
+        ends = batch.query_start_loc[1 : batch.num_reqs + 1]
         row = torch.arange(batch.num_tokens, dtype=ends.dtype, device=self.device)
         request = torch.searchsorted(ends, row, right=True)
         dropped = row >= (ends - num_rejected)[request]
-        source = (row + (source_start[:reqs] - begins)[request]).masked_fill(dropped, 0)
-        slots = [group[source].masked_fill(dropped, PAD_SLOT_ID) for group in slots]
-        return batch.positions[: batch.num_tokens].masked_fill(dropped, 0), slots
+        slots = [group[: len(row)].masked_fill(dropped, PAD_SLOT_ID) for group in slots]
+        return batch.positions[: len(row)].masked_fill(dropped, 0), slots
 
     # ---- the drafter's context ----------------------------------------------------------
 
@@ -395,12 +381,15 @@ class BastionSpeculator(DFlashSpeculator):
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
         first: int = 0,
+        slots: Sequence[torch.Tensor] = (),
+        into: Sequence[torch.Tensor] = (),
     ) -> tuple[InputBatch, list[torch.Tensor], torch.Tensor]:
         """Replace each request's tree rows by its accepted path, padded to at most L + 1 rows.
 
         hidden: tensors [T, H]; num_sampled, num_rejected: [R]; first: row of the buffers that the
-        path begins at. Returns the batch, the hidden states [M, H] and num_rejected [R] for the
-        drafter: vLLM drops a request's last ``num_rejected`` rows.
+        path begins at; slots: [T] cache slots, whose part of the path is written to `into`, [M].
+        Returns the batch, the hidden states [M, H] and num_rejected [R] for the drafter: vLLM drops
+        a request's last ``num_rejected`` rows.
 
         Row i of a request is the i-th node of its path, or a row that is dropped.
         """
@@ -428,6 +417,8 @@ class BastionSpeculator(DFlashSpeculator):
             positions,
             rejected,
             int(lens.max()),
+            slots,
+            into,
         )
         accepted_hidden = [out[first : first + total] for out in self._context_hidden]
         gather_rows(hidden, source, accepted_hidden)
@@ -450,13 +441,17 @@ class BastionSpeculator(DFlashSpeculator):
         return step.base_rows + np.minimum(step.nodes, self.trees.depth)
 
     def warm_up(self) -> None:
-        """Compile the kernels of the first request and of the first accepted path."""
+        """Compile the kernels of the first request, accepted path and copy."""
         self._warm_up_inputs()
+        self.trees.warm_up()
         one = self._context_layout[:1].zero_()
         two = torch.zeros(2, dtype=torch.int32, device=self.device)
         positions, rejected = self._accepted_positions, self._context_rejected[:1]
-        context_rows(two, one, two, two, self.trees.path, positions, one, one, self._context_source,
-                     positions, rejected, 1)  # fmt: skip
+        slots = list(self._context_slots)
+        # With no cache, and with those of rows that wait, from an even or an odd row on.
+        for caches in (((), ()), (slots, slots), (slots, [group[1:] for group in slots])):
+            context_rows(two, one, two, two, self.trees.path, positions, one, one,
+                         self._context_source, positions, rejected, 1, *caches)  # fmt: skip
         rows = self._context_source[:1].fill_(-1)
         gather_rows(
             self._context_hidden, rows, [torch.empty_like(h[:1]) for h in self._context_hidden]

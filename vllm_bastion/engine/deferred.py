@@ -55,32 +55,25 @@ class DeferredContext:
         # [begin, end) of rows -> views of these rows in every buffer; most steps reuse them.
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    def add(
-        self,
-        hidden: Sequence[torch.Tensor],
-        positions: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        count: int,
-        requests: Sequence[str],
-    ) -> None:
+    def add(self, rows: Sequence[torch.Tensor], count: int, requests: Sequence[str]) -> None:
         """Keep the first `count` rows of a step; see `has_room`. Rejected ones have no slot.
 
         Args:
-            hidden: tensors [count or more, H]; empty: they are in the buffers, from `num_rows` on.
-            positions, slots: of the same rows.
+            rows: hidden states, tensors [count or more, H], then positions, then slots of each
+                group; none: they are in the buffers already, from `num_rows` on.
             requests: ids of the step's requests.
         """
         begin, end = self.num_rows, self.num_rows + count
-        into = self._views.get((begin, end))
-        if into is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            buffers = (*self._hidden, self._positions, *self._slots)
-            into = self._views[begin, end] = [buffer[begin:end] for buffer in buffers]
-        rows = (*hidden, positions, *slots)
-        torch._foreach_copy_(
-            into[-len(rows) :], [row if row.shape[0] == count else row[:count] for row in rows]
-        )
+        if rows:
+            into = self._views.get((begin, end))
+            if into is None:
+                if len(self._views) >= _MAX_VIEWS:
+                    self._views.clear()
+                buffers = (*self._hidden, self._positions, *self._slots)
+                into = self._views[begin, end] = [buffer[begin:end] for buffer in buffers]
+            torch._foreach_copy_(
+                into, [row if row.shape[0] == count else row[:count] for row in rows]
+            )
         self.num_rows = end
         self._num_steps += 1
         self._requests.update(requests)

@@ -181,7 +181,7 @@ class TreeRejectionSampler(RejectionSampler):
             return processed, tokens
 
         walk = (
-            verify_draft_sampled.to(torch.int64),
+            verify_draft_sampled,
             trees.parents,
             idx_mapping,
             cu_num_logits,

@@ -268,6 +268,15 @@ class Trees:
         copies = self.copies.mix(slots, tokens, logprobs, None, self.copied, longest_copy)
         self._expand(tokens, logprobs, None, copies, self.log_kappa[1], self.copy_cost_ms)
 
+    def warm_up(self) -> None:
+        """Compile the ops of copies that no draft runs."""
+        if self.copies is None:
+            return
+        self.bind_rows()
+        self.grow_copies(1)
+        no_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self.copies.count_sources(self.row_slots[:1], no_rows, self.path[:1])
+
     def _expand(
         self,
         tokens: torch.Tensor,

@@ -94,7 +94,7 @@ class AcceptPath(Op):
     sampled: Tensor
     """`[P]` int64, token drawn at every logits row."""
     node_ids: Tensor
-    """`[P]` int64, input token of every logits row."""
+    """`[P]` int32 or int64, input token of every logits row."""
     parents: Tensor
     """`[S, N]` int32, node number of each column's parent; -1 unused."""
     slots: Tensor
@@ -111,7 +111,7 @@ class AcceptPath(Op):
     def check(self) -> None:
         reqs, longest = self.out_path.shape
         self.expect("sampled", (None,), torch.int64)
-        self.expect("node_ids", (self.sampled.shape[0],), torch.int64)
+        self.expect("node_ids", (self.sampled.shape[0],), torch.int32, torch.int64)
         self.expect("parents", (None, None), torch.int32)
         self.expect("slots", (reqs,), torch.int64)
         self.expect("cu_num_logits", (reqs + 1,), torch.int32)

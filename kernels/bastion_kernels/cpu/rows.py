@@ -52,6 +52,17 @@ def _context_rows(
         context_rejected[r] = rejected if num_sampled[r] > 0 else num_rejected[r]
 
 
+@njit
+def _context_slots(context_start, context_rejected, query_start_loc, slots, into, positions):
+    for r in range(context_rejected.shape[0]):
+        start, end = context_start[r], context_start[r + 1]
+        kept = end - context_rejected[r]
+        for row in range(start, kept):
+            into[row] = slots[query_start_loc[r] + row - start]
+        for row in range(kept, end):
+            into[row], positions[row] = -1, 0
+
+
 def context_rows(op: ContextRows) -> None:
     _context_rows(
         op.context_start.numpy(), op.rows_before.numpy(), op.query_start_loc.numpy(),
@@ -59,3 +70,8 @@ def context_rows(op: ContextRows) -> None:
         op.num_rejected.numpy(), op.source.numpy(), op.context_positions.numpy(),
         op.context_rejected.numpy(),
     )  # fmt: skip
+    for slots, into in zip(op.slot_mappings, op.context_slots, strict=True):
+        _context_slots(
+            op.context_start.numpy(), op.context_rejected.numpy(), op.query_start_loc.numpy(),
+            slots.numpy(), into.numpy(), op.context_positions.numpy(),
+        )  # fmt: skip
