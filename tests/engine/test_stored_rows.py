@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from bastion_kernels import context_rows
 from tests.test_hooks import _engine_with, _settings
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.engine.deferred import DeferredContext
@@ -23,12 +24,12 @@ def starts_of(counts: list[int]) -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["tree", "chain"])
-def test_accepted_rows_are_stored_where_their_tokens_are(in_place: bool) -> None:
+@pytest.mark.parametrize("chains", [False, True], ids=["tree", "chain"])
+def test_accepted_rows_are_stored_where_their_tokens_are(chains: bool) -> None:
     # Requests with cached tokens, rows of the step, rows that the drafter sees, accepted rows: a
     # tree whose path has 2 rows, a prompt's chunk, a root without a node, a full path.
     computed, rows, seen, accepted = [9, 0, 30, 5], [6, 5, 1, 4], [4, 5, 4, 4], [2, 5, 1, 4]
-    if in_place:  # the drafter sees the step's own rows
+    if chains:  # the drafter sees the step's own rows
         seen = rows
     tables = torch.randperm(64, generator=torch.Generator().manual_seed(0)).view(4, 16)
 
@@ -36,16 +37,26 @@ def test_accepted_rows_are_stored_where_their_tokens_are(in_place: bool) -> None
         return int(tables[request, position // BLOCK]) * BLOCK + position % BLOCK
 
     given = [slot(r, computed[r] + i) for r in range(4) for i in range(rows[r])]
-    speculator: Any = object.__new__(BastionSpeculator)
-    speculator.device = torch.device("cpu")
-    positions = [computed[r] + i for r in range(4) for i in range(seen[r])]
-    batch: Any = SimpleNamespace(
-        num_reqs=4, num_tokens=sum(seen), query_start_loc=starts_of(seen),
-        positions=torch.tensor([*positions, 99]),
-    )  # fmt: skip
-    rejected = torch.tensor(seen, dtype=torch.int32) - torch.tensor(accepted, dtype=torch.int32)
     both = [torch.tensor(given), torch.tensor(given) + 1000]  # of two KV cache groups
-    found, slots = speculator._accepted_rows(batch, starts_of(rows), both, rejected)
+    positions = torch.tensor([computed[r] + i for r in range(4) for i in range(rows[r])])
+    rejected = torch.tensor(seen, dtype=torch.int32) - torch.tensor(accepted, dtype=torch.int32)
+    if chains:
+        speculator: Any = object.__new__(BastionSpeculator)
+        speculator.device = torch.device("cpu")
+        batch: Any = SimpleNamespace(
+            num_reqs=4, num_tokens=sum(rows), query_start_loc=starts_of(rows), positions=positions
+        )
+        found, slots = speculator._accepted_chains(batch, both, rejected)
+    else:
+        found, source = torch.zeros(2, sum(seen), dtype=torch.int64)
+        slots = [torch.zeros_like(found) for _ in both]
+        path = torch.tensor([[0, 2, -1, -1], [0, -1, -1, -1], [0, -1, -1, -1], [0, 1, 2, 3]])
+        sampled = torch.tensor([2, 0, 1, 4]).int()  # the chunk is not the prompt's last
+        context_rows(
+            starts_of(seen), torch.tensor([0, 4, 0, 0]).int(), starts_of(rows),
+            starts_of([6, 1, 1, 4]), path.int(), positions, sampled, torch.zeros(4).int(), source,
+            found, torch.zeros(4).int(), max(seen), both, slots,
+        )  # fmt: skip
     for r, begin in enumerate(starts_of(seen)[:-1].tolist()):
         for i in range(seen[r]):
             position, row = computed[r] + i, begin + i
@@ -70,7 +81,7 @@ def _kept(rows: int = 16) -> tuple[DeferredContext, list[list[int]]]:
 
 def _add(context: DeferredContext, positions: list[int], requests: list[str]) -> None:
     at = torch.tensor(positions)
-    context.add([torch.ones(len(at), 4)], at, [at], len(at), requests)
+    context.add([torch.ones(len(at), 4), at, at], len(at), requests)
 
 
 def test_rows_that_nobody_can_find_are_dropped() -> None:
