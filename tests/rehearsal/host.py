@@ -37,7 +37,11 @@ def measure(arguments: list[str]) -> int:
     parser.add_argument("--profile", type=int, default=0, help="functions to list, at 16 requests")
     given = parser.parse_args(arguments)
     if given.only:
-        _run(_ENGINES[given.only], Steps(*["copies"] * ("copies" in given.only)), given.profile)
+        _run(
+            _ENGINES[given.only],
+            Steps("copies" if "copies" in given.only else "drafts"),
+            given.profile,
+        )
         sys.stdout.flush()
         os._exit(0)  # vLLM's own way out takes long
     failed = 0

@@ -11,8 +11,8 @@ and the state after c tokens is always in the block of token c. A prompt's chunk
 first and runs in place. A step with trees reads it where it is. It then commits the state at the
 end of the path and, if the path crosses a block's end, also the state there, from the same rows.
 
-vLLM's builder makes metadata for its own kernels, in some twenty launches for a batch of decoding
-requests. None of them is needed for our rows, so it is only asked in steps with prompts.
+vLLM's builder makes metadata for its own kernels, in launches of its own. Our rows need none of it,
+so the builder is only called in steps with prompts.
 
 A FULL graph is replayed for every step, so the buffers of a forward pass live as long as the
 engine.
@@ -172,8 +172,10 @@ class GatedDeltaModelState(BastionModelState, _OneState):
             return
         slots = input_batch.idx_mapping[:count].long()
         is_prompt = async_tensor_h2d(torch.from_numpy(prompts.copy()), device=self.device)
-        source = self._column(num_computed_tokens[slots])
-        end = self._column(input_batch.seq_lens[:count])
+        assert self._states is not None
+        column_after = self._states.blocks.column_after
+        source = column_after(num_computed_tokens[slots])
+        end = column_after(input_batch.seq_lens[:count])
         self._mamba_src_col_gpu[slots] = source.int()
         self._mamba_state_idx_gpu[slots] = torch.where(is_prompt, end, source).int()
         assert self._mamba_ctx is not None
@@ -184,10 +186,6 @@ class GatedDeltaModelState(BastionModelState, _OneState):
             self._mamba_src_off_gpu,  # always 0: a block has one state
             input_batch.idx_mapping,
         )
-
-    def _column(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The block table's column of the state after `tokens` tokens, -1 = no state."""
-        return (tokens + self._block_size - 1) // self._block_size - 1
 
     def _is_target(self, group: AttentionGroup) -> bool:
         return group.layer_names[0] in self._groups or super()._is_target(group)

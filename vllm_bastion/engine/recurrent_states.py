@@ -42,7 +42,7 @@ class RecurrentStates:
         max_rows: int,
         root_only: torch.Tensor,
     ) -> None:
-        self._layers, self._groups, self._blocks = layers, groups, blocks
+        self._layers, self._groups, self.blocks = layers, groups, blocks
         self._saved, self._max_rows, self._root_only = saved, max_rows, root_only
         self._states: tuple[LayerStates, LayerStates] | None = None
         most = len(root_only)
@@ -72,7 +72,7 @@ class RecurrentStates:
             query_start_loc,
             seq_lens,
             decodes,
-            self._blocks,
+            self.blocks,
             self._max_rows,
             self.starts,
             self._computed,
@@ -91,9 +91,9 @@ class RecurrentStates:
         saved, path = self._saved, (self._root_only if path is None else path)[:num_reqs]
         rows = self.rows[:, :num_reqs]
         into_rows, lengths = rows[None], None
-        if self._blocks.block_size:
+        if self.blocks.block_size:
             into_rows, lengths = self._into_rows[..., :num_reqs], self._lengths[:, :num_reqs]
-            find_commits(self._computed[:num_reqs], path, self._blocks, into_rows, lengths)
+            find_commits(self._computed[:num_reqs], path, self.blocks, into_rows, lengths)
         starts = self.starts[: num_reqs + 1]
         where = (rows, into_rows, starts, cu_num_logits, path, lengths)
         gated_delta_commit(saved.key, saved.updates, saved.decays, states, *where)

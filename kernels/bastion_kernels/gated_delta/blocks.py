@@ -38,12 +38,16 @@ class StateBlocks:
             device=self.tables[0].device,
         )
 
+    def column_after(self, tokens: Tensor) -> Tensor:
+        """The column of the state after `tokens` tokens in blocks with a size; -1 = none."""
+        return (tokens + self.block_size - 1) // self.block_size - 1
+
     def after(self, tokens: Tensor) -> list[Tensor]:
         """The block of each request's state after `tokens` [R] tokens, by group: [R] int32."""
         reqs = len(tokens)
         if not self.block_size:
             return [table[:reqs, 0] for table in self.tables]
-        columns = (tokens + self.block_size - 1) // self.block_size - 1
+        columns = self.column_after(tokens)
         # a dummy batch can have any number of tokens
         return [
             table[:reqs].gather(1, columns.clamp(0, table.shape[1] - 1).long()[:, None])[:, 0]

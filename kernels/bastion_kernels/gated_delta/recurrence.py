@@ -212,20 +212,12 @@ class GatedDeltaCommit(Op):
         self.expect("key", (layers, None, None, dim), self.key.dtype)
         self.expect("updates", (layers, None, heads, width), torch.float32)
         self.expect("decays", (layers, None, heads), torch.float64)
-        check_commits(self, self.into_rows, self.path, self.lengths)
+        check_commits(self)
 
     def reference(self) -> None:
         """Request by request, in fp32."""
         group = self.updates.shape[2] // self.key.shape[2]
-        for layer, state, into, rows in accepted_rows(
-            self.states,
-            self.state_rows,
-            self.into_rows,
-            self.query_start_loc,
-            self.cu_num_logits,
-            self.path,
-            self.lengths,
-        ):
+        for layer, state, into, rows in accepted_rows(self):
             decay = self.decays[layer, rows]  # [n, H]
             weight = (decay[-1] - decay).float().exp()[..., None]
             k = self.key[layer, rows].float().repeat_interleave(group, 1) * weight

@@ -284,18 +284,10 @@ class ShortConvCommit(Op):
 
     def check(self) -> None:
         self.expect("x", (len(self.states.states), None, self.states.first.shape[1]), self.x.dtype)
-        check_commits(self, self.into_rows, self.path, self.lengths)
+        check_commits(self)
 
     def reference(self) -> None:
-        for layer, state, into, rows in accepted_rows(
-            self.states,
-            self.state_rows,
-            self.into_rows,
-            self.query_start_loc,
-            self.cu_num_logits,
-            self.path,
-            self.lengths,
-        ):
+        for layer, state, into, rows in accepted_rows(self):
             inputs = torch.cat([state.T, self.x[layer, rows].to(state.dtype)])
             into.copy_(inputs[-state.shape[1] :].T)
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bastion_kernels.op import Op
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["LayerStates", "accepted_rows", "check_commits", "path_length"]
@@ -58,34 +57,27 @@ def path_length(p_path, tail, PATH: tl.constexpr, PATHS: tl.constexpr):
     return tl.min(tl.where((b_node >= 0) & (b_node < tail), PATHS, o_path), 0)
 
 
-def check_commits(op: Op, into_rows: Tensor, path: Tensor, lengths: Tensor | None) -> None:
-    """Raise ValueError or TypeError unless these arguments of a commit fit together."""
-    reqs, commits = path.shape[0], into_rows.shape[0]
+def check_commits(op: Any) -> None:
+    """Raise ValueError or TypeError unless the arguments that both commit ops have fit together."""
+    reqs, commits = op.path.shape[0], op.into_rows.shape[0]
     op.expect("state_rows", (None, reqs), torch.int32)
     op.expect("into_rows", (None, None, reqs), torch.int32)
     op.expect("query_start_loc", (reqs + 1,), torch.int32)
     op.expect("cu_num_logits", (reqs + 1,), torch.int32)
     op.expect("path", (reqs, None), torch.int32)
-    if lengths is not None:
+    if op.lengths is not None:
         op.expect("lengths", (commits, reqs), torch.int32)
 
 
-def accepted_rows(
-    states: LayerStates,
-    state_rows: Tensor,
-    into_rows: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    path: Tensor,
-    lengths: Tensor | None,
-) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """For every commit, layer and request: layer, state read, state written, accepted rows.
+def accepted_rows(op: Any) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """For every commit, layer and request of a commit op: layer, states read and written, rows.
 
-    Accepted rows are those before the root, the root and the nodes of the path.
+    The rows are the accepted ones: those before the root, the root and the nodes of the path.
     """
-    starts, logits = query_start_loc.tolist(), cu_num_logits.tolist()
-    from_rows = state_rows.tolist()
-    for commit, to_rows in enumerate(into_rows.tolist()):
+    starts, logits = op.query_start_loc.tolist(), op.cu_num_logits.tolist()
+    states, path, lengths = op.states, op.path, op.lengths
+    from_rows = op.state_rows.tolist()
+    for commit, to_rows in enumerate(op.into_rows.tolist()):
         rows: list[Tensor] = []
         for r, (first, last) in enumerate(pairwise(starts)):
             tail = logits[r + 1] - logits[r]
