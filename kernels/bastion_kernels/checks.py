@@ -40,6 +40,12 @@ def check(
         raise ValueError(f"{op}: the last dimension of {name} must be contiguous")
 
 
-def on_gpu(tensor: Tensor) -> bool:
-    """Whether to run the Triton kernel."""
-    return tensor.device.type == "cuda"
+def fits(tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[dtype, ...]) -> bool:
+    """Whether `tensor` passes `check` and is contiguous. About forty are asked in a decode step."""
+    sizes = tensor.shape
+    if len(sizes) != len(shape) or tensor.dtype not in dtypes or not tensor.is_contiguous():
+        return False
+    for want, size in zip(shape, sizes):  # noqa: SIM110, a generator takes longer
+        if want is not None and want != size:
+            return False
+    return True

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Generic, ParamSpec
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.checks import check, fits
 
 _P = ParamSpec("_P")
 
@@ -47,7 +47,9 @@ class Op:
         strided: bool = False,
     ) -> None:
         """Raise unless this tensor argument has the shape and one of the dtypes; see `check`."""
-        check(self.name, argument, getattr(self, argument), shape, *dtypes, strided=strided)
+        tensor: Tensor = getattr(self, argument)
+        if not fits(tensor, shape, dtypes):
+            check(self.name, argument, tensor, shape, *dtypes, strided=strided)
 
     def check(self) -> None:
         """Raise ValueError or TypeError if the arguments do not fit together."""
@@ -94,7 +96,7 @@ class PublicOp(Generic[_P]):
         call = self._arguments(*args, **kwargs)
         call.check()
         tensor: Tensor = getattr(call, self._device_of)
-        if on_gpu(tensor):
+        if tensor.is_cuda:
             call.triton()
         else:
             self._run_on_cpu(call)

@@ -101,9 +101,9 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> TreeFlashAttentionMetadata:
         flash = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = TreeFlashAttentionMetadata(**vars(flash), workspaces=self.workspaces)
-        # A graph's padding has as many requests as rows, all of them empty.
-        rows = common_attn_metadata.query_start_loc_cpu.diff()
-        count = max(1, int((rows > 0).sum()))
+        # A graph's padding has as many requests as rows. They come last, and are empty.
+        starts = common_attn_metadata.query_start_loc_cpu.numpy()
+        count = max(1, int(starts.searchsorted(starts[-1])))
         for workspace in self.workspaces.values():
             workspace.plan(
                 metadata.query_start_loc[: count + 1],

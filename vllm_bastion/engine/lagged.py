@@ -67,7 +67,7 @@ class LaggedVerificationManager(BastionVerificationManager):
                 controller.size.observe(int(nodes), len(slots), float(tokens))
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        total = int(self._num_verify.sum())
+        total = self._num_nodes
         if total in (0, self._layout_np[0, self._slots].sum()):
             return super().reallocate_drafts(req_ids, idx_mapping)  # nothing to choose from
         async_tensor_h2d(self._layout_np, out=self._layout)

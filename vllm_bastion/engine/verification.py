@@ -137,6 +137,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         # and rows that are not nodes (roots and prompt tokens).
         self._drafts = np.zeros(0, dtype=np.int32)
         self._num_verify = np.zeros(0, dtype=np.int32)
+        self._num_nodes = 0  # sum of `_num_verify`
         self._plain_rows = np.zeros(0, dtype=np.int32)
         self._req_ids: list[str] = []
         self._num_logits_np = np.zeros(1, dtype=np.int32)
@@ -184,6 +185,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         self._drafts, self._req_ids = drafts, order
         with gpu_sync_allowed():
             self._num_verify = self._choose(slots, drafts)
+        self._num_nodes = int(self._num_verify.sum())
         rows, controller = np.flatnonzero(drafts), self.runtime.controller
         max_nodes, with_tree = drafts if self.lag else self._num_verify, slots[rows]
         kappa = np.ones(len(rows))
@@ -193,7 +195,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             with_tree, self._generations[with_tree], max_nodes[rows], kappa, self._only_copies
         )
         self._observe_past_step()
-        return int(self._num_verify.sum() + self._plain_rows.sum())
+        return self._num_nodes + int(self._plain_rows.sum())
 
     def _choose(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """N* of every row, [R] int32, at most `drafts`."""
@@ -256,7 +258,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         # The host's counts are exact, so the runner has already written query_start_loc.
         cu_num_logits = async_tensor_h2d(self._num_logits_np, device=self.trees.device)
-        return self._reallocated(cu_num_logits, int(self._num_verify.sum()))
+        return self._reallocated(cu_num_logits, self._num_nodes)
 
     def _reallocated(self, cu_num_logits: torch.Tensor, num_drafts: int) -> tuple[Any, ...]:
         """The values that this version of vLLM unpacks."""
@@ -335,7 +337,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             nodes = rows - requests
             if input_batch.has_prefill:
                 requests -= int(np.count_nonzero(input_batch.is_prefilling_np))
-                nodes = int(self._num_verify.sum()) if self._req_ids else 0
+                nodes = self._num_nodes if self._req_ids else 0
             tree_ms = 0.0
             if controller is not None:
                 drafted = step.drafts or not controller.looks_up

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.attention.kv_layout import KVLayout
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.checks import check
 from bastion_kernels.op import load
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -188,13 +188,13 @@ class KVCompactor:
             if cache.shape[0] * cache.shape[2] >= 2**31:
                 raise ValueError(f"KVCompactor: {cache.shape[0]} blocks have too many slots")
             key = (group, cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
-            if layout is not None and (on_gpu(cache) or layout.offsets.shape != cache.shape[2:]):
+            if layout is not None and (cache.is_cuda or layout.offsets.shape != cache.shape[2:]):
                 raise ValueError("KVCompactor: a layout that is not of this cache")
             integers = cache.view(_INTEGERS[cache.element_size()])
             unique.setdefault(key, (integers, group, layout))
         self.entries = [(cache, group) for cache, group, _ in unique.values()]
         self.layouts = [layout for _, _, layout in unique.values()]
-        self._on_gpu = on_gpu(self.entries[0][0])
+        self._on_gpu = self.entries[0][0].is_cuda
         self._launches = self._make_launches()
         if not self._on_gpu:
             plan = load("bastion_kernels.cpu.accept", "CompactPlan")

@@ -32,7 +32,7 @@ from bastion_kernels.attention.kv_layout import KVLayout
 from bastion_kernels.attention.mask import visible_rows
 from bastion_kernels.attention.plan import BUNDLE_FIELDS, RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from bastion_kernels.checks import check, on_gpu
+from bastion_kernels.checks import check
 from bastion_kernels.op import load
 
 # Accumulating one precision above the input makes the rounded result independent of the order of a
@@ -108,7 +108,7 @@ class AttentionLayer:
             ValueError, TypeError: shapes, dtypes or workspace do not fit together.
         """
         self.check(step, query, out)
-        if on_gpu(query):
+        if query.is_cuda:
             self.triton(step, query, out)
         elif load(_CPU, "serves")(query.dtype, self.kv_cache.dtype):
             self.cpu(step, query, out)

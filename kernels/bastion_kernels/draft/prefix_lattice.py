@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bastion_kernels.checks import on_gpu
 from bastion_kernels.draft.frontier import extend_frontier
 from bastion_kernels.draft.gru_states import advance_states
 from bastion_kernels.op import Op, load, public
@@ -55,7 +54,7 @@ class PrefixHead:
 
     def prepared(self) -> tuple[Tensor, ...]:
         """The weights in the layout for their device."""
-        if on_gpu(self.first):
+        if self.first.is_cuda:
             return self.joined()
         packed: tuple[Tensor, ...] = load("bastion_kernels.cpu.prefix_lattice", "pack_head")(self)
         return packed
