@@ -2,6 +2,7 @@
 """When the controller drafts: by each request's own trees, with probes that back off."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -29,8 +30,8 @@ class Costs:
     def estimate(self, num_reqs, context_len, spared=0):
         return self.costs
 
-    def plain_is_known(self, num_reqs):
-        return self.known
+    def plain_age(self, num_reqs):
+        return 0.0 if self.known else math.inf
 
     def observe(self, step, passed=1):
         self.observed.append((step, passed))

@@ -99,3 +99,23 @@ def test_steps_without_a_draft_look_up_and_cost_no_drafter():
     assert not ending.looks_up and not waiting.looks_up
     off = Controller(15, 4, Costs(StepEstimate(control.costs.curve, 10.0, 10.0)), Buffers())
     assert not off.plan(batch).looks_up
+
+
+def test_plain_steps_are_tried_where_copies_have_taken_their_place():
+    """Nothing but a plain step shows that P, which copies are weighed against, is too high."""
+    batch, curve = Batch([0], [1000], 1, 100.0), np.full(129, 40.0, np.float32)
+    costs = Costs(StepEstimate(curve, 10.0, 10.0))
+    control = Controller(15, 4, costs, looks_up=True, sees_copies=True)
+
+    def decided(promised, known):
+        for _ in range(40):
+            control.gains.add_trees([0], [1.0], [8])
+            control.gains.add_outcomes([0], [1.0], [1.0])
+            control.observe_copies(np.array([0]), np.array([promised]), 1)
+        costs.known = known
+        return [control.plan(batch) for _ in range(200)]
+
+    trials = [d for d in decided(0.4, known=False) if d.reason == "trial of plain steps"]
+    assert len(trials) == 8 and not any(d.drafts or d.looks_up for d in trials)
+    for promised, known in ((0.4, True), (5.0, False)):
+        assert not any(d.reason == "trial of plain steps" for d in decided(promised, known))

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latency models: staircase, drift, noise, outliers, and what one kind of step tells of another."""
 
+import math
+from collections import Counter
+
 import numpy as np
 import pytest
 
+from vllm_bastion.policy.controller import Batch, Controller
 from vllm_bastion.policy.cost.corrected import CorrectedLatency
 from vllm_bastion.policy.cost.models import make_latency
 from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.table import StepCostTable
+from vllm_bastion.policy.remaining import NO_LIMIT
 from vllm_bastion.step_times import StepTimes
 
 SIZES = (1, 8, 16, 32, 64)
@@ -41,7 +46,7 @@ def test_curves_are_taken_at_captured_sizes_with_drafter_and_overhead(name):
     np.testing.assert_allclose(estimate.tree_ms, _table().cost_ms(1, 0), rtol=1e-6)
     assert estimate.tree_ms[9] == estimate.tree_ms[16] > estimate.tree_ms[8]
     assert model.estimate(3, 0).plain_ms == pytest.approx(2.8 + 0.5)
-    assert model.plain_is_known(1) == (name != "ema_table")
+    assert model.plain_age(1) == (math.inf if name == "ema_table" else 0.0)
 
 
 @pytest.mark.parametrize("name", ["table", "ema_table", "ema"])
@@ -155,12 +160,39 @@ def test_each_kind_of_step_shows_that_the_machine_changed(drafts):
     assert _costs(model) == pytest.approx((1.4 * 2.6, 1.4 * 4.1, 1.4 * 7.2), rel=0.12)
 
 
+def test_plain_steps_that_became_faster_are_noticed_while_trees_run():
+    """Trees are expected to pay 1.25 times; then plain steps take half as long as before."""
+    model, reasons, verified = CorrectedLatency(_table()), [], False
+    control = Controller(15, 4, model)
+    tree_ms = model.estimate(1, 0).tree_step_ms(8)
+    tokens = 1.25 * tree_ms / 2.6 - 1.0
+    for step in range(2500):
+        decision = control.plan(Batch([0], [NO_LIMIT], 1, 0.0))
+        reasons.append(decision.reason)
+        if decision.drafts:
+            control.gains.add_trees([0], [tokens], [7])
+            control.gains.add_outcomes([0], [tokens], [tokens])
+        plain_ms = 2.6 if step < 800 else 1.3
+        forward = tree_ms - 2.0 if verified else plain_ms
+        total = forward + 2.0 * (verified and decision.drafts)
+        rows = 8 if verified else 1
+        control.observe([StepTimes(rows, 1, 0.0, verified, decision.drafts, forward, total)])
+        verified = decision.drafts
+    before, after = Counter(reasons[:800]), Counter(reasons[-500:])
+    assert before["pays"] > 750 and 8 <= before["trial of plain steps"] <= 24
+    assert after["does not pay"] > 450
+
+
 def test_another_size_of_batch_starts_from_the_nearest():
     model, rng = CorrectedLatency(_table()), np.random.default_rng(4)
-    assert not model.plain_is_known(1)
+    assert model.plain_age(1) == math.inf
     _serve(model, 200, rng, plain=0.7, drafts=0.5)
     assert model.estimate(4, 0).plain_ms == pytest.approx(0.7 * 3.3, rel=0.06)
-    assert model.plain_is_known(4), "plain steps need not be tried once more"
+    assert model.plain_age(4) == 0, "plain steps need not be tried at once"
+    for age in range(1, 20):
+        model.observe(_tree(16, 4.0, num_reqs=4))
+        assert model.plain_age(4) in (age - 1, age), "the first step of a kind is skipped"
+    assert model.plain_age(1) < 20, "each size has its own"
     before = model.estimate(1, 0).plain_ms
     for _ in range(50):
         model.observe(_plain(20.0, num_reqs=4))
@@ -258,7 +290,7 @@ def test_steps_of_copies_have_a_time_of_their_own():
     added = float(np.diff(after.tree_ms[[1, 8]])[0])
     assert after.copies_ms + added == pytest.approx(total, rel=0.05)
     assert after.plain_ms == pytest.approx(2.6)
-    assert not model.plain_is_known(1)
+    assert model.plain_age(1) == math.inf
 
 
 def test_steps_of_copies_tell_costly_nodes_from_a_slow_machine():

@@ -320,12 +320,14 @@ class Controller:
         count, plain_ms = len(batch.slots), costs.plain_ms
         expected = self.gains.expected(batch.slots, batch.remaining)
         tokens, nodes = expected.tokens, round(expected.nodes)
-        least, copy_ms = 1.0, plain_ms
-        if self.looks_up and not self._sees_copies:
-            copied = self._copied[batch.slots]
-            least, copy_ms, copied = self._gain_of_copies(batch.slots, batch.remaining, copied)
-            if not expected.unknown:
-                tokens, nodes = _together(expected, copied)
+        least, copy_ms, best = 1.0, plain_ms, 1.0
+        if self.looks_up:
+            promised = self._copied[batch.slots]
+            best, ms, copied = self._gain_of_copies(batch.slots, batch.remaining, promised)
+            if not self._sees_copies:
+                least, copy_ms = best, ms
+                if not expected.unknown:
+                    tokens, nodes = _together(expected, copied)
         ratio = costs.tree_step_ms(count + nodes) / plain_ms
         # Without data, draft unless even full acceptance could not pay.
         for limit in expected.unknown:
@@ -335,18 +337,20 @@ class Controller:
         decision = Decision(gain >= 1.0 - 1e-9, "pays", plain_ms)
         if not decision.drafts:
             decision = replace(decision, reason="copies pay more" if least > 1 else "does not pay")
-        if not expected.unknown and self._probes.reverses(
-            decision.drafts,
-            ratio,
-            gain,
-            new=sum(map(self.gains.is_new, batch.slots)) / count,
-            in_doubt=gain < _DOUBT
-            and self.gains.num_trees >= _KNOWN_TREES
-            and not self.latency.plain_is_known(count),
-            ends_in=max(batch.remaining),
-        ):
-            kind = "plain steps" if decision.drafts else "trees"
-            decision = Decision(not decision.drafts, f"trial of {kind}", plain_ms, is_trial=True)
+        kind = None
+        if not expected.unknown:
+            kind = self._probes.tries(
+                decision.drafts,
+                ratio,
+                gain,
+                new=sum(map(self.gains.is_new, batch.slots)) / count,
+                plain_age=self.latency.plain_age(count),
+                in_doubt=max(gain * least, best) < _DOUBT and self.gains.num_trees >= _KNOWN_TREES,
+                ends_in=max(batch.remaining),
+            )
+        if kind is not None and not (kind == "trees" and decision.drafts):
+            trees = kind == "trees"
+            decision = Decision(trees, f"trial of {kind}", plain_ms, is_trial=True)
         may = self.looks_up and (self._sees_copies or not decision.drafts)
         return replace(decision, looks_up=may and not decision.is_trial)
 

@@ -10,14 +10,19 @@ With C and P the costs of a step with trees and of a plain one, a probe is expec
 starts with 4 P. So probes are expected to cost at most 1/64 of the time, however short replies and
 however expensive trees are.
 
-Steps with trees yield no data on the cost of plain steps. A few plain steps are taken at first if
-their times could change the decision.
+Steps with trees, or with copies, yield no data on the cost of plain steps, and P may drift away
+from it. So four plain steps are taken where their times could change the decision: at first, and
+then each time that no plain step of such a batch was timed for 64 steps. The 64 double up to 1024
+each time that the result changes nothing.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 _FIRST, _LAST = 16, 512
 _OF_TREES, _OF_PLAIN = 2, 4
+_FIRST_PLAIN, _LAST_PLAIN = 64, 1024
 # The allowance's share of the time; its start value and usual maximum, in plain steps.
 _SHARE, _MOST = 1 / 64, 4.0
 # A probe is charged at least this fraction of its time: switching between kinds costs time, too.
@@ -26,57 +31,78 @@ _MIN_LOSS = 0.3
 _PAUSE = 3
 
 
+Kind = Literal["trees", "plain steps"]
+
+
 class Probes:
-    """Counts steps without drafts, and says when to try them."""
+    """Counts steps without drafts, and says when to try which kind."""
 
     def __init__(self) -> None:
         self._wait, self._since = _FIRST, 0
+        self._plain_wait = self._since_plain = _FIRST_PLAIN
         self._allowance = _MOST  # in plain steps
         # Decisions left in the current probe, and those until its result is known.
         self._left = self._pause = 0
-        self._of_trees = False
+        self._kind: Kind = "trees"
 
     @property
     def active(self) -> bool:
         """Whether a probe is under way, or its result has not been used yet."""
         return self._left > 0 or self._pause > 0
 
-    def reverses(
-        self, drafts: bool, ratio: float, gain: float, *, new: float, in_doubt: bool, ends_in: int
-    ) -> bool:
-        """Whether the next step takes the kind that does not seem to pay.
+    def tries(
+        self,
+        drafts: bool,
+        ratio: float,
+        gain: float,
+        *,
+        new: float,
+        plain_age: float,
+        in_doubt: bool,
+        ends_in: int,
+    ) -> Kind | None:
+        """The kind of the next step if it is a probe; None: the one that seems to pay.
 
         Args:
             drafts: whether trees seem to pay.
             ratio: C / P.
             gain: e^x, how much faster trees are expected to emit tokens.
             new: fraction of the batch's requests that have had no tree.
-            in_doubt: whether plain steps could turn out to be faster than trees.
+            plain_age: see `LatencyModel.plain_age`.
+            in_doubt: whether plain steps could turn out to be faster than what seems to pay.
             ends_in: most steps until all requests have ended.
         """
         loss = _OF_TREES * ratio * max(1.0 - gain, _MIN_LOSS)
         earned = self._allowance + _SHARE * (ratio if drafts else 1.0)
         self._allowance = min(earned, max(_MOST, loss))
         self._since += not drafts
+        self._since_plain += 1
         if self._left:
             self._left -= 1
-            return self._of_trees != drafts
+            return self._kind
         if self._pause:
             self._pause -= 1
-            if not self._pause and self._of_trees:
+            if not self._pause:
                 # `drafts` takes the probe's result into account.
-                self._wait = _FIRST if drafts else min(2 * self._wait, _LAST)
-            return False
+                if self._kind == "trees":
+                    self._wait = _FIRST if drafts else min(2 * self._wait, _LAST)
+                else:
+                    self._plain_wait = min(2 * self._plain_wait, _LAST_PLAIN)
+            return None
+        stale = min(plain_age, self._since_plain) >= self._plain_wait
+        if in_doubt and stale and ends_in > _OF_PLAIN:
+            self._since_plain = 0
+            return self._begin("plain steps", _OF_PLAIN)
         if drafts:
             self._wait, self._since = _FIRST, 0
-            return in_doubt and ends_in > _OF_PLAIN and self._begin(of_trees=False)
+            return None
         wait = _FIRST if new >= 0.5 else self._wait
         if self._since < wait or ends_in <= _OF_TREES or self._allowance < loss:
-            return False
+            return None
         self._allowance -= loss
-        return self._begin(of_trees=True)
+        return self._begin("trees", _OF_TREES)
 
-    def _begin(self, *, of_trees: bool) -> bool:
-        self._left = (_OF_TREES if of_trees else _OF_PLAIN) - 1
-        self._pause, self._of_trees, self._since = _PAUSE, of_trees, 0
-        return True
+    def _begin(self, kind: Kind, steps: int) -> Kind:
+        self._left, self._pause = steps - 1, _PAUSE
+        self._kind, self._since = kind, 0
+        return kind

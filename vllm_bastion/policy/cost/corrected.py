@@ -10,8 +10,10 @@ table, a batch of R requests is estimated to take
 
 a, c, p and s are moving averages of y = ln(measured / estimated), clipped, for batches of about
 that size; c is p until it is measured. With f the fraction of the estimate that e^s scales, a step
-has weight 1 - f for a, c or p, and 2 f for s. A machine that slows down slows all kinds: once a
-kind has been measured itself, it also follows 80% of another one's changes.
+has weight 1 - f for a, c or p, and 2 f for s. The first steps of a kind count by their median, and
+so do the first plain ones after many others, because p may be far off by then. A machine that slows
+down slows all kinds: once a kind has been measured itself, it also follows 80% of another one's
+changes.
 
 Steps with trees beyond the largest captured graph have a factor of their own: the host launches
 their kernels one by one, so their times say nothing about the cost of a row within a graph.
@@ -39,8 +41,8 @@ from vllm_bastion.step_times import StepTimes
 # stalled step must not change the decision.
 _ALPHA, _CLIP = 0.1, 0.3
 _MAX_SLOPE = math.log(3.0)
-# The first steps count by their median.
-_FIRST = 4
+# First steps that count by their median, and steps after which the next plain one is such a first.
+_FIRST, _STALE = 4, 64
 # Weight with which a kind follows the other one's changes.
 _COMMON = 0.8
 # Steps of a kind after which it counts as measured, and after which its changes are attributed to
@@ -67,6 +69,10 @@ class _Log:
             return median(self.first) - self.value
         return _ALPHA * min(max(log - self.value, -_CLIP), _CLIP)
 
+    def restarted(self) -> _Log:
+        """One whose next steps count by their median with the present value."""
+        return _Log(self.value, min(self.count, _KNOWN), (self.value,))
+
 
 @dataclass(slots=True)
 class _Factors:
@@ -76,6 +82,8 @@ class _Factors:
     copies: _Log = field(default_factory=_Log)
     tree: _Log = field(default_factory=_Log)
     slope: float = 0.0
+    # Steps since the last plain one; infinite if none was timed.
+    plain_age: float = math.inf
 
     @property
     def copies_value(self) -> float:
@@ -84,11 +92,9 @@ class _Factors:
 
     def of_another_size(self) -> _Factors:
         """Initial values for another size, which its own steps soon outweigh."""
-        plain, copies, tree = (
-            _Log(log.value, min(log.count, _KNOWN), (log.value,))
-            for log in (self.plain, self.copies, self.tree)
-        )
-        return _Factors(plain, copies, tree, self.slope)
+        plain, copies, tree = (log.restarted() for log in (self.plain, self.copies, self.tree))
+        age = 0.0 if self.plain.count else math.inf
+        return _Factors(plain, copies, tree, self.slope, age)
 
 
 class CorrectedLatency:
@@ -119,9 +125,9 @@ class CorrectedLatency:
             self._factors[size], self._slopes[size] = known, known.slope
         return known
 
-    def plain_is_known(self, num_reqs: int) -> bool:
-        """Whether a few plain steps of such a batch were timed."""
-        return self.factors(num_reqs).plain.count >= _KNOWN
+    def plain_age(self, num_reqs: int) -> float:
+        """See `LatencyModel`; a new size counts from its first step if another one is known."""
+        return self.factors(num_reqs).plain_age
 
     def estimate(self, num_reqs: int, context_len: float, spared: int = 0) -> StepEstimate:
         """See `LatencyModel`."""
@@ -186,6 +192,12 @@ class CorrectedLatency:
             return
         prior = self.table.estimate(num_reqs, step.context_len, step.spared)
         factors = self.factors(num_reqs)
+        if step.verified or not undrafted:
+            factors.plain_age += 1.0
+        else:
+            if _STALE <= factors.plain_age < math.inf:
+                factors.plain = factors.plain.restarted()
+            factors.plain_age = 0.0
         plain_log, copies_log, tree_log = factors.plain, factors.copies, factors.tree
         ms, root = float(prior.curve[row]), float(prior.curve[min(num_reqs, row)])
         if beyond:

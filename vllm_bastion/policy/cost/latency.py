@@ -54,8 +54,11 @@ class LatencyModel(Protocol):
         """Learn from a completed step, the last of `passed` steps since the one observed before."""
         ...
 
-    def plain_is_known(self, num_reqs: int) -> bool:
-        """Whether the cost of plain steps of such a batch has been measured, or cannot be."""
+    def plain_age(self, num_reqs: int) -> float:
+        """Steps of such a batch that were timed since its last plain one.
+
+        Infinite if there was none, 0 if plain steps are not learned from.
+        """
         ...
 
     def correction(self, num_reqs: int) -> dict[str, float]:

@@ -408,9 +408,9 @@ class CurveLatency:
             return
         self.factor += _ALPHA * (ratio - self.factor)
 
-    def plain_is_known(self, num_reqs: int) -> bool:
+    def plain_age(self, num_reqs: int) -> float:
         """See `LatencyModel`: no model here learns from plain steps."""
-        return True
+        return 0.0
 
     def correction(self, num_reqs: int) -> dict[str, float]:
         """See `LatencyModel`."""
