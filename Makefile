@@ -8,6 +8,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13; do \
 VENV ?= .venv
 VENV033 ?= .venv-033
 REHEARSAL ?= .venv-rehearsal
+REHEARSAL033 ?= .venv-rehearsal-033
 BIN := $(VENV)/bin
 
 # One thread is fastest for the tiny pair. conftest.py sets the same for a bare `pytest`.
@@ -22,7 +23,7 @@ FAST := not e2e and not thorough and not slow and not gpu
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-033 test-033-full check rehearse bench clean
+.PHONY: help setup demo test test-full test-033 test-033-full check rehearse rehearse-033 bench clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
@@ -66,12 +67,14 @@ check: $(VENV)/.ready  ## Lint, format, types, the floors of imports and the fas
 	@$(BIN)/python -m pytest -m "$(FAST)" -n auto
 
 # Two stamps: vLLM for CUDA is installed once; a changed driver is only compiled again.
-$(REHEARSAL)/.vllm-0.32:
-	@tests/rehearsal/setup.sh vllm "$(PYTHON)" "$(REHEARSAL)"
+$(REHEARSAL)/.vllm-0.32 $(REHEARSAL033)/.vllm-0.33:
+	@tests/rehearsal/setup.sh vllm "$(patsubst .vllm-%,%,$(@F))" "$(PYTHON)" "$(@D)"
 	@touch $@
 
-$(REHEARSAL)/.driver: $(REHEARSAL)/.vllm-0.32 tests/rehearsal/setup.sh $(wildcard tests/rehearsal/fake_driver/*)
-	@tests/rehearsal/setup.sh driver "$(REHEARSAL)"
+$(REHEARSAL)/.driver: $(REHEARSAL)/.vllm-0.32
+$(REHEARSAL033)/.driver: $(REHEARSAL033)/.vllm-0.33
+$(REHEARSAL)/.driver $(REHEARSAL033)/.driver: tests/rehearsal/setup.sh $(wildcard tests/rehearsal/fake_driver/*)
+	@tests/rehearsal/setup.sh driver "$(@D)"
 	@touch $@
 
 # ARGS: names of cases, --verbose, --interpret; see docs/rehearsal.md.
@@ -79,6 +82,9 @@ ARGS ?=
 
 rehearse: $(REHEARSAL)/.driver  ## Run vLLM's CUDA build on a simulated GPU (first use: 9 GB; ARGS="fixed hybrid")
 	@$(REHEARSAL)/bin/python -m tests.rehearsal $(ARGS)
+
+rehearse-033: $(REHEARSAL033)/.driver  ## The same on vLLM 0.33 (first use: 9 GB more; writes no table)
+	@$(REHEARSAL033)/bin/python -m tests.rehearsal $(ARGS)
 
 # Needs a Python with PyTorch for CUDA, which .venv does not have, and none of the CPU settings above.
 BENCH_PYTHON ?= $(shell command -v python || command -v python3)
@@ -91,5 +97,5 @@ bench:  ## Time every op against its reference (a GPU, PyTorch for CUDA; BENCH_A
 		"$(BENCH_PYTHON)" benchmarks/gpu/bench_kernels.py $(BENCH_ARGS)
 
 clean:  ## Back to a fresh clone: remove .venv, builds and caches
-	rm -rf .venv .venv-033 .venv-rehearsal build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-033 .venv-rehearsal .venv-rehearsal-033 build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

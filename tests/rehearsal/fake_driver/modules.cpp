@@ -242,6 +242,8 @@ static CUresult get_attribute(int* v, CUfunction_attribute a, Func* f) {
 }
 
 static CUresult set_attribute(Func* f, CUfunction_attribute a, int v) {
+  // One that this header does not know. Triton 3.8 then falls back to those below.
+  if (a >= CU_FUNC_ATTRIBUTE_MAX) return CUDA_ERROR_INVALID_VALUE;
   if (a == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) {
     if (v < 0 || v + f->shared > shared_memory_limit) {
       fault("%s: dynamic shared memory %d + static %d > %d", f->name.c_str(), v, f->shared,
