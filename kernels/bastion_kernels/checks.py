@@ -26,24 +26,20 @@ def check(
         TypeError: wrong dtype.
     """
     sizes = tensor.shape
-    fits = len(sizes) == len(shape)
-    if fits and sizes != shape:
-        for want, size in zip(shape, sizes):
-            fits = fits and (want is None or want == size)
-    if not fits:
+    if not _fits(sizes, shape):
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         raise ValueError(f"{op}: {name} must have shape [{wanted}], got {list(sizes)}")
     if tensor.dtype not in dtypes:
         kinds = " or ".join(str(kind) for kind in dtypes)
         raise TypeError(f"{op}: {name} must be {kinds}, got {tensor.dtype}")
-    if not strided and shape and sizes[-1] > 1 and tensor.stride(-1) != 1:
+    if strided or tensor.is_contiguous():  # the quickest to ask
+        return
+    if shape and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{op}: the last dimension of {name} must be contiguous")
 
 
-def fits(tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[dtype, ...]) -> bool:
-    """Whether `tensor` passes `check` and is contiguous. About forty are asked in a decode step."""
-    sizes = tensor.shape
-    if len(sizes) != len(shape) or tensor.dtype not in dtypes or not tensor.is_contiguous():
+def _fits(sizes: torch.Size, shape: tuple[int | None, ...]) -> bool:
+    if len(sizes) != len(shape):
         return False
     for want, size in zip(shape, sizes):  # noqa: SIM110, a generator takes longer
         if want is not None and want != size:

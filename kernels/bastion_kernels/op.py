@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Generic, ParamSpec
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check, fits
+from bastion_kernels.checks import check
 
 _P = ParamSpec("_P")
 
@@ -47,9 +47,7 @@ class Op:
         strided: bool = False,
     ) -> None:
         """Raise unless this tensor argument has the shape and one of the dtypes; see `check`."""
-        tensor: Tensor = getattr(self, argument)
-        if not fits(tensor, shape, dtypes):
-            check(self.name, argument, tensor, shape, *dtypes, strided=strided)
+        check(self.name, argument, getattr(self, argument), shape, *dtypes, strided=strided)
 
     def check(self) -> None:
         """Raise ValueError or TypeError if the arguments do not fit together."""

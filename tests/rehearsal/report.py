@@ -103,7 +103,7 @@ def _counts(steady: dict[str, float]) -> list[str]:
 
 
 def write(text: str) -> None:
-    """Put the table into docs/rehearsal.md, with what it was made with; it is that of vLLM 0.32."""
+    """Put the table into docs/rehearsal.md, with what it was made with: vLLM 0.32 only."""
     if not metadata.version("vllm").startswith("0.32."):
         return
     git = ["git", "-C", str(ROOT)]

@@ -348,9 +348,8 @@ class Controller:
                 in_doubt=max(gain * least, best) < _DOUBT and self.gains.num_trees >= _KNOWN_TREES,
                 ends_in=max(batch.remaining),
             )
-        if kind is not None and not (kind == "trees" and decision.drafts):
-            trees = kind == "trees"
-            decision = Decision(trees, f"trial of {kind}", plain_ms, is_trial=True)
+        if kind is not None:
+            decision = Decision(kind == "trees", f"trial of {kind}", plain_ms, is_trial=True)
         may = self.looks_up and (self._sees_copies or not decision.drafts)
         return replace(decision, looks_up=may and not decision.is_trial)
 

@@ -7,22 +7,24 @@ at least half of the batch's requests have had no tree.
 
 With C and P the costs of a step with trees and of a plain one, a probe is expected to lose
 2 C (1 - e^x), at most 2 (C - P). It is paid from an allowance that grows by 1/64 of the time and
-starts with 4 P. So probes are expected to cost at most 1/64 of the time, however short replies and
-however expensive trees are.
+starts with 4 P. So probes of trees are expected to cost at most 1/64 of the time, however short
+replies and however expensive trees are.
 
 Steps with trees, or with copies, yield no data on the cost of plain steps, and P may drift away
 from it. So four plain steps are taken where their times could change the decision: at first, and
-then each time that no plain step of such a batch was timed for 64 steps. The 64 double up to 1024
-each time that the result changes nothing.
+then each time that no plain step of such a batch was timed for 64 steps. The 64 double with each
+such probe, up to 1024.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from vllm_bastion.policy.cost.latency import STALE
+
 _FIRST, _LAST = 16, 512
 _OF_TREES, _OF_PLAIN = 2, 4
-_FIRST_PLAIN, _LAST_PLAIN = 64, 1024
+_LAST_PLAIN = 1024
 # The allowance's share of the time; its start value and usual maximum, in plain steps.
 _SHARE, _MOST = 1 / 64, 4.0
 # A probe is charged at least this fraction of its time: switching between kinds costs time, too.
@@ -39,7 +41,7 @@ class Probes:
 
     def __init__(self) -> None:
         self._wait, self._since = _FIRST, 0
-        self._plain_wait = self._since_plain = _FIRST_PLAIN
+        self._plain_wait = self._since_plain = STALE
         self._allowance = _MOST  # in plain steps
         # Decisions left in the current probe, and those until its result is known.
         self._left = self._pause = 0
@@ -79,7 +81,7 @@ class Probes:
         self._since_plain += 1
         if self._left:
             self._left -= 1
-            return self._kind
+            return None if drafts and self._kind == "trees" else self._kind
         if self._pause:
             self._pause -= 1
             if not self._pause:

@@ -28,7 +28,7 @@ from statistics import median
 
 import numpy as np
 
-from vllm_bastion.policy.cost.latency import CostArray, StepEstimate
+from vllm_bastion.policy.cost.latency import STALE, CostArray, StepEstimate
 from vllm_bastion.policy.cost.table import (
     MAX_CACHED,
     StepCostTable,
@@ -41,8 +41,8 @@ from vllm_bastion.step_times import StepTimes
 # stalled step must not change the decision.
 _ALPHA, _CLIP = 0.1, 0.3
 _MAX_SLOPE = math.log(3.0)
-# First steps that count by their median, and steps after which the next plain one is such a first.
-_FIRST, _STALE = 4, 64
+# The first steps count by their median.
+_FIRST = 4
 # Weight with which a kind follows the other one's changes.
 _COMMON = 0.8
 # Steps of a kind after which it counts as measured, and after which its changes are attributed to
@@ -195,7 +195,7 @@ class CorrectedLatency:
         if step.verified or not undrafted:
             factors.plain_age += 1.0
         else:
-            if _STALE <= factors.plain_age < math.inf:
+            if STALE <= factors.plain_age < math.inf:
                 factors.plain = factors.plain.restarted()
             factors.plain_age = 0.0
         plain_log, copies_log, tree_log = factors.plain, factors.copies, factors.tree

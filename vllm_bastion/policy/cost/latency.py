@@ -13,6 +13,9 @@ from vllm_bastion.step_times import StepTimes
 LatencyName = Literal["table", "ema_table", "static", "ema", "ema_calib"]
 CostArray = NDArray[np.float32]
 
+# Steps without a plain one after which the cost of plain steps is doubtful.
+STALE = 64
+
 
 class StepEstimate(NamedTuple):
     """What the next step of a batch costs, of either kind."""
