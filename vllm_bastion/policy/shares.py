@@ -18,19 +18,18 @@ def even_split(total: int, limits: np.ndarray) -> np.ndarray:
 
     limits: [R] integers, the most of each. Returns [R] integers.
     """
-    wanted = int(limits.sum())
-    if total >= wanted:
+    total = max(total, 0)
+    if total >= limits.sum():
         return limits.copy()
-    shares, left = np.zeros_like(limits), total
-    while left > 0:
-        room = np.flatnonzero(shares < limits)
-        step = max(1, left // len(room))
-        grown = np.minimum(limits[room] - shares[room], step)
-        # If less than one each is left, the first rows get it.
-        over = np.cumsum(grown) - left
-        grown = np.maximum(grown - np.maximum(over, 0), 0)
-        shares[room] += grown
-        left -= int(grown.sum())
+    ascending = np.sort(limits)
+    # Requests that could use more than each limit allows, and what the others have got by then.
+    above = np.arange(len(limits), 0, -1)
+    below = np.cumsum(ascending) - ascending
+    i = int(np.argmax(below + ascending * above > total))
+    level, rest = divmod(total - int(below[i]), int(above[i]))
+    shares = np.minimum(limits, level)
+    # If less than one each is left, the first rows get it.
+    shares[np.flatnonzero(limits > level)[:rest]] += 1
     return shares
 
 
