@@ -64,7 +64,12 @@ class Engine(Controlled):
                 row[: len(text)] = torch.from_numpy(text)
             self._trees.look_up(history, self._lengths)
         controller = Controller(
-            self._trees.depth, slots, latency, self._trees, looks_up=lookup, sees_copies=True
+            self._trees.depth,
+            slots,
+            latency,
+            self._trees,
+            copy_depth=self._trees.depth if lookup else 0,
+            sees_copies=True,
         )
         super().__init__(corpus, name, controller, plans=budget is None)
 
@@ -95,8 +100,8 @@ class Engine(Controlled):
             return drafts, False
         rows = torch.from_numpy(slots)
         copies.find(rows)
-        promised = copies.promised(slots, remaining - 1)
-        if self.controller.prefers_copies(slots.tolist(), remaining.tolist(), promised, drafts):
+        scores = copies.scores(slots, remaining - 1)
+        if self.controller.prefers_copies(slots.tolist(), remaining.tolist(), scores, drafts):
             return False, True
         if not drafts:
             copies.give_up(rows)

@@ -26,7 +26,9 @@ NODES, SLOTS, DEPTH = 10, 4, 6
 def make_runtime() -> Runtime:
     runtime = Runtime(make_trees(SLOTS, NODES, depth=DEPTH))
     latency = CurveLatency(StepCostTable.flat(max_rows=64))
-    runtime.controller = Controller(DEPTH, SLOTS, latency, looks_up=True, sees_copies=True)
+    runtime.controller = Controller(
+        DEPTH, SLOTS, latency, copy_depth=runtime.trees.depth, sees_copies=True
+    )
     return runtime
 
 

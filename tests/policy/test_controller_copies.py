@@ -11,12 +11,17 @@ from vllm_bastion.policy.controller import Batch, Controller
 from vllm_bastion.policy.cost.latency import StepEstimate
 
 
+def scores_of(*tokens):
+    """[R, 31] path scores of copies that bring so many tokens, all but the last one certain."""
+    return np.clip(np.array(tokens)[:, None] - np.arange(31), 0.0, 1.0)
+
+
 def with_copies(promised, *, tree_ms=15.0, per_row=0.1, plain_ms=10.0):
     """A controller that knows its trees, and what copies of two requests promise."""
     curve = (tree_ms + per_row * np.arange(129)).astype(np.float32)
     buffers = Buffers()
     control = Controller(
-        15, 4, Costs(StepEstimate(curve, plain_ms, plain_ms)), buffers, looks_up=True
+        15, 4, Costs(StepEstimate(curve, plain_ms, plain_ms)), buffers, copy_depth=31
     )
     for _ in range(40):
         control.gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
@@ -42,10 +47,10 @@ def test_a_draft_gives_way_to_copies_that_pay_more():
     batch, buffers = Batch([0, 1], [100, 100], 2, 100.0), Buffers()
     curve = (15.0 + 0.1 * np.arange(129)).astype(np.float32)
     costs = Costs(StepEstimate(curve, 10.0, 10.0))
-    control = Controller(15, 4, costs, buffers, looks_up=True, sees_copies=True)
+    control = Controller(15, 4, costs, buffers, copy_depth=31, sees_copies=True)
     # Nothing is known of drafts: one is made.
     assert control.plan(batch).drafts
-    assert not control.prefers_copies([0, 1], [100, 100], np.array([9.0, 9.0]), True)
+    assert not control.prefers_copies([0, 1], [100, 100], scores_of(9.0, 9.0), True)
     for _ in range(40):
         control.gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
         control.gains.add_outcomes([0, 1], [2.0, 2.0], [2.0, 2.0])
@@ -55,13 +60,36 @@ def test_a_draft_gives_way_to_copies_that_pay_more():
     assert decision.drafts and decision.looks_up
 
     def prefers(*promised, drafts=True, remaining=100):
-        return control.prefers_copies([0, 1], [remaining] * 2, np.array(promised), drafts)
+        return control.prefers_copies([0, 1], [remaining] * 2, scores_of(*promised), drafts)
 
     found = [prefers(0.0, 0.0), prefers(0.5, 0.5), prefers(9.0, 0.0), prefers(5.0, 5.0)]
     assert found == [False, False, True, True]
     # Otherwise the step would be plain.
     assert prefers(0.5, 0.5, drafts=False) and not prefers(0.0, 0.0, drafts=False)
     assert not prefers(9.0, 9.0, drafts=False, remaining=1)
+
+
+def test_copies_bring_what_the_budget_would_verify_of_them():
+    """Eight copies bring 1.5 tokens each, but in a tail of nodes that each cost more time."""
+    plain_ms, row_ms, slots = 30.0, 1.1, list(range(16))
+    curve = (60.0 + row_ms * np.arange(300)).astype(np.float32)
+    costs = Costs(StepEstimate(curve, plain_ms, 1.1 * plain_ms))
+    control = Controller(15, 16, costs, copy_depth=31, sees_copies=True)
+    control.price(16, 100.0)
+    scores = np.zeros((16, 31))
+    scores[:8] = 0.6 ** np.arange(1, 32)
+
+    def prefers(rows):
+        return control.prefers_copies(slots, [100] * 16, scores * rows, False)
+
+    # Brute force over the number of nodes.
+    best = np.sort(scores.ravel())[::-1].cumsum()
+    ms = 1.1 * plain_ms + row_ms * np.arange(1, len(best) + 1)
+    assert best[-1] > 11 and ((16 + best) / ms).max() < 16 / plain_ms
+    assert not prefers(1.0)
+    # Copies that are certain, and as many tokens in all.
+    scores = scores_of(*[12.0] + [0.0] * 15)
+    assert prefers(1.0) and not prefers(0.2)
 
 
 def test_copies_are_calibrated_by_what_they_brought():
@@ -92,8 +120,11 @@ def test_steps_without_a_draft_look_up_and_cost_no_drafter():
     # P + C(n) - C(R)
     np.testing.assert_allclose(buffers.copy_cost_ms[2:6], 10.0 + 0.1 * np.arange(4), rtol=1e-5)
     assert control.copy_step_ms(7) == pytest.approx(10.5)
-    control.observe_copies(np.array([0, 1]), np.array([3.0, 0.0]), 3)
+    control.observe_copies(np.array([0, 1]), np.array([3.0, 0.0]), (3, 2.0))
     assert control.copies_pay
+    # 2.05 tokens for 10.3 ms are less than 2 for 10.
+    control.observe_copies(np.array([0, 1]), np.array([3.0, 0.0]), (3, 0.05))
+    assert not control.copies_pay
     ending = control.plan(Batch([0], [1], 1, 100.0))
     waiting = control.plan(replace(batch, backlog=True))
     assert not ending.looks_up and not waiting.looks_up
@@ -105,13 +136,13 @@ def test_plain_steps_are_tried_where_copies_have_taken_their_place():
     """Nothing but a plain step shows that P, which copies are weighed against, is too high."""
     batch, curve = Batch([0], [1000], 1, 100.0), np.full(129, 40.0, np.float32)
     costs = Costs(StepEstimate(curve, 10.0, 10.0))
-    control = Controller(15, 4, costs, looks_up=True, sees_copies=True)
+    control = Controller(15, 4, costs, copy_depth=31, sees_copies=True)
 
     def decided(promised, known):
         for _ in range(40):
             control.gains.add_trees([0], [1.0], [8])
             control.gains.add_outcomes([0], [1.0], [1.0])
-            control.observe_copies(np.array([0]), np.array([promised]), 1)
+            control.observe_copies(np.array([0]), np.array([promised]), (1, promised))
         costs.known = known
         return [control.plan(batch) for _ in range(200)]
 

@@ -101,7 +101,7 @@ def _set_costs(runner: Any, config: BastionSpeculativeConfig, group: Any) -> str
         runner.max_num_reqs,
         latency,
         runtime.trees,
-        looks_up=bool(config.bastion_lookup),
+        copy_depth=runtime.trees.depth if config.bastion_lookup else 0,
         sees_copies=not current_host().runs_ahead,
     )
     # `table` and `static` are used as they are, T_aux included.

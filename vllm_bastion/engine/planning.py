@@ -142,12 +142,12 @@ def _with_copies(
     rows = runtime.trees.row_slots[:num_reqs]
     copies.find(rows)
     most = np.minimum(remaining - 1, runtime.trees.node_limits_host[slots])
-    promised = copies.promised(slots, most)
-    if controller.prefers_copies(slots.tolist(), remaining.tolist(), promised, step.drafts):
+    scores = copies.scores(slots, most)
+    if controller.prefers_copies(slots.tolist(), remaining.tolist(), scores, step.drafts):
         if step.drafts and runtime.recorder is not None:
             runtime.recorder.copied()
         return replace(step, drafts=False, announces=True)
     if not step.drafts:
         copies.give_up(rows)
-        controller.observe_copies(slots, promised, 0)
+        controller.observe_copies(slots, scores.sum(axis=1), (0, 0.0))
     return replace(step, looks_up=False, announces=step.drafts)

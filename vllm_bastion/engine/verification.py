@@ -407,9 +407,12 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             gains.add_trees(trees.slots[rows].tolist(), raw.tolist(), nodes[rows].tolist())
         if controller.looks_up and published.grown_for is not None:
             grown = published.grown_for
-            wanted = int(published.num_verify[grown].sum()) if published.only_copies else None
+            chosen = None
+            if published.only_copies:
+                tokens = float(published.promised[grown].sum())
+                chosen = int(published.num_verify[grown].sum()), tokens
             promised = np.minimum(published.copied[grown], self.trees.node_limits_host[grown])
-            controller.observe_copies(grown, promised, wanted)
+            controller.observe_copies(grown, promised, chosen)
 
     def _is_live(self, trees: VerifiedTrees) -> np.ndarray:
         """[T] bool, whether the slots still belong to the trees' requests."""

@@ -10,11 +10,11 @@ rows (`LatencyModel`), the speed-up of trees over plain steps, in tokens per tim
 The next step has trees, so the current one ends with a draft, if x >= 0.
 
 With lookup, a step without a draft ends with trees of copies alone, which cost no drafter pass: a
-step with n rows takes Q + C(n) - C(R), with Q what it takes with one row for each request. The
-promised tokens e_r of request r's copy are known with or without a draft, and have a kappa_r of
-their own. So a draft must beat the copies that could be verified without one: `plan` uses the
-promised tokens of the latest copies, and `prefers_copies` those of the current ones, where the host
-knows them before it drafts.
+step with n rows takes Q + C(n) - C(R), with Q what it takes with one row for each request. The path
+scores of a copy's tokens are known with or without a draft, and have a kappa_r of their own. As
+many of the best tokens as pay are counted, as in `choose_budget`. A draft must beat the copies that
+could be verified without one: `plan` estimates their scores from the latest copies, and
+`prefers_copies` takes those of the current ones, where the host knows them before it drafts.
 
 Once the trees exist, the number of verified nodes follows from their scores kappa_r rho and the
 same costs. `bastion_kernels.choose_budget` chooses it on the device, from buffers that `plan`
@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,9 +45,9 @@ from vllm_bastion.step_times import StepTimes
 _FIRST_DOUBT, _DOUBT = 2.5, 1.5
 # Trees after which their mean gain is trusted.
 _KNOWN_TREES = 16
-# Weight of a new copy's expected tokens in their mean; fewest expected tokens of a copy worth
-# verifying; change of Q after which costs are installed again.
-_NEW_COPY, _MIN_COPY, _COST_STEP = 0.25, 0.3, 0.05
+# Weight of a new copy's expected tokens in their mean; change of Q after which costs are installed
+# again.
+_NEW_COPY, _COST_STEP = 0.25, 0.05
 # kappa is installed again when its logarithm has changed by this much: it is copied to the device.
 _KAPPA_STEP = 0.05
 
@@ -98,6 +98,29 @@ class Decision:
     is_trial: bool = False
 
 
+class _CopiesAlone(NamedTuple):
+    """A step with trees of copies alone that pays."""
+
+    # Its speed-up over a plain step, and its ms.
+    gain: float
+    ms: float
+    # [R] expected tokens of the nodes verified of each copy, and all these nodes.
+    tokens: np.ndarray
+    nodes: int
+
+    def together(self, drafted: Expected) -> tuple[float, int]:
+        """Tokens and nodes of trees that hold these copies and drafts.
+
+        drafted: what drafts alone bring to the R requests.
+        """
+        # The draft's own tokens count only where the copy is wrong at once: with the probability
+        # 1 / (1 + tokens) if its length is geometric.
+        count = len(self.tokens)
+        mean = drafted.tokens / count - 1.0
+        tokens = count + self.tokens.sum() + mean * (1.0 / (1.0 + self.tokens)).sum()
+        return float(tokens), round(drafted.nodes) + self.nodes
+
+
 class Controller:
     """Decides for one engine: `observe` what steps showed, `plan` the next one.
 
@@ -108,7 +131,7 @@ class Controller:
         num_slots: S.
         latency: costs of steps.
         buffers: what the device reads; None if nothing does.
-        looks_up: whether steps without a draft may have trees of copies.
+        copy_depth: most tokens of a copy; 0: there is no lookup.
         sees_copies: whether the host knows a step's copies before it drafts.
     """
 
@@ -119,10 +142,12 @@ class Controller:
         latency: LatencyModel,
         buffers: CostBuffers | None = None,
         *,
-        looks_up: bool = False,
+        copy_depth: int = 0,
         sees_copies: bool = False,
     ) -> None:
-        self.latency, self.looks_up, self._sees_copies = latency, looks_up, sees_copies
+        self.latency, self._sees_copies = latency, sees_copies
+        self.looks_up = copy_depth > 0
+        self._copy_depths = np.arange(1, copy_depth + 1)
         # [S] mean tokens that the latest copies of each request promised.
         self._copied = np.zeros(num_slots)
         # Whether the latest copies are worth verifying.
@@ -176,17 +201,22 @@ class Controller:
             self.latency.observe(step, passed)
             self._is_current, passed = False, 0
 
-    def observe_copies(self, slots: np.ndarray, promised: np.ndarray, nodes: int | None) -> None:
+    def observe_copies(
+        self, slots: np.ndarray, promised: np.ndarray, chosen: tuple[int, float] | None
+    ) -> None:
         """Copies were found.
 
         Args:
             slots: [R] request slots.
             promised: [R] tokens of each copy that are expected to be right.
-            nodes: how many nodes are worth verifying without a draft; None if there was one.
+            chosen: how many nodes are best without a draft, and the accepted tokens expected of
+                them; None if there was one.
         """
         self._copied[slots] += _NEW_COPY * (promised - self._copied[slots])
-        if nodes is not None:
-            self.copies_pay = nodes > 0
+        if chosen is not None:
+            (nodes, tokens), reqs = chosen, len(slots)
+            gain = (1.0 + tokens / reqs) * self.costs.plain_ms / self.copy_step_ms(reqs + nodes)
+            self.copies_pay = nodes > 0 and gain > 1.0
 
     def teaching(self, slots: np.ndarray, copied: np.ndarray, only_copies: bool) -> np.ndarray:
         """[R] bool, the latest trees that `gains`, or `copy_gains`, learns from.
@@ -254,46 +284,50 @@ class Controller:
         cost = self.copy_cost_ms
         return self.costs.factor * float(cost[min(rows, len(cost) - 1)])
 
-    def _gain_of_copies(
-        self, slots: Sequence[int], remaining: Sequence[int], promised: np.ndarray
-    ) -> tuple[float, float, np.ndarray]:
-        """Steps with copies alone, or plain ones if these emit more tokens per time.
+    def _copies_alone(
+        self, slots: Sequence[int], remaining: Sequence[int], scores: np.ndarray
+    ) -> _CopiesAlone | None:
+        """Steps with copies alone; None if plain steps emit as many tokens per time.
 
-        promised: [R] tokens of each copy that are expected to be right.
-
-        Returns:
-            Their speed-up over plain steps, their ms, and [R] the expected tokens of each copy, 0
-            where it is not worth verifying.
+        scores: [R, L] path scores of the copies' tokens, without kappa; 0 past their ends.
         """
+        count, cost = len(slots), self.copy_cost_ms
         kappa = np.array([self.copy_gains.kappa_of(slot) for slot in slots])
-        tokens = np.minimum(kappa * promised, np.array(remaining) - 1)
-        tokens[tokens <= _MIN_COPY] = 0.0
-        count, plain_ms = len(slots), self.costs.plain_ms
-        # A copy is verified to about where it is expected to end.
-        ms = self.copy_step_ms(count + int(np.ceil(tokens).sum()))
-        gain = (1.0 + float(tokens.sum()) / count) * plain_ms / ms
-        return (gain, ms, tokens) if gain > 1.0 else (1.0, plain_ms, 0.0 * tokens)
+        usable = self._copy_depths < np.array(remaining)[:, None]
+        scores = scores * kappa[:, None] * usable
+        best_first = np.sort(scores, axis=None)[::-1][: np.count_nonzero(scores)]
+        if not len(best_first):
+            return None
+        rows = np.minimum(count + 1 + np.arange(len(best_first)), len(cost) - 1)
+        ms = self.costs.factor * cost[rows]
+        gains = (1.0 + np.cumsum(best_first) / count) * self.costs.plain_ms / ms
+        best = int(gains.argmax())
+        if gains[best] <= 1.0:
+            return None
+        verified = scores >= best_first[best]
+        tokens = (scores * verified).sum(axis=1)
+        return _CopiesAlone(float(gains[best]), float(ms[best]), tokens, int(verified.sum()))
 
     def prefers_copies(
-        self, slots: Sequence[int], remaining: Sequence[int], promised: np.ndarray, drafts: bool
+        self, slots: Sequence[int], remaining: Sequence[int], scores: np.ndarray, drafts: bool
     ) -> bool:
         """Whether copies alone pay more than a plain step, or than a draft together with copies.
 
         Args:
             slots: [R] request slots.
             remaining: [R] most tokens that each may emit from the next step on.
-            promised: [R] tokens of each copy that are expected to be right.
+            scores: [R, L] see `Copies.scores`.
             drafts: whether the alternative is a draft.
         """
-        gain, _, tokens = self._gain_of_copies(slots, remaining, promised)
-        if gain <= 1.0 or not drafts:
-            return gain > 1.0
+        copies = self._copies_alone(slots, remaining, scores)
+        if copies is None or not drafts:
+            return copies is not None
         drafted = self.gains.expected(slots, remaining)
         if drafted.unknown:
             return False
-        both, nodes = _together(drafted, tokens)
+        both, nodes = copies.together(drafted)
         tree_ms = self.costs.tree_step_ms(len(slots) + nodes)
-        return bool(gain >= both / len(slots) * self.costs.plain_ms / tree_ms)
+        return copies.gain >= both / len(slots) * self.costs.plain_ms / tree_ms
 
     def plan(self, batch: Batch) -> Decision:
         """Decide about the step after the current one."""
@@ -322,12 +356,15 @@ class Controller:
         tokens, nodes = expected.tokens, round(expected.nodes)
         least, copy_ms, best = 1.0, plain_ms, 1.0
         if self.looks_up:
-            promised = self._copied[batch.slots]
-            best, ms, copied = self._gain_of_copies(batch.slots, batch.remaining, promised)
-            if not self._sees_copies:
-                least, copy_ms = best, ms
+            # As if the lengths of right copies were geometric.
+            mean = self._copied[batch.slots, None]
+            scores = (mean / (1.0 + mean)) ** self._copy_depths
+            copies = self._copies_alone(batch.slots, batch.remaining, scores)
+            best = copies.gain if copies else 1.0
+            if copies and not self._sees_copies:
+                least, copy_ms = copies.gain, copies.ms
                 if not expected.unknown:
-                    tokens, nodes = _together(expected, copied)
+                    tokens, nodes = copies.together(expected)
         ratio = costs.tree_step_ms(count + nodes) / plain_ms
         # Without data, draft unless even full acceptance could not pay.
         for limit in expected.unknown:
@@ -361,21 +398,6 @@ class Controller:
         if np.abs(row[slots] - new).max() > _KAPPA_STEP:
             row[slots] = new
             self._buffers.set_log_kappa(self._log_kappa)
-
-
-def _together(drafted: Expected, copied: np.ndarray) -> tuple[float, int]:
-    """Tokens and nodes of trees that hold drafts and copies.
-
-    Args:
-        drafted: what drafts alone bring to R requests.
-        copied: [R] tokens that each copy brings.
-    """
-    # The draft's own tokens count only where the copy is wrong at once: with the probability
-    # 1 / (1 + tokens) if its length is geometric.
-    count = len(copied)
-    mean = drafted.tokens / count - 1.0
-    tokens = count + copied.sum() + mean * (1.0 / (1.0 + copied)).sum()
-    return float(tokens), round(drafted.nodes + np.ceil(copied).sum())
 
 
 def _same_plain(step: StepTimes, following: StepTimes) -> bool:

@@ -96,20 +96,18 @@ class Copies:
         found[rows] = 0
         self._is_found = False
 
-    def promised(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """[R] expected number of right tokens among the first `most` [R] of each copy found.
+    def scores(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """[R, L] path scores of the tokens of the copies found, 0 past the first `most` [R].
 
         On the host: for a CPU.
         """
-        matches = self._found.numpy()[slots] >> 32
-        promised = np.zeros(len(slots))
+        matches, depths = self._found.numpy()[slots, None] >> 32, np.arange(self.depth)
         if not matches.any():
-            return promised
+            return np.zeros((len(slots), self.depth))
         chances = copy_chances(self.counts, self._priors).numpy()
-        for row in matches.nonzero()[0]:
-            ahead = matches[row] + np.arange(min(most[row], self.depth))
-            promised[row] = chances[np.minimum(ahead, len(chances) - 1)].cumprod().sum()
-        return promised
+        scores = chances[np.minimum(matches + depths, len(chances) - 1)].cumprod(axis=1)
+        scores[(matches == 0) | (depths >= most[:, None])] = 0.0
+        return np.asarray(scores)
 
     def mix(
         self,
