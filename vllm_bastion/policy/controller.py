@@ -291,6 +291,8 @@ class Controller:
 
         scores: [R, L] path scores of the copies' tokens, without kappa; 0 past their ends.
         """
+        if not scores.any():
+            return None
         count, cost = len(slots), self.copy_cost_ms
         kappa = np.array([self.copy_gains.kappa_of(slot) for slot in slots])
         usable = self._copy_depths < np.array(remaining)[:, None]
