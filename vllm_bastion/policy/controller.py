@@ -291,24 +291,23 @@ class Controller:
 
         scores: [R, L] path scores of the copies' tokens, without kappa; 0 past their ends.
         """
-        if not scores.any():
+        count, plain_ms = len(slots), self.costs.plain_ms
+        scores = scores * [[self.copy_gains.kappa_of(slot)] for slot in slots]
+        if min(remaining) <= len(self._copy_depths):
+            scores[self._copy_depths >= np.array(remaining)[:, None]] = 0.0
+        best_first = np.sort(scores, axis=None)[::-1]
+        cost = self.copy_cost_ms[count + 1 :][: len(best_first)]
+        if not len(cost):
             return None
-        count, cost = len(slots), self.copy_cost_ms
-        kappa = np.array([self.copy_gains.kappa_of(slot) for slot in slots])
-        usable = self._copy_depths < np.array(remaining)[:, None]
-        scores = scores * kappa[:, None] * usable
-        best_first = np.sort(scores, axis=None)[::-1][: np.count_nonzero(scores)]
-        if not len(best_first):
-            return None
-        rows = np.minimum(count + 1 + np.arange(len(best_first)), len(cost) - 1)
-        ms = self.costs.factor * cost[rows]
-        gains = (1.0 + np.cumsum(best_first) / count) * self.costs.plain_ms / ms
-        best = int(gains.argmax())
-        if gains[best] <= 1.0:
+        emitted = count + np.cumsum(best_first[: len(cost)])
+        best = int((emitted / cost).argmax())
+        ms = self.costs.factor * float(cost[best])
+        gain = float(emitted[best]) / count * plain_ms / ms
+        if gain <= 1.0:
             return None
         verified = scores >= best_first[best]
         tokens = (scores * verified).sum(axis=1)
-        return _CopiesAlone(float(gains[best]), float(ms[best]), tokens, int(verified.sum()))
+        return _CopiesAlone(gain, ms, tokens, int(verified.sum()))
 
     def prefers_copies(
         self, slots: Sequence[int], remaining: Sequence[int], scores: np.ndarray, drafts: bool
@@ -360,7 +359,7 @@ class Controller:
         if self.looks_up:
             # As if the lengths of right copies were geometric.
             mean = self._copied[batch.slots, None]
-            scores = (mean / (1.0 + mean)) ** self._copy_depths
+            scores = np.repeat(mean / (1.0 + mean), len(self._copy_depths), axis=1).cumprod(axis=1)
             copies = self._copies_alone(batch.slots, batch.remaining, scores)
             best = copies.gain if copies else 1.0
             if copies and not self._sees_copies:
