@@ -92,6 +92,15 @@ def test_copies_bring_what_the_budget_would_verify_of_them():
     assert prefers(1.0) and not prefers(0.2)
 
 
+def test_no_copy_is_preferred_to_a_plain_step_however_cheap_its_step_would_be():
+    curve = (15.0 + 0.1 * np.arange(129)).astype(np.float32)
+    costs = Costs(StepEstimate(curve, 10.0, 5.0))
+    control = Controller(15, 4, costs, copy_depth=31, sees_copies=True)
+    control.price(2, 100.0)
+    assert not control.prefers_copies([0, 1], [100, 100], scores_of(0.0, 0.0), False)
+    assert control.prefers_copies([0, 1], [100, 100], scores_of(1.0, 0.0), False)
+
+
 def test_copies_are_calibrated_by_what_they_brought():
     """They promise 2 tokens and bring 0.2: drafts are better, and few nodes are worth it."""
     batch, slots = Batch([0, 1], [100, 100], 2, 100.0), np.array([0, 1])

@@ -303,7 +303,7 @@ class Controller:
         best = int((emitted / cost).argmax())
         ms = self.costs.factor * float(cost[best])
         gain = float(emitted[best]) / count * plain_ms / ms
-        if gain <= 1.0:
+        if gain <= 1.0 or best_first[best] <= 0.0:
             return None
         verified = scores >= best_first[best]
         tokens = (scores * verified).sum(axis=1)
