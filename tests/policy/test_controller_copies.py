@@ -70,7 +70,7 @@ def test_a_draft_gives_way_to_copies_that_pay_more():
 
 
 def test_copies_bring_what_the_budget_would_verify_of_them():
-    """Eight copies bring 1.5 tokens each, but in a tail of nodes that each cost more time."""
+    """Eight copies promise 1.5 tokens each, mostly in tails that cost more than they bring."""
     plain_ms, row_ms, slots = 30.0, 1.1, list(range(16))
     curve = (60.0 + row_ms * np.arange(300)).astype(np.float32)
     costs = Costs(StepEstimate(curve, plain_ms, 1.1 * plain_ms))

@@ -22,7 +22,7 @@ def even_split(total: int, limits: np.ndarray) -> np.ndarray:
     if total >= limits.sum():
         return limits.copy()
     ascending = np.sort(limits)
-    # Requests that could use more than each limit allows, and what the others have got by then.
+    # If each limit were the common level: the requests that reach it, and what the others get.
     above = np.arange(len(limits), 0, -1)
     below = np.cumsum(ascending) - ascending
     i = int(np.argmax(below + ascending * above > total))
