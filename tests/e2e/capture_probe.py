@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
@@ -29,7 +30,13 @@ def watch() -> None:
 def every(session: Any) -> list[dict[str, Any]]:
     """Some answers in the first step, and others, which use the buffers of requests, at the end."""
     if not session.engine.has_unfinished_requests():
-        return [{"captured": captured(session), "dummies": dummies(session)}]
+        return [
+            {
+                "captured": captured(session),
+                "graphs": graphs(session),
+                "dummies": dummies(session),
+            }
+        ]
     if session.forwards > 1:
         return []
     blocks_of_the_start = _BLOCKS[:-1]
@@ -44,25 +51,26 @@ def every(session: Any) -> list[dict[str, Any]]:
 
 
 def captured(session: Any) -> list[dict[str, Any]]:
-    """Batches as vLLM prepares them before a capture, FULL and PIECEWISE.
+    """Batches as vLLM prepares them before a capture, FULL and PIECEWISE, and FULL of plain steps.
 
     Returns:
-        For each: whether it belongs to a FULL graph, whether the metadata of every target layer has
+        For each: its kind, whether the metadata of every target layer has
         the engine's trees and reads their mask, and the other layers with metadata.
     """
     runner = session.runner
     state = runner.model_state
     out = []
-    for full in (True, False):
+    for kind, rows in (("trees", 8), ("piecewise", 8), ("plain", 2)):
         prepared = prepare_inputs_to_capture(
             2,
-            8,
+            rows,
             state,
             runner.input_buffers,
             runner.block_tables,
             runner.attn_groups,
             runner.kv_cache_config,
-            full_cudagraph=full,
+            full_cudagraph=kind != "piecewise",
+            max_query_len=1 if kind == "plain" else None,
         )
         with_trees = {
             name
@@ -72,13 +80,45 @@ def captured(session: Any) -> list[dict[str, Any]]:
         targets = set(state._target_layers)
         out.append(
             {
-                "full": full,
+                "kind": kind,
                 "bound": targets <= with_trees,
                 "masked": state.runtime.step.masked,
                 "others": sorted(set(prepared.attn_metadata) - targets),
             }
         )
     return out
+
+
+def graphs(session: Any) -> dict[str, Any]:
+    """What vLLM's dispatch finds for every decoding batch, with graphs of up to 16 rows.
+
+    Returns:
+        captured: (rows, most rows of a request) of all FULL graphs, in the order of their capture;
+        chosen: (requests, rows, longest request), then the same of the graph that it finds.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu import model_runner
+
+    runner = session.runner
+    config = copy.copy(runner.vllm_config)
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8, 16]
+    manager = model_runner.ModelCudaGraphManager(
+        config, runner.device, CUDAGraphMode.NONE, runner.decode_query_len, varlen_decode=True
+    )
+    # With the mode given at once it would ask CUDA for a pool.
+    manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    manager._init_candidates()
+    manager._graphs_captured = True
+    chosen = []
+    for reqs in range(1, manager.max_num_reqs + 1):
+        for rows in range(reqs, 17):
+            longest = rows - reqs + 1
+            found = manager.dispatch(reqs, rows, None, 0, longest)
+            assert found.cg_mode == CUDAGraphMode.FULL
+            chosen.append(((reqs, rows, longest), (found.num_tokens, found.max_query_len)))
+    full = manager._capture_descs[CUDAGraphMode.FULL]
+    return {"captured": [(one.num_tokens, one.max_query_len) for one in full], "chosen": chosen}
 
 
 def dummies(session: Any) -> dict[str, Any]:

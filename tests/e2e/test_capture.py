@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FULL graphs capture tree attention, whatever dummy batch they are captured with.
+"""FULL graphs capture tree attention, and those of plain steps vLLM's.
 
-A graph is captured over a dummy batch without a tree and replayed for every later one, so it must
-hold the kernel that reads the mask. No graph can be captured on a CPU, but vLLM's own preparation
-of the batch to capture runs here.
+A graph is captured over a dummy batch without a tree. One that is replayed for trees must hold the
+kernel that reads the mask. No graph can be captured on a CPU, but vLLM's own dispatch and
+preparation of the batch to capture run here.
 """
 
 from __future__ import annotations
@@ -33,14 +33,23 @@ def probed(runner: Runner) -> list[dict[str, Any]]:
 
 def test_full_graphs_capture_the_mask(probed: list[dict[str, Any]]) -> None:
     seen = probed[1]["captured"]
-    full = [one for one in seen if one["full"]]
-    piecewise = [one for one in seen if not one["full"]]
-    assert full and piecewise
-    assert all(one["bound"] and one["masked"] for one in full)
     # A PIECEWISE graph holds no attention: a batch without trees uses vLLM's own kernel there.
-    assert not any(one["masked"] for one in piecewise)
+    masked = {"trees": True, "piecewise": False, "plain": False}
+    assert {one["kind"]: one["masked"] for one in seen} == masked
     # The drafter builds its own metadata, though the attention groups contain its layers as well.
-    assert not any(one["others"] for one in seen)
+    assert all(one["bound"] and not one["others"] for one in seen)
+
+
+def test_plain_steps_have_graphs_of_their_own(probed: list[dict[str, Any]]) -> None:
+    """Up to the largest size that holds no more rows than there can be requests."""
+    graphs = probed[1]["graphs"]
+    longest, requests = 64, 5
+    sizes = [16, 8, 4, 2, 1]
+    own = [[(size, 1)] * (size <= requests) + [(size, longest)] for size in sizes]
+    assert graphs["captured"] == [list(one) for pair in own for one in pair]
+    for (_, rows, most), found in graphs["chosen"]:
+        size = min(size for size in sizes if size >= rows)
+        assert found == [size, 1 if most == 1 and size <= requests else longest]
 
 
 def test_warm_up_and_calibration_run_the_tree_kernel(probed: list[dict[str, Any]]) -> None:

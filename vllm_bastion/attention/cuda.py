@@ -2,9 +2,9 @@
 """The target's attention on CUDA: our Triton kernel for steps with trees, else FlashAttention.
 
 FlashAttention writes the cache, defines its layout and runs batches without trees. A step with
-trees, and every FULL graph, runs ``bastion_kernels.AttentionLayer``. That kernel takes any mix of
-trees, chains and prompt chunks and reads all of it from device buffers, so the builder can declare
-full CUDA-graph support.
+trees runs ``bastion_kernels.AttentionLayer``. That kernel takes any mix of trees, chains and prompt
+chunks and reads all of it from device buffers, so the builder can declare full CUDA-graph support.
+Plain steps have FULL graphs of their own, which hold FlashAttention (``attention.graphs``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from bastion_kernels import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
+from vllm_bastion.attention.graphs import PLAIN_QUERY_LEN
 from vllm_bastion.attention.kv_cache import float8
 from vllm_bastion.attention.metadata import TreeMetadata
 
@@ -67,10 +68,6 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # FlashAttention runs batches without trees only. They are too rare to plan ahead and are
-        # never in a FULL graph, so FlashAttention may split them as it likes.
-        self.aot_schedule = False
-        self.max_num_splits = 0
         scheduler, spec_config = vllm_config.scheduler_config, vllm_config.speculative_config
         assert spec_config is not None
         # A KV-cache group may hold layers with different windows: a vLLM option gives all layers
@@ -99,8 +96,12 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TreeFlashAttentionMetadata:
-        flash = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        # FlashAttention is planned ahead, and its splits limited, where a graph may hold it.
+        plain = common_attn_metadata.max_query_len == PLAIN_QUERY_LEN
+        flash = super().build(common_prefix_len, common_attn_metadata, fast_build or not plain)
         metadata = TreeFlashAttentionMetadata(**vars(flash), workspaces=self.workspaces)
+        if not plain:
+            metadata.max_num_splits = 0
         # A graph's padding has as many requests as rows. They come last, and are empty.
         starts = common_attn_metadata.query_start_loc_cpu.numpy()
         count = max(1, int(starts.searchsorted(starts[-1])))
@@ -135,8 +136,12 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
         record = None if attn_metadata is None else attn_metadata.record
         if attn_metadata is None or record is None or not record.masked:
-            # A graph is replayed for later batches, trees included: it must hold the tree kernel.
-            assert attn_metadata is None or not torch.cuda.is_current_stream_capturing()
+            # Other graphs are replayed for trees too, so they must hold the tree kernel.
+            assert (
+                attn_metadata is None
+                or attn_metadata.max_query_len == PLAIN_QUERY_LEN
+                or not torch.cuda.is_current_stream_capturing()
+            )
             return super().forward(
                 layer,
                 query,

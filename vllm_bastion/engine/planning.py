@@ -17,13 +17,12 @@ from vllm_bastion.platform import current_host
 from vllm_bastion.step import Step
 
 
-def make_step(runtime: Runtime, batch: InputBatch, *, always_binds: bool, captured: bool) -> Step:
+def make_step(runtime: Runtime, batch: InputBatch, *, always_binds: bool, for_trees: bool) -> Step:
     """The record of `batch`, and the controller's decision about its draft.
 
     Args:
         always_binds: whether some kernel reads the request slots of every step.
-        captured: whether the batch runs in a FULL graph. It is replayed for all later batches, so
-            it must hold the tree kernel.
+        for_trees: whether a FULL graph is captured that is replayed for batches with trees.
     """
     trees, timed = runtime.trees, runtime.timed_spares
     drafts = batch.num_draft_tokens_per_req
@@ -44,7 +43,7 @@ def make_step(runtime: Runtime, batch: InputBatch, *, always_binds: bool, captur
         base_rows,
         context_len=0.0 if computed is None else float(computed.sum()) / len(computed),
         binds=always_binds or has_nodes or timed is not None,
-        masked=captured or timed is not None or (has_nodes and not trees.chains),
+        masked=for_trees or timed is not None or (has_nodes and not trees.chains),
         walks=batch.num_draft_tokens > 0,
         spared=timed or 0,
         announces=runtime.step.announces,

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from bastion_kernels import KVCompactor
+from vllm_bastion.attention.graphs import PLAIN_QUERY_LEN
 from vllm_bastion.attention.kv_cache import block_layout
 from vllm_bastion.attention.metadata import TreeMetadata
 from vllm_bastion.config import request_budget
@@ -123,10 +124,9 @@ class BastionModelState(DefaultModelState):
         )
         if self.runtime.timed_spares is not None:
             self._fill_rows(input_batch)
-        # vLLM captures FULL graphs with `for_capture` and mode NONE.
-        captured = for_capture or cudagraph_mode == CUDAGraphMode.FULL
+        for_trees = for_capture and input_batch.max_query_len != PLAIN_QUERY_LEN
         step = make_step(
-            self.runtime, input_batch, always_binds=self._always_binds, captured=captured
+            self.runtime, input_batch, always_binds=self._always_binds, for_trees=for_trees
         )
         self.runtime.step = step
         if step.binds:

@@ -113,6 +113,18 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         when=BASTION_WORKER,
     ),
     Hook(
+        target=f"{_RUNNER}:ModelCudaGraphManager",
+        wrapper="runner:cudagraph_manager",
+        expects=(
+            "(vllm_config, device, cudagraph_mode, decode_query_len, lora_capture_cases=, "
+            "varlen_decode=, ubatch_runner=)"
+        ),
+        why="a FULL graph holds the tree kernel, which plain steps need not run",
+        what="builds BastionCudaGraphManager, which has graphs for plain steps too",
+        upstream="adaptive verification captures plain steps",
+        when=BASTION_WORKER,
+    ),
+    Hook(
         target=f"{_RUNNER}:StructuredOutputsWorker",
         wrapper="runner:structured_outputs_worker",
         expects="(max_num_logits, vocab_size, device, mask_stride)",
@@ -332,6 +344,17 @@ def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
 def resolve_cudagraph_mode(original: Callable[..., Any], mode: Any, **kwargs: Any) -> Any:
     """vLLM itself calls this with FULL graphs only, so nothing changes for it."""
     return original(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+
+
+def cudagraph_manager(
+    original: Callable[..., Any], vllm_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """BastionCudaGraphManager in place of ModelCudaGraphManager."""
+    if bastion_config(vllm_config) is None:
+        return original(vllm_config, *args, **kwargs)
+    from vllm_bastion.attention.graphs import BastionCudaGraphManager
+
+    return BastionCudaGraphManager(vllm_config, *args, **kwargs)
 
 
 def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> Any:
