@@ -34,14 +34,24 @@ attention/cuda.py
   FLASH:FlashAttentionMetadata @names block_table query_start_loc seq_lens
   FLASH:FlashAttentionMetadataBuilder @calls __init__(self, kv_cache_spec, layer_names, vllm_config,
       device); build(self, common_prefix_len, common_attn_metadata, fast_build)
-  FLASH:FlashAttentionMetadataBuilder.build @why our builder switches both off, and they are read
-      here
-    @body self.aot_schedule … max_num_splits = self.max_num_splits
+  FLASH:FlashAttentionMetadataBuilder.build @why `fast_build` plans nothing ahead; splits are
+      limited where a graph may hold the kernel
+    @body self.aot_schedule and not fast_build … max_num_splits = self.max_num_splits
 attention/cuda.py cpu/attention.py
   LAYERS.attention.attention:set_default_quant_scales @why a layer's scales of float8 are found
       under these names
     @body "_k_scale" … "_v_scale" … "_q_scale" … layer._k_scale_float = 1.0 … layer._v_scale_float =
       1.0
+attention/graphs.py
+  GPU.cudagraph_utils:CudaGraphManager @calls _init_candidates(self)
+    @names _candidates _capture_descs max_num_reqs
+  GPU.cudagraph_utils:CudaGraphManager.dispatch @why the first graph that fits is taken
+    @body for desc in self._candidates[key] … return desc
+  GPU.cudagraph_utils:_is_compatible @why a graph of plain steps does not take longer
+      requests, or prompts
+    @body max_query_len is not None and desc.max_query_len >= max_query_len
+  GPU.cudagraph_utils:_extrapolate_full_graph_memory @why the first graph's memory is what all share
+    @body mem_samples[0] … mem_samples[1]
 attention/gated_delta.py
   LAYERS.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention @names A_log _forward_method
       conv1d conv_dim dt_bias forward_cpu head_k_dim head_v_dim kv_cache num_k_heads num_v_heads
@@ -240,9 +250,9 @@ engine/sampler.py
   SPEC.rejection_sampler:RejectionSampler.__init__ @beside 2ec86a83 50e72eb5
 engine/target.py
   LAYERS.attention.attention:Attention @names impl kv_cache sliding_window
-  GPU.cudagraph_utils:prepare_inputs_to_capture @why FULL graphs are captured with mode NONE and
-      `for_capture`
-    @body CUDAGraphMode.NONE … for_capture=full_cudagraph
+  GPU.cudagraph_utils:prepare_inputs_to_capture @why FULL graphs are captured with
+      `for_capture` and their longest request
+    @body max_query_len=max_query_len … for_capture=full_cudagraph
   RUNNER:GPUModelRunner.execute_model @why prepare_attn binds the step before prepare_inputs places
       its rows
     @body self.model_state.prepare_attn( … **self.model_state.prepare_inputs(
