@@ -102,9 +102,10 @@ class Steps:
             order, torch.tensor([self.names[name] for name in order])
         )
         assert rows == count + total == int(cu[-1])
-        lagged = isinstance(self.manager, LaggedVerificationManager)
-        if lagged and 0 < total < self.manager._layout_np[0, self.manager._slots].sum():
-            assert self.starts[: count + 1].tolist() == cu.tolist()
+        if isinstance(self.manager, LaggedVerificationManager):
+            limits = self.manager._layout_np[0, self.manager._slots]
+            if 0 < total < limits.sum() and np.count_nonzero(limits) > 1:
+                assert self.starts[: count + 1].tolist() == cu.tolist()
         fixed = self.trees.budget is not None
         assert fixed or self.manager.plan(self.batch(rows), 1.0, 0).drafts
         emitted = [1 + (self.step * 3 + i) % 4 for i in range(count)]

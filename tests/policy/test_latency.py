@@ -160,27 +160,47 @@ def test_each_kind_of_step_shows_that_the_machine_changed(drafts):
     assert _costs(model) == pytest.approx((1.4 * 2.6, 1.4 * 4.1, 1.4 * 7.2), rel=0.12)
 
 
-def test_plain_steps_that_became_faster_are_noticed_while_trees_run():
-    """Trees are expected to pay 1.25 times; then plain steps take half as long as before."""
+def _controlled(steps, gain, plain_ms, tree_factor=1.0):
+    """Reasons of a controller's decisions about one request.
+
+    Trees emit `gain` times as many tokens a ms as plain steps, by their prior costs.
+
+    Args:
+        plain_ms: of a step of this number, which takes 2.6 by its prior cost.
+        tree_factor: on steps with trees.
+    """
     model, reasons, verified = CorrectedLatency(_table()), [], False
     control = Controller(15, 4, model)
     tree_ms = model.estimate(1, 0).tree_step_ms(8)
-    tokens = 1.25 * tree_ms / 2.6 - 1.0
-    for step in range(2500):
+    tokens = gain * tree_ms / 2.6 - 1.0
+    for step in range(steps):
         decision = control.plan(Batch([0], [NO_LIMIT], 1, 0.0))
         reasons.append(decision.reason)
         if decision.drafts:
             control.gains.add_trees([0], [tokens], [7])
             control.gains.add_outcomes([0], [tokens], [tokens])
-        plain_ms = 2.6 if step < 800 else 1.3
-        forward = tree_ms - 2.0 if verified else plain_ms
+        forward = tree_factor * tree_ms - 2.0 if verified else plain_ms(step)
         total = forward + 2.0 * (verified and decision.drafts)
         rows = 8 if verified else 1
         control.observe([StepTimes(rows, 1, 0.0, verified, decision.drafts, forward, total)])
         verified = decision.drafts
+    return reasons
+
+
+def test_plain_steps_that_became_faster_are_noticed_while_trees_run():
+    """Trees are expected to pay 1.25 times; then plain steps take half as long as before."""
+    reasons = _controlled(2500, 1.25, lambda step: 2.6 if step < 800 else 1.3)
     before, after = Counter(reasons[:800]), Counter(reasons[-500:])
     assert before["pays"] > 750 and 8 <= before["trial of plain steps"] <= 24
     assert after["does not pay"] > 450
+
+
+def test_a_stall_of_the_first_plain_step_does_not_make_trees_pay_for_ever():
+    """They take twice as long as was calibrated, and lose a quarter."""
+    # The one before the first trees ends with a draft, and the one after them does not count.
+    plain = iter([2.6, 2.6, 26.0])
+    reasons = _controlled(1000, 1.5, lambda step: next(plain, 2.6), tree_factor=2.0)
+    assert Counter(reasons[-500:])["does not pay"] > 450
 
 
 def test_another_size_of_batch_starts_from_the_nearest():

@@ -67,9 +67,10 @@ class LaggedVerificationManager(BastionVerificationManager):
                 controller.size.observe(int(nodes), len(slots), float(tokens))
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        total = self._num_nodes
-        if total in (0, self._layout_np[0, self._slots].sum()):
-            return super().reallocate_drafts(req_ids, idx_mapping)  # nothing to choose from
+        total, limits = self._num_nodes, self._layout_np[0, self._slots]
+        if total in (0, limits.sum()) or np.count_nonzero(limits) == 1:
+            # Nothing to choose from, or one tree gets all, and the host's counts are exact.
+            return super().reallocate_drafts(req_ids, idx_mapping)
         async_tensor_h2d(self._layout_np, out=self._layout)
         # Allocated in each step, as vLLM's is: the copy to the host may outlive the step.
         cu_num_logits = self._scratch.new_empty(len(req_ids) + 1)

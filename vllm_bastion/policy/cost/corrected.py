@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from statistics import median
+from statistics import median_low
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from vllm_bastion.step_times import StepTimes
 # stalled step must not change the decision.
 _ALPHA, _CLIP = 0.1, 0.3
 _MAX_SLOPE = math.log(3.0)
-# The first steps count by their median.
+# The first steps count by their median, of two in the middle by the shorter: a step may stall.
 _FIRST = 4
 # Weight with which a kind follows the other one's changes.
 _COMMON = 0.8
@@ -66,7 +66,7 @@ class _Log:
         self.count += 1
         if self.count <= _FIRST:
             self.first += (log,)
-            return median(self.first) - self.value
+            return median_low(self.first) - self.value
         return _ALPHA * min(max(log - self.value, -_CLIP), _CLIP)
 
     def restarted(self) -> _Log:
