@@ -17,6 +17,16 @@ from torch import Tensor
 
 from tests.rehearsal import arithmetic
 
+# (longest query, window to the left, to the right) of every batch that was planned ahead.
+_PLANNED: list[tuple[int, ...]] = []
+
+
+def planned(session: Any) -> list[dict[str, Any]]:
+    """Probe: what FlashAttention 3 has planned, at the end of a batch."""
+    if session.engine.has_unfinished_requests():
+        return []
+    return [{"planned": [list(one) for one in _PLANNED], "forwards": session.forwards}]
+
 
 def varlen_attention(
     *, q: Tensor, k: Tensor, v: Tensor, out: Tensor, q_descale: Tensor | None = None,
@@ -59,7 +69,10 @@ def install() -> None:
     # As on a Hopper GPU.
     flash_attn.get_flash_attn_version = lambda *args, **kwargs: 3
     flash_attn.flash_attn_supports_kv_cache_dtype = lambda *args, **kwargs: True
-    flash_attn.get_scheduler_metadata = lambda **kwargs: None
+    flash_attn.flash_attn_supports_sinks = lambda: True
+    flash_attn.get_scheduler_metadata = lambda **kwargs: _PLANNED.append(
+        (kwargs["max_seqlen_q"], *kwargs["window_size"])
+    )
     flash_attn.flash_attn_varlen_func = varlen_attention
     flash_attn.reshape_and_cache_flash = reshape_and_cache
     CpuPlatform.get_attn_backend_cls = classmethod(

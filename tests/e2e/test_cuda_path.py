@@ -14,9 +14,9 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers, assert_winding
-from tests.e2e.engines import Batch, Engine, given_costs
+from tests.e2e.engines import Batch, Engine, Runner, given_costs
 from tests.e2e.marks import on_cpu
-from tests.e2e.targets import make_scaled
+from tests.e2e.targets import make_scaled, make_target
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = on_cpu("stands in for a GPU", pytest.mark.slow)
@@ -61,3 +61,21 @@ def test_tokens_equal_plain_decoding(
         setup=SETUP, interpreted=True,
     )  # fmt: skip
     assert_winding(run["batches"][0], longer_than=2)
+
+
+@pytest.mark.parametrize(
+    ("target", "window"), [("mistral-window-24", 23), ("gpt-oss-window-16", None)]
+)
+def test_plain_steps_are_planned_for_the_windows_of_all_layers(
+    runner: Runner, tmp_path: Path, target: str, window: int | None
+) -> None:
+    """The first batch of an engine is no plain step. Layers with several windows have no plan."""
+    engine = PLAIN.of(model=make_target(target, tmp_path / "target")).with_bastion(8, 0)
+    watched = {"setup": SETUP, "probe": "tests.e2e.flash_backend:planned", "interpreted": True}
+    run = runner.run(engine, [cases.greedy(1, tokens=4)], **watched)
+    plans = run["batches"][0]["probed"][-1]["planned"]
+    if window is None:
+        assert not plans
+    else:
+        assert plans.count([1, window, 0]) >= 3
+        assert all(plan[1:] == [window, 0] for plan in plans)

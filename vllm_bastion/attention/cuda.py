@@ -96,9 +96,11 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TreeFlashAttentionMetadata:
-        # FlashAttention is planned ahead, and its splits limited, where a graph may hold it.
+        # FlashAttention is planned ahead, and its splits limited, where a graph may hold it. vLLM
+        # looks for sliding windows in the first call only, and only if that plans.
         plain = common_attn_metadata.max_query_len == PLAIN_QUERY_LEN
-        flash = super().build(common_prefix_len, common_attn_metadata, fast_build or not plain)
+        fast_build = fast_build or (not plain and self.aot_sliding_window is not None)
+        flash = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = TreeFlashAttentionMetadata(**vars(flash), workspaces=self.workspaces)
         if not plain:
             metadata.max_num_splits = 0
