@@ -36,13 +36,13 @@ import numpy as np
 from vllm_bastion.policy.cost.latency import LatencyModel, StepEstimate
 from vllm_bastion.policy.cost.table import CostArray, context_bucket
 from vllm_bastion.policy.gains import Expected, Gains
-from vllm_bastion.policy.probes import Probes
+from vllm_bastion.policy.probes import DOUBT, Probes
 from vllm_bastion.policy.remaining import RemainingTokens
 from vllm_bastion.policy.step_size import StepSize
 from vllm_bastion.step_times import StepTimes
 
-# Factor by which calibrated costs may be wrong: for the very first trees, and once trees are timed.
-_FIRST_DOUBT, _DOUBT = 2.5, 1.5
+# Factor by which calibrated costs may be wrong for the very first trees, before any is timed.
+_FIRST_DOUBT = 2.5
 # Trees after which their mean gain is trusted.
 _KNOWN_TREES = 16
 # Weight of a new copy's expected tokens in their mean; change of Q after which costs are installed
@@ -383,7 +383,7 @@ class Controller:
                 gain,
                 new=sum(map(self.gains.is_new, batch.slots)) / count,
                 plain_age=self.latency.plain_age(count),
-                in_doubt=max(gain * least, best) < _DOUBT and self.gains.num_trees >= _KNOWN_TREES,
+                in_doubt=max(gain * least, best) < DOUBT and self.gains.num_trees >= _KNOWN_TREES,
                 ends_in=max(batch.remaining),
             )
         if kind is not None:

@@ -6,9 +6,10 @@ doubles from 16 to 512 each time they do not pay, and returns to 16 when they do
 at least half of the batch's requests have had no tree.
 
 With C and P the costs of a step with trees and of a plain one, a probe is expected to lose
-2 C (1 - e^x), at most 2 (C - P). It is paid from an allowance that grows by 1/64 of the time and
-starts with 4 P. So probes of trees are expected to cost at most 1/64 of the time, however short
-replies and however expensive trees are.
+2 C (1 - e^x), at most 2 (C - P). It is paid from an allowance that starts with 4 P and grows by
+1/64 of the time, or by 1.5 e^x / 64 where trees are slower than plain steps by more than the costs
+may be wrong. So probes of trees are expected to cost at most 1/64 of the time, however short
+replies and however expensive trees are, and less where trees are hopeless.
 
 Steps with trees, or with copies, yield no data on the cost of plain steps, and P may drift away
 from it. So four plain steps are taken where their times could change the decision: at first, and
@@ -22,10 +23,12 @@ from typing import Literal
 
 from vllm_bastion.policy.cost.latency import STALE
 
+# Factor by which calibrated costs may be wrong.
+DOUBT = 1.5
 _FIRST, _LAST = 16, 512
 _OF_TREES, _OF_PLAIN = 2, 4
 _LAST_PLAIN = 1024
-# The allowance's share of the time; its start value and usual maximum, in plain steps.
+# The allowance's largest share of the time; its start value and usual maximum, in plain steps.
 _SHARE, _MOST = 1 / 64, 4.0
 # A probe is charged at least this fraction of its time: switching between kinds costs time, too.
 _MIN_LOSS = 0.3
@@ -75,7 +78,7 @@ class Probes:
             ends_in: most steps until all requests have ended.
         """
         loss = _OF_TREES * ratio * max(1.0 - gain, _MIN_LOSS)
-        earned = self._allowance + _SHARE * (ratio if drafts else 1.0)
+        earned = self._allowance + _SHARE * (ratio if drafts else min(DOUBT * gain, 1.0))
         self._allowance = min(earned, max(_MOST, loss))
         self._since += not drafts
         self._since_plain += 1
