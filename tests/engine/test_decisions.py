@@ -41,7 +41,7 @@ def step_of(runtime: Runtime, rows: list[int], nodes: list[int]) -> Step:
         num_computed_tokens_np=np.full(len(rows), 20), num_scheduled_tokens=np.array(rows),
         num_draft_tokens=sum(nodes), num_draft_tokens_per_req=np.array(nodes), has_prefill=False,
     )  # fmt: skip
-    runtime.step = make_step(runtime, batch, always_binds=False, captured=False)  # type: ignore[arg-type]
+    runtime.step = make_step(runtime, batch, always_binds=False, for_trees=False)  # type: ignore[arg-type]
     return runtime.step
 
 

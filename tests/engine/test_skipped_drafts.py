@@ -86,7 +86,7 @@ class Engine:
         step = SchedulerOutput.make_empty()
         step.num_spec_tokens_to_schedule = wanted
         self.runtime.scheduled = step
-        self.runtime.step = make_step(self.runtime, batch, always_binds=False, captured=False)
+        self.runtime.step = make_step(self.runtime, batch, always_binds=False, for_trees=False)
         drafts = self.speculator.propose(
             batch, {}, {}, hidden, [hidden], counts, counts, num_speculative_tokens=wanted
         )
