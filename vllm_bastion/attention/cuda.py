@@ -96,14 +96,14 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TreeFlashAttentionMetadata:
-        # FlashAttention is planned ahead, and its splits limited, where a graph may hold it. vLLM
-        # looks for sliding windows in the first call only, and only if that plans.
+        # FlashAttention is planned ahead, and its splits limited, where a graph may hold it. The
+        # first call plans in any case: only there does vLLM look for sliding windows.
         plain = common_attn_metadata.max_query_len == PLAIN_QUERY_LEN
         fast_build = fast_build or (not plain and self.aot_sliding_window is not None)
         flash = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = TreeFlashAttentionMetadata(**vars(flash), workspaces=self.workspaces)
         if not plain:
-            metadata.max_num_splits = 0
+            metadata.scheduler_metadata, metadata.max_num_splits = None, 0
         # A graph's padding has as many requests as rows. They come last, and are empty.
         starts = common_attn_metadata.query_start_loc_cpu.numpy()
         count = max(1, int(starts.searchsorted(starts[-1])))

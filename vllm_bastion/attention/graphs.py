@@ -32,8 +32,8 @@ class BastionCudaGraphManager(ModelCudaGraphManager):
     ) -> Iterator[BatchExecutionDescriptor]:
         """Put the graph of plain steps first: dispatch takes the first that fits.
 
-        It is captured first too. vLLM profiles the two largest graphs, takes the first one's memory
-        as what all share, and FlashAttention 3 needs more of it.
+        It is captured first too. vLLM profiles the two largest graphs and takes the first one's
+        memory as what all share; with FlashAttention 3 that includes the buffers of its splits.
         """
         for desc in descs:
             mixed = desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count is None

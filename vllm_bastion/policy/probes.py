@@ -7,9 +7,9 @@ at least half of the batch's requests have had no tree.
 
 With C and P the costs of a step with trees and of a plain one, a probe is expected to lose
 2 C (1 - e^x), at most 2 (C - P). It is paid from an allowance that starts with 4 P and grows by
-1/64 of the time, or by 1.5 e^x / 64 where trees are slower than plain steps by more than the costs
-may be wrong. So probes of trees are expected to cost at most 1/64 of the time, however short
-replies and however expensive trees are, and less where trees are hopeless.
+1/64 of the time, or by 1.5 e^x / 64 if that is less: then trees are slower by more than costs that
+are 1.5 times too high explain. So probes of trees are expected to cost at most 1/64 of the time,
+however short replies and however expensive trees are, and less where trees are hopeless.
 
 Steps with trees, or with copies, yield no data on the cost of plain steps, and P may drift away
 from it. So four plain steps are taken where their times could change the decision: at first, and
