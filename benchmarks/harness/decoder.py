@@ -225,7 +225,7 @@ def keep_busy(
     concurrency: int,
     begun: Callable[[str], None] = ignore,
 ) -> Iterator[Any]:
-    """Decode named requests, `concurrency` at a time, and yield the outputs of each step.
+    """Decode named requests, `concurrency` at a time, and yield each step's outputs.
 
     begun: called with a name just before the engine gets the request.
     """
@@ -235,7 +235,7 @@ def keep_busy(
             name, request = waiting.popleft()
             begun(name)
             engine.add_request(name, request.vllm_prompt(), request.sampling_params())
-        yield from engine.step()
+        yield engine.step()
 
 
 def watch_times(timer: Any, note: Callable[[Any], None]) -> None:

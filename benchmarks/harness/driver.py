@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,15 +20,16 @@ from benchmarks.harness.decoder import (
     watch_times,
 )
 from benchmarks.harness.engine import Engine, Request
-from benchmarks.harness.process import report_item
+from benchmarks.harness.process import end_turn, report_item
 
 
 @dataclass
 class Response:
     """One finished request.
 
-    Moments are seconds of the process's clock. `steps` and its milliseconds are sums over the steps
-    that decoded for this request beside any others, and in which no prompt ended.
+    Moments are seconds of the process's clock, which stands still while other engines have their
+    turns. `steps` and its milliseconds are sums over the steps that decoded for this request beside
+    any others, and in which no prompt ended.
     """
 
     name: str
@@ -147,34 +149,53 @@ class Driver:
                 self._clock.watch(proposer, "propose", "draft")
         self._responses: list[Response] = []
         self._running: set[int] = set()
+        self._timer = own_timer(self._runner)
+        self._waited_s = 0.0  # in other engines' turns
         watch_predictions(self._runner, self._predicted)
 
-    def drive(self, requests: list[Request], concurrency: int) -> list[Response]:
+    def drive(
+        self, requests: list[Request], concurrency: int, turn_s: float = math.inf
+    ) -> list[Response]:
         """Decode all requests, `concurrency` at a time.
 
         Each `Response` is also sent to the caller's `items` as soon as it is finished.
+
+        turn_s: seconds after which, between two steps, other engines have their turns.
         """
         named = [(str(index), request) for index, request in enumerate(requests)]
         self._responses = [Response(request.name) for request in requests]
         original = self._scheduler.update_from_output
         watch_steps(self._scheduler, self._count)
         self._watch_times()
-        for output in keep_busy(self._llm.llm_engine, named, concurrency, self._begin):
-            now = time.perf_counter()
-            index = request_index(output.request_id)
-            response = self._responses[index]
-            response.first_s = response.first_s or now
-            if output.finished:
-                self._running.discard(index)
-                response.token_ids = list(output.outputs[0].token_ids)
-                response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
-                response.end_s = now
-                report_item(response)
+        turn_ends = self._now() + turn_s
+        for outputs in keep_busy(self._llm.llm_engine, named, concurrency, self._begin):
+            now = self._now()
+            for output in outputs:
+                self._note(output, now)
+            if now >= turn_ends:
+                self._waited_s += end_turn()
+                if self._timer is not None:
+                    self._timer.interrupted()
+                turn_ends = self._now() + turn_s
         self._scheduler.update_from_output = original
         return self._responses
 
+    def _now(self) -> float:
+        return time.perf_counter() - self._waited_s
+
+    def _note(self, output: Any, now: float) -> None:
+        index = request_index(output.request_id)
+        response = self._responses[index]
+        response.first_s = response.first_s or now
+        if output.finished:
+            self._running.discard(index)
+            response.token_ids = list(output.outputs[0].token_ids)
+            response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
+            response.end_s = now
+            report_item(response)
+
     def _begin(self, name: str) -> None:
-        self._responses[int(name)].begin_s = time.perf_counter()
+        self._responses[int(name)].begin_s = self._now()
         self._running.add(int(name))
 
     def _count(self, emissions: list[Emission]) -> None:
@@ -193,7 +214,7 @@ class Driver:
         def watched(scheduled: Any, output: Any) -> Any:
             nonlocal before
             done = update(scheduled, output)
-            now = time.perf_counter()
+            now = self._now()
             parts = self._clock.lap()
             drafts = scheduled.scheduled_spec_decode_tokens
             rows = scheduled.num_scheduled_tokens
@@ -231,9 +252,10 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], Non
     the table alone; `C(N)` uses the current costs, corrected by earlier steps. An engine with a
     fixed budget times nothing.
     """
-    runtime = getattr(getattr(runner, "speculator", None), "runtime", None)
-    if runtime is None or runtime.timer is None:
+    timer = own_timer(runner)
+    if timer is None:
         return
+    runtime = runner.speculator.runtime
     # Imported here, because engines without the plugin must not import it.
     from vllm.distributed.parallel_state import get_world_group
 
@@ -261,4 +283,9 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], Non
         found = {name: float(error) for name, error in errors.items()}
         note(found, float(step.total_ms))
 
-    watch_times(runtime.timer, watched)
+    watch_times(timer, watched)
+
+
+def own_timer(runner: Any) -> Any:
+    """bastion's `StepTimer`, or None in an engine without."""
+    return getattr(getattr(getattr(runner, "speculator", None), "runtime", None), "timer", None)

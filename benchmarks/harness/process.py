@@ -10,6 +10,12 @@
 
 `start` and `call` return at once, so that several engines can start side by side. Each is followed
 by one `answer`. Between calls the process waits, so nothing runs beside an engine that is timed.
+A long call may end its turn now and then (`end_turn`) and wait until the caller continues it:
+
+    engine.call("drive", requests, 16, 1.0)
+    while not engine.turn():
+        ...                         # another engine's turn
+        engine.next_turn()
 """
 
 from __future__ import annotations
@@ -65,6 +71,15 @@ def report_item(item: Any) -> None:
     """Send something to the caller's `items` callback; none is lost, and their order is kept."""
     if _parent is not None:
         _parent.send(("item", item))
+
+
+def end_turn() -> float:
+    """Let other engines run, until `next_turn`. Returns the seconds that this took."""
+    assert _parent is not None
+    begin = time.perf_counter()
+    _parent.send(("turn", None))
+    _parent.recv()
+    return time.perf_counter() - begin
 
 
 @contextmanager
@@ -142,6 +157,18 @@ class EngineProcess:
         if kind == "error":
             raise self._error(value)
         return value
+
+    def turn(self, items: Callable[[Any], None] = ignore) -> bool:
+        """Wait until the call ends its turn. Returns whether it has ended.
+
+        Raises EngineError: the call failed, or the process died.
+        """
+        self.answer(items=items)
+        return self._answer[0] == "done"
+
+    def next_turn(self) -> None:
+        """Continue a call whose turn has ended."""
+        self._send("turn", "", (), "decoding")
 
     def _leave_trace(self, items: Callable[[Any], None]) -> None:
         """Interrupt the call, so that the log says where it was; abort it where it goes on."""

@@ -166,8 +166,9 @@ class Switched:
         self._sent += len(named)
         replies: dict[str, list[int]] = {}
         begin = time.perf_counter()
-        for output in keep_busy(engine, named, concurrency):
-            replies[output.request_id] = list(output.outputs[0].token_ids)
+        for outputs in keep_busy(engine, named, concurrency):
+            for output in outputs:
+                replies[output.request_id] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - begin
         found = [replies[name] for name, _ in named]
         if mode == PLAIN:

@@ -13,13 +13,15 @@ that cannot be had is a line and a gap in the table. Plain decoding's replies co
 conversations, and its tokens are what the other methods are compared with.
 
 On a GPU one engine runs at a time. A CPU host's speed drifts, so its engines live side by side and
-take turns, in groups that fit into memory and always include plain decoding: each prompt (with a
-concurrency above 1: each set) goes to every engine before the next one begins, in an order that
-rotates, while the others are stopped (SIGSTOP). A response is then compared with the one that plain
-decoding gave in the same round. `--alive 1` runs one engine at a time.
+take turns of a second, in groups that fit into memory and always include plain decoding: each
+prompt (with a concurrency above 1: each set) goes to every engine before the next one begins, in an
+order that rotates, while the others are stopped (SIGSTOP). A response is then compared with the one
+that plain decoding gave in the same round. `--alive 1` runs one engine at a time.
 
 - *speed-up*: plain decoding's time per token over the method's. A response's time per token is
   (end - first token) / (tokens - 1); both sides are means over responses, as in the paper.
+- *tokens/s over plain* (with a concurrency above 1): all tokens over the whole time, prompts
+  included. A response's own time also depends on which prompts start beside it.
 - *tau*: tokens per target forward, over all forwards, and as the mean of the responses' own.
 - *N*: verified draft tokens per forward.
 - *T_verify*, *T_draft*, *T_aux*: target with its head, drafter with the tree, and the rest of a

@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks import RESULTS
 from benchmarks.paper import figures
 from benchmarks.paper.machines import Cells, Machine, machines, ratios
-from benchmarks.paper.stats import Ratio
+from benchmarks.paper.methods import PLAIN
+from benchmarks.paper.stats import Ratio, throughput
 from benchmarks.paper.store import Row
 
 _COLUMNS = (
@@ -42,6 +43,7 @@ def markdown(machine: Machine) -> str:
         lines += _wide_table(machine, cells)
         lines += _set_table(cells)
         lines += _replayed_table(machine, temperature) if concurrency == 1 else []
+        lines += _throughput_table(cells) if concurrency > 1 else []
         lines += _errors_table(cells)
     lines += _load_table(machine)
     if machine.gaps:
@@ -78,6 +80,21 @@ def _set_table(cells: Cells) -> list[str]:
         row += [_times(found.get("mean"))]
         row += [_number(fmean(cell.numbers()["tau"] for cell in own.values()), 2)]
         lines.append(f"| {method} | {' | '.join(row)} |")
+    return [*lines, ""]
+
+
+def _throughput_table(cells: Cells) -> list[str]:
+    """Tokens per second, prompts included, over plain decoding's."""
+    plain = cells.get(PLAIN, {})
+    if not plain:
+        return []
+    lines = [f"| tokens/s over plain | {' | '.join(plain)} | mean |"]
+    lines += ["|---" * (len(plain) + 2) + "|"]
+    for method, own in cells.items():
+        found = [throughput(plain[name], own[name]) for name in plain if name in own]
+        if len(found) == len(plain):
+            row = " | ".join(f"{ratio:.2f}x" for ratio in [*found, fmean(found)])
+            lines.append(f"| {method} | {row} |")
     return [*lines, ""]
 
 

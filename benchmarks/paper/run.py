@@ -3,14 +3,16 @@
 
 With one engine at a time, a row is written as soon as its response is finished. Engines that live
 side by side take turns: in a *round*, each decodes the same prompt (with a concurrency above 1: the
-same set), and the others are stopped. The order rotates. The rows of a round are written together,
-so a ratio to plain decoding always has both of its sides.
+same set), a second at a time, and the others are stopped. The order rotates. The rows of a round
+are written together, so a ratio to plain decoding always has both of its sides.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -30,6 +32,8 @@ from benchmarks.provenance import FOLDER
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 24
 _STARTS = 2  # engines that start side by side where several live
+# Seconds of a turn. A host's speed changes within tens of seconds; going on takes a few ms.
+_TURN_S = 1.0
 
 
 class Runner:
@@ -101,29 +105,49 @@ class Runner:
         self._bar.total = self._bar.n + sum(
             len(keys) for unit in units for keys in self._round(alive, unit, paired).values()
         )
-        warm: set[tuple[str, float]] = set()
+        self._warm: set[tuple[str, float]] = set()
         for number, unit in enumerate(units):
             shift = number % len(group)
-            order = [name for name in (*group[shift:], *group[:shift]) if name in alive]
             rounds = self._round(alive, unit, paired)
-            fields = {"round": uuid.uuid4().hex[:12]} if paired else {}
+            order = [name for name in (*group[shift:], *group[:shift]) if rounds.get(name)]
             found: dict[Key, Response] = {}
-            for name in order:
-                if not rounds.get(name):
-                    continue
-                self._bar.set_description(f"{name}, concurrency {concurrency}")
-                keep = found.__setitem__ if paired else lambda k, r: self._keep_round({k: r}, {})
-                cold = (name, unit[0].temperature) not in warm
-                warm.add((name, unit[0].temperature))
-                try:
-                    alive[name].resume()
-                    self._drive(alive[name], concurrency, rounds[name], cold, keep)
-                    if paired:
-                        alive[name].pause()
-                except EngineError as error:
-                    self._gap(name, concurrency, error)
-                    del alive[name]
-            self._keep_round(found, fields)
+            keep = found.__setitem__ if paired else self._keep_one
+            turn_s = _TURN_S if paired else math.inf
+            self._take_turns(alive, order, concurrency, rounds, keep, turn_s)
+            self._keep_round(found, {"round": uuid.uuid4().hex[:12]})
+
+    def _take_turns(
+        self,
+        alive: dict[str, EngineProcess],
+        order: Sequence[str],
+        concurrency: int,
+        rounds: dict[str, list[Key]],
+        keep: Callable[[Key, Response], None],
+        turn_s: float,
+    ) -> None:
+        """Decode a unit with several engines, each for `turn_s` seconds at a time."""
+        waiting, received = deque(order), {}
+        while waiting:
+            name = waiting.popleft()
+            process = alive[name]
+            self._bar.set_description(f"{name}, concurrency {concurrency}")
+            try:
+                process.resume()
+                if name in received:
+                    process.next_turn()
+                else:
+                    received[name] = self._drive(
+                        name, process, concurrency, rounds[name], keep, turn_s
+                    )
+                ended = process.turn(received[name])
+                if turn_s < math.inf:
+                    process.pause()
+            except EngineError as error:
+                self._gap(name, concurrency, error)
+                del alive[name]
+            else:
+                if not ended:
+                    waiting.append(name)
 
     def _missing(self, name: str, levels: Sequence[int]) -> bool:
         keys = self._plan.keys(name)
@@ -151,21 +175,21 @@ class Runner:
 
     def _drive(
         self,
+        name: str,
         process: EngineProcess,
         concurrency: int,
         keys: list[Key],
-        cold: bool,
         keep: Callable[[Key, Response], None],
-    ) -> None:
-        """Decode the responses of one temperature, set and turn."""
+        turn_s: float,
+    ) -> Callable[[Response], None]:
+        """Begin the responses of one temperature, set and turn. Returns what receives them."""
         requests = {}
         for key in keys:
             replies = self._replies(key)
             if replies is not None:
                 requests[key] = self._request(str(len(requests)), key, replies)
-        if not requests:
-            return
-        if cold:
+        if requests and (name, keys[0].temperature) not in self._warm:
+            self._warm.add((name, keys[0].temperature))
             first = next(iter(requests.values()))
             begin = first.prompt[:_WARM_UP_PROMPT]
             warm_up = Request("warm-up", begin, _WARM_UP_TOKENS, first.temperature, 0)
@@ -179,8 +203,11 @@ class Runner:
             keep(key, response)
             self._bar.update()
 
-        process.call("drive", list(requests.values()), concurrency)
-        process.answer(items=received)
+        process.call("drive", list(requests.values()), concurrency, turn_s)
+        return received
+
+    def _keep_one(self, key: Key, response: Response) -> None:
+        self._keep_round({key: response}, {})
 
     def _keep_round(self, found: dict[Key, Response], fields: Row) -> None:
         """Append responses; those that others are compared with come first."""

@@ -118,6 +118,13 @@ def _paired(plain: Cell, own: Cell) -> tuple[Floats, Floats]:
     return means[:, 0], means[:, 1]
 
 
+def throughput(plain: Cell, own: Cell) -> float:
+    """The method's tokens per second over plain decoding's in the same rounds."""
+    rounds = {row.get("round") for row in own.rows}
+    beside = Cell([row for row in plain.rows if row.get("round") in rounds] or plain.rows)
+    return own.numbers()["tokens_per_s"] / beside.numbers()["tokens_per_s"]
+
+
 def _turn(row: Row) -> tuple[str, int]:
     return row["id"], row["turn"]
 

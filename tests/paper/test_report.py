@@ -103,6 +103,20 @@ def test_throughput_counts_time_that_responses_share_once() -> None:
     assert spent([*rows, {"session": "b", "b": 0.0, "e": 2.5}], "b", "e") == 6.5
 
 
+def test_throughput_is_over_plain_decodings_of_the_same_rounds(tmp_path: Path) -> None:
+    # Plain decoding ran again in the second round, when the machine was slower.
+    load = {"concurrency": 4}
+    plain = [
+        response(PLAIN, ms=9.5, round="r", **load),
+        response(PLAIN, 1, 99.5, round="s", **load),
+    ]
+    rows = [*plain, response(ADAPTIVE, ms=4.5, round="r", **load)]
+    (machine,) = report.machines([write(tmp_path / "a.jsonl", rows)])
+    page = report.markdown(machine)
+    assert "| tokens/s over plain | a | mean |" in page
+    assert f"| {ADAPTIVE} | {1.45 / 0.95:.2f}x | {1.45 / 0.95:.2f}x |" in page
+
+
 def write(path: Path, rows: list[dict[str, Any]], device: str = "CPU", name: str = "tiny") -> Path:
     settings = {"tokens": 101, "dtype": "float32", "samples": 2}
     source = {"device": device, "command": f"python {path.stem}", "commit": "abcdef0123"}

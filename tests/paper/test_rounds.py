@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,8 @@ class _Host:
 
 
 class _Process:
+    """Decodes two responses a turn, if it has turns at all."""
+
     def __init__(self, name: str, host: _Host) -> None:
         self.name, self._host = name, host
         host.awake.add(name)
@@ -58,16 +61,25 @@ class _Process:
     def resume(self) -> None:
         self._host.awake.add(self.name)
 
-    def call(self, what: str, requests: list[Request], concurrency: int) -> None:
+    def call(
+        self, what: str, requests: list[Request], concurrency: int, turn_s: float | None = None
+    ) -> None:
         assert what == "drive" and self.name in self._host.awake
-        self._requests = requests
+        self._requests, self._size = requests, len(requests) if turn_s == math.inf else 2
 
-    def answer(self, items: Callable[[Response], None] | None = None) -> None:
-        if items is None:
-            return
+    def answer(self) -> None:
+        assert {one.name for one in self._requests} == {"warm-up"}
+
+    def turn(self, items: Callable[[Response], None]) -> bool:
+        assert self._host.awake == {self.name} or self._size > 2
         self._host.decoded.append(self.name)
-        for one in self._requests:
+        now, self._requests = self._requests[: self._size], self._requests[self._size :]
+        for one in now:
             items(Response(one.name, [7, 8], 3, 0.0, 0.1, 0.2, None, None, 1, 1, 1))
+        return not self._requests
+
+    def next_turn(self) -> None:
+        assert self._requests and self.name in self._host.awake
 
 
 @pytest.fixture
@@ -112,6 +124,21 @@ def test_at_a_higher_concurrency_a_round_is_a_set_and_engines_are_shared(
     assert len(rows) == len({Key.of(row) for row in rows}) == 2 * 4 * 2
     # One at a time: four prompts and turns. Four at a time: set a, its second turn, set b.
     assert len(by_round(rows)) == 4 + 3
+
+
+def test_engines_take_turns_within_a_round(
+    tmp_path: Path, host: _Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        __name__ + ".PROMPTS", [Prompt("a", str(number), ("x",)) for number in range(5)]
+    )
+    rows = decode(tmp_path / "a.jsonl", "x", 2, (4,))
+    assert host.decoded == [PLAIN, "x"] * 3
+    assert len(rows) == 5 * 2 and len(by_round(rows)) == 1
+    assert not host.awake
+    host.decoded.clear()
+    decode(tmp_path / "b.jsonl", "x", 1, (4,))
+    assert host.decoded == [PLAIN, "x"]
 
 
 def test_a_restart_in_other_groups_decodes_what_is_missing_beside_plain_decoding(
