@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import wraps
 from typing import Any
 
@@ -36,7 +37,8 @@ def ask(job: Job) -> None:
 
 
 def _watch_warm_up() -> dict[str, float]:
-    """GiB in use before the warm-up and at its peak, filled in when an engine starts here."""
+    """GiB in use before the warm-up and at its peak, and what graphs take, once one starts here."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
     found: dict[str, float] = {}
@@ -50,6 +52,17 @@ def _watch_warm_up() -> dict[str, float]:
         found["peak_gib"] = torch.cuda.max_memory_reserved() / _GIB
         return result
 
+    capture = GPUModelRunner.capture_model
+
+    @wraps(capture)
+    def captured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        size = capture(self, *args, **kwargs)
+        # Those of the start: vLLM captures a few before, to estimate their memory.
+        found.update(graphs_gib=size / _GIB, graphs_s=time.perf_counter() - begin)
+        return size
+
+    GPUModelRunner.capture_model = captured
     Worker.compile_or_warm_up_model = watched
     return found
 

@@ -61,8 +61,8 @@ QUESTIONS = (
         "defaults",
         "Does an 8B shape start and decode with all of vLLM's defaults?",
         "whether the defaults may stay: memory of the warm-up beside what `check` calculates, "
-        "seconds to start, and what a step costs at 33 and 64 requests, the first and the last of "
-        "the draft's graphs beyond the target's",
+        "seconds to start, what the graphs of trees and of plain steps take, and what a step costs "
+        "at 33 and 64 requests, the first and the last of the draft's graphs beyond the target's",
         limit_s=150,
         needs_s=110,
     ),
