@@ -32,7 +32,7 @@ from benchmarks.provenance import FOLDER
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 24
 _STARTS = 2  # engines that start side by side where several live
-# Seconds of a turn. A host's speed changes within tens of seconds; going on takes a few ms.
+# Seconds of a turn. A host's speed changes within tens of seconds.
 _TURN_S = 1.0
 
 
@@ -125,7 +125,7 @@ class Runner:
         keep: Callable[[Key, Response], None],
         turn_s: float,
     ) -> None:
-        """Decode a unit with several engines, each for `turn_s` seconds at a time."""
+        """Decode a unit with the engines of `order`, each for `turn_s` seconds at a time."""
         waiting, received = deque(order), {}
         while waiting:
             name = waiting.popleft()
@@ -136,7 +136,7 @@ class Runner:
                 if name in received:
                     process.next_turn()
                 else:
-                    received[name] = self._drive(
+                    received[name] = self._begin(
                         name, process, concurrency, rounds[name], keep, turn_s
                     )
                 ended = process.turn(received[name])
@@ -173,7 +173,7 @@ class Runner:
         self._store.append({"kind": "gap", **row})
         self._bar.write(f"{name}, concurrency {concurrency}: {reason}")
 
-    def _drive(
+    def _begin(
         self,
         name: str,
         process: EngineProcess,

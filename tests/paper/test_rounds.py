@@ -65,13 +65,14 @@ class _Process:
         self, what: str, requests: list[Request], concurrency: int, turn_s: float | None = None
     ) -> None:
         assert what == "drive" and self.name in self._host.awake
-        self._requests, self._size = requests, len(requests) if turn_s == math.inf else 2
+        self._has_turns = turn_s != math.inf
+        self._requests, self._size = requests, 2 if self._has_turns else len(requests)
 
     def answer(self) -> None:
         assert {one.name for one in self._requests} == {"warm-up"}
 
     def turn(self, items: Callable[[Response], None]) -> bool:
-        assert self._host.awake == {self.name} or self._size > 2
+        assert self._host.awake == {self.name} or not self._has_turns
         self._host.decoded.append(self.name)
         now, self._requests = self._requests[: self._size], self._requests[self._size :]
         for one in now:

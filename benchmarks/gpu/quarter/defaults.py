@@ -37,7 +37,7 @@ def ask(job: Job) -> None:
 
 
 def _watch_warm_up() -> dict[str, float]:
-    """GiB in use before the warm-up and at its peak, and what graphs take, once one starts here."""
+    """GiB before the warm-up and at its peak; GiB and seconds of graphs. Filled in by a start."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -58,7 +58,7 @@ def _watch_warm_up() -> dict[str, float]:
     def captured(self: Any, *args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
         size = capture(self, *args, **kwargs)
-        # Those of the start: vLLM captures a few before, to estimate their memory.
+        # The last call's. In an earlier one vLLM captures a few graphs to estimate their memory.
         found.update(graphs_gib=size / _GIB, graphs_s=time.perf_counter() - begin)
         return size
 
