@@ -24,6 +24,8 @@ class StepTimes:
     spared: int = 0
     # whether what it verified are copies alone: the step before it did not draft
     copies: bool = False
+    # whether it looked for copies
+    looked: bool = False
 
     @property
     def undrafted(self) -> bool:

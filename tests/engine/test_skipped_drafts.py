@@ -42,7 +42,7 @@ class Engine:
         self.timed: list[bool] = []
         self.runtime = Runtime(self.trees)
         self.runtime.timer = SimpleNamespace(
-            step_done=lambda drafted, _: self.timed.append(drafted), num_pending=0
+            step_done=lambda drafted, *_: self.timed.append(drafted), num_pending=0
         )
         self.runtime.controller = Asked(3, SLOTS, CurveLatency(StepCostTable.flat(max_rows=64)))
         states = SimpleNamespace(

@@ -159,3 +159,29 @@ def test_plain_steps_are_tried_where_copies_have_taken_their_place():
     assert len(trials) == 8 and not any(d.drafts or d.looks_up for d in trials)
     for promised, known in ((0.4, True), (5.0, False)):
         assert not any(d.reason == "trial of plain steps" for d in decided(promised, known))
+
+
+def test_looks_that_save_less_than_they_take_become_rare():
+    """A look takes 0.5 ms; copies of three tokens for 10.3 ms save 9.7."""
+    batch, curve = Batch([0], [1000], 1, 100.0), (500.0 + 0.1 * np.arange(129)).astype(np.float32)
+    costs = Costs(StepEstimate(curve, 10.0, 10.0, look_ms=0.5))
+    control = Controller(15, 4, costs, copy_depth=31, sees_copies=True)
+    control.gains.add_trees([0], [1.0], [8])
+
+    def looks(steps, nodes):
+        count = 0
+        for _ in range(steps):
+            decision = control.plan(batch)
+            assert not decision.drafts
+            count += decision.looks_up
+            if decision.looks_up:
+                found = (nodes, float(nodes))
+                control.observe_copies(np.array([0]), np.array([float(nodes)]), found)
+        return count
+
+    assert looks(60, 0) >= 50, "at first it looks"
+    looks(100, 0)
+    assert looks(100, 0) == 25
+    # Four looks that save 9.7 ms each are enough.
+    looks(16, 2)
+    assert looks(20, 2) == 20

@@ -137,19 +137,38 @@ def test_both_kinds_of_step_and_their_rows_are_told_apart(plain, root, added):
     assert (np.diff(tree_ms) >= 0).all() and tree_ms[0] > 0
 
 
-def test_a_plain_step_right_after_trees_does_not_count():
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_first_plain_step_after_others_does_not_count(copies):
     model, rng = CorrectedLatency(_table()), np.random.default_rng(2)
     _serve(model, 200, rng, drafts=0.5)
     for _ in range(200):
         _serve(model, 1, rng, drafts=1.0)
-        model.observe(_plain(1.4 * 2.6))
-        model.observe(_plain(2.6))
+        if copies:
+            model.observe(StepTimes(8, 1, 0.0, True, False, 3.1, 3.1, copies=True))
+        for factor in (1.4, 1.0):
+            model.observe(_plain(factor * 2.6))
     assert _costs(model) == pytest.approx((2.6, 4.1, 7.2), rel=0.06)
     # Of several plain steps together the last one is told, which follows another one.
     for _ in range(200):
         _serve(model, 1, rng, drafts=1.0)
         model.observe(_plain(1.4 * 2.6), passed=4)
     assert _costs(model)[0] == pytest.approx(1.4 * 2.6, rel=0.1)
+
+
+def test_steps_that_look_for_copies_show_what_a_look_costs():
+    """On the tiny target a look takes 0.7 ms, and P would be read too high by it."""
+    model = CorrectedLatency(_table())
+    assert model.estimate(1, 0).look_ms == 0.0
+    for step in range(100):
+        looks = step < 50
+        ms = 2.0 + 0.7 * looks
+        model.observe(StepTimes(1, 1, 0.0, False, False, ms, ms, looked=looks))
+        if step == 49:  # as good as plain steps while there are no others
+            assert model.estimate(1, 0).plain_ms == pytest.approx(2.7, rel=0.02)
+            assert model.plain_age(1) == math.inf
+    found = model.estimate(1, 0)
+    assert found.plain_ms == pytest.approx(2.0, rel=0.02)
+    assert found.look_ms == pytest.approx(0.7, rel=0.1)
 
 
 @pytest.mark.parametrize("drafts", [0.0, 1.0])
@@ -317,11 +336,12 @@ def test_steps_of_copies_tell_costly_nodes_from_a_slow_machine():
     """Nodes that take twice what the table says must not make other steps look slow."""
     model, rng = CorrectedLatency(_table()), np.random.default_rng(0)
     before = model.estimate(1, 0)
-    for _ in range(400):
+    for _ in range(200):
         rows = int(rng.choice([1, 2, 8, 32]))
         base = before.copies_ms if rows > 1 else 2.6
         total = base + 2.0 * float(before.tree_ms[rows] - before.tree_ms[1])
-        model.observe(StepTimes(rows, 1, 0.0, rows > 1, False, total, total, copies=rows > 1))
+        for _ in range(2):
+            model.observe(StepTimes(rows, 1, 0.0, rows > 1, False, total, total, copies=rows > 1))
     after = model.estimate(1, 0)
     assert after.plain_ms == pytest.approx(2.6, rel=0.05)
     added = after.tree_ms[32] - after.tree_ms[1]

@@ -272,12 +272,13 @@ class BastionSpeculator(DFlashSpeculator):
             self.trees.bind_rows()
         else:
             self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
+            looked = runtime.step.looks_up
             step = runtime.step = decide_again(runtime, input_batch, num_sampled)
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
                 if step.looks_up:
                     self.trees.grow_copies(num_reqs, step.longest_copy)
-                self._step_done(step)
+                self._step_done(step, looked)
                 return tokens
             if runtime.deferred is not None:
                 runtime.deferred.flush()
@@ -303,12 +304,12 @@ class BastionSpeculator(DFlashSpeculator):
             **kwargs,
         )
         if not dummy_run:
-            self._step_done(runtime.step)
+            self._step_done(runtime.step, looked)
         return tokens
 
-    def _step_done(self, step: Step) -> None:
+    def _step_done(self, step: Step, looked: bool) -> None:
         if self.runtime.timer is not None:
-            self.runtime.timer.step_done(step.drafts, step.spared)
+            self.runtime.timer.step_done(step.drafts, step.spared, looked)
 
     # ---- steps that draft nothing -------------------------------------------------------
 

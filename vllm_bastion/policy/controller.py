@@ -14,7 +14,8 @@ step with n rows takes Q + C(n) - C(R), with Q what it takes with one row for ea
 scores of a copy's tokens are known with or without a draft, and have a kappa_r of their own. As
 many of the best tokens as pay are counted, as in `choose_budget`. A draft must beat the copies that
 could be verified without one: `plan` estimates their scores from the latest copies, and
-`prefers_copies` takes those of the current ones, where the host knows them before it drafts.
+`prefers_copies` takes those of the current ones, where the host knows them before it drafts. To
+look for copies takes time itself: where they save less, few steps without a draft look (`_looks`).
 
 Once the trees exist, the number of verified nodes follows from their scores kappa_r rho and the
 same costs. `bastion_kernels.choose_budget` chooses it on the device, from buffers that `plan`
@@ -48,6 +49,9 @@ _KNOWN_TREES = 16
 # Weight of a new copy's expected tokens in their mean; change of Q after which costs are installed
 # again.
 _NEW_COPY, _COST_STEP = 0.25, 0.05
+# Weight of a new look in the mean time that copies save; where that is less than what a look takes,
+# one of so many steps still looks.
+_NEW_LOOK, _LOOK_EVERY = 0.05, 4
 # kappa is installed again when its logarithm has changed by this much: it is copied to the device.
 _KAPPA_STEP = 0.05
 
@@ -152,6 +156,8 @@ class Controller:
         self._copied = np.zeros(num_slots)
         # Whether the latest copies are worth verifying.
         self.copies_pay = False
+        # Mean ms that the copies of a look save, and steps without a draft since the last one.
+        self._saved_ms, self._not_looked = latency.estimate(1, 1.0).plain_ms, 0
         self.gains, self.remaining = Gains(), RemainingTokens(num_slots)
         # For trees of copies alone; only its kappa is used.
         self.copy_gains = Gains()
@@ -217,6 +223,8 @@ class Controller:
             (nodes, tokens), reqs = chosen, len(slots)
             gain = (1.0 + tokens / reqs) * self.costs.plain_ms / self.copy_step_ms(reqs + nodes)
             self.copies_pay = nodes > 0 and gain > 1.0
+            saved_ms = (gain - 1.0) * self.copy_step_ms(reqs + nodes) if self.copies_pay else 0.0
+            self._saved_ms += _NEW_LOOK * (saved_ms - self._saved_ms)
 
     def teaching(self, slots: np.ndarray, copied: np.ndarray, only_copies: bool) -> np.ndarray:
         """[R] bool, the latest trees that `gains`, or `copy_gains`, learns from.
@@ -388,8 +396,17 @@ class Controller:
             )
         if kind is not None:
             decision = Decision(kind == "trees", f"trial of {kind}", plain_ms, is_trial=True)
-        may = self.looks_up and (self._sees_copies or not decision.drafts)
-        return replace(decision, looks_up=may and not decision.is_trial)
+        return replace(decision, looks_up=not decision.is_trial and self._looks(decision.drafts))
+
+    def _looks(self, drafts: bool) -> bool:
+        """Whether a step that is no trial looks for copies alone."""
+        if drafts:
+            return self.looks_up and self._sees_copies
+        self._not_looked += 1
+        pays = self._saved_ms >= self.costs.look_ms or self._not_looked >= _LOOK_EVERY
+        if pays:
+            self._not_looked = 0
+        return self.looks_up and pays
 
     def _install_kappa(self, slots: Sequence[int], only_copies: bool) -> None:
         if self._buffers is None or not slots:
@@ -402,6 +419,7 @@ class Controller:
 
 
 def _same_plain(step: StepTimes, following: StepTimes) -> bool:
-    """Whether both are plain steps with the same number of requests."""
+    """Whether both are plain steps of one kind with the same number of requests."""
     drafts = step.verified or step.drafted or following.verified or following.drafted
-    return not drafts and step.num_reqs == following.num_reqs
+    alike = step.num_reqs == following.num_reqs and step.looked == following.looked
+    return not drafts and alike

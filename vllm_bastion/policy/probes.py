@@ -11,10 +11,10 @@ With C and P the costs of a step with trees and of a plain one, a probe is expec
 are 1.5 times too high explain. So probes of trees are expected to cost at most 1/64 of the time,
 however short replies and however expensive trees are, and less where trees are hopeless.
 
-Steps with trees, or with copies, yield no data on the cost of plain steps, and P may drift away
-from it. So four plain steps are taken where their times could change the decision: at first, and
-then each time that no plain step of such a batch was timed for 64 steps. The 64 double with each
-such probe, up to 1024.
+Steps with trees or copies, or that looked for copies, yield no data on the cost of plain steps, and
+P may drift away from it. So four plain steps are taken where their times could change the decision:
+at first, and then each time that no plain step of such a batch was timed for 64 steps. The 64
+double with each such probe, up to 1024.
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@
 Calibration runs without a scheduler, and the machine may change later. With P and C(n) from the
 table, a batch of R requests is estimated to take
 
-    plain step           e^p P
+    plain step           e^p P            e^l P if it looked for copies
     step of copies       e^c Q + e^(a + s) (C(n) - C(R))       Q: C(R) without the drafter
     step with trees      e^a (C(R) + e^s (C(n) - C(R)))
 
-a, c, p and s are moving averages of y = ln(measured / estimated), clipped, for batches of about
-that size; c is p until it is measured. With f the fraction of the estimate that e^s scales, a step
-has weight 1 - f for a, c or p, and 2 f for s. The first steps of a kind count by their median, and
-so do the first plain ones after many others, because p may be far off by then. A machine that slows
-down slows all kinds: once a kind has been measured itself, it also follows 80% of another one's
-changes.
+a, c, l, p and s are moving averages of y = ln(measured / estimated), clipped, for batches of about
+that size; until they are measured, c is p, and l and p are each other. With f the fraction of the
+estimate that e^s scales, a step has weight 1 - f for a, c, l or p, and 2 f for s. The first steps
+of a kind count by their median, and so do the first plain ones after many others, because p may be
+far off by then. A machine that slows down slows all kinds: once a kind has been measured itself, it
+also follows 80% of another one's changes.
 
 Steps with trees beyond the largest captured graph have a factor of their own: the host launches
 their kernels one by one, so their times say nothing about the cost of a row within a graph.
@@ -79,6 +79,7 @@ class _Factors:
     """Logarithms for batches of one size, in powers of two."""
 
     plain: _Log = field(default_factory=_Log)
+    looked: _Log = field(default_factory=_Log)
     copies: _Log = field(default_factory=_Log)
     tree: _Log = field(default_factory=_Log)
     slope: float = 0.0
@@ -86,15 +87,27 @@ class _Factors:
     plain_age: float = math.inf
 
     @property
+    def plain_value(self) -> float:
+        """p."""
+        return self.plain.value if self.plain.count else self.looked.value
+
+    @property
+    def looked_value(self) -> float:
+        """l."""
+        return self.looked.value if self.looked.count else self.plain.value
+
+    @property
     def copies_value(self) -> float:
         """c."""
-        return self.copies.value if self.copies.count else self.plain.value
+        return self.copies.value if self.copies.count else self.plain_value
 
     def of_another_size(self) -> _Factors:
         """Initial values for another size, which its own steps soon outweigh."""
-        plain, copies, tree = (log.restarted() for log in (self.plain, self.copies, self.tree))
+        plain, looked, copies, tree = (
+            log.restarted() for log in (self.plain, self.looked, self.copies, self.tree)
+        )
         age = 0.0 if self.plain.count else math.inf
-        return _Factors(plain, copies, tree, self.slope, age)
+        return _Factors(plain, looked, copies, tree, self.slope, age)
 
 
 class CorrectedLatency:
@@ -108,8 +121,8 @@ class CorrectedLatency:
         self._largest_graph = max(table.captured_sizes, default=table.max_rows)
         # ln(measured / estimated) of steps beyond the graphs, where the estimate includes `tree`.
         self._beyond, self._beyond_in_curves = _Log(), 0.0
-        # Whether the last step was a plain one or one of copies.
-        self._after_undrafted = False
+        # Whether the last step was a plain one.
+        self._after_plain = False
         # Kinds of steps with trees that have run: the batch's size in powers of two, whether beyond
         # the graphs, and whether the step drafted.
         self._seen: set[tuple[int, bool, bool]] = set()
@@ -145,11 +158,13 @@ class CorrectedLatency:
             self._beyond_in_curves,
         )
         prior = self.table.estimate(num_reqs, context_len, spared)
+        plain_ms = prior.plain_ms * math.exp(factors.plain_value)
         return StepEstimate(
             curve,
-            prior.plain_ms * math.exp(factors.plain.value),
+            plain_ms,
             prior.copies_ms * math.exp(factors.copies_value),
             math.exp(factors.tree.value),
+            max(0.0, prior.plain_ms * math.exp(factors.looked_value) - plain_ms),
         )
 
     def _make_curve(
@@ -173,12 +188,13 @@ class CorrectedLatency:
         """See `LatencyModel`.
 
         A step that only drafts, or only verifies a draft, is of neither kind. The first step of a
-        kind may compile, and is skipped. So is the first plain step after steps with trees: on the
-        tiny pair it takes 1.3 times as long as the tenth in a row.
+        kind may compile, and is skipped. So is the first plain step after others: on the tiny pair
+        it takes 1.2 to 1.3 times as long as the tenth in a row.
         """
         undrafted = step.undrafted
-        first = undrafted and not (step.copies or self._after_undrafted) and passed == 1
-        self._after_undrafted = undrafted
+        is_plain = undrafted and not step.verified
+        first = is_plain and not self._after_plain and passed == 1
+        self._after_plain = is_plain
         if step.total_ms is None or first or not (undrafted or (step.drafted and step.verified)):
             return
         if not (math.isfinite(step.total_ms) and step.total_ms > 0):
@@ -192,7 +208,7 @@ class CorrectedLatency:
             return
         prior = self.table.estimate(num_reqs, step.context_len, step.spared)
         factors = self.factors(num_reqs)
-        if step.verified or not undrafted:
+        if not is_plain or step.looked:
             factors.plain_age += 1.0
         else:
             if STALE <= factors.plain_age < math.inf:
@@ -209,7 +225,7 @@ class CorrectedLatency:
         if not undrafted:
             own, base = tree_log, root
         elif not step.verified:
-            own, base = plain_log, prior.plain_ms
+            own, base = factors.looked if step.looked else plain_log, prior.plain_ms
         else:
             own, base = copies_log, prior.copies_ms
             # e^c is a factor of the whole below, but nodes have trees' factor.
@@ -221,12 +237,12 @@ class CorrectedLatency:
             factors.slope = min(max(slope, -_MAX_SLOPE), _MAX_SLOPE)
             change *= 1.0 - fraction
         own.value += change
-        for other in (plain_log, copies_log, tree_log):
+        for other in (plain_log, factors.looked, copies_log, tree_log):
             if other is not own and other.count >= _KNOWN and own.count >= _SETTLED:
                 other.value += _COMMON * change
 
     def correction(self, num_reqs: int) -> dict[str, float]:
         """See `LatencyModel`."""
         factors = self.factors(num_reqs)
-        logs = factors.plain.value, factors.copies_value, factors.tree.value, factors.slope
+        logs = factors.plain_value, factors.copies_value, factors.tree.value, factors.slope
         return dict(zip(("plain", "copies", "tree", "rows"), map(math.exp, logs), strict=True))

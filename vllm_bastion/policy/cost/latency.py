@@ -29,6 +29,8 @@ class StepEstimate(NamedTuple):
     # ms of a step that verifies copies alone, with one row for each request.
     copies_ms: float
     factor: float = 1.0
+    # ms that a plain step takes longer if it looks for copies.
+    look_ms: float = 0.0
 
     def tree_step_ms(self, rows: int) -> float:
         """ms of a step with trees and `rows` target rows."""

@@ -89,17 +89,19 @@ class StepTimer:
             self._running.marks[1].record()
             self._drafting, self._running = self._running, None
 
-    def step_done(self, drafted: bool, spared: int = 0) -> None:
+    def step_done(self, drafted: bool, spared: int = 0, looked: bool = False) -> None:
         """After the drafter. A step that verifies nothing never calls `logits_ready`.
 
         spared: positions of each block that the drafter did not predict.
+        looked: whether the step looked for copies.
         """
         if self._running is not None:
             self.logits_ready()
             assert self._drafting is not None
             self._drafting.times.verified = False
         if self._drafting is not None:
-            self._drafting.times.drafted, self._drafting.times.spared = drafted, spared
+            times = self._drafting.times
+            times.drafted, times.spared, times.looked = drafted, spared, looked
             self._drafting.marks[2].record()
             self._pending.append(self._drafting)
             self._drafting = None
