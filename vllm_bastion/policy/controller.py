@@ -221,10 +221,10 @@ class Controller:
         self._copied[slots] += _NEW_COPY * (promised - self._copied[slots])
         if chosen is not None:
             (nodes, tokens), reqs = chosen, len(slots)
-            gain = (1.0 + tokens / reqs) * self.costs.plain_ms / self.copy_step_ms(reqs + nodes)
-            self.copies_pay = nodes > 0 and gain > 1.0
-            saved_ms = (gain - 1.0) * self.copy_step_ms(reqs + nodes) if self.copies_pay else 0.0
-            self._saved_ms += _NEW_LOOK * (saved_ms - self._saved_ms)
+            as_plain_ms = (1.0 + tokens / reqs) * self.costs.plain_ms
+            saved_ms = as_plain_ms - self.copy_step_ms(reqs + nodes)
+            self.copies_pay = nodes > 0 and saved_ms > 0.0
+            self._saved_ms += _NEW_LOOK * (saved_ms * self.copies_pay - self._saved_ms)
 
     def teaching(self, slots: np.ndarray, copied: np.ndarray, only_copies: bool) -> np.ndarray:
         """[R] bool, the latest trees that `gains`, or `copy_gains`, learns from.

@@ -189,7 +189,7 @@ class CorrectedLatency:
 
         A step that only drafts, or only verifies a draft, is of neither kind. The first step of a
         kind may compile, and is skipped. So is the first plain step after others: on the tiny pair
-        it takes 1.2 to 1.3 times as long as the tenth in a row.
+        it takes 1.2 to 1.3 times as long as later ones in a row.
         """
         undrafted = step.undrafted
         is_plain = undrafted and not step.verified

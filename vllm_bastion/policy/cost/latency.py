@@ -24,7 +24,7 @@ class StepEstimate(NamedTuple):
     # whole step with trees, divided by `factor`. Finite, positive, non-decreasing and read-only;
     # the same object until it changes. N* depends on nothing else.
     curve: CostArray
-    # ms of a step that neither drafts nor verifies.
+    # ms of a step that neither drafts, nor verifies, nor looks for copies.
     plain_ms: float
     # ms of a step that verifies copies alone, with one row for each request.
     copies_ms: float
