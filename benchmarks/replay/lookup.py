@@ -130,12 +130,10 @@ class Engine(Controlled):
     ) -> None:
         controller, trees = self.controller, self._trees
         raw = trees.promised.numpy()[slots] / controller.kappa_in_use(slots, only_copies)
-        gains = controller.copy_gains if only_copies else controller.gains
         copied = trees.copied.numpy()[slots]
-        rows = np.flatnonzero(controller.teaching(slots, copied, only_copies))
-        teach = slots[rows].tolist(), raw[rows].tolist()
-        gains.add_trees(*teach, [nodes[row] for row in rows])
-        gains.add_outcomes(*teach, [accepted[row] for row in rows])
+        controller.observe_trees(slots, raw, np.array(nodes), copied, only_copies)
+        goes_on = np.ones(len(slots), dtype=bool)
+        controller.observe_outcomes(slots, raw, np.array(accepted), copied, only_copies, goes_on)
 
 
 def _walk(tokens: list[int], parents: list[int], truth: np.ndarray) -> int:

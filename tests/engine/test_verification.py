@@ -42,6 +42,10 @@ class Told(Gains):
         if requests:
             self.told.append(("realised", list(requests), float(sum(promised)), sum(accepted)))
 
+    def add_last_outcomes(self, promised: Any, accepted: Any) -> None:
+        if promised:
+            self.told.append(("last", float(sum(promised)), sum(accepted)))
+
 
 class Drafts(Controller):
     """A controller whose trees always pay."""
@@ -190,6 +194,8 @@ def test_what_a_slots_last_request_promised_is_not_its_next_ones() -> None:
     told = {kind: rest for kind, *rest in steps.gains.told[before:]}
     assert told["promised"][0] == told["realised"][0] == [2]
     assert told["realised"][2] == steps.asked[2][2][0] - 1
+    # Kappa of all requests learns from its last tree.
+    assert told["last"][1] == steps.asked[2][2][1] - 1
 
 
 @pytest.mark.parametrize("kind", [BastionVerificationManager, LaggedVerificationManager])

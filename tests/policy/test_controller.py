@@ -240,6 +240,24 @@ def test_kappa_tracks_what_is_accepted():
     assert 1.4 < control.gains.kappa < 1.5
 
 
+def test_short_replies_do_not_make_drafts_look_worse():
+    """A reply's last tree is more likely a long one. Drafts promise 3 tokens and bring 3."""
+    rng, control = np.random.default_rng(0), controller(estimate(15.0))
+    kappas = []
+    for _ in range(2000):
+        control.restart(0, 20)
+        left = 20
+        while left > 0:
+            accepted = rng.geometric(0.25) - 1
+            left -= 1 + accepted
+            tree = np.array([0]), np.array([3.0])
+            control.observe_trees(*tree, np.array([8]), np.zeros(1), False)
+            goes_on = np.array([left > 0])
+            control.observe_outcomes(*tree, np.array([accepted]), np.zeros(1), False, goes_on)
+        kappas.append(control.gains.kappa)
+    assert np.mean(kappas[100:]) == pytest.approx(1.0, abs=0.02)
+
+
 def test_the_cost_is_that_of_the_rows():
     # trees of 16 nodes pay for two requests and not for four: rows beyond 40 are expensive
     cost = np.where(np.arange(200) <= 40, 12.0, 90.0).astype(np.float32)

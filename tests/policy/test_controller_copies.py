@@ -16,6 +16,15 @@ def scores_of(*tokens):
     return np.clip(np.array(tokens)[:, None] - np.arange(31), 0.0, 1.0)
 
 
+def learn(control, slots, promised, accepted=None, *, alone=False):
+    """Trees of 8 nodes; they bring what they promise unless `accepted` says otherwise."""
+    requests, copies = np.array(slots), np.zeros(len(slots))
+    tokens, nodes = np.full(len(slots), promised), np.full(len(slots), 8)
+    right = np.full(len(slots), promised if accepted is None else accepted)
+    control.observe_trees(requests, tokens, nodes, copies, alone)
+    control.observe_outcomes(requests, tokens, right, copies, alone, np.full(len(slots), True))
+
+
 def with_copies(promised, *, tree_ms=15.0, per_row=0.1, plain_ms=10.0):
     """A controller that knows its trees, and what copies of two requests promise."""
     curve = (tree_ms + per_row * np.arange(129)).astype(np.float32)
@@ -24,8 +33,7 @@ def with_copies(promised, *, tree_ms=15.0, per_row=0.1, plain_ms=10.0):
         15, 4, Costs(StepEstimate(curve, plain_ms, plain_ms)), buffers, copy_depth=31
     )
     for _ in range(40):
-        control.gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
-        control.gains.add_outcomes([0, 1], [2.0, 2.0], [2.0, 2.0])
+        learn(control, [0, 1], 2.0)
         control.observe_copies(np.array([0, 1]), np.array(promised), None)
     return control, buffers
 
@@ -52,8 +60,7 @@ def test_a_draft_gives_way_to_copies_that_pay_more():
     assert control.plan(batch).drafts
     assert not control.prefers_copies([0, 1], [100, 100], scores_of(9.0, 9.0), True)
     for _ in range(40):
-        control.gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
-        control.gains.add_outcomes([0, 1], [2.0, 2.0], [2.0, 2.0])
+        learn(control, [0, 1], 2.0)
         # What earlier copies promised does not matter.
         control.observe_copies(np.array([0, 1]), np.array([9.0, 9.0]), None)
     decision = control.plan(batch)
@@ -107,8 +114,7 @@ def test_copies_are_calibrated_by_what_they_brought():
     control, _ = with_copies([2.0, 2.0])
     assert control.plan(batch).looks_up
     for _ in range(12):
-        control.copy_gains.add_trees([0, 1], [2.0, 2.0], [8.0, 8.0])
-        control.copy_gains.add_outcomes([0, 1], [2.0, 2.0], [0.2, 0.2])
+        learn(control, [0, 1], 2.0, 0.2, alone=True)
     control.plan(batch)
     dear, _ = with_copies([2.0, 2.0], tree_ms=500.0)
     dear.copy_gains = control.copy_gains
@@ -149,8 +155,7 @@ def test_plain_steps_are_tried_where_copies_have_taken_their_place():
 
     def decided(promised, known):
         for _ in range(40):
-            control.gains.add_trees([0], [1.0], [8])
-            control.gains.add_outcomes([0], [1.0], [1.0])
+            learn(control, [0], 1.0)
             control.observe_copies(np.array([0]), np.array([promised]), (1, promised))
         costs.known = known
         return [control.plan(batch) for _ in range(200)]
@@ -166,7 +171,7 @@ def test_looks_that_save_less_than_they_take_become_rare():
     batch, curve = Batch([0], [1000], 1, 100.0), (500.0 + 0.1 * np.arange(129)).astype(np.float32)
     costs = Costs(StepEstimate(curve, 10.0, 10.0, look_ms=0.5))
     control = Controller(15, 4, costs, copy_depth=31, sees_copies=True)
-    control.gains.add_trees([0], [1.0], [8])
+    learn(control, [0], 1.0)
 
     def looks(steps, nodes):
         count = 0
@@ -180,8 +185,8 @@ def test_looks_that_save_less_than_they_take_become_rare():
         return count
 
     assert looks(60, 0) >= 50, "at first it looks"
-    looks(100, 0)
-    assert looks(100, 0) == 25
-    # Four looks that save 9.7 ms each are enough.
-    looks(16, 2)
+    looks(200, 0)
+    assert looks(128, 0) == 4
+    # One look that saves 9.7 ms is nearly enough, and four are enough.
+    looks(40, 2)
     assert looks(20, 2) == 20

@@ -7,6 +7,7 @@ See `vllm_bastion.step`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,24 +118,27 @@ def decide_again(runtime: Runtime, batch: InputBatch, num_sampled: torch.Tensor)
     slots, remaining = manager.continuing(batch, num_sampled)
     if not len(slots):
         return replace(step, drafts=False, looks_up=False)
-    step = replace(step, longest_copy=int(remaining.max()) - 1)
+    last = int(remaining.max())
+    changes: dict[str, Any] = {"longest_copy": last - 1}
     if step.looks_up:
-        step = _with_copies(runtime, step, batch.num_reqs, slots, remaining)
-    if runtime.reach is None:
-        return step
-    unused = runtime.reach.depth + 1 - int(remaining.max())
-    return replace(step, spared=max(step.spared, unused))
+        changes |= _with_copies(runtime, step, batch.num_reqs, slots, remaining)
+    if runtime.reach is not None:
+        changes["spared"] = max(step.spared, runtime.reach.depth + 1 - last)
+    return replace(step, **changes)
 
 
 def _with_copies(
     runtime: Runtime, step: Step, num_reqs: int, slots: np.ndarray, remaining: np.ndarray
-) -> Step:
+) -> dict[str, bool]:
     """Look for copies. They take the place of the draft, or of a plain step, if they pay more.
 
     Args:
         num_reqs: of the batch.
         slots: [C] slots of requests that continue.
         remaining: [C] most tokens that each may emit from the next step on.
+
+    Returns:
+        Changes to the record of the step.
     """
     controller, copies = runtime.controller, runtime.trees.copies
     assert controller is not None and copies is not None
@@ -142,11 +146,14 @@ def _with_copies(
     copies.find(rows)
     most = np.minimum(remaining - 1, runtime.trees.node_limits_host[slots])
     scores = copies.scores(slots, most)
-    if controller.prefers_copies(slots.tolist(), remaining.tolist(), scores, step.drafts):
+    promised = scores.sum(axis=1)
+    if promised.any() and controller.prefers_copies(
+        slots.tolist(), remaining.tolist(), scores, step.drafts
+    ):
         if step.drafts and runtime.recorder is not None:
             runtime.recorder.copied()
-        return replace(step, drafts=False, announces=True)
+        return {"drafts": False, "announces": True}
     if not step.drafts:
         copies.give_up(rows)
-        controller.observe_copies(slots, scores.sum(axis=1), (0, 0.0))
-    return replace(step, looks_up=False, announces=step.drafts)
+        controller.observe_copies(slots, promised, (0, 0.0))
+    return {"looks_up": False, "announces": step.drafts}

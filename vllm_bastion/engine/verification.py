@@ -56,8 +56,8 @@ class VerifiedTrees:
     only_copies: bool = False
     # [T] accepted draft tokens expected of each; None until known.
     promised: np.ndarray | None = None
-    # [T] which of them the controller learns from; set with `promised`.
-    teaching: np.ndarray | None = None
+    # [T] tokens of each one's copy that are expected to be right; set with `promised`.
+    copied: np.ndarray | None = None
 
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -379,12 +379,14 @@ class BastionVerificationManager(AdaptiveVerificationManager):
         # One token of each step was counted at the step's end.
         controller.remaining.emit(slots, published.emitted[slots] - 1)
         if before.promised is not None:
-            gains = controller.copy_gains if before.only_copies else controller.gains
-            rows = live & before.teaching
-            gains.add_outcomes(
-                before.slots[rows].tolist(),
-                (before.promised[rows] / before.kappa[rows]).tolist(),
-                (published.emitted[before.slots[rows]] - 1).tolist(),
+            assert before.copied is not None
+            controller.observe_outcomes(
+                before.slots,
+                before.promised / before.kappa,
+                published.emitted[before.slots] - 1,
+                before.copied,
+                before.only_copies,
+                live,
             )
             if recorder is not None:
                 accepted = int(published.emitted[slots].sum()) - len(slots)
@@ -396,15 +398,14 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             nodes = np.minimum(chosen, trees.max_nodes)
             trees.promised = promised * nodes / np.maximum(chosen, 1)
             live = self._is_live(trees)
-            gains = controller.copy_gains if trees.only_copies else controller.gains
-            copied = published.copied[trees.slots]
-            trees.teaching = live.copy()
-            trees.teaching[live] = controller.teaching(
-                trees.slots[live], copied[live], trees.only_copies
+            trees.copied = published.copied[trees.slots]
+            controller.observe_trees(
+                trees.slots[live],
+                trees.promised[live] / trees.kappa[live],
+                nodes[live],
+                trees.copied[live],
+                trees.only_copies,
             )
-            rows = trees.teaching
-            raw = trees.promised[rows] / trees.kappa[rows]
-            gains.add_trees(trees.slots[rows].tolist(), raw.tolist(), nodes[rows].tolist())
         if controller.looks_up and published.grown_for is not None:
             grown = published.grown_for
             chosen = None

@@ -49,9 +49,9 @@ _KNOWN_TREES = 16
 # Weight of a new copy's expected tokens in their mean; change of Q after which costs are installed
 # again.
 _NEW_COPY, _COST_STEP = 0.25, 0.05
-# Weight of a new look in the mean time that copies save; where that is less than what a look takes,
-# one of so many steps still looks.
-_NEW_LOOK, _LOOK_EVERY = 0.05, 4
+# Weight of a new look in the mean time that copies save. Where that is less than what a look takes,
+# one of 4 steps still looks, and after each such look one of twice as many, up to 32.
+_NEW_LOOK, _FIRST_WAIT, _LAST_WAIT = 0.05, 4, 32
 # kappa is installed again when its logarithm has changed by this much: it is copied to the device.
 _KAPPA_STEP = 0.05
 
@@ -156,8 +156,10 @@ class Controller:
         self._copied = np.zeros(num_slots)
         # Whether the latest copies are worth verifying.
         self.copies_pay = False
-        # Mean ms that the copies of a look save, and steps without a draft since the last one.
+        # Mean ms that the copies of a look save, steps without a draft since the last one, and how
+        # many to wait where looks do not pay.
         self._saved_ms, self._not_looked = latency.estimate(1, 1.0).plain_ms, 0
+        self._look_wait = _FIRST_WAIT
         self.gains, self.remaining = Gains(), RemainingTokens(num_slots)
         # For trees of copies alone; only its kappa is used.
         self.copy_gains = Gains()
@@ -226,20 +228,57 @@ class Controller:
             self.copies_pay = nodes > 0 and saved_ms > 0.0
             self._saved_ms += _NEW_LOOK * (saved_ms * self.copies_pay - self._saved_ms)
 
-    def teaching(self, slots: np.ndarray, copied: np.ndarray, only_copies: bool) -> np.ndarray:
-        """[R] bool, the latest trees that `gains`, or `copy_gains`, learns from.
-
-        A tree with drafts and a copy shows how good they are together, not how good the drafter is.
+    def observe_trees(
+        self,
+        slots: np.ndarray,
+        promised: np.ndarray,
+        nodes: np.ndarray,
+        copied: np.ndarray,
+        only_copies: bool,
+    ) -> None:
+        """Trees were verified, or are about to be.
 
         Args:
             slots: [R] their request slots.
+            promised: [R] sums of their path scores, without kappa.
+            nodes: [R] nodes verified.
             copied: [R] tokens of each tree's copy that are expected to be right.
             only_copies: whether they are trees of copies alone.
         """
-        if only_copies or not self.looks_up:
-            return np.ones(len(slots), dtype=bool)
-        self.gains.meet(slots.tolist())
-        return copied <= 0
+        gains, rows = self._learning(copied, only_copies)
+        gains.add_trees(slots[rows].tolist(), promised[rows].tolist(), nodes[rows].tolist())
+        if gains is self.gains:
+            gains.meet(slots[~rows].tolist())
+
+    def observe_outcomes(
+        self,
+        slots: np.ndarray,
+        promised: np.ndarray,
+        accepted: np.ndarray,
+        copied: np.ndarray,
+        only_copies: bool,
+        goes_on: np.ndarray,
+    ) -> None:
+        """The outcomes of trees that `observe_trees` was called with.
+
+        Args:
+            accepted: [R] draft tokens accepted.
+            goes_on: [R] bool, False where another request has taken the slot since.
+            others: see `observe_trees`.
+        """
+        gains, rows = self._learning(copied, only_copies)
+        own, last = rows & goes_on, rows & ~goes_on
+        gains.add_outcomes(slots[own].tolist(), promised[own].tolist(), accepted[own].tolist())
+        gains.add_last_outcomes(promised[last].tolist(), accepted[last].tolist())
+
+    def _learning(self, copied: np.ndarray, only_copies: bool) -> tuple[Gains, np.ndarray]:
+        """What learns from R trees, and [R] bool, from which of them.
+
+        A tree with drafts and a copy shows how good they are together, not how good the drafter is.
+        """
+        if only_copies:
+            return self.copy_gains, np.ones(len(copied), dtype=bool)
+        return self.gains, np.logical_or(copied <= 0, not self.looks_up)
 
     @property
     def is_probing(self) -> bool:
@@ -364,16 +403,12 @@ class Controller:
         expected = self.gains.expected(batch.slots, batch.remaining)
         tokens, nodes = expected.tokens, round(expected.nodes)
         least, copy_ms, best = 1.0, plain_ms, 1.0
-        if self.looks_up:
-            # As if the lengths of right copies were geometric.
-            mean = self._copied[batch.slots, None]
-            scores = np.repeat(mean / (1.0 + mean), len(self._copy_depths), axis=1).cumprod(axis=1)
-            copies = self._copies_alone(batch.slots, batch.remaining, scores)
-            best = copies.gain if copies else 1.0
-            if copies and not self._sees_copies:
-                least, copy_ms = copies.gain, copies.ms
-                if not expected.unknown:
-                    tokens, nodes = copies.together(expected)
+        if self._sees_copies:  # and weighs them then; to plan them takes time
+            best += self._saved_ms / plain_ms if self.looks_up else 0.0
+        elif self.looks_up and (copies := self._expected_copies(batch)) is not None:
+            least, copy_ms, best = copies.gain, copies.ms, copies.gain
+            if not expected.unknown:
+                tokens, nodes = copies.together(expected)
         ratio = costs.tree_step_ms(count + nodes) / plain_ms
         # Without data, draft unless even full acceptance could not pay.
         for limit in expected.unknown:
@@ -398,15 +433,25 @@ class Controller:
             decision = Decision(kind == "trees", f"trial of {kind}", plain_ms, is_trial=True)
         return replace(decision, looks_up=not decision.is_trial and self._looks(decision.drafts))
 
+    def _expected_copies(self, batch: Batch) -> _CopiesAlone | None:
+        """Copies alone, as if the lengths of right copies were geometric."""
+        mean = self._copied[batch.slots, None]
+        scores = np.repeat(mean / (1.0 + mean), len(self._copy_depths), axis=1).cumprod(axis=1)
+        return self._copies_alone(batch.slots, batch.remaining, scores)
+
     def _looks(self, drafts: bool) -> bool:
         """Whether a step that is no trial looks for copies alone."""
         if drafts:
             return self.looks_up and self._sees_copies
         self._not_looked += 1
-        pays = self._saved_ms >= self.costs.look_ms or self._not_looked >= _LOOK_EVERY
-        if pays:
-            self._not_looked = 0
-        return self.looks_up and pays
+        if self._saved_ms >= self.costs.look_ms:
+            self._look_wait = _FIRST_WAIT
+        elif self._not_looked >= self._look_wait:
+            self._look_wait = min(2 * self._look_wait, _LAST_WAIT)
+        else:
+            return False
+        self._not_looked = 0
+        return self.looks_up
 
     def _install_kappa(self, slots: Sequence[int], only_copies: bool) -> None:
         if self._buffers is None or not slots:

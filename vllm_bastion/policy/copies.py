@@ -47,6 +47,7 @@ class Copies:
         # Trials and successes by match length, of all requests.
         self.counts = zeros(2, len(self._priors))
         self._arrived = zeros(1)
+        self._depths = np.arange(depth)
         self._is_found = False  # whether `find` has looked for the copies of the next `mix`
         # By row of the batch.
         self.tokens, self.places = zeros(slots, depth), zeros(slots, depth)
@@ -101,13 +102,14 @@ class Copies:
 
         On the host: for a CPU.
         """
-        matches, depths = self._found.numpy()[slots, None] >> 32, np.arange(self.depth)
+        matches = self._found.numpy()[slots] >> 32
         if not matches.any():
             return np.zeros((len(slots), self.depth))
-        chances = copy_chances(self.counts, self._priors).numpy()
-        scores = chances[np.minimum(matches + depths, len(chances) - 1)].cumprod(axis=1)
-        scores[(matches == 0) | (depths >= most[:, None])] = 0.0
-        return np.asarray(scores)
+        chances = copy_chances(self.counts.numpy(), self._priors.numpy())
+        lengths = np.minimum(matches[:, None] + self._depths, len(chances) - 1)
+        scores: np.ndarray = chances[lengths].cumprod(axis=1)
+        scores[(matches == 0)[:, None] | (self._depths >= most[:, None])] = 0.0
+        return scores
 
     def mix(
         self,

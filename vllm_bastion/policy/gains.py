@@ -157,6 +157,15 @@ class Gains:
                 if own.count <= _RECENT:
                     self._all.add_outcome(tokens, count)
 
+    def add_last_outcomes(self, promised: Sequence[float], accepted: Sequence[float]) -> None:
+        """Add the outcomes of the last trees of requests that have ended, see `add_outcomes`.
+
+        The step that ends a reply is more likely one with many accepted tokens. Without these steps
+        kappa would be too low where replies are short.
+        """
+        for tokens, count in zip(promised, accepted, strict=True):
+            self._all.add_outcome(tokens, count)
+
     def fade(self, requests: Sequence[int]) -> None:
         """These requests take a step without trees."""
         for request in requests:

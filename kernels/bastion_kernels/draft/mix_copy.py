@@ -19,6 +19,7 @@ exceed 1,024, so w adapts to the traffic.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +42,12 @@ def copy_priors(device: torch.device | None = None) -> Tensor:
     return torch.tensor([*_PRIOR, *rest], dtype=torch.float32, device=device)
 
 
-def copy_chances(counts: Tensor, priors: Tensor) -> Tensor:
-    """`[33]`: w by match length. counts: `[2, 33]` trials and successes; priors: `[33]`."""
-    trials, right = counts.to(priors.dtype)
+def copy_chances(counts: Any, priors: Any) -> Any:
+    """`[33]`: w by match length. counts: `[2, 33]` trials and successes; priors: `[33]`.
+
+    Of tensors or of NumPy's arrays.
+    """
+    trials, right = counts
     return (right + _PRIOR_TRIALS * priors) / (trials + _PRIOR_TRIALS)
 
 
