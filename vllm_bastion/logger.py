@@ -8,7 +8,7 @@ and their INFO records are dropped. So all loggers of this package are children 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from functools import cache
 
 
 def init_logger(module: str) -> logging.Logger:
@@ -20,25 +20,17 @@ def init_logger(module: str) -> logging.Logger:
     return logging.getLogger("vllm.bastion" + module.removeprefix("vllm_bastion"))
 
 
+@cache
 def leave_out(name: str, beginning: str) -> None:
     """Drop messages of one of vLLM's loggers that are wrong for method "bastion".
+
+    vLLM asks for some properties in every step, so only the first call does anything.
 
     Args:
         name: the logger's name.
         beginning: how the messages begin.
     """
-    filter_ = _Beginning(beginning)
-    logger = logging.getLogger(name)
-    if filter_ not in logger.filters:
-        logger.addFilter(filter_)
-
-
-@dataclass(frozen=True)
-class _Beginning(logging.Filter):
-    text: str
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self.text)
+    logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(beginning))
 
 
 def quiet() -> None:

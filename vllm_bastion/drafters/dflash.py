@@ -271,7 +271,9 @@ class BastionSpeculator(DFlashSpeculator):
         if dummy_run:
             self.trees.bind_rows()
         else:
-            self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
+            manager = runtime.manager
+            if runtime.step.grows or manager is None or manager.has_trees:
+                self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
             looked = runtime.step.looks_up
             step = runtime.step = decide_again(runtime, input_batch, num_sampled)
             if not step.drafts:

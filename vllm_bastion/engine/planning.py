@@ -69,9 +69,8 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
             deepest = runtime.trees.deepest(slots, step.nodes)
             reach.observe(slots[decodes], deepest[decodes])
         spared = reach.depth - reach.of(slots)
-    step = replace(step, drafts=wanted, spared=spared)
     if controller is None:
-        return step
+        return replace(step, drafts=wanted, spared=spared)
     runtime.learn()
     context = step.context_len
     if batch.has_prefill:  # of the next step, when the prompts are cached too
@@ -79,10 +78,10 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
         context = float(seen.sum()) / len(seen)
     if not wanted or runtime.manager is None:
         controller.price(batch.num_reqs, context, spared)
-        return step
+        return replace(step, drafts=wanted, spared=spared)
     decision = runtime.manager.plan(batch, context, spared)
     if decision.replies_end:
-        return replace(step, drafts=decision.drafts)
+        return replace(step, drafts=decision.drafts, spared=spared)
     # With async scheduling the next step is scheduled before this one's output arrives. So a draft
     # must be announced a step early; otherwise there are no placeholders for its tree.
     announces = decision.drafts or (decision.looks_up and controller.copies_pay)
@@ -96,6 +95,7 @@ def _decide(runtime: Runtime, step: Step, batch: InputBatch) -> Step:
     return replace(
         step,
         drafts=drafts,
+        spared=spared,
         looks_up=looks_up,
         announces=announces,
         is_trial=decision.drafts and decision.is_trial,

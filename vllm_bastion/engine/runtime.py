@@ -37,6 +37,10 @@ class DraftPlanner(Protocol):
     def drafts(self) -> np.ndarray:
         """[R] int32, most nodes that each row of the step may have on the device."""
 
+    @property
+    def has_trees(self) -> bool:
+        """See `BastionVerificationManager.has_trees`."""
+
     def continuing(
         self, batch: InputBatch, num_sampled: torch.Tensor | None = None
     ) -> tuple[np.ndarray, np.ndarray]:

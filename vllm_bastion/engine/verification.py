@@ -422,6 +422,11 @@ class BastionVerificationManager(AdaptiveVerificationManager):
     # ---- the step's data for other adapters --------------------------------------------
 
     @property
+    def has_trees(self) -> bool:
+        """Whether the step may verify trees, whose requests' emitted tokens are published."""
+        return len(self._history[-1].slots) > 0
+
+    @property
     def drafts(self) -> np.ndarray:
         """[R] int32, most nodes each row of the step may have on the device."""
         return self._num_verify

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -137,12 +138,8 @@ def update_request_with_output(
     vLLM's synchronous scheduler caches in the next step, after freeing the recurrent states that
     this step left behind, and not at all when the request ends. The asynchronous one caches here.
     """
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    if bastion_config(self.vllm_config) is None or isinstance(self, AsyncScheduler):
+    if bastion_config(self.vllm_config) is None or _runs_ahead(self.__class__):
         return original(self, request, *args, **kwargs)
-    from vllm.v1.request import RequestStatus
-
     running = request.status == RequestStatus.RUNNING
     result = original(self, request, *args, **kwargs)
     if running:
@@ -199,13 +196,19 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     return output
 
 
-def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
-    """Cut the placeholders of the running requests, `spec_token_ids`, to their shares."""
+@cache
+def _runs_ahead(kind: type) -> bool:
+    """Whether schedulers of this class schedule a step before the last one's output arrives."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+    return issubclass(kind, AsyncScheduler)
+
+
+def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
+    """Cut the placeholders of the running requests, `spec_token_ids`, to their shares."""
     from vllm_bastion.policy.shares import share_placeholders
 
-    runs_ahead = isinstance(scheduler, AsyncScheduler)
+    runs_ahead = _runs_ahead(scheduler.__class__)
     decodes = [request for request in scheduler.running if request.spec_token_ids]
     if not SchedulerState.ensure(scheduler).drafting:
         for request in decodes:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -53,7 +53,8 @@ _NEW_COPY, _COST_STEP = 0.25, 0.05
 # one of 4 steps still looks, and after each such look one of twice as many, up to 32.
 _NEW_LOOK, _FIRST_WAIT, _LAST_WAIT = 0.05, 4, 32
 # kappa is installed again when its logarithm has changed by this much: it is copied to the device.
-_KAPPA_STEP = 0.05
+# The change is looked at for new batches, and else in one of so many steps.
+_KAPPA_STEP, _KAPPA_EVERY = 0.05, 8
 
 
 class CostBuffers(Protocol):
@@ -167,6 +168,8 @@ class Controller:
         self._depth, self._buffers = depth, buffers
         self._probes = Probes()
         self._log_kappa = np.zeros((2, num_slots), dtype=np.float32)
+        # The batch that each was looked at for last, and steps since then.
+        self._kappa_of: list[tuple[Sequence[int], int]] = [((), 0)] * 2
         self._installed: CostArray | None = None
         # The cost of steps without a draft, and what it was computed from.
         self.copy_cost_ms: CostArray = np.ones(1, np.float32)
@@ -184,6 +187,7 @@ class Controller:
         """A new request takes the slot, and may emit `tokens` tokens."""
         self.gains.forget(slot)
         self.copy_gains.forget(slot)
+        self._kappa_of = [((), 0)] * 2
         self._copied[slot] = 0.0
         self.remaining.restart(slot, tokens)
 
@@ -415,13 +419,11 @@ class Controller:
             tokens += min(ratio, min(1.0 + self._depth, limit) * _FIRST_DOUBT)
         gain = tokens / count / ratio / least
         ratio *= plain_ms / copy_ms
-        decision = Decision(gain >= 1.0 - 1e-9, "pays", plain_ms)
-        if not decision.drafts:
-            decision = replace(decision, reason="copies pay more" if least > 1 else "does not pay")
-        kind = None
+        drafts, is_trial = gain >= 1.0 - 1e-9, False
+        reason = "pays" if drafts else "copies pay more" if least > 1 else "does not pay"
         if not expected.unknown:
             kind = self._probes.tries(
-                decision.drafts,
+                drafts,
                 ratio,
                 gain,
                 new=sum(map(self.gains.is_new, batch.slots)) / count,
@@ -429,9 +431,10 @@ class Controller:
                 in_doubt=max(gain * least, best) < DOUBT and self.gains.num_trees >= _KNOWN_TREES,
                 ends_in=max(batch.remaining),
             )
-        if kind is not None:
-            decision = Decision(kind == "trees", f"trial of {kind}", plain_ms, is_trial=True)
-        return replace(decision, looks_up=not decision.is_trial and self._looks(decision.drafts))
+            if kind is not None:
+                drafts, reason, is_trial = kind == "trees", f"trial of {kind}", True
+        looks_up = not is_trial and self._looks(drafts)
+        return Decision(drafts, reason, plain_ms, looks_up, is_trial=is_trial)
 
     def _expected_copies(self, batch: Batch) -> _CopiesAlone | None:
         """Copies alone, as if the lengths of right copies were geometric."""
@@ -456,6 +459,11 @@ class Controller:
     def _install_kappa(self, slots: Sequence[int], only_copies: bool) -> None:
         if self._buffers is None or not slots:
             return
+        batch, steps = self._kappa_of[only_copies]
+        if batch == slots and steps < _KAPPA_EVERY:
+            self._kappa_of[only_copies] = batch, steps + 1
+            return
+        self._kappa_of[only_copies] = slots, 1
         gains, row = (self.gains, self.copy_gains)[only_copies], self._log_kappa[int(only_copies)]
         new = [math.log(gains.kappa_of(slot)) for slot in slots]
         if np.abs(row[slots] - new).max() > _KAPPA_STEP:
