@@ -166,6 +166,18 @@ def test_plain_steps_are_tried_where_copies_have_taken_their_place():
         assert not any(d.reason == "trial of plain steps" for d in decided(promised, known))
 
 
+def test_plain_steps_are_tried_where_every_step_drafts():
+    """Three tokens for 22.8 ms beside plain steps of 10, which may be faster than calibrated."""
+    batch, curve = Batch([0, 1], [1000] * 2, 2, 100.0), 22.0 + 0.1 * np.arange(129)
+    costs = Costs(StepEstimate(curve.astype(np.float32), 10.0, 10.0), known=False)
+    control = Controller(15, 4, costs, copy_depth=31, sees_copies=True)
+    for _ in range(40):
+        learn(control, [0, 1], 2.0)
+        control.observe_copies(np.array([0, 1]), np.zeros(2), None)
+    reasons = [control.plan(batch).reason for _ in range(60)]
+    assert reasons.count("trial of plain steps") == 4 and reasons.count("pays") == 56
+
+
 def test_looks_that_save_less_than_they_take_become_rare():
     """A look takes 0.5 ms; copies of three tokens for 10.3 ms save 9.7."""
     batch, curve = Batch([0], [1000], 1, 100.0), (500.0 + 0.1 * np.arange(129)).astype(np.float32)

@@ -330,7 +330,7 @@ class BastionVerificationManager(AdaptiveVerificationManager):
             self._treeless.difference_update(slots.tolist())
         else:
             self._treeless.update(slots.tolist())
-        if self.trees.budget is None and (step.grows or len(self._history[-1].slots)):
+        if self.trees.budget is None and (step.grows or self.has_trees):
             self.trees.publish(self._step, slots if step.grows else None, step.looks_up)
         if (recorder := self.runtime.recorder) is not None:
             rows, requests = input_batch.num_tokens, len(slots)

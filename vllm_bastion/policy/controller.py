@@ -34,7 +34,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from vllm_bastion.policy.cost.latency import LatencyModel, StepEstimate
+from vllm_bastion.policy.cost.latency import STALE, LatencyModel, StepEstimate
 from vllm_bastion.policy.cost.table import CostArray, context_bucket
 from vllm_bastion.policy.gains import Expected, Gains
 from vllm_bastion.policy.probes import DOUBT, Probes
@@ -169,7 +169,7 @@ class Controller:
         self._probes = Probes()
         self._log_kappa = np.zeros((2, num_slots), dtype=np.float32)
         # The batch that each was looked at for last, and steps since then.
-        self._kappa_of: list[tuple[Sequence[int], int]] = [((), 0)] * 2
+        self._kappa_checked: list[tuple[Sequence[int], int]] = [((), 0)] * 2
         self._installed: CostArray | None = None
         # The cost of steps without a draft, and what it was computed from.
         self.copy_cost_ms: CostArray = np.ones(1, np.float32)
@@ -187,7 +187,7 @@ class Controller:
         """A new request takes the slot, and may emit `tokens` tokens."""
         self.gains.forget(slot)
         self.copy_gains.forget(slot)
-        self._kappa_of = [((), 0)] * 2
+        self._kappa_checked = [((), 0)] * 2
         self._copied[slot] = 0.0
         self.remaining.restart(slot, tokens)
 
@@ -407,12 +407,16 @@ class Controller:
         expected = self.gains.expected(batch.slots, batch.remaining)
         tokens, nodes = expected.tokens, round(expected.nodes)
         least, copy_ms, best = 1.0, plain_ms, 1.0
-        if self._sees_copies:  # and weighs them then; to plan them takes time
-            best += self._saved_ms / plain_ms if self.looks_up else 0.0
-        elif self.looks_up and (copies := self._expected_copies(batch)) is not None:
-            least, copy_ms, best = copies.gain, copies.ms, copies.gain
-            if not expected.unknown:
-                tokens, nodes = copies.together(expected)
+        plain_age = self.latency.plain_age(count)
+        # A host that sees copies before it drafts weighs them then. Until then they only tell
+        # whether a probe of plain steps, due after STALE steps, could pay.
+        if self.looks_up and (not self._sees_copies or plain_age >= STALE):
+            copies = self._expected_copies(batch)
+            best = copies.gain if copies else 1.0
+            if copies and not self._sees_copies:
+                least, copy_ms = copies.gain, copies.ms
+                if not expected.unknown:
+                    tokens, nodes = copies.together(expected)
         ratio = costs.tree_step_ms(count + nodes) / plain_ms
         # Without data, draft unless even full acceptance could not pay.
         for limit in expected.unknown:
@@ -427,7 +431,7 @@ class Controller:
                 ratio,
                 gain,
                 new=sum(map(self.gains.is_new, batch.slots)) / count,
-                plain_age=self.latency.plain_age(count),
+                plain_age=plain_age,
                 in_doubt=max(gain * least, best) < DOUBT and self.gains.num_trees >= _KNOWN_TREES,
                 ends_in=max(batch.remaining),
             )
@@ -459,11 +463,11 @@ class Controller:
     def _install_kappa(self, slots: Sequence[int], only_copies: bool) -> None:
         if self._buffers is None or not slots:
             return
-        batch, steps = self._kappa_of[only_copies]
+        batch, steps = self._kappa_checked[only_copies]
         if batch == slots and steps < _KAPPA_EVERY:
-            self._kappa_of[only_copies] = batch, steps + 1
+            self._kappa_checked[only_copies] = batch, steps + 1
             return
-        self._kappa_of[only_copies] = slots, 1
+        self._kappa_checked[only_copies] = slots, 1
         gains, row = (self.gains, self.copy_gains)[only_copies], self._log_kappa[int(only_copies)]
         new = [math.log(gains.kappa_of(slot)) for slot in slots]
         if np.abs(row[slots] - new).max() > _KAPPA_STEP:

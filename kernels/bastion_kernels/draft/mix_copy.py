@@ -19,8 +19,9 @@ exceed 1,024, so w adapts to the traffic.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from bastion_kernels.triton_or_none import tl, triton
 _PRIOR = (0.0, 0.0, 0.51, 0.58, 0.62, 0.66, 0.72, 0.8, 0.88, 0.9, 0.92, 0.93, 0.94, 0.95, 0.955,
           0.96)  # fmt: skip
 _PRIOR_TRIALS = 16.0
+_Array = TypeVar("_Array", Tensor, np.ndarray)
 _MOST_TRIALS = 1024
 
 
@@ -42,7 +44,7 @@ def copy_priors(device: torch.device | None = None) -> Tensor:
     return torch.tensor([*_PRIOR, *rest], dtype=torch.float32, device=device)
 
 
-def copy_chances(counts: Any, priors: Any) -> Any:
+def copy_chances(counts: _Array, priors: _Array) -> _Array:
     """`[33]`: w by match length. counts: `[2, 33]` trials and successes; priors: `[33]`.
 
     Of tensors or of NumPy's arrays.
