@@ -256,7 +256,7 @@ class Event:
     def __init__(self, clock: list[float]) -> None:
         self.clock, self.at = clock, None
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         self.at = self.clock[0]
 
     def query(self) -> bool:

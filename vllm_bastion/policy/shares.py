@@ -18,12 +18,17 @@ def even_split(total: int, limits: np.ndarray) -> np.ndarray:
 
     limits: [R] integers, the most of each. Returns [R] integers.
     """
-    total = max(total, 0)
+    total, count = max(total, 0), len(limits)
     if total >= limits.sum():
         return limits.copy()
+    level, rest = divmod(total, count)
+    if level < limits.min():  # the usual case: no limit is reached
+        shares = np.full(count, level, dtype=limits.dtype)
+        shares[:rest] += 1
+        return shares
     ascending = np.sort(limits)
     # If each limit were the common level: the requests that reach it, and what the others get.
-    above = np.arange(len(limits), 0, -1)
+    above = np.arange(count, 0, -1)
     below = np.cumsum(ascending) - ascending
     i = int(np.argmax(below + ascending * above > total))
     level, rest = divmod(total - int(below[i]), int(above[i]))
@@ -48,8 +53,10 @@ def share_placeholders(
         [R] integers, shared out evenly. A request gets more than it wanted only from tokens that
         are left over.
     """
-    first = np.minimum(wanted, limits)
     for_trees = max(tokens - prompt_tokens, 0)
+    if for_trees >= limits.sum():
+        return limits.copy()
+    first = np.minimum(wanted, limits)
     shares = even_split(for_trees, first)
     left = for_trees - int(shares.sum())
     return shares + even_split(left, limits - shares) if left else shares

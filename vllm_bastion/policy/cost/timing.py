@@ -26,7 +26,7 @@ class HostMark:
     def __init__(self) -> None:
         self._time = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
         self._time = time.perf_counter()
 
     def query(self) -> bool:
@@ -59,6 +59,9 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._free = [_Step(device) for _ in range(_RING)]
+        self._on_device = device.type != "cpu"
+        # Of the step that is running: to ask for it takes longer than to record a mark.
+        self._stream: torch.cuda.Stream | None = None
         self._running: _Step | None = None
         self._drafting: _Step | None = None
         self._pending: deque[_Step] = deque()
@@ -75,7 +78,8 @@ class StepTimer:
             # What the step does and its times follow in `step_done` and `completed`.
             step.times = StepTimes(rows, num_reqs, context_len, True, True, 0.0, None)
             step.follows = self._last_step_timed
-            step.marks[0].record()
+            self._stream = torch.cuda.current_stream() if self._on_device else None
+            step.marks[0].record(self._stream)
 
     def interrupted(self) -> None:
         """A step was not timed, or ended early: the next step's total time is unknown."""
@@ -86,7 +90,7 @@ class StepTimer:
     def logits_ready(self) -> None:
         """At the entry of the rejection sampler."""
         if self._running is not None:
-            self._running.marks[1].record()
+            self._running.marks[1].record(self._stream)
             self._drafting, self._running = self._running, None
 
     def step_done(self, drafted: bool, spared: int = 0, looked: bool = False) -> None:
@@ -102,7 +106,7 @@ class StepTimer:
         if self._drafting is not None:
             times = self._drafting.times
             times.drafted, times.spared, times.looked = drafted, spared, looked
-            self._drafting.marks[2].record()
+            self._drafting.marks[2].record(self._stream)
             self._pending.append(self._drafting)
             self._drafting = None
             self._last_step_timed = True
