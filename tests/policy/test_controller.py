@@ -111,7 +111,7 @@ def test_trees_that_do_not_pay_stop_at_once_and_lose_little():
     assert seen[0] and not any(seen[5:9])
     assert engine.reasons[-1] == "does not pay"
     # The share of the time, and what it starts with.
-    assert engine.ms / engine.tokens < (1 + 1 / 64) * PLAIN_MS + 8 * PLAIN_MS / 3000
+    assert engine.ms / engine.tokens < (1 + 1 / 128) * PLAIN_MS + 8 * PLAIN_MS / 3000
 
 
 @pytest.mark.parametrize("count", [16, 256])
@@ -141,7 +141,8 @@ def test_new_requests_get_a_tree_after_hopeless_ones():
     for name in range(100, 110):
         engine.arrive([name])
         tried.append(sum(engine.run({name: 5.0}, 40)))
-    assert np.mean(tried) >= 36
+    # A probe of two steps that lose a quarter each is paid for in 150 steps.
+    assert min(tried[4:]) >= 39
 
 
 def test_hopeless_requests_cost_little_however_many_arrive():
@@ -185,7 +186,8 @@ def test_a_reused_request_slot_starts_anew():
     engine.arrive([0])
     engine.run({0: 0.5}, 40)
     engine.arrive([0])
-    assert engine.run({0: 5.0}, 1) == [True]
+    gains = engine.control.gains
+    assert gains.is_new(0) and gains.expected([0], [99]) == gains.expected([7], [99])
 
 
 def test_one_newcomer_does_not_make_a_full_batch_draft():
@@ -385,7 +387,7 @@ def test_without_a_timer_probes_of_trees_back_off_all_the_same():
     probes = sum(reason == "trial of trees" for reason in engine.reasons)
     assert 0 < probes / len(engine.reasons) < 0.03
     lost = probes * 20.0 * (1 - 1.6 / 2)
-    assert lost / engine.ms < 1 / 64
+    assert lost / engine.ms < 1 / 128
 
 
 class Buffers:

@@ -6,14 +6,14 @@ doubles from 16 to 512 each time they do not pay, and returns to 16 when they do
 at least half of the batch's requests have had no tree.
 
 With C and P the costs of a step with trees and of a plain one, a probe is expected to lose
-2 C (1 - e^x), at most 2 (C - P). It is paid from an allowance that starts with 4 P and grows by
-1/64 of the time, or by 1.5 e^x / 64 if that is less: then trees are slower by more than costs that
-are 1.5 times too high explain. So probes of trees are expected to cost at most 1/64 of the time,
+2 C (1 - e^x), at most 2 (C - P). It is paid from an allowance that starts with P and grows by 1/128
+of the time, or by 1.5 e^x / 128 if that is less: then trees are slower by more than costs that are
+1.5 times too high explain. So probes of trees are expected to cost at most 1/128 of the time,
 however short replies and however expensive trees are, and less where trees are hopeless.
 
 Steps with trees or copies, or that looked for copies, yield no data on the cost of plain steps, and
 P may drift away from it. So four plain steps are taken where their times could change the decision:
-at first, and then each time that no plain step of such a batch was timed for 64 steps. The 64
+after 16 steps, and then each time that no plain step of such a batch was timed for 64 steps. The 64
 double with each such probe, up to 1024.
 """
 
@@ -27,9 +27,9 @@ from vllm_bastion.policy.cost.latency import STALE
 DOUBT = 1.5
 _FIRST, _LAST = 16, 512
 _OF_TREES, _OF_PLAIN = 2, 4
-_LAST_PLAIN = 1024
+_FIRST_PLAIN, _LAST_PLAIN = 16, 1024
 # The allowance's largest share of the time; its start value and usual maximum, in plain steps.
-_SHARE, _MOST = 1 / 64, 4.0
+_SHARE, _START, _MOST = 1 / 128, 1.0, 4.0
 # A probe is charged at least this fraction of its time: switching between kinds costs time, too.
 _MIN_LOSS = 0.3
 # Decisions after a probe until its results have arrived.
@@ -44,8 +44,8 @@ class Probes:
 
     def __init__(self) -> None:
         self._wait, self._since = _FIRST, 0
-        self._plain_wait = self._since_plain = STALE
-        self._allowance = _MOST  # in plain steps
+        self._plain_wait, self._since_plain = STALE, STALE - _FIRST_PLAIN
+        self._allowance = _START  # in plain steps
         # Decisions left in the current probe, and those until its result is known.
         self._left = self._pause = 0
         self._kind: Kind = "trees"
