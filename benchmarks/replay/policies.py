@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -163,9 +163,11 @@ class Adaptive(Controlled):
         # (A-hat, accepted) of every request and step that had a tree
         self.predictions: list[tuple[float, int]] = []
 
+    def ends_with_draft(self, drafted: bool) -> bool:
+        return self._decision.drafts
+
     def timed(self, step: StepTimes) -> None:
-        """See `Policy`. A recorded step drafts for itself, the engine's for the next one."""
-        self.controller.observe([replace(step, drafted=self._decision.drafts)])
+        self.controller.observe([step])
 
     def _begin(self, slots: IntArray, positions: IntArray) -> None:
         self._history.append(_Trees())

@@ -99,6 +99,13 @@ class Policy:
         """One step of the batch whose recorded steps are `steps`."""
         raise NotImplementedError
 
+    def ends_with_draft(self, drafted: bool) -> bool:
+        """Whether the last step of an engine would have ended with a draft, for the next one.
+
+        drafted: whether the recorded step was charged with one, for itself.
+        """
+        return drafted
+
     def timed(self, step: StepTimes) -> None:
         """The times of that step, as the engine measures them; by default nothing is learned."""
 
@@ -126,20 +133,25 @@ class Truth:
         self._rng = np.random.default_rng(self.seed)
 
     def step_ms(
-        self, rows: int, num_reqs: int, context_len: float, drafted: bool
+        self, rows: int, num_reqs: int, context_len: float, drafted: bool, ends_with_draft: bool
     ) -> tuple[float, StepTimes]:
-        """What a step takes in ms, and what is measured of it."""
+        """What a step takes in ms with its own draft, and what is measured with the next one's."""
         table = self.table
         forward = float(table.forward_ms(num_reqs, context_len)[min(rows, table.max_rows)])
-        rest = table.drafter_ms(num_reqs) + table.aux_ms if drafted else table.plain_aux_ms
-        factor = self.tree if drafted else self.plain
-        total = factor * (forward + rest)
+        draft_ms = self.tree * table.drafter_ms(num_reqs)
+        if drafted:
+            factor, undrafted_ms = self.tree, self.tree * (forward + table.aux_ms)
+        else:
+            factor, undrafted_ms = self.plain, self.plain * (forward + table.plain_aux_ms)
+        total = undrafted_ms + drafted * draft_ms
         error = max(0.1, 1.0 + self.noise * self._rng.standard_normal()) if self.noise else 1.0
         if self.stalls and self._rng.random() < self.stalls:
             error *= 10.0
         # Noise and stalls affect only what is measured, not what policies are compared by.
-        forward, measured = error * factor * forward, error * total
-        return total, StepTimes(rows, num_reqs, context_len, drafted, drafted, forward, measured)
+        forward *= error * factor
+        measured = error * (undrafted_ms + ends_with_draft * draft_ms)
+        times = StepTimes(rows, num_reqs, context_len, drafted, ends_with_draft, forward, measured)
+        return total, times
 
 
 @dataclass
@@ -201,7 +213,8 @@ def simulate(
         context = float(np.mean(contexts[steps]))
         outcome = policy.step(steps, context)
         rows = len(active) + outcome.nodes
-        ms, measured = truth.step_ms(rows, len(active), context, outcome.drafted)
+        ends_with_draft = policy.ends_with_draft(outcome.drafted)
+        ms, measured = truth.step_ms(rows, len(active), context, outcome.drafted, ends_with_draft)
         policy.timed(measured)
         tokens, reqs = 0, len(active)
         for row, accepted in zip(active, outcome.accepted, strict=True):

@@ -309,11 +309,30 @@ def test_what_is_no_whole_step_of_a_kind_is_ignored():
         for _ in range(3):
             model.observe(StepTimes(8, 1, 0.0, True, True, 1.0, ms))
     for _ in range(5):
+        model.observe(StepTimes(8, 1, 0.0, True, True, 100.0, None))
+    assert model.estimate(1, 0) == before
+    for _ in range(8):
+        model.observe(_tree(8, before.tree_step_ms(8) - 2.0))
+    known = _costs(model)
+    for _ in range(5):
         model.observe(StepTimes(8, 1, 0.0, True, False, 100.0, 100.0))
         model.observe(StepTimes(1, 1, 0.0, False, True, 100.0, 100.0))
-        model.observe(StepTimes(8, 1, 0.0, True, True, 100.0, None))
+    assert _costs(model) == pytest.approx(known)
+
+
+def test_halves_of_steps_with_trees_teach_where_no_whole_one_is_timed():
+    """With short replies, prompts come between most drafts and the steps that verify them."""
+    model = CorrectedLatency(_table())
+    before = model.estimate(1, 0)
+    for _ in range(20):
+        model.observe(_plain(2.6))
+        model.observe(_plain(2.6))
+        # Twice what the table says of steps with trees: 4.1 ms with one row, 4.8 with 8.
+        model.observe(StepTimes(1, 1, 0.0, False, True, 2.6, 8.2))
+        model.observe(StepTimes(8, 1, 0.0, True, False, 3.0, 9.6 - (8.2 - 2.6)))
     after = model.estimate(1, 0)
-    assert after == before
+    assert after.tree_step_ms(8) == pytest.approx(2.0 * before.tree_step_ms(8), rel=0.05)
+    assert after.plain_ms == pytest.approx(2.6)
 
 
 def test_steps_of_copies_have_a_time_of_their_own():
@@ -321,8 +340,7 @@ def test_steps_of_copies_have_a_time_of_their_own():
     model = CorrectedLatency(_table())
     nodes_ms = float(np.diff(model.estimate(1, 0).tree_ms[[1, 8]])[0])
     total = 2.6 + 3.0 + nodes_ms
-    # Verifies the last draft, so it is of neither kind. No plain step has to follow.
-    model.observe(StepTimes(8, 1, 0.0, True, False, 100.0, 100.0))
+    # No plain step has to follow.
     for _ in range(60):
         model.observe(StepTimes(8, 1, 0.0, True, False, total, total, copies=True))
     after = model.estimate(1, 0)

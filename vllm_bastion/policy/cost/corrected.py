@@ -83,6 +83,8 @@ class _Factors:
     copies: _Log = field(default_factory=_Log)
     tree: _Log = field(default_factory=_Log)
     slope: float = 0.0
+    # Whether `tree` knows only steps that drafted without verifying, or the reverse.
+    by_halves: bool = False
     # Steps since the last plain one; infinite if none was timed.
     plain_age: float = math.inf
 
@@ -107,7 +109,7 @@ class _Factors:
             log.restarted() for log in (self.plain, self.looked, self.copies, self.tree)
         )
         age = 0.0 if self.plain.count else math.inf
-        return _Factors(plain, looked, copies, tree, self.slope, age)
+        return _Factors(plain, looked, copies, tree, self.slope, self.by_halves, age)
 
 
 class CorrectedLatency:
@@ -123,9 +125,9 @@ class CorrectedLatency:
         self._beyond, self._beyond_in_curves = _Log(), 0.0
         # Whether the last step was a plain one.
         self._after_plain = False
-        # Kinds of steps with trees that have run: the batch's size in powers of two, whether beyond
-        # the graphs, and whether the step drafted.
-        self._seen: set[tuple[int, bool, bool]] = set()
+        # Kinds of steps that have run, other than plain ones: the batch's size in powers of two,
+        # whether beyond the graphs, and whether the step drafted and verified.
+        self._seen: set[tuple[int, bool, bool, bool]] = set()
         self._curve = lru_cache(MAX_CACHED)(self._make_curve)
 
     def factors(self, num_reqs: int) -> _Factors:
@@ -187,23 +189,28 @@ class CorrectedLatency:
     def observe(self, step: StepTimes, passed: int = 1) -> None:
         """See `LatencyModel`.
 
-        A step that only drafts, or only verifies a draft, is of neither kind. The first step of a
-        kind may compile, and is skipped. So is the first plain step after others: on the tiny pair
-        it takes 1.2 to 1.3 times as long as later ones in a row.
+        A step that only drafts, or only verifies a draft, is half a step with trees. Halves count
+        until a whole one is timed: with short replies, prompts come between most drafts and the
+        steps that verify them. The first step of a kind may compile, and is skipped.
+        So is the first plain step after others: on the tiny pair it takes 1.2 to 1.3 times as long
+        as later ones in a row.
         """
         undrafted = step.undrafted
         is_plain = undrafted and not step.verified
         first = is_plain and not self._after_plain and passed == 1
         self._after_plain = is_plain
-        if step.total_ms is None or first or not (undrafted or (step.drafted and step.verified)):
+        if step.total_ms is None or first:
             return
         if not (math.isfinite(step.total_ms) and step.total_ms > 0):
             return
         num_reqs = max(1, step.num_reqs)
+        is_half = not undrafted and step.drafted != step.verified
+        if is_half and not self._half_counts(self.factors(num_reqs), step.verified):
+            return
         row = min(max(step.rows, num_reqs), self.table.max_rows)
         beyond = step.verified and num_reqs <= self._largest_graph < row
-        kind = (num_reqs.bit_length(), beyond, step.drafted)
-        if step.verified and kind not in self._seen:
+        kind = (num_reqs.bit_length(), beyond, step.drafted, step.verified)
+        if not is_plain and kind not in self._seen:
             self._seen.add(kind)
             return
         prior = self.table.estimate(num_reqs, step.context_len, step.spared)
@@ -214,11 +221,19 @@ class CorrectedLatency:
             if STALE <= factors.plain_age < math.inf:
                 factors.plain = factors.plain.restarted()
             factors.plain_age = 0.0
+        if step.drafted and step.verified and factors.by_halves:
+            factors.tree = _Log(factors.tree.value, first=(factors.tree.value,))
+        if not undrafted:
+            factors.by_halves = is_half
         plain_log, copies_log, tree_log = factors.plain, factors.copies, factors.tree
         ms, root = float(prior.curve[row]), float(prior.curve[min(num_reqs, row)])
+        total_ms = step.total_ms
+        if is_half and step.verified:  # and what a draft adds
+            drafted_ms = math.exp(tree_log.value) * root
+            total_ms += max(0.0, drafted_ms - math.exp(factors.plain_value) * prior.plain_ms)
         if beyond:
             if not undrafted:
-                log = math.log(step.total_ms / ms) - tree_log.value
+                log = math.log(total_ms / ms) - tree_log.value
                 self._beyond.value += self._beyond.add(log)
             return
         added = math.exp(factors.slope) * (ms - root) if step.verified else 0.0
@@ -231,7 +246,7 @@ class CorrectedLatency:
             # e^c is a factor of the whole below, but nodes have trees' factor.
             added *= math.exp(tree_log.value - factors.copies_value)
         fraction = added / (base + added)
-        change = own.add(math.log(step.total_ms / (base + added)))
+        change = own.add(math.log(total_ms / (base + added)))
         if own.count > _FIRST:
             slope = factors.slope + 2.0 * fraction * change
             factors.slope = min(max(slope, -_MAX_SLOPE), _MAX_SLOPE)
@@ -240,6 +255,14 @@ class CorrectedLatency:
         for other in (plain_log, factors.looked, copies_log, tree_log):
             if other is not own and other.count >= _KNOWN and own.count >= _SETTLED:
                 other.value += _COMMON * change
+
+    @staticmethod
+    def _half_counts(factors: _Factors, verified: bool) -> bool:
+        known = factors.tree.count
+        if known and not factors.by_halves:
+            return False
+        # What a draft takes must be known before a step that only verified one can be completed.
+        return _KNOWN <= known < _FIRST if verified else known < _FIRST
 
     def correction(self, num_reqs: int) -> dict[str, float]:
         """See `LatencyModel`."""
