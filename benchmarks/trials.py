@@ -5,8 +5,9 @@
 
 Plain decoding and method "bastion" as a user has it, in turns, an engine each, from one queue of
 prompts. New requests arrive all the time, so the controller hardly knows any of them. A trial is a
-step of the kind that does not seem to pay; the engine counts steps by reason. Nothing else may run
-on the machine.
+step of the kind that does not seem to pay; the engine counts steps by reason. An engine that starts
+tries both kinds, so the share falls with the length of a run: `--passes 1` shows the first steps.
+Nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=14)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=24, help="of a domain")
+    parser.add_argument("--passes", type=int, default=16, help="over the prompts, in an engine")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     pair = pair_folder(args.pair)
     requests = [
-        Request(row["id"], row["prompt"], args.tokens)
+        Request(f"{row['id']}-{number}", row["prompt"], args.tokens)
+        for number in range(args.passes)
         for row in load_prompts(TINY / "prompts.jsonl", args.prompts)
     ]
     print("| workers | decode steps | trials | share | tokens/s | plain tokens/s |")
