@@ -35,7 +35,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-# Seconds of a turn, the first of which are not counted: its trees are from the turn before.
+# Seconds of a turn, and those before it, which are not counted: the first trees are from the turn
+# before.
 _TURN_S, _SETTLE_S = 1.0, 0.1
 _WARM_UP_S = 3.0
 
