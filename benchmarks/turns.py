@@ -26,10 +26,11 @@ import numpy as np
 from benchmarks import TINY, parser_of
 from benchmarks.harness.decoder import model_runner
 from benchmarks.harness.engine import Request, UserEngine
+from benchmarks.harness.switched import ADAPTIVE, NEVER
 from benchmarks.paper.arguments import pair_dtype, pair_folder
 from benchmarks.prompts import load_prompts
 
-NEVER, ADAPTIVE, DRAFTS = "never", "adaptive", "drafts"
+DRAFTS = "drafts"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "2",

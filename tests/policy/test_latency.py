@@ -340,7 +340,8 @@ def test_steps_of_copies_have_a_time_of_their_own():
     model = CorrectedLatency(_table())
     nodes_ms = float(np.diff(model.estimate(1, 0).tree_ms[[1, 8]])[0])
     total = 2.6 + 3.0 + nodes_ms
-    # No plain step has to follow.
+    # Verifies the last draft, whose time is unknown. No plain step has to follow.
+    model.observe(StepTimes(8, 1, 0.0, True, False, 100.0, 100.0))
     for _ in range(60):
         model.observe(StepTimes(8, 1, 0.0, True, False, total, total, copies=True))
     after = model.estimate(1, 0)

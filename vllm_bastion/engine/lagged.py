@@ -34,7 +34,7 @@ class LaggedVerificationManager(BastionVerificationManager):
         # By request slot: most nodes, and rows that are not nodes.
         self._layout_np = np.zeros((2, num_slots), dtype=np.int32)
         self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
-        self._is_copied = True
+        self._layout_is_copied = True
         self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)
         self._slots = np.zeros(0, dtype=np.int64)
 
@@ -44,7 +44,7 @@ class LaggedVerificationManager(BastionVerificationManager):
         limits = self._max_nodes(drafts)
         layout = np.stack((limits, self._plain_rows))
         if (self._layout_np[:, slots] != layout).any():
-            self._layout_np[:, slots], self._is_copied = layout, False
+            self._layout_np[:, slots], self._layout_is_copied = layout, False
         self._slots = slots
         controller = self.runtime.controller
         total = min(int(limits.sum()), self._max_step_nodes(len(slots)))
@@ -74,9 +74,9 @@ class LaggedVerificationManager(BastionVerificationManager):
         if total in (0, limits.sum()) or np.count_nonzero(limits) == 1:
             # Nothing to choose from, or one tree gets all, and the host's counts are exact.
             return super().reallocate_drafts(req_ids, idx_mapping)
-        if not self._is_copied:
+        if not self._layout_is_copied:
             async_tensor_h2d(self._layout_np, out=self._layout)
-            self._is_copied = True
+            self._layout_is_copied = True
         # Allocated in each step, as vLLM's is: the copy to the host may outlive the step.
         cu_num_logits = self._scratch.new_empty(len(req_ids) + 1)
         self._share_out(idx_mapping, total, cu_num_logits)

@@ -34,8 +34,8 @@ from bastion_kernels.triton_or_none import tl, triton
 _PRIOR = (0.0, 0.0, 0.51, 0.58, 0.62, 0.66, 0.72, 0.8, 0.88, 0.9, 0.92, 0.93, 0.94, 0.95, 0.955,
           0.96)  # fmt: skip
 _PRIOR_TRIALS = 16.0
-_Array = TypeVar("_Array", Tensor, np.ndarray)
 _MOST_TRIALS = 1024
+_Array = TypeVar("_Array", Tensor, np.ndarray)
 
 
 def copy_priors(device: torch.device | None = None) -> Tensor:

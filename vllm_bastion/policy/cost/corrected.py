@@ -103,6 +103,14 @@ class _Factors:
         """c."""
         return self.copies.value if self.copies.count else self.plain_value
 
+    def counts_half(self, verified: bool) -> bool:
+        """Whether to learn from half a step with trees, one that only drafted or only verified."""
+        known = self.tree.count
+        if known and not self.by_halves:
+            return False
+        # What a draft takes must be known before a step that only verified one can be completed.
+        return _KNOWN <= known < _FIRST if verified else known < _FIRST
+
     def of_another_size(self) -> _Factors:
         """Initial values for another size, which its own steps soon outweigh."""
         plain, looked, copies, tree = (
@@ -191,9 +199,9 @@ class CorrectedLatency:
 
         A step that only drafts, or only verifies a draft, is half a step with trees. Halves count
         until a whole one is timed: with short replies, prompts come between most drafts and the
-        steps that verify them. The first step of a kind may compile, and is skipped.
-        So is the first plain step after others: on the tiny pair it takes 1.2 to 1.3 times as long
-        as later ones in a row.
+        steps that verify them. The first step of a kind may compile, and is skipped. So is the
+        first plain step after others: on the tiny pair it takes 1.2 to 1.3 times as long as later
+        ones in a row.
         """
         undrafted = step.undrafted
         is_plain = undrafted and not step.verified
@@ -204,8 +212,9 @@ class CorrectedLatency:
         if not (math.isfinite(step.total_ms) and step.total_ms > 0):
             return
         num_reqs = max(1, step.num_reqs)
-        is_half = not undrafted and step.drafted != step.verified
-        if is_half and not self._half_counts(self.factors(num_reqs), step.verified):
+        is_whole = step.drafted and step.verified
+        is_half = not (undrafted or is_whole)
+        if is_half and not self.factors(num_reqs).counts_half(step.verified):
             return
         row = min(max(step.rows, num_reqs), self.table.max_rows)
         beyond = step.verified and num_reqs <= self._largest_graph < row
@@ -221,7 +230,7 @@ class CorrectedLatency:
             if STALE <= factors.plain_age < math.inf:
                 factors.plain = factors.plain.restarted()
             factors.plain_age = 0.0
-        if step.drafted and step.verified and factors.by_halves:
+        if is_whole and factors.by_halves:
             factors.tree = _Log(factors.tree.value, first=(factors.tree.value,))
         if not undrafted:
             factors.by_halves = is_half
@@ -255,14 +264,6 @@ class CorrectedLatency:
         for other in (plain_log, factors.looked, copies_log, tree_log):
             if other is not own and other.count >= _KNOWN and own.count >= _SETTLED:
                 other.value += _COMMON * change
-
-    @staticmethod
-    def _half_counts(factors: _Factors, verified: bool) -> bool:
-        known = factors.tree.count
-        if known and not factors.by_halves:
-            return False
-        # What a draft takes must be known before a step that only verified one can be completed.
-        return _KNOWN <= known < _FIRST if verified else known < _FIRST
 
     def correction(self, num_reqs: int) -> dict[str, float]:
         """See `LatencyModel`."""
