@@ -12,6 +12,7 @@ from op_helpers import DEVICE, assert_same, call, poisoned, refuses, runs, versi
 from torch import Tensor
 
 from bastion_kernels import choose_budget, take_best
+from tests import references
 
 
 def choose(run, log_rho, slots, limits, cost, base) -> list[int]:
@@ -129,7 +130,7 @@ def test_reference_is_the_exact_argmax(kind: str, ties: bool) -> None:
         base = int(torch.randint(1, 9, (), generator=generator))
         cost = costs(kind, int(torch.randint(5, 60, (), generator=generator)), generator)
         arguments = (log_rho, slots, limits, cost, base)
-        assert choose(choose_budget.reference, *arguments) == best_counts(*arguments)
+        assert choose(references.choose_budget, *arguments) == best_counts(*arguments)
 
 
 @pytest.mark.parametrize("run", versions(choose_budget.triton, choose_budget.cpu))
@@ -145,7 +146,7 @@ def test_kernel_equals_reference(run, kind: str) -> None:
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
         for rows, base in ((200, torch.tensor(reqs, dtype=torch.int32)), (12, 5), (3, 9)):
             arguments = (log_rho, slots, limits, costs(kind, rows, generator), base)
-            expected = choose(choose_budget.reference, *arguments)
+            expected = choose(references.choose_budget, *arguments)
             assert choose(run, *arguments) == expected
 
 
@@ -181,7 +182,7 @@ def test_long_lists(run) -> None:
     for rows, more_than in ((700, 600), (1400, 1024), (2000, 1024)):  # the search goes by 1,024
         cost = costs("linear", rows, generator)
         arguments = (log_rho, slots, limits, cost, 5)
-        expected = choose(choose_budget.reference, *arguments)
+        expected = choose(references.choose_budget, *arguments)
         assert choose(run, *arguments) == expected
         assert sum(expected) > more_than
 
@@ -196,7 +197,7 @@ def test_promised_is_the_sum_over_the_chosen(run) -> None:
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
         arguments = (log_rho, slots, limits, costs("linear", 200, generator), reqs)
         counts, promised = choose_and_promise(run, *arguments)
-        want_counts, want_promised = choose_and_promise(choose_budget.reference, *arguments)
+        want_counts, want_promised = choose_and_promise(references.choose_budget, *arguments)
         assert counts == want_counts
         for slot, count in enumerate(counts):
             if slot in slots.tolist():
@@ -252,7 +253,7 @@ def test_take_best_of_many_requests(run, total: int) -> None:
     slots[::9] = -1
     limits = torch.full((reqs,), limit, dtype=torch.int32)
     counts = take(run, log_rho, slots, limits, total)
-    assert counts == take(take_best.reference, log_rho, slots, limits, total)
+    assert counts == take(references.take_best, log_rho, slots, limits, total)
 
 
 @runs(take_best)
@@ -277,10 +278,10 @@ def test_full_size() -> None:
     limits = torch.randint(0, 513, (64,), generator=generator).int()
     for kind in ("linear", "staircase", "random"):
         arguments = (log_rho, slots, limits, costs(kind, 40_000, generator), 64)
-        expected = choose(choose_budget.reference, *arguments)
+        expected = choose(references.choose_budget, *arguments)
         assert choose(choose_run, *arguments) == expected
     for total in (1, 5_000, 20_000):
-        expected = take(take_best.reference, log_rho, slots, limits, total)
+        expected = take(references.take_best, log_rho, slots, limits, total)
         assert take(take_run, log_rho, slots, limits, total) == expected
 
 

@@ -22,8 +22,9 @@ from bastion_kernels import (
     mix_copy,
 )
 from bastion_kernels.draft.find_copy import LONGEST
+from tests import references
 
-EXPANDS = versions(expand_best_first.reference, expand_best_first.triton, expand_best_first.cpu)
+EXPANDS = versions(references.expand_best_first, expand_best_first.triton, expand_best_first.cpu)
 
 
 def histories(texts: list[list[int]], most: int = 0) -> tuple[Tensor, Tensor]:
@@ -133,7 +134,7 @@ class Case:
         self.counts = torch.randint(0, 9, (2, LONGEST + 1), generator=generator).sort(0, True)[0]
         self.counts = self.counts.int()
 
-    def mixed(self, run: Any = mix_copy.reference) -> tuple[CopyRows, dict[str, Tensor]]:
+    def mixed(self, run: Any = references.mix_copy) -> tuple[CopyRows, dict[str, Tensor]]:
         reqs, length, width = self.reqs, self.length, self.width
         state = {
             "found": torch.zeros(reqs, dtype=torch.int64),
@@ -142,7 +143,7 @@ class Case:
             "promised": poisoned(reqs, dtype=torch.float32),
         }
         text = self.history, self.lengths, torch.arange(reqs)
-        find_copy.reference(*text, state["last"], state["counts"], state["found"])
+        references.find_copy(*text, state["last"], state["counts"], state["found"])
         copies = CopyRows(
             poisoned(reqs, length, dtype=torch.int32),
             poisoned(reqs, length, dtype=torch.int32),
@@ -288,7 +289,7 @@ def test_trees_with_copies_by_brute_force(run, kind: str, seed: int) -> None:
 def test_kernels_grow_the_references_trees(run, kind: str, top_k: int) -> None:
     case = Case(kind, 7, depth=4, width=4, length=9)
     trees, sources = grown(run, case, top_k, 40)
-    expected, expected_sources = grown(expand_best_first.reference, case, top_k, 40)
+    expected, expected_sources = grown(references.expand_best_first, case, top_k, 40)
     assert_same(trees, expected)
     assert_same(sources, expected_sources)
 
@@ -296,8 +297,8 @@ def test_kernels_grow_the_references_trees(run, kind: str, top_k: int) -> None:
 @runs(count_sources)
 def test_sources_are_counted(run) -> None:
     sources = torch.tensor([[3, 1, 2, 2, 0], [1, 1, 1, 1, 1], [1, 3, 2, 1, 1]], dtype=torch.int32)
-    starts = torch.tensor([0, 5, 8, 10], dtype=torch.int32)  # 4, 2 and 1 nodes
-    path = torch.tensor([[0, 1, 3, -1], [0, -1, -1, -1], [0, 1, -1, -1]], dtype=torch.int32)
+    starts = torch.tensor([0, 5, 8, 8, 10], dtype=torch.int32)  # 4, 2, no and 1 nodes
+    path = torch.tensor([[0, 1, 3, -1], [0, -1, -1, -1], [-1] * 4, [0, 1, -1, -1]]).int()
     counts = torch.ones(2, 3, dtype=torch.int32)
-    call(run, sources, torch.tensor([0, -1, 2]), starts, path, counts)
+    call(run, sources, torch.tensor([0, -1, 1, 2]), starts, path, counts)
     assert counts.tolist() == [[1 + 2, 1 + 2, 1 + 1], [1 + 1, 1 + 1, 1 + 1]]

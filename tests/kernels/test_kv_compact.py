@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from op_helpers import DEVICE, refuses
@@ -10,9 +12,11 @@ from torch import Tensor
 
 from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.attention.kv_layout import KVLayout
+from tests.references import compact_caches
 
-ON_CPU = ["compact_cpu"] if DEVICE.type == "cpu" else []
-runs = pytest.mark.parametrize("run", ["compact_reference", "compact_triton", "compact", *ON_CPU])
+Run = Callable[..., None]
+RUNS: list[Run] = [compact_caches, KVCompactor.compact_triton, KVCompactor.compact]
+runs = pytest.mark.parametrize("run", RUNS)
 
 
 def make_cache(
@@ -51,10 +55,8 @@ class Step:
         self.starts = torch.tensor(starts, dtype=torch.int32)
         self.cu = torch.tensor(cu, dtype=torch.int32)
 
-    def run(self, compactor: KVCompactor, run: str) -> None:
-        getattr(compactor, run)(
-            *(x.to(DEVICE) for x in (self.slots, self.starts, self.cu, self.path))
-        )
+    def run(self, compactor: KVCompactor, run: Run) -> None:
+        run(compactor, *(x.to(DEVICE) for x in (self.slots, self.starts, self.cu, self.path)))
 
     def expected(self, cache: Tensor, group: int) -> Tensor:
         before, after = cache.clone(), cache.clone()
@@ -75,7 +77,7 @@ def same_bytes(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
-def check(run: str, step: Step, caches: list[Tensor], groups: list[int]) -> None:
+def check(run: Run, step: Step, caches: list[Tensor], groups: list[int]) -> None:
     """Run a step on caches; every byte is where the loop puts it."""
     expected = [step.expected(cache, group) for cache, group in zip(caches, groups, strict=True)]
     step.run(KVCompactor(caches, groups), run)
@@ -86,7 +88,7 @@ def check(run: str, step: Step, caches: list[Tensor], groups: list[int]) -> None
 @runs
 @pytest.mark.parametrize("layout", ["BHN", "BNH", "HBN"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8])
-def test_rows_move_along_the_path(run: str, layout: str, dtype: torch.dtype) -> None:
+def test_rows_move_along_the_path(run: Run, layout: str, dtype: torch.dtype) -> None:
     caches = [make_cache(13, 2, 8, 12, dtype, layout, seed) for seed in range(3)]
     groups = [0, 1, 0]
     step = Step([9, 1, 20, 5], width=8, groups=2, room=13 * 8, seed=1)
@@ -96,7 +98,7 @@ def test_rows_move_along_the_path(run: str, layout: str, dtype: torch.dtype) -> 
 
 
 @runs
-def test_random_paths_shapes_and_odd_columns(run: str) -> None:
+def test_random_paths_shapes_and_odd_columns(run: Run) -> None:
     g = torch.Generator().manual_seed(2)
     for seed in range(25):
         tails = torch.randint(1, 30, (int(torch.randint(1, 6, (1,), generator=g)),), generator=g)
@@ -109,7 +111,7 @@ def test_random_paths_shapes_and_odd_columns(run: str) -> None:
 
 
 @runs
-def test_caches_of_different_shapes(run: str) -> None:
+def test_caches_of_different_shapes(run: Run) -> None:
     caches = [
         make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 3),
         make_cache(18, 5, 4, 34, torch.bfloat16, "BNH", 4),
@@ -120,7 +122,7 @@ def test_caches_of_different_shapes(run: str) -> None:
 
 
 @runs
-def test_padded_strides_odd_addresses_and_long_paths(run: str) -> None:
+def test_padded_strides_odd_addresses_and_long_paths(run: Run) -> None:
     whole = make_cache(31, 3, 8, 40, torch.bfloat16, "BNH", 11)
     caches = [
         whole[:, :, :, :32],  # rows with gaps
@@ -135,7 +137,7 @@ def test_padded_strides_odd_addresses_and_long_paths(run: str) -> None:
 
 
 @runs
-def test_offsets_beyond_32_bits(run: str) -> None:
+def test_offsets_beyond_32_bits(run: Run) -> None:
     stride = 2**31 + 5
     try:
         memory = torch.empty(stride + 100, dtype=torch.uint8, device=DEVICE)
@@ -161,7 +163,7 @@ def test_offsets_beyond_32_bits(run: str) -> None:
         ([3, 0], [[0, 3, 4, 5], [0, 2, 3, 4]]),
     ],
 )
-def test_paths_that_leave_every_byte(run: str, tails: list[int], paths: list[list[int]]) -> None:
+def test_paths_that_leave_every_byte(run: Run, tails: list[int], paths: list[list[int]]) -> None:
     cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 6)
     before = cache.clone()
     step = Step(tails, width=len(paths[0]), groups=1, room=72, seed=4)
@@ -173,7 +175,7 @@ def test_paths_that_leave_every_byte(run: str, tails: list[int], paths: list[lis
 
 
 @runs
-def test_slots_of_minus_one_are_skipped(run: str) -> None:
+def test_slots_of_minus_one_are_skipped(run: Run) -> None:
     cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 8)
     step = Step([12], width=5, groups=1, room=72, seed=6)
     step.path[0] = torch.tensor([0, 3, 5, 7, 9])
@@ -184,7 +186,9 @@ def test_slots_of_minus_one_are_skipped(run: str) -> None:
 
 
 @runs
-def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(run: str) -> None:
+def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(
+    run: Run,
+) -> None:
     cache = make_cache(30, 2, 8, 8, torch.bfloat16, "BHN", 9)
     step = Step([10], width=5, groups=2, room=120, seed=7)
     step.path[0] = torch.tensor([0, 2, 3, 7, 9])
@@ -208,9 +212,9 @@ def test_refusals_name_the_argument() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="packed caches are a CPU's")
-@pytest.mark.parametrize("run", ["compact_reference", "compact_cpu", "compact"])
+@pytest.mark.parametrize("run", [compact_caches, KVCompactor.compact])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_packed_caches(run: str, dtype: torch.dtype) -> None:
+def test_rows_of_packed_caches(run: Run, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(3)
     step = Step([9, 1, 13, 0, 16], width=8, groups=2, room=96, seed=5)
     shapes = [(6, 2, 16, 24), (6, 2, 16, 24), (3, 1, 32, 10), (6, 3, 16, 24)]

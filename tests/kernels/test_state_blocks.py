@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from attention_batch import DEVICE, versions
-from op_helpers import refuses
+from op_helpers import DEVICE, refuses, runs
 from torch import Tensor
 
-from bastion_kernels.gated_delta import blocks
 from bastion_kernels.gated_delta.blocks import StateBlocks, find_commits, find_states
+from tests.references.state_blocks import block_after
 
 SIZE, COLUMNS = 4, (5, 7)
 
@@ -28,16 +29,11 @@ def tables(reqs: int) -> list[Tensor]:
     return made
 
 
-def block_after(table: Tensor, request: int, tokens: int, size: int) -> int:
-    column = -(-tokens // size) - 1 if size else 0
-    return int(table[request, min(max(column, 0), table.shape[1] - 1)])
-
-
-@versions
+@runs(find_states)
 @pytest.mark.parametrize("size", [0, SIZE])
 @pytest.mark.parametrize("decodes", [None, [True, False, True, True, True, True]])
 def test_a_step_starts_from_the_states_after_the_tokens_before_it(
-    version: str, size: int, decodes: list[bool] | None
+    run: Any, size: int, decodes: list[bool] | None
 ) -> None:
     """Decodes, a prompt, a request at a block's end, one beyond all columns, and padding."""
     rows, before = [3, 5, 1, 2, 9, 0], [6, 0, 8, 3, 99, 0]
@@ -48,7 +44,7 @@ def test_a_step_starts_from_the_states_after_the_tokens_before_it(
     starts, computed = starts.to(DEVICE), computed.to(DEVICE)
     mine = [n if decodes is None or decodes[r] else 0 for r, n in enumerate(rows)]
     limit = sum(mine[:4]) + 8  # the next request ends one row beyond
-    getattr(blocks.find_states, version)(
+    run(
         ints(0, *torch.tensor(rows).cumsum(0).tolist()),
         ints(*(n + c for n, c in zip(rows, before, strict=True))),
         None if decodes is None else torch.tensor(decodes, device=DEVICE),
@@ -70,8 +66,8 @@ def test_a_step_starts_from_the_states_after_the_tokens_before_it(
     assert int(state_rows[0, 4]) == -1
 
 
-@versions
-def test_a_path_writes_at_its_end_and_where_a_block_ends_within(version: str) -> None:
+@runs(find_commits)
+def test_a_path_writes_at_its_end_and_where_a_block_ends_within(run: Any) -> None:
     """Every number of tokens before a step, and every length of the path, side by side."""
     longest = 4
     cases = [(c, n) for c in range(1, 2 * SIZE + 1) for n in range(longest + 1)]
@@ -82,7 +78,7 @@ def test_a_path_writes_at_its_end_and_where_a_block_ends_within(version: str) ->
     # slices of longer buffers
     into = torch.full((2, 2, reqs + 3), 77, dtype=torch.int32, device=DEVICE)
     lengths = torch.full((2, reqs + 3), 77, dtype=torch.int32, device=DEVICE)
-    getattr(blocks.find_commits, version)(
+    run(
         ints(*(before for before, _ in cases)),
         path.to(DEVICE),
         StateBlocks(given, SIZE),
