@@ -48,8 +48,6 @@ def _children(op: ExpandBestFirst, r: int, depth: int, row: int, source: int) ->
         after = -1
         if depth < depths and c < width:
             after = 0 if op.stateless else c
-            if op.rows is not None:
-                after = int(op.rows[r, depth, row, c]) if row >= 0 else -1
         own = copied if copied is not None and c == place else 1
         found.append(_Child(min(logprob, 0.0), token, after, own))
     if copied is not None or not op.stateless:  # else they are in order

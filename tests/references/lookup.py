@@ -64,10 +64,7 @@ def mix_copy(op: MixCopy) -> None:
             mixed[here] += chance
             op.tokens[r, depth], op.places[r, depth] = text[-1], here
             op.copy_rows[r, depth] = mixed.log()
-            known = here < width and state >= 0
-            if op.rows is not None:
-                state = int(op.rows[r, depth, state, here]) if known else -1
-            elif not op.stateless:
+            if not op.stateless:
                 state = here if here < width else -1
         op.promised[slot] = promised
     full = op.counts[0] > 1024
