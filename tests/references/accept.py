@@ -62,18 +62,18 @@ def compact_caches(
     path: Tensor,
 ) -> None:  # fmt: skip
     """`KVCompactor.compact`."""
-    num_reqs, width = path.shape
-    tail = (cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs]).long()[:, None]
-    root = query_start_loc[1 : num_reqs + 1].long()[:, None] - tail
-    depth = torch.arange(width, device=path.device)
-    # the path ends at the first entry outside the tail; later entries are stale
-    live = ((path >= 0) & (path < tail)).long().cumprod(1).bool() & (path != depth)
-    from_rows, to_rows = (root + path)[live], (root + depth)[live]
+    starts, cu = query_start_loc.tolist(), cu_num_logits.tolist()
     for (cache, group), layout in zip(compactor.entries, compactor.layouts, strict=True):
-        source, target = slot_mappings[group][from_rows], slot_mappings[group][to_rows]
-        keep = (source >= 0) & (target >= 0)
-        source, target, page = source[keep], target[keep], cache.shape[2]
-        rows = cache if layout is None else layout.read(cache)
-        rows[target // page, :, target % page] = rows[source // page, :, source % page]
-        if layout is not None:
-            cache.copy_(layout.write(rows))
+        before = cache.clone() if layout is None else layout.read(cache)
+        after, page, slots = before.clone(), cache.shape[2], slot_mappings[group].tolist()
+        for r, nodes in enumerate(path.tolist()):
+            tail = cu[r + 1] - cu[r]
+            root = starts[r + 1] - tail
+            for depth, node in enumerate(nodes):
+                if not 0 <= node < tail:  # the path's end; later entries are stale
+                    break
+                source, target = slots[root + node], slots[root + depth]
+                if source >= 0 and target >= 0:
+                    row = before[source // page, :, source % page]
+                    after[target // page, :, target % page] = row
+        cache.copy_(after if layout is None else layout.write(after))
