@@ -17,11 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bastion_kernels import ancestor_bits
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from benchmarks.gpu.harness import Call, Case, Rival
 from benchmarks.gpu.shapes import POISON, Model
+from tests import references
 
 _MOST_CACHES = 128
 # what FlashAttention 3 multiplies weights by before it rounds them to float8
@@ -184,7 +184,7 @@ def attention_case(
     slots = torch.arange(reqs)
     parents, sees = random_trees(reqs, nodes, g)
     bits = torch.zeros(reqs, rows, (rows + 31) // 32, dtype=torch.int32)
-    ancestor_bits.reference(parents.int(), slots, bits)
+    references.ancestor_bits(parents.int(), slots, bits)
     bits, slots = bits.to(device), slots.to(device)
     workspace = TreeAttentionWorkspace(
         model.heads, model.kv_heads, dim, model.dtype, reqs * rows, reqs, device

@@ -27,6 +27,7 @@ from bastion_kernels.accept.kv_compact import KVCompactor
 from benchmarks.gpu.attention_case import attention_case
 from benchmarks.gpu.harness import FA3, OF_COPY, US, Bar, Case, Entry
 from benchmarks.gpu.shapes import POISON, Model
+from tests import references
 
 
 def same(name: str, got: Tensor, want: Tensor) -> None:
@@ -40,7 +41,7 @@ def check_op(op: Any, inputs: Sequence[Any], outs: Sequence[Tensor]) -> None:
         out.fill_(POISON)
     op.triton(*inputs, *outs)
     wants = [torch.full_like(out, POISON, device="cpu") for out in outs]
-    op.reference(*(x.cpu() if isinstance(x, Tensor) else x for x in inputs), *wants)
+    references.OF[op.__name__](*(x.cpu() if isinstance(x, Tensor) else x for x in inputs), *wants)
     for got, want in zip(outs, wants, strict=True):
         same(op.__name__, got, want)
 
@@ -114,7 +115,7 @@ class DraftStage:
         self.all()
         # plain PyTorch on the device, because the host takes seconds at these sizes
         tokens, logprobs = torch.empty_like(self.tokens), torch.empty_like(self.logprobs)
-        topk_logprobs.reference(self.logits, self.top_k, tokens, logprobs)
+        references.topk_logprobs(self.logits, self.top_k, tokens, logprobs)
         same("topk_logprobs' tokens", self.tokens, tokens)
         torch.testing.assert_close(self.logprobs, logprobs, rtol=1e-5, atol=1e-5)
         branching = tuple(torch.empty_like(x) for x in self.tree)
@@ -190,7 +191,7 @@ def compact_case(model: Model, reqs: int, device: str) -> Case:
             compactor.compact_triton(*step)
         reference = KVCompactor(expected, [0] * len(expected))
         for step in steps:
-            reference.compact_reference(*step)
+            references.compact_caches(reference, *step)
         for got, want in zip(compactor.entries, reference.entries, strict=True):
             same("KVCompactor", got[0], want[0])
 
@@ -216,7 +217,7 @@ def gather_case(model: Model, reqs: int, device: str) -> Case:
                 out.fill_(POISON)
             step()
             wants = [torch.empty_like(out) for out in outs]
-            gather_rows.reference(sources, index, wants)
+            references.gather_rows(sources, index, wants)
             for got, want in zip(outs, wants, strict=True):
                 same("gather_rows", got, want)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bastion_kernels import ancestor_bits, find_copy
+from bastion_kernels import find_copy
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.draft.find_copy import LONGEST
 from bastion_kernels.gated_delta.recurrence import gated_delta_tree
@@ -23,6 +23,7 @@ from benchmarks.gpu.attention_case import attention_case, random_trees
 from benchmarks.gpu.cases import ATTENTION_RATIO, same
 from benchmarks.gpu.harness import FA3, Bar, Case, Entry
 from benchmarks.gpu.shapes import POISON, QWEN3_8B, TINY, Model
+from tests import references
 
 _BLOCK = 16  # rows of a block draft, and of a tree as large
 _CONTEXT = 500
@@ -135,7 +136,7 @@ def gated_delta_case(reqs: int, nodes: int, small: bool, device: str) -> Case:
     unit = partial(torch.nn.functional.normalize, dim=-1)
     parents, _ = random_trees(reqs, nodes, g)
     bits = torch.zeros(reqs, nodes + 1, (nodes + 32) // 32, dtype=torch.int32)
-    ancestor_bits.reference(parents.int(), torch.arange(reqs), bits)
+    references.ancestor_bits(parents.int(), torch.arange(reqs), bits)
     given = (
         unit(normal(rows, key_heads, dim)).to(dtype),
         unit(normal(rows, key_heads, dim)).to(dtype),
@@ -165,7 +166,7 @@ def gated_delta_case(reqs: int, nodes: int, small: bool, device: str) -> Case:
     def check() -> None:
         run()
         want = outs("cpu")
-        gated_delta_tree.reference(*given, dim**-0.5, *want)
+        references.gated_delta_tree(*given, dim**-0.5, *want)
         for got, truth in zip(made[:2], want[:2], strict=True):
             got, truth = got.cpu().double(), truth.double()
             error = float((got - truth).norm() / truth.norm())
@@ -222,7 +223,7 @@ def find_copy_case(reqs: int, length: int, most: int, on_host: bool, device: str
         run()
         want = torch.zeros(reqs, dtype=torch.int64)
         rest = (slots.cpu(), last.cpu(), counts.cpu(), want)
-        find_copy.reference(buffer.cpu[:, :length], lengths.cpu(), *rest)
+        references.find_copy(buffer.cpu[:, :length], lengths.cpu(), *rest)
         assert int(want.min()) >> 32 >= 8, "no request repeats itself"
         same("find_copy's matches", found, want)
 

@@ -112,5 +112,5 @@ def test_kernels_compile_use_matrix_instructions_and_do_not_spill(
         # fp32 is exact and so has none
         assert k["wgmma"] == (k["item"] == 2 and k["dim"] <= 256 and capability == HOPPER), k
     if capability == HOPPER:
-        # the shapes that are measured against FlashAttention
-        assert attention[0]["stack"] <= 16
+        # the shapes that are measured against FlashAttention; put by once for a block of queries
+        assert attention[0]["stack"] <= 48
