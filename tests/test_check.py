@@ -18,11 +18,10 @@ from tests.e2e.engines import share_machine_code
 from vllm_bastion import cli
 from vllm_bastion.cli.buffers import total
 from vllm_bastion.cli.check import Report, check
-from vllm_bastion.policy.cost.store import profile_path
 
 TINY = ROOT / "benchmarks" / "tiny"
 TARGET, DRAFTER = str(TINY / "target"), str(TINY / "drafter")
-# A small engine: its calibration takes seconds.
+# A small engine.
 OPTIONS = [
     "--dtype", "float32", "--max-num-seqs", "2", "--max-model-len", "128", "--enforce-eager",
     "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(16 << 20),
@@ -78,10 +77,9 @@ def test_a_plugin_that_is_not_loaded_is_told(
     assert refusal is not None and "VLLM_PLUGINS" in refusal
 
 
-def test_a_fixed_budget_needs_no_profile(pair: tuple[str, str]) -> None:
+def test_a_fixed_budget_is_the_number_of_nodes(pair: tuple[str, str]) -> None:
     report = check(*pair, [*_DUMMY, "--speculative-config", '{"bastion_budget": 12}'])
-    assert report.profile is None and "N 12" in dict(report.lines)["trees"]
-    assert "not needed" in dict(report.lines)["profile"]
+    assert "N 12" in dict(report.lines)["trees"]
 
 
 def test_weights_are_counted_from_the_files_headers() -> None:
@@ -99,9 +97,7 @@ _START = """
 import json, sys
 from vllm import LLM
 from benchmarks.harness.decoder import model_runner
-from vllm_bastion.calibration.engine import profile_key
 from vllm_bastion.cli.memory import tensor_bytes
-from vllm_bastion.policy.cost.store import profile_path
 
 llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=2, max_model_len=128,
     enforce_eager=True, max_num_batched_tokens=64, kv_cache_memory_bytes=16 << 20,
@@ -109,7 +105,6 @@ llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=2, max_model_len=128,
 runner = model_runner(llm)
 speculator = runner.speculator
 print(json.dumps({
-    "profile": str(profile_path(profile_key(runner))),
     "trees": tensor_bytes(speculator.trees),
     "hidden": sum(h.numel() * h.element_size() for h in speculator._context_hidden),
     "all": tensor_bytes(speculator) + tensor_bytes(speculator.input_buffers)
@@ -127,13 +122,11 @@ print(json.dumps({
 def test_an_engine_that_starts_has_what_was_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The profile's file, and the bytes of trees and hidden states, are those of a real worker."""
+    """The bytes of trees and hidden states are those of a real worker."""
     share_machine_code(tmp_path)
     monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path))
     report = _report()
-    assert report.profile is not None and report.memory is not None and report.exact
-    path = profile_path(report.profile)
-    assert not path.exists() and "measured at the first start" in report.text()
+    assert report.memory is not None
     started = subprocess.run(
         [sys.executable, "-c", _START, TARGET, DRAFTER],
         env={**os.environ, "TRITON_INTERPRET": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
@@ -142,7 +135,6 @@ def test_an_engine_that_starts_has_what_was_said(
     assert started.returncode == 0, started.stderr[-3000:]
     found = json.loads(started.stdout.strip().splitlines()[-1])
     memory, nodes = report.memory, 64 - 1 - 15
-    assert found["profile"] == str(path) and path.exists()
     parts = {part.name: part.ours for part in memory.buffers}
     assert found["trees"] == parts["trees"] - 2 * nodes * 8  # vLLM's own draft tokens
     kept = parts["hidden states of accepted rows"]
@@ -155,7 +147,7 @@ def test_the_command_prints_its_answer_and_nothing_else() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     headings = [line.split()[0] for line in done.stdout.splitlines()]
     assert headings == [
-        "served", "drafter", "trees", "limits", "kernels", *["memory"] * 4, "profile",
+        "served", "drafter", "trees", "limits", "kernels", *["memory"] * 4,
     ]  # fmt: skip
     assert "Backend" not in done.stdout and "DYNAMO" not in done.stdout
 

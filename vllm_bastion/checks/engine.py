@@ -11,7 +11,6 @@ from vllm import envs as vllm_envs
 from vllm_bastion.checks import BastionConfigError
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.platform import current_host
-from vllm_bastion.policy.cost.store import ProfileError, check_setting
 
 _DOES_NOT_WORK = 'does not work with method "bastion"'
 
@@ -75,7 +74,6 @@ def check_engine(vllm_config: Any) -> None:
     """Check the finished configuration of an engine that uses method "bastion"."""
     spec_config = vllm_config.speculative_config
     assert isinstance(spec_config, BastionSpeculativeConfig)
-    _check_calibration(spec_config.bastion_calibration)
     _check_connector(vllm_config)
     if vllm_config.lora_config is not None and (
         spec_config.bastion_budget == "adaptive" and spec_config.bastion_budget_timing == "lagged"
@@ -114,14 +112,6 @@ def check_engine(vllm_config: Any) -> None:
         spec_config.bastion_gamma,
         vllm_config.scheduler_config.max_num_batched_tokens,
     )
-
-
-def _check_calibration(setting: str) -> None:
-    """Refuse a file that is missing or not a profile before the weights are loaded."""
-    try:
-        check_setting(setting)
-    except ProfileError as error:
-        raise BastionConfigError(str(error)) from error
 
 
 def _check_connector(vllm_config: Any) -> None:

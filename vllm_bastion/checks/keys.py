@@ -53,6 +53,9 @@ _READ_KEYS = frozenset(
 # What to set instead of a key that does nothing.
 _INSTEAD = {"enforce_eager": "set the engine's enforce_eager"}
 
+# Keys of earlier versions, and why they left.
+_LEFT = {"bastion_calibration": "each start measures its step costs, and no file holds them"}
+
 _DOES_NOT_WORK = 'does not work with method "bastion"'
 
 
@@ -75,6 +78,8 @@ def check_user_keys(given: dict[str, Any]) -> None:
     """Check a speculative configuration, hyphens already replaced by underscores."""
     known = (*user_keys(), *standard_keys())
     for key in given:
+        if key in _LEFT:
+            raise BastionConfigError(f'the key "{key}" has left ({_LEFT[key]}): remove it')
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(user_keys())}"

@@ -12,22 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_bastion import hooks
-from vllm_bastion.calibration import summary
-from vllm_bastion.calibration.key import host_choices, key_of
-from vllm_bastion.calibration.points import Limits
 from vllm_bastion.checkpoints import files
 from vllm_bastion.checks.models import thinking_note
 from vllm_bastion.cli.arguments import engine_arguments
-from vllm_bastion.cli.memory import Memory, memory_of, trees_of
-from vllm_bastion.config import BastionSpeculativeConfig, is_lagged, settings_of
+from vllm_bastion.cli.memory import Memory, memory_of
+from vllm_bastion.config import BastionSpeculativeConfig, host_choices, is_lagged, settings_of
 from vllm_bastion.platform import current_host
-from vllm_bastion.policy.cost.devices import device_name
-from vllm_bastion.policy.cost.store import ProfileError, ProfileKey, profile_path, read_profile
 
 _NOT_LOADED = "the plugin is not loaded: VLLM_PLUGINS, if it is set, must name bastion"
 
@@ -40,15 +34,11 @@ class Report:
         refusal: why the engine would not start, in vLLM's or our words; None if it would.
         lines: (heading, text) in the order to print.
         memory: what it needs beyond plain decoding; None for a refused engine.
-        profile: key of its latency profile; None for a refused engine, or with a fixed budget.
-        exact: whether the profile's file name is certain before the engine has started.
     """
 
     refusal: str | None
     lines: tuple[tuple[str, str], ...] = ()
     memory: Memory | None = None
-    profile: ProfileKey | None = None
-    exact: bool = True
 
     def text(self) -> str:
         """For a terminal."""
@@ -103,12 +93,6 @@ def report_on(config: VllmConfig) -> Report:
         ("kernels", _kernels(config)),
         *(("memory", line) for line in memory.lines()),
     ]
-    key, exact = None, True
-    if spec.bastion_budget == "adaptive":
-        key, exact = _key(config)
-        lines.append(("profile", _profile(spec.bastion_calibration, key, exact)))
-    else:
-        lines.append(("profile", "none: step costs are not needed for a fixed budget"))
     if config.model_config.logits_processors:
         lines.append(("note", "a custom logits processor makes every tree a chain"))
     model = config.model_config
@@ -118,7 +102,7 @@ def report_on(config: VllmConfig) -> Report:
     warning = current_host().warning()
     if warning is not None:
         lines.append(("note", warning))
-    return Report(None, tuple(lines), memory, key, exact)
+    return Report(None, tuple(lines), memory)
 
 
 def _drafter(spec: BastionSpeculativeConfig) -> str:
@@ -163,11 +147,6 @@ def _kernels(config: VllmConfig) -> str:
     return "; ".join([*parts, *host_choices(config).texts()])
 
 
-def _tree_backend(config: VllmConfig) -> type[Any]:
-    """The attention backend of the target's layers."""
-    return current_host().tree_backend(_vllm_backend(config), config.cache_config.cache_dtype)
-
-
 def _vllm_backend(config: VllmConfig) -> type[Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -176,42 +155,3 @@ def _vllm_backend(config: VllmConfig) -> type[Any]:
         named = AttentionBackendEnum["CPU_ATTN"]
     backend: type[Any] = named.get_class()
     return backend
-
-
-def _key(config: VllmConfig) -> tuple[ProfileKey, bool]:
-    """The profile's key, and whether it is certain: CUDA graphs are planned by a worker."""
-    scheduler, trees = config.scheduler_config, trees_of(config)
-    limits = Limits(
-        scheduler.max_num_batched_tokens,
-        scheduler.max_num_seqs,
-        config.model_config.max_model_len,
-        trees.gamma,
-        trees.tree_size,
-    )
-    backend = _tree_backend(config)
-    key = key_of(
-        config,
-        device=device_name(torch.device(current_platform.device_type)),
-        backends={backend.get_name(), _vllm_backend(config).get_name()},
-        captured=(),
-        largest=limits.largest_steps(()),
-    )
-    graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-    return key, not (graphs and current_platform.is_cuda_alike())
-
-
-def _profile(setting: str, key: ProfileKey, exact: bool) -> str:
-    if setting == "off":
-        return "none: bastion_calibration is off, step costs are a roofline's"
-    if setting != "auto":
-        return f"{setting} (bastion_calibration)"
-    path = profile_path(key)
-    if exact:
-        try:
-            found = read_profile(path)
-        except FileNotFoundError:
-            return f"{path}, to be measured at the first start"
-        except ProfileError as error:
-            return f"{path}, to be measured again: {error}"
-        return f"{path}, {summary.loaded(found.created)}"
-    return f"in {path.parent}; its name also depends on the CUDA graphs that a start captures"
