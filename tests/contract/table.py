@@ -95,7 +95,7 @@ calibration/tree_steps.py hooks/scheduler.py
   SCHED.output:SchedulerOutput @names finished_req_ids num_invalid_spec_tokens num_scheduled_tokens
       num_spec_tokens_to_schedule scheduled_cached_reqs scheduled_new_reqs
       scheduled_spec_decode_tokens total_num_scheduled_tokens
-checks/engine.py
+validate/engine.py
   vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 @names finish_forward
       save_kv_layer wait_for_save
   vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory @calls
