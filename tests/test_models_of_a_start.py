@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from helpers import ROOT, engine_config, is_refused, write_checkpoint
 
 TINY = ROOT / "benchmarks" / "tiny"
-DRAFTERS = ("drafter", "causal", "dflash2", "domino", "dspark")
+DRAFTERS = ("drafter", "causal", "dflash2", "dspark")
 _READ: dict[str, Any] = {"load_format": "auto"}
 
 
@@ -125,7 +125,7 @@ def test_a_target_that_hides_its_layers_outputs_is_refused(
 def test_exchanged_models_are_told(pair: tuple[str, str]) -> None:
     said = _refusal(TINY / "drafter", TINY / "target")
     assert "is a drafter (DFlash)" in said and "exchange the two" in said
-    assert "exchange the two" in _refusal(TINY / "domino", TINY / "target")
+    assert "exchange the two" in _refusal(TINY / "dspark", TINY / "target")
     said = _refusal(TINY / "target", TINY / "target")
-    assert "not a drafter that trees are grown from (architecture: Qwen3ForCausalLM)" in said
-    assert "DFlash, Muse Glimmer's assistant, Domino" in said and "DraftModel" not in said
+    assert "is of type Qwen3ForCausalLM" in said
+    assert "DFlash, Muse Glimmer's assistant, DFlash2" in said and "DraftModel" not in said

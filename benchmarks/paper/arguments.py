@@ -105,7 +105,7 @@ def drafter_of(name: str) -> Drafter:
     if kind is None or gamma is None:
         raise DataError(f"{Path(name).name} has no drafter that method bastion supports")
     stock = "DFlashDraftModel" in kind.architectures
-    return Drafter(name, gamma, None if kind.models else kind.method, stock)
+    return Drafter(name, gamma, kind.method, stock)
 
 
 def pair_folder(name: str) -> Path:
@@ -137,7 +137,7 @@ def pair_drafter(pair: str, folder: Path, name: str) -> str:
     """
     if name == "random":
         return str(write_random(folder / "drafter", cache_dir() / "random" / pair / name))
-    if pair not in ("tiny", REAL) and name in ("dflash2", "domino"):
+    if pair not in ("tiny", REAL) and name == "dflash2":
         from benchmarks.widen.pairs import drafter_of as wide_drafter_of
 
         return str(wide_drafter_of(pair, name))

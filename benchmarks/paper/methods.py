@@ -62,13 +62,13 @@ class Drafter:
     Args:
         name: on the Hub, or a folder.
         gamma: its depth.
-        method: vLLM's method for its chain; None where vLLM does not have the model.
+        method: vLLM's method for its chain.
         first_runner: whether vLLM's V1 runner, which a CPU host uses, has it too.
     """
 
     name: str
     gamma: int
-    method: str | None = "dflash"
+    method: str = "dflash"
     first_runner: bool = True
 
 
@@ -150,8 +150,7 @@ def _of_drafter(label: str, drafter: Drafter, cpu: bool, budgets: Sequence[int])
         return Method(full, bastion(folder, most, budget, **own), True, True)
 
     known = CHAINS if gamma >= max(CHAINS) else SHALLOW_CHAINS
-    lengths = [n for n in known if n <= gamma] if drafter.method is not None else []
-    chains = {chain_name(n, label): dflash(folder, n, drafter.method or "") for n in lengths}
+    chains = {chain_name(n, label): dflash(folder, n, drafter.method) for n in known if n <= gamma}
     first = [Method(name, chain) for name, chain in chains.items()]
     second = [Method(name + V2, chain, second_runner=True) for name, chain in chains.items()]
     rows = (first if drafter.first_runner or not cpu else []) + (second if cpu else [])

@@ -95,11 +95,6 @@ calibration/tree_steps.py hooks/scheduler.py
   SCHED.output:SchedulerOutput @names finished_req_ids num_invalid_spec_tokens num_scheduled_tokens
       num_spec_tokens_to_schedule scheduled_cached_reqs scheduled_new_reqs
       scheduled_spec_decode_tokens total_num_scheduled_tokens
-validate/engine.py
-  vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 @names finish_forward
-      save_kv_layer wait_for_save
-  vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory @calls
-      get_connector_class(kv_transfer_config)
 config.py
   vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting @beside 437e6c68 18436348
   vllm.config.speculative:SpeculativeConfig @names _maybe_override_draft_max_position_embeddings
@@ -176,25 +171,10 @@ drafters/dflash.py
   SPEC.dflash.speculator:DFlashSpeculator.propose @why is_profile runs the drafter without its graph
     @body need_eager=is_profile
     @beside 7a00c4e1 a1aa1329
-drafters/domino.py
-  SPEC.dflash.speculator:DFlashSpeculator.__init__ @why a Domino drafter sets both after it
-    @body self.num_query_per_req = 1 +  … self.sample_from_anchor = False
-drafters/domino_model.py
-  MODELS.qwen3_dflash:DFlashQwen3ForCausalLM @calls load_weights(self, weights)
-    @names draft_id_to_target_id draft_model_config model_cls
-    @why weights keep their names but for a prefix
-    @body self.model = self.model_cls(
 drafters/dspark.py
   MODELS.qwen3_dspark:Qwen3DSparkForCausalLM @calls compute_draft_logits(self, hidden_states);
       map_draft_to_target(self, draft_ids); markov_embed(self, token_ids)
   SPEC.dspark.speculator:DSparkSpeculator @names _anchor_idx
-drafters/xpress.py
-  SPEC.xpress.speculator:XPressSpeculator @needs has_xpress_drafter
-    @names _anchor_idx num_jacobi_passes
-  MODELS.qwen3_xpress:Qwen3XPressForCausalLM @needs has_xpress_drafter
-    @calls compute_draft_logits(self, hidden_states)
-  MODELS.qwen3_xpress:XPressRefinerHead @needs has_xpress_drafter
-    @calls hidden_cache(self, h_full)
 engine/deferred.py
   torch @names _foreach_copy_
 engine/draft_tokens.py
@@ -288,10 +268,6 @@ engine/weights.py
   MODELS.qwen3_dflash:DFlashQwen3ForCausalLM.load_weights @why a drafter's layers are joined when
       its weights have been loaded
     @body loader.load_weights( … self.model._build_fused_kv_buffers()
-hooks/drafter_models.py
-  vllm.transformers_utils.configs.speculators.algos:update_dflash @why a Domino drafter is read as a
-      DFlash one
-    @body config_dict.get("sample_from_anchor", False)
 hooks/engine_args.py
   vllm.config.scheduler:SchedulerConfig @names async_scheduling max_num_active_seqs
       max_num_batched_tokens max_num_seqs
@@ -300,10 +276,9 @@ hooks/engine_args.py
   vllm.engine.arg_utils:EngineArgs.create_engine_config @why where a step cannot hold all drafts,
       adapters are refused with this text
     @body scheduler_config.max_num_batched_tokens … decreasing num_speculative_tokens
-  vllm.engine.arg_utils:EngineArgs @names decode_context_parallel_size enable_batch_sharded_sampling
-      enable_dbo enable_elastic_ep enable_return_routed_experts max_num_batched_tokens
-      pipeline_parallel_size prefill_context_parallel_size return_sampling_mask spec_method
-      spec_model spec_tokens speculative_config ubatch_size watermark_config
+  vllm.engine.arg_utils:EngineArgs @names max_num_batched_tokens spec_method spec_model spec_tokens
+      speculative_config
+  vllm.transformers_utils.repo_utils @names get_hf_file_to_dict
   argparse:ArgumentParser @names _actions
 hooks/gated_delta.py
   LAYERS.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention @names num_spec
@@ -437,4 +412,14 @@ policy/cost/timing.py
 telemetry/prometheus.py
   prometheus_client:Histogram.observe @why many equal values are counted at once
     @body self._sum.inc(amount) … self._buckets[i].inc(1)
+validate/arguments.py
+  vllm.engine.arg_utils:EngineArgs @names decode_context_parallel_size enable_batch_sharded_sampling
+      enable_dbo enable_elastic_ep enable_return_routed_experts pipeline_parallel_size
+      prefill_context_parallel_size return_sampling_mask tensor_parallel_size ubatch_size
+      watermark_config
+validate/engine.py
+  vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 @names finish_forward
+      save_kv_layer wait_for_save
+  vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory @calls
+      get_connector_class(kv_transfer_config)
 """

@@ -145,7 +145,6 @@ CASES = (
     Case("lookup", "adaptive, lagged, lookup", _bastion(31, "adaptive")),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
-    Case("domino", "Domino, N = 16", _bastion(16, 16, model=TINY / "domino")),
     Case("paper-plain", "paper's command: plain", **_paper(PLAIN)),
     Case("paper-chain", "paper's command: chain", **_paper(CHAIN)),
     Case("paper-fixed", "paper's command: N = 16", **_paper(fixed_name(16))),

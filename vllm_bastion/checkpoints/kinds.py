@@ -3,21 +3,19 @@
 
 All of them have DFlash's backbone. They differ in what scores a candidate: its probability at its
 position or, with a head over the best candidates of every position, its score after each candidate
-of the position before, or after each path to it.
+of the position before.
 
 To add a kind, write its speculator in `vllm_bastion/drafters` and add its row to `KINDS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_bastion.checkpoints import rules
-from vllm_bastion.checkpoints.rules import Check, Rule
-
-_DOMINO = "DFlashDominoDraftModel"
+from vllm_bastion.checkpoints.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -34,32 +32,13 @@ class Kind:
     """Positions that it drafts."""
     candidates: Rule = lambda config: None
     """Candidates of each position that its head scores; None for a kind without a head."""
-    checks: tuple[Check, ...] = ()
-    """What its checkpoint must have, besides what all kinds need."""
+    candidates_key: str | None = None
+    """Their key in `dflash_config`; such a head needs the target's whole vocabulary."""
+    needs: str = "dflash_config"
+    """A key that its config must have."""
     method: str = "dflash"
     """vLLM's speculative method that loads it."""
-    named_as: frozenset[str] = frozenset()
-    """Names that libraries write into its checkpoints, but that other kinds share."""
-    recognised: Callable[[Any], bool] = lambda config: False
-    """Whether a config with such a name is of this kind."""
-    models: frozenset[str] = frozenset()
-    """Architectures to register with vLLM, which does not have them."""
-    model: str | None = None
-    """`module:class` of the model that they name."""
-    library_format: str | None = None
-    """Its format in the speculators library, if vLLM cannot read it; read as DFlash's."""
-    library_settings: Callable[[dict[str, Any]], dict[str, Any]] = lambda written: {}
-    """Settings that vLLM leaves out of a checkpoint in that library's format."""
-    needs: str | None = None
-    """The field of `versions.Capabilities` that says whether vLLM has it; None = every version."""
 
-
-# What a checkpoint of any kind must not have.
-COMMON_CHECKS = (
-    rules.no_latent_attention,
-    rules.without("sample_from_anchor", "samples from the anchor position"),
-)
-_NO_SELECTOR = rules.without("selector_rank", "selects candidates with a head of its own")
 
 _DRAFTERS = "vllm_bastion.drafters"
 KINDS = (
@@ -68,29 +47,14 @@ KINDS = (
         frozenset({"DFlashDraftModel", "DFlashQwen3ForCausalLM"}),
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=rules.after_anchor,
-        checks=(rules.has_settings, _NO_SELECTOR),
     ),
-    # The same model in vLLM. Its settings are not in a dflash_config.
+    # The same model in vLLM, with its settings in no dflash_config.
     Kind(
         "Muse Glimmer's assistant",
         frozenset({"MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"}),
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=rules.after_anchor,
-        checks=(_NO_SELECTOR,),
-    ),
-    Kind(
-        "Domino",
-        frozenset({_DOMINO}),
-        f"{_DRAFTERS}.domino:BastionDomino",
-        gamma=rules.domino_gamma,
-        candidates=rules.domino_candidates,
-        checks=(rules.has_settings, rules.has_recurrent_head),
-        named_as=frozenset({"DFlashDraftModel", "DominoDraftModel"}),
-        recognised=rules.is_domino,
-        models=frozenset({_DOMINO, "DominoDraftModel"}),
-        model=f"{_DRAFTERS}.domino_model:DominoQwen3ForCausalLM",
-        library_format="domino",
-        library_settings=rules.domino_settings,
+        needs="block_size",
     ),
     Kind(
         "DFlash2",
@@ -98,11 +62,7 @@ KINDS = (
         f"{_DRAFTERS}.candidate_heads:BastionDFlash2",
         gamma=rules.after_anchor,
         candidates=rules.from_dflash_config("selector_top_k"),
-        checks=(
-            rules.has_settings,
-            rules.has_candidates("selector_top_k"),
-            rules.whole_vocabulary,
-        ),
+        candidates_key="selector_top_k",
     ),
     Kind(
         "LiLiCorr",
@@ -110,11 +70,7 @@ KINDS = (
         f"{_DRAFTERS}.candidate_heads:BastionLiLiCorr",
         gamma=rules.after_anchor,
         candidates=rules.from_dflash_config("lilicorr_candidate_topk"),
-        checks=(
-            rules.has_settings,
-            rules.has_candidates("lilicorr_candidate_topk"),
-            rules.whole_vocabulary,
-        ),
+        candidates_key="lilicorr_candidate_topk",
     ),
     Kind(
         "DSpark for Qwen3",
@@ -122,19 +78,8 @@ KINDS = (
         f"{_DRAFTERS}.dspark:BastionDSpark",
         gamma=rules.dspark_gamma,
         candidates=rules.dspark_candidates,
-        checks=(rules.has_markov_rank, _NO_SELECTOR),
-        named_as=frozenset({"DSparkDraftModel"}),
-        recognised=rules.is_qwen3,
+        needs="markov_rank",
         method="dspark",
-    ),
-    Kind(
-        "XPress",
-        frozenset({"Qwen3XPressModel", "DFlashQwen3XPressModel"}),
-        f"{_DRAFTERS}.xpress:BastionXPress",
-        gamma=rules.xpress_gamma,
-        candidates=rules.xpress_candidates,
-        checks=(_NO_SELECTOR,),
-        needs="has_xpress_drafter",
     ),
 )
 
@@ -142,10 +87,9 @@ KINDS = (
 def architectures_of(config: Any) -> list[str]:
     """The architectures that vLLM loads a checkpoint as, by its Hugging Face config."""
     names = list(getattr(config, "architectures", None) or ())
-    for kind in KINDS:
-        known = kind.architectures | kind.named_as
-        if names and known.issuperset(names) and kind.recognised(config):
-            return [min(kind.architectures)]
+    # SpecForge gives the DSpark drafters of all targets one name.
+    if names == ["DSparkDraftModel"] and getattr(config, "model_type", None) == "qwen3":
+        return ["Qwen3DSparkModel"]
     return names
 
 
@@ -173,10 +117,9 @@ def candidates_of(config: Any) -> int | None:
 
 
 def restore_settings(config: Any, model: str, revision: str | None) -> None:
-    """Read what vLLM leaves out of a checkpoint in the speculators library's format.
+    """Read the block size of a checkpoint in the speculators library's format.
 
-    vLLM converts that format to a Hugging Face config, for DFlash without the block size and the
-    settings of a head.
+    vLLM converts that format to a Hugging Face config, for DFlash without the block size.
 
     Args:
         config: as vLLM has read it, changed in place; other formats are left as they are.
@@ -189,6 +132,19 @@ def restore_settings(config: Any, model: str, revision: str | None) -> None:
 
     written, _ = PretrainedConfig.get_config_dict(model, revision=revision)
     config.block_size = written.get("block_size")
-    for kind in KINDS:
-        if settings := kind.library_settings(written):
-            config.dflash_config |= settings
+
+
+# Types that are refused by name, by a word in the config: an architecture may be DFlash's.
+_REFUSED = {"domino": "a Domino", "xpress": "an XPress"}
+
+
+def refused_type(written: dict[str, Any]) -> str | None:
+    """The name of a drafter's type, with its article, if it is refused by name, else None.
+
+    written: the content of its config.json, in any library's format.
+    """
+    names = [*(written.get("architectures") or ())]
+    for part in (written, written.get("dflash_config") or {}):
+        names += [part.get("speculators_model_type"), part.get("projector_type")]
+    text = " ".join(map(str, names)).lower()
+    return next((name for word, name in _REFUSED.items() if word in text), None)

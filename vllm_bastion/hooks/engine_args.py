@@ -67,7 +67,6 @@ def create_speculative_config(
     from vllm_bastion import hooks
     from vllm_bastion.checkpoints.kinds import architectures_of, kind_of
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
-    from vllm_bastion.hooks.drafter_models import teach_drafters
     from vllm_bastion.validate import arguments, models
 
     hooks.require_all()
@@ -76,7 +75,6 @@ def create_speculative_config(
     arguments.check_options(self, keys)
     arguments.resolve_quantization(keys)
     models.check_target(target)
-    teach_drafters()
     drafter = _drafter_config(keys, target)
     models.check_drafter(drafter, keys, target)
     models.check_hidden_states(target)
@@ -99,16 +97,23 @@ def create_speculative_config(
 
 def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
     from vllm.transformers_utils.config import get_config
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
     from vllm_bastion.checkpoints.kinds import restore_settings
+    from vllm_bastion.validate import models
 
     name, revision = keys["model"], keys.get("revision")
-    config = get_config(
-        name,
-        trust_remote_code=target_model_config.trust_remote_code,
-        revision=revision,
-        code_revision=keys.get("code_revision"),
-    )
+    written = get_hf_file_to_dict("config.json", name, revision) or {}
+    models.check_type(written, name)
+    try:
+        config = get_config(
+            name,
+            trust_remote_code=target_model_config.trust_remote_code,
+            revision=revision,
+            code_revision=keys.get("code_revision"),
+        )
+    except ValueError as error:  # vLLM has no such type
+        raise models.unknown_type(written, name) from error
     restore_settings(config, name, revision)
     return config
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_bastion import compat
-from vllm_bastion.checkpoints.kinds import COMMON_CHECKS, KINDS, architectures_of, kind_of
-from vllm_bastion.checkpoints.rules import layers_read
+from vllm_bastion.checkpoints import rules
+from vllm_bastion.checkpoints.kinds import KINDS, architectures_of, kind_of, refused_type
 from vllm_bastion.checkpoints.weights import misfit
 from vllm_bastion.platform import current_host
 from vllm_bastion.validate import BastionConfigError
-from vllm_bastion.versions import capabilities, first_version_with
 
 # Hybrid targets whose recurrent layers are gated delta layers.
 _GATED_DELTA = (
@@ -25,8 +23,15 @@ _GATED_DELTA = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-_TYPES = ", ".join(kind.name for kind in KINDS)
-_ANOTHER = "use the drafter that was trained for this target"
+# The types of drafters, as users know them.
+DRAFTER_NAMES = ", ".join(kind.name for kind in KINDS)
+
+
+_WANTED = {
+    "block_size": "a whole number of at least 2",
+    "dflash_config": "the drafter's settings",
+    "markov_rank": "the rank of its head",
+}
 
 
 def check_target(model: Any) -> None:
@@ -82,6 +87,26 @@ def check_hidden_states(model: Any) -> None:
         )
 
 
+def check_type(written: dict[str, Any], name: str) -> None:
+    """Refuse a drafter of a type that is refused by name; written: its config.json."""
+    refused = refused_type(written)
+    if refused is not None:
+        raise _not_served(name, f"{refused} drafter")
+
+
+def unknown_type(written: dict[str, Any], name: str) -> BastionConfigError:
+    """The refusal of a drafter of a type that vLLM cannot read; written: its config.json."""
+    named = written.get("speculators_model_type") or written.get("model_type")
+    return _not_served(name, f"of type {named}")
+
+
+def _not_served(name: str, what: str) -> BastionConfigError:
+    return BastionConfigError(
+        f'"model": "{name}" is {what}, which method "bastion" grows no trees from: give a drafter '
+        f"that was trained for the target, of the types {DRAFTER_NAMES}"
+    )
+
+
 def check_drafter(drafter: Any, keys: dict[str, Any], target: Any) -> None:
     """Check the drafter's config alone and against the target, then the names of its tensors.
 
@@ -91,44 +116,26 @@ def check_drafter(drafter: Any, keys: dict[str, Any], target: Any) -> None:
     architectures = architectures_of(drafter)
     kind = kind_of(architectures)
     if kind is None:
-        shown = ", ".join(architectures) or f"none, model_type {drafter.model_type}"
+        raise _not_served(name, f"of type {'+'.join(architectures) or drafter.model_type}")
+    gamma, needed = kind.gamma(drafter), getattr(drafter, kind.needs, None)
+    if not needed or gamma is None or gamma < 1:
+        key = "block_size" if needed else kind.needs
         raise BastionConfigError(
-            f'"model": "{name}" is not a drafter that trees are grown from (architecture: {shown})'
-            f": give one that was trained for the target, of the types {_TYPES}, or use vLLM's own "
-            "method for this one"
+            f'the config of drafter "{name}" has "{key}": {getattr(drafter, key, None)!r}, where a '
+            f"{kind.name} checkpoint has {_WANTED[key]}: use a complete checkpoint"
         )
-    if kind.needs is not None and not getattr(capabilities(), kind.needs):
-        raise BastionConfigError(
-            f'"model": "{name}" is of architecture {architectures[0]}, which vLLM has from '
-            f"{first_version_with(kind.needs)} on: install that instead of vLLM "
-            f"{compat.vllm_version()}"
-        )
-    gamma = kind.gamma(drafter)
-    if gamma is None or gamma < 1:
-        block_size = getattr(drafter, "block_size", None)
-        raise BastionConfigError(
-            f'the config of drafter "{name}" has "block_size": {block_size!r}, where a DFlash '
-            "checkpoint has a whole number of at least 2: use a complete checkpoint"
-        )
-    vocab = target.get_vocab_size()
-    for check in (*kind.checks, *COMMON_CHECKS):
-        refusal = check(drafter, name, vocab)
-        if refusal is not None:
-            raise BastionConfigError(refusal)
-    own = getattr(drafter, "vocab_size", None) or vocab
-    part = getattr(drafter, "draft_vocab_size", None) or vocab
-    if own != vocab or part > vocab:  # a drafter may know a part of the target's vocabulary
-        key, size = ("vocab_size", own) if own != vocab else ("draft_vocab_size", part)
-        raise BastionConfigError(
-            f'drafter "{name}" has {key} {size} and the target a vocabulary of {vocab}: {_ANOTHER}'
-        )
+    vocab, whole = target.get_vocab_size(), kind.candidates_key is not None
+    refusal = (
+        rules.refused_settings(drafter, name, kind.candidates_key)
+        or rules.refused_vocabulary(drafter, name, vocab, whole)
+        or misfit(drafter, name, keys.get("revision"), target.get_hidden_size(), vocab)
+    )
+    if refusal is not None:
+        raise BastionConfigError(refusal)
     layers = target.get_total_num_hidden_layers()
-    beyond = [i for i in layers_read(drafter) if not 0 <= i < layers]
+    beyond = [i for i in rules.layers_read(drafter) if not 0 <= i < layers]
     if beyond:
         raise BastionConfigError(
             f'drafter "{name}" reads target layer {beyond[0]} (target_layer_ids), and the target '
-            f"has {layers} layers: {_ANOTHER}"
+            f"has {layers} layers: use the drafter that was trained for this target"
         )
-    refusal = misfit(drafter, name, keys.get("revision"), target.get_hidden_size(), vocab)
-    if refusal is not None:
-        raise BastionConfigError(refusal)
