@@ -44,8 +44,8 @@ def check(target: str, drafter: str, options: Sequence[str]) -> Report:
         arguments = _engine_arguments(target, drafter, options)
         return Report(_lines(arguments.create_engine_config()))
     except ValidationError as error:
-        messages = [one["msg"].removeprefix("Value error, ") for one in error.errors()]
-        return Report(refusal="; ".join(messages))
+        found = [(*map(str, one["loc"]), one["msg"]) for one in error.errors()]
+        return Report(refusal="; ".join(": ".join(parts) for parts in found))
     except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
         return Report(refusal=str(error).strip() or type(error).__name__)
 

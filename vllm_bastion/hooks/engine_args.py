@@ -112,8 +112,10 @@ def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
             revision=revision,
             code_revision=keys.get("code_revision"),
         )
-    except ValueError as error:  # vLLM has no such type
-        raise models.unknown_type(written, name) from error
+    except ValueError as error:
+        if written:  # of a type that vLLM does not have
+            raise models.unknown_type(written, name) from error
+        raise
     restore_settings(config, name, revision)
     return config
 
