@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from benchmarks import parser_of
 from benchmarks.harness.decoder import Run, count, engine_of, first_difference, run_engine
@@ -35,7 +36,6 @@ from benchmarks.paper.judge import Scorer, is_near_tie
 from benchmarks.paper.methods import Method
 from benchmarks.progress import Progress
 from benchmarks.prompts import Prompt
-from vllm_bastion.checkpoints import files
 from vllm_bastion.checkpoints.kinds import architectures_of, gamma_of, kind_of
 
 # Of each domain: tau of DFlash's chain and of BASTION's trees on GSM8K, HumanEval and MT-Bench at
@@ -168,7 +168,7 @@ def expected(given: argparse.Namespace) -> dict[str, tuple[float, float]] | None
 
 
 def _engines(given: argparse.Namespace) -> dict[str, UserEngine]:
-    config = SimpleNamespace(**(files.written_config(given.drafter) or {}))
+    config = SimpleNamespace(**PretrainedConfig.get_config_dict(given.drafter)[0])
     kind, gamma = kind_of(architectures_of(config)), gamma_of(config)
     if kind is None or gamma is None:
         raise SystemExit(f"{given.drafter} is no drafter in z-lab's format")

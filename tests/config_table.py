@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from vllm.config.utils import get_attr_docs
 
-from vllm_bastion.config import BastionSpeculativeConfig, key_choices, literals, user_keys
+from vllm_bastion.config import BastionSpeculativeConfig, key_adapter, user_keys
 
 
 def markdown_table() -> str:
@@ -18,8 +18,10 @@ def markdown_table() -> str:
     lines = ["| Key | Default | Meaning |", "|---|---|---|"]
     for name in user_keys():
         values = []
-        for choice in key_choices(name):
-            values += [f"`{value}`" for value in literals(choice)]
+        schema = key_adapter(name).json_schema()
+        for choice in schema.get("anyOf", [schema]):
+            words = choice.get("enum", [choice["const"]] if "const" in choice else [])
+            values += [f"`{word}`" for word in words]
             values += ["a number"] * (choice.get("type") == "integer")
         shown = f"`{json.dumps(defaults[name])}`"
         help_text = " ".join(docs[name].split())

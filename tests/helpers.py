@@ -79,7 +79,7 @@ def is_refused(
     pair: tuple[str, str], *parts: str, arguments: dict[str, Any] | None = None, **keys: Any
 ) -> str:
     """Assert that `engine_config` refuses, in one sentence that contains all `parts`."""
-    from vllm_bastion.checks import BastionConfigError
+    from vllm_bastion.validate import BastionConfigError
 
     with pytest.raises(BastionConfigError) as caught:
         engine_config(pair, arguments, **keys)

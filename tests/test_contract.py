@@ -162,7 +162,6 @@ def test_capabilities_are_those_of_the_installed_vllm() -> None:
     """Each is found here the hard way, so that a module of `versions` cannot be wrong about it."""
     bitmask = inspect.unwrap(StructuredOutputManager.grammar_bitmask)
     worker = importlib.import_module("vllm.v1.worker.gpu_worker")
-    dflash = importlib.import_module("vllm.v1.worker.gpu.spec_decode.dflash.speculator")
     gumbel = importlib.import_module("vllm.v1.worker.gpu.sample.gumbel")
     reallocate = AdaptiveVerificationManager.reallocate_drafts
     assert capabilities() == dataclasses.replace(
@@ -171,7 +170,6 @@ def test_capabilities_are_those_of_the_installed_vllm() -> None:
         pads_grammar_rows="mask_stride" in bitmask.__code__.co_varnames,
         worker_requires_triton="HAS_TRITON" in vars(worker),
         seeds_draft_steps=hasattr(gumbel, "spec_step_seed"),
-        stages_hidden_states="_aux_staging" in inspect.getsource(dflash),
     )
 
 

@@ -82,7 +82,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
             drafter.architectures = architectures_of(drafter)
             self.update_arch_()
         gamma = gamma_of(drafter)
-        assert gamma is not None  # `checks.models.check_drafter` has checked it
+        assert gamma is not None  # `validate.models.check_drafter` has checked it
         self.bastion_gamma = gamma
         self.bastion_top_k = min(self.bastion_top_k, candidates_of(drafter) or self.bastion_top_k)
         if self.bastion_top_k == 1:  # the user wants the drafter's plain chain
@@ -249,17 +249,6 @@ def key_adapter(name: str) -> TypeAdapter[Any]:
     """Validates values of a bastion_* setting, without converting them."""
     hint = get_type_hints(BastionSpeculativeConfig, include_extras=True)[name]
     return TypeAdapter(hint, config=ConfigDict(strict=True))
-
-
-def key_choices(name: str) -> list[dict[str, Any]]:
-    """The values that a bastion_* setting accepts: a JSON schema for each kind of value."""
-    schema = key_adapter(name).json_schema()
-    return list(schema.get("anyOf", [schema]))
-
-
-def literals(choice: dict[str, Any]) -> list[str]:
-    """The words that a schema from `key_choices` lists; none for a number or free text."""
-    return list(choice.get("enum", [choice["const"]] if "const" in choice else []))
 
 
 def is_lagged(config: BastionSpeculativeConfig) -> bool:

@@ -51,11 +51,6 @@ def cache_dir() -> Path:
     return base / "vllm-bastion"
 
 
-def uses_modelscope() -> bool:
-    """Whether vLLM takes models from ModelScope instead of Hugging Face."""
-    return os.environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true")
-
-
 def quiet() -> None:
     """Let vLLM show only errors once it is configured, unless the user has set its level."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

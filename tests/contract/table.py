@@ -95,11 +95,6 @@ calibration/tree_steps.py hooks/scheduler.py
   SCHED.output:SchedulerOutput @names finished_req_ids num_invalid_spec_tokens num_scheduled_tokens
       num_spec_tokens_to_schedule scheduled_cached_reqs scheduled_new_reqs
       scheduled_spec_decode_tokens total_num_scheduled_tokens
-checks/engine.py
-  vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 @names finish_forward
-      save_kv_layer wait_for_save
-  vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory @calls
-      get_connector_class(kv_transfer_config)
 config.py
   vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting @beside 437e6c68 18436348
   vllm.config.speculative:SpeculativeConfig @names _maybe_override_draft_max_position_embeddings
@@ -281,10 +276,9 @@ hooks/engine_args.py
   vllm.engine.arg_utils:EngineArgs.create_engine_config @why where a step cannot hold all drafts,
       adapters are refused with this text
     @body scheduler_config.max_num_batched_tokens … decreasing num_speculative_tokens
-  vllm.engine.arg_utils:EngineArgs @names decode_context_parallel_size enable_batch_sharded_sampling
-      enable_dbo enable_elastic_ep enable_return_routed_experts max_num_batched_tokens
-      pipeline_parallel_size prefill_context_parallel_size return_sampling_mask spec_method
-      spec_model spec_tokens speculative_config ubatch_size watermark_config
+  vllm.engine.arg_utils:EngineArgs @names max_num_batched_tokens spec_method spec_model spec_tokens
+      speculative_config
+  vllm.transformers_utils.repo_utils @names get_hf_file_to_dict
   argparse:ArgumentParser @names _actions
 hooks/gated_delta.py
   LAYERS.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention @names num_spec
@@ -418,4 +412,14 @@ policy/cost/timing.py
 telemetry/prometheus.py
   prometheus_client:Histogram.observe @why many equal values are counted at once
     @body self._sum.inc(amount) … self._buckets[i].inc(1)
+validate/arguments.py
+  vllm.engine.arg_utils:EngineArgs @names decode_context_parallel_size enable_batch_sharded_sampling
+      enable_dbo enable_elastic_ep enable_return_routed_experts pipeline_parallel_size
+      prefill_context_parallel_size return_sampling_mask tensor_parallel_size ubatch_size
+      watermark_config
+validate/engine.py
+  vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 @names finish_forward
+      save_kv_layer wait_for_save
+  vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory @calls
+      get_connector_class(kv_transfer_config)
 """

@@ -13,7 +13,7 @@ from tests.e2e import cases
 from tests.e2e.compare import Comparison, leaving_the_chain
 from tests.e2e.engines import Batch, Engine
 from tests.e2e.marks import on_cpu
-from vllm_bastion.checks.engine import saving_too_early
+from vllm_bastion.validate.engine import saving_too_early
 
 pytestmark = on_cpu("the connector's blocks are a CPU's")
 

@@ -12,12 +12,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu import warmup
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from memory_tables import DEFAULTS
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.engine.limits import max_verified_rows
 from vllm_bastion.hooks import warm_up
 
 QWEN3, QWEN3_5, GEMMA = 151_936, 248_320, 262_144
+# vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens`
+DEFAULTS = ((1024, 8192), (1024, 16384), (256, 2048), (256, 8192))
 
 
 def config_of(
@@ -82,7 +83,7 @@ class Runner:
 
 
 @pytest.mark.parametrize("vocab", [QWEN3, QWEN3_5, GEMMA])
-@pytest.mark.parametrize(("requests", "tokens"), DEFAULTS.values())
+@pytest.mark.parametrize(("requests", "tokens"), DEFAULTS)
 def test_warm_up_verifies_no_more_than_a_step_that_is_served(
     requests: int, tokens: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-bastion check`; `python -m vllm_bastion` is the same command.
 
-This module imports no vLLM, so that one that cannot be imported is told in a sentence.
+This module imports no vLLM, so that a missing or broken one is told in one sentence.
 """
 
 from __future__ import annotations
@@ -11,16 +11,29 @@ import sys
 from collections.abc import Callable, Sequence
 
 from vllm_bastion import __version__, compat, envs
-from vllm_bastion.checkpoints import files
 from vllm_bastion.logger import quiet
-
-_DESCRIPTION = "Check engines that decode with draft trees."
-_PASSED_ON = "[vLLM options]: all others go to vLLM, for example --tensor-parallel-size 2."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 for a refusal or a failure, 2 for wrong usage."""
-    arguments, rest = _parser().parse_known_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="vllm-bastion", description="Check engines that decode with draft trees."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser(
+        "check",
+        help="say from the configs alone what would be served, and how",
+        description="Say from the configs alone what would be served, and how.",
+        epilog="[vLLM options]: all others go to vLLM, for example --tensor-parallel-size 2.",
+        usage="vllm-bastion check [-h] TARGET DRAFTER [vLLM options]",
+    )
+    check.add_argument("target", help="target model: name or folder")
+    check.add_argument("drafter", help="drafter of that target: name or folder")
+    check.set_defaults(run=_check)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command != "check":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     run: Callable[[argparse.Namespace, list[str]], int] = arguments.run
     try:
         return run(arguments, rest)
@@ -29,30 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vllm-bastion", description=_DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    text = "say from the configs alone what would be served, and how"
-    check = commands.add_parser(
-        "check",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=_PASSED_ON,
-        usage="vllm-bastion check [-h] TARGET DRAFTER [vLLM options]",
-    )
-    check.add_argument("target", help="target model: name or folder")
-    check.add_argument("drafter", help="drafter of that target: name or folder")
-    check.set_defaults(run=_check)
-    return parser
-
-
-def _check(arguments: argparse.Namespace, engine_args: list[str]) -> int:
-    """Print what would be served, or why nothing would be; see `cli.check`."""
+def _check(arguments: argparse.Namespace, options: list[str]) -> int:
+    problem = compat.version_problem(compat.vllm_version())
+    if problem is not None:
+        raise RuntimeError(problem)
     envs.quiet()
     quiet()
-    _check_models(arguments)
     try:
         from vllm_bastion.cli.check import check
     except ImportError as error:
@@ -60,17 +55,6 @@ def _check(arguments: argparse.Namespace, engine_args: list[str]) -> int:
             f"vLLM cannot be imported here ({error}): repair its installation, or run this command "
             "in the environment that serves"
         ) from error
-    report = check(arguments.target, arguments.drafter, engine_args)
-    print(report.text(), flush=True)
+    report = check(arguments.target, arguments.drafter, options)
+    print(report.text())
     return 0 if report.refusal is None else 1
-
-
-def _check_models(arguments: argparse.Namespace) -> None:
-    """Refuse anything but a model's folder or name, and a vLLM that is not supported."""
-    for role in ("target", "drafter"):
-        name = getattr(arguments, role)
-        if not files.is_name(name):  # names are checked with the configuration
-            files.check_readable(role, name)
-    problem = compat.version_problem(compat.vllm_version())
-    if problem is not None:
-        raise RuntimeError(problem)

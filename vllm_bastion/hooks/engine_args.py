@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import ValidationError
-
 from vllm_bastion import compat
 from vllm_bastion.logger import init_logger
 from vllm_bastion.versions import capabilities
@@ -41,9 +39,9 @@ def requested(engine_args: Any) -> bool:
 
 
 def _merged(engine_args: Any) -> dict[str, Any]:
-    """The user's keys with the short flags, hyphens replaced, as vLLM's original merges them."""
+    """The user's keys with the short flags, hyphens replaced as in vLLM, and nulls left out."""
     config = engine_args.speculative_config or {}
-    merged = {key.replace("-", "_"): value for key, value in config.items()}
+    merged = {key.replace("-", "_"): value for key, value in config.items() if value is not None}
     for flag, key, attribute in _SHORT_FLAGS:
         value = getattr(engine_args, attribute)
         if value is None:
@@ -67,41 +65,31 @@ def create_speculative_config(
     compat.require()
     # Imported late: these modules may not import on an unsupported vLLM.
     from vllm_bastion import hooks
-    from vllm_bastion.checkpoints.kinds import architectures_of, gamma_of, kind_of
-    from vllm_bastion.checks import engine, models
-    from vllm_bastion.checks import keys as user_keys
+    from vllm_bastion.checkpoints.kinds import architectures_of, kind_of
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
+    from vllm_bastion.validate import arguments, models
 
     hooks.require_all()
-    keys = _merged(self)
-    user_keys.check_user_keys(keys)
-    engine.check_host()
-    user_keys.check_quantization(keys)
-    engine.check_arguments(self)
-    target = target_model_config
-    models.check_target_file(target.model, target.hf_config.to_dict())
+    keys, target = _merged(self), target_model_config
+    arguments.check_keys(keys)
+    arguments.check_options(self, keys)
+    arguments.resolve_quantization(keys)
     models.check_target(target)
     drafter = _drafter_config(keys, target)
-    models.check_drafter(drafter, keys["model"], target)
-    models.check_drafter_weights(drafter, keys, target, _load_format(self, keys))
+    models.check_drafter(drafter, keys, target)
     models.check_hidden_states(target)
-    kind, gamma = kind_of(architectures_of(drafter)), gamma_of(drafter)
-    assert kind is not None and gamma is not None
-    length, limit = target.max_model_len, self.max_num_batched_tokens
-    if keys.get("num_speculative_tokens") is None:
-        room = length if limit is None else min(length, limit)
-        keys["num_speculative_tokens"] = default_nodes(keys, drafter, room)
-    engine.check_token_limit(keys["num_speculative_tokens"], gamma, limit)
-    engine.check_length(keys["num_speculative_tokens"], length)
-    keys["method"] = kind.method
-    try:
-        config = BastionSpeculativeConfig(
-            **keys,
-            target_model_config=target,
-            target_parallel_config=target_parallel_config,
+    kind = kind_of(architectures_of(drafter))
+    assert kind is not None
+    if "num_speculative_tokens" not in keys:
+        limit = self.max_num_batched_tokens or target.max_model_len
+        keys["num_speculative_tokens"] = default_nodes(
+            keys, drafter, min(target.max_model_len, limit)
         )
-    except ValidationError as error:
-        raise user_keys.wrong_value(error) from error
+    config = BastionSpeculativeConfig(
+        **(keys | {"method": kind.method}),
+        target_model_config=target,
+        target_parallel_config=target_parallel_config,
+    )
     # vLLM may raise it in the config that it loads the drafter with.
     config.drafter_positions = getattr(drafter, "max_position_embeddings", None)
     return config
@@ -109,14 +97,14 @@ def create_speculative_config(
 
 def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
     from vllm.transformers_utils.config import get_config
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
     from vllm_bastion.checkpoints.kinds import restore_settings
-    from vllm_bastion.checks import models
+    from vllm_bastion.validate import models
 
     name, revision = keys["model"], keys.get("revision")
-    written = models.read_config('drafter in "model"', name, revision)
-    if written is not None:
-        models.refuse_type(written, name)
+    written = get_hf_file_to_dict("config.json", name, revision) or {}
+    models.check_type(written, name)
     try:
         config = get_config(
             name,
@@ -124,24 +112,18 @@ def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
             revision=revision,
             code_revision=keys.get("code_revision"),
         )
-        restore_settings(config, name, revision)
-        return config
-    except Exception as error:
-        if written is not None:
-            models.refuse_other_family(written, name)
-        raise models.unknown_drafter(name, written) from error
-
-
-def _load_format(engine_args: Any, keys: dict[str, Any]) -> str:
-    own = keys.get("draft_load_config") or {}
-    named = own.get("load_format") if isinstance(own, dict) else own.load_format
-    return str(named or engine_args.load_format)
+    except ValueError as error:
+        if written:  # of a type that vLLM does not have
+            raise models.unknown_type(written, name) from error
+        raise
+    restore_settings(config, name, revision)
+    return config
 
 
 def _refuse_other_spelling(engine_args: Any) -> None:
     keys = engine_args.speculative_config
     if isinstance(keys, dict) and compat.enabled():
-        from vllm_bastion.checks.keys import refuse_other_spelling
+        from vllm_bastion.validate.arguments import refuse_other_spelling
 
         method = engine_args.spec_method
         refuse_other_spelling(keys | ({} if method is None else {"method": method}))
@@ -173,7 +155,7 @@ def create_engine_config(
 def _is_refusal(error: Exception) -> bool:
     if isinstance(error, compat.UnsupportedVllmError):
         return True
-    from vllm_bastion.checks import BastionConfigError
+    from vllm_bastion.validate import BastionConfigError
 
     return isinstance(error, BastionConfigError)
 
@@ -182,28 +164,19 @@ def _checked_config(
     original: Callable[..., Any], self: Any, usage_context: Any, headless: bool
 ) -> Any:
     try:
-        if requested(self):
-            _check_target_file(self)
-        try:
-            vllm_config = original(self, usage_context, headless)
-        except ValueError as error:
-            if not (requested(self) and _choose_nodes_for_adapters(self, error)):
-                raise
-            vllm_config = original(self, usage_context, headless)
-    except (ValueError, OSError) as error:
-        if requested(self):
-            _explain(self, error)
-        raise
+        vllm_config = original(self, usage_context, headless)
+    except ValueError as error:
+        if not (requested(self) and _choose_nodes_for_adapters(self, error)):
+            raise
+        vllm_config = original(self, usage_context, headless)
     if requested(self):
-        from vllm_bastion.checks import engine
+        from vllm_bastion.validate.engine import check_engine
 
-        engine.check_engine(vllm_config)
+        check_engine(vllm_config)
         prefer_flash_attention(vllm_config)
-        engine.check_backend(vllm_config)
         if vllm_config.lora_config is not None:
             # vLLM maps rows to adapters on the host, which must know each request's rows.
             vllm_config.speculative_config.bastion_budget_timing = "exact"
-        _warn_of_thinking(vllm_config)
         # vLLM 0.33 lowers it to fit its drafter's buffers; ours hold `max_num_seqs` requests.
         vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
     return vllm_config
@@ -216,7 +189,7 @@ def _choose_nodes_for_adapters(engine_args: Any, error: Exception) -> bool:
     are known. By then N has been chosen, so only its refusal shows that N is too large.
     """
     keys = _merged(engine_args)
-    left_out = keys.get("num_speculative_tokens") is None
+    left_out = "num_speculative_tokens" not in keys
     adaptive = keys.get("bastion_budget", "adaptive") == "adaptive"
     if not (engine_args.enable_lora and _LORA_REFUSAL in str(error) and left_out and adaptive):
         return False
@@ -234,47 +207,6 @@ def _choose_nodes_for_adapters(engine_args: Any, error: Exception) -> bool:
     own = engine_args.speculative_config or {}
     engine_args.speculative_config = {**own, "num_speculative_tokens": nodes}
     return True
-
-
-def _warn_of_thinking(vllm_config: Any) -> None:
-    from vllm_bastion.checks.models import thinking_note
-
-    model, drafter = vllm_config.model_config, vllm_config.speculative_config.model
-    note = thinking_note(model.model, model.revision, drafter)
-    if note is not None:
-        logger.warning("The %s", note)
-
-
-def _check_target_file(engine_args: Any) -> None:
-    """Refuse a target in a folder without a readable config.json."""
-    from vllm_bastion.checkpoints.files import is_name
-    from vllm_bastion.checks import models
-
-    name = engine_args.model
-    if engine_args.hf_config_path or is_name(name):
-        return  # vLLM asks Hugging Face, see `_explain`
-    written = models.read_config("target", name)
-    if written is not None:
-        models.check_target_file(name, written)
-
-
-def _explain(engine_args: Any, error: Exception) -> None:
-    """Raise our own error where vLLM's or another library's does not help."""
-    from vllm_bastion.checks import BastionConfigError, engine, models
-
-    if isinstance(error, BastionConfigError):
-        return
-    if engine_args.enable_lora and _LORA_REFUSAL in str(error):
-        raise engine.too_few_rows_for_adapters(engine_args) from error
-    if engine_args.hf_config_path:
-        return
-    name = engine_args.model
-    written = models.read_config("target", name, engine_args.revision)
-    if written is not None:
-        models.check_target_file(name, written)
-        unknown = models.unknown_target(name, written)
-        if unknown is not None:
-            raise unknown from error
 
 
 def prefer_flash_attention(vllm_config: Any) -> None:

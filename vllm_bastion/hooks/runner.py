@@ -296,8 +296,8 @@ def init_model_state(
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
-    from vllm_bastion.checks.engine import check_layers
     from vllm_bastion.engine.target import BastionModelState
+    from vllm_bastion.validate.engine import check_layers
 
     vllm_class = resolve_model_state_cls(vllm_config, model)
     ours = BastionModelState

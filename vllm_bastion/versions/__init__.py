@@ -26,8 +26,6 @@ class Capabilities:
     """`reallocate_drafts` returns a fourth value: drafts per request, being copied to the host."""
     pads_grammar_rows: bool
     """A grammar bitmask has `mask_stride` rows for every request, however many drafts it has."""
-    stages_hidden_states: bool
-    """A drafter's graph combines the target's hidden states, from a buffer of its own."""
     worker_requires_triton: bool
     """The GPU worker refuses Model Runner V2 where its `HAS_TRITON` is false."""
     seeds_draft_steps: bool

@@ -11,7 +11,6 @@ _GPU = "vllm.v1.worker.gpu"
 CAPABILITIES = Capabilities(
     returns_admitted_drafts=False,
     pads_grammar_rows=False,
-    stages_hidden_states=False,
     worker_requires_triton=False,
     seeds_draft_steps=False,
     absent_kernel_parameters={

@@ -10,7 +10,6 @@ _SPEC = "vllm.v1.worker.gpu.spec_decode"
 CAPABILITIES = Capabilities(
     returns_admitted_drafts=True,
     pads_grammar_rows=True,
-    stages_hidden_states=True,
     worker_requires_triton=True,
     seeds_draft_steps=True,
     absent_kernel_parameters={

@@ -12,8 +12,6 @@ import torch
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.gpu.quarter.shapes import dummy_engine, noise, tell_turns
 from benchmarks.harness.switched import ADAPTIVE, NEVER, Switched
-from vllm_bastion.cli.buffers import total
-from vllm_bastion.cli.memory import memory_of
 
 _LOADS = (1, 16, 32, 33, 64)
 _GIB = 1 << 30
@@ -71,11 +69,8 @@ def _memory(core: Any, peak: dict[str, float]) -> dict[str, float]:
     config, scheduler = core.vllm_config, core.scheduler
     free, whole = torch.cuda.mem_get_info()
     tensors = scheduler.kv_cache_config.kv_cache_tensors
-    expected = memory_of(config)  # as `vllm-bastion check` says
     return {
         **peak,
-        "buffers_by_calculation_gib": total(list(expected.buffers)).ours / _GIB,
-        "logits_by_calculation_gib": max(part.ours for part in expected.logits) / _GIB,
         "kv_gib": sum(tensor.size for tensor in tensors) / _GIB,
         "free_gib": free / _GIB,
         "total_gib": whole / _GIB,
