@@ -88,14 +88,6 @@ class Recording:
         end = start + (self.depth + 1 if length is None else length)
         return self.tokens[start : min(end, int(self.token_offsets[q + 1]))]
 
-    def text(self, request: int) -> NDArray[np.int32]:
-        """A request's prompt and all tokens that it emitted."""
-        end = int(self.prompt_lens[: request + 1].sum())
-        emitted = slice(*self.token_offsets[request : request + 2])
-        return np.concatenate(
-            [self.prompts[end - self.prompt_lens[request] : end], self.tokens[emitted]]
-        )
-
     def check(self) -> None:
         """Check that replay can read the recording.
 
