@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.replay.controller import choose_budget
 from benchmarks.replay.simulation import Corpus, Outcome, Policy
-from benchmarks.replay.steps import IntArray, StepTree, beam_accepted, chain_accepted
+from benchmarks.replay.steps import IntArray, StepTree, beam_accepted
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import LatencyModel
 from vllm_bastion.step_times import StepTimes
@@ -23,19 +23,6 @@ class Plain(Policy):
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         return Outcome([0] * len(steps), 0, drafted=False)
-
-
-@dataclass
-class Chain(Policy):
-    """The best child at every depth: the chain that vLLM's own drafters verify."""
-
-    corpus: Corpus
-    name: str = "chain"
-
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        corpus = self.corpus
-        accepted = [chain_accepted(corpus.scores(s), corpus.ranks[s]) for s in steps]
-        return Outcome(accepted, len(steps) * self.corpus.recording.depth)
 
 
 @dataclass
@@ -55,6 +42,14 @@ class Beam(Policy):
         depth, top_k = corpus.recording.topk_tokens.shape[1:]
         nodes = min(self.width, top_k) + (depth - 1) * self.width
         return Outcome(accepted, len(steps) * nodes)
+
+
+class Chain(Beam):
+    """The best child at every depth: the chain that vLLM's own drafters verify."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        super().__init__(corpus, 1)
+        self.name = "chain"
 
 
 @dataclass

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, TINY, parser_of
-from benchmarks.harness.decoder import Run, run_engine
+from benchmarks.harness.decoder import run_engine
 from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_jsonl, load_prompts
@@ -34,28 +34,13 @@ def requests_for(
     prompts: list[dict[str, str]], temperatures: Sequence[float], steps: int
 ) -> dict[str, tuple[Request, str]]:
     """Requests and their domains by name. The last step needs gamma + 1 tokens after it."""
-    length = steps + GAMMA + 1
-    out = {}
+    found = {}
     for temperature in temperatures:
         for seed, row in enumerate(prompts):
             name = f"{row['id']}/T{temperature:g}"
-            request = Request(name, row["prompt"], length, temperature, seed)
-            out[name] = (request, row["domain"])
-    return out
-
-
-def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Recording:
-    """The recording of a run whose probe was `benchmarks.probes:drafts`."""
-    requests = [
-        Emitted(one.name, domain, request.temperature, one.prompt_ids, one.token_ids)
-        for one, (request, domain) in zip(done.completions, asked.values(), strict=True)
-    ]
-    names = list(asked)
-    drafts = (
-        Drafted(names[d.request], d.position, d.tokens, d.logprobs, d.transitions)
-        for d in done.probed
-    )
-    return recording_of(meta, requests, drafts)
+            request = Request(name, row["prompt"], steps + GAMMA + 1, temperature, seed)
+            found[name] = request, row["domain"]
+    return found
 
 
 def record(
@@ -73,7 +58,17 @@ def record(
         eager=True,
         probe="benchmarks.probes:drafts",
     )
-    return collect(run_engine(probing, [one for one, _ in asked.values()], progress), asked, meta)
+    done = run_engine(probing, [one for one, _ in asked.values()], progress)
+    requests = [
+        Emitted(one.name, domain, request.temperature, one.prompt_ids, one.token_ids)
+        for one, (request, domain) in zip(done.completions, asked.values(), strict=True)
+    ]
+    names = list(asked)
+    drafts = (
+        Drafted(names[d.request], d.position, d.tokens, d.logprobs, d.transitions)
+        for d in done.probed
+    )
+    return recording_of(meta, requests, drafts)
 
 
 def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, str]]:

@@ -94,24 +94,20 @@ class Recording:
         Raises ValueError: shapes disagree, scores are not sorted log-probabilities, or a step's
         continuation is shorter than D + 1 tokens.
         """
-        num_reqs, m = len(self.request_ids), self.num_steps
+        reqs, m = len(self.request_ids), self.num_steps
         shape = (m, *self.topk_tokens.shape[1:])
-        sizes = {
-            "domains": len(self.domains) == num_reqs,
-            "temperatures": self.temperatures.shape == (num_reqs,),
-            "prompt_lens": self.prompt_lens.shape == (num_reqs,),
-            "prompts": len(self.prompts) == self.prompt_lens.sum(),
-            "token_offsets": self.token_offsets.shape == (num_reqs + 1,),
-            "tokens": len(self.tokens) == self.token_offsets[-1],
-            "step_positions": self.step_positions.shape == (m,),
-            "context_lens": self.context_lens.shape == (m,),
-            "topk_tokens": len(shape) == 3 and self.topk_tokens.shape == shape,
-            "topk_logprobs": self.topk_logprobs.shape == shape,
+        expected: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(("domains", "temperatures", "prompt_lens"), (reqs,)),
+            **dict.fromkeys(("step_positions", "context_lens"), (m,)),
+            **dict.fromkeys(("topk_tokens", "topk_logprobs"), shape),
+            "prompts": (int(self.prompt_lens.sum()),),
+            "token_offsets": (reqs + 1,),
+            "tokens": (int(self.token_offsets[-1]),),
         }
         if self.transitions is not None:
-            sizes["transitions"] = self.transitions.shape == (*shape, shape[-1])
-        wrong = [name for name, fits in sizes.items() if not fits]
-        if wrong:
+            expected["transitions"] = (*shape, shape[-1])
+        wrong = [name for name, has in expected.items() if np.shape(getattr(self, name)) != has]
+        if wrong or len(shape) != 3:
             raise ValueError(f"recording with shapes that disagree: {', '.join(wrong)}")
         logprobs = self.topk_logprobs
         if not (np.all(logprobs <= 0) and np.all(np.diff(logprobs, axis=2) <= 0)):
@@ -158,38 +154,40 @@ def recording_of(
     """
     index = {request.name: q for q, request in enumerate(requests)}
     outputs = [np.asarray(request.tokens, dtype=np.int32) for request in requests]
+    prompts = [np.asarray(request.prompt, dtype=np.int32) for request in requests]
     rows = []
     for draft in drafts:
         q, depth = index.get(draft.name), len(np.asarray(draft.topk_tokens))
         if q is not None and draft.position + depth + 1 <= len(outputs[q]):
             rows.append((q, draft.position, draft))
     rows.sort(key=lambda row: row[:2])
-    prompts = [np.asarray(request.prompt, dtype=np.int32) for request in requests]
     prompt_lens = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
     owners = np.array([q for q, *_ in rows], dtype=np.int32)
     positions = np.array([position for _, position, _ in rows], dtype=np.int32)
-    empty = np.zeros((0, 0, 0))
+    headed = bool(rows) and rows[0][2].transitions is not None
+
+    def joined(texts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+        return np.concatenate([np.zeros(0, dtype=np.int32), *texts])
 
     def stacked(field: str, dtype: Any) -> NDArray[Any]:
         arrays = [np.asarray(getattr(draft, field), dtype=dtype) for *_, draft in rows]
-        return np.stack(arrays) if arrays else empty.astype(dtype)
+        return np.stack(arrays) if arrays else np.zeros((0, 0, 0), dtype=dtype)
 
-    headed = bool(rows) and rows[0][2].transitions is not None
     return Recording(
-        meta=dict(meta),
-        request_ids=list(index),
-        domains=[request.domain for request in requests],
-        temperatures=np.array([request.temperature for request in requests], dtype=np.float32),
-        prompt_lens=prompt_lens,
-        prompts=np.concatenate([np.zeros(0, dtype=np.int32), *prompts]),
-        token_offsets=np.cumsum([0, *map(len, outputs)], dtype=np.int64),
-        tokens=np.concatenate([np.zeros(0, dtype=np.int32), *outputs]),
-        step_requests=owners,
-        step_positions=positions,
-        context_lens=prompt_lens[owners] + positions - 1 if rows else positions,
-        topk_tokens=stacked("topk_tokens", np.int32),
-        topk_logprobs=stacked("topk_logprobs", np.float16).astype(np.float32),
-        transitions=stacked("transitions", np.float16) if headed else None,
+        dict(meta),
+        list(index),
+        [request.domain for request in requests],
+        np.array([request.temperature for request in requests], dtype=np.float32),
+        prompt_lens,
+        joined(prompts),
+        np.cumsum([0, *map(len, outputs)], dtype=np.int64),
+        joined(outputs),
+        owners,
+        positions,
+        prompt_lens[owners] + positions - 1 if rows else positions,
+        stacked("topk_tokens", np.int32),
+        stacked("topk_logprobs", np.float16).astype(np.float32),
+        stacked("transitions", np.float16) if headed else None,
     )
 
 

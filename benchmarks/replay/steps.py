@@ -79,32 +79,15 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
     return StepTree(np.exp(log_rho[0, :used].numpy().astype(np.float64)), enter)
 
 
-def greedy_chain(logprobs: NDArray[np.floating]) -> tuple[IntArray, FloatArray]:
-    """The best child at every depth: [D] candidates, and their log-probabilities.
-
-    logprobs: as in `best_first`.
-    """
-    chain, scores, above = np.zeros(len(logprobs), dtype=np.int64), np.zeros(len(logprobs)), 0
-    for d, rows in enumerate(_by_parent(logprobs)):
-        chain[d] = rows[above].argmax()
-        scores[d] = rows[above, chain[d]]
-        above = chain[d]
-    return chain, scores
-
-
-def chain_accepted(logprobs: NDArray[np.floating], ranks: IntArray) -> int:
-    """Draft tokens that the chain of best children accepts; see `best_first`."""
-    wrong = np.flatnonzero(ranks != greedy_chain(logprobs)[0])
-    return int(wrong[0]) if len(wrong) else len(ranks)
-
-
 def beam_accepted(logprobs: NDArray[np.floating], ranks: IntArray, width: int) -> int:
     """Draft tokens that a `width` x D beam accepts: the best `width` extensions of every level.
 
-    logprobs, ranks: as in `best_first`.
+    A chain is a beam of width 1. logprobs, ranks: as in `best_first`.
     """
+    by_parent = logprobs if logprobs.ndim == 3 else logprobs[:, None]
+    by_parent = np.broadcast_to(by_parent, (*by_parent.shape[:1], *2 * by_parent.shape[2:]))
     level, last, on_path = np.zeros(1), np.zeros(1, dtype=np.int64), 0
-    for d, (rows, rank) in enumerate(zip(_by_parent(logprobs), ranks, strict=True)):
+    for d, (rows, rank) in enumerate(zip(by_parent, ranks, strict=True)):
         scores = (level[:, None] + rows[last]).ravel()
         order = np.argsort(-scores, kind="stable")[:width]
         where = np.flatnonzero(order == on_path * rows.shape[1] + rank)
@@ -112,10 +95,3 @@ def beam_accepted(logprobs: NDArray[np.floating], ranks: IntArray, width: int) -
             return d
         level, last, on_path = scores[order], order % rows.shape[1], int(where[0])
     return len(ranks)
-
-
-def _by_parent(logprobs: NDArray[np.floating]) -> NDArray[np.floating]:
-    """[D, K, K]; scores that do not depend on the parent are broadcast."""
-    if logprobs.ndim == 3:
-        return logprobs
-    return np.broadcast_to(logprobs[:, None, :], (*logprobs.shape, logprobs.shape[1]))

@@ -13,7 +13,7 @@ from benchmarks.replay.costs import paper_a100
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed
 from benchmarks.replay.recording import Recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
-from benchmarks.replay.steps import NEVER, beam_accepted, best_first, chain_accepted, greedy_chain
+from benchmarks.replay.steps import NEVER, beam_accepted, best_first
 from tests.draft_tree import grown
 from vllm_bastion.policy.cost.table import StepCostTable
 
@@ -71,10 +71,8 @@ def test_beam_and_chain_equal_a_direct_search(seed):
                 break
             accepted[width] += 1
         assert beam_accepted(logprobs, ranks, width) == accepted[width]
-    candidates, steps = greedy_chain(logprobs)
-    assert tuple(candidates.tolist()) == chain
-    assert steps.sum() == pytest.approx(scores[chain])
-    assert chain_accepted(logprobs, ranks) == accepted[1]
+    wrong = np.flatnonzero(ranks != chain)
+    assert accepted[1] == (wrong[0] if len(wrong) else 4), "a beam of width 1 is the chain"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -86,8 +84,8 @@ def test_equal_rows_are_the_unary_tree(seed):
     ours, unary = best_first(rows, ranks, 60), best_first(logprobs, ranks, 60)
     np.testing.assert_allclose(ours.rho, unary.rho, rtol=1e-12)
     assert ours.enter.tolist() == unary.enter.tolist()
-    assert chain_accepted(rows, ranks) == chain_accepted(logprobs, ranks)
-    assert beam_accepted(rows, ranks, 3) == beam_accepted(logprobs, ranks, 3)
+    for width in (1, 3):
+        assert beam_accepted(rows, ranks, width) == beam_accepted(logprobs, ranks, width)
 
 
 def recorded() -> Recording:
@@ -127,8 +125,8 @@ def test_scores_and_chain_are_the_engines_ops(corpora):
             inside = [truth[: d + 1] in paths for d in range(recording.depth)]
             assert ours.accepted(n) == sum(inside)
         chain = grown(tokens, scores, recording.depth, top_k=1).paths()[-1]
-        candidates, _ = greedy_chain(corpus.scores(step))
-        assert chain == tuple(recording.topk_tokens[step, range(recording.depth), candidates])
+        equal = np.cumprod(np.equal(chain, truth)).sum()
+        assert beam_accepted(corpus.scores(step), corpus.ranks[step], 1) == equal
 
 
 def test_policies_use_the_scores_of_their_corpus(corpora):
