@@ -85,7 +85,8 @@ def _bastion(
 def _paper(method: str) -> dict[str, Any]:
     """A case of an engine as `benchmarks.e2e` starts it on a GPU, with room for 512 rows."""
     what = Target(str(TINY / "target"), str(TINY / "drafter"))
-    engine = method_of(method, what).engine(
+    words = method if method == "plain" else f"bastion {method} lookup=false"
+    engine = method_of(words, what).engine(
         what.target,
         cpu=False,
         max_num_seqs=1,
@@ -145,19 +146,10 @@ CASES = (
     Case("lookup", "adaptive, lagged, lookup", _bastion(31, "adaptive")),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
-    Case("domino", "Domino, N = 16", _bastion(16, 16, model=TINY / "domino")),
     Case("paper-plain", "paper's command: plain", **_paper("plain")),
-    Case(
-        "paper-chain",
-        "paper's command: chain",
-        **_paper("bastion nodes=15 budget=15 top_k=1 lookup=false"),
-    ),
-    Case(
-        "paper-fixed",
-        "paper's command: N = 16",
-        **_paper("bastion nodes=16 budget=16 lookup=false"),
-    ),
-    Case("paper-adaptive", "paper's command: adaptive", **_paper("bastion nodes=255 lookup=false")),
+    Case("paper-chain", "paper's command: chain", **_paper("nodes=15 budget=15 top_k=1")),
+    Case("paper-fixed", "paper's command: N = 16", **_paper("nodes=16 budget=16")),
+    Case("paper-adaptive", "paper's command: adaptive", **_paper("nodes=255")),
     Case("plain-hybrid", "hybrid target, plain", **_HYBRID),
     Case("hybrid", "hybrid pair, N = 16", _bastion(16, 16), **_HYBRID),
     Case("plain-cached", "hybrid target, prefix cache, plain", **_CACHED),
