@@ -7,7 +7,6 @@ import ast
 import dataclasses
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import io
 import re
@@ -165,11 +164,9 @@ def test_capabilities_are_those_of_the_installed_vllm() -> None:
     worker = importlib.import_module("vllm.v1.worker.gpu_worker")
     dflash = importlib.import_module("vllm.v1.worker.gpu.spec_decode.dflash.speculator")
     gumbel = importlib.import_module("vllm.v1.worker.gpu.sample.gumbel")
-    xpress = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.xpress")
     reallocate = AdaptiveVerificationManager.reallocate_drafts
     assert capabilities() == dataclasses.replace(
         capabilities(),
-        has_xpress_drafter=xpress is not None,
         returns_admitted_drafts=len(get_args(get_type_hints(reallocate)["return"])) == 4,
         pads_grammar_rows="mask_stride" in bitmask.__code__.co_varnames,
         worker_requires_triton="HAS_TRITON" in vars(worker),

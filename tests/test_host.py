@@ -35,8 +35,6 @@ from vllm_bastion.checkpoints import kinds
 plugin.register()
 # Other modules by file: `pkgutil` would import the CPU's packages to look into them.
 skipped = ["vllm_bastion.cpu", "bastion_kernels.cpu"]
-if importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.xpress") is None:
-    skipped.append("vllm_bastion.drafters.xpress")
 for package in (bastion_kernels, vllm_bastion):
     root = Path(package.__file__).parent
     for file in sorted(root.rglob("*.py")):

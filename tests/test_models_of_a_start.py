@@ -19,7 +19,7 @@ from vllm_bastion.checkpoints import files
 from vllm_bastion.cli.check import check
 
 TINY = ROOT / "benchmarks" / "tiny"
-DRAFTERS = ("drafter", "causal", "dflash2", "domino", "dspark")
+DRAFTERS = ("drafter", "causal", "dflash2", "dspark")
 _READ: dict[str, Any] = {"load_format": "auto"}
 
 
@@ -185,10 +185,10 @@ def test_a_drafter_without_thinking_is_noted_where_the_target_thinks(
 def test_exchanged_models_are_told(pair: tuple[str, str]) -> None:
     said = _refusal(TINY / "drafter", TINY / "target")
     assert "is a drafter (DFlash)" in said and "exchange the two" in said
-    assert "exchange the two" in _refusal(TINY / "domino", TINY / "target")
+    assert "exchange the two" in _refusal(TINY / "dspark", TINY / "target")
     said = _refusal(TINY / "target", TINY / "target")
     assert "not a drafter that trees are grown from (architecture: Qwen3ForCausalLM)" in said
-    assert "DFlash, Muse Glimmer's assistant, Domino" in said and "DraftModel" not in said
+    assert "DFlash, Muse Glimmer's assistant, DFlash2" in said and "DraftModel" not in said
 
 
 OTHERS = {

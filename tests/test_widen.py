@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.tiny.drafter import load_drafter, save_drafter
-from benchmarks.tiny.heads import Domino, Selector
+from benchmarks.tiny.heads import Selector
 from benchmarks.tiny.model import load_target, save_target
 from benchmarks.widen.pairs import make_drafter, make_pair, read_config
 from benchmarks.widen.widening import (
@@ -78,10 +78,7 @@ def open_pair(folder: Path, kind: str) -> tuple[Target, Drafter, Tensor]:
     drafter = Drafter(drafter_dims, settings["mask_token_id"])
     drafter.fc = nn.Linear(drafted["fc.weight"].shape[1], dims.hidden_size, bias=False)
     fill(drafter, drafted)
-    if "emb_dim" in settings:
-        drafter.domino = Domino(drafter_dims, settings["emb_dim"], settings["gru_hidden_dim"])
-        fill(drafter.domino, drafted)
-    elif "selector_rank" in settings:
+    if "selector_rank" in settings:
         drafter.candidate_selector = Selector(drafter_dims, settings["selector_rank"])
         fill(drafter.candidate_selector, drafted, f"{Selector.name}.")
     head = stored.get("lm_head.weight", stored["model.embed_tokens.weight"])
@@ -120,8 +117,7 @@ def check(source: Path, folder: Path, kind: str = "drafter") -> None:
     if "d2t" in drafted:
         assert torch.equal(drafted["d2t"], read(source / kind)["d2t"])
     if wide_drafter.head is not None:
-        embedding = [wide.embed_tokens] if kind == "domino" else []
-        logits += wide_drafter.head.bias(before, wide_block, *embedding)
+        logits += wide_drafter.head.bias(before, wide_block)
     assert_equal(small_drafter.logits(small, block, before), logits)
 
 
@@ -160,26 +156,23 @@ def test_a_wide_llama_computes_the_small_ones_function(tmp_path: Path, tied: boo
 
 
 @pytest.mark.parametrize("shape", [EXACT, replace(EXACT, tie_word_embeddings=True)])
-@pytest.mark.parametrize("kind", ["dflash2", "domino"])
-def test_a_wide_head_corrects_as_the_tiny_one(
-    source: Path, tmp_path: Path, kind: str, shape: Shape
-) -> None:
+def test_a_wide_head_corrects_as_the_tiny_one(source: Path, tmp_path: Path, shape: Shape) -> None:
     own = tmp_path / "source"
     own.mkdir()
     (own / "target").symlink_to(source / "target")
     (own / "drafter").symlink_to(source / "drafter")
     torch.manual_seed(4)
     drafter = load_drafter(source / "drafter")
-    head = Selector(DIMS, 6) if kind == "dflash2" else Domino(DIMS, 6, 10)
+    head = Selector(DIMS, 6)
     drafter.add_module(head.name, head)
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=0.5)
-    save_drafter(drafter, own / kind, load_target(source / "target"), eos_id=0)
+    save_drafter(drafter, own / "dflash2", load_target(source / "target"), eos_id=0)
     make_pair(shape, tmp_path / "wide", own)
-    make_drafter(shape, tmp_path / "wide", kind, own)
-    check(own, tmp_path / "wide", kind)
-    wide = read(tmp_path / "wide" / kind)
-    assert read(own / kind).keys() <= wide.keys()
+    make_drafter(shape, tmp_path / "wide", "dflash2", own)
+    check(own, tmp_path / "wide", "dflash2")
+    wide = read(tmp_path / "wide" / "dflash2")
+    assert read(own / "dflash2").keys() <= wide.keys()
     assert wide["layers.4.mlp.up_proj.weight"].shape == (96, 192)
 
 

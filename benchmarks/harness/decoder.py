@@ -105,7 +105,8 @@ def engine_of(
 def begun(engine: Engine, factory: Any) -> Iterator[EngineProcess]:
     """A process that is starting an engine, so that several can start side by side."""
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
-        process = EngineProcess(Path(folder) / "engine.log", engine.variables(), IMPORTS)
+        log = Path(folder) / "engine.log"
+        process = EngineProcess(log, engine.variables(), IMPORTS, paths=engine.paths())
         try:
             process.start(factory, engine)
             yield process

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.tiny.heads import Domino, Markov, Selector
+from benchmarks.tiny.heads import Markov, Selector
 from benchmarks.tiny.model import Dims, Layer, RMSNorm, Target, hf_config, rope_tables, save_bf16
 
 BLOCK_SIZE = 16
@@ -64,9 +64,9 @@ class Drafter(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     @property
-    def head(self) -> Selector | Markov | Domino | None:
-        """The head that conditions on previous tokens, if there is one."""
-        kinds = Selector | Markov | Domino
+    def head(self) -> Selector | Markov | None:
+        """The head that conditions on the previous token, if there is one."""
+        kinds = Selector | Markov
         return next((m for m in self.children() if isinstance(m, kinds)), None)
 
     def logits(self, target: Target, states: Tensor, before: Tensor) -> Tensor:
@@ -74,8 +74,6 @@ class Drafter(nn.Module):
         logits = self.plain_logits(target, states).float()
         if self.head is None:
             return logits
-        if isinstance(self.head, Domino):
-            return logits + self.head.bias(before, states, target.embed_tokens).float()
         return logits + self.head.bias(before, states).float()
 
     def plain_logits(self, target: Target, states: Tensor) -> Tensor:
@@ -157,9 +155,6 @@ def save_drafter(model: Drafter, folder: Path, target: Target, eos_id: int) -> N
         kind["architectures"] = ["DFlash2DraftModel"]
         dflash |= model.head.config()
         weights |= model.head.around(model.dims)
-    elif isinstance(model.head, Domino):
-        dflash |= model.head.config()
-        weights = {n.removeprefix(f"{Domino.name}."): w for n, w in weights.items()}
     elif isinstance(model.head, Markov):
         kind = {"architectures": ["Qwen3DSparkModel"], **dflash, **model.head.config()}
     config = hf_config(
@@ -192,10 +187,6 @@ def load_drafter(folder: Path, device: str = "cpu") -> Drafter:
         model.candidate_selector = Selector(dims, dflash["selector_rank"])
     if "markov_rank" in config:
         model.markov_head = Markov(dims, config["markov_rank"])
-    if dflash.get("projector_type") == "domino":
-        model.domino = Domino(dims, dflash["emb_dim"], dflash["gru_hidden_dim"])
-        parts = ("prefix_gru.", "embed_proj.")
-        weights = {f"domino.{n}" if n.startswith(parts) else n: w for n, w in weights.items()}
     own = {n: w.float() for n, w in weights.items() if "_conv." not in n}  # identities
     model.load_state_dict(own)
     return model.to(device).eval()

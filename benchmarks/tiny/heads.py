@@ -3,10 +3,9 @@
 
 Each adds a bias to the logits of a drafted position: DFlash2's selector (`qwen3_dflash2.py`) for a
 pair of neighbouring tokens, weighted by the position's state; DSpark's Markov head
-(`qwen3_dspark.py`) for the previous token alone; Domino's (SpecForge's names, which vLLM has not)
-for all tokens of the block so far, weighted by the position's state. All have a low rank r.
+(`qwen3_dspark.py`) for the previous token alone. Both have a low rank r.
 
-Shapes: V vocabulary, H hidden, r rank, g state; `before` [...] are tokens, `states` [..., H].
+Shapes: V vocabulary, H hidden, r rank; `before` [...] are tokens, `states` [..., H].
 """
 
 from __future__ import annotations
@@ -79,40 +78,4 @@ class Markov(nn.Module):
             "dspark_draft_topk": CANDIDATES,
             # DFlash's block: the anchor, then a mask for each drafted token.
             "sample_from_anchor": False,
-        }
-
-
-class Domino(nn.Module):
-    """Domino's bias given all tokens of the block before: a GRU over them, then an MLP."""
-
-    name = "domino"  # of the module here; a checkpoint has its parts at the top level
-
-    def __init__(self, dims: Dims, rank: int, state: int) -> None:
-        super().__init__()
-        hidden = dims.hidden_size
-        self.prefix_gru = nn.GRU(hidden, state, batch_first=True, bias=False)
-        self.embed_proj = nn.Sequential(
-            nn.Linear(hidden + state, rank, bias=False),
-            nn.SiLU(),
-            nn.Linear(rank, dims.vocab_size, bias=False),
-        )
-        nn.init.normal_(self.embed_proj[0].weight, std=0.05)
-        nn.init.normal_(self.embed_proj[2].weight, std=0.02)
-
-    def bias(self, before: Tensor, states: Tensor, embedding: nn.Embedding) -> Tensor:
-        """The logits' bias [..., V]; before [..., D]: a block's anchor, and the tokens after it."""
-        embedded = embedding(before)
-        with torch.autocast(embedded.device.type, enabled=False):
-            prefix, _ = self.prefix_gru(embedded.float().flatten(0, -3))
-        prefix = prefix.unflatten(0, embedded.shape[:-2]).to(states.dtype)
-        return self.embed_proj(torch.cat([states, prefix], dim=-1))
-
-    def config(self) -> dict[str, Any]:
-        """Entries of `dflash_config`. Mask j gives the logits of its own position."""
-        return {
-            "projector_type": "domino",
-            "emb_dim": self.embed_proj[0].out_features,
-            "gru_hidden_dim": self.prefix_gru.hidden_size,
-            "pure_draft_prefix_len": 0,
-            "shift_label": False,
         }

@@ -2,7 +2,7 @@
 """Widen a small pair: the same function in the shape of a real model.
 
     python -m benchmarks.widen 0.6B                  # prints the pair's folder
-    python -m benchmarks.widen 0.6B --drafters dflash2 domino   # and its further drafters
+    python -m benchmarks.widen 0.6B --drafters dflash2   # and a further drafter
     python -m benchmarks.widen smollm2-4B            # SmolLM2-135M at the cost of 4B
     python -m benchmarks.widen --config config.json  # the shape of any Qwen3-like config.json
 
@@ -24,8 +24,8 @@ sizes and H, D the wide ones:
 - Padded vocabulary entries are never chosen: a small constant in channel h of every embedding row
   reaches the head through the final norm and meets large negative weights in the padded rows.
 
-The drafter gets five layers and reads five of the target's, as the published ones do. Domino's
-and DFlash2's heads get the sizes of published ones.
+The drafter gets five layers and reads five of the target's, as the published ones do. DFlash2's
+head gets the sizes of a published one.
 
 `llama-8B` has Llama 3.1 8B's sizes but Qwen3's q and k norms. Llama has none, and the tiny pair's
 cannot be folded into the projections, because they divide by the length of each query and key. With

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--config", type=Path, help="a Qwen3-like config.json; its stem is the name"
     )
     parser.add_argument(
-        "--drafters", nargs="*", default=[], choices=("dflash2", "domino"), help="further drafters"
+        "--drafters", nargs="*", default=[], choices=("dflash2",), help="further drafters"
     )
     given = parser.parse_args(argv)
     if (given.name is None) == (given.config is None):

@@ -142,7 +142,7 @@ def _known(note: Path, made_of: dict[str, Any]) -> bool:
 
 
 def drafter_of(name: str, kind: str) -> Path:
-    """The cached drafter `kind`, `dflash2` or `domino`, for a pair of a known shape.
+    """The cached drafter `kind`, such as `dflash2`, for a pair of a known shape.
 
     It is written where it is not there, into the pair's folder.
 

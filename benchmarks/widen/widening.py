@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.tiny.drafter import Drafter
-from benchmarks.tiny.heads import Domino, Selector
+from benchmarks.tiny.heads import Selector
 from benchmarks.tiny.model import Attention, Dims, Layer, RMSNorm, Target
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -21,8 +21,7 @@ Weights = Iterator[tuple[str, Tensor]]
 # (its square is 4e-5 of the smallest mean square in a norm).
 _CONSTANT, _PUSH_NORM, _PUSH_HEAD = 2.0**-7, 2.0**7, -(2.0**14)
 _NOISE_STD = 0.02
-# Sizes of published heads: Domino's of Qwen3-8B's drafter, and DFlash2's.
-_DOMINO_RANK, _DOMINO_STATE = 256, 1024
+# Sizes of a published DFlash2 head.
 _SELECTOR_RANK, _CONV_TAPS, _CONV_GROUP = 256, 2, 16
 
 
@@ -155,18 +154,13 @@ class Widening:
             head = target.embed_tokens.weight[drafter.vocabulary]
             yield "lm_head.weight", _pad(head, len(places), wide)
             yield "d2t", drafter.vocabulary - places
-        if isinstance(drafter.head, Domino):
-            yield from self._domino(drafter.head)
-        elif isinstance(drafter.head, Selector):
+        if isinstance(drafter.head, Selector):
             yield from self._selector(drafter.head, self.drafter_layers(drafter))
         elif drafter.head is not None:
             raise ValueError(f"a {drafter.head.name} cannot be widened")
 
     def head_settings(self, drafter: Drafter) -> dict[str, Any]:
         """Entries of the wide drafter's `dflash_config` that its head changes."""
-        if isinstance(drafter.head, Domino):
-            rank, state = self._domino_sizes(drafter.head)
-            return {"emb_dim": rank, "gru_hidden_dim": state}
         if isinstance(drafter.head, Selector):
             return {
                 "selector_rank": self._selector_rank(drafter.head),
@@ -182,23 +176,6 @@ class Widening:
     @staticmethod
     def _selector_rank(head: Selector) -> int:
         return max(head.successor_codebook.shape[1], _SELECTOR_RANK)
-
-    def _domino_sizes(self, head: Domino) -> tuple[int, int]:
-        rank, state = head.embed_proj[0].out_features, head.prefix_gru.hidden_size
-        return max(rank, _DOMINO_RANK), max(state, _DOMINO_STATE)
-
-    def _domino(self, head: Domino) -> Weights:
-        """An added part of the state stays 0: its gates are halves, and its new value is 0."""
-        hidden, vocab = self.shape.hidden_size, self.shape.vocab_size
-        rank, state = self._domino_sizes(head)
-        gru, tiny = head.prefix_gru, head.prefix_gru.hidden_size
-        for name, columns in (("weight_ih_l0", hidden), ("weight_hh_l0", state)):
-            gates = getattr(gru, name).unflatten(0, (3, tiny))
-            yield f"prefix_gru.{name}", _pad(gates, 3, state, columns).flatten(0, 1)
-        first, h = head.embed_proj[0].weight, self.tiny.hidden_size
-        parts = _pad(first[:, :h], rank, hidden), _pad(first[:, h:], rank, state)
-        yield "embed_proj.0.weight", torch.cat(parts, dim=1)
-        yield "embed_proj.2.weight", _pad(head.embed_proj[2].weight, vocab, rank)
 
     def _selector(self, head: Selector, layers: int) -> Weights:
         """The layers' convolutions are identities, as the tiny drafter's."""

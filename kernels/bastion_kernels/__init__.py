@@ -27,10 +27,7 @@ from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.draft.best_first import CopyRows, expand_best_first
 from bastion_kernels.draft.budget import choose_budget, take_best
 from bastion_kernels.draft.find_copy import find_copy
-from bastion_kernels.draft.frontier import extend_frontier
-from bastion_kernels.draft.gru_states import advance_states
 from bastion_kernels.draft.mix_copy import copy_chances, copy_priors, mix_copy
-from bastion_kernels.draft.prefix_lattice import PrefixHead, PrefixLattice, recurrent_lattice
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
 from bastion_kernels.draft.topk_merge import merge_topk
 from bastion_kernels.gated_delta.blocks import StateBlocks, find_commits, find_states
@@ -46,12 +43,9 @@ __all__ = [
     "KVCompactor",
     "KVLayout",
     "LayerStates",
-    "PrefixHead",
-    "PrefixLattice",
     "StateBlocks",
     "TreeAttentionWorkspace",
     "accept_path",
-    "advance_states",
     "ancestor_bits",
     "ancestor_tokens",
     "bind_slots",
@@ -62,7 +56,6 @@ __all__ = [
     "copy_priors",
     "count_sources",
     "expand_best_first",
-    "extend_frontier",
     "find_commits",
     "find_copy",
     "find_states",
@@ -74,7 +67,6 @@ __all__ = [
     "merge_topk",
     "mix_copy",
     "penalise_ancestors",
-    "recurrent_lattice",
     "short_conv_commit",
     "short_conv_tree",
     "take_best",

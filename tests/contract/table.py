@@ -176,25 +176,10 @@ drafters/dflash.py
   SPEC.dflash.speculator:DFlashSpeculator.propose @why is_profile runs the drafter without its graph
     @body need_eager=is_profile
     @beside 7a00c4e1 a1aa1329
-drafters/domino.py
-  SPEC.dflash.speculator:DFlashSpeculator.__init__ @why a Domino drafter sets both after it
-    @body self.num_query_per_req = 1 +  … self.sample_from_anchor = False
-drafters/domino_model.py
-  MODELS.qwen3_dflash:DFlashQwen3ForCausalLM @calls load_weights(self, weights)
-    @names draft_id_to_target_id draft_model_config model_cls
-    @why weights keep their names but for a prefix
-    @body self.model = self.model_cls(
 drafters/dspark.py
   MODELS.qwen3_dspark:Qwen3DSparkForCausalLM @calls compute_draft_logits(self, hidden_states);
       map_draft_to_target(self, draft_ids); markov_embed(self, token_ids)
   SPEC.dspark.speculator:DSparkSpeculator @names _anchor_idx
-drafters/xpress.py
-  SPEC.xpress.speculator:XPressSpeculator @needs has_xpress_drafter
-    @names _anchor_idx num_jacobi_passes
-  MODELS.qwen3_xpress:Qwen3XPressForCausalLM @needs has_xpress_drafter
-    @calls compute_draft_logits(self, hidden_states)
-  MODELS.qwen3_xpress:XPressRefinerHead @needs has_xpress_drafter
-    @calls hidden_cache(self, h_full)
 engine/deferred.py
   torch @names _foreach_copy_
 engine/draft_tokens.py
@@ -288,10 +273,6 @@ engine/weights.py
   MODELS.qwen3_dflash:DFlashQwen3ForCausalLM.load_weights @why a drafter's layers are joined when
       its weights have been loaded
     @body loader.load_weights( … self.model._build_fused_kv_buffers()
-hooks/drafter_models.py
-  vllm.transformers_utils.configs.speculators.algos:update_dflash @why a Domino drafter is read as a
-      DFlash one
-    @body config_dict.get("sample_from_anchor", False)
 hooks/engine_args.py
   vllm.config.scheduler:SchedulerConfig @names async_scheduling max_num_active_seqs
       max_num_batched_tokens max_num_seqs

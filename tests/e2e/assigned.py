@@ -41,21 +41,6 @@ _ATTRIBUTES = (
         when="every process in which one of our variables is set",
     ),
     Change(
-        target="vllm.model_executor.models:ModelRegistry.models",
-        why="vLLM does not have the models of some drafters",
-        what="`drafter_models` registers those that a row of `checkpoints.kinds` names",
-        upstream="vLLM has them",
-        when='every process of an engine with method "bastion"',
-        on_instance=True,
-    ),
-    Change(
-        target="vllm.transformers_utils.configs.speculators.algos:SUPPORTED_SPECULATORS_TYPES",
-        why="vLLM cannot read some formats of the speculators library",
-        what="`drafter_models` adds those in a row of `checkpoints.kinds`, read as DFlash's",
-        upstream="vLLM has it",
-        when='every process of an engine with method "bastion"',
-    ),
-    Change(
         target="vllm.v1.worker.gpu_worker:HAS_TRITON",
         why="the worker refuses Model Runner V2 without Triton, after it was chosen",
         what="`hooks.engine_args.use_v2_model_runner` sets it to True",

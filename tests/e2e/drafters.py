@@ -7,7 +7,6 @@ small enough that drafts are still accepted.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ _HIDDEN, _LAYERS, _VOCAB, _BLOCK = 192, 3, 1024, 16
 CANDIDATES = 8  # scored by a head
 _TAPS, _GROUP, _RANK = 3, 32, 16
 _WIDTH, _FACTOR, _HEADS = 32, 16, 2  # of LiLiCorr's attention over the lattice
-_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 
 # A drafter's further weights; what makes them adds its settings to the config.
 Made = dict[str, Tensor]
@@ -103,42 +101,10 @@ def _lilicorr(config: dict[str, Any], noise: Any) -> Made:
 
 
 HEADS = {"dflash2": _dflash2, "lilicorr": _lilicorr}
-# vLLM 0.33 has it.
-XPRESS = ("xpress",) if importlib.util.find_spec(f"{_SPECULATORS}.xpress") else ()
 MARKOV = ("dspark", "dspark-anchor", "specforge-dspark")
 MUSE = "muse-glimmer"  # the same drafter with other names
 # In the speculators library's format, with three quarters of the vocabulary.
 REDUCED = ("speculators-dflash", "speculators-dspark")
-# With a prediction at the anchor's query, and in the speculators library's two layouts, the second
-# with three quarters of the vocabulary. vLLM has no such head, and no chain to compare with.
-DOMINO = ("domino", "domino-shifted", "speculators-domino", "speculators-domino-reduced")
-
-
-def _make_domino(kind: str, config: dict[str, Any], noise: Any) -> Made:
-    state, shifted = 24, kind != "domino"
-    settings = {"gru_hidden_dim": state, "pure_draft_prefix_len": int(shifted)}
-    own = settings | {"projector_type": "domino", "emb_dim": _RANK, "shift_label": shifted}
-    size, prefix, weights = _VOCAB, "", {}
-    if kind == "speculators-domino-reduced":
-        prefix = "logits_correction."
-        weights = _make_reduced("domino", config, noise)
-        size = len(weights["lm_head.weight"])
-        config |= settings | {"logits_correction_emb_dim": _RANK, "sample_from_anchor": True}
-    elif kind == "speculators-domino":
-        prefix = "domino_head."
-        _make_reduced("dflash", config, noise)
-        del config["draft_vocab_size"]
-        config |= own
-    else:
-        config["dflash_config"] |= own
-    if shifted:
-        config["block_size"] -= 1  # as many predictions as the others have
-    return weights | {
-        f"{prefix}prefix_gru.weight_ih_l0": noise(3 * state, _HIDDEN, std=1.0),
-        f"{prefix}prefix_gru.weight_hh_l0": noise(3 * state, state, std=0.3),
-        f"{prefix}embed_proj.0.weight": noise(_RANK, _HIDDEN + state, std=0.1),
-        f"{prefix}embed_proj.2.weight": noise(size, _RANK, std=0.5),
-    }
 
 
 def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> Made:
@@ -167,34 +133,6 @@ def _make_specforge(config: dict[str, Any], noise: Any) -> Made:
     for key in ("sample_from_anchor", "mask_token_id", "target_layer_ids"):
         del config[key]
     return weights
-
-
-def _make_xpress(config: dict[str, Any], noise: Any) -> Made:
-    hidden = 64  # of its MLP, in tiles of vLLM's kernel
-    config |= {
-        "architectures": ["Qwen3XPressModel"],
-        "xpress_block_size": _BLOCK,
-        "xpress_rank": _RANK,
-        "xpress_mlp_hidden": hidden,
-        "xpress_topc": 64,
-        # as many as all positions need
-        "xpress_num_passes": _BLOCK,
-        "xpress_compile_head": False,
-    }
-    return {
-        f"xpress_head.{name}": noise(*shape, std=std)
-        for name, shape, std in (
-            ("w1.weight", (_VOCAB, _RANK), 1.0),
-            ("down_h.weight", (_RANK, _HIDDEN), 0.02),
-            ("down_g.weight", (_RANK, _HIDDEN), 0.02),
-            ("in_proj.weight", (_RANK, 3 * _RANK), 0.3),
-            ("mix.L", (_RANK, _BLOCK, _BLOCK), 0.3),
-            ("mlp.gate_proj.weight", (hidden, _RANK), 0.3),
-            ("mlp.up_proj.weight", (hidden, _RANK), 0.3),
-            ("mlp.down_proj.weight", (_RANK, hidden), 0.1),
-            ("w2.weight", (_VOCAB, _RANK), 0.3),
-        )
-    }
 
 
 def _make_reduced(method: str, config: dict[str, Any], noise: Any) -> Made:
@@ -255,10 +193,6 @@ def make_drafter(kind: str, folder: Path) -> str:
         weights |= _make_specforge(config, noise)
     elif kind in MARKOV:
         weights |= _make_dspark(kind == "dspark-anchor", config, noise)
-    elif kind in XPRESS:
-        weights |= _make_xpress(config, noise)
-    elif kind in DOMINO:
-        weights |= _make_domino(kind, config, noise)
     elif kind in REDUCED:
         weights |= _make_reduced(kind.removeprefix("speculators-"), config, noise)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.drafters import DOMINO, REDUCED, make_drafter
+from tests.e2e.drafters import REDUCED, make_drafter
 from tests.e2e.engines import DRAFTER, Batch, Engine, Runner
 from tests.e2e.marks import on_cpu, slow
 
@@ -25,8 +25,8 @@ def generate(runner: Runner, engine: Engine, batch: Batch, **spec_keys: Any) -> 
 
 @pytest.mark.parametrize(
     ("eager", "kind"),
-    [(True, None), slow(False, None), slow(True, REDUCED[0]), slow(True, DOMINO[0])],
-    ids=["eager", "compiled", "reduced vocabulary", "a head with a state"],
+    [(True, None), slow(False, None), slow(True, REDUCED[0])],
+    ids=["eager", "compiled", "reduced vocabulary"],
 )
 def test_two_workers_give_the_tokens_and_trees_of_one(
     runner: Runner, tmp_path: Path, eager: bool, kind: str | None

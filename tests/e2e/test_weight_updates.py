@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks import TINY
 from tests.e2e import cases
 from tests.e2e.compare import answers
 from tests.e2e.engines import DRAFTER, GAMMA, TARGET, Batch, Engine, Runner
@@ -51,16 +50,13 @@ def embeddings_of(other: str, folder: Path) -> str:
         slow("drafter", "bfloat16", True),
         slow("drafter", "bfloat16", False),
         slow("drafter", "float32", True),
-        slow("Domino drafter", "float32", True),
-        slow("Domino drafter", "bfloat16", True),
     ],
 )
 def test_an_update_is_a_fresh_start(
     runner: Runner, tmp_path: Path, way: str, dtype: str, eager: bool
 ) -> None:
-    drafter = str(TINY / "domino") if way == "Domino drafter" else DRAFTER
-    if way.endswith("drafter"):
-        way, path = "drafter", vary(drafter, tmp_path / "drafter", by=0.1, seed=2)
+    if way == "drafter":
+        path = vary(DRAFTER, tmp_path / "drafter", by=0.1, seed=2)
     else:
         path = vary(TARGET, tmp_path / "target", by=0.1, seed=1)
     if way == "in place":
@@ -68,7 +64,7 @@ def test_an_update_is_a_fresh_start(
     plain = Engine(eager=eager).of(dtype=dtype)
     # How far copies are trusted was learned from the old weights' texts.
     sizes = {"nodes": GAMMA + 8, "budget": GAMMA + 8, "lookup": False}
-    tree = plain.with_bastion(model=drafter, **sizes)
+    tree = plain.with_bastion(model=DRAFTER, **sizes)
     wish = {"additional_config": {"way": way, "path": path}}
     updated = tree.of(weight_transfer_config={"backend": "file"}, **wish)
     setup = [f"{UPDATES}:register", f"{UPDATES}:of_every_size"]

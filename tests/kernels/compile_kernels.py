@@ -61,12 +61,9 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     no_state = logprobs.view(shape)[:, :, None]
     ops.expand_best_first.triton(candidates, no_state, width, slots, *trees)
     ops.expand_best_first.triton(candidates, scores, width, slots, *trees)
-    ops.expand_best_first.triton(candidates, scores, width, slots, *trees, scores.to(torch.int32))
-    launch_frontier(reqs, dtype)
-    prefix_rows = scores.to(torch.int32)
-    for lattice in ((no_state, None), (scores, None), (scores, prefix_rows)):
-        copies(candidates, *lattice, width, slots, trees)
-    copies(candidates[:, :0], no_state[:, :0], None, width, slots, trees)
+    for lattice in (no_state, scores):
+        copies(candidates, lattice, width, slots, trees)
+    copies(candidates[:, :0], no_state[:, :0], width, slots, trees)
     cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
     ops.choose_budget.triton(log_rho, slots, counts, cost, base, counts, promised=cost)
     ops.choose_budget.triton(log_rho, slots, counts, cost, 1, counts)
@@ -91,7 +88,6 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
 def copies(
     candidates: torch.Tensor,
     logprobs: torch.Tensor,
-    rows: torch.Tensor | None,
     top_k: int,
     slots: torch.Tensor,
     trees: tuple[torch.Tensor, ...],
@@ -108,32 +104,9 @@ def copies(
     arrived = torch.zeros(1, dtype=torch.int32)
     ops.mix_copy.triton(
         history, lengths, slots, found, last, counts, ops.copy_priors(), arrived, candidates,
-        logprobs, rows, part.tokens, part.places, part.rows,
-        torch.zeros(len(lengths)),
+        logprobs, part.tokens, part.places, part.rows, torch.zeros(len(lengths)),
     )  # fmt: skip
-    ops.expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, rows=rows, copies=part)
-
-
-def launch_frontier(reqs: int, dtype: torch.dtype) -> None:
-    """A round over a head with a state, in the sizes of a published drafter for Qwen3-8B."""
-    kept, candidates, rank, state = 16, 32, 256, 1024
-    for prefixes, top_k, corrected in ((1, 16, True), (kept, 16, True), (kept, 32, False)):
-        gates = torch.zeros(reqs, prefixes, 3 * state + rank, dtype=dtype)
-        inputs = torch.zeros(reqs, kept, 3 * state, dtype=dtype)
-        states = torch.zeros(reqs, prefixes, state, dtype=dtype)
-        parents = torch.zeros(reqs, kept, dtype=torch.int32)
-        out = torch.zeros(reqs, kept, state, dtype=dtype)
-        ops.advance_states.triton(inputs, gates, states, parents, out)
-        base = torch.zeros(reqs, 15, candidates)[:, 1]
-        position = torch.zeros(reqs, 15, rank, dtype=dtype)[:, 1]
-        weight = torch.zeros(reqs, 15, candidates, rank, dtype=dtype)[:, 1]
-        costs, out_costs = torch.zeros(reqs, prefixes), torch.zeros(reqs, kept)
-        logprobs = torch.zeros(reqs, 15, kept, candidates)[:, 1, :prefixes]
-        rows = torch.zeros(reqs, 15, kept, candidates, dtype=torch.int32)[:, 1, :prefixes]
-        ops.extend_frontier.triton(
-            base, position, gates[..., 3 * state :], weight, costs, top_k, corrected, logprobs,
-            rows, parents, parents, out_costs,
-        )  # fmt: skip
+    ops.expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, copies=part)
 
 
 def launch_recurrent(dtype: torch.dtype) -> None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best-first expansion against brute force over all prefixes, and the kernels against the heap.
-
-Rows named by the caller, for heads with a state, are tested in `test_frontier.py`.
-"""
+"""Best-first expansion against brute force over all prefixes, and the kernels against the heap."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def chances(counts: Tensor) -> list[float]:
     return ((right + 16 * copy_priors().double()) / (trials + 16)).tolist()
 
 
-KINDS = ("marginals", "transitions", "prefixes", "nothing")
+KINDS = ("marginals", "transitions", "nothing")
 
 
 class Case:
@@ -112,16 +112,13 @@ class Case:
         if kind == "nothing":
             depth = 0
         tokens, logprobs = lattice(reqs, depth, width, generator)
-        rows, prefixes = None, {"marginals": 1, "nothing": 1, "transitions": width, "prefixes": 4}
-        if kind in ("transitions", "prefixes"):
-            shape = (reqs, depth, prefixes[kind], width)
+        if kind == "transitions":
+            shape = (reqs, depth, width, width)
             logprobs = torch.randn(*shape, generator=generator).log_softmax(-1)
         else:
             logprobs = logprobs[:, :, None]
-        if kind == "prefixes":
-            rows = torch.randint(-1, 4, logprobs.shape, generator=generator).int()
         self.kind, self.reqs, self.depth, self.width, self.length = kind, reqs, depth, width, length
-        self.tokens, self.logprobs, self.rows = tokens, logprobs, rows
+        self.tokens, self.logprobs = tokens, logprobs
         # Request 1 has no copy; the others' texts continue with tokens of the lattice and others.
         texts = []
         for r in range(reqs):
@@ -151,7 +148,7 @@ class Case:
         )
         call(
             run, *text, state["found"], state["last"], state["counts"], copy_priors(),
-            torch.zeros(1, dtype=torch.int32), self.tokens, self.logprobs, self.rows, copies.tokens,
+            torch.zeros(1, dtype=torch.int32), self.tokens, self.logprobs, copies.tokens,
             copies.places, copies.rows, state["promised"],
         )  # fmt: skip
         return copies, state
@@ -183,13 +180,7 @@ class Case:
                 if q == 0.0:
                     continue
                 here = [*own].index(token) if token in own else -1
-                after = -1
-                if self.kind in ("marginals", "nothing"):
-                    after = 0
-                elif self.kind == "transitions":
-                    after = here
-                elif here >= 0 and row >= 0:
-                    after = int(self.rows[r, d, row, here])
+                after = here if self.kind == "transitions" else 0
                 copied = on_copy and token == copy[d]
                 source = (2 + (here >= 0)) if copied else 1
                 found[(*path, token)] = score + math.log(q), source
@@ -204,10 +195,10 @@ def grown(run: Any, case: Case, top_k: int, limit: int) -> tuple[Trees, Tensor]:
     out, copies = poisoned_trees(case.reqs, case.reqs, limit), case.mixed()[0]
 
     def with_copies(*given: Any) -> None:
-        run(*given[:-5], rows=given[-5], copies=CopyRows(*given[-4:]))
+        run(*given[:-4], copies=CopyRows(*given[-4:]))
 
     with_copies.__name__ = run.__name__
-    given = case.tokens, case.logprobs, top_k, torch.arange(case.reqs), *out, case.rows
+    given = case.tokens, case.logprobs, top_k, torch.arange(case.reqs), *out
     call(with_copies, *given, copies.tokens, copies.places, copies.rows, copies.sources)
     return out, copies.sources
 

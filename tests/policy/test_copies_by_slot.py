@@ -38,7 +38,7 @@ def test_what_copies_promise_is_known_before_they_are_mixed() -> None:
 
     promised = torch.full((SLOTS,), -1.0)
     tokens = torch.zeros(4, 2, WIDTH, dtype=torch.int32)
-    copies.mix(slots, tokens, torch.zeros(4, 2, 1, WIDTH), None, promised)
+    copies.mix(slots, tokens, torch.zeros(4, 2, 1, WIDTH), promised)
     np.testing.assert_allclose(promised[slots], told, rtol=1e-5)
 
 
@@ -53,7 +53,7 @@ def test_copies_that_were_given_up_are_judged_too() -> None:
             copies.give_up(slots)
         else:
             empty = torch.zeros(1, 0, WIDTH, dtype=torch.int32)
-            copies.mix(slots, empty, torch.zeros(1, 0, 1, WIDTH), None, torch.zeros(1))
+            copies.mix(slots, empty, torch.zeros(1, 0, 1, WIDTH), torch.zeros(1))
         copies.lengths += 1
         copies.find(slots)
         judged.append(copies.counts)

@@ -3,7 +3,7 @@
 
 All of them have DFlash's backbone. They differ in what scores a candidate: its probability at its
 position or, with a head over the best candidates of every position, its score after each candidate
-of the position before, or after each path to it.
+of the position before.
 
 To add a kind, write its speculator in `vllm_bastion/drafters` and add its row to `KINDS`. Drafters
 of other families are refused by name, each with the reason and the nearest that works.
@@ -18,8 +18,6 @@ from typing import Any
 
 from vllm_bastion.checkpoints import rules
 from vllm_bastion.checkpoints.rules import Check, Rule
-
-_DOMINO = "DFlashDominoDraftModel"
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,6 @@ class Kind:
     """Names that libraries write into its checkpoints, but that other kinds share."""
     recognised: Callable[[Any], bool] = lambda config: False
     """Whether a config with such a name is of this kind."""
-    models: frozenset[str] = frozenset()
-    """Architectures to register with vLLM, which does not have them."""
-    model: str | None = None
-    """`module:class` of the model that they name."""
-    library_format: str | None = None
-    """Its format in the speculators library, if vLLM cannot read it; read as DFlash's."""
-    library_settings: Callable[[dict[str, Any]], dict[str, Any]] = lambda written: {}
-    """Settings that vLLM leaves out of a checkpoint in that library's format."""
-    needs: str | None = None
-    """The field of `versions.Capabilities` that says whether vLLM has it; None = every version."""
 
 
 # What a checkpoint of any kind must not have.
@@ -79,20 +67,6 @@ KINDS = (
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=rules.after_anchor,
         checks=(_NO_SELECTOR,),
-    ),
-    Kind(
-        "Domino",
-        frozenset({_DOMINO}),
-        f"{_DRAFTERS}.domino:BastionDomino",
-        gamma=rules.domino_gamma,
-        candidates=rules.domino_candidates,
-        checks=(rules.has_settings, rules.has_recurrent_head),
-        named_as=frozenset({"DFlashDraftModel", "DominoDraftModel"}),
-        recognised=rules.is_domino,
-        models=frozenset({_DOMINO, "DominoDraftModel"}),
-        model=f"{_DRAFTERS}.domino_model:DominoQwen3ForCausalLM",
-        library_format="domino",
-        library_settings=rules.domino_settings,
     ),
     Kind(
         "DFlash2",
@@ -128,15 +102,6 @@ KINDS = (
         named_as=frozenset({"DSparkDraftModel"}),
         recognised=rules.is_qwen3,
         method="dspark",
-    ),
-    Kind(
-        "XPress",
-        frozenset({"Qwen3XPressModel", "DFlashQwen3XPressModel"}),
-        f"{_DRAFTERS}.xpress:BastionXPress",
-        gamma=rules.xpress_gamma,
-        candidates=rules.xpress_candidates,
-        checks=(_NO_SELECTOR,),
-        needs="has_xpress_drafter",
     ),
 )
 
@@ -175,10 +140,9 @@ def candidates_of(config: Any) -> int | None:
 
 
 def restore_settings(config: Any, model: str, revision: str | None) -> None:
-    """Read what vLLM leaves out of a checkpoint in the speculators library's format.
+    """Read the block size of a checkpoint in the speculators library's format.
 
-    vLLM converts that format to a Hugging Face config, for DFlash without the block size and the
-    settings of a head.
+    vLLM converts that format to a Hugging Face config, for DFlash without the block size.
 
     Args:
         config: as vLLM has read it, changed in place; other formats are left as they are.
@@ -191,9 +155,27 @@ def restore_settings(config: Any, model: str, revision: str | None) -> None:
 
     written, _ = PretrainedConfig.get_config_dict(model, revision=revision)
     config.block_size = written.get("block_size")
-    for kind in KINDS:
-        if settings := kind.library_settings(written):
-            config.dflash_config |= settings
+
+
+# Types that are refused by name, by a word in the config: an architecture may be DFlash's.
+_REFUSED = {"domino": "a Domino", "xpress": "an XPress"}
+
+
+def refused_type(config: Any) -> str | None:
+    """The name of a drafter's type, with its article, if it is refused by name, else None.
+
+    Args:
+        config: Hugging Face's, or the content of a config.json in any library's format.
+    """
+
+    def value(part: Any, key: str) -> Any:
+        return part.get(key) if isinstance(part, dict) else getattr(part, key, None)
+
+    names = [*(value(config, "architectures") or ())]
+    for part in (config, value(config, "dflash_config")):
+        names += [value(part, "speculators_model_type"), value(part, "projector_type")]
+    text = " ".join(map(str, names)).lower()
+    return next((name for word, name in _REFUSED.items() if word in text), None)
 
 
 # Pattern in the lower-case name of a checkpoint's architecture or format -> why it is refused, and

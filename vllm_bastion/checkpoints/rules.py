@@ -47,18 +47,6 @@ def dspark_gamma(config: Any) -> int | None:
     return after_anchor(config)
 
 
-def xpress_gamma(config: Any) -> int | None:
-    if _block(config) is None:
-        block = getattr(config, "xpress_block_size", None)
-        return block - 1 if _is_whole(block, 0) else None
-    return after_anchor(config)
-
-
-def domino_gamma(config: Any) -> int | None:
-    """With `shift_label` each query predicts the token after its own, the anchor's as well."""
-    return _block(config) if _dflash(config).get("shift_label") else after_anchor(config)
-
-
 def layers_read(config: Any) -> list[int]:
     """The target's layers whose hidden states the drafter reads; empty if it does not say."""
     ids = _dflash(config).get("target_layer_ids") or getattr(config, "target_layer_ids", None)
@@ -72,16 +60,6 @@ def dspark_candidates(config: Any) -> int:
     vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
     asked = getattr(config, "dspark_draft_topk", None) or _DEFAULT_CANDIDATES
     return int(min(asked, vocab, MOST_CANDIDATES))
-
-
-def xpress_candidates(config: Any) -> int:
-    ranked = getattr(config, "xpress_topc", None) or config.vocab_size
-    return int(min(_DEFAULT_CANDIDATES, ranked, config.vocab_size))
-
-
-def domino_candidates(config: Any) -> int:
-    vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
-    return int(min(_DEFAULT_CANDIDATES, vocab))
 
 
 def from_dflash_config(key: str) -> Rule:
@@ -127,17 +105,6 @@ def has_markov_rank(config: Any, name: str, vocab: int) -> str | None:
     return None if _is_whole(rank, 1) else _wrong(name, "markov_rank", rank, "", wanted)
 
 
-def has_recurrent_head(config: Any, name: str, vocab: int) -> str | None:
-    settings, domino = _dflash(config), "a Domino checkpoint has"
-    for key, low in {"emb_dim": 1, "gru_hidden_dim": 1, "pure_draft_prefix_len": 0}.items():
-        if not _is_whole(value := settings.get(key), low):
-            wanted = f"{domino} a whole number of at least {low}"
-            return _wrong(name, key, value, _IN_DFLASH, wanted)
-    if not isinstance(shift := settings.get("shift_label"), bool):
-        return _wrong(name, "shift_label", shift, _IN_DFLASH, f"{domino} true or false")
-    return None
-
-
 def without(key: str, what: str) -> Check:
     def check(config: Any, name: str, vocab: int) -> str | None:
         if not _dflash(config).get(key):
@@ -173,29 +140,6 @@ def no_latent_attention(config: Any, name: str, vocab: int) -> str | None:
 # ---- formats ----------------------------------------------------------------------------
 
 
-def is_domino(config: Any) -> bool:
-    """Whether a drafter that is named as a DFlash one has Domino's head."""
-    return _dflash(config).get("projector_type") == "domino"
-
-
 def is_qwen3(config: Any) -> bool:
     """Whether a DSpark drafter has Qwen3's layers; SpecForge gives all of them one name."""
     return getattr(config, "model_type", None) == "qwen3"
-
-
-def domino_settings(written: dict[str, Any]) -> dict[str, Any]:
-    """The head's settings in either of the speculators library's two layouts of Domino."""
-    own_format = written.get("speculators_model_type") == "domino"
-    if not own_format and written.get("projector_type") != "domino":
-        return {}
-    of_rank = "logits_correction_emb_dim" if own_format else "emb_dim"
-    of_anchor = "sample_from_anchor" if own_format else "shift_label"
-    # The library's own defaults.
-    return {
-        "projector_type": "domino",
-        "emb_dim": written.get(of_rank, 256),
-        "gru_hidden_dim": written.get("gru_hidden_dim", 1024),
-        "pure_draft_prefix_len": written.get("pure_draft_prefix_len", 1),
-        "shift_label": written.get(of_anchor, True),
-        "sample_from_anchor": False,
-    }

@@ -20,12 +20,12 @@ from vllm_bastion.checkpoints.kinds import (
     architectures_of,
     kind_of,
     other_family,
+    refused_type,
 )
 from vllm_bastion.checkpoints.rules import layers_read
 from vllm_bastion.checkpoints.weights import misfit
 from vllm_bastion.checks import BastionConfigError
 from vllm_bastion.platform import current_host
-from vllm_bastion.versions import capabilities, first_version_with
 
 # The kinds of drafters, as users know them.
 DRAFTER_NAMES = ", ".join(kind.name for kind in KINDS)
@@ -45,6 +45,7 @@ _GATED_DELTA = (
 
 def check_drafter(drafter: Any, name: str, target: Any) -> None:
     """Check the drafter's config, alone and against the target."""
+    refuse_type(drafter, name)
     architectures = architectures_of(drafter)
     kind = kind_of(architectures)
     if kind is None:
@@ -53,12 +54,6 @@ def check_drafter(drafter: Any, name: str, target: Any) -> None:
         raise BastionConfigError(
             f'"model": "{name}" is not a drafter that trees are grown from (architecture: {shown})'
             f": give one that was trained for the target, of the kinds {DRAFTER_NAMES}"
-        )
-    if kind.needs is not None and not getattr(capabilities(), kind.needs):
-        raise BastionConfigError(
-            f'"model": "{name}" is of architecture {architectures[0]}, which vLLM has from '
-            f"{first_version_with(kind.needs)} on: install that instead of vLLM "
-            f"{compat.vllm_version()}"
         )
     gamma = kind.gamma(drafter)
     if gamma is None or gamma < 1:
@@ -112,6 +107,19 @@ def check_drafter_weights(
     refusal = misfit(drafter, name, target.get_hidden_size(), target.get_vocab_size(), tensors)
     if refusal is not None:
         raise BastionConfigError(refusal)
+
+
+def refuse_type(drafter: Any, name: str) -> None:
+    """Refuse a drafter of a type that is not served, whatever its architecture.
+
+    drafter: its config, or what is written in it.
+    """
+    refused = refused_type(drafter)
+    if refused is not None:
+        raise BastionConfigError(
+            f'"model": "{name}" is {refused} drafter, which method "bastion" does not serve: give '
+            f"one that was trained for the target, of the kinds {DRAFTER_NAMES}"
+        )
 
 
 def refuse_other_family(drafter: Any, name: str) -> None:

@@ -2,9 +2,9 @@
 """Weights that change while the engine runs: reloaded, or sent by a trainer.
 
 vLLM loads new values into a model's own tensors, so code that reads those needs no update. What was
-derived from weights at the start is derived again here: a host's packed copies, the tensors in
-which a drafter has joined the keys' and values' weights of its layers, and the prepared head of a
-model of ours. All are written in place, because CUDA graphs and compiled code hold their addresses.
+derived from weights at the start is derived again here: a host's packed copies, and the tensors in
+which a drafter has joined the keys' and values' weights of its layers. All are written in place,
+because CUDA graphs and compiled code hold their addresses.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ def _nothing() -> None:
 def weights_changed(target: Any, drafter: Any) -> None:
     """Renew what was derived from the weights of the two models."""
     _join(drafter.model)
-    if hasattr(drafter, "renew_head"):
-        drafter.renew_head()
     current_host().weights_changed(target, drafter)
 
 

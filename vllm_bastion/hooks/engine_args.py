@@ -71,7 +71,6 @@ def create_speculative_config(
     from vllm_bastion.checks import engine, models
     from vllm_bastion.checks import keys as user_keys
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
-    from vllm_bastion.hooks.drafter_models import teach_drafters
 
     hooks.require_all()
     keys = _merged(self)
@@ -82,7 +81,6 @@ def create_speculative_config(
     target = target_model_config
     models.check_target_file(target.model, target.hf_config.to_dict())
     models.check_target(target)
-    teach_drafters()
     drafter = _drafter_config(keys, target)
     models.check_drafter(drafter, keys["model"], target)
     models.check_drafter_weights(drafter, keys, target, _load_format(self, keys))
@@ -117,6 +115,8 @@ def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
 
     name, revision = keys["model"], keys.get("revision")
     written = models.read_config('drafter in "model"', name, revision)
+    if written is not None:
+        models.refuse_type(written, name)
     try:
         config = get_config(
             name,

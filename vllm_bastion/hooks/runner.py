@@ -20,7 +20,6 @@ import numpy as np
 from vllm_bastion.carriers import StepPlan
 from vllm_bastion.checkpoints.kinds import KINDS, kind_of
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config, is_lagged
-from vllm_bastion.hooks.drafter_models import teach_drafters
 from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
 from vllm_bastion.platform import current_host
 
@@ -271,7 +270,6 @@ def init_speculator(
         return original(vllm_config, device, req_states)
     kind = kind_of(spec_config.draft_model_config.architectures)
     assert kind is not None  # checked by the validation
-    teach_drafters()
     speculator = resolve_name(kind.speculator)
     return speculator(make_runtime(vllm_config, device), vllm_config, device, req_states)
 

@@ -116,7 +116,6 @@ class Copies:
         slots: torch.Tensor,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
-        child_rows: torch.Tensor | None,
         promised: torch.Tensor,
         longest: int | None = None,
     ) -> CopyRows:
@@ -124,7 +123,7 @@ class Copies:
 
         Args:
             slots: [R] int64 request slots.
-            tokens, logprobs, child_rows: see `Trees.grow_lattice`; D may be 0.
+            tokens, logprobs: see `Trees.grow_lattice`; D may be 0.
             promised: [S], written: tokens of each copy that are expected to be accepted.
             longest: most tokens of a copy, if fewer than a tree is deep.
         """
@@ -152,7 +151,6 @@ class Copies:
             self._arrived,
             tokens,
             logprobs,
-            child_rows,
             copies.tokens,
             copies.places,
             copies.rows,

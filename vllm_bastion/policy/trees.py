@@ -218,7 +218,7 @@ class Trees:
         )
         if draft_id_to_target_id is not None:
             tokens += draft_id_to_target_id[tokens.long()].to(torch.int32)
-        self.grow_lattice(tokens, logprobs[:, :, None], longest_copy=longest_copy)
+        self.grow_lattice(tokens, logprobs[:, :, None], longest_copy)
 
     def grow_transitions(
         self, candidates: torch.Tensor, scores: torch.Tensor, longest_copy: int | None = None
@@ -232,41 +232,38 @@ class Trees:
                 distribution that the parent's next token is drawn from.
         """
         logprobs = scores.float().log_softmax(-1)
-        self.grow_lattice(candidates.to(torch.int32), logprobs, longest_copy=longest_copy)
+        self.grow_lattice(candidates.to(torch.int32), logprobs, longest_copy)
 
     def grow_lattice(
         self,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
-        child_rows: torch.Tensor | None = None,
         longest_copy: int | None = None,
     ) -> None:
         """Build the trees of a batch from a lattice's log-probabilities, in the drafter's graph.
 
-        Every kind of drafter ends here. P depends on the state of a node, which determines the
-        scores of its children; see `expand_best_first`.
+        Every kind of drafter ends here.
 
         Args:
             tokens: [R, D, M] int32 candidates of each depth.
-            logprobs: [R, D, P, M] fp32 of each candidate in row p of its depth.
-            child_rows: [R, D, P, M] int32 row of each candidate's children; None without a state
-                (P = 1), and where it is the last token (P = M).
+            logprobs: [R, D, P, M] fp32 of each candidate: P = 1, or P = M where they depend on the
+                token above, row p after candidate p of the depth above.
             longest_copy: most tokens of a copy that a reply can still use; None: all.
         """
         reqs = len(tokens)
         slots = self.row_slots[:reqs]
         copies = None
         if self.copies is not None:
-            copies = self.copies.mix(slots, tokens, logprobs, child_rows, self.copied, longest_copy)
-        self._expand(tokens, logprobs, child_rows, copies, self.log_kappa[0], self.cost_ms)
+            copies = self.copies.mix(slots, tokens, logprobs, self.copied, longest_copy)
+        self._expand(tokens, logprobs, copies, self.log_kappa[0], self.cost_ms)
 
     def grow_copies(self, num_reqs: int, longest_copy: int | None = None) -> None:
         """Build the trees of a batch from copies of its texts alone, see `grow_lattice`."""
         assert self.copies is not None
         tokens, logprobs = self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
         slots = self.row_slots[:num_reqs]
-        copies = self.copies.mix(slots, tokens, logprobs, None, self.copied, longest_copy)
-        self._expand(tokens, logprobs, None, copies, self.log_kappa[1], self.copy_cost_ms)
+        copies = self.copies.mix(slots, tokens, logprobs, self.copied, longest_copy)
+        self._expand(tokens, logprobs, copies, self.log_kappa[1], self.copy_cost_ms)
 
     def warm_up(self) -> None:
         """Compile the ops of copies that no draft runs."""
@@ -281,7 +278,6 @@ class Trees:
         self,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
-        child_rows: torch.Tensor | None,
         copies: CopyRows | None,
         log_kappa: torch.Tensor,
         cost_ms: torch.Tensor,
@@ -299,7 +295,6 @@ class Trees:
             self.depths,
             self.log_rho,
             self.size,
-            child_rows,
             log_kappa,
             copies,
         )

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from pkgutil import iter_modules
 
 from packaging.version import Version
 
@@ -23,8 +22,6 @@ from vllm_bastion import compat
 class Capabilities:
     """What one minor version of vLLM has. Nothing here imports vLLM."""
 
-    has_xpress_drafter: bool
-    """vLLM has the XPress drafter."""
     returns_admitted_drafts: bool
     """`reallocate_drafts` returns a fourth value: drafts per request, being copied to the host."""
     pads_grammar_rows: bool
@@ -49,13 +46,6 @@ def capabilities_of(version: str) -> Capabilities:
     """
     major, minor = Version(version).release[:2]
     return _of_module(f"v{major}{minor:02d}")
-
-
-def first_version_with(name: str) -> str:
-    """The first supported minor version, such as "0.33", whose capability `name` is set."""
-    modules = sorted(module.name for module in iter_modules(__path__))
-    found = next(m for m in modules if getattr(_of_module(m), name))
-    return f"{found[1]}.{found[2:]}"
 
 
 def _of_module(name: str) -> Capabilities:

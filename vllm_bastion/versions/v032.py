@@ -9,7 +9,6 @@ _SPEC = "vllm.v1.worker.gpu.spec_decode"
 _GPU = "vllm.v1.worker.gpu"
 
 CAPABILITIES = Capabilities(
-    has_xpress_drafter=False,
     returns_admitted_drafts=False,
     pads_grammar_rows=False,
     stages_hidden_states=False,

@@ -8,7 +8,6 @@ from vllm_bastion.versions import Capabilities
 _SPEC = "vllm.v1.worker.gpu.spec_decode"
 
 CAPABILITIES = Capabilities(
-    has_xpress_drafter=True,
     returns_admitted_drafts=True,
     pads_grammar_rows=True,
     stages_hidden_states=True,

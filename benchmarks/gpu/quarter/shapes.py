@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import TINY
+from benchmarks.e2e.methods import Target, gpu_share
 from benchmarks.gpu.quarter.job import Job
 from benchmarks.harness.engine import GAMMA, Request, UserEngine
 from benchmarks.harness.switched import Switched
-from benchmarks.paper.methods import Target, gpu_share
 from benchmarks.prompts import DOMAINS, load_prompts
 from benchmarks.widen.pairs import pair_of
 from benchmarks.widen.widening import SHAPES
@@ -108,7 +108,7 @@ def pair_engine(folder: Path, small: bool, most: int, alive: int, length: int) -
         length: the model's.
     """
     drafter = folder / "drafter"
-    what = Target(str(folder / "target"), str(drafter), GAMMA)
+    what = Target(str(folder / "target"), str(drafter))
     settings = {"dtype": "bfloat16", **gpu_share(what, alive, most, length)}
     return UserEngine(
         # The emulation computes every node that is calibrated. Budgets of one engine are compared

@@ -69,11 +69,10 @@ def _find(history, lengths, slots, last, counts, found):
 
 @njit
 def _mix(
-    history, lengths, slots, found, last, counts, priors, candidates, logprobs, rows, stateless,
+    history, lengths, slots, found, last, counts, priors, candidates, logprobs, stateless,
     tokens, places, copy_rows, promised,
 ):  # fmt: skip
-    """rows: an empty last axis for a lattice without them."""
-    depths, width, has_rows = candidates.shape[1], candidates.shape[2], rows.shape[3] > 0
+    depths, width = candidates.shape[1], candidates.shape[2]
     for r in range(slots.shape[0]):
         slot = slots[r]
         if slot < 0:
@@ -107,24 +106,13 @@ def _mix(
             own = math.exp(np.float64(copy_rows[r, depth, here]))
             copy_rows[r, depth, here] = math.log(own + chance)
             tokens[r, depth], places[r, depth] = token, here
-            if stateless:
-                continue
-            if has_rows:
-                state = (
-                    rows[r, depth, state, here]
-                    if here < width and state >= 0 and depth < depths
-                    else -1
-                )
-            else:
+            if not stateless:
                 state = here if here < width else -1
         promised[slot] = total
     for at in range(counts.shape[1]):
         if counts[0, at] > _MOST:
             counts[0, at] //= 2
             counts[1, at] //= 2
-
-
-_NO_ROWS = np.empty((0, 0, 0, 0), np.int32)
 
 
 def find_copy(op: FindCopy) -> None:
@@ -139,8 +127,8 @@ def mix_copy(op: MixCopy) -> None:
     _mix(
         op.history.numpy(), op.lengths.numpy(), op.slots.numpy(), op.found.numpy(),
         op.last.numpy(), op.counts.numpy(), op.priors.numpy(), op.candidates.numpy(),
-        op.logprobs.numpy(), _NO_ROWS if op.rows is None else op.rows.numpy(), op.stateless,
-        op.tokens.numpy(), op.places.numpy(), op.copy_rows.numpy(), op.promised.numpy(),
+        op.logprobs.numpy(), op.stateless, op.tokens.numpy(), op.places.numpy(),
+        op.copy_rows.numpy(), op.promised.numpy(),
     )  # fmt: skip
 
 

@@ -71,15 +71,13 @@ def _next_candidate(logprobs, r, depth, own, after):
 
 @njit
 def _expand(
-    tokens, logprobs, rows, children, in_order, slots,
+    tokens, logprobs, children, in_order, slots,
     out_tokens, parents, depths, log_rho, num_nodes, log_kappa,
     copied, places, copy_rows, sources,
 ):  # fmt: skip
-    """logprobs: [R, D, P, M]. rows: int32 of that shape, the row of each candidate's children, -1
-    for none; with a last axis of 0 it is the candidate itself, or with in_order row 0. in_order:
-    whether a candidate's column in its row is its rank. copied, places: [R, L], L = 0 without
-    copies. copy_rows: [R, L, 1, M + 1]."""
-    depth_limit, limit, has_rows = tokens.shape[1], out_tokens.shape[1], rows.shape[3] > 0
+    """logprobs: [R, D, P, M]. in_order: P = 1, and a candidate's column is its rank; else P = M.
+    copied, places: [R, L], L = 0 without copies. copy_rows: [R, L, 1, M + 1]."""
+    depth_limit, limit = tokens.shape[1], out_tokens.shape[1]
     copy_limit, width = copied.shape[1], tokens.shape[2]
     on_copy = np.zeros(limit + 1, np.bool_)
     heap = np.empty(2 * limit + 2, np.int64)
@@ -106,7 +104,7 @@ def _expand(
                 )
                 own = own_rows[parent]
                 copying = on_copy[parent] and depth < copy_limit
-                off_copy = not on_copy[parent] and depth < depth_limit and own >= 0
+                off_copy = not on_copy[parent] and depth < depth_limit
                 if (copying or off_copy) and rank < children:
                     candidate = rank
                     if copying:
@@ -147,10 +145,7 @@ def _expand(
             log_rho[slot, count] = np.float32(0.0) - cost[0]
             count += 1
             on_copy[count] = copies
-            if has_rows:
-                known = candidate < width and depth < depth_limit and own_rows[parent] >= 0
-                own_rows[count] = rows[r, depth, own_rows[parent], candidate] if known else -1
-            elif not in_order:
+            if not in_order:
                 own_rows[count] = candidate
             offers = 2
             parent_a, rank_a, before_a, depth_a, above_a = count, 0, -1, depth + 1, cost[0]
@@ -166,13 +161,12 @@ def _expand(
             sources[slot, count:] = 0
 
 
-_NO_ROWS, _NO_KAPPA = np.empty((0, 0, 0, 0), np.int32), np.empty(0, np.float32)
+_NO_KAPPA = np.empty(0, np.float32)
 _NO_COPY, _NO_COPY_ROWS = np.empty((0, 0), np.int32), np.empty((0, 0, 0, 0), np.float32)
 
 
 def expand_best_first(op: ExpandBestFirst) -> None:
     """Algorithm 1 with a heap."""
-    rows = _NO_ROWS if op.rows is None else op.rows.numpy()
     log_kappa = _NO_KAPPA if op.log_kappa is None else op.log_kappa.numpy()
     copied, places, copy_rows, sources = _NO_COPY, _NO_COPY, _NO_COPY_ROWS, _NO_COPY
     if (copies := op.copies) is not None:
@@ -181,8 +175,8 @@ def expand_best_first(op: ExpandBestFirst) -> None:
         )
         copy_rows = copies.rows.numpy()[:, :, None]
     _expand(
-        op.candidates.numpy(), op.logprobs.numpy(), rows, op.top_k,
-        op.stateless, op.slots.numpy(), op.out_tokens.numpy(), op.parents.numpy(),
+        op.candidates.numpy(), op.logprobs.numpy(), op.top_k, op.stateless, op.slots.numpy(),
+        op.out_tokens.numpy(), op.parents.numpy(),
         op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(), log_kappa,
         copied, places, copy_rows, sources,
     )  # fmt: skip

@@ -3,19 +3,14 @@
 
 A node is a prefix of candidates, one per depth; its path score is
 
-    log rho = sum_{i <= d} log q_i(x_i | state)            (paper, section 3.1)
+    log rho = sum_{i <= d} log q_i(x_i | x_{i-1})          (paper, section 3.1)
 
 and best-first expansion adds the open node of largest rho, N times (Algorithm 1). A child's score
 never exceeds its parent's, so nodes are added by non-increasing rho, and every prefix of them is
 the optimal prefix-closed tree of its size (paper, optimality of best-first expansion).
 
-The scores of a node's children depend on the node's state, which differs between drafters:
-
-    nothing              DFlash: a depth has one row of scores for all nodes
-    the last token       DFlash2, LiLiCorr, DSpark, XPress: a row for each candidate of the depth
-                         above
-    the whole path       Domino: a row for each prefix kept by `prefix_lattice`, and the row of
-                         every child
+DFlash has one row of scores for all nodes of a depth: q does not depend on x_{i-1}. DFlash2,
+LiLiCorr and DSpark have a row for each candidate of the depth above.
 
 Text copied from the context may be a branch of the same tree, see `mix_copy`. Nodes on the copy
 have their own rows.
@@ -23,9 +18,9 @@ have their own rows.
 The frontier has one entry per node of the tree: the node's best child that has not been taken.
 Taking it adds a node, with its own entry, and advances the entry to the next sibling. Ties go to
 the lower parent number, and sums are rounded to fp32 from the root down, so all implementations
-compute the same tree. Rows of a stateless lattice are sorted: the next sibling is one load. Other
-rows are not, because a tree of N nodes reads at most N + 1 of the D * P rows; the next sibling is
-searched among the M candidates.
+compute the same tree. A single row of a depth is sorted: the next sibling is one load. M rows are
+not, because a tree of N nodes reads at most N + 1 of the D * M; the next sibling is searched among
+the M candidates.
 """
 
 from __future__ import annotations
@@ -128,21 +123,20 @@ class ExpandBestFirst(ReadsLattice):
     of `out_tokens`, the rest to row `slots[r]`; a row with `slots[r] == -1` writes nothing. Unused
     columns get token 0, parent -1, depth 0, log rho -inf. A node's children are the candidates of
     the next depth by their log-probability in the node's row, at most `top_k` of them, ties to the
-    lower candidate. Candidates of -inf or NaN are excluded; in a stateless lattice, so are those
-    ranked after them.
+    lower candidate. Candidates of -inf or NaN are excluded; with P = 1, so are those ranked after
+    them.
 
     Raises:
         ValueError, TypeError: shapes, strides or dtypes do not fit together, or sizes exceed the
-            fields of a frontier entry (N 4096; D, P and M 255).
+            fields of a frontier entry (N 4096; D and M 255).
     """
 
     candidates: Tensor
     """`[R, D, M]` int32, tokens of each depth."""
     logprobs: Tensor
     """`[R, D, P, M]` fp32, log q of candidate [.., m] in row [.., p, ..]. At the first depth only
-    row 0 is read, the root's. A value above 0 is read as 0. Without `rows`, P is 1 or M. With 1,
-    nodes have no state, and candidates must be in order, best first. With M, a node's state is its
-    last token: row p is that of candidate p of the depth above."""
+    row 0 is read, the root's. A value above 0 is read as 0. With P = 1, candidates must be in
+    order, best first. With P = M, row p is that of candidate p of the depth above."""
     top_k: int
     """Most children of a node; 1 gives a chain of min(D, N) nodes."""
     slots: Tensor
@@ -157,9 +151,6 @@ class ExpandBestFirst(ReadsLattice):
     """`[S, N]` fp32, path scores, written."""
     num_nodes: Tensor
     """`[S]` int32, columns in use, written."""
-    rows: Tensor | None = None
-    """`[R, D, P, M]` int32, for other states: at the next depth, the row of the children of
-    candidate [.., m] after row [.., p, ..]; -1 if its children are unknown."""
     log_kappa: Tensor | None = None
     """`[S]` fp32, added to every path score of the slot on writing; None: 0."""
     copies: CopyRows | None = None
@@ -169,9 +160,6 @@ class ExpandBestFirst(ReadsLattice):
         reqs, depth, width = self.candidates.shape
         num_slots, limit = self.parents.shape
         self.check_lattice()
-        prefixes = self.logprobs.shape[2]
-        if self.rows is None and prefixes not in (1, width):
-            raise ValueError(f"{self.name}: without rows, P is 1 or M = {width}, got {prefixes}")
         self.expect("slots", (reqs,), torch.int64)
         self.expect("out_tokens", (reqs, limit), torch.int64)
         self.expect("parents", (num_slots, limit), torch.int32)
@@ -191,10 +179,10 @@ class ExpandBestFirst(ReadsLattice):
                 check(self.name, f"copies.{name}", getattr(self.copies, name), shape, dtype)
             if not depth <= length <= 254:
                 raise ValueError(f"{self.name}: D <= L <= 254, got {depth}, {length}")
-        if limit > 4096 or max(depth, width, prefixes) > 255 or self.top_k < 1:
+        if limit > 4096 or max(depth, width) > 255 or self.top_k < 1:
             raise ValueError(
-                f"{self.name}: N <= 4096, D, P and M <= 255, top_k >= 1, got {limit}, {depth}, "
-                f"{prefixes}, {width}, {self.top_k}"
+                f"{self.name}: N <= 4096, D and M <= 255, top_k >= 1, got {limit}, {depth}, "
+                f"{width}, {self.top_k}"
             )
 
     def reference(self) -> None:
@@ -204,7 +192,7 @@ class ExpandBestFirst(ReadsLattice):
             if slot < 0:
                 continue
             own = torch.zeros(width) if in_order else torch.arange(width)
-            own = own.int().expand_as(self.logprobs[r]) if self.rows is None else self.rows[r]
+            own = own.int().expand_as(self.logprobs[r])
             levels = [
                 [
                     [*zip(logprobs, tokens, rows, strict=True)]
@@ -238,23 +226,14 @@ class ExpandBestFirst(ReadsLattice):
         copied, places = copies.tokens[r].tolist(), copies.places[r].tolist()
         own = self.candidates[r].tolist()
 
-        def row_after(depth: int, row: int, candidate: int) -> int:
-            """The lattice's row after a candidate of its row; -1 where it has none."""
-            if self.rows is None:
-                return 0 if self.stateless else candidate
-            return int(self.rows[r, depth, row, candidate]) if row >= 0 else -1
-
         def children(depth: int, row: int) -> list[_Child]:
             if row < _COPY - 1:
                 return off_copy(depth, row)
             if depth == len(copied):
                 return []
             tokens = [*(own[depth] if depth < len(own) else [0] * width), copied[depth]]
-            row -= _COPY
-            rows = [
-                row_after(depth, row, c) if depth < len(own) and c < width else -1
-                for c in range(width + 1)
-            ]
+            rows = [0 if self.stateless else c for c in range(width)] if depth < len(own) else []
+            rows += [-1] * (width + 1 - len(rows))
             rows[places[depth]] += _COPY
             ranked = _ranked(copies.rows[r, depth].tolist(), tokens, rows)
             return ranked[: self.top_k]

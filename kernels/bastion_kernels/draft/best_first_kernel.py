@@ -53,7 +53,6 @@ def _next(p_row, stride, size, p_copy, copy_size, after_cost, after, BLOCK_M: tl
 def expand_kernel(
     candidates,
     logprobs,
-    rows,
     slots,
     out_tokens,
     parents,
@@ -72,10 +71,6 @@ def expand_kernel(
     stride_logprobs_d,
     stride_logprobs_p,
     stride_logprobs_m,
-    stride_rows_r,
-    stride_rows_d,
-    stride_rows_p,
-    stride_rows_m,
     stride_copied_r,
     stride_copy_rows_r,
     stride_sources_s,
@@ -88,7 +83,6 @@ def expand_kernel(
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     IN_ORDER: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     L: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -100,8 +94,8 @@ def expand_kernel(
     b_entry [BLOCK] int32, node number << 16 | middle << 8 | rank of that child. The middle is the
             child's candidate; with IN_ORDER (candidate = rank) it is the node's depth
     b_score [BLOCK] fp32, -log rho of the node itself
-    b_own   [BLOCK] int32, 1 << 24 on the copy | depth of the node << 16 | row of its children, 255
-            for none << 8 | its candidate; with IN_ORDER the entry by which the node was added
+    b_own   [BLOCK] int32, 1 << 16 on the copy | depth of the node << 8 | its candidate, which is
+            also the row of its children; with IN_ORDER the entry by which the node was added
     b_above [BLOCK] int32, parent of the node; unused with IN_ORDER, as `b_own` has it
     """
     i_r = tl.program_id(0).to(tl.int64)
@@ -109,7 +103,6 @@ def expand_kernel(
     if slot >= 0:
         candidates += i_r * stride_candidates_r
         logprobs += i_r * stride_logprobs_r
-        rows += i_r * stride_rows_r
         none = tl.full([], float("inf"), tl.float32).to(tl.int32, bitcast=True)
 
         o_n = tl.arange(0, BLOCK)
@@ -131,7 +124,7 @@ def expand_kernel(
         b_entry = tl.where(b_owner == 0, middle << 8, 0)
         b_score = tl.zeros([BLOCK], tl.float32)
         b_above = tl.zeros([BLOCK], tl.int32)
-        b_own = tl.where(b_owner == 0, on_copy << 24, 0)
+        b_own = tl.where(b_owner == 0, on_copy << 16, 0)
         count = tl.full([], 0, tl.int32)
         best = tl.min(b_cost, 0)
         while (count < N) & (best < none):
@@ -153,8 +146,8 @@ def expand_kernel(
             else:
                 candidate = middle
                 parent_own = tl.sum(tl.where(m_moved, b_own, 0), 0)
-                on_copy = parent_own >> 24
-                depth, parent_row = (parent_own >> 16) & 0xFF, (parent_own >> 8) & 0xFF
+                on_copy = parent_own >> 16
+                depth, parent_row = (parent_own >> 8) & 0xFF, parent_own & 0xFF
                 p_row = logprobs + depth * stride_logprobs_d + parent_row * stride_logprobs_p
                 p_value = p_row + candidate * stride_logprobs_m
                 taken = tl.load(p_value, mask=on_copy == 0, other=float("-inf"))
@@ -176,14 +169,8 @@ def expand_kernel(
                 sibling_cost, sibling = _next(
                     p_row, stride_logprobs_m, size, p_copy, copy_size, taken, candidate, BLOCK_M
                 )
-                own_row = candidate
-                if HAS_ROWS:
-                    p_value = rows + depth * stride_rows_d + parent_row * stride_rows_p
-                    p_value += candidate * stride_rows_m
-                    known = (candidate < M) & (parent_row < 255)
-                    own_row = tl.load(p_value, mask=known, other=-1) & 0xFF  # -1 becomes 255
-                p_row = logprobs + (depth + 1) * stride_logprobs_d + own_row * stride_logprobs_p
-                size = tl.where((depth + 1 < D) & (own_row < 255) & (is_copy == 0), M, 0)
+                p_row = logprobs + (depth + 1) * stride_logprobs_d + candidate * stride_logprobs_p
+                size = tl.where((depth + 1 < D) & (is_copy == 0), M, 0)
                 if L > 0:
                     p_copy += M + 1
                     copy_size = tl.where((is_copy != 0) & (depth + 1 < L), M + 1, 0)
@@ -193,7 +180,7 @@ def expand_kernel(
                 b_entry = tl.where(m_moved, (parent << 16) | (sibling << 8) | (rank + 1), b_entry)
                 b_entry = tl.where(m_opened, (count << 16) | (child << 8), b_entry)
                 b_above = tl.where(m_opened, parent, b_above)
-                new_own = (is_copy << 24) | ((depth + 1) << 16) | (own_row << 8) | candidate
+                new_own = (is_copy << 16) | ((depth + 1) << 8) | candidate
                 b_own = tl.where(m_opened, new_own, b_own)
             b_cost = tl.where(m_moved, (b_score + sibling_cost).to(tl.int32, bitcast=True), b_cost)
             b_cost = tl.where(m_opened, (new + child_cost).to(tl.int32, bitcast=True), b_cost)
@@ -204,7 +191,7 @@ def expand_kernel(
         if IN_ORDER:
             b_above, b_depth, b_candidate = b_own >> 16, ((b_own >> 8) & 0xFF) + 1, b_own & 0xFF
         else:
-            b_depth, b_candidate = (b_own >> 16) & 0xFF, b_own & 0xFF
+            b_depth, b_candidate = (b_own >> 8) & 0xFF, b_own & 0xFF
         p_token = candidates + (b_depth - 1) * stride_candidates_d
         p_token += b_candidate * stride_candidates_m
         b_token = tl.load(p_token, mask=m_used & (b_candidate < M), other=0).to(tl.int64)
@@ -212,7 +199,7 @@ def expand_kernel(
             m_alone = m_used & (b_candidate == M)
             b_copied = tl.load(copied + b_depth - 1, mask=m_alone, other=0).to(tl.int64)
             b_token = tl.where(m_alone, b_copied, b_token)
-            b_source = tl.where(b_own >> 24 == 0, 1, tl.where(b_candidate < M, 3, 2))
+            b_source = tl.where(b_own >> 16 == 0, 1, tl.where(b_candidate < M, 3, 2))
             b_source = tl.where(m_used, b_source, 0)
             tl.store(sources + slot * stride_sources_s + o_n, b_source, mask=m_n)
         tl.store(out_tokens + i_r * stride_out_tokens_r + o_n, b_token, mask=m_n)

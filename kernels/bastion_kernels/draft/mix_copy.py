@@ -9,8 +9,7 @@ on the copy has the children
 and a node off it has the drafter's own row q(x). Beyond the lattice q is 0 and only the copy
 continues. One additional row per depth, `copy_rows`, therefore suffices, for the nodes on the copy
 (the root is one); the lattice is unchanged. A copied token outside the lattice is an additional
-candidate. The lattice's row of a node on the copy depends on the kind of drafter, see `best_first`;
-without one, q is 0.
+candidate. In a lattice with a row for each candidate above, q is 0 after such a token.
 
 w = (successes + 16 prior) / (trials + 16), by `find_copy`'s counts. Counts are halved when trials
 exceed 1,024, so w adapts to the traffic.
@@ -65,7 +64,6 @@ def _mix_kernel(
     arrived,
     candidates,
     logprobs,
-    rows,
     tokens,
     places,
     copy_rows,
@@ -79,10 +77,6 @@ def _mix_kernel(
     stride_logprobs_d,
     stride_logprobs_p,
     stride_logprobs_m,
-    stride_rows_r,
-    stride_rows_d,
-    stride_rows_p,
-    stride_rows_m,
     stride_tokens_r,
     stride_places_r,
     stride_copy_rows_r,
@@ -90,7 +84,6 @@ def _mix_kernel(
     M: tl.constexpr,
     L: tl.constexpr,
     STATELESS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     LONGEST: tl.constexpr,
     TRIALS: tl.constexpr,
     MOST: tl.constexpr,
@@ -155,15 +148,7 @@ def _mix_kernel(
                 if depth < D:
                     tl.store(places + depth, here)
                 if not STATELESS:
-                    if HAS_ROWS:
-                        state = tl.load(
-                            rows + i_r * stride_rows_r + depth * stride_rows_d
-                            + state * stride_rows_p + here * stride_rows_m,
-                            mask=(here < M) & (state >= 0) & (depth < D),
-                            other=-1,
-                        )  # fmt: skip
-                    else:
-                        state = tl.where(here < M, here, -1)
+                    state = tl.where(here < M, here, -1)
         tl.store(promised + slot, expected)
     # this program must have read all counts before it reports completion
     tl.debug_barrier()
@@ -202,8 +187,6 @@ class MixCopy(ReadsLattice):
     """`[R, D, M]` int32 of the lattice, D may be 0."""
     logprobs: Tensor
     """`[R, D, P, M]` fp32 of the lattice, as in `expand_best_first`."""
-    rows: Tensor | None
-    """`[R, D, P, M]` int32 of the lattice, or None."""
     tokens: Tensor
     """`[R, L]` int32, written: the copy, -1 if there is none."""
     places: Tensor
@@ -264,11 +247,7 @@ class MixCopy(ReadsLattice):
                 self.tokens[r, depth], self.places[r, depth] = text[-1], here
                 self.copy_rows[r, depth] = mixed.log()
                 if not self.stateless:
-                    known = here < width and state >= 0
-                    if self.rows is None:
-                        state = here if here < width else -1
-                    else:
-                        state = int(self.rows[r, depth, state, here]) if known else -1
+                    state = here if here < width else -1
             self.promised[slot] = promised
         full = self.counts[0] > _MOST_TRIALS
         self.counts[:, full] = self.counts[:, full] // 2

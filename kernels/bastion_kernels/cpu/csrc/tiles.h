@@ -7,9 +7,7 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && !defined(BASTION_EMULATE_TILES)
-#define BASTION_TILES 1
-#elif defined(BASTION_EMULATE_TILES)
+#if defined(__AMX_BF16__) || defined(BASTION_EMULATE_TILES)
 #define BASTION_TILES 1
 #endif
 
@@ -20,18 +18,17 @@ constexpr int64_t kTileRows = 16;
 
 #ifndef BASTION_EMULATE_TILES
 
-// Eight tiles during this object's lifetime. Tiles 2 and 3, for B, are full size; the others, for A
-// and C, have `rows` rows.
+// Eight full tiles during this object's lifetime.
 //
 // Inline assembly, because GCC's intrinsics are macros that take no template parameter as the
 // tile's number. The operands do not cover the rows read, hence "memory".
 class Tiles {
  public:
-  explicit Tiles(int64_t rows = kTileRows) {
+  Tiles() {
     alignas(64) uint8_t config[64] = {1};  // palette 1
     for (int tile = 0; tile < 8; ++tile) {
       config[16 + 2 * tile] = 64;  // bytes of a row
-      config[48 + tile] = uint8_t(tile == 2 || tile == 3 ? kTileRows : rows);
+      config[48 + tile] = kTileRows;
     }
     asm volatile("ldtilecfg (%0)" ::"r"(config) : "memory");
   }
@@ -61,26 +58,25 @@ class Tiles {
 
 class Tiles {
  public:
-  explicit Tiles(int64_t rows = kTileRows) : rows_(rows) {}
   template <int kTile>
   void zero() {
     std::memset(tiles_[kTile], 0, sizeof(tiles_[kTile]));
   }
   template <int kTile>
   void load(const void* from, int64_t stride) {
-    for (int row = 0; row < rows_of(kTile); ++row) {
+    for (int row = 0; row < kTileRows; ++row) {
       std::memcpy(tiles_[kTile][row], static_cast<const uint8_t*>(from) + row * stride, 64);
     }
   }
   template <int kTile>
   void store(void* to, int64_t stride) {
-    for (int row = 0; row < rows_of(kTile); ++row) {
+    for (int row = 0; row < kTileRows; ++row) {
       std::memcpy(static_cast<uint8_t*>(to) + row * stride, tiles_[kTile][row], 64);
     }
   }
   template <int kC, int kA, int kB>
   void multiply() {
-    for (int row = 0; row < rows_of(kC); ++row) {
+    for (int row = 0; row < kTileRows; ++row) {
       for (int pair = 0; pair < 16; ++pair) {
         for (int column = 0; column < 16; ++column) {
           float total = bit_cast<float>(tiles_[kC][row][column]);
@@ -94,8 +90,6 @@ class Tiles {
   }
 
  private:
-  int64_t rows_of(int tile) const { return tile == 2 || tile == 3 ? kTileRows : rows_; }
-  int64_t rows_;
   uint32_t tiles_[8][kTileRows][16] = {};
 };
 

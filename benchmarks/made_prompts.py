@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print prompts of our own as JSON lines, for `--jsonl` of `python -m benchmarks.paper`.
+"""Print prompts of our own as JSON lines, for `--jsonl` of `python -m benchmarks.e2e`.
 
-    python -m benchmarks.paper.prompts editing > editing.jsonl
-    python -m benchmarks.paper.prompts passages 1024 4096 --number 6 > passages.jsonl
+    python -m benchmarks.made_prompts editing > editing.jsonl
+    python -m benchmarks.made_prompts passages 1024 4096 --number 6 > passages.jsonl
 
 editing: the beginning of a file of the standard library, and the wish to rename a function.
 passages: numbered texts of the tiny pair's generators, of that many of its tokens; the end repeats

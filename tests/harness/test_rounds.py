@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chat import Renderer
+from benchmarks.e2e import rounds
+from benchmarks.e2e.methods import PLAIN, Method
+from benchmarks.e2e.rounds import Plan
+from benchmarks.e2e.store import Round, Store
 from benchmarks.harness.driver import Response
 from benchmarks.harness.engine import Request
-from benchmarks.paper import run
-from benchmarks.paper.chat import Renderer
-from benchmarks.paper.methods import PLAIN, Method
-from benchmarks.paper.plan import Plan
-from benchmarks.paper.store import Key, Store
 from benchmarks.prompts import Prompt
 
 PROMPTS = [Prompt("a", "0", ("x", "y")), Prompt("a", "1", ("x",)), Prompt("b", "2", ("x",))]
@@ -76,7 +76,7 @@ class _Process:
         self._host.decoded.append(self.name)
         now, self._requests = self._requests[: self._size], self._requests[self._size :]
         for one in now:
-            items(Response(one.name, [7, 8], 3, 0.0, 0.1, 0.2, None, None, 1, 1, 1))
+            items(Response(one.name, [7, 8], 3, 0.0, 0.1, 0.2, 1, 1, 1))
         return not self._requests
 
     def next_turn(self) -> None:
@@ -86,23 +86,26 @@ class _Process:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
     host = _Host()
-    monkeypatch.setattr(run, "begun", host.begun)
-    monkeypatch.setattr(run, "wait_until_started", lambda process: None)
+    monkeypatch.setattr(rounds, "begun", host.begun)
+    monkeypatch.setattr(rounds, "wait_until_started", lambda process: None)
     return host
 
 
-def decode(path: Path, names: str, alive: int, concurrency: Sequence[int] = (1,)) -> list[Any]:
-    rows = {name: Method(name, {"bastion_budget": 1}) for name in (PLAIN, *names.split())}
-    plan = Plan(rows, PROMPTS, [0.0], concurrency, 2, 0, True, alive)
-    with Store(path, {}, {}) as store:
-        run.Runner(plan, store, _Ids(), lambda method, most: (method, most)).run()
-        return [row for row in store.rows if row["kind"] == "response"]
+def decode(
+    path: Path, names: str, alive: int, concurrency: Sequence[int] = (1,), **more: Any
+) -> list[Any]:
+    methods = {name: Method(name, {"method": "bastion"}) for name in names.split()}
+    methods = {PLAIN: Method(PLAIN), **methods}
+    plan = Plan(methods, PROMPTS, [0.0], concurrency, 2, alive=alive, **more)
+    store = Store(path, {}, {})
+    rounds.Runner(plan, store, _Ids(), lambda method, most: (method, most)).run()  # type: ignore
+    return list(store.of_kind("round"))
 
 
-def by_round(rows: list[Any]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+def by_round(rows: list[Any]) -> dict[tuple[Any, str], set[str]]:
+    found: dict[tuple[Any, str], set[str]] = {}
     for row in rows:
-        found.setdefault(row["round"], set()).add(row["method"])
+        found.setdefault((Round.of(row), row["group"]), set()).add(row["method"])
     return found
 
 
@@ -110,36 +113,38 @@ def test_every_prompt_goes_to_every_engine_before_the_next_in_an_order_that_rota
     tmp_path: Path, host: _Host
 ) -> None:
     rows = decode(tmp_path / "a.jsonl", "x y", 3)
-    assert len(rows) == len({Key.of(row) for row in rows}) == 3 * 4
-    assert host.decoded == [PLAIN, "x", "y", "x", "y", PLAIN, "y", PLAIN, "x", PLAIN, "x", "y"]
+    assert len(rows) == 3 * 4
+    assert host.started == [("x", 1), ("y", 1), (PLAIN, 1)]
+    names = ["x", "y", PLAIN]
+    assert host.decoded == [names[(i + j) % 3] for i in range(4) for j in range(3)]
     assert list(by_round(rows).values()) == [{PLAIN, "x", "y"}] * 4
     assert not host.awake
-    assert all(row["differs_at"] is None for row in rows if row["method"] != PLAIN)
+    assert all(row["differs"] == {} for row in rows if row["method"] != PLAIN)
 
 
-def test_at_a_higher_concurrency_a_round_is_a_set_and_engines_are_shared(
+def test_at_a_higher_concurrency_a_round_has_more_prompts_and_engines_are_shared(
     tmp_path: Path, host: _Host
 ) -> None:
     rows = decode(tmp_path / "a.jsonl", "x", 2, (1, 4))
     assert host.started == [("x", 4), (PLAIN, 4)]
-    assert len(rows) == len({Key.of(row) for row in rows}) == 2 * 4 * 2
     # One at a time: four prompts and turns. Four at a time: set a, its second turn, set b.
     assert len(by_round(rows)) == 4 + 3
+    assert {row["responses"] for row in rows if row["concurrency"] == 4} == {1, 2}
 
 
-def test_engines_take_turns_within_a_round(
+def test_engines_take_turns_within_a_round_and_pass_by_pass(
     tmp_path: Path, host: _Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        __name__ + ".PROMPTS", [Prompt("a", str(number), ("x",)) for number in range(5)]
-    )
+    prompts = [Prompt("a", str(number), ("x",)) for number in range(5)]
+    monkeypatch.setattr(__name__ + ".PROMPTS", prompts)
     rows = decode(tmp_path / "a.jsonl", "x", 2, (4,))
-    assert host.decoded == [PLAIN, "x"] * 3
-    assert len(rows) == 5 * 2 and len(by_round(rows)) == 1
-    assert not host.awake
+    assert host.decoded == ["x", PLAIN] * 3 and [row["responses"] for row in rows] == [5, 5]
     host.decoded.clear()
     decode(tmp_path / "b.jsonl", "x", 1, (4,))
     assert host.decoded == [PLAIN, "x"]
+    rows = decode(tmp_path / "c.jsonl", "x", 2, (4,), passes=2, size=3)
+    assert [row["number"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [row["responses"] for row in rows[::2]] == [3, 2, 3, 2]
 
 
 def test_a_restart_in_other_groups_decodes_what_is_missing_beside_plain_decoding(
@@ -150,8 +155,6 @@ def test_a_restart_in_other_groups_decodes_what_is_missing_beside_plain_decoding
     host.started.clear()
     rows = decode(path, "x y z", 4)
     assert host.started == [("y", 1), ("z", 1), (PLAIN, 1)]
-    others = [Key.of(row) for row in rows if row["method"] != PLAIN]
-    assert len(others) == len(set(others)) == 3 * 4
     assert list(by_round(rows).values()) == [{PLAIN, "x"}] * 4 + [{PLAIN, "y", "z"}] * 4
     host.started.clear()
     assert len(decode(path, "x y z", 3)) == len(rows)

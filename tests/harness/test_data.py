@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loading code of `benchmarks.paper` over small files in each set's schema."""
+"""The loading code of `benchmarks.e2e` over small files in each set's schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper.data import LONG, SETS, SHORT, load_set
+from benchmarks.e2e.data import LONG, SETS, SHORT, load_set
 from benchmarks.prompts import DataError, load_jsonl
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."

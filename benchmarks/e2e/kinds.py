@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests may ask for besides tokens: `--kinds` of `python -m benchmarks.paper`."""
+"""What requests may ask for besides tokens: `--kinds` of `python -m benchmarks.e2e`."""
 
 from __future__ import annotations
 
