@@ -17,7 +17,7 @@ from benchmarks import parser_of
 from benchmarks.replay.costs import CostSource, from_profile, mixture_of_experts, paper_a100
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
-from benchmarks.replay.studies import change_study, gate_study, speed_study
+from benchmarks.replay.studies import change_study, gate_study
 
 _TITLES = {
     gate_study: "Where steps really cost something else, as a share of the best choice",
@@ -49,13 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_all(corpus: Corpus, source: CostSource, seeds: Sequence[int]) -> None:
-    print("Speed-up over plain decoding, tau and nodes, one request at a time\n")
-    columns = [*corpus.domains, "average"]
-    speeds = {
-        name: {c: "{speedup:.2f}x, {tau:.2f}, {nodes:.0f}".format(**row[c]) for c in columns}
-        for name, row in speed_study(corpus, source).items()
-    }
-    _print_rows({"policy": name} | row for name, row in speeds.items())
     for study, title in _TITLES.items():
         rows = study(corpus, source, seeds=seeds)
         print(f"\n{title}\n")

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.replay.controller import choose_budget
 from benchmarks.replay.simulation import Corpus, Outcome, Policy
-from benchmarks.replay.steps import IntArray, StepTree, beam_accepted
+from benchmarks.replay.steps import IntArray, StepTree
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import LatencyModel
 from vllm_bastion.step_times import StepTimes
@@ -23,33 +23,6 @@ class Plain(Policy):
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         return Outcome([0] * len(steps), 0, drafted=False)
-
-
-@dataclass
-class Beam(Policy):
-    """`width` nodes at every depth."""
-
-    corpus: Corpus
-    width: int
-
-    def __post_init__(self) -> None:
-        self.name = f"beam {self.width}x{self.corpus.recording.depth}"
-
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        corpus = self.corpus
-        accepted = [beam_accepted(corpus.scores(s), corpus.ranks[s], self.width) for s in steps]
-        # the first level has at most K nodes
-        depth, top_k = corpus.recording.topk_tokens.shape[1:]
-        nodes = min(self.width, top_k) + (depth - 1) * self.width
-        return Outcome(accepted, len(steps) * nodes)
-
-
-class Chain(Beam):
-    """The best child at every depth: the chain that vLLM's own drafters verify."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        super().__init__(corpus, 1)
-        self.name = "chain"
 
 
 @dataclass

@@ -2,14 +2,12 @@
 """Record drafts and continuations from a real vLLM run, for `benchmarks.replay`.
 
     python -m benchmarks.replay.record                     # results/recordings/tiny.npz
-    python -m benchmarks.replay.record --drafter benchmarks/tiny/dflash2 --temperatures 0
     python -m benchmarks.replay.record --target T --drafter D --jsonl FILE   # chats of any pair
 
 A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) and verifies
 nothing, so it emits one token per step, and the drafter's top-K is recorded at every position.
 Tokens and drafts do not depend on what is verified, so any budget policy can be replayed on the
-recording. If the drafter has a head over its candidates, all of its scores are recorded too
-(17 times the size: such a file is not in the repository).
+recording. A drafter with a head over its candidates cannot be recorded: its trees need more.
 """
 
 from __future__ import annotations
@@ -64,10 +62,9 @@ def record(
         for one, (request, domain) in zip(done.completions, asked.values(), strict=True)
     ]
     names = list(asked)
-    drafts = (
-        Drafted(names[d.request], d.position, d.tokens, d.logprobs, d.transitions)
-        for d in done.probed
-    )
+    if any(draft.transitions is not None for draft in done.probed):
+        raise SystemExit("replay.record: this drafter's head scores candidates by their parents")
+    drafts = (Drafted(names[d.request], d.position, d.tokens, d.logprobs) for d in done.probed)
     return recording_of(meta, requests, drafts)
 
 
@@ -106,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress("recording")
     meta = provenance() | {"pair": given.target.parent.name, "steps": given.steps}
     recording = record(engine, given.drafter, asked, progress, meta, top_k=given.top_k)
-    kind = "" if given.drafter.name == "drafter" else f"-{given.drafter.name}"
-    path = given.out / "recordings" / f"{given.target.parent.name}{kind}.npz"
+    path = given.out / "recordings" / f"{given.target.parent.name}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_recording(recording, path)
     size = path.stat().st_size / 1e6

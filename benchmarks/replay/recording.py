@@ -24,10 +24,6 @@ One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
     context_lens      [M]       int32    cached tokens before the root: prompt_len + p - 1
     topk_tokens       [M, D, K] int32    (uint16 on disk where they fit), best first
     topk_logprobs     [M, D, K] float16  log-probabilities, non-increasing over K
-    transitions    [M, D, K, K] float16  only if the drafter has a head over its candidates:
-                                         log-probability of each candidate given each one of the
-                                         depth above, unsorted; at the first depth row 0 is given
-                                         the root, and the other rows are not read
 
 The target's continuation of a step is `tokens[offsets[q] + p :]`. float16 stores 3 digits of a
 log-probability at half the size, far more precise than a drafter is.
@@ -65,17 +61,10 @@ class Recording:
     context_lens: NDArray[np.int32]
     topk_tokens: NDArray[np.int32]
     topk_logprobs: NDArray[np.float32]
-    # float16 in memory too: K times the size of the others
-    transitions: NDArray[np.float16] | None = None
 
     @property
     def depth(self) -> int:
         return self.topk_tokens.shape[1]
-
-    @property
-    def scores(self) -> NDArray[np.floating]:
-        """What trees are grown from: [M, D, K, K] transitions, else [M, D, K] log-probabilities."""
-        return self.topk_logprobs if self.transitions is None else self.transitions
 
     @property
     def num_steps(self) -> int:
@@ -104,16 +93,12 @@ class Recording:
             "token_offsets": (reqs + 1,),
             "tokens": (int(self.token_offsets[-1]),),
         }
-        if self.transitions is not None:
-            expected["transitions"] = (*shape, shape[-1])
         wrong = [name for name, has in expected.items() if np.shape(getattr(self, name)) != has]
         if wrong or len(shape) != 3:
             raise ValueError(f"recording with shapes that disagree: {', '.join(wrong)}")
         logprobs = self.topk_logprobs
         if not (np.all(logprobs <= 0) and np.all(np.diff(logprobs, axis=2) <= 0)):
             raise ValueError("topk_logprobs must be <= 0 and non-increasing over K")
-        if self.transitions is not None and not np.all(self.transitions <= 0):
-            raise ValueError("transitions must be log-probabilities, <= 0")
         left = np.diff(self.token_offsets)[self.step_requests] - self.step_positions
         if m and (left.min() < self.depth + 1 or self.step_positions.min() < 1):
             raise ValueError(
@@ -133,13 +118,12 @@ class Emitted(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """A draft, made when `position` tokens were emitted: [D, K], [D, K] and, or none, [D, K, K]."""
+    """A draft, made when `position` tokens were emitted: [D, K] and [D, K]."""
 
     name: str
     position: int
     topk_tokens: ArrayLike
     topk_logprobs: ArrayLike
-    transitions: ArrayLike | None = None
 
 
 def recording_of(
@@ -164,7 +148,6 @@ def recording_of(
     prompt_lens = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
     owners = np.array([q for q, *_ in rows], dtype=np.int32)
     positions = np.array([position for _, position, _ in rows], dtype=np.int32)
-    headed = bool(rows) and rows[0][2].transitions is not None
 
     def joined(texts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
         return np.concatenate([np.zeros(0, dtype=np.int32), *texts])
@@ -187,14 +170,13 @@ def recording_of(
         prompt_lens[owners] + positions - 1 if rows else positions,
         stacked("topk_tokens", np.int32),
         stacked("topk_logprobs", np.float16).astype(np.float32),
-        stacked("transitions", np.float16) if headed else None,
     )
 
 
 def save_recording(recording: Recording, path: str | Path) -> None:
     """Write atomically. Raises ValueError: see `Recording.check`."""
     recording.check()
-    stored = {name: value for name, value in vars(recording).items() if value is not None}
+    stored = dict(vars(recording))
     tokens = recording.topk_tokens
     small = not tokens.size or int(tokens.max()) < 1 << 16
     stored |= {

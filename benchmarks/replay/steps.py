@@ -53,12 +53,11 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
     """The `max_nodes` best nodes of one step.
 
     Args:
-        logprobs: [D, K] log-probabilities, non-increasing over K; or unsorted [D, K, K], those of
-            each candidate given each one of the depth above (at the first depth row 0: the root).
+        logprobs: [D, K] log-probabilities, non-increasing over K.
         ranks: [D] rank of the target's token at each depth, -1 if it is no candidate.
         max_nodes: N.
     """
-    depth, top_k = logprobs.shape[0], logprobs.shape[-1]
+    depth, top_k = logprobs.shape
     candidates = torch.arange(top_k, dtype=torch.int32).expand(1, depth, -1).contiguous()
     rows = torch.from_numpy(np.ascontiguousarray(logprobs, dtype=np.float32))[None]
     tokens = torch.empty(1, max_nodes, dtype=torch.int64)
@@ -66,7 +65,7 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
     log_rho, size = torch.empty(1, max_nodes), torch.empty(1, dtype=torch.int32)
     slots = torch.zeros(1, dtype=torch.int64)
     out = tokens, parents, depths, log_rho, size
-    expand_best_first(candidates, rows if rows.ndim == 4 else rows[:, :, None], top_k, slots, *out)
+    expand_best_first(candidates, rows[:, :, None], top_k, slots, *out)
     used = int(size)
     chosen, above = tokens[0, :used].numpy(), parents[0, :used].numpy()
     enter = np.full(depth, NEVER, dtype=np.int64)
@@ -77,21 +76,3 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
             break
         enter[d] = node = int(found[0]) + 1
     return StepTree(np.exp(log_rho[0, :used].numpy().astype(np.float64)), enter)
-
-
-def beam_accepted(logprobs: NDArray[np.floating], ranks: IntArray, width: int) -> int:
-    """Draft tokens that a `width` x D beam accepts: the best `width` extensions of every level.
-
-    A chain is a beam of width 1. logprobs, ranks: as in `best_first`.
-    """
-    by_parent = logprobs if logprobs.ndim == 3 else logprobs[:, None]
-    by_parent = np.broadcast_to(by_parent, (*by_parent.shape[:1], *2 * by_parent.shape[2:]))
-    level, last, on_path = np.zeros(1), np.zeros(1, dtype=np.int64), 0
-    for d, (rows, rank) in enumerate(zip(by_parent, ranks, strict=True)):
-        scores = (level[:, None] + rows[last]).ravel()
-        order = np.argsort(-scores, kind="stable")[:width]
-        where = np.flatnonzero(order == on_path * rows.shape[1] + rank)
-        if rank < 0 or not len(where):
-            return d
-        level, last, on_path = scores[order], order % rows.shape[1], int(where[0])
-    return len(ranks)

@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.replay.costs import CostSource
-from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
-from benchmarks.replay.simulation import Corpus, Policy, Request, Result, Truth, simulate
+from benchmarks.replay.policies import Adaptive, Fixed, Plain
+from benchmarks.replay.simulation import Corpus, Policy, Request, Truth, simulate
 
 # A policy for a corpus and costs, made anew for each replay because it learns.
 Maker = Callable[[Corpus, CostSource], Policy]
 
-# Best-first nodes to compare with the beam's, and the fixed budgets of the first study.
-_BEAMS = 4
-_BUDGETS = (8, 16, 32, 64, 128, 256)
 # Of the gate: factors on plain steps and on steps with trees, batches, budgets, and most nodes.
 _REALLY = {
     "as calibrated": (1.0, 1.0),
@@ -45,36 +42,6 @@ def _controller(lagged: bool) -> Maker:
 
 # What the product does: exact where the host can wait for a step's scores, lagged on a GPU.
 PRODUCT: dict[str, Maker] = {"exact": _controller(False), "lagged": _controller(True)}
-
-
-def speed_study(corpus: Corpus, source: CostSource) -> dict[str, dict[str, dict[str, float]]]:
-    """Policy -> domain or "average" -> speedup, tau and nodes, one request at a time."""
-    truth, table = Truth(source.table), source.latency("table")
-    beam = Beam(corpus, _BEAMS)
-    equal = Fixed(corpus, _BEAMS * corpus.recording.depth)
-    equal.name = f"best-first, as many nodes as {beam.name}"
-    policies: list[Policy] = [Chain(corpus), beam, equal]
-    policies += [Fixed(corpus, n) for n in _BUDGETS if n <= corpus.max_nodes]
-    policies += [Adaptive(corpus, table), Adaptive(corpus, table, name="lagged", lagged=True)]
-    plain = simulate(corpus, Plain(), truth)
-    results = [plain, *(simulate(corpus, policy, truth) for policy in policies)]
-    return {one.name: _with_average(by_domain(corpus, one, plain)) for one in results}
-
-
-def by_domain(corpus: Corpus, result: Result, plain: Result) -> dict[str, dict[str, float]]:
-    """Domain -> speedup over plain decoding, tau and nodes of a replay of single requests."""
-    found = {}
-    for domain in corpus.domains:
-        part, base = (one.of(corpus.of_domain(domain)) for one in (result, plain))
-        found[domain] = {"speedup": base.ms / part.ms, "tau": part.tau, "nodes": part.mean_nodes}
-    return found
-
-
-def _with_average(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The mean of the domains' speed-ups, as in the paper's tables."""
-    names = ("speedup", "tau", "nodes")
-    mean = {name: sum(row[name] for row in rows.values()) / len(rows) for name in names}
-    return {**rows, "average": mean}
 
 
 def gate_study(

@@ -6,12 +6,12 @@ import pytest
 from synthetic_recording import synthetic_recording
 
 from benchmarks import RESULTS
-from benchmarks.replay.costs import CostSource, from_profile, paper_a100
-from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
+from benchmarks.replay.costs import from_profile, paper_a100
+from benchmarks.replay.policies import Adaptive, Fixed, Plain
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 from benchmarks.replay.steps import best_first, target_ranks
-from benchmarks.replay.studies import change_study, gate_study, speed_study
+from benchmarks.replay.studies import change_study, gate_study
 from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.table import StepCostTable
 
@@ -41,7 +41,7 @@ def test_ranks_come_from_the_continuation(corpus):
 def test_every_policy_emits_every_token(corpus, batch):
     table = StepCostTable.linear(10.0, 0.2, max_rows=20_000, drafter_ms=1.0)
     expected = sum(request.last for request in corpus.requests)
-    policies = [Plain(), Chain(corpus), Beam(corpus, 4), Fixed(corpus, 32)]
+    policies = [Plain(), Fixed(corpus, 32)]
     policies.append(Adaptive(corpus, CurveLatency(table)))
     policies.append(Adaptive(corpus, CurveLatency(table), lagged=True))
     for policy in policies:
@@ -55,7 +55,6 @@ def test_times_are_the_sums_of_the_steps(corpus):
     assert plain.ms == pytest.approx(11.2 * plain.tokens) and plain.tau == 1.0
     fixed = simulate(corpus, Fixed(corpus, 8), Truth(table))
     assert fixed.ms == pytest.approx(fixed.steps * (10.0 + 0.2 * 9 + 6.0), rel=1e-6)
-    assert sum(part.ms for part in fixed.parts.values()) == pytest.approx(fixed.ms)
     assert fixed.mean_nodes == 8
 
 
@@ -82,13 +81,11 @@ def test_adaptive_budgets_shrink_and_grow_with_the_cost(corpus):
 def test_adaptive_is_near_the_best_fixed_budget_of_each_domain(corpus):
     sizes = (1, 8, 16, 32, 64, 128, 256)
     table = StepCostTable.linear(10.0, 0.15, max_rows=1100, drafter_ms=2.0, captured_sizes=sizes)
-    rows = speed_study(corpus, CostSource("stairs", table, None))
     for domain in corpus.domains:
-        best = max(row[domain]["speedup"] for name, row in rows.items() if "fixed" in name)
-        assert rows["adaptive"][domain]["speedup"] > 0.95 * best
-    average = {name: row["average"]["speedup"] for name, row in rows.items()}
-    assert average["best-first, as many nodes as beam 4x7"] > average["beam 4x7"]
-    assert average["beam 4x7"] > average["chain"] > average["plain"] == 1.0
+        requests = corpus.of_domain(domain)
+        policies = [Adaptive(corpus, CurveLatency(table)), *(Fixed(corpus, n) for n in sizes[1:])]
+        ours, *fixed = (simulate(corpus, p, Truth(table), requests=requests).ms for p in policies)
+        assert ours < 1.05 * min(fixed)
 
 
 def test_the_gate_is_near_the_best_choice_whatever_steps_really_cost(corpus):
