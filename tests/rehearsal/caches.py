@@ -81,8 +81,7 @@ def _engines(compiled: bool) -> dict[str, Any]:
         speculative,
         with_lookup,
     )
-    from benchmarks.widen.pairs import make_pair
-    from benchmarks.widen.widening import SHAPES
+    from benchmarks.widen import SHAPES, make_pair
 
     wide = HOME / "cache" / "vllm-bastion" / "pairs" / "4B"  # where the pair will be
     if not (wide / "target").exists():

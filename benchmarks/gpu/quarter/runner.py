@@ -155,7 +155,7 @@ class Runner:
 
 def write_pairs(names: Sequence[str]) -> None:
     """Write pairs of `benchmarks.widen` to the cache, in a process that leaves the GPU alone."""
-    from benchmarks.widen.pairs import pair_of
+    from benchmarks.widen import pair_of
 
     for name in names:
         pair_of(name)

@@ -16,8 +16,7 @@ from benchmarks.gpu.quarter.job import Job
 from benchmarks.harness.engine import GAMMA, Request, UserEngine
 from benchmarks.harness.switched import Switched
 from benchmarks.prompts import DOMAINS, load_prompts
-from benchmarks.widen.pairs import pair_of
-from benchmarks.widen.widening import SHAPES
+from benchmarks.widen import SHAPES, pair_of
 
 LOOKUP = "adaptive, lookup"  # the mode of `with_lookup`
 # Without torch.compile, whose code the emulation cannot run, and in the type that Triton's
