@@ -5,9 +5,9 @@
     python -m benchmarks.made_prompts passages 1024 4096 --number 6 > passages.jsonl
 
 editing: the beginning of a file of the standard library, and the wish to rename a function.
-passages: numbered texts of the tiny pair's generators, of that many of its tokens; the end repeats
-a piece of an early one, so that the continuation stands far above, as in LongBench's passage
-retrieval. Prompts of a length are a set, and all begin with the same passages.
+passages: numbered functions of the standard library, together that many tokens of the tiny pair;
+the end repeats the first lines of an early one, so that the continuation stands far above, as in
+LongBench's passage retrieval. Prompts of a length are a set, and all begin with the same passages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from random import Random
-from typing import Any
+from itertools import cycle
 
 from benchmarks import TINY, parser_of
-from benchmarks.tiny import text_arithmetic, text_chat, text_code
 
 # Short modules of pure Python whose functions take tens of lines.
 _MODULES = (
@@ -31,7 +29,6 @@ _MODULES = (
 _CHARACTERS = 2400
 _ASKED = "Here is a Python file:\n\n{code}\nRename {name} to {name}_new everywhere, and change \
 nothing else. Answer with the whole file only."
-_TEXTS = (text_arithmetic, text_chat, text_code)
 _LEAD = 24  # tokens of the passage that a prompt repeats
 
 
@@ -49,31 +46,22 @@ def passages(lengths: list[int], number: int) -> Iterator[dict[str, str]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY / "target")
+    functions = [
+        inspect.getsource(function)
+        for module in map(import_module, _MODULES)
+        for _, function in inspect.getmembers(module, inspect.isfunction)
+    ]
     for length in lengths:
+        texts: list[list[int]] = []
+        for text in cycle(functions):
+            texts.append(tokenizer(f"# Passage {len(texts) + 1}\n{text}\n")["input_ids"])
+            if sum(map(len, texts)) >= length:
+                break
+        flat = [token for ids in texts for token in ids]
         for i in range(number):
-            text = tokenizer.decode(passage(tokenizer, length, i)[0])
+            end = texts[i % max(1, len(texts) // 4)][:_LEAD]
+            text = tokenizer.decode([*flat[: length - _LEAD], *end])
             yield {"id": f"{length}-{i}", "category": f"{length} tokens", "prompt": text}
-
-
-def passage(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[int]]:
-    """A prompt of `length` tokens, whose end repeats a piece of a passage, and how that goes on."""
-    rng = Random("passages")
-    texts: list[list[int]] = []
-    total = 0
-    while total < length:
-        text = rng.choice(_TEXTS).document(rng)
-        ids = tokenizer(f"Passage {len(texts) + 1}:\n{text.strip()}\n\n")["input_ids"]
-        texts.append(ids)
-        total += len(ids)
-    # Of the first quarter, and long enough to go on with.
-    first = texts[: max(1, len(texts) // 4)]
-    early = [ids for ids in first if len(ids) > 2 * _LEAD] or first[:1]
-    chosen = early[number % len(early)]
-    # Further numbers begin further on in the passage.
-    begin = 3 * _LEAD * (number // len(early)) % max(1, len(chosen) - 2 * _LEAD)
-    end = [*tokenizer("\n\n")["input_ids"], *chosen[begin : begin + _LEAD]]
-    flat = [token for ids in texts for token in ids]
-    return [*flat[: length - len(end)], *end], chosen[begin + _LEAD :]
 
 
 def main() -> None:

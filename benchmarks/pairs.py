@@ -28,8 +28,7 @@ def pair_folder(name: str) -> Path:
         if not (folder / "target").is_dir() or not (folder / "drafter").is_dir():
             raise DataError(f"the pair {REAL} is not there yet: python -m benchmarks.{REAL}")
         return folder
-    from benchmarks.widen.pairs import pair_of
-    from benchmarks.widen.widening import SHAPES
+    from benchmarks.widen import SHAPES, pair_of
 
     if name not in SHAPES:
         raise DataError(f"no pair {name}: choose from tiny, hybrid, {REAL}, {', '.join(SHAPES)}")

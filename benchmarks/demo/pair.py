@@ -62,7 +62,7 @@ class Pair:
                 raise CannotWrite(str(error)) from None
         elif self.folder == cache_dir() / "pairs" / SHAPE:
             # Imported here, because it imports PyTorch.
-            from benchmarks.widen.pairs import pair_of as wide_pair_of
+            from benchmarks.widen import pair_of as wide_pair_of
 
             progress, where = Progress("models"), shown(self.folder)
             if not self.folder.exists():

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.harness.decoder import (
     Emission,
+    build,
     engine_core,
     keep_busy,
     model_runner,
@@ -52,15 +53,13 @@ def start_driver(engine: Engine) -> Driver:
     Every engine of the table, vLLM's own too, loads its compiled graphs as this plugin's engines
     do: the code is the same, and each start takes a minute less.
     """
-    from vllm import LLM
-
     import vllm_bastion
     from vllm_bastion.cpu.stored_graphs import complete_when_read
 
     found, wanted = Path(vllm_bastion.__file__).resolve().parents[1], engine.paths()
     assert not wanted or found == wanted[0].resolve(), f"the package comes from {found}"
     with complete_when_read():
-        return Driver(LLM(**engine.arguments()))
+        return Driver(build(engine))
 
 
 class Clock:

@@ -6,7 +6,7 @@
 Run it with a virtual environment like the GPU machine's (same Python, PyTorch, Triton; vLLM from
 the kit) in which `setup.sh driver` has built the driver. Each engine starts on the fake driver with
 random weights, in its real shape and without numbers; launches compile for sm_90. What is compiled
-and what vLLM notes of its models goes to /tmp/bastion-gpu/cache, from where `kit.sh` reads it on the
+and what vLLM notes of its models goes to /tmp/bastion-gpu/cache, where `kit.sh` reads it on the
 GPU machine. `--compile` starts engines with torch.compile, too.
 """
 
