@@ -115,7 +115,7 @@ def tokens(job: Job) -> None:
 
 
 def ops(job: Job) -> None:
-    """Cases of `benchmarks.ops` that have a bar or that `--quick` leaves out for want of one."""
+    """Cases of `benchmarks.ops` that have a bar, attention by size of heads, and lookup."""
     import torch
 
     from benchmarks.ops.on_gpu import gpu_cases
@@ -123,17 +123,16 @@ def ops(job: Job) -> None:
     from benchmarks.ops.sizes import SMALL as FEW
     from benchmarks.ops.timing import copy_speed, run_entry, time_graphs
 
-    rare = ("heads", "plan", "gated_delta", "find_copy")
-    cases = [one for one in gpu_cases(FEW if job.small else QWEN3_8B) if one.bar or one.op in rare]
+    cases = {
+        one.name: one
+        for one in gpu_cases(FEW if job.small else QWEN3_8B)
+        if one.bar or one.op in ("heads", "find_copy")
+    }
     replays = 2 if job.small else 50
     ceiling = copy_speed(replays, 2**12 if job.small else 2**30)
-    for name in job.lacks(one.name for one in cases):
+    for name in job.lacks(cases):
         torch.cuda.empty_cache()
-        row = run_entry(
-            next(one for one in cases if one.name == name),
-            ceiling,
-            partial(time_graphs, replays=replays),
-        )
+        row = run_entry(cases[name], ceiling, partial(time_graphs, replays=replays))
         print(row.line(), flush=True)
         job.note(name, **row.as_json())
 

@@ -113,14 +113,12 @@ class Row:
         """A line of the table on the terminal."""
         if self.timing is None:
             return f"{self.name:44} {self.failed.upper()} FAILED, not timed: {self.error}"
-        t = self.timing
+        t, theirs = self.timing, self.judge_timing
         text = f"{self.name:44} {t.median:9.1f} {t.p20:9.1f} {t.p80:9.1f} {t.best:9.1f}"
-        text += f" {self.gb_per_s:8.0f}" if self.gb_per_s else " " * 9
-        text += f" {t.sm_mhz or '?':>5}"
-        if self.judge_timing is not None:
-            theirs = self.judge_timing
-            text += f"  {t.median / theirs.median:.2f}x (best {t.best / theirs.best:.2f}x) "
-            text += f"{self.judge}: {theirs.median:.1f} us"
+        text += f" {self.gb_per_s or 0:8.0f} {t.sm_mhz or '?':>5}"
+        if theirs is not None:
+            ratios = f"{t.median / theirs.median:.2f}x (best {t.best / theirs.best:.2f}x)"
+            text += f"  {ratios} {self.judge}: {theirs.median:.1f} us"
         if self.bar is not None:
             measured = "" if self.bar_ratio is None else f"{self.bar_ratio:.2f} "
             text += f"  bar {self.bar.limit:g} {self.bar.kind}: {measured}{self.verdict}"
